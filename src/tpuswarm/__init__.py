@@ -1,0 +1,58 @@
+"""tpuswarm: train one model on all the Cloud TPUs a person can get.
+
+The public API, flat. Nothing heavy is imported before a name is used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+    from tpuswarm.train.recipe import Clock, Exchange, Options, Program, Recipe, Source
+    from tpuswarm.train.source import ArraySource
+    from tpuswarm.train.supervised import supervised
+    from tpuswarm.train.trainer import Result, Step, Trainer
+
+_HOME = {
+    "ArraySource": "train.source",
+    "Clock": "train.recipe",
+    "Exchange": "train.recipe",
+    "InputError": "errors",
+    "Options": "train.recipe",
+    "Program": "train.recipe",
+    "Recipe": "train.recipe",
+    "Result": "train.trainer",
+    "RunFailed": "errors",
+    "Source": "train.recipe",
+    "Step": "train.trainer",
+    "TpuswarmError": "errors",
+    "Trainer": "train.trainer",
+    "supervised": "train.supervised",
+}
+
+__all__ = [
+    "ArraySource",
+    "Clock",
+    "Exchange",
+    "InputError",
+    "Options",
+    "Program",
+    "Recipe",
+    "Result",
+    "RunFailed",
+    "Source",
+    "Step",
+    "TpuswarmError",
+    "Trainer",
+    "supervised",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"tpuswarm.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'tpuswarm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,139 @@
+"""`tpuswarm train`: one recipe on this machine's devices."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.units import parse_count, parse_seconds
+from tpuswarm.errors import InputError
+
+if TYPE_CHECKING:
+    from tpuswarm.train.recipe import Recipe
+    from tpuswarm.train.trainer import Result
+
+
+def option(flag: str, text: str) -> Any:
+    """A typer option with its help."""
+    return typer.Option(flag, help=text, show_default=False)
+
+
+def train(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A built-in recipe (gpt2-tiny, gpt2-124m, …) or file.py:Recipe.")],
+    data: Annotated[str | None, option("--data", "File, folder or URL of text, or `fake`.")] = None,
+    steps: Annotated[str | None, option("--steps", "Length of the whole run in steps.")] = None,
+    tokens: Annotated[str | None, option("--tokens", "Length of the whole run in tokens, such as 10M.")] = None,
+    epochs: Annotated[float | None, option("--epochs", "Length of the whole run in passes over the data.")] = None,
+    batch: Annotated[str | None, option("--batch", "Rows of one step, over all devices.")] = None,
+    devices: Annotated[str, option("--devices", "all, a number (8) or indices ([5]). Default: all.")] = "all",
+    precision: Annotated[str | None, option("--precision", "bf16, f32 or highest. Default: bf16, f32 on CPU.")] = None,
+    shard: Annotated[str, option("--shard", "auto, replicate or fsdp. Default: auto.")] = "auto",
+    accumulate: Annotated[str | None, option("--accumulate", "Micro-batches of one step.")] = None,
+    clip: Annotated[float | None, option("--clip", "Largest norm of the gradient.")] = None,
+    freeze: Annotated[str | None, option("--freeze", "Regular expression of parameters that stay as they are.")] = None,
+    decay: Annotated[str | None, option("--decay", "Regular expression of parameters with weight decay.")] = None,
+    ema: Annotated[float | None, option("--ema", "Moving average of the parameters, such as 0.999.")] = None,
+    eval_every: Annotated[str | None, option("--eval-every", "Steps (500) or time (5m) between evaluations.")] = None,
+    save_every: Annotated[str, option("--save-every", "Steps (500) or time between checkpoints. Default: 5m.")] = "5m",
+    keep: Annotated[int, option("--keep", "Checkpoints that stay. Default: 3.")] = 3,
+    notice: Annotated[str, option("--notice", "Time from SIGTERM to the machine's end. Default: 10s.")] = "10s",
+    init_from: Annotated[str | None, option("--init-from", "Run whose parameters to start from.")] = None,
+    run: Annotated[str | None, option("--run", "Directory of the run; an existing one is resumed.")] = None,
+    seed: Annotated[int | None, option("--seed", "Of parameters, data order and dropout. Default: 0.")] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option("--deterministic", help="GPU kernels that repeat bit for bit.")
+    ] = None,
+    as_json: Annotated[bool, option("--json", "One object on stdout at the end.")] = False,
+) -> None:
+    """Train a recipe. The options of the recipe itself are given the same way: --lr 3e-4 --context 256.
+
+    The same --run directory goes on where it stood.
+    """
+    from tpuswarm.train.run import find_run
+    from tpuswarm.train.trainer import Trainer
+
+    asked = {name: value for name, value in (("data", data), ("seed", seed)) if value is not None}
+    folder = Path(run) if run else None
+    made = make_recipe(recipe, asked, recipe_options(context.args), folder)
+    trainer = Trainer(
+        devices=devices, shard=shard, precision=precision, clip=clip, freeze=freeze, decay=decay, ema=ema, seed=seed,
+        accumulate=parse_count(accumulate, "accumulate") if accumulate is not None else None,
+        save_every=save_every, eval_every=eval_every, keep=keep, notice=parse_seconds(notice, "notice"),
+        deterministic=deterministic,
+    )  # fmt: skip
+    result = trainer.fit(
+        made,
+        steps=parse_count(steps, "steps") if steps is not None else None,
+        tokens=parse_count(tokens, "tokens") if tokens is not None else None,
+        epochs=epochs,
+        batch=parse_count(batch, "batch") if batch is not None else None,
+        run=folder,
+        init_from=find_run(init_from) if init_from else None,
+    )
+    print_result(result, as_json)
+    if result.signal is not None:
+        raise typer.Exit(128 + result.signal)
+
+
+train.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
+
+
+def recipe_options(words: list[str]) -> dict[str, str]:
+    """`--name value` and `--name=value` pairs that are not the command's own; InputError for anything else."""
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            raise InputError(f"unexpected argument {word!r}; options are written --name value")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise InputError(f"{name} needs a value, or is no option; see `tpuswarm train --help`")
+            value = rest.pop(0)
+        found[name.removeprefix("--").replace("-", "_")] = value
+    return found
+
+
+def make_recipe(name: str, asked: dict[str, Any], extra: dict[str, str], folder: Path | None) -> "Recipe":
+    """The recipe by name with its options; in the directory of a run, what is not asked is as it was there."""
+    from tpuswarm import recipes
+    from tpuswarm.train.run import CONFIG, read_config
+    from tpuswarm.train.settings import differences, refuse_differences
+    from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types
+
+    if name.startswith("-"):
+        raise InputError(f"the recipe comes first: tpuswarm train RECIPE {name} …")
+    target, preset = recipes.find(name)
+    types = option_types(find_maker(target))
+    if "seed" not in types:
+        asked.pop("seed", None)
+    wrong = next((key for key in (*asked, *extra) if key not in types), None)
+    if wrong is not None:
+        shown = wrong.replace("_", "-")
+        known = {key.replace("_", "-") for key in (*types, *train.__annotations__)}
+        raise InputError(f"neither train nor {name} has an option --{shown}; {did_you_mean(shown, known)}")
+    stored: dict[str, Any] = {}
+    if folder is not None and (folder / CONFIG).exists():
+        config = read_config(folder)["recipe"]
+        refuse_differences(folder, differences({"recipe": config["target"]}, {"recipe": absolute_target(target)}))
+        stored = config["options"]
+    return build_recipe(target, {**stored, **preset, **asked, **extra})
+
+
+def print_result(result: "Result", as_json: bool) -> None:
+    """The end of a run on stdout."""
+    if as_json:
+        facts = {"run": str(result.run), "ended": result.ended, "step": result.step, "steps": result.steps}
+        print(json.dumps({**facts, "message": result.message, "metrics": result.metrics}))
+        return
+    shown = [
+        f"{text} {result.metrics[name]:.4f}"
+        for name, text in (("loss", "loss"), ("eval_loss", "held-out loss"))
+        if result.metrics.get(name) is not None
+    ]
+    report = f"; {result.run / 'report.html'}" if result.ended == "finished" else ""
+    print(f"{result.run} {result.ended} at step {result.step} of {result.steps}: {', '.join(shown)}{report}")

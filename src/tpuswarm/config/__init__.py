@@ -1,0 +1,1 @@
+"""What people write, read precisely: counts, durations, names, and errors that suggest the nearest right one."""

@@ -1,0 +1,19 @@
+"""The errors that a user sees: one sentence with the numbers involved and the way out."""
+
+
+class TpuswarmError(Exception):
+    """Base of all errors meant for a user; `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class InputError(TpuswarmError):
+    """What was asked cannot be done as asked: a wrong option, file, shape or combination."""
+
+    exit_code = 2
+
+
+class RunFailed(TpuswarmError):
+    """A run that was asked for correctly came to an end it should not have had."""
+
+    exit_code = 1

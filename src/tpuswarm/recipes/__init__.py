@@ -1,0 +1,32 @@
+"""What can be trained out of the box, by name."""
+
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.errors import InputError
+
+GPT2 = "tpuswarm.recipes.gpt2.recipe:GPT2"
+
+BUILT_IN: dict[str, tuple[str, dict[str, str]]] = {
+    "gpt2-tiny": (GPT2, {"size": "tiny"}),
+    "gpt2-124m": (GPT2, {"size": "124m"}),
+    "gpt2-355m": (GPT2, {"size": "355m"}),
+    "gpt2-774m": (GPT2, {"size": "774m"}),
+    "gpt2-1558m": (GPT2, {"size": "1558m"}),
+}
+"""Name → where the recipe is made and the options that name stands for."""
+
+ALIASES = {"gpt2-117m": "gpt2-124m", "gpt2-345m": "gpt2-355m"}
+"""OpenAI's labels for the two sizes whose true count is another."""
+
+
+def find(name: str) -> tuple[str, dict[str, str]]:
+    """Where the recipe `name` is made, and its preset options; `module:Name` and `file.py:Name` stand for themselves.
+
+    Raises InputError with the nearest name for an unknown one.
+    """
+    if ":" in name:
+        return name, {}
+    key = name.lower()
+    key = ALIASES.get(key, key)
+    if key not in BUILT_IN:
+        raise InputError(f"unknown recipe {name!r}; {did_you_mean(name, [*BUILT_IN, *ALIASES])}")
+    return BUILT_IN[key]

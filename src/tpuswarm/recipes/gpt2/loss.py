@@ -1,0 +1,54 @@
+"""Next-token cross-entropy that never holds all logits in float32."""
+
+import jax
+import jax.numpy as jnp
+
+from tpuswarm.recipes.gpt2.config import Config
+
+CHUNK_BYTES = 2**27
+"""Float32 logits that one device holds at a time."""
+
+
+def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int) -> jax.Array:
+    """Float32 logits over the padded vocabulary; padding is out of reach of any softmax or argmax."""
+    logits_BxTxV = jnp.einsum("btd,vd->btv", x_BxTxD, wte_VxD.astype(x_BxTxD.dtype), preferred_element_type=jnp.float32)
+    if wte_VxD.shape[0] == vocab:
+        return logits_BxTxV
+    real_V = jnp.arange(wte_VxD.shape[0]) < vocab
+    return jnp.where(real_V[None, None], logits_BxTxV, jnp.float32(-1e30))
+
+
+def mean_loss(x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, config: Config) -> jax.Array:
+    """Mean cross-entropy in nats, over chunks of the token axis with the whole vocabulary.
+
+    A chunk's logits are recomputed in the backward pass. Chunking tokens rather than the vocabulary keeps the matmuls
+    large.
+    """
+    B, T, D = x_BxTxD.shape
+    devices = max(1, jax.sharding.get_abstract_mesh().size)
+    count = chunk_count(-(-B // devices), T, wte_VxD.shape[0])
+
+    def chunk_sum(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> jax.Array:
+        logits_BxCxV = logits(x_BxCxD, wte_VxD, config.vocab)
+        gold_BxC = jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], axis=-1)[..., 0]
+        return jnp.sum(jax.nn.logsumexp(logits_BxCxV, axis=-1) - gold_BxC)
+
+    if count == 1:
+        total = chunk_sum(x_BxTxD, targets_BxT)
+    else:
+        x_NxBxCxD = x_BxTxD.reshape(B, count, T // count, D).swapaxes(0, 1)
+        targets_NxBxC = targets_BxT.reshape(B, count, T // count).swapaxes(0, 1)
+        recomputed = jax.checkpoint(chunk_sum)
+        total, _ = jax.lax.scan(
+            lambda total, chunk: (total + recomputed(*chunk), None), jnp.float32(0), (x_NxBxCxD, targets_NxBxC)
+        )
+    return total / jnp.float32(B * T)
+
+
+def chunk_count(rows: int, T: int, V: int) -> int:
+    """The fewest equal chunks of T tokens whose float32 logits stay within CHUNK_BYTES, one token at least."""
+    return next(
+        count
+        for count in range(1, T + 1)
+        if T % count == 0 and (rows * (T // count) * V * 4 <= CHUNK_BYTES or count == T)
+    )

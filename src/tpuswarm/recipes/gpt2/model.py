@@ -1,0 +1,121 @@
+"""GPT-2 (Radford et al. 2019): parameters and forward pass.
+
+Pre-norm blocks, learned positions, tanh GELU, LayerNorm with epsilon 1e-5 in float32, output head tied to the token
+embedding. The layers' parameters are stacked on a leading axis L, scanned or unrolled by the caller's choice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpuswarm.recipes.gpt2 import attention
+from tpuswarm.recipes.gpt2.config import Config
+from tpuswarm.train.recipe import Options
+
+Params = dict[str, Any]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
+"""(q, k, v, key) → (attention output BxTxHxK, whatever the caller wants to keep of the layer)."""
+
+
+def init(key: jax.Array, config: Config) -> Params:
+    """Fresh float32 parameters: normal(0, 0.02), residual projections scaled by 1/sqrt(2L), biases 0, scales 1."""
+    L, D, V = config.layers, config.width, config.padded_vocab
+    keys = iter(jax.random.split(key, 6))
+
+    def weights(*shape: int, deviation: float = 0.02) -> jax.Array:
+        return deviation * jax.random.normal(next(keys), shape, jnp.float32)
+
+    def norm(*shape: int) -> Params:
+        return {"scale": jnp.ones(shape, jnp.float32), "bias": jnp.zeros(shape, jnp.float32)}
+
+    def linear(inputs: int, outputs: int, deviation: float = 0.02) -> Params:
+        return {"w": weights(L, inputs, outputs, deviation=deviation), "b": jnp.zeros((L, outputs), jnp.float32)}
+
+    residual = 0.02 / (2 * L) ** 0.5
+    return {
+        "wte": weights(V, D),
+        "wpe": weights(config.context, D),
+        "blocks": {
+            "ln_1": norm(L, D),
+            "attn": {"qkv": linear(D, 3 * D), "proj": linear(D, D, residual)},
+            "ln_2": norm(L, D),
+            "mlp": {"fc": linear(D, 4 * D), "proj": linear(4 * D, D, residual)},
+        },
+        "ln_f": norm(D),
+    }
+
+
+def compute_dtype(options: Options) -> Any:
+    """The dtype of activations and matmul inputs."""
+    return jnp.bfloat16 if options.precision == "bf16" else jnp.float32
+
+
+def hidden(params: Params, tokens_BxT: jax.Array, config: Config, options: Options, key: jax.Array | None) -> jax.Array:
+    """Final hidden states x_BxTxD, after the last norm; `key` is for dropout, None turns it off."""
+    form = attention.usable_form(options.attention, config, options)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array | None) -> tuple[jax.Array, None]:
+        return attention.causal(q, k, v, form, config.dropout, key), None
+
+    x_BxTxD, _ = run_blocks(params, tokens_BxT, config, options, key, attend)
+    return x_BxTxD
+
+
+def run_blocks(
+    params: Params, tokens_BxT: jax.Array, config: Config, options: Options, key: jax.Array | None, attend: Attend
+) -> tuple[jax.Array, Any]:
+    """Embedding, all blocks with the given attention, last norm; and what `attend` kept, stacked over layers."""
+    positions_T = jnp.arange(tokens_BxT.shape[1])
+    x_BxTxD = embed(params, tokens_BxT, positions_T, options)
+    keys_L = None
+    if key is not None and config.dropout > 0:
+        key, embed_key = jax.random.split(key)
+        x_BxTxD = attention.dropout(x_BxTxD, config.dropout, embed_key)
+        keys_L = jax.random.split(key, config.layers)
+
+    def body(x_BxTxD: jax.Array, layer: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Any]:
+        return block(x_BxTxD, *layer, config, attend)
+
+    if options.remat:
+        body = jax.checkpoint(body)
+    unroll = config.layers if options.loop == "unroll" else 1
+    x_BxTxD, kept = jax.lax.scan(body, x_BxTxD, (params["blocks"], keys_L), unroll=unroll)
+    return layer_norm(x_BxTxD, params["ln_f"]), kept
+
+
+def embed(params: Params, tokens_BxT: jax.Array, positions_T: jax.Array, options: Options) -> jax.Array:
+    """Token plus position embedding, x_BxTxD in the compute dtype."""
+    return (params["wte"][tokens_BxT] + params["wpe"][positions_T][None]).astype(compute_dtype(options))
+
+
+def block(
+    x_BxTxD: jax.Array, layer: Params, key: jax.Array | None, config: Config, attend: Attend
+) -> tuple[jax.Array, Any]:
+    """One layer, and what `attend` kept of it."""
+    attn_key, proj_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
+    B, T, D = x_BxTxD.shape
+    qkv_BxTx3D = linear(layer_norm(x_BxTxD, layer["ln_1"]), layer["attn"]["qkv"])
+    q, k, v = (part.reshape(B, T, config.heads, config.head_width) for part in jnp.split(qkv_BxTx3D, 3, axis=-1))
+    mixed_BxTxHxK, kept = attend(q, k, v, attn_key)
+    mixed_BxTxD = linear(mixed_BxTxHxK.reshape(B, T, D), layer["attn"]["proj"])
+    x_BxTxD = x_BxTxD + attention.dropout(mixed_BxTxD, config.dropout, proj_key)
+    h_BxTx4D = jax.nn.gelu(linear(layer_norm(x_BxTxD, layer["ln_2"]), layer["mlp"]["fc"]), approximate=True)
+    mlp_BxTxD = linear(h_BxTx4D, layer["mlp"]["proj"])
+    return x_BxTxD + attention.dropout(mlp_BxTxD, config.dropout, mlp_key), kept
+
+
+def linear(x: jax.Array, p: Params) -> jax.Array:
+    """x @ w + b over the last axis, in the dtype of x."""
+    outputs = x @ p["w"].astype(x.dtype)
+    return outputs + jnp.broadcast_to(p["b"].astype(x.dtype), outputs.shape)
+
+
+def layer_norm(x: jax.Array, p: Params) -> jax.Array:
+    """LayerNorm over the last axis, computed in float32, given in the dtype of x."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - x32.mean(-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5)
+    shape = normed.shape
+    return (normed * jnp.broadcast_to(p["scale"], shape) + jnp.broadcast_to(p["bias"], shape)).astype(x.dtype)

@@ -1,0 +1,197 @@
+"""GPT-2 as a recipe.
+
+    tpuswarm train gpt2-tiny --data tinyshakespeare.txt
+
+The tiny size is nanoGPT's published CPU set-up (4 layers, 4 heads, 128 wide, context 64, characters, batch 12, 2,000
+steps, learning rate 1e-3 to 1e-4, warm-up 100 steps, beta2 0.99, no dropout; its README gives validation loss 1.88 on
+tinyshakespeare). The others are OpenAI's released sizes with GPT-3's learning rates (Brown et al. 2020, table 2.1).
+"""
+
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2 import model
+from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, SIZES, Config
+from tpuswarm.recipes.gpt2.loss import mean_loss
+from tpuswarm.recipes.gpt2.sample import generate
+from tpuswarm.recipes.gpt2.tokenizer import Kind, Tokenizer, make_tokenizer
+from tpuswarm.recipes.gpt2.tokens import FakeTokens, Tokens, TokenSource, prepare_tokens, split_tokens
+from tpuswarm.train.recipe import Batch, Options, Recipe, Source
+from tpuswarm.train.supervised import SupervisedProgram, in_precision, inference_params
+
+PEAK_LR = {"tiny": 1e-3, "124m": 6e-4, "355m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}
+FAKE_VOCAB = 65
+FAKE = "fake"
+
+
+class GPT2(Recipe):
+    """One GPT-2 and its text; what is None follows from `size` or from the data.
+
+    - data: path or URL of text, `fake` for random tokens, None for the Python standard library's source.
+    - tokenizer: characters (of the data, or `alphabet`) or bytes.
+    - lr: peak learning rate, reached after the share `warmup` of the run and lowered by a cosine to lr_end.
+    - seed: of the order of the rows.
+    """
+
+    target = "tpuswarm.recipes.gpt2.recipe:GPT2"
+
+    def __init__(
+        self,
+        *,
+        size: str = "tiny",
+        data: str | None = None,
+        tokenizer: Literal["characters", "bytes"] | None = None,
+        alphabet: str | None = None,
+        layers: int | None = None,
+        heads: int | None = None,
+        width: int | None = None,
+        context: int | None = None,
+        vocab: int | None = None,
+        dropout: float = 0.0,
+        lr: float | None = None,
+        lr_end: float | None = None,
+        warmup: float | None = None,
+        beta2: float | None = None,
+        weight_decay: float = 0.1,
+        seed: int = 0,
+    ):
+        if size not in SIZES:
+            raise InputError(f"unknown size {size!r}; {did_you_mean(size, SIZES)}")
+        tiny = size == "tiny"
+        usual = dict(zip(("layers", "heads", "width", "context"), SIZES[size], strict=True))
+        given = {"layers": layers, "heads": heads, "width": width, "context": context}
+        self.name = f"gpt2-{size}"
+        self._size, self._data, self._seed = size, data, seed
+        self._shape = {name: usual[name] if value is None else value for name, value in given.items()}
+        self._kind: Kind = tokenizer or ("characters" if tiny else "bytes")
+        self._alphabet = alphabet
+        self._vocab = vocab if vocab is not None or tiny else GPT2_VOCAB
+        self._dropout = dropout
+        self._lr = PEAK_LR[size] if lr is None else lr
+        self._lr_end = self._lr / 10 if lr_end is None else lr_end
+        self._warmup = (0.05 if tiny else 0.02) if warmup is None else warmup
+        self._beta2 = (0.99 if tiny else 0.95) if beta2 is None else beta2
+        self._weight_decay = weight_decay
+        self._check()
+        self.defaults = {
+            "batch": 12 if tiny else 64,
+            "steps": 2_000 if tiny else 20_000,
+            "clip": 1.0,
+            "decay": r"(^wte|^wpe|/w)$",
+        }
+
+    def _check(self) -> None:
+        small = [name for name, value in self._shape.items() if value < 1]
+        if small:
+            raise InputError(f"{small[0]} must be 1 or more, not {self._shape[small[0]]}")
+        if self._shape["width"] % self._shape["heads"]:
+            raise InputError(
+                f"a width of {self._shape['width']} does not divide over {self._shape['heads']} heads; "
+                "make --width a multiple of --heads"
+            )
+        if not 0 <= self._dropout < 1:
+            raise InputError(f"dropout must be at least 0 and below 1, not {self._dropout}")
+        if self._lr <= 0 or self._lr_end < 0:
+            raise InputError(f"learning rates must be above 0, not lr={self._lr}, lr_end={self._lr_end}")
+        if not 0 <= self._warmup < 1:
+            raise InputError(f"warmup is a share of the run, at least 0 and below 1, not {self._warmup}")
+
+    def options(self) -> dict[str, Any]:
+        """Everything that makes this recipe again, the alphabet of its data included."""
+        options = {
+            "size": self._size,
+            "data": self._data,
+            "tokenizer": self._kind,
+            "alphabet": getattr(self.tokenizer, "alphabet", None),
+            **self._shape,
+            "vocab": self.config.vocab,
+            "dropout": self._dropout,
+            "lr": self._lr,
+            "lr_end": self._lr_end,
+            "warmup": self._warmup,
+            "beta2": self._beta2,
+            "weight_decay": self._weight_decay,
+            "seed": self._seed,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    @cached_property
+    def _tokens(self) -> Tokens:
+        return prepare_tokens(self._data, self._kind, self._alphabet)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Of the alphabet given, else of the data; None for fake data."""
+        if self._data == FAKE:
+            return None
+        known = self._alphabet is not None or self._kind == "bytes"
+        return make_tokenizer(self._kind, self._alphabet if known else self._tokens.alphabet)
+
+    @cached_property
+    def config(self) -> Config:
+        """The model's shape; a tiny model's vocabulary is that of its tokenizer."""
+        have = self.tokenizer.vocab if self.tokenizer else 0
+        vocab = self._vocab if self._vocab is not None else have or FAKE_VOCAB
+        if have > vocab:
+            raise InputError(
+                f"the {self._kind} of this text need a vocabulary of {have}, not {vocab}; use --vocab {have}"
+            )
+        return Config(**self._shape, vocab=vocab, dropout=self._dropout)
+
+    def program(self, options: Options) -> SupervisedProgram:
+        """The program; honours every option."""
+        config = self.config
+
+        def loss(params: model.Params, batch: Batch, key: jax.Array | None) -> jax.Array:
+            tokens_BxT1 = batch["tokens"]
+            x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], config, options, key)
+            return mean_loss(x_BxTxD, params["wte"], tokens_BxT1[:, 1:], config)
+
+        def optimizer(rate: Any, decay_mask: Any) -> optax.GradientTransformation:
+            return optax.adamw(rate, b2=self._beta2, weight_decay=self._weight_decay, mask=decay_mask)
+
+        def spec(size: int) -> dict[str, jax.ShapeDtypeStruct]:
+            return {"tokens": jax.ShapeDtypeStruct((size, config.context + 1), np.dtype(np.int32))}
+
+        # The model casts for itself: norms, softmax and loss stay in float32 under bf16.
+        full = in_precision(loss, "highest") if options.precision == "highest" else loss
+        return SupervisedProgram(
+            lambda key: model.init(key, config),
+            full,
+            optimizer,
+            self.schedule,
+            spec,
+            options,
+            tokens_per_row=config.context,
+            tied={"wte": "head"},
+        )
+
+    def schedule(self, progress: jax.Array) -> jax.Array:
+        """Learning rate at a share of the run: linear warm-up from a hundredth, then a cosine to lr_end."""
+        warm = jnp.clip(progress / max(self._warmup, 1e-9), 0.01, 1.0)
+        cosine = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip((progress - self._warmup) / (1 - self._warmup), 0.0, 1.0)))
+        return jnp.where(progress < self._warmup, self._lr * warm, self._lr_end + (self._lr - self._lr_end) * cosine)
+
+    def data(self, split: str) -> Source:
+        """Rows of a split: the last tenth of the text is held out."""
+        context = self._shape["context"]
+        if self._data == FAKE:
+            return FakeTokens(self.config.vocab, context, self._seed + (split == "validation"))
+        name = f"the {split} part of {self._data or 'the Python standard library'}"
+        array = split_tokens(self._tokens.array, split)
+        return TokenSource(array, context, self._seed, self._tokens.digest, name)
+
+    def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+        """A continuation of `prompt`; an empty prompt starts from a line's end."""
+        if self.tokenizer is None:
+            raise InputError("a model trained on fake data has no letters to write")
+        start = self.tokenizer.encode(prompt or "\n").tolist()
+        params = inference_params(state)
+        return self.tokenizer.decode(generate(params, start, tokens, temperature, seed, self.config, Options()))

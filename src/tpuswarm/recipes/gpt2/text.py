@@ -1,0 +1,115 @@
+"""Where text comes from: a file, a folder or a URL that fsspec reads, or the Python standard library's own source."""
+
+import codecs
+import hashlib
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from tpuswarm.errors import InputError
+
+PIECE = 2**22
+"""Bytes read at a time."""
+
+Advance = Callable[[int], None]
+"""Told how many bytes were read since the last call."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Files of one file system, in reading order."""
+
+    name: str
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+    system: Any
+    key: str
+    """Changes when a file is added, removed or written: path, size and time or version of each."""
+
+    def pieces(self, advance: Advance | None = None) -> Iterator[str]:
+        """The whole text, a few megabytes at a time; InputError for a file that is not UTF-8 text."""
+        for path in self.files:
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            with self.system.open(path, "rb") as file:
+                while True:
+                    raw = file.read(PIECE)
+                    if b"\0" in raw:
+                        raise InputError(f"{path} is binary, not text; use --tokenizer bytes or other --data")
+                    try:
+                        piece = decoder.decode(raw, final=not raw)
+                    except UnicodeDecodeError as error:
+                        raise InputError(
+                            f"{path} is not UTF-8 text (byte {error.start}: {error.reason}); "
+                            "use --tokenizer bytes or other --data"
+                        ) from error
+                    if advance:
+                        advance(len(raw))
+                    if piece:
+                        yield piece
+                    if not raw:
+                        break
+
+    def raw_pieces(self, advance: Advance | None = None) -> Iterator[bytes]:
+        """The whole content as bytes."""
+        for path in self.files:
+            with self.system.open(path, "rb") as file:
+                while raw := file.read(PIECE):
+                    if advance:
+                        advance(len(raw))
+                    yield raw
+
+
+def open_text(place: str | None) -> Text:
+    """The text at a path or URL; None is the standard library's source.
+
+    A folder is all its files in the order of their paths, hidden ones left out. Raises InputError where there is
+    nothing, and for an empty file or folder.
+    """
+    if place is None:
+        return _standard_library()
+    try:
+        system, path = fsspec.core.url_to_fs(str(Path(place).expanduser()) if "://" not in place else place)
+        if system.isdir(path):
+            root = path.rstrip("/") + "/"
+            found = sorted(file for file in system.find(path) if not _hidden(file.removeprefix(root)))
+        else:
+            found = [path]
+        infos = [system.info(file) for file in found]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(f"there is no file or folder {place}; --data takes a path or URL") from error
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{place} cannot be read: {error}") from error
+    return _text(place, system, infos)
+
+
+def _hidden(relative: str) -> bool:
+    return any(part.startswith(".") for part in relative.split("/"))
+
+
+def _standard_library() -> Text:
+    """Python's top-level modules: a few megabytes of real text that every machine with Python has."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(folder.glob("*.py"))
+    if not files:
+        raise InputError(f"Python's standard library in {folder} has no source files; give text with --data")
+    system = fsspec.filesystem("file")
+    return _text("the Python standard library", system, [system.info(str(file)) for file in files])
+
+
+def _text(name: str, system: Any, infos: list[dict[str, Any]]) -> Text:
+    infos = [info for info in infos if info["size"] > 0]
+    if not infos:
+        raise InputError(f"{name} is empty; --data needs text")
+    marks = [[info["name"], info["size"], str(_version(info))] for info in infos]
+    key = hashlib.sha256(repr(marks).encode()).hexdigest()
+    return Text(name, tuple(i["name"] for i in infos), tuple(i["size"] for i in infos), system, key)
+
+
+def _version(info: dict[str, Any]) -> Any:
+    """What a file system gives that changes with a file's content; its size is known besides."""
+    known = ("mtime", "etag", "ETag", "generation", "md5Hash", "updated", "LastModified")
+    return [info[name] for name in known if name in info]

@@ -1,0 +1,152 @@
+"""Text as a memory map of token numbers, made once, and rows of it in a seeded infinite order."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
+from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Kind, Tokenizer, make_tokenizer
+from tpuswarm.train.platform import cache_folder
+from tpuswarm.train.source import shuffled
+
+VALIDATION_SHARE = 0.1
+"""The last tenth of the tokens is held out, as nanoGPT does."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised text: `array` is memory-mapped, `digest` the SHA-256 of its numbers."""
+
+    array: np.ndarray
+    digest: str
+    alphabet: str | None
+
+
+def prepare_tokens(place: str | None, kind: Kind, alphabet: str | None = None) -> Tokens:
+    """The memory map of the text at `place`, made in the user's cache if it is not there yet.
+
+    Two processes may do it at once: each writes a folder of its own and the first to finish gives it its name.
+    `alphabet` fixes the characters; without it they are those of the text.
+    """
+    text = open_text(place)
+    key = hashlib.sha256(json.dumps([text.key, kind, alphabet]).encode()).hexdigest()[:32]
+    folder = cache_folder("tokens") / key
+    if not (folder / "about.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=folder.parent))
+        try:
+            _write(making, text, kind, alphabet)
+            try:
+                making.rename(folder)
+            except OSError:
+                if not (folder / "about.json").exists():
+                    raise
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+    about = json.loads((folder / "about.json").read_text())
+    array = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r", shape=(about["count"],))
+    return Tokens(array, about["digest"], about["alphabet"])
+
+
+def _write(folder: Path, text: Text, kind: Kind, alphabet: str | None) -> None:
+    passes = 1 + (kind == "characters" and alphabet is None)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
+        bar = bars.add_task(f"tokenising {text.name}", total=sum(text.sizes) * passes)
+
+        def advance(count: int) -> None:
+            bars.advance(bar, count)
+
+        if kind == "characters" and alphabet is None:
+            seen = AlphabetCount()
+            for piece in text.pieces(advance):
+                seen.add(piece)
+            alphabet = seen.alphabet()
+        tokenizer = make_tokenizer(kind, alphabet)
+        dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
+        digest, count = hashlib.sha256(), 0
+        with (folder / "tokens.bin").open("wb") as file:
+            for numbers in _numbers(text, tokenizer, advance):
+                data = numbers.astype(dtype).tobytes()
+                digest.update(data)
+                file.write(data)
+                count += len(numbers)
+            file.flush()
+            os.fsync(file.fileno())
+    about = {"dtype": dtype.name, "count": count, "digest": digest.hexdigest(), "alphabet": alphabet}
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+def _numbers(text: Text, tokenizer: Tokenizer, advance: Advance) -> Iterator[np.ndarray]:
+    if tokenizer.kind == "bytes":
+        for raw in text.raw_pieces(advance):
+            yield np.frombuffer(raw, np.uint8)
+    else:
+        for piece in text.pieces(advance):
+            yield tokenizer.encode(piece)
+
+
+class TokenSource:
+    """Rows of context + 1 tokens: `{"tokens": int32 (count, context + 1)}`.
+
+    An epoch cuts the text into windows from a random shift on and gives each once, in an order of its own; every
+    token but those at the ends is a target once an epoch.
+    """
+
+    def __init__(self, array: np.ndarray, context: int, seed: int, digest: str, name: str):
+        length = len(array)
+        if length < context + 1:
+            raise InputError(
+                f"{name} has {length} tokens, fewer than one row of context {context} + 1; "
+                "give more text or a smaller --context"
+            )
+        self._array, self._context, self._seed, self.digest = array, context, seed, digest
+        self.rows_per_epoch = max(1, (length - context - 1) // context)
+        self._room = length - 1 - self.rows_per_epoch * context
+
+    def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
+        """Rows start to start + count of the order."""
+        epoch, window = shuffled(start, count, self.rows_per_epoch, self._seed)
+        shift = np.zeros_like(epoch)
+        for each in np.unique(epoch):
+            limit = min(self._room, self._context) + 1
+            shift[epoch == each] = np.random.default_rng([self._seed, int(each), 1]).integers(limit)
+        first = window * self._context + shift
+        places = first[:, None] + np.arange(self._context + 1)
+        return {"tokens": self._array[places].astype(np.int32)}
+
+
+class FakeTokens:
+    """Random tokens of a vocabulary, for trying a machine without any data."""
+
+    rows_per_epoch = 10_000
+
+    def __init__(self, vocab: int, context: int, seed: int):
+        self._vocab, self._context, self._seed = vocab, context, seed
+        self.digest = f"fake-{vocab}-{context}-{seed}"
+
+    def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
+        """Rows start to start + count of the order."""
+        rows = [
+            np.random.default_rng([self._seed, row]).integers(self._vocab, size=self._context + 1, dtype=np.int32)
+            for row in range(start, start + count)
+        ]
+        return {"tokens": np.stack(rows)}
+
+
+def split_tokens(array: np.ndarray, split: str) -> np.ndarray:
+    """The part of a token array that is `train`, `validation` or `all`."""
+    cut = len(array) - int(len(array) * VALIDATION_SHARE)
+    parts: dict[str, Any] = {"train": array[:cut], "validation": array[cut:], "all": array}
+    return parts[split]

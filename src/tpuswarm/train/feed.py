@@ -1,0 +1,79 @@
+"""Batches on their way to the devices: rows are read and sent while the step before them runs."""
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.recipe import Batch, Source
+from tpuswarm.train.user_code import blame
+
+DEPTH = 2
+"""Batches held ready; more would only take device memory."""
+
+
+class Feed:
+    """The batches of a run from one step on: batch(step) = rows(step * size, size), on the devices.
+
+    A context manager; its thread ends with it. `waited` sums the seconds in which the caller stood waiting.
+    """
+
+    def __init__(self, source: Source, spec: Mapping[str, Any], sharding: Sharding, first_step: int, last_step: int):
+        self._source, self._spec, self._sharding = source, dict(spec), sharding
+        self._steps = range(first_step, last_step)
+        self._size = next(iter(self._spec.values())).shape[0]
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=DEPTH)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+        self.waited = 0.0
+
+    def __enter__(self) -> "Feed":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get(timeout=0.05)
+            except queue.Empty:
+                continue
+
+    def next(self) -> Batch:
+        """The next batch; raises what reading it raised."""
+        start = time.perf_counter()
+        item = self._ready.get()
+        self.waited += time.perf_counter() - start
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _run(self) -> None:
+        try:
+            for step in self._steps:
+                if self._stopped.is_set():
+                    return
+                rows = read_rows(self._source, self._spec, step * self._size, self._size)
+                self._ready.put(jax.device_put(rows, self._sharding))
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the training thread raises it
+            self._ready.put(error)
+
+
+def read_rows(source: Source, spec: Mapping[str, Any], start: int, count: int) -> dict[str, np.ndarray]:
+    """Rows of a source; InputError if their names, shapes or dtypes are not those the program was compiled for."""
+    with blame("the data source failed"):
+        rows = source.rows(start, count)
+    got = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in rows.items()}
+    want = {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in spec.items()}
+    if got != want:
+        raise InputError(f"rows {start} to {start + count} of the data are {got}, the program takes {want}")
+    return rows

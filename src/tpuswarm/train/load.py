@@ -1,0 +1,73 @@
+"""A run read back: its recipe rebuilt, its parameters on devices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpuswarm.errors import InputError
+from tpuswarm.train import checkpoint
+from tpuswarm.train.fit import Placed, Request, place
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.recipe import Recipe, State
+from tpuswarm.train.run import read_config
+from tpuswarm.train.user_code import build_recipe
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run's newest whole checkpoint on devices."""
+
+    config: dict[str, Any]
+    recipe: Recipe
+    placed: Placed
+    state: State
+    step: int
+    notes: list[str]
+    """A sentence for each damaged checkpoint passed over."""
+
+
+def load_run(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> LoadedRun:
+    """The recipe (with `options` in place of its own) and newest state of the run in `folder`.
+
+    Raises InputError where it is no run, cannot be rebuilt, or has no whole checkpoint.
+    """
+    config = read_config(folder)
+    if not config["recipe"]["target"]:
+        raise InputError(
+            f"{folder} was trained by a program of its own; put its recipe into a file and train file.py:Recipe "
+            "to use it from here"
+        )
+    saved, notes = checkpoint.newest(folder / "checkpoints")
+    if saved is None:
+        raise InputError(f"{folder} has no whole checkpoint" + "".join(f"; {note}" for note in notes))
+    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})})
+    train = config["train"]
+    names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
+    placed = place(recipe, Request(**{name: train.get(name) for name in names}), devices)
+    return LoadedRun(config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
+
+
+def load_parameters(folder: Path, onto: Placed, state: State) -> State:
+    """`state` with the exchanged leaves of another run in their places and shardings.
+
+    Raises InputError naming the first leaves that are missing, extra or of another shape.
+    """
+    loaded = load_run(folder, list(onto.mesh.devices.flat))
+    theirs, ours = loaded.placed.program.exchange().get(loaded.state), onto.program.exchange().get(state)
+    shapes = [dict(zip(leaf_paths(tree), _shapes(tree), strict=True)) for tree in (theirs, ours)]
+    wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+    if wrong:
+        name = wrong[0]
+        raise InputError(
+            f"{folder} holds another model: {len(wrong)} parameters differ, the first {name} "
+            f"({shapes[0].get(name, 'missing')} there, {shapes[1].get(name, 'missing')} here)"
+        )
+    placed = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)
+    return onto.program.exchange().put(state, placed)
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]

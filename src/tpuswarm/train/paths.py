@@ -1,0 +1,43 @@
+"""Parameters by path: `blocks/attn/qkv/w`, and masks from regular expressions over such paths."""
+
+import re
+from typing import Any
+
+import jax
+
+from tpuswarm.errors import InputError
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """The path of every leaf, in the order of `jax.tree.leaves`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+
+
+def mask(tree: Any, pattern: str | None, what: str) -> Any:
+    """A tree of bools like `tree`: True where `pattern` is found in the leaf's path; all False for None.
+
+    Raises InputError naming `what` if the pattern is no regular expression or matches nothing.
+    """
+    names = leaf_paths(tree)
+    if pattern is None:
+        return jax.tree.map(lambda _: False, tree)
+    try:
+        found = [re.search(pattern, name) is not None for name in names]
+    except re.error as error:
+        raise InputError(f"{what} {pattern!r} is not a regular expression: {error}") from error
+    if not any(found):
+        raise InputError(f"{what} {pattern!r} matches none of the parameters: {', '.join(names)}")
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
+
+
+def keep(tree: Any, wanted: Any) -> Any:
+    """`tree` with None (no leaf) wherever `wanted` is False."""
+    return jax.tree.map(lambda leaf, want: leaf if want else None, tree, wanted)
+
+
+def overlay(tree: Any, part: Any) -> Any:
+    """`tree` with the leaves of `part` (a tree made by `keep`) in their places."""
+    return jax.tree.map(
+        lambda kept, leaf: leaf if kept is None else kept, part, tree, is_leaf=lambda node: node is None
+    )

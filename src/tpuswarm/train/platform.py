@@ -1,0 +1,46 @@
+"""What must be set before JAX starts its backends, and where this user's caches live."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import jax
+
+from tpuswarm.errors import InputError
+
+
+def cache_folder(name: str) -> Path:
+    """A folder of this user's cache: `$TPUSWARM_CACHE` or `~/.cache/tpuswarm`."""
+    base = os.environ.get("TPUSWARM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tpuswarm"
+    return Path(base).expanduser() / name
+
+
+def has_tpu() -> bool:
+    """Whether this machine shows TPU chips: /dev/accel* (v2 to v4) or /dev/vfio/N (v5e and later)."""
+    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+def prepare(deterministic: bool = False) -> None:
+    """Choose JAX's platforms and turn on its persistent compilation cache; does nothing twice.
+
+    An installed libtpu prints errors on a machine without a TPU unless JAX is told not to look for one; a platform
+    chosen by the user (JAX_PLATFORMS) stands. `deterministic` makes GPU kernels repeat bit for bit.
+    """
+    if deterministic and "--xla_gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+    if not jax.config.read("jax_platforms") and importlib.util.find_spec("libtpu") and not has_tpu():
+        gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+        jax.config.update("jax_platforms", "cuda,cpu" if gpu and Path("/dev/nvidiactl").exists() else "cpu")
+    if not jax.config.read("jax_compilation_cache_dir"):
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder("xla")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def local_devices() -> list[jax.Device]:
+    """This process's devices; InputError in one sentence where the chosen platform does not start."""
+    prepare()
+    try:
+        return list(jax.local_devices())
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise InputError(f"JAX finds no devices (JAX_PLATFORMS={jax.config.read('jax_platforms')}): {first}") from error

@@ -1,0 +1,168 @@
+"""The contract between what is trained and what trains it.
+
+A recipe is pure functions over one pytree (its program) and the place where its rows come from (its source). The
+program owns the numerics; the trainer owns devices, sharding, feed and checkpoints.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from tpuswarm.errors import InputError
+
+State = Any
+"""A pytree of arrays: everything a run needs to go on, besides its place in the data."""
+
+Batch = Mapping[str, Any]
+"""Arrays by name; the first axis of each is the row."""
+
+Metrics = Mapping[str, jax.Array]
+"""Scalars by name; `loss` is always among them."""
+
+Precision = Literal["bf16", "f32", "highest"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "f32", "highest")
+
+
+def default_precision(platform: str) -> Precision:
+    """Precision when nobody names one: bf16 where matrix units are made for it, f32 on CPU."""
+    return "f32" if platform == "cpu" else "bf16"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a program is to compute; the first six are the user's, the last four are chosen by fit.py.
+
+    A program raises InputError, naming it, for one of the first six that it does not honour.
+
+    - precision: `bf16` computes in bfloat16 over float32 weights, `f32` in float32 with the hardware's usual matmul
+      passes, `highest` in float32 with full-precision matmuls and convolutions.
+    - accumulate: micro-batches a step is split into.
+    - clip: largest global norm of the gradient.
+    - freeze, decay: regular expressions searched in parameter paths such as `blocks/attn/qkv/w`.
+    - ema: decay of the moving average of the parameters, a step.
+    - attention: `xla`, `cudnn` or `splash`; remat: recompute layers in the backward pass; loop: over layers.
+    """
+
+    precision: Precision = "f32"
+    accumulate: int = 1
+    clip: float | None = None
+    freeze: str | None = None
+    decay: str | None = None
+    ema: float | None = None
+    platform: str = "cpu"
+    attention: Literal["xla", "cudnn", "splash"] = "xla"
+    remat: bool = False
+    loop: Literal["scan", "unroll"] = "scan"
+
+    def require_only(self, *honoured: str, by: str) -> None:
+        """Raise InputError for an option of the user's that is set and not among those `by` honours."""
+        usual: dict[str, Any] = {field.name: field.default for field in fields(self)}
+        usual["precision"] = default_precision(self.platform)
+        for name in ("precision", "accumulate", "clip", "freeze", "decay", "ema"):
+            if name not in honoured and getattr(self, name) != usual[name]:
+                raise InputError(f"{by} does not honour {name} (asked: {getattr(self, name)}); leave it out")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Clock:
+    """Where a step stands in its run, given by the host.
+
+    key: the run's typed PRNG key, the same at every step (fold `step` into it); step: int32, updates done before this
+    one; progress: float32, the share of the run's tokens consumed before this step, 0 to 1.
+    """
+
+    key: jax.Array
+    step: jax.Array | np.int32
+    progress: jax.Array | np.float32
+
+
+class Exchange(NamedTuple):
+    """The part of a state that the members of a swarm share: `get(state)` and `put(state, shared) -> state`."""
+
+    get: Callable[[State], Any]
+    put: Callable[[State, Any], State]
+
+
+class Parameter(NamedTuple):
+    """What a program says of one parameter leaf."""
+
+    path: str
+    frozen: bool
+    decayed: bool
+    tied: str
+    """The other use of the same leaf, for example `output head`; empty where there is none."""
+
+
+class Program(ABC):
+    """Pure functions over one state; all of them are traced by JAX."""
+
+    tokens_per_row: int = 1
+    """Tokens that one row counts for; 1 where rows are not text."""
+
+    @abstractmethod
+    def init(self, key: jax.Array) -> State:
+        """A fresh state from a typed key. Traced under jit with the shardings of the run."""
+
+    @abstractmethod
+    def step(self, state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
+        """One update on one whole batch."""
+
+    @abstractmethod
+    def evaluate(self, state: State, batch: Batch) -> Metrics:
+        """The metrics of one batch without an update, without randomness."""
+
+    @abstractmethod
+    def batch_spec(self, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a batch of `size` rows."""
+
+    @abstractmethod
+    def exchange(self) -> Exchange:
+        """The leaves a swarm shares."""
+
+    @abstractmethod
+    def parameters(self, state: State) -> list[Parameter]:
+        """One entry for each leaf of `exchange().get(state)`, in order; shapes suffice."""
+
+
+class Source(Protocol):
+    """One infinite seeded order of rows.
+
+    May also have `rows_per_epoch` (int; without it `--epochs` and validation over one epoch are refused) and `digest`
+    (str, of the content; a run refuses to go on with another).
+    """
+
+    def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
+        """Rows start to start + count of the order, as arrays whose first axis is `count`."""
+        ...
+
+
+class Recipe(ABC):
+    """What is trained. Rebuilt in other processes from `module:name` and `options()`, never from a pickle."""
+
+    name: str = "recipe"
+    target: str = ""
+    """`module:name` that rebuilds it; empty for one made in a program."""
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    """Run settings this recipe wants when the user names none: `batch`, `steps`, `clip`, `decay`, …"""
+
+    @abstractmethod
+    def program(self, options: Options) -> Program:
+        """The pure functions; raises InputError for an option it does not honour."""
+
+    @abstractmethod
+    def data(self, split: str) -> Source:
+        """The rows of `train`, `validation` or `all`; InputError where a split does not exist."""
+
+    def options(self) -> dict[str, Any]:
+        """The arguments that build this recipe again, resolved: plain values that TOML can hold."""
+        return {}
+
+    def sample(self, state: State, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+        """A continuation of `prompt` by a trained state, where the model can make one."""
+        raise InputError(f"{self.name} does not make samples")

@@ -1,0 +1,237 @@
+"""The run directory: configuration, metrics, events, and the lock that keeps two processes out of one run."""
+
+import errno
+import fcntl
+import json
+import os
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.checkpoint import write_atomically
+
+CONFIG, METRICS, EVENTS, LOCK = "config.toml", "metrics.jsonl", "events.jsonl", "lock"
+LAST = ("finished", "stopped", "failed")
+"""Events that end a process's work on a run; without one of them it was killed."""
+
+
+class Run:
+    """A run directory held by this process."""
+
+    def __init__(self, folder: Path):
+        """Make or take the directory; InputError if a living process has it, naming its pid."""
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{folder} is a file, not a run directory")
+        if folder.is_dir() and not is_run(folder) and any(folder.iterdir()):
+            raise InputError(f"{folder} holds other things and is no run; give a new or empty directory with --run")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._lock = (folder / LOCK).open("a+")
+        if not self._take():
+            raise InputError(f"{folder} is in use by process {holder(folder)}; stop it first, or give another --run")
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+        self._metrics: Any = None
+
+    def _take(self) -> bool:
+        for _ in range(5):  # a look from `status` holds a shared lock for a moment
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                time.sleep(0.1)
+        return False
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints lie."""
+        return self.folder / "checkpoints"
+
+    def config(self) -> dict[str, Any] | None:
+        """The resolved configuration; None in a new directory."""
+        return read_config(self.folder) if (self.folder / CONFIG).exists() else None
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write config.toml, whole or not at all."""
+        with _explaining(self.folder / CONFIG):
+            write_atomically(self.folder / CONFIG, tomli_w.dumps(dict(config)))
+
+    def cut_metrics(self, step: int) -> int:
+        """Cut metrics.jsonl back to the rows up to `step`, a torn last line included; how many lines went."""
+        path = self.folder / METRICS
+        if not path.exists():
+            return 0
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = 0
+        for line in lines:
+            row = _parse(line)
+            if row is None or row["step"] > step:
+                break
+            kept += 1
+        os.truncate(path, sum(len(line) for line in lines[:kept]))
+        return len(lines) - kept
+
+    def write_metrics(self, row: Mapping[str, Any]) -> None:
+        """Append one row and hand it to the operating system at once."""
+        with _explaining(self.folder / METRICS):
+            if self._metrics is None:
+                self._metrics = (self.folder / METRICS).open("ab", buffering=0)
+            self._metrics.write(json.dumps(row).encode() + b"\n")
+
+    def write_event(self, event: str, **facts: Any) -> None:
+        """Append one thing that happened to events.jsonl."""
+        append_event(self.folder, event, **facts)
+
+    def close(self) -> None:
+        """Let the directory go."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self._lock.close()
+
+
+def append_event(folder: Path, event: str, **facts: Any) -> None:
+    """Append one thing that happened to the events.jsonl of the run in `folder`, which this process holds."""
+    with _explaining(folder / EVENTS), (folder / EVENTS).open("a") as file:
+        file.write(json.dumps({"time": time.time(), "event": event, **facts}) + "\n")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What can be seen of a run from outside."""
+
+    run: str
+    state: str
+    """running, finished, stopped, failed, or killed (its process is gone without a word)."""
+    pid: int | None
+    recipe: str
+    step: int
+    steps: int
+    tokens: int
+    loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+    message: str
+    """Why it stopped or failed, where it did."""
+
+
+def status(folder: Path) -> Status:
+    """The status of a run; InputError if the folder is none."""
+    config = read_config(folder)
+    train: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for row in read_rows(folder / METRICS):
+        if "eval_loss" in row:
+            evaluation = row
+        else:
+            train = row
+    pid = holder(folder)
+    for row in read_rows(folder / EVENTS):
+        if row["event"] in ("started", *LAST):
+            last = row
+    ended = last["event"] if last.get("event") in LAST else "killed"
+    return Status(
+        run=str(folder),
+        state="running" if pid else str(ended),
+        pid=pid,
+        recipe=config["recipe"]["name"],
+        step=train.get("step", 0),
+        steps=config["train"]["steps"],
+        tokens=train.get("tokens", 0),
+        loss=train.get("loss"),
+        eval_loss=evaluation.get("eval_loss"),
+        tokens_per_s=train.get("tokens_per_s"),
+        message="" if pid else last.get("message", ""),
+    )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run, or was about to become one."""
+    return (folder / CONFIG).exists() or (folder / LOCK).exists()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a run; InputError if the folder is no run."""
+    try:
+        return tomllib.loads((folder / CONFIG).read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = "is no run (it has no config.toml)" if folder.exists() else "does not exist"
+        raise InputError(f"{folder} {what}; `tpuswarm status` lists the runs in ./runs") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{folder / CONFIG} cannot be read: {error}") from error
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole rows of a JSON lines file; a torn last line is left out."""
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            row = _parse(line)
+            if row is None:
+                return
+            yield row
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and line.endswith(b"\n") else None
+
+
+def holder(folder: Path) -> int | None:
+    """The pid of the living process that holds a run; None where there is none."""
+    try:
+        with (folder / LOCK).open("r") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.read().strip() or 0)
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def find_run(name: str, runs: Path = Path("runs")) -> Path:
+    """The folder meant by RUN: a path, the name of one in ./runs, or `last`, the one written to most recently."""
+    if name == "last":
+        found = list_runs(runs)
+        if not found:
+            raise InputError(f"there are no runs in {runs}; start one with `tpuswarm train`")
+        return max(found, key=lambda folder: (folder / EVENTS).stat().st_mtime if (folder / EVENTS).exists() else 0)
+    folder = Path(name)
+    return runs / name if not folder.exists() and (runs / name).is_dir() else folder
+
+
+def list_runs(runs: Path = Path("runs")) -> list[Path]:
+    """The runs in a folder, by name."""
+    return sorted(folder for folder in runs.glob("*") if (folder / CONFIG).exists()) if runs.is_dir() else []
+
+
+def new_folder(name: str, runs: Path = Path("runs")) -> Path:
+    """A name that is free in ./runs: gpt2-tiny-1, gpt2-tiny-2, …"""
+    number = 1
+    while (runs / f"{name}-{number}").exists():
+        number += 1
+    return runs / f"{name}-{number}"
+
+
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Turn a failed write into RunFailed with the way out."""
+    try:
+        yield
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        raise RunFailed(
+            f"{path} could not be written: {reason}; the last checkpoint stands: "
+            "make room and start the same command again"
+        ) from error

@@ -1,0 +1,194 @@
+"""Everything a training loop needs, made ready: directory, settings, program, data, state."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.train import checkpoint, platform
+from tpuswarm.train.evaluate import FiniteSource
+from tpuswarm.train.fit import Fitted, Request, fit
+from tpuswarm.train.load import load_parameters
+from tpuswarm.train.mesh import select_devices
+from tpuswarm.train.recipe import Clock, Recipe, Source, State, default_precision
+from tpuswarm.train.run import Run, new_folder
+from tpuswarm.train.settings import FIXED, FREE, count_steps, differences, refuse_differences
+from tpuswarm.train.user_code import blame
+
+BATCH, STEPS = 32, 1_000
+"""For a recipe that wants nothing else."""
+
+
+@dataclass
+class Session:
+    """A run made ready, held by this process until `run.close()`."""
+
+    run: Run
+    recipe: Recipe
+    settings: dict[str, Any]
+    fitted: Fitted
+    source: Source
+    validation: FiniteSource | None
+    state: State
+    first_step: int
+    wall_s: float
+    """Seconds of training before this process."""
+    step_key: jax.Array
+    notes: list[str]
+    """Sentences for the user: what was resumed, what was passed over."""
+
+    @property
+    def steps(self) -> int:
+        """Length of the whole run."""
+        return int(self.settings["steps"])
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one batch."""
+        return int(self.settings["batch"]) * self.fitted.program.tokens_per_row
+
+    def clock(self, step: int) -> Clock:
+        """The clock of the step after `step` updates; progress = tokens so far / tokens of the run."""
+        progress = (step * self.tokens_per_step) / (self.steps * self.tokens_per_step)
+        return Clock(self.step_key, np.int32(step), np.float32(progress))
+
+
+def prepare(
+    recipe: Recipe, asked: Mapping[str, Any], tokens: int | None, epochs: float | None, folder: Path | None
+) -> Session:
+    """Take the run directory, resolve every setting, compile, and restore or make the state.
+
+    asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
+    that cannot be done as asked; the directory is let go then.
+    """
+    platform.prepare(bool(asked.get("deterministic")))
+    run = Run(folder or new_folder(recipe.name))
+    try:
+        return _prepare(run, recipe, dict(asked), tokens, epochs)
+    except BaseException:
+        run.close()
+        raise
+
+
+def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None) -> Session:
+    config = run.config()
+    stored = dict(config["train"]) if config else {}
+    devices = select_devices(asked["devices"], platform.local_devices())
+    with blame(f"the data of {recipe.name} failed"):
+        source = recipe.data("train")
+    asked["data"] = getattr(source, "digest", None)
+    batch = asked["batch"] or stored.get("batch") or _default_batch(recipe, len(devices), asked["accumulate"] or 1)
+    with blame(f"{recipe.name} does not trace"):
+        program = recipe.program(Request(batch=batch).options(devices))
+    rows_per_epoch = getattr(source, "rows_per_epoch", None)
+    asked["steps"] = count_steps(asked["steps"], tokens, epochs, batch * program.tokens_per_row, rows_per_epoch, batch)
+    if config:
+        refuse_differences(run.folder, _recipe_differences(config, recipe, asked) + differences(stored, _fixed(asked)))
+    usual = {"steps": STEPS, "seed": 0, "deterministic": False, **recipe.defaults}
+    usual["precision"] = default_precision(devices[0].platform)
+    settings = {name: _first(asked.get(name), stored.get(name), None if config else usual.get(name)) for name in FIXED}
+    settings |= {"batch": batch} | {name: asked[name] for name in FREE}
+    fitted = fit(recipe, _request(settings), devices)
+    validation = _validation(recipe, required=asked["eval_every"] is not None)
+    _write_config(run, recipe, settings, fitted)
+
+    notes = [f"{fitted.choice.why}; {fitted.options.attention} attention, {fitted.options.precision}"]
+    saved, damaged = checkpoint.newest(run.checkpoints)
+    notes += damaged
+    init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
+    first_step, wall_s = 0, 0.0
+    if saved is not None:
+        state = checkpoint.restore(saved, fitted.state)
+        first_step, wall_s = saved.step, float(saved.about["wall_s"])
+        cut = run.cut_metrics(first_step)
+        notes.append(f"resumed from the checkpoint of step {first_step}" + (f"; {cut} later rows cut" if cut else ""))
+    else:
+        run.cut_metrics(0)
+        state = fitted.init(init_key)
+        if settings["init_from"]:
+            state = load_parameters(Path(settings["init_from"]), fitted, state)
+            notes.append(f"parameters from {settings['init_from']}")
+    return Session(run, recipe, settings, fitted, source, validation, state, first_step, wall_s, step_key, notes)
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _fixed(asked: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: asked.get(name) for name in FIXED}
+
+
+def _default_batch(recipe: Recipe, devices: int, accumulate: int) -> int:
+    unit = devices * accumulate
+    return math.ceil(int(recipe.defaults.get("batch", BATCH)) / unit) * unit
+
+
+def _request(settings: Mapping[str, Any]) -> Request:
+    names = ("batch", "shard", "precision", "accumulate", "clip", "freeze", "decay", "ema")
+    return Request(**{name: settings[name] for name in names})
+
+
+def _recipe_differences(config: Mapping[str, Any], recipe: Recipe, asked: Mapping[str, Any]) -> list[str]:
+    """What differs between the stored recipe and this one; another path to the same data does not count."""
+    stored = config["recipe"]
+    found = differences(
+        {"recipe": stored["name"], "made by": stored["target"]}, {"recipe": recipe.name, "made by": recipe.target}
+    )
+    options = recipe.options()
+    if asked["data"] is not None and config["train"].get("data") == asked["data"]:
+        options.pop("data", None)
+    return found + differences(stored["options"], options)
+
+
+def _validation(recipe: Recipe, required: bool) -> FiniteSource | None:
+    """The held-out rows; None where there are none and nobody asked for evaluations."""
+    with blame(f"the data of {recipe.name} failed"):
+        try:
+            source: Any = recipe.data("validation")
+        except InputError:
+            if required:
+                raise
+            return None
+    if getattr(source, "rows_per_epoch", None) is None:
+        if required:
+            raise InputError(f"the validation data of {recipe.name} has no rows_per_epoch, so no end to evaluate to")
+        return None
+    return source
+
+
+def _write_config(run: Run, recipe: Recipe, settings: Mapping[str, Any], fitted: Fitted) -> None:
+    options = recipe.options()
+    try:
+        json.dumps(options)
+    except TypeError as error:
+        raise InputError(f"the options of {recipe.name} must be plain values: {error}") from error
+    device = fitted.mesh.devices.flat[0]
+    chosen = {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": fitted.mesh.size,
+        "sharding": fitted.choice.shard,
+        "remat": fitted.choice.remat,
+        "attention": fitted.options.attention,
+        "micro_batches": fitted.choice.accumulate,
+        "reason": fitted.choice.why,
+        "tokens_per_row": fitted.program.tokens_per_row,
+        "jax": jax.__version__,
+        "tpuswarm": version("tpuswarm"),
+    }
+    run.write_config(
+        {
+            "recipe": {"name": recipe.name, "target": recipe.target, "options": options},
+            "train": {name: settings[name] for name in FIXED if settings[name] is not None},
+            "may_change": {name: settings[name] for name in FREE if settings[name] is not None},
+            "chosen": chosen,
+        }
+    )

@@ -1,0 +1,77 @@
+"""Run settings: what was asked, what the run has, what the recipe wants, and which of them win."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tpuswarm.errors import InputError
+
+FIXED = (
+    "steps",
+    "batch",
+    "precision",
+    "accumulate",
+    "clip",
+    "freeze",
+    "decay",
+    "ema",
+    "seed",
+    "deterministic",
+    "init_from",
+    "data",
+)
+"""Settings that make a run what it is; the others may change when it is resumed."""
+
+FREE = ("devices", "shard", "save_every", "keep", "eval_every", "notice")
+
+
+def differences(stored: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """A phrase for each asked setting (None is not asked) that is not the stored one."""
+    return [
+        f"{name} is {_shown(stored.get(name))} there, {_shown(value)} was asked"
+        for name, value in asked.items()
+        if value is not None and stored.get(name) != value
+    ]
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def refuse_differences(where: Any, found: list[str]) -> None:
+    """Raise InputError for a run directory of another recipe or configuration, naming all that differs."""
+    if found:
+        raise InputError(
+            f"{where} is a run of another configuration: {'; '.join(found)}; "
+            f"only {', '.join(FREE)} may change on resume, so give another --run"
+        )
+
+
+def count_steps(
+    steps: int | None,
+    tokens: int | None,
+    epochs: float | None,
+    tokens_per_step: int,
+    rows_per_epoch: int | None,
+    batch: int,
+) -> int | None:
+    """The length of the whole run in steps, from whichever one was given; None where none was.
+
+    Tokens and epochs are rounded up to whole steps. Raises InputError for two of them, numbers below 1 and epochs of
+    data without an end.
+    """
+    given = {
+        name: value for name, value in (("steps", steps), ("tokens", tokens), ("epochs", epochs)) if value is not None
+    }
+    if len(given) > 1:
+        raise InputError(f"give one of steps, tokens and epochs, not {' and '.join(given)}")
+    for name, value in given.items():
+        if value <= 0:
+            raise InputError(f"{name} must be above 0, not {value}")
+    if tokens is not None:
+        return -(-tokens // tokens_per_step)
+    if epochs is not None:
+        if rows_per_epoch is None:
+            raise InputError("this data has no epochs (its source gives no rows_per_epoch); use --steps")
+        return max(1, -(-int(epochs * rows_per_epoch) // batch))
+    return steps

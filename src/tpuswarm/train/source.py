@@ -1,0 +1,42 @@
+"""Seeded infinite orders: the row that stands at a place is a pure function of the place."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from tpuswarm.errors import InputError
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    """The order of `size` rows in one epoch: int64 (uint32 up to 4 billion rows)."""
+    dtype = np.uint32 if size <= 2**32 else np.int64
+    return np.random.default_rng([seed, epoch]).permutation(np.arange(size, dtype=dtype))
+
+
+def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Epoch and row of each place from start to start + count: each epoch holds every row once, in its own order."""
+    epoch, place = np.divmod(np.arange(start, start + count), rows_per_epoch)
+    row = np.empty(count, np.int64)
+    for each in np.unique(epoch):
+        here = epoch == each
+        row[here] = permutation(seed, int(each), rows_per_epoch)[place[here]]
+    return epoch, row
+
+
+class ArraySource:
+    """Arrays in memory with a common first axis; each epoch a new permutation of all rows, from `seed`."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], seed: int = 0):
+        sizes = {name: len(array) for name, array in arrays.items()}
+        if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
+            raise InputError(f"data arrays need one common, non-zero number of rows, not {sizes}")
+        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        self._seed = seed
+        self.rows_per_epoch = next(iter(sizes.values()))
+
+    def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
+        """Rows start to start + count of the order."""
+        _, index = shuffled(start, count, self.rows_per_epoch, self._seed)
+        return {name: array[index] for name, array in self._arrays.items()}

@@ -1,0 +1,237 @@
+"""A whole recipe from one loss function; honours every option."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tpuswarm.errors import InputError
+from tpuswarm.train import paths
+from tpuswarm.train.recipe import (
+    Batch,
+    Clock,
+    Exchange,
+    Metrics,
+    Options,
+    Parameter,
+    Program,
+    Recipe,
+    Source,
+)
+from tpuswarm.train.source import ArraySource
+
+Loss = Callable[[Any, Batch, jax.Array | None], Any]
+"""`loss(params, batch, key) -> scalar` or `-> (scalar, metrics)`: means over the batch; no key in evaluation."""
+
+OPTIONS = ("precision", "accumulate", "clip", "freeze", "decay", "ema")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Parameters in their own dtypes (float32 masters); optimizer state and moving average of the trained ones only."""
+
+    params: Any
+    opt: Any
+    ema: Any
+
+
+class SupervisedProgram(Program):
+    """Gradient descent on one loss.
+
+    optimizer: an optax transformation, or, with `schedule`, a function of (learning_rate, decay_mask) that returns one;
+    schedule: progress (float32 scalar, 0 to 1) → learning rate. `loss` already computes in `options.precision`.
+    """
+
+    def __init__(
+        self,
+        init: Callable[[jax.Array], Any],
+        loss: Loss,
+        optimizer: Any,
+        schedule: Callable[[jax.Array], Any] | None,
+        batch_spec: Callable[[int], Mapping[str, jax.ShapeDtypeStruct]],
+        options: Options,
+        *,
+        tokens_per_row: int = 1,
+        tied: Mapping[str, str] | None = None,
+    ):
+        self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
+        self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
+        self.tokens_per_row = tokens_per_row
+        if options.ema is not None and not 0 < options.ema < 1:
+            raise InputError(f"ema must be between 0 and 1, not {options.ema}")
+        if options.clip is not None and options.clip <= 0:
+            raise InputError(f"clip must be above 0, not {options.clip}")
+        if options.decay is not None and schedule is None:
+            raise InputError("decay needs an optimizer(learning_rate, decay_mask) with a schedule, not a ready one")
+
+    def init(self, key: jax.Array) -> TrainState:
+        """Fresh parameters and optimizer state."""
+        params = self._init(key)
+        trained = paths.keep(params, self._trained(params))
+        return TrainState(
+            params=params,
+            opt=self._transformation(0.0, params).init(trained),
+            ema=jax.tree.map(jnp.copy, trained) if self._options.ema is not None else None,
+        )
+
+    def step(self, state: TrainState, batch: Batch, clock: Clock) -> tuple[TrainState, Metrics]:
+        """Gradient, clipping, optimizer, moving average."""
+        params = state.params
+        trained = paths.keep(params, self._trained(params))
+        loss, extra, grads = self._gradient(params, trained, batch, jax.random.fold_in(clock.key, clock.step))
+        norm = optax.global_norm(grads)
+        if self._options.clip is not None:
+            scale = jnp.minimum(1.0, self._options.clip / jnp.maximum(norm, 1e-30))
+            grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
+        metrics = {"loss": loss, "grad_norm": norm}
+        rate: Any = None
+        if self._schedule is not None:
+            rate = jnp.asarray(self._schedule(jnp.asarray(clock.progress)), jnp.float32)
+            metrics["lr"] = rate
+        with jax.numpy_dtype_promotion("standard"):  # optax's updates do not pass the strict rules
+            updates, opt = self._transformation(rate, params).update(grads, state.opt, trained)
+            trained = optax.apply_updates(trained, updates)
+        ema = state.ema
+        if self._options.ema is not None:
+            decay = self._options.ema
+            ema = jax.tree.map(lambda old, new: (old * decay + new * (1 - decay)).astype(old.dtype), ema, trained)
+        return TrainState(paths.overlay(params, trained), opt, ema), {**extra, **metrics}
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Loss and metrics of the moving average where there is one, else of the parameters."""
+        loss, extra = self._loss_and_metrics(inference_params(state), batch, None)
+        return {**extra, "loss": loss}
+
+    def batch_spec(self, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a batch of `size` rows."""
+        return self._batch_spec(size)
+
+    def exchange(self) -> Exchange:
+        """A swarm shares the parameters."""
+        return Exchange(lambda state: state.params, lambda state, params: TrainState(params, state.opt, state.ema))
+
+    def parameters(self, state: TrainState) -> list[Parameter]:
+        """Path, frozen, decayed, tied of each parameter."""
+        trained = jax.tree.leaves(self._trained(state.params))
+        decayed = jax.tree.leaves(self._decayed(state.params))
+        names = paths.leaf_paths(state.params)
+        return [
+            Parameter(name, not train, train and decay, self._tied.get(name, ""))
+            for name, train, decay in zip(names, trained, decayed, strict=True)
+        ]
+
+    def _trained(self, params: Any) -> Any:
+        return jax.tree.map(lambda frozen: not frozen, paths.mask(params, self._options.freeze, "freeze"))
+
+    def _decayed(self, params: Any) -> Any:
+        return paths.mask(params, self._options.decay, "decay")
+
+    def _transformation(self, rate: Any, params: Any) -> optax.GradientTransformation:
+        if self._schedule is None:
+            return self._optimizer
+        return self._optimizer(rate, paths.keep(self._decayed(params), self._trained(params)))
+
+    def _loss_and_metrics(self, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
+        out = self._loss(params, batch, key)
+        loss, metrics = out if isinstance(out, tuple) else (out, {})
+        return loss.astype(jnp.float32), metrics
+
+    def _gradient(self, params: Any, trained: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics, Any]:
+        """Loss, metrics and gradient of the mean over the batch, micro-batch by micro-batch."""
+
+        def loss(trained: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
+            return self._loss_and_metrics(paths.overlay(params, trained), batch, key)
+
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        count = self._options.accumulate
+        if count == 1:
+            (mean, metrics), grads = gradient(trained, batch, key)
+            return mean, metrics, grads
+
+        def micro(index: jax.Array, batch: Batch) -> Any:
+            (value, metrics), grads = gradient(trained, batch, jax.random.fold_in(key, index))
+            return value, metrics, grads
+
+        def add(total: Any, indexed: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, micro(*indexed)), None
+
+        # Micro-batch a takes every count-th row from a on: each device then keeps rows that it already holds.
+        micros = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), dict(batch))
+        shapes = jax.eval_shape(micro, jnp.int32(0), jax.tree.map(lambda x: x[0], micros))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        total, _ = jax.lax.scan(add, zeros, (jnp.arange(count), micros))
+        return jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), total)
+
+
+def inference_params(state: TrainState) -> Any:
+    """The parameters to evaluate and sample with: the moving average where there is one."""
+    return state.params if state.ema is None else paths.overlay(state.params, state.ema)
+
+
+def in_precision(loss: Loss, precision: str) -> Loss:
+    """`loss` computed in `precision` over float32 parameters; float32 batch arrays are cast with them."""
+    if precision == "f32":
+        return loss
+    if precision == "highest":
+
+        def full(params: Any, batch: Batch, key: jax.Array | None) -> Any:
+            with jax.default_matmul_precision("highest"):
+                return loss(params, batch, key)
+
+        return full
+
+    def half(leaf: Any) -> Any:
+        return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
+
+    return lambda params, batch, key: loss(jax.tree.map(half, params), jax.tree.map(half, dict(batch)), key)
+
+
+class Supervised(Recipe):
+    """What `supervised` returns."""
+
+    def __init__(self, init: Any, loss: Loss, optimizer: Any, data: Any, schedule: Any):
+        self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
+        self._data = data if callable(data) else {"train": data}.get
+        self.name = getattr(loss, "__module__", "recipe").rpartition(".")[2]
+
+    def program(self, options: Options) -> SupervisedProgram:
+        """The program; honours every option."""
+        row = {name: np.asarray(array) for name, array in self.data("train").rows(0, 1).items()}
+
+        def spec(size: int) -> dict[str, jax.ShapeDtypeStruct]:
+            return {name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for name, x in row.items()}
+
+        loss = in_precision(self._loss, options.precision)
+        return SupervisedProgram(self._init, loss, self._optimizer, self._schedule, spec, options)
+
+    def data(self, split: str) -> Source:
+        """The rows of one split."""
+        data = self._data(split)
+        if data is None:
+            raise InputError(f"{self.name} has no {split} data; give data as a function of the split")
+        return ArraySource(data) if isinstance(data, Mapping) else data
+
+
+def supervised(
+    init: Callable[[jax.Array], Any],
+    loss: Loss,
+    optimizer: Any,
+    data: Any,
+    schedule: Callable[[jax.Array], Any] | None = None,
+) -> Supervised:
+    """A recipe from one loss.
+
+    - init(key) → parameters, any pytree of float32 arrays.
+    - loss(params, batch, key) → the mean loss of a batch (scalar), or (loss, dict of scalar metrics); key is a typed
+      PRNG key, None during evaluation.
+    - optimizer: an optax transformation; with `schedule(progress) → learning rate`, a function of
+      (learning_rate, decay_mask) that returns one.
+    - data: a mapping of arrays with a common first axis, a Source, or a function from a split's name to either (None
+      where there is no such split).
+    """
+    return Supervised(init, loss, optimizer, data, schedule)

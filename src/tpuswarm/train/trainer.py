@@ -1,0 +1,352 @@
+"""The trainer: one loop over the steps of a recipe, on the devices of one process."""
+
+import math
+import time
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from tensorboardX import SummaryWriter
+
+from tpuswarm.config.units import Every, parse_every
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.train.checkpoint import Checkpoints
+from tpuswarm.train.describe import memory_sentence, parameter_rows
+from tpuswarm.train.display import Display, Opening, auto_display
+from tpuswarm.train.evaluate import evaluate
+from tpuswarm.train.feed import Feed
+from tpuswarm.train.mesh import batch_sharding
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.recipe import Metrics, Recipe, State
+from tpuswarm.train.report import write_report
+from tpuswarm.train.run import METRICS, read_rows
+from tpuswarm.train.session import Session, prepare
+from tpuswarm.train.settings import FIXED, FREE
+from tpuswarm.train.stop import StopSignals, decide_stop
+
+EVAL_BATCHES = 200
+"""An evaluation during training takes at most this many batches of the held-out rows."""
+
+
+class Step(NamedTuple):
+    """What a training loop yields: a row of metrics.jsonl, and the newest state.
+
+    `row` of an update has step, tokens, loss, …; of an evaluation, step and eval_loss. The devices run ahead: `state`
+    is that of the row's step or of the one after. It is only good until the next step is asked for.
+    """
+
+    row: dict[str, Any]
+    state: State
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of `fit`."""
+
+    run: Path
+    state: State
+    step: int
+    steps: int
+    metrics: dict[str, Any]
+    """The last row of an update, with the newest eval_loss."""
+    ended: str
+    """finished or stopped."""
+    message: str
+    signal: int | None
+    """The signal that stopped it."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains recipes on this process's devices.
+
+    - devices: `all`, a number (8), or indices from 0 ([5]); shard: `auto`, `replicate` or `fsdp`.
+    - precision: `bf16`, `f32`, `highest`; None is bf16 on TPU and GPU, f32 on CPU.
+    - accumulate, clip, freeze, decay, ema: see train/recipe.py Options; None leaves them to the recipe.
+    - save_every, eval_every: steps (500) or time (`5m`); keep: checkpoints that stay.
+    - notice: seconds from SIGTERM to the end of the machine.
+    - deterministic: GPU kernels that repeat bit for bit (CPU and TPU do without being asked).
+    - display: where progress goes; None chooses by the terminal.
+    """
+
+    devices: str | int | list[int] = "all"
+    shard: str = "auto"
+    precision: str | None = None
+    accumulate: int | None = None
+    clip: float | None = None
+    freeze: str | None = None
+    decay: str | None = None
+    ema: float | None = None
+    seed: int | None = None
+    save_every: str | int = "5m"
+    eval_every: str | int | None = None
+    keep: int = 3
+    notice: float = 10.0
+    deterministic: bool | None = None
+    display: Display | None = None
+
+    def fit(self, recipe: Recipe, **options: Any) -> Result:
+        """Train to the end, or until asked to stop; takes what `steps` takes.
+
+        Raises InputError for what cannot be done as asked and RunFailed for a run that broke; the last good
+        checkpoint stands then.
+        """
+        loop = self.steps(recipe, **options)
+        while True:
+            try:
+                next(loop)
+            except StopIteration as end:
+                return end.value
+
+    def steps(
+        self,
+        recipe: Recipe,
+        *,
+        steps: int | None = None,
+        tokens: int | None = None,
+        epochs: float | None = None,
+        batch: int | None = None,
+        run: str | Path | None = None,
+        init_from: str | Path | None = None,
+    ) -> Generator[Step, None, Result]:
+        """The loop itself, for those who want it: yields a Step for every row, returns a Result.
+
+        The same run directory resumes; without one a new one is made in ./runs. batch: rows of one whole step, over
+        all devices. Leaving the loop early saves and ends the run like Ctrl-C.
+        """
+        asked = {
+            name: getattr(self, name) for name in (*FIXED, *FREE) if name not in ("steps", "batch", "init_from", "data")
+        }
+        asked |= {"steps": steps, "batch": batch, "init_from": str(Path(init_from).resolve()) if init_from else None}
+        save_every = parse_every(self.save_every, "save_every")
+        eval_every = Every() if self.eval_every is None else parse_every(self.eval_every, "eval_every")
+        if self.keep < 1:
+            raise InputError(f"keep must be 1 or more, not {self.keep}")
+        session = prepare(recipe, asked, tokens, epochs, Path(run) if run else None)
+        return (yield from _Loop(session, self.display or auto_display(), save_every, eval_every).run())
+
+
+class _Loop:
+    """One process's work on one run."""
+
+    def __init__(self, session: Session, display: Display, save_every: Every, eval_every: Every):
+        self._session, self._display = session, display
+        self._save_every, self._eval_every = save_every, eval_every
+        self._checkpoints = Checkpoints(session.run.checkpoints, session.settings["keep"])
+        self._board = SummaryWriter(str(session.run.folder / "tensorboard"), purge_step=session.first_step + 1)
+        self._state = session.state
+        session.state = None  # its buffers are donated to the first step
+        self._done = self._saved = session.first_step
+        self._pending: tuple[int, Metrics] | None = None
+        self._last: dict[str, Any] = {}
+        self._began = self._read_at = self._saved_at = self._evaluated_at = time.monotonic()
+        self.feed_waited = 0.0
+
+    def run(self) -> Generator[Step, None, Result]:
+        """All steps, from the opening to the result."""
+        try:
+            self._open()
+            with StopSignals() as stop:
+                yield from self._train(stop)
+                if self._done == self._session.steps:
+                    yield from self._finish()
+                    return self._result("finished", f"finished: {self._session.steps} steps", None)
+                assert stop.asked is not None
+                return self._result("stopped", self._stop(stop.asked), int(stop.asked))
+        except GeneratorExit:
+            self._flush()
+            self._save(wait=True)
+            self._event("stopped", f"the loop was left after step {self._done}; the same command goes on from there")
+            raise
+        except TpuswarmError as error:
+            with suppress(RunFailed):  # the disk may be what failed
+                self._event("failed", str(error))
+            raise
+        finally:
+            self._display.close()
+            self._checkpoints.close()
+            self._board.close()
+            self._session.run.close()
+
+    def _open(self) -> None:
+        session, fitted = self._session, self._session.fitted
+        mesh = fitted.mesh
+        self._display.open(
+            Opening(
+                title=session.recipe.name,
+                devices=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+                run=str(session.run.folder),
+                steps=session.steps,
+                parameters=parameter_rows(fitted),
+                sentences=[memory_sentence(fitted), *session.notes],
+            )
+        )
+        self._event("started", f"from step {self._done}")
+        for note in session.notes:
+            self._event("note", note)
+        if self._done == 0:
+            self._save(wait=False)  # there is always one to go back to, and what a save takes is known early
+
+    def _train(self, stop: StopSignals) -> Iterator[Step]:
+        session, step = self._session, self._session.fitted.step
+        if self._done and self._eval_every.due(self._done, 0.0) and not self._evaluated():
+            yield self._evaluate()
+        spec = session.fitted.program.batch_spec(session.settings["batch"])
+        sharding = batch_sharding(session.fitted.mesh)
+        with Feed(session.source, spec, sharding, self._done, session.steps) as feed:
+            self._read_at = time.monotonic()
+            # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
+            # wait; and everything up to a checkpoint's step is written before the checkpoint.
+            while self._done < session.steps and stop.asked is None:
+                batch = feed.next()
+                self._state, metrics = step(self._state, batch, session.clock(self._done))
+                self._done += 1
+                before, self._pending = self._pending, (self._done, metrics)
+                if before:
+                    yield self._record(*before)
+                self._checkpoints.check()
+                now = time.monotonic()
+                save = self._save_every.due(self._done, now - self._saved_at)
+                evaluate = session.validation is not None and self._eval_every.due(self._done, now - self._evaluated_at)
+                if (save or evaluate) and self._done < session.steps and stop.asked is None:
+                    yield from self._flush()
+                    if save:
+                        self._save(wait=False)
+                    if evaluate:
+                        yield self._evaluate()
+                self.feed_waited = feed.waited
+            yield from self._flush()
+
+    def _finish(self) -> Iterator[Step]:
+        """The last checkpoint, evaluation and report; each only if it is not there from before."""
+        session = self._session
+        if self._saved < self._done:
+            self._save(wait=True)
+        if session.validation is not None and not self._evaluated():
+            yield self._evaluate()
+        elif self._done == session.first_step:
+            self._display.note(f"{session.run.folder} is finished: nothing is left to do")
+            self._last = last_row(session.run.folder) | self._last
+            return
+        write_report(session.run.folder)
+        self._event("finished", f"{self._done} steps")
+
+    def _stop(self, asked: Signals) -> str:
+        """Save or not, as the notice allows; what happened in words."""
+        decision = decide_stop(
+            asked, self._checkpoints.seconds, self._checkpoints.busy, self._session.settings["notice"]
+        )
+        if decision.save and self._saved < self._done:
+            self._save(wait=True)
+        self._checkpoints.wait()
+        message = f"{decision.reason}: " + (
+            f"saved at step {self._done}"
+            if self._saved == self._done
+            else f"step {self._done} is not saved, the checkpoint of step {self._saved} stands"
+        )
+        self._event("stopped", message)
+        self._display.note(f"{message}; the same command goes on from there")
+        return message
+
+    def _flush(self) -> list[Step]:
+        """Read and write the metrics that are still on the devices."""
+        before, self._pending = self._pending, None
+        return [self._record(*before)] if before else []
+
+    def _record(self, step: int, metrics: Metrics) -> Step:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")):
+            self._fail_not_finite(step, f"loss {values['loss']}, gradient norm {values.get('grad_norm', 'unknown')}")
+        now = time.monotonic()
+        tokens = self._session.tokens_per_step
+        row = {
+            "step": step,
+            "tokens": step * tokens,
+            **{name: value if math.isfinite(value) else None for name, value in values.items()},
+            "tokens_per_s": tokens / max(now - self._read_at, 1e-9),
+            "wall_s": self._session.wall_s + now - self._began,
+        }
+        self._read_at = now
+        self._last |= row
+        return self._write(row)
+
+    def _evaluate(self) -> Step:
+        session, start = self._session, time.monotonic()
+        assert session.validation is not None
+        batch = session.settings["batch"]
+        values, rows = evaluate(session.fitted, self._state, session.validation, batch, EVAL_BATCHES)
+        if not math.isfinite(values["loss"]):
+            self._fail_not_finite(self._done, f"held-out loss {values['loss']}")
+        self._evaluated_at = time.monotonic()
+        self._read_at += self._evaluated_at - start  # speed is that of training alone
+        row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
+        row |= {f"eval_{name}": value for name, value in values.items()}
+        self._last["eval_loss"] = values["loss"]
+        return self._write(row)
+
+    def _write(self, row: dict[str, Any]) -> Step:
+        self._session.run.write_metrics(row)
+        for name, value in row.items():
+            if name not in ("step", "tokens", "eval_rows") and value is not None:
+                self._board.add_scalar(name, value, row["step"])
+        self._display.row(row)
+        return Step(row, self._state)
+
+    def _evaluated(self) -> bool:
+        rows = read_rows(self._session.run.folder / METRICS)
+        found = [row for row in rows if row["step"] == self._done and "eval_loss" in row]
+        self._last |= {"eval_loss": found[-1]["eval_loss"]} if found else {}
+        return bool(found)
+
+    def _save(self, wait: bool) -> None:
+        start = time.monotonic()
+        bad = not_finite(self._session.fitted.program.exchange().get(self._state))
+        if bad:
+            self._fail_not_finite(self._done, "the parameters")
+        wall_s = self._session.wall_s + start - self._began
+        self._checkpoints.save(self._done, self._state, {"wall_s": wall_s})
+        if wait:
+            self._checkpoints.wait()
+        self._saved = self._done
+        self._saved_at = time.monotonic()
+        self._read_at += self._saved_at - start
+
+    def _fail_not_finite(self, step: int, what: str) -> None:
+        bad = not_finite(self._session.fitted.program.exchange().get(self._state))
+        names = f"parameters not finite: {', '.join(bad[:3])}" if bad else "all parameters are finite"
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        self._checkpoints.wait()
+        raise RunFailed(
+            f"not a finite number at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} stands: "
+            "a lower learning rate or --clip may help"
+        )
+
+    def _event(self, event: str, message: str) -> None:
+        self._session.run.write_event(event, step=self._done, message=message)
+
+    def _result(self, ended: str, message: str, signal: int | None) -> Result:
+        return Result(
+            self._session.run.folder, self._state, self._done, self._session.steps, self._last, ended, message, signal
+        )
+
+
+def last_row(folder: Path) -> dict[str, Any]:
+    """The newest row of an update in a run's metrics; empty where there is none."""
+    return max((row for row in read_rows(folder / METRICS) if "loss" in row), key=lambda row: row["step"], default={})
+
+
+def not_finite(tree: Any) -> list[str]:
+    """Paths of the leaves that hold a NaN or an infinity."""
+    floats = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(tree)]
+    flags = jax.device_get(_all_finite(tree))
+    return [path for path, ok, real in zip(leaf_paths(tree), flags, floats, strict=True) if real and not ok]
+
+
+@jax.jit
+def _all_finite(tree: Any) -> list[jax.Array]:
+    return [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]

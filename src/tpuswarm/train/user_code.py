@@ -1,0 +1,123 @@
+"""Code that is not ours: finding a recipe by name, and telling its errors from ours."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.train.recipe import Recipe
+
+OUR_FOLDER = Path(__file__).resolve().parents[1]
+
+
+@contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Turn an error raised by a user's file into InputError that names its line; let every other error pass."""
+    try:
+        yield
+    except (TpuswarmError, OSError):
+        raise
+    except Exception as error:  # anything can be wrong in a user's file; what is not from one is raised again
+        place = _user_line(error)
+        if place is None:
+            raise
+        message = " ".join(str(error).split()) or "no message"
+        raise InputError(f"{what}: {type(error).__name__}: {message[:500]} ({place})") from error
+
+
+def _user_line(error: Exception) -> str | None:
+    """file:line of the innermost frame outside of us and of installed packages; None where there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    installed = ("site-packages", "<frozen", "dist-packages", sys.base_prefix)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        ours = Path(frame.filename).is_relative_to(OUR_FOLDER)
+        if not ours and not any(part in frame.filename for part in installed):
+            return f"{frame.filename}:{frame.lineno}"
+    return None
+
+
+def absolute_target(target: str) -> str:
+    """`file.py:Name` with the file's absolute path; a `module:Name` as it is."""
+    place, _, name = target.rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target
+
+
+def find_maker(target: str) -> Any:
+    """The class or function at `module:Name` or `file.py:Name`; InputError where there is none."""
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise InputError(f"a recipe is a name, module:Recipe or file.py:Recipe, not {target!r}")
+    with blame(f"{place} does not import"):
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    maker = getattr(module, name, None)
+    if maker is None:
+        makers = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise InputError(f"{place} has no {name}; {did_you_mean(name, makers)}")
+    if not callable(maker):
+        raise InputError(f"{target} is a {type(maker).__name__}, not a class or function that makes a recipe")
+    return maker
+
+
+def _import_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"there is no module {error.name}, looked for to find the recipe in {name}") from error
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"there is no recipe file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def option_types(maker: Any) -> dict[str, Any]:
+    """Names and annotations of the options that a recipe takes."""
+    parameters = inspect.signature(maker, eval_str=True).parameters.values()
+    return {p.name: Any if p.annotation is p.empty else p.annotation for p in parameters}
+
+
+def build_recipe(target: str, options: Mapping[str, Any]) -> Recipe:
+    """The recipe at `target` with `options`; strings are read as the option's type, unknown names refused."""
+    maker = find_maker(target)
+    types = option_types(maker)
+    values = {}
+    for name, value in options.items():
+        if name not in types:
+            raise InputError(f"{target.rpartition(':')[2]} has no option {name}; {did_you_mean(name, types)}")
+        values[name] = _typed(name, value, types[name])
+    with blame(f"{target} does not make a recipe"):
+        recipe = maker(**values)
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; return supervised(...)")
+    recipe.target = absolute_target(target)
+    return recipe
+
+
+def _typed(name: str, value: Any, annotation: Any) -> Any:
+    adapter = TypeAdapter(annotation)
+    try:
+        if annotation is Any or not isinstance(value, str):
+            return adapter.validate_python(value)
+        return adapter.validate_strings(value)
+    except ValidationError as error:
+        raise InputError(f"{name}={value}: {error.errors()[0]['msg']}") from error

@@ -56,8 +56,11 @@ def train(
     from tpuswarm.train.trainer import Trainer
 
     asked = {name: value for name, value in (("data", data), ("seed", seed)) if value is not None}
+    if run and "://" in run:
+        raise InputError(f"--run takes a local directory, not {run}: a run in a bucket is not built yet")
     folder = Path(run) if run else None
-    made = make_recipe(recipe, asked, recipe_options(context.args), folder)
+    parent = find_run(init_from) if init_from else None
+    made = make_recipe(recipe, asked, recipe_options(context.args), folder, parent)
     trainer = Trainer(
         devices=devices, shard=shard, precision=precision, clip=clip, freeze=freeze, decay=decay, ema=ema, seed=seed,
         accumulate=parse_count(accumulate, "accumulate") if accumulate is not None else None,
@@ -71,7 +74,7 @@ def train(
         epochs=epochs,
         batch=parse_count(batch, "batch") if batch is not None else None,
         run=folder,
-        init_from=find_run(init_from) if init_from else None,
+        init_from=parent,
     )
     print_result(result, as_json)
     if result.signal is not None:
@@ -98,8 +101,14 @@ def recipe_options(words: list[str]) -> dict[str, str]:
     return found
 
 
-def make_recipe(name: str, asked: dict[str, Any], extra: dict[str, str], folder: Path | None) -> "Recipe":
-    """The recipe by name with its options; in the directory of a run, what is not asked is as it was there."""
+def make_recipe(
+    name: str, asked: dict[str, Any], extra: dict[str, str], folder: Path | None, parent: Path | None
+) -> "Recipe":
+    """The recipe by name with its options.
+
+    What is not asked is as it was in `folder`, where that is a run already, else as in `parent`, the run whose
+    parameters are taken over.
+    """
     from tpuswarm import recipes
     from tpuswarm.train.run import CONFIG, read_config
     from tpuswarm.train.settings import differences, refuse_differences
@@ -117,10 +126,15 @@ def make_recipe(name: str, asked: dict[str, Any], extra: dict[str, str], folder:
         known = {key.replace("_", "-") for key in (*types, *train.__annotations__)}
         raise InputError(f"neither train nor {name} has an option --{shown}; {did_you_mean(shown, known)}")
     stored: dict[str, Any] = {}
+    ours = {"recipe": absolute_target(target)}
     if folder is not None and (folder / CONFIG).exists():
         config = read_config(folder)["recipe"]
-        refuse_differences(folder, differences({"recipe": config["target"]}, {"recipe": absolute_target(target)}))
+        refuse_differences(folder, differences({"recipe": config["target"]}, ours))
         stored = config["options"]
+    elif parent is not None:
+        config = read_config(parent)["recipe"]
+        if config["target"] == ours["recipe"]:
+            stored = config["options"]
     return build_recipe(target, {**stored, **preset, **asked, **extra})
 
 

@@ -13,6 +13,7 @@ from tpuswarm.train.fit import Placed, Request, place
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Recipe, State
 from tpuswarm.train.run import read_config
+from tpuswarm.train.settings import differences
 from tpuswarm.train.user_code import build_recipe
 
 
@@ -50,12 +51,17 @@ def load_run(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | 
     return LoadedRun(config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
 
 
-def load_parameters(folder: Path, onto: Placed, state: State) -> State:
+def load_parameters(folder: Path, recipe: Recipe, onto: Placed, state: State) -> State:
     """`state` with the exchanged leaves of another run in their places and shardings.
 
-    Raises InputError naming the first leaves that are missing, extra or of another shape.
+    Raises InputError where a leaf is missing, extra or of another shape, and where it means something else (another
+    tokenizer), naming the first.
     """
     loaded = load_run(folder, list(onto.mesh.devices.flat))
+    options = [each.options() for each in (loaded.recipe, recipe)]
+    theirs, ours = ({name: each.get(name) for name in recipe.identity} for each in options)
+    if found := differences(theirs, ours):
+        raise InputError(f"the parameters of {folder} do not fit this recipe: {'; '.join(found)}")
     theirs, ours = loaded.placed.program.exchange().get(loaded.state), onto.program.exchange().get(state)
     shapes = [dict(zip(leaf_paths(tree), _shapes(tree), strict=True)) for tree in (theirs, ours)]
     wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))

@@ -28,10 +28,10 @@ def prepare(deterministic: bool = False) -> None:
     """
     if deterministic and "--xla_gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
-    if not jax.config.read("jax_platforms") and importlib.util.find_spec("libtpu") and not has_tpu():
+    if not jax.config.values["jax_platforms"] and importlib.util.find_spec("libtpu") and not has_tpu():
         gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
         jax.config.update("jax_platforms", "cuda,cpu" if gpu and Path("/dev/nvidiactl").exists() else "cpu")
-    if not jax.config.read("jax_compilation_cache_dir"):
+    if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
@@ -43,4 +43,4 @@ def local_devices() -> list[jax.Device]:
         return list(jax.local_devices())
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        raise InputError(f"JAX finds no devices (JAX_PLATFORMS={jax.config.read('jax_platforms')}): {first}") from error
+        raise InputError(f"JAX finds no devices (JAX_PLATFORMS={jax.config.values['jax_platforms']}): {first}") from error

@@ -148,6 +148,8 @@ class Recipe(ABC):
     name: str = "recipe"
     target: str = ""
     """`module:name` that rebuilds it; empty for one made in a program."""
+    identity: tuple[str, ...] = ()
+    """Options that give the parameters their meaning, a tokenizer for example: equal wherever they are taken over."""
     defaults: Mapping[str, Any] = MappingProxyType({})
     """Run settings this recipe wants when the user names none: `batch`, `steps`, `clip`, `decay`, …"""
 

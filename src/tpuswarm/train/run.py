@@ -99,8 +99,12 @@ class Run:
 
 def append_event(folder: Path, event: str, **facts: Any) -> None:
     """Append one thing that happened to the events.jsonl of the run in `folder`, which this process holds."""
-    with _explaining(folder / EVENTS), (folder / EVENTS).open("a") as file:
-        file.write(json.dumps({"time": time.time(), "event": event, **facts}) + "\n")
+    line = json.dumps({"time": time.time(), "event": event, **facts}).encode() + b"\n"
+    with _explaining(folder / EVENTS), (folder / EVENTS).open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line  # a killed process may leave a torn line
+        file.write(line)
 
 
 @dataclass(frozen=True)
@@ -170,13 +174,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of a JSON lines file; a torn last line is left out."""
+    """The whole rows of a JSON lines file; torn lines are left out."""
     if path.exists():
         for line in path.read_bytes().splitlines(keepends=True):
             row = _parse(line)
-            if row is None:
-                return
-            yield row
+            if row is not None:
+                yield row
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -100,6 +100,8 @@ def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None
     _write_config(run, recipe, settings, fitted)
 
     notes = [f"{fitted.choice.why}; {fitted.options.attention} attention, {fitted.options.precision}"]
+    if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
+        notes.append(f"batch {batch}, so that {len(devices)} devices divide it")
     saved, damaged = checkpoint.newest(run.checkpoints)
     notes += damaged
     init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
@@ -113,7 +115,7 @@ def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None
         run.cut_metrics(0)
         state = fitted.init(init_key)
         if settings["init_from"]:
-            state = load_parameters(Path(settings["init_from"]), fitted, state)
+            state = load_parameters(Path(settings["init_from"]), recipe, fitted, state)
             notes.append(f"parameters from {settings['init_from']}")
     return Session(run, recipe, settings, fitted, source, validation, state, first_step, wall_s, step_key, notes)
 

@@ -84,7 +84,7 @@ class SupervisedProgram(Program):
         params = state.params
         trained = paths.keep(params, self._trained(params))
         loss, extra, grads = self._gradient(params, trained, batch, jax.random.fold_in(clock.key, clock.step))
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         if self._options.clip is not None:
             scale = jnp.minimum(1.0, self._options.clip / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)

@@ -194,8 +194,8 @@ class _Loop:
 
     def _train(self, stop: StopSignals) -> Iterator[Step]:
         session, step = self._session, self._session.fitted.step
-        if self._done and self._eval_every.due(self._done, 0.0) and not self._evaluated():
-            yield self._evaluate()
+        if self._evaluation_due(0.0) and 0 < self._done < session.steps and not self._evaluated():
+            yield self._evaluate()  # the process before this one saved here and ended before it evaluated
         spec = session.fitted.program.batch_spec(session.settings["batch"])
         sharding = batch_sharding(session.fitted.mesh)
         with Feed(session.source, spec, sharding, self._done, session.steps) as feed:
@@ -212,7 +212,7 @@ class _Loop:
                 self._checkpoints.check()
                 now = time.monotonic()
                 save = self._save_every.due(self._done, now - self._saved_at)
-                evaluate = session.validation is not None and self._eval_every.due(self._done, now - self._evaluated_at)
+                evaluate = self._evaluation_due(now - self._evaluated_at)
                 if (save or evaluate) and self._done < session.steps and stop.asked is None:
                     yield from self._flush()
                     if save:
@@ -296,6 +296,9 @@ class _Loop:
                 self._board.add_scalar(name, value, row["step"])
         self._display.row(row)
         return Step(row, self._state)
+
+    def _evaluation_due(self, elapsed: float) -> bool:
+        return self._session.validation is not None and self._eval_every.due(self._done, elapsed)
 
     def _evaluated(self) -> bool:
         rows = read_rows(self._session.run.folder / METRICS)

@@ -40,6 +40,7 @@ class GPT2(Recipe):
     - seed: of the order of the rows.
     """
 
+    identity = ("tokenizer", "alphabet")
     target = "tpuswarm.recipes.gpt2.recipe:GPT2"
 
     def __init__(

@@ -1,0 +1,49 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.units import Every, parse_count, parse_every, parse_seconds
+from tpuswarm.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("500", 500), ("10M", 10_000_000), ("1.5K", 1500), ("2b", 2_000_000_000), (7, 7)]
+)
+def test_counts(text, value):
+    assert parse_count(text, "steps") == value
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "many", "", "1.5", "10Q", "1e3"])
+def test_counts_that_are_none(text):
+    with pytest.raises(InputError, match="steps"):
+        parse_count(text, "steps")
+
+
+@given(st.integers(1, 10**15))
+def test_every_positive_integer_is_itself(value):
+    assert parse_count(str(value), "n") == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("10", 10.0), ("10s", 10.0), ("5m", 300.0), ("2h", 7200.0), ("0", 0.0)])
+def test_seconds(text, value):
+    assert parse_seconds(text, "notice") == value
+
+
+def test_every_is_steps_or_time():
+    assert parse_every("500", "save_every") == Every(steps=500)
+    assert parse_every("5m", "save_every") == Every(seconds=300.0)
+    for wrong in ("soon", "0m", "-3", "5 parsecs"):
+        with pytest.raises(InputError, match="save_every"):
+            parse_every(wrong, "save_every")
+
+
+def test_due():
+    assert [Every(steps=3).due(step, 1e9) for step in range(1, 7)] == [False, False, True] * 2
+    assert Every(seconds=10).due(1, 10.0) and not Every(seconds=10).due(1, 9.9)
+    assert not Every().due(1, 1e9)
+
+
+def test_did_you_mean_gives_the_nearest_or_all():
+    assert did_you_mean("replikate", ["replicate", "fsdp"]) == "did you mean replicate?"
+    assert did_you_mean("xyz", ["b", "a"]) == "known: a, b"

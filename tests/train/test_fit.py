@@ -1,0 +1,139 @@
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from tests.train import toy
+
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.fit import Request, check_batch, choices, fit, forms
+from tpuswarm.train.mesh import bytes_per_device
+from tpuswarm.train.recipe import Clock
+
+
+def gpt2(**options):
+    return GPT2(data="fake", width=256, layers=2, vocab=1024, **options)
+
+
+def losses(recipe, request, devices, steps=4):
+    fitted = fit(recipe, request, devices)
+    state = fitted.init(jax.random.key(0))
+    source, found = recipe.data("train"), []
+    for step in range(steps):
+        rows = source.rows(step * request.batch, request.batch)
+        state, metrics = fitted.step(state, rows, Clock(jax.random.key(1), np.int32(step), np.float32(0.1)))
+        found.append(float(metrics["loss"]))
+    return fitted, state, found
+
+
+def test_one_device_replicated_sharded_and_split_agree(devices):
+    recipe = gpt2()
+    _, _, one = losses(recipe, Request(batch=16), devices[:1])
+    _, _, eight = losses(recipe, Request(batch=16, shard="replicate"), devices)
+    fitted, state, sharded = losses(recipe, Request(batch=16, shard="fsdp"), devices)
+    _, _, split = losses(recipe, Request(batch=16, shard="fsdp", accumulate=2), devices)
+    np.testing.assert_allclose(eight, one, rtol=1e-5)
+    np.testing.assert_allclose(sharded, one, rtol=1e-5)
+    np.testing.assert_allclose(split, one, rtol=1e-4)
+    assert one[-1] < one[0]
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert held == bytes_per_device(fitted.state, fitted.shardings)
+    assert held < sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 4
+
+
+def test_dropout_does_not_depend_on_the_number_of_devices(devices):
+    recipe = gpt2(dropout=0.2)
+    _, _, one = losses(recipe, Request(batch=8), devices[:1], steps=2)
+    _, _, eight = losses(recipe, Request(batch=8), devices, steps=2)
+    np.testing.assert_allclose(eight, one, rtol=1e-5)
+
+
+def test_memory_decides_between_the_ways_to_run(devices):
+    recipe = gpt2()
+    plain = fit(recipe, Request(batch=64), devices)
+    assert (plain.choice.shard, plain.choice.remat, plain.choice.accumulate) == ("replicate", False, 1)
+    tight = fit(recipe, Request(batch=64), devices, memory_bytes=plain.memory.total - 1)
+    assert tight.memory.total < plain.memory.total and tight.choice != plain.choice
+    smallest = fit(recipe, Request(batch=64), devices, memory_bytes=int(tight.memory.total * 0.62))
+    assert smallest.choice.shard == "fsdp" and smallest.choice.remat and smallest.choice.accumulate > 1
+    with pytest.raises(InputError, match=r"does not fit 8 x cpu.*8 micro-batches.*GiB.*smaller batch"):
+        fit(recipe, Request(batch=64), devices, memory_bytes=2**20)
+
+
+def test_what_is_asked_is_not_changed(devices):
+    tried = list(choices(Request(batch=64, shard="replicate", accumulate=2), "cpu", devices, 2**40, 2**30))
+    assert {(choice.shard, choice.accumulate) for choice in tried} == {("replicate", 2)}
+    assert [choice.remat for choice in tried] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "accumulate", "words"),
+    [
+        (12, 8, 1, "a batch of 12 rows does not divide over 8 devices x 1 micro-batches = 8; use --batch 16 or --devices 6"),
+        (12, 4, 2, "= 8; use --batch 16 or --devices 3"),
+        (7, 1, 2, "= 2; use --batch 8 or --accumulate 1"),
+        (0, 1, 1, "batch must be 1 or more"),
+        (8, 1, -1, "accumulate must be 1 or more"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_divide_names_the_numbers_and_two_ways_out(batch, devices, accumulate, words):
+    with pytest.raises(InputError) as error:
+        check_batch(batch, devices, accumulate)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "wanted"),
+    [
+        ("cpu", "cpu", ("xla", "unroll")),
+        ("gpu", "NVIDIA H200", ("cudnn", "unroll")),
+        ("tpu", "TPU v2", ("xla", "scan")),
+        ("tpu", "TPU v3", ("xla", "scan")),
+        ("tpu", "TPU v4", ("splash", "scan")),
+        ("tpu", "TPU v5 lite", ("splash", "scan")),
+    ],
+)
+def test_forms_by_platform(platform, kind, wanted):
+    assert forms(platform, kind) == wanted
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request(batch=8, shard="fdsp"), "unknown shard 'fdsp'; did you mean fsdp"),
+        (Request(batch=8, precision="bf61"), "unknown precision 'bf61'; did you mean bf16"),
+    ],
+)
+def test_unknown_choices(request_, words, devices):
+    with pytest.raises(InputError, match=words):
+        fit(toy.recipe(), request_, devices)
+
+
+TOPOLOGY = """
+import sys
+from jax.experimental import topologies
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.fit import Request, fit
+recipe = GPT2(data="fake", context=128, layers=2)
+for name, extra in (("v3:2x2", {}), ("v5e:2x4", {"chips_per_host_bounds": (2, 4, 1)})):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **extra).devices
+    fitted = fit(recipe, Request(batch=32, shard="fsdp"), devices)
+    text = fitted.step.as_text()
+    print(devices[0].device_kind, len(devices), fitted.options.precision, fitted.options.attention, fitted.options.loop,
+          fitted.choice.remat, "splash" in text, "all-reduce" in text, fitted.memory.total > 0, sep="|")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the TPU compiler exists for Linux only")
+def test_the_same_function_compiles_for_described_tpus():
+    pytest.importorskip("libtpu", reason="the plan extra is not installed")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    done = subprocess.run([sys.executable, "-c", TOPOLOGY], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == [
+        "TPU v3|8|bf16|xla|scan|True|False|True|True",
+        "TPU v5 lite|8|bf16|splash|scan|False|True|True|True",
+    ]

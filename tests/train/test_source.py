@@ -1,0 +1,37 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.source import ArraySource, shuffled
+
+
+@given(st.integers(0, 500), st.integers(1, 60), st.integers(1, 60), st.integers(1, 40), st.integers(0, 5))
+def test_rows_do_not_depend_on_how_they_are_cut(start, first, second, size, seed):
+    whole = np.stack(shuffled(start, first + second, size, seed))
+    parts = [np.stack(shuffled(start, first, size, seed)), np.stack(shuffled(start + first, second, size, seed))]
+    assert np.array_equal(whole, np.concatenate(parts, axis=1))
+
+
+@given(st.integers(0, 20), st.integers(1, 40), st.integers(0, 5))
+def test_an_epoch_has_every_row_once(epoch, size, seed):
+    epochs, rows = shuffled(epoch * size, size, size, seed)
+    assert set(epochs) == {epoch} and sorted(rows) == list(range(size))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = {tuple(shuffled(epoch * 50, 50, 50, seed)[1]) for epoch in range(4) for seed in range(4)}
+    assert len(orders) == 16
+
+
+def test_arrays_stay_together():
+    source = ArraySource({"x": np.arange(10), "y": np.arange(10) * 2})
+    rows = source.rows(7, 25)
+    assert np.array_equal(rows["y"], rows["x"] * 2) and len(rows["x"]) == 25
+
+
+@pytest.mark.parametrize("arrays", [{}, {"x": np.zeros(0)}, {"x": np.zeros(3), "y": np.zeros(4)}])
+def test_arrays_that_do_not_fit_are_refused(arrays):
+    with pytest.raises(InputError, match="number of rows"):
+        ArraySource(arrays)

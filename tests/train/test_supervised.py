@@ -1,0 +1,157 @@
+"""Every option of `supervised`, against arithmetic done by hand in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.train import toy
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.recipe import Clock, Options
+from tpuswarm.train.supervised import inference_params, supervised
+
+CLOCK = Clock(jax.random.key(0), np.int32(0), np.float32(0.25))
+BATCH = {name: array[:16] for name, array in toy.data().items()}
+RATE = 0.05 * 0.75
+
+
+def one_step(optimizer=toy.sgd, **options):
+    program = toy.recipe(optimizer).program(Options(**options))
+    state = program.init(jax.random.key(3))
+    after, metrics = jax.jit(program.step)(state, BATCH, CLOCK)
+    return state, after, metrics
+
+
+def gradient_by_hand(params):
+    w, b = np.asarray(params["layer"]["w"], np.float64), float(params["layer"]["b"])
+    error = BATCH["x"] @ w + b - BATCH["y"]
+    return {"w": 2 * BATCH["x"].T @ error / 16, "b": 2 * error.mean()}, (error**2).mean()
+
+
+def test_one_step_is_gradient_descent_at_the_scheduled_rate():
+    before, after, metrics = one_step()
+    grads, loss = gradient_by_hand(before.params)
+    norm = np.sqrt((grads["w"] ** 2).sum() + grads["b"] ** 2)
+    np.testing.assert_allclose(after.params["layer"]["w"], before.params["layer"]["w"] - RATE * grads["w"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(metrics["lr"], RATE, rtol=1e-6)
+    assert "worst" in metrics
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+def test_micro_batches_have_the_gradient_of_the_whole_batch(count):
+    _, whole, metrics = one_step()
+    _, split, split_metrics = one_step(accumulate=count)
+    np.testing.assert_allclose(split.params["layer"]["w"], whole.params["layer"]["w"], rtol=1e-5)
+    np.testing.assert_allclose(split_metrics["loss"], metrics["loss"], rtol=1e-5)
+
+
+def test_clipping_limits_the_norm_and_leaves_small_gradients_alone():
+    before, after, metrics = one_step(clip=0.5)
+    moved = jax.tree.map(lambda a, b: (a - b) / RATE, before.params, after.params)
+    np.testing.assert_allclose(optax.tree.norm(moved), 0.5, rtol=1e-4)
+    assert metrics["grad_norm"] > 0.5  # what is reported is before the clipping
+    _, free, _ = one_step()
+    _, loose, _ = one_step(clip=1e6)
+    np.testing.assert_array_equal(free.params["layer"]["w"], loose.params["layer"]["w"])
+
+
+def test_a_frozen_leaf_stays_and_has_no_optimizer_state():
+    before, after, _ = one_step(toy.adam, freeze="layer/w|unused")
+    np.testing.assert_array_equal(before.params["layer"]["w"], after.params["layer"]["w"])
+    assert after.params["layer"]["b"] != before.params["layer"]["b"]
+    assert {leaf.shape for leaf in jax.tree.leaves(after.opt)} == {()}  # nothing of w's or unused's shape
+
+
+def test_decay_touches_only_what_it_names():
+    before, after, _ = one_step(decay="unused")
+    np.testing.assert_allclose(after.params["unused"], before.params["unused"] * (1 - RATE * 0.1), rtol=1e-6)
+    plain = one_step()[1]
+    np.testing.assert_array_equal(plain.params["unused"], before.params["unused"])
+    np.testing.assert_array_equal(plain.params["layer"]["w"], after.params["layer"]["w"])
+
+
+def test_ema_is_the_moving_average_of_trained_leaves_and_is_what_is_evaluated():
+    before, after, _ = one_step(ema=0.9, freeze="unused")
+    wanted = 0.9 * np.asarray(before.params["layer"]["w"]) + 0.1 * np.asarray(after.params["layer"]["w"])
+    np.testing.assert_allclose(after.ema["layer"]["w"], wanted, rtol=1e-6)
+    assert after.ema["unused"] is None
+    np.testing.assert_array_equal(inference_params(after)["layer"]["w"], after.ema["layer"]["w"])
+    np.testing.assert_array_equal(inference_params(after)["unused"], after.params["unused"])
+    program = toy.recipe(toy.sgd).program(Options(ema=0.9, freeze="unused"))
+    direct, _ = toy.loss(inference_params(after), BATCH, None)
+    np.testing.assert_allclose(program.evaluate(after, BATCH)["loss"], direct, rtol=1e-6)
+
+
+def matmuls(precision):
+    program = toy.recipe().program(Options(precision=precision))
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    jaxpr = jax.make_jaxpr(program.step)(state, BATCH, CLOCK)
+    return [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "dot_general"], state
+
+
+def test_precisions_are_seen_in_the_program():
+    for precision, dtype in (("f32", jnp.float32), ("highest", jnp.float32), ("bf16", jnp.bfloat16)):
+        found, state = matmuls(precision)
+        assert found and all(eqn.invars[0].aval.dtype == dtype for eqn in found)
+        exact = (jax.lax.Precision.HIGHEST,) * 2
+        assert all((eqn.params["precision"] == exact) == (precision == "highest") for eqn in found)
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+
+
+def test_randomness_follows_key_and_step_alone():
+    def noisy(params, batch, key):
+        return params["w"].sum() * jax.random.normal(key)
+
+    recipe = supervised(lambda key: {"w": jnp.ones(2)}, noisy, optax.sgd(0.1), toy.data())
+    program = recipe.program(Options())
+    state = program.init(jax.random.key(0))
+
+    def loss_at(seed, step):
+        clock = Clock(jax.random.key(seed), np.int32(step), np.float32(0))
+        return float(program.step(state, BATCH, clock)[1]["loss"])
+
+    assert loss_at(0, 5) == loss_at(0, 5)
+    assert len({loss_at(seed, step) for seed in range(3) for step in range(3)}) == 9
+
+
+def test_a_ready_optimizer_brings_its_own_rate():
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), toy.data())
+    program = recipe.program(Options())
+    state = program.init(jax.random.key(3))
+    after, metrics = program.step(state, BATCH, CLOCK)
+    grads, _ = gradient_by_hand(state.params)
+    np.testing.assert_allclose(after.params["layer"]["b"], -0.1 * grads["b"], rtol=1e-5)
+    assert "lr" not in metrics
+    with pytest.raises(InputError, match="decay needs"):
+        recipe.program(Options(decay="w"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"freeze": "no_such_leaf"}, "freeze 'no_such_leaf' matches none"),
+        ({"freeze": "("}, "not a regular expression"),
+        ({"ema": 1.5}, "ema must be between 0 and 1"),
+        ({"clip": -1.0}, "clip must be above 0"),
+    ],
+)
+def test_wrong_options_are_refused(options, words):
+    with pytest.raises(InputError, match=words):
+        program = toy.recipe().program(Options(**options))
+        jax.eval_shape(program.init, jax.random.key(0))
+
+
+def test_a_recipe_refuses_what_it_does_not_honour():
+    Options(platform="gpu", precision="bf16", remat=True).require_only("clip", by="thing")  # defaults and fit's choices
+    with pytest.raises(InputError, match="thing does not honour ema"):
+        Options(ema=0.9).require_only("clip", by="thing")
+
+
+def test_loss_passes_strict_dtype_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        program = toy.recipe().program(Options(clip=1.0, ema=0.9, accumulate=2, decay="w"))
+        state = jax.eval_shape(program.init, jax.random.key(0))
+        jax.eval_shape(program.step, state, BATCH, CLOCK)

@@ -1,0 +1,291 @@
+"""The trainer as a library, on the toy recipe: every promise about a run that needs no second process."""
+
+import json
+import math
+import threading
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.train import toy
+
+from tpuswarm import InputError, RunFailed, Trainer, supervised
+from tpuswarm.train.checkpoint import MANIFEST, checkpoint_folders
+from tpuswarm.train.run import Run, read_rows, status
+
+TIMES = ("tokens_per_s", "wall_s")
+
+
+def trainer(**options):
+    return Trainer(**{"devices": 1, "save_every": 7, "eval_every": 5, **options})
+
+
+def rows(folder):
+    """All rows of a run's metrics but for the clock."""
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_rows(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of 20 steps."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    result = trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
+    return folder, result
+
+
+def test_a_run_leaves_what_it_promises(whole):
+    folder, result = whole
+    assert (result.ended, result.step, result.steps, result.run) == ("finished", 20, 20, folder)
+    updates = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in updates] == list(range(1, 21))
+    assert [row["tokens"] for row in updates] == [8 * step for step in range(1, 21)]
+    assert {"loss", "lr", "grad_norm", "worst", *TIMES} <= updates[0].keys()
+    np.testing.assert_allclose([row["lr"] for row in updates], [0.05 * (1 - n / 20) for n in range(20)], rtol=1e-6)
+    evaluations = [row for row in read_rows(folder / "metrics.jsonl") if "eval_loss" in row]
+    assert [row["step"] for row in evaluations] == [5, 10, 15, 20]
+    assert not any("loss" in row for row in evaluations)
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.toml", "events.jsonl", "checkpoints", "report.html", "loss.png", "tensorboard"} <= names
+    assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert status(folder).state == "finished"
+
+
+def test_the_losses_are_those_of_a_bare_loop(whole):
+    """Oracle: the same descent written out with optax alone."""
+    folder, _ = whole
+    source = toy.recipe().data("train")
+    params = jax.jit(toy.init)(jax.random.split(jax.random.key(0))[0])
+    nothing = jax.tree.map(lambda _: False, params)
+    state = toy.adam(0.0, nothing).init(params)
+    for row in (row for row in rows(folder) if "loss" in row):
+        step = row["step"] - 1
+        batch = source.rows(step * 8, 8)
+        (loss, _), grads = jax.value_and_grad(toy.loss, has_aux=True)(params, batch, None)
+        updates, state = toy.adam(0.05 * (1 - step / 20), nothing).update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(row["loss"], loss, rtol=1e-4)
+
+
+def test_training_again_is_the_same_bit_for_bit(whole, tmp_path):
+    trainer().fit(toy.recipe(), steps=20, batch=8, run=tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(whole[0])
+
+
+@pytest.mark.parametrize("left_after", [1, 2, 4, 5, 6, 7, 8, 13, 19])
+def test_a_loop_left_anywhere_goes_on_bit_for_bit(whole, tmp_path, left_after):
+    folder = tmp_path / "run"
+    loop = trainer().steps(toy.recipe(), steps=20, batch=8, run=folder)
+    seen = [row for row, _ in islice(loop, left_after)]
+    assert seen[-1]["step"] <= left_after
+    loop.close()
+    assert status(folder).state == "stopped"
+    result = trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
+    assert result.ended == "finished"
+    assert rows(folder) == rows(whole[0])
+
+
+def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
+    folder, first = whole
+    before = (folder / "metrics.jsonl").read_bytes()
+    again = trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
+    assert "finished: nothing is left to do" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert again.metrics == first.metrics
+    for got, want in zip(jax.tree.leaves(again.state), jax.tree.leaves(first.state), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def stopped_run(folder, **options):
+    loop = trainer(**options).steps(toy.recipe(), steps=20, batch=8, run=folder)
+    list(islice(loop, 9))
+    loop.close()
+
+
+def test_devices_shard_saving_and_evaluating_may_change(whole, tmp_path):
+    stopped_run(tmp_path / "run")
+    other = trainer(devices=8, shard="fsdp", save_every="1h", eval_every=4, keep=1)
+    other.fit(toy.recipe(), steps=20, batch=8, run=tmp_path / "run")
+    got = {row["step"]: row["loss"] for row in rows(tmp_path / "run") if "loss" in row}
+    want = {row["step"]: row["loss"] for row in rows(whole[0]) if "loss" in row}
+    np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-4)
+    assert len(checkpoint_folders(tmp_path / "run" / "checkpoints")) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "fit_options", "words"),
+    [
+        ({"seed": 3}, {}, "seed is 0 there, 3 was asked"),
+        ({"clip": 1.0}, {}, "clip is none there, 1.0 was asked"),
+        ({"precision": "bf16", "ema": 0.9}, {}, "precision is f32 there, bf16 was asked; ema is none"),
+        ({}, {"steps": 30}, "steps is 20 there, 30 was asked"),
+        ({}, {"batch": 16}, "batch is 8 there, 16 was asked"),
+    ],
+)
+def test_nothing_else_may_change(tmp_path, options, fit_options, words):
+    stopped_run(tmp_path / "run")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=words):
+        trainer(**options).fit(toy.recipe(), run=tmp_path / "run", **{"steps": 20, "batch": 8, **fit_options})
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_what_is_not_asked_is_taken_from_the_run(tmp_path):
+    stopped_run(tmp_path / "run", clip=0.7, seed=5)
+    result = trainer().fit(toy.recipe(), run=tmp_path / "run")
+    assert result.step == 20
+    assert json.dumps(Run(tmp_path / "run").config()["train"]["clip"]) == "0.7"
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    stopped_run(folder)
+    last = checkpoint_folders(folder / "checkpoints")[0]
+    (last / MANIFEST).unlink()
+    trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
+    said = capsys.readouterr().err
+    assert f"checkpoint {last.name} is damaged" in said and "resumed from the checkpoint of step 7" in said
+    assert rows(folder) == rows(whole[0])
+
+
+def test_no_whole_checkpoint_at_all_starts_again(whole, tmp_path):
+    folder = tmp_path / "run"
+    stopped_run(folder)
+    for each in checkpoint_folders(folder / "checkpoints"):
+        (each / MANIFEST).unlink()
+    trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
+    assert rows(folder) == rows(whole[0])
+
+
+def poisoned(split):
+    data = toy.data()
+    if split == "train":
+        data["x"] = data["x"].copy()
+        data["x"][:] = np.where(np.arange(64)[:, None] == 60, np.nan, data["x"])
+    return data
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), poisoned)
+    with pytest.raises(RunFailed) as error:
+        trainer(save_every=2, eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    updates = rows(tmp_path / "run")
+    bad = updates[-1]["step"] + 1
+    assert f"at step {bad} (loss nan" in str(error.value) and "layer/b, layer/w" in str(error.value)
+    assert "unused" not in str(error.value) or "0 *" in str(error.value)
+    assert all(math.isfinite(row["loss"]) for row in updates)
+    newest = checkpoint_folders(tmp_path / "run" / "checkpoints")[0]
+    assert int(newest.name) == (bad - 1) // 2 * 2 and f"step {int(newest.name)} stands" in str(error.value)
+    assert status(tmp_path / "run").state == "failed"
+
+
+def test_parameters_that_broke_behind_a_finite_loss_are_not_saved(tmp_path):
+    def loss(params, batch, key):
+        return jnp.sqrt(jnp.square(params["w"]).sum()) + 0 * batch["x"].sum() + params["good"].sum()
+
+    recipe = supervised(
+        lambda key: {"good": jnp.ones(2), "w": jnp.zeros(2)}, loss, optax.sgd(0.1), {"x": np.ones((8, 1))}
+    )
+    with pytest.raises(RunFailed, match=r"step 1 \(loss 2.0, gradient norm nan; parameters not finite: w\)"):
+        trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
+
+
+def test_data_that_breaks_midway_ends_the_run_with_its_own_line(tmp_path):
+    class Broken:
+        def rows(self, start, count):
+            if start >= 40:
+                raise ValueError("row 40 is torn")
+            return toy.recipe().data("train").rows(start, count)
+
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), Broken())
+    with pytest.raises(InputError, match=r"the data source failed: ValueError: row 40 is torn \(.*test_trainer.py:"):
+        trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_off_the_main_thread(whole, tmp_path):
+    found = []
+
+    def work():
+        found.append(trainer().fit(toy.recipe(), steps=20, batch=8, run=tmp_path / "run"))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found[0].ended == "finished" and rows(tmp_path / "run") == rows(whole[0])
+
+
+def test_parameters_of_another_run(whole, tmp_path):
+    maker = tmp_path / "made.py"
+    maker.write_text("from tests.train.toy import toy\n")
+    from tpuswarm.train.user_code import build_recipe
+
+    parent = trainer().fit(build_recipe(f"{maker}:toy", {}), steps=20, batch=8, run=tmp_path / "parent")
+    loop = trainer().steps(
+        toy.recipe(rate=1e-9), steps=2, batch=8, run=tmp_path / "child", init_from=tmp_path / "parent"
+    )
+    _, state = next(loop)
+    np.testing.assert_allclose(state.params["layer"]["w"], parent.state.params["layer"]["w"], atol=1e-6)
+    loop.close()
+
+    def wider(key):
+        return {"layer": {"w": jnp.zeros(7), "b": jnp.zeros(())}, "unused": jnp.ones(3)}
+
+    def loss(params, batch, key):
+        return params["layer"]["w"].sum()
+
+    other = supervised(wider, loss, optax.sgd(0.1), toy.data())
+    with pytest.raises(
+        InputError, match=r"another model: 1 parameters differ, the first layer/w \(\(5,\) there, \(7,\) here"
+    ):
+        trainer(eval_every=None).fit(other, steps=2, batch=8, run=tmp_path / "other", init_from=tmp_path / "parent")
+    with pytest.raises(InputError, match="trained by a program of its own"):
+        trainer().fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "again", init_from=whole[0])
+
+
+def test_the_recipes_batch_is_rounded_up_to_the_devices(tmp_path, capsys):
+    recipe = toy.recipe()
+    recipe.defaults = {"batch": 12, "steps": 2}
+    Trainer(save_every="1h").fit(recipe, run=tmp_path / "run")
+    assert "batch 16, so that 8 devices divide it" in capsys.readouterr().err
+    assert [row["tokens"] for row in rows(tmp_path / "run") if "loss" in row] == [16, 32]
+
+
+@pytest.mark.parametrize(
+    ("options", "fit_options", "words"),
+    [
+        ({"devices": 9}, {}, "9 devices were asked for"),
+        ({"devices": [8]}, {}, "device index 8 is out of range"),
+        ({"precision": "fp8"}, {}, "unknown precision 'fp8'"),
+        ({"keep": 0}, {}, "keep must be 1 or more"),
+        ({"save_every": "often"}, {}, "save_every"),
+        ({"freeze": "nope"}, {}, "matches none"),
+        ({"devices": 8}, {"batch": 12}, "does not divide over 8 devices"),
+        ({}, {"steps": -1}, "steps must be above 0"),
+        ({}, {"steps": 5, "epochs": 1}, "one of steps, tokens and epochs"),
+    ],
+)
+def test_wrong_input_leaves_no_run_behind(tmp_path, options, fit_options, words):
+    with pytest.raises(InputError, match=words):
+        trainer(**options).fit(toy.recipe(), run=tmp_path / "run", **fit_options)
+    assert not (tmp_path / "run" / "config.toml").exists()
+    Run(tmp_path / "run").close()  # and it is not held
+
+
+def test_evaluating_without_held_out_data_is_refused_when_asked_for(tmp_path):
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), toy.data())
+    with pytest.raises(InputError, match="no validation data"):
+        trainer().fit(recipe, steps=2, batch=8, run=tmp_path / "run")
+    result = trainer(eval_every=None).fit(recipe, steps=2, batch=8, run=tmp_path / "run")
+    assert "eval_loss" not in result.metrics
+
+
+def test_options_that_toml_cannot_hold_are_refused(tmp_path):
+    recipe = toy.recipe()
+    recipe.options = lambda: {"model": object()}
+    with pytest.raises(InputError, match="must be plain values"):
+        trainer().fit(recipe, steps=2, batch=8, run=tmp_path / "run")

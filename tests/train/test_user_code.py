@@ -1,0 +1,87 @@
+import pytest
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.user_code import OUR_FOLDER, absolute_target, blame, build_recipe
+
+GOOD = """
+import jax.numpy as jnp, numpy as np, optax
+from tpuswarm import supervised
+
+def toy(width: int = 3, rate: float = 0.1, names: list[str] | None = None):
+    return supervised(
+        lambda key: {"w": jnp.zeros(width)},
+        lambda params, batch, key: jnp.mean((batch["x"] @ params["w"]) ** 2),
+        optax.sgd(rate),
+        {"x": np.ones((8, width), np.float32)},
+    )
+
+def wrong(): return 5
+def breaks(): return {}["key"]
+value = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_recipe.py"
+    path.write_text(GOOD)
+    return path
+
+
+def test_options_are_read_as_their_types(file):
+    recipe = build_recipe(f"{file}:toy", {"width": "5"})
+    assert recipe.data("train").rows(0, 2)["x"].shape == (2, 5)
+    assert recipe.target == f"{file}:toy"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("toy", {"widht": "5"}, "no option widht; did you mean width"),
+        ("toy", {"width": "five"}, "width=five: .*valid integer"),
+        ("tory", {}, "has no tory; did you mean toy"),
+        ("wrong", {}, "makes a int, not a tpuswarm.Recipe"),
+        ("breaks", {}, r"KeyError: 'key' \(.*my_recipe.py:14\)"),
+        ("value", {}, "is a int, not a class or function"),
+    ],
+)
+def test_recipes_that_cannot_be_made(file, name, options, words):
+    with pytest.raises(InputError, match=words):
+        build_recipe(f"{file}:{name}", options)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(:\n", r"SyntaxError.*my_recipe.py:1\)"),
+        ("\nimport no_such_thing\n", r"ModuleNotFoundError.*no_such_thing.*my_recipe.py:2\)"),
+        ("x = 1\ny = x / 0\n", r"ZeroDivisionError.*my_recipe.py:2\)"),
+    ],
+)
+def test_files_that_do_not_import_are_blamed_at_their_line(tmp_path, text, words):
+    path = tmp_path / "my_recipe.py"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        build_recipe(f"{path}:toy", {})
+
+
+@pytest.mark.parametrize("target", ["nowhere.py:toy", "no_such_module:toy", "only_a_name", ":x"])
+def test_places_that_are_not_there(target):
+    with pytest.raises(InputError):
+        build_recipe(target, {})
+
+
+def test_our_own_errors_are_not_blamed_on_the_user():
+    ours = compile(
+        "def broken():\n  with blame('something'):\n    {}['key']", str(OUR_FOLDER / "train" / "any.py"), "exec"
+    )
+    names = {"blame": blame}
+    exec(ours, names)
+    with pytest.raises(KeyError):
+        names["broken"]()
+
+
+def test_targets_of_files_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert absolute_target("a.py:B") == f"{tmp_path}/a.py:B"
+    assert absolute_target("module:B") == "module:B"

@@ -1,0 +1,49 @@
+"""A linear model small enough to check by hand, as a recipe."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tpuswarm import supervised
+
+ROWS = 64
+
+
+def data(seed: int = 0) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(ROWS, 5)).astype(np.float32)
+    return {"x": x, "y": (x @ np.arange(1, 6, dtype=np.float32) + 0.5).astype(np.float32)}
+
+
+def init(key: jax.Array) -> Any:
+    return {"layer": {"w": jax.random.normal(key, (5,)), "b": jnp.zeros(())}, "unused": jnp.ones(3)}
+
+
+def loss(params: Any, batch: Any, key: Any) -> Any:
+    guess = batch["x"] @ params["layer"]["w"] + jnp.broadcast_to(params["layer"]["b"], batch["y"].shape)
+    error = guess - batch["y"]
+    return jnp.mean(jnp.square(error)) + 0 * params["unused"].sum(), {"worst": jnp.abs(error).max()}
+
+
+def sgd(rate: Any, decay_mask: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(0.1, mask=decay_mask), optax.sgd(rate))
+
+
+def adam(rate: Any, decay_mask: Any) -> optax.GradientTransformation:
+    return optax.adamw(rate, mask=decay_mask)
+
+
+def splits(split: str) -> Any:
+    return {"train": data(0), "validation": data(1)}.get(split)
+
+
+def recipe(optimizer: Any = adam, rate: float = 0.05):
+    return supervised(init, loss, optimizer, splits, lambda progress: rate * (1 - progress))
+
+
+def toy(rate: float = 0.05):
+    """A maker for `file.py:toy`."""
+    return recipe(rate=rate)

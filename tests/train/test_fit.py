@@ -5,8 +5,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-from tests.train import toy
 
+from tests.train import toy
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.fit import Request, check_batch, choices, fit, forms
@@ -15,7 +15,7 @@ from tpuswarm.train.recipe import Clock
 
 
 def gpt2(**options):
-    return GPT2(data="fake", width=256, layers=2, vocab=1024, **options)
+    return GPT2(data="fake", width=256, layers=2, vocab=1024, context=32, **options)
 
 
 def losses(recipe, request, devices, steps=4):
@@ -53,14 +53,15 @@ def test_dropout_does_not_depend_on_the_number_of_devices(devices):
 
 def test_memory_decides_between_the_ways_to_run(devices):
     recipe = gpt2()
-    plain = fit(recipe, Request(batch=64), devices)
+    plain = fit(recipe, Request(batch=32), devices)
     assert (plain.choice.shard, plain.choice.remat, plain.choice.accumulate) == ("replicate", False, 1)
-    tight = fit(recipe, Request(batch=64), devices, memory_bytes=plain.memory.total - 1)
+    tight = fit(recipe, Request(batch=32), devices, memory_bytes=plain.memory.total - 1)
     assert tight.memory.total < plain.memory.total and tight.choice != plain.choice
-    smallest = fit(recipe, Request(batch=64), devices, memory_bytes=int(tight.memory.total * 0.62))
-    assert smallest.choice.shard == "fsdp" and smallest.choice.remat and smallest.choice.accumulate > 1
-    with pytest.raises(InputError, match=r"does not fit 8 x cpu.*8 micro-batches.*GiB.*smaller batch"):
-        fit(recipe, Request(batch=64), devices, memory_bytes=2**20)
+    floor = fit(recipe, Request(batch=32, shard="fsdp", accumulate=4), devices).memory.total
+    small = fit(recipe, Request(batch=32), devices, memory_bytes=floor)
+    assert small.choice.shard == "fsdp" and small.choice.accumulate > 1 and small.memory.total <= floor
+    with pytest.raises(InputError, match=r"does not fit 8 x cpu.*4 micro-batches.*GiB.*smaller batch"):
+        fit(recipe, Request(batch=32), devices, memory_bytes=2**20)
 
 
 def test_what_is_asked_is_not_changed(devices):
@@ -72,7 +73,7 @@ def test_what_is_asked_is_not_changed(devices):
 @pytest.mark.parametrize(
     ("batch", "devices", "accumulate", "words"),
     [
-        (12, 8, 1, "a batch of 12 rows does not divide over 8 devices x 1 micro-batches = 8; use --batch 16 or --devices 6"),
+        (12, 8, 1, "over devices (8) x micro-batches (1) = 8; use --batch 16 or --devices 6"),
         (12, 4, 2, "= 8; use --batch 16 or --devices 3"),
         (7, 1, 2, "= 2; use --batch 8 or --accumulate 1"),
         (0, 1, 1, "batch must be 1 or more"),

@@ -44,7 +44,10 @@ def test_floats_come_back_bit_for_bit(tmp_path):
 
 
 def test_a_directory_in_use_is_refused_with_the_pid(tmp_path):
-    code = "import sys,time;from pathlib import Path;from tpuswarm.train.run import Run;r=Run(Path(sys.argv[1]));r.write_config({'recipe':{'name':'x'},'train':{'steps':1}});print('held',flush=True);time.sleep(60)"
+    code = (
+        "import sys, time; from pathlib import Path; from tpuswarm.train.run import Run; run = Run(Path(sys.argv[1]));"
+        "run.write_config({'recipe': {'name': 'x'}, 'train': {'steps': 1}}); print('held', flush=True); time.sleep(60)"
+    )
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline() == b"held\n"
@@ -114,7 +117,7 @@ def test_runs_by_name(tmp_path):
 @pytest.mark.parametrize("name", ["nothing", "empty"])
 def test_a_directory_that_is_no_run(tmp_path, name):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="is no run|does not exist"):
+    with pytest.raises(InputError, match=r"is no run|does not exist"):
         status(tmp_path / name)
 
 

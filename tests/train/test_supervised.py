@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.train import toy
 
+from tests.train import toy
 from tpuswarm.errors import InputError
 from tpuswarm.train.recipe import Clock, Options
 from tpuswarm.train.supervised import inference_params, supervised

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.train import toy
 
+from tests.train import toy
 from tpuswarm import InputError, RunFailed, Trainer, supervised
 from tpuswarm.train.checkpoint import MANIFEST, checkpoint_folders
 from tpuswarm.train.run import Run, read_rows, status
 
-TIMES = ("tokens_per_s", "wall_s")
+TIMES = ("tokens_per_s", "wait_s", "wall_s")
 
 
 def trainer(**options):
@@ -264,7 +264,7 @@ def test_the_recipes_batch_is_rounded_up_to_the_devices(tmp_path, capsys):
         ({"keep": 0}, {}, "keep must be 1 or more"),
         ({"save_every": "often"}, {}, "save_every"),
         ({"freeze": "nope"}, {}, "matches none"),
-        ({"devices": 8}, {"batch": 12}, "does not divide over 8 devices"),
+        ({"devices": 8}, {"batch": 12}, "does not divide over devices \\(8\\)"),
         ({}, {"steps": -1}, "steps must be above 0"),
         ({}, {"steps": 5, "epochs": 1}, "one of steps, tokens and epochs"),
     ],

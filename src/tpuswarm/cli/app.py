@@ -7,12 +7,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from tpuswarm.cli import learn, runs, train
-from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import TpuswarmError
 
 app = typer.Typer(
     help="Train one model on all the Cloud TPUs you can get.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -40,20 +38,19 @@ for name, command in COMMANDS.items():
 
 def main() -> NoReturn:
     """Run a command; exit 2 for wrong input, 1 for a failed run, 130 for Ctrl-C, with one sentence."""
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
     try:
         code = app(standalone_mode=False)
     except TpuswarmError as error:
         _say(error, error.exit_code)
     except UsageError as error:
-        _say(error, 2, f"{error.format_message().rstrip('.')}{_near_command()}; see `tpuswarm --help`")
+        _say(error, 2, f"{error.format_message().rstrip('.')}; see `tpuswarm --help`")
     except (KeyboardInterrupt, typer.Abort) as error:
         _say(error, 130, "interrupted")
+    if code == 130:
+        print("interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _near_command() -> str:
-    word = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    return "" if word in COMMANDS or not word else f"; {did_you_mean(word, COMMANDS)}"
 
 
 def _say(error: BaseException, code: int, text: str | None = None) -> NoReturn:

@@ -122,9 +122,11 @@ def make_recipe(
         asked.pop("seed", None)
     wrong = next((key for key in (*asked, *extra) if key not in types), None)
     if wrong is not None:
-        shown = wrong.replace("_", "-")
-        known = {key.replace("_", "-") for key in (*types, *train.__annotations__)}
-        raise InputError(f"neither train nor {name} has an option --{shown}; {did_you_mean(shown, known)}")
+        if wrong == "data":
+            raise InputError(f"{name} takes no --data; it brings its own")
+        known = {f"--{key.replace('_', '-')}" for key in (*types, *train.__annotations__)}
+        flag = f"--{wrong.replace('_', '-')}"
+        raise InputError(f"neither train nor {name} has an option {flag}; {did_you_mean(flag, known)}")
     stored: dict[str, Any] = {}
     ours = {"recipe": absolute_target(target)}
     if folder is not None and (folder / CONFIG).exists():

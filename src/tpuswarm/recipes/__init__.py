@@ -25,6 +25,8 @@ def find(name: str) -> tuple[str, dict[str, str]]:
     """
     if ":" in name:
         return name, {}
+    if name.endswith(".py"):
+        raise InputError(f"{name} may hold several recipes; name the one you mean: {name}:NAME")
     key = name.lower()
     key = ALIASES.get(key, key)
     if key not in BUILT_IN:

@@ -20,8 +20,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from tpuswarm.errors import RunFailed
+from tpuswarm.train.paths import leaf_paths
 
 MANIFEST = "manifest.json"
+WAY_OUT = "make room and start the same command again"
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,21 @@ class Saved:
     step: int
     folder: Path
     about: dict[str, Any]
+    seconds: float
+    """What saving it took."""
 
 
 class Checkpoints:
     """The checkpoints of one run; one save at a time is under way."""
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, seconds: float | None = None):
         self._folder, self._keep = folder, keep
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise in words
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.seconds: float | None = None
-        """What the last save took, from its start to its manifest."""
+        self.seconds = seconds
+        """What the last save took, from its start to its manifest; at first, that of the process before."""
 
     def save(self, step: int, state: Any, about: dict[str, Any]) -> None:
         """Begin to save; returns when the state is copied off the devices. Raises what the save before it raised."""
@@ -53,7 +57,10 @@ class Checkpoints:
         try:
             shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
             folder.mkdir(parents=True)
+            _require_room(folder, state)
             self._orbax.save((folder / "state").absolute(), args=ocp.args.PyTreeSave(state))
+        except RunFailed:
+            raise
         except Exception as error:  # Orbax raises many types; all mean that nothing was saved
             raise _save_failed(folder, error) from error
         self._thread = threading.Thread(target=self._finish, args=(step, folder, about, start), name="checkpoint")
@@ -92,8 +99,9 @@ class Checkpoints:
             digests = {str(path.relative_to(folder)): _digest(path) for path in files}
             for path in files:
                 _sync(path)
-            write_atomically(folder / MANIFEST, json.dumps({"step": step, "about": about, "files": digests}, indent=1))
             self.seconds = time.monotonic() - start
+            manifest = {"step": step, "about": about, "seconds": self.seconds, "files": digests}
+            write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
             self._prune()
         except Exception as error:  # noqa: BLE001  # raised by the training thread at its next look
             self._error = _save_failed(folder, error)
@@ -134,7 +142,7 @@ def inspect(folder: Path) -> Saved | str:
                 return f"{name} is missing"
             if _digest(folder / name) != digest:
                 return f"{name} does not have the digest in its manifest"
-        return Saved(manifest["step"], folder, manifest["about"])
+        return Saved(manifest["step"], folder, manifest["about"], manifest["seconds"])
     except FileNotFoundError:
         return "it has no manifest: its save did not finish"
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -146,20 +154,23 @@ def restore(saved: Saved, abstract: Any) -> Any:
 
     The devices may be others than those that saved. Raises RunFailed where the checkpoint holds another state.
     """
+    place = (saved.folder / "state").absolute()
     args = ocp.checkpoint_utils.construct_restore_args(abstract)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        try:
-            state = orbax.restore(
-                (saved.folder / "state").absolute(), args=ocp.args.PyTreeRestore(abstract, restore_args=args)
+        there, here = _shapes(orbax.metadata(place).item_metadata.tree), _shapes(abstract)
+        wrong = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+        if wrong:
+            name = wrong[0]
+            raise RunFailed(
+                f"checkpoint {saved.folder} holds another model than this recipe makes: {len(wrong)} arrays differ, "
+                f"the first {name} ({there.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
             )
-        except (ValueError, KeyError, TypeError) as error:
-            first = " ".join(str(error).split())[:300]
-            raise RunFailed(f"checkpoint {saved.folder} holds another model than this run's: {first}") from error
-    # Orbax pads or cuts silently where shapes differ.
-    differing = jax.tree.map(lambda got, want: got.shape == want.shape and got.dtype == want.dtype, state, abstract)
-    if not all(jax.tree.leaves(differing)):
-        raise RunFailed(f"checkpoint {saved.folder} holds arrays of other shapes than this run's")
-    return state
+        return orbax.restore(place, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    leaves = jax.tree.leaves(tree)
+    return {name: f"{leaf.dtype} {tuple(leaf.shape)}" for name, leaf in zip(leaf_paths(tree), leaves, strict=True)}
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -186,8 +197,18 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _require_room(folder: Path, state: Any) -> None:
+    """Raise RunFailed before anything is written, if the disk cannot hold the state."""
+    needed = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise RunFailed(
+            f"checkpoint {folder} could not be written: it needs {needed / 2**20:.1f} MiB, the disk is full but for "
+            f"{free / 2**20:.1f} MiB; {WAY_OUT}"
+        )
+
+
 def _save_failed(folder: Path, error: BaseException) -> RunFailed:
-    free = shutil.disk_usage(folder if folder.exists() else folder.parents[1]).free
     full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
-    reason = f"the disk is full ({free / 2**20:.1f} MiB free)" if full else " ".join(str(error).split())[:300]
-    return RunFailed(f"checkpoint {folder} could not be written: {reason}; make room and start the same command again")
+    reason = "the disk is full" if full else " ".join(str(error).split())[:300]
+    return RunFailed(f"checkpoint {folder} could not be written: {reason}; {WAY_OUT}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -135,7 +136,7 @@ class LiveDisplay(Display):
         facts.add_row("loss", f"{row['loss']:.4f}", "held-out loss", held_out)
         parts: list[RenderableType] = [
             facts,
-            ProgressBar(total=opening.steps, completed=row["step"], width=WIDTH),
+            Columns([ProgressBar(total=opening.steps, completed=row["step"], width=WIDTH)]),
             Text(sparkline(seen.losses), style="cyan"),
         ]
         if seen.text:

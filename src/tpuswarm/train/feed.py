@@ -22,7 +22,7 @@ DEPTH = 2
 class Feed:
     """The batches of a run from one step on: batch(step) = rows(step * size, size), on the devices.
 
-    A context manager; its thread ends with it. `waited` sums the seconds in which the caller stood waiting.
+    A context manager; its thread ends with it.
     """
 
     def __init__(self, source: Source, spec: Mapping[str, Any], sharding: Sharding, first_step: int, last_step: int):
@@ -32,7 +32,6 @@ class Feed:
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=DEPTH)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
-        self.waited = 0.0
 
     def __enter__(self) -> "Feed":
         self._thread.start()
@@ -48,14 +47,13 @@ class Feed:
             except queue.Empty:
                 continue
 
-    def next(self) -> Batch:
-        """The next batch; raises what reading it raised."""
+    def next(self) -> tuple[Batch, float]:
+        """The next batch, and the seconds that were spent waiting for it; raises what reading it raised."""
         start = time.perf_counter()
         item = self._ready.get()
-        self.waited += time.perf_counter() - start
         if isinstance(item, BaseException):
             raise item
-        return item
+        return item, time.perf_counter() - start
 
     def _run(self) -> None:
         try:

@@ -175,7 +175,7 @@ def check_batch(batch: int, devices: int, accumulate: int) -> None:
         f"--devices {usable}" if usable else f"--accumulate {math.gcd(batch // math.gcd(batch, devices), accumulate)}"
     )
     raise InputError(
-        f"a batch of {batch} rows does not divide over {devices} devices x {accumulate} micro-batches = {unit}; "
+        f"a batch of {batch} rows does not divide over devices ({devices}) x micro-batches ({accumulate}) = {unit}; "
         f"use --batch {math.ceil(batch / unit) * unit} or {other}"
     )
 

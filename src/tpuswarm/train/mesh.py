@@ -80,6 +80,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def gathered(weights: jax.Array) -> jax.Array:
+    """`weights` whole on every device, where a mesh is visible: for the place where a sharded weight is used.
+
+    Left to itself the partitioner may move activations instead, which are larger. Without fsdp this does nothing.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return weights
+    return jax.lax.with_sharding_constraint(weights, PartitionSpec())
+
+
 def bytes_per_device(state: Any, shardings: Any) -> int:
     """Bytes of an (abstract) state that one device holds."""
     sizes = jax.tree.map(

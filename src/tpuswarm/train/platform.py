@@ -43,4 +43,6 @@ def local_devices() -> list[jax.Device]:
         return list(jax.local_devices())
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        raise InputError(f"JAX finds no devices (JAX_PLATFORMS={jax.config.values['jax_platforms']}): {first}") from error
+        raise InputError(
+            f"JAX finds no devices (JAX_PLATFORMS={jax.config.values['jax_platforms']}): {first}"
+        ) from error

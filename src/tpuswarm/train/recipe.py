@@ -148,6 +148,8 @@ class Recipe(ABC):
     name: str = "recipe"
     target: str = ""
     """`module:name` that rebuilds it; empty for one made in a program."""
+    given: Mapping[str, Any] = MappingProxyType({})
+    """The arguments that `target` was called with, its plain defaults included."""
     identity: tuple[str, ...] = ()
     """Options that give the parameters their meaning, a tokenizer for example: equal wherever they are taken over."""
     defaults: Mapping[str, Any] = MappingProxyType({})
@@ -163,7 +165,7 @@ class Recipe(ABC):
 
     def options(self) -> dict[str, Any]:
         """The arguments that build this recipe again, resolved: plain values that TOML can hold."""
-        return {}
+        return dict(self.given)
 
     def sample(self, state: State, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """A continuation of `prompt` by a trained state, where the model can make one."""

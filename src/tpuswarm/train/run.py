@@ -7,7 +7,7 @@ import os
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,14 @@ class Run:
     def write_event(self, event: str, **facts: Any) -> None:
         """Append one thing that happened to events.jsonl."""
         append_event(self.folder, event, **facts)
+
+    def abandon(self) -> None:
+        """Let the directory go, and remove it if nothing came of it."""
+        self.close()
+        if not (self.folder / CONFIG).exists():
+            (self.folder / LOCK).unlink()
+            with suppress(OSError):  # it holds something else
+                self.folder.rmdir()
 
     def close(self) -> None:
         """Let the directory go."""

@@ -40,6 +40,8 @@ class Session:
     first_step: int
     wall_s: float
     """Seconds of training before this process."""
+    save_seconds: float | None
+    """What the checkpoint gone on from took to save."""
     step_key: jax.Array
     notes: list[str]
     """Sentences for the user: what was resumed, what was passed over."""
@@ -73,7 +75,7 @@ def prepare(
     try:
         return _prepare(run, recipe, dict(asked), tokens, epochs)
     except BaseException:
-        run.close()
+        run.abandon()
         raise
 
 
@@ -99,16 +101,16 @@ def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None
     validation = _validation(recipe, required=asked["eval_every"] is not None)
     _write_config(run, recipe, settings, fitted)
 
-    notes = [f"{fitted.choice.why}; {fitted.options.attention} attention, {fitted.options.precision}"]
+    notes = [f"{fitted.choice.why}; {fitted.options.precision}"]
     if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
         notes.append(f"batch {batch}, so that {len(devices)} devices divide it")
     saved, damaged = checkpoint.newest(run.checkpoints)
     notes += damaged
     init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
-    first_step, wall_s = 0, 0.0
+    first_step, wall_s, save_seconds = 0, 0.0, None
     if saved is not None:
         state = checkpoint.restore(saved, fitted.state)
-        first_step, wall_s = saved.step, float(saved.about["wall_s"])
+        first_step, wall_s, save_seconds = saved.step, float(saved.about["wall_s"]), saved.seconds
         cut = run.cut_metrics(first_step)
         notes.append(f"resumed from the checkpoint of step {first_step}" + (f"; {cut} later rows cut" if cut else ""))
     else:
@@ -117,7 +119,9 @@ def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None
         if settings["init_from"]:
             state = load_parameters(Path(settings["init_from"]), recipe, fitted, state)
             notes.append(f"parameters from {settings['init_from']}")
-    return Session(run, recipe, settings, fitted, source, validation, state, first_step, wall_s, step_key, notes)
+    return Session(
+        run, recipe, settings, fitted, source, validation, state, first_step, wall_s, save_seconds, step_key, notes
+    )
 
 
 def _first(*values: Any) -> Any:

@@ -1,6 +1,6 @@
 """Seeded infinite orders: the row that stands at a place is a pure function of the place."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -15,14 +15,17 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(np.arange(size, dtype=dtype))
 
 
-def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Epoch and row of each place from start to start + count: each epoch holds every row once, in its own order."""
-    epoch, place = np.divmod(np.arange(start, start + count), rows_per_epoch)
-    row = np.empty(count, np.int64)
-    for each in np.unique(epoch):
-        here = epoch == each
-        row[here] = permutation(seed, int(each), rows_per_epoch)[place[here]]
-    return epoch, row
+def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The rows (int64) at the places from start to start + count, epoch by epoch.
+
+    Each epoch holds every row once, in an order of its own.
+    """
+    stop = start + count
+    while start < stop:
+        epoch, first = divmod(start, rows_per_epoch)
+        length = min(stop - start, rows_per_epoch - first)
+        yield epoch, permutation(seed, epoch, rows_per_epoch)[first : first + length].astype(np.int64)
+        start += length
 
 
 class ArraySource:
@@ -38,5 +41,5 @@ class ArraySource:
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
         """Rows start to start + count of the order."""
-        _, index = shuffled(start, count, self.rows_per_epoch, self._seed)
+        index = np.concatenate([rows for _, rows in shuffled(start, count, self.rows_per_epoch, self._seed)])
         return {name: array[index] for name, array in self._arrays.items()}

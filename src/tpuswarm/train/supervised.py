@@ -1,7 +1,9 @@
 """A whole recipe from one loss function; honours every option."""
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -197,7 +199,8 @@ class Supervised(Recipe):
     def __init__(self, init: Any, loss: Loss, optimizer: Any, data: Any, schedule: Any):
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self._data = data if callable(data) else {"train": data}.get
-        self.name = getattr(loss, "__module__", "recipe").rpartition(".")[2]
+        module = sys.modules.get(getattr(loss, "__module__", ""))
+        self.name = Path(getattr(module, "__file__", None) or "recipe").stem
 
     def program(self, options: Options) -> SupervisedProgram:
         """The program; honours every option."""

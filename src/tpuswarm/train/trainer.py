@@ -137,7 +137,7 @@ class _Loop:
     def __init__(self, session: Session, display: Display, save_every: Every, eval_every: Every):
         self._session, self._display = session, display
         self._save_every, self._eval_every = save_every, eval_every
-        self._checkpoints = Checkpoints(session.run.checkpoints, session.settings["keep"])
+        self._checkpoints = Checkpoints(session.run.checkpoints, session.settings["keep"], session.save_seconds)
         self._board = SummaryWriter(str(session.run.folder / "tensorboard"), purge_step=session.first_step + 1)
         self._state = session.state
         session.state = None  # its buffers are donated to the first step
@@ -145,7 +145,7 @@ class _Loop:
         self._pending: tuple[int, Metrics] | None = None
         self._last: dict[str, Any] = {}
         self._began = self._read_at = self._saved_at = self._evaluated_at = time.monotonic()
-        self.feed_waited = 0.0
+        self._waited = 0.0
 
     def run(self) -> Generator[Step, None, Result]:
         """All steps, from the opening to the result."""
@@ -203,7 +203,8 @@ class _Loop:
             # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
             # wait; and everything up to a checkpoint's step is written before the checkpoint.
             while self._done < session.steps and stop.asked is None:
-                batch = feed.next()
+                batch, waited = feed.next()
+                self._waited += waited
                 self._state, metrics = step(self._state, batch, session.clock(self._done))
                 self._done += 1
                 before, self._pending = self._pending, (self._done, metrics)
@@ -219,7 +220,6 @@ class _Loop:
                         self._save(wait=False)
                     if evaluate:
                         yield self._evaluate()
-                self.feed_waited = feed.waited
             yield from self._flush()
 
     def _finish(self) -> Iterator[Step]:
@@ -227,13 +227,14 @@ class _Loop:
         session = self._session
         if self._saved < self._done:
             self._save(wait=True)
-        if session.validation is not None and not self._evaluated():
+        to_evaluate = session.validation is not None and not self._evaluated()
+        if to_evaluate:
             yield self._evaluate()
-        elif self._done == session.first_step:
+        if to_evaluate or self._done > session.first_step:
+            write_report(session.run.folder)
+        else:
             self._display.note(f"{session.run.folder} is finished: nothing is left to do")
             self._last = last_row(session.run.folder) | self._last
-            return
-        write_report(session.run.folder)
         self._event("finished", f"{self._done} steps")
 
     def _stop(self, asked: Signals) -> str:
@@ -269,9 +270,10 @@ class _Loop:
             "tokens": step * tokens,
             **{name: value if math.isfinite(value) else None for name, value in values.items()},
             "tokens_per_s": tokens / max(now - self._read_at, 1e-9),
+            "wait_s": self._waited,
             "wall_s": self._session.wall_s + now - self._began,
         }
-        self._read_at = now
+        self._read_at, self._waited = now, 0.0
         self._last |= row
         return self._write(row)
 

@@ -105,11 +105,21 @@ def build_recipe(target: str, options: Mapping[str, Any]) -> Recipe:
         if name not in types:
             raise InputError(f"{target.rpartition(':')[2]} has no option {name}; {did_you_mean(name, types)}")
         values[name] = _typed(name, value, types[name])
+    try:
+        call = inspect.signature(maker).bind(**values)
+    except TypeError as error:
+        raise InputError(
+            f"{target} was not given all that it needs: {error}; options are written --name value"
+        ) from error
+    call.apply_defaults()
     with blame(f"{target} does not make a recipe"):
         recipe = maker(**values)
     if not isinstance(recipe, Recipe):
         raise InputError(f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; return supervised(...)")
     recipe.target = absolute_target(target)
+    recipe.given = values | {
+        name: value for name, value in call.arguments.items() if isinstance(value, bool | int | float | str)
+    }
     return recipe
 
 

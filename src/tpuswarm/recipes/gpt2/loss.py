@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuswarm.recipes.gpt2.config import Config
+from tpuswarm.train.mesh import gathered
 
 CHUNK_BYTES = 2**27
 """Float32 logits that one device holds at a time."""
@@ -25,6 +26,7 @@ def mean_loss(x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, co
     large.
     """
     B, T, D = x_BxTxD.shape
+    wte_VxD = gathered(wte_VxD.astype(x_BxTxD.dtype))
     devices = max(1, jax.sharding.get_abstract_mesh().size)
     count = chunk_count(-(-B // devices), T, wte_VxD.shape[0])
 

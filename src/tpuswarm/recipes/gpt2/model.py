@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from tpuswarm.recipes.gpt2 import attention
 from tpuswarm.recipes.gpt2.config import Config
+from tpuswarm.train.mesh import gathered
 from tpuswarm.train.recipe import Options
 
 Params = dict[str, Any]
@@ -87,7 +88,7 @@ def run_blocks(
 
 def embed(params: Params, tokens_BxT: jax.Array, positions_T: jax.Array, options: Options) -> jax.Array:
     """Token plus position embedding, x_BxTxD in the compute dtype."""
-    return (params["wte"][tokens_BxT] + params["wpe"][positions_T][None]).astype(compute_dtype(options))
+    return (gathered(params["wte"])[tokens_BxT] + params["wpe"][positions_T][None]).astype(compute_dtype(options))
 
 
 def block(
@@ -108,7 +109,7 @@ def block(
 
 def linear(x: jax.Array, p: Params) -> jax.Array:
     """x @ w + b over the last axis, in the dtype of x."""
-    outputs = x @ p["w"].astype(x.dtype)
+    outputs = x @ gathered(p["w"].astype(x.dtype))
     return outputs + jnp.broadcast_to(p["b"].astype(x.dtype), outputs.shape)
 
 

@@ -185,7 +185,8 @@ class GPT2(Recipe):
         context = self._shape["context"]
         if self._data == FAKE:
             return FakeTokens(self.config.vocab, context, self._seed + (split == "validation"))
-        name = f"the {split} part of {self._data or 'the Python standard library'}"
+        whole = self._data or "the Python standard library"
+        name = whole if split == "all" else f"the {split} part of {whole}"
         array = split_tokens(self._tokens.array, split)
         return TokenSource(array, context, self._seed, self._tokens.digest, name)
 

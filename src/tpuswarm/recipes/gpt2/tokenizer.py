@@ -61,7 +61,7 @@ class Characters:
             unknown = Counter(chr(point) for point in points[numbers < 0])
             shown = " ".join(repr(character) for character, _ in unknown.most_common(5))
             raise InputError(
-                f"{len(unknown)} characters are not in this model's alphabet of {self.vocab}: {shown}; "
+                f"the text goes outside this model's alphabet of {self.vocab} with {shown} ({len(unknown)} in all); "
                 f"leave them out, or train with --tokenizer bytes"
             )
         return numbers

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +112,24 @@ class TokenSource:
                 f"{name} has {length} tokens, fewer than one row of context {context} + 1; "
                 "give more text or a smaller --context"
             )
-        self._array, self._context, self._seed, self.digest = array, context, seed, digest
+        self._array, self._seed, self.digest = array, seed, digest
+        self._window, self._places = context, np.arange(context + 1)
         self.rows_per_epoch = max(1, (length - context - 1) // context)
-        self._room = length - 1 - self.rows_per_epoch * context
+        self._shifts = min(length - 1 - self.rows_per_epoch * context, context) + 1
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
         """Rows start to start + count of the order."""
-        epoch, window = shuffled(start, count, self.rows_per_epoch, self._seed)
-        shift = np.zeros_like(epoch)
-        for each in np.unique(epoch):
-            limit = min(self._room, self._context) + 1
-            shift[epoch == each] = np.random.default_rng([self._seed, int(each), 1]).integers(limit)
-        first = window * self._context + shift
-        places = first[:, None] + np.arange(self._context + 1)
-        return {"tokens": self._array[places].astype(np.int32)}
+        parts = [
+            window * self._window + _shift(self._seed, epoch, self._shifts)
+            for epoch, window in shuffled(start, count, self.rows_per_epoch, self._seed)
+        ]
+        first = np.concatenate(parts)
+        return {"tokens": self._array[first[:, None] + self._places].astype(np.int32)}
+
+
+@lru_cache(maxsize=4)
+def _shift(seed: int, epoch: int, shifts: int) -> int:
+    return int(np.random.default_rng([seed, epoch, 1]).integers(shifts))
 
 
 class FakeTokens:

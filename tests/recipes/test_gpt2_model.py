@@ -1,0 +1,234 @@
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.recipes import oracle
+from tpuswarm.errors import InputError
+from tpuswarm.recipes import find
+from tpuswarm.recipes.gpt2 import attention, loss, model, sample
+from tpuswarm.recipes.gpt2.config import Config
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.recipe import Clock, Options
+from tpuswarm.train.user_code import find_maker
+
+CONFIG = Config(layers=3, heads=2, width=32, context=16, vocab=70)
+TOKENS = np.random.default_rng(0).integers(0, 70, (3, 17)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Random everywhere, biases and scales too, so that none can be left out unnoticed."""
+    fresh = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CONFIG)
+    leaves, structure = jax.tree.flatten(fresh)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, noisy)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def ours(params, options=Options(), config=CONFIG, key=None):  # noqa: B008  # frozen
+    x_BxTxD = model.hidden(params, TOKENS[:, :-1], config, options, key)
+    return loss.mean_loss(x_BxTxD, params["wte"], TOKENS[:, 1:], config), x_BxTxD
+
+
+def in_double(params):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+
+def test_logits_and_loss_are_the_oracles(params):
+    wanted = oracle.logits(in_double(params), TOKENS[:, :-1], CONFIG.heads, CONFIG.vocab)
+    value, x_BxTxD = ours(params)
+    got = loss.logits(x_BxTxD, params["wte"], CONFIG.vocab)
+    np.testing.assert_allclose(got[..., : CONFIG.vocab], wanted, rtol=1e-4, atol=1e-4)
+    assert (got[..., CONFIG.vocab :] < -1e29).all()  # the padding is never likely
+    np.testing.assert_allclose(value, oracle.mean_loss(wanted, TOKENS[:, 1:]), rtol=1e-5)
+
+
+def test_gradients_are_those_of_finite_differences(params):
+    grads = jax.jit(jax.grad(lambda params: ours(params)[0]))(params)
+    double = in_double(params)
+    random = np.random.default_rng(2)
+
+    def loss_at(tree):
+        return oracle.mean_loss(oracle.logits(tree, TOKENS[:, :-1], CONFIG.heads, CONFIG.vocab), TOKENS[:, 1:])
+
+    direction = jax.tree.map(lambda leaf: random.normal(size=leaf.shape), double)
+    moved = [jax.tree.map(lambda leaf, d, s=s: leaf + s * 1e-5 * d, double, direction) for s in (1, -1)]
+    slope = (loss_at(moved[0]) - loss_at(moved[1])) / 2e-5
+    ours_slope = sum(float((g * d).sum()) for g, d in zip(*map(jax.tree.leaves, (grads, direction)), strict=True))
+    np.testing.assert_allclose(ours_slope, slope, rtol=1e-3)
+
+
+@pytest.mark.parametrize("change", [{"loop": "unroll"}, {"remat": True}, {"loop": "unroll", "remat": True}])
+def test_loop_and_recomputation_change_nothing(params, change):
+    plain = jax.jit(jax.value_and_grad(lambda p: ours(p)[0]))(params)
+    other = jax.jit(jax.value_and_grad(lambda p: ours(p, Options(**change))[0]))(params)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_chunks_of_tokens_have_the_loss_of_the_whole(params, monkeypatch):
+    whole = jax.jit(jax.value_and_grad(lambda p: ours(p)[0]))(params)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 3 * 4 * 128 * 4)
+    jax.clear_caches()
+    assert loss.chunk_count(3, 16, 128) == 4
+    chunked = jax.jit(jax.value_and_grad(lambda p: ours(p)[0]))(params)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_compiled_step_never_holds_all_logits_in_float32():
+    recipe = GPT2(data="fake", context=512, vocab=16384, layers=1, heads=1, width=32)
+    program = recipe.program(Options(precision="bf16"))
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    batch = program.batch_spec(16)
+    clock = Clock(jax.random.key(0), np.int32(0), np.float32(0))
+    compiled = jax.jit(program.step).lower(state, batch, clock).compile()
+    everything = 16 * 512 * 16384 * 4
+    arrays = [np.prod([int(n) for n in m.split(",")]) * 4 for m in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())]
+    assert max(arrays) <= loss.CHUNK_BYTES < everything / 3
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("124m", 124_439_808), ("355m", 354_823_168), ("774m", 774_030_080), ("1558m", 1_557_611_200)]
+)
+def test_parameter_counts_are_those_of_the_released_models(size, count):
+    """Counts of openai-community/gpt2, -medium, -large and -xl; our vocabulary's padding taken off."""
+    recipe = GPT2(size=size, data="fake")
+    params = jax.eval_shape(lambda key: model.init(key, recipe.config), jax.random.key(0))
+    padding = (recipe.config.padded_vocab - 50257) * recipe.config.width
+    assert recipe.config.padded_vocab == 50304
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) - padding == count
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_model_and_loss_pass_strict_promotion_and_keep_their_dtypes(params, precision):
+    config = replace(CONFIG, dropout=0.1)
+    with jax.numpy_dtype_promotion("strict"):
+        value, x_BxTxD = ours(params, Options(precision=precision), config, jax.random.key(0))
+        jax.eval_shape(jax.grad(lambda p: ours(p, Options(precision=precision), config, jax.random.key(0))[0]), params)
+    assert value.dtype == jnp.float32 and x_BxTxD.dtype == (jnp.bfloat16 if precision == "bf16" else jnp.float32)
+    exact, _ = ours(params, config=CONFIG)
+    assert abs(float(ours(params, Options(precision=precision))[0]) - float(exact)) < 0.02 * float(exact)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    kept = attention.dropout(jnp.ones((200, 200)), 0.25, jax.random.key(0))
+    assert set(np.unique(kept).round(4)) == {0.0, np.float32(1 / 0.75).round(4)}
+    np.testing.assert_allclose(kept.mean(), 1.0, atol=0.02)
+    assert (attention.dropout(jnp.ones(5), 0.25, None) == 1).all()
+
+
+def test_dropout_reaches_training_and_not_evaluation():
+    recipe = GPT2(data="fake", dropout=0.5, layers=2, heads=2, width=32, context=16)
+    program = recipe.program(Options())
+    state = jax.jit(program.init)(jax.random.key(0))
+    state = replace(state, params=jax.tree.map(lambda p: p + 0.1, state.params))
+    rows = recipe.data("train").rows(0, 4)
+    step = jax.jit(program.step)
+    losses = {float(step(state, rows, Clock(jax.random.key(0), np.int32(n), np.float32(0)))[1]["loss"]) for n in (0, 1)}
+    assert len(losses) == 2
+    evaluate = jax.jit(program.evaluate)
+    assert evaluate(state, rows)["loss"] == evaluate(state, rows)["loss"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "config", "precision", "form"),
+    [
+        ("cudnn", CONFIG, "bf16", "cudnn"),
+        ("cudnn", CONFIG, "f32", "xla"),
+        ("cudnn", replace(CONFIG, dropout=0.1), "bf16", "xla"),
+        ("splash", CONFIG, "bf16", "xla"),
+        ("splash", replace(CONFIG, context=256), "bf16", "splash"),
+        ("splash", replace(CONFIG, context=256, dropout=0.1), "bf16", "xla"),
+    ],
+)
+def test_a_kernel_is_used_only_where_it_can_do_the_model(wanted, config, precision, form):
+    assert attention.usable_form(wanted, config, Options(precision=precision)) == form
+
+
+@pytest.mark.parametrize("length", [1, 5, 15])
+def test_cached_decoding_has_the_logits_of_the_whole_context(params, length):
+    options = Options()
+    padded = np.zeros((1, 16), np.int32)
+    padded[0, :length] = TOKENS[0, :length]
+    cache, first = sample.prefill(params, padded, np.int32(length), CONFIG, options)
+    decode = jax.jit(sample.decode, static_argnums=(4, 5))
+    found = [first[0]]
+    for position in range(length, 16):
+        cache, next_logits = decode(params, cache, TOKENS[:1, position], jnp.int32(position), CONFIG, options)
+        found.append(next_logits[0])
+    wanted = oracle.logits(in_double(params), TOKENS[:1, :16], CONFIG.heads, CONFIG.vocab)[0, length - 1 :]
+    np.testing.assert_allclose(np.stack(found)[:, : CONFIG.vocab], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_sampling_follows_the_oracle_past_the_end_of_the_context(params):
+    prompt = TOKENS[0, :3].tolist()
+    got = sample.generate(params, prompt, 20, 0.0, 0, CONFIG, Options())
+    double, tokens, window = in_double(params), list(prompt), list(prompt)
+    for _ in range(20):
+        if len(window) == 16:
+            window = window[-8:]
+        best = int(oracle.logits(double, np.array([window]), CONFIG.heads, CONFIG.vocab)[0, -1].argmax())
+        tokens.append(best)
+        window.append(best)
+    assert got == tokens[3:]
+
+
+def test_temperature_and_seed(params):
+    draws = {seed: sample.generate(params, [1], 12, 1.0, seed, CONFIG, Options()) for seed in range(3)}
+    assert draws[0] == sample.generate(params, [1], 12, 1.0, 0, CONFIG, Options())
+    assert len({tuple(draw) for draw in draws.values()}) == 3
+    assert all(0 <= token < CONFIG.vocab for draw in draws.values() for token in draw)
+    logits = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
+    drawn = jax.vmap(lambda key: sample.draw(logits, jnp.float32(1.0), key)[0])(
+        jax.random.split(jax.random.key(0), 4000)
+    )
+    np.testing.assert_allclose(np.bincount(drawn) / 4000, [0.7, 0.2, 0.1], atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("gpt2-tiny", "tiny"),
+        ("gpt2-117m", "124m"),
+        ("GPT2-345M", "355m"),
+        ("gpt2-355m", "355m"),
+        ("gpt2-1558m", "1558m"),
+    ],
+)
+def test_real_counts_and_openais_labels(name, size):
+    target, preset = find(name)
+    assert preset == {"size": size} and find_maker(target) is GPT2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"width": 100, "heads": 3}, "width of 100 does not divide over 3 heads"),
+        ({"layers": 0}, "layers must be 1 or more"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"lr": -1.0}, "learning rates"),
+        ({"warmup": 1.0}, "warmup is a share"),
+        ({"size": "125m"}, "unknown size '125m'; did you mean 124m"),
+    ],
+)
+def test_shapes_that_cannot_be(options, words):
+    with pytest.raises(InputError, match=words):
+        GPT2(data="fake", **options)
+
+
+def test_the_schedule_warms_up_and_ends_where_it_should():
+    recipe = GPT2(data="fake", lr=1.0, lr_end=0.1, warmup=0.1)
+    rates = [float(recipe.schedule(jnp.float32(p))) for p in (0.0, 0.05, 0.1, 0.55, 1.0)]
+    np.testing.assert_allclose(rates, [0.01, 0.5, 1.0, 0.55, 0.1], rtol=1e-5)
+
+
+def test_unknown_recipes_name_the_nearest():
+    with pytest.raises(InputError, match="unknown recipe 'gpt2-tny'; did you mean gpt2-tiny"):
+        find("gpt2-tny")

@@ -1,0 +1,173 @@
+import hashlib
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2 import text as texts
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.recipes.gpt2.text import open_text
+from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters
+from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens, split_tokens
+
+PLAY = "To be, or not to be: that is the question.\n" * 30
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+
+
+@given(st.text(min_size=1))
+def test_tokenizers_give_back_the_text(text):
+    text = text.encode(errors="replace").decode()
+    for tokenizer in (Bytes(), Characters("".join(sorted(set(text))))):
+        numbers = tokenizer.encode(text)
+        assert tokenizer.decode(numbers.tolist()) == text
+        assert numbers.max() < tokenizer.vocab
+
+
+def test_unknown_characters_are_named():
+    with pytest.raises(InputError, match=r"goes outside this model's alphabet of 3 with 'z' 'é' \(2 in all\).*bytes"):
+        Characters("abc").encode("abczzé")
+
+
+def test_a_file_becomes_tokens_and_back(tmp_path):
+    (tmp_path / "play.txt").write_text(PLAY)
+    tokens = prepare_tokens(str(tmp_path / "play.txt"), "characters")
+    assert tokens.array.dtype == np.uint16 and tokens.alphabet == "".join(sorted(set(PLAY)))
+    assert Characters(tokens.alphabet).decode(tokens.array.tolist()) == PLAY
+    assert tokens.digest == hashlib.sha256(tokens.array.tobytes()).hexdigest()
+
+
+def test_small_pieces_make_the_same_tokens(tmp_path, monkeypatch):
+    """Multi-byte characters that a piece's end cuts in two."""
+    (tmp_path / "play.txt").write_text("äöü€𝄞" * 50)
+    whole = prepare_tokens(str(tmp_path / "play.txt"), "characters")
+    monkeypatch.setattr(texts, "PIECE", 3)
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "other"))
+    cut = prepare_tokens(str(tmp_path / "play.txt"), "characters")
+    assert cut.digest == whole.digest and cut.alphabet == whole.alphabet
+
+
+def test_a_folder_is_its_files_in_order_without_the_hidden(tmp_path):
+    for name, content in (("b.txt", "second "), ("a/deep.txt", "first "), (".hidden", "no"), ("empty.txt", "")):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text(content)
+    assert "".join(open_text(str(tmp_path / "data")).pieces()) == "first second "
+
+
+def test_a_url_is_read(tmp_path):
+    (tmp_path / "play.txt").write_text(PLAY)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        tokens = prepare_tokens(f"http://127.0.0.1:{server.server_port}/play.txt", "bytes")
+    finally:
+        server.shutdown()
+    assert bytes(tokens.array.astype(np.uint8)).decode() == PLAY
+
+
+def test_without_data_it_is_pythons_own_source():
+    text = open_text(None)
+    assert any(file.endswith("/ast.py") for file in text.files) and sum(text.sizes) > 10**6
+
+
+def test_changed_data_is_read_again(tmp_path):
+    path = tmp_path / "play.txt"
+    path.write_text(PLAY)
+    first = prepare_tokens(str(path), "bytes")
+    path.write_text(PLAY.upper())
+    second = prepare_tokens(str(path), "bytes")
+    assert first.digest != second.digest
+
+
+PREPARE = "import sys;from tpuswarm.recipes.gpt2.tokens import *;print(prepare_tokens(sys.argv[1],'characters').digest)"
+
+
+def test_processes_that_prepare_at_once_agree(tmp_path):
+    path = tmp_path / "play.txt"
+    path.write_text(PLAY * 5000)
+    command = [sys.executable, "-c", PREPARE, str(path)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    digests = {process.communicate(timeout=120)[0] for process in running}
+    assert len(digests) == 1 and len(digests.pop().strip()) == 64
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
+
+
+def test_a_failure_half_way_leaves_nothing(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"good text " * 100 + b"\xff\xfe")
+    with pytest.raises(InputError, match="not UTF-8 text"):
+        prepare_tokens(str(tmp_path / "bad.txt"), "characters")
+    assert not list((tmp_path / "cache" / "tokens").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"PNG\0\0\1\2", "is binary, not text; use --tokenizer bytes"),
+        (b"too short", "9 tokens|fewer than one row of context 64"),
+    ],
+)
+def test_data_that_cannot_be_used(tmp_path, content, words):
+    (tmp_path / "data").write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        GPT2(data=str(tmp_path / "data")).data("train")
+
+
+@pytest.mark.parametrize("place", ["no/such/file.txt", "nosuchprotocol://x/y", "/tmp/none/*.txt"])
+def test_data_that_is_not_there(place):
+    with pytest.raises(InputError, match=r"there is no file|cannot be read"):
+        open_text(place)
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(InputError, match="is empty"):
+        open_text(str(tmp_path))
+
+
+@given(st.integers(9, 400), st.integers(1, 8), st.integers(0, 3), st.integers(0, 5))
+def test_an_epoch_reads_disjoint_windows_that_cover_the_text(length, context, seed, epoch):
+    source = TokenSource(np.arange(length, dtype=np.uint16), context, seed, "", "text")
+    n = source.rows_per_epoch
+    rows = source.rows(epoch * n, n)["tokens"]
+    assert rows.dtype == np.int32 and rows.shape == (n, context + 1)
+    assert (np.diff(rows, axis=1) == 1).all()
+    targets = rows[:, 1:].ravel()
+    assert len(set(targets)) == len(targets)  # each token at most once
+    assert length - len(targets) <= 2 * context  # and all but a rest at the ends
+
+
+def test_epochs_start_at_different_places():
+    source = TokenSource(np.arange(1000, dtype=np.uint16), 10, 0, "", "text")
+    shifts = {
+        int(source.rows(epoch * source.rows_per_epoch, source.rows_per_epoch)["tokens"].min()) for epoch in range(30)
+    }
+    assert len(shifts) > 5
+
+
+def test_the_last_tenth_is_held_out():
+    array = np.arange(1005)
+    assert split_tokens(array, "train").max() < split_tokens(array, "validation").min()
+    assert len(split_tokens(array, "validation")) == 100 and len(split_tokens(array, "all")) == 1005
+
+
+def test_an_alphabet_of_its_own_is_kept_and_checked(tmp_path):
+    (tmp_path / "play.txt").write_text(PLAY)
+    recipe = GPT2(data=str(tmp_path / "play.txt"))
+    again = GPT2(**recipe.options())
+    assert again.options() == recipe.options() and again.config == recipe.config
+    (tmp_path / "other.txt").write_text(PLAY + "ß")
+    with pytest.raises(InputError, match="'ß'"):
+        GPT2(**{**recipe.options(), "data": str(tmp_path / "other.txt")}).data("all")
+    with pytest.raises(InputError, match="need a vocabulary of"):
+        GPT2(data=str(tmp_path / "play.txt"), vocab=5).config

@@ -1,0 +1,125 @@
+"""Time of a gpt2-tiny step beside the same model in torch, on the same CPU; a fact, no limit. About 5 minutes.
+
+torch runs in child processes, each with the same shapes, batch, optimizer and clipping (`torch_model.py`), eager and
+with torch.compile where that works; the three take turns, block by block, and only one of them works at a time. Torch
+lives in `.venv-oracle`, which the first run makes (1 GB): it is no part of the product.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.bare import Bare, usual
+from benchmarks.report import Settings, Skipped, Table, median
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.platform import local_devices
+
+ROUNDS, STEPS = 15, 200
+ROOT = Path(__file__).resolve().parents[1]
+ORACLE = ROOT / ".venv-oracle"
+PACKAGES = ("torch==2.13.0", "numpy")
+OURS = "tpuswarm"
+
+
+class Torch:
+    """A child process that runs blocks of steps when asked."""
+
+    def __init__(self, form: str, shape: dict[str, int]):
+        script = Path(__file__).with_name("torch_model.py")
+        command = [str(ORACLE / "bin" / "python"), str(script), form, json.dumps(shape)]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the child
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        self.about: dict[str, Any] = json.loads(self._answer() or "{}")
+        """Empty where this form does not work here."""
+
+    def run(self, steps: int) -> float:
+        """Seconds of a block."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(f"{steps}\n")
+        self._child.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> str:
+        """End the child; the last line it wrote to stderr."""
+        self._child.communicate()
+        self._errors.seek(0)
+        lines = self._errors.read().split("\n")
+        self._errors.close()
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+    def _answer(self) -> str:
+        assert self._child.stdout is not None
+        return self._child.stdout.readline()
+
+
+def run(settings: Settings) -> Table:
+    """Blocks of ours, torch, torch compiled, ours, …"""
+    rounds, steps = (3, 10) if settings.quick else (ROUNDS, STEPS)
+    make_oracle()
+    local_devices()  # chooses JAX's platforms
+    recipe = GPT2(size="tiny", data="fake")  # 65 characters, as tinyshakespeare has
+    bare = usual(recipe, jax.devices("cpu")[:1])
+    config, rows_a_step = recipe.config, int(recipe.defaults["batch"])
+    shape = {name: getattr(config, name) for name in ("layers", "heads", "width", "context")}
+    shape |= {"vocab": config.padded_vocab, "batch": rows_a_step}
+    batch = bare.put(recipe.data("train").rows(0, rows_a_step))
+    torches = {f"torch, {form}": Torch(form, shape) for form in ("eager", "compile")}
+    working = {name: torch for name, torch in torches.items() if torch.about}
+    took: dict[str, list[float]] = {name: [] for name in (OURS, *working)}
+    for turn in range(-1, rounds):  # one round warms up
+        for name, blocks in took.items():
+            seconds = working[name].run(steps) if name in working else _ours(bare, batch, steps)
+            if turn >= 0:
+                blocks.append(seconds / steps * 1e3)
+    closing = {name: torch.close() for name, torch in torches.items()}
+    count = sum(leaf.size for leaf in jax.tree.leaves(bare.fitted.program.exchange().get(bare.state)))
+    rows = [(OURS, median(took[OURS]).show(".2f"), "1", f"{count:,}")]
+    for name, torch in working.items():
+        ratio = median([theirs / ours for theirs, ours in zip(took[name], took[OURS], strict=True)])
+        about = torch.about
+        rows.append(
+            (
+                f"{name} ({about['torch']}, {about['threads']} threads)",
+                median(took[name]).show(".2f"),
+                ratio.show(".2f"),
+                f"{about['parameters']:,}",
+            )
+        )
+    return Table(
+        "A step of gpt2-tiny beside torch, one CPU, float32",
+        ("", "ms a step: median (95% interval)", "over ours, median of rounds", "parameters"),
+        rows,
+        [
+            f"{rounds} rounds of {steps} steps each in turn; {shape}; gradient, clipping, AdamW; one batch, no feed",
+            *(f"{name} does not work here: {closing[name]}" for name in torches if name not in working),
+        ],
+    )
+
+
+def _ours(bare: Bare, batch: Any, steps: int) -> float:
+    start = time.perf_counter()
+    for _ in range(steps):
+        bare.step(batch)
+    jax.block_until_ready(bare.state)
+    return time.perf_counter() - start
+
+
+def make_oracle() -> None:
+    """Make `.venv-oracle` if it is not there; Skipped where its packages cannot be had."""
+    python = ORACLE / "bin" / "python"
+    wanted = "import torch; assert torch.__version__.startswith('2.13.0')"
+    if python.exists() and subprocess.run([python, "-c", wanted], capture_output=True).returncode == 0:
+        return
+    print(f"making {ORACLE.name} with {', '.join(PACKAGES)} …", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", ORACLE], check=True)
+    pip = subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], stdout=sys.stderr)
+    if pip.returncode:
+        raise Skipped(f"{PACKAGES[0]} could not be installed in {ORACLE.name}")

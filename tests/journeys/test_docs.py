@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+
 from tests.journeys.documents import DOCUMENTS, ROOT, Block, anchors, blocks, links, named_commands, named_options
 
 OTHER_OPTIONS = {"--logdir"}

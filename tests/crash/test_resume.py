@@ -1,0 +1,210 @@
+"""Processes that die: the run goes on, and its metrics are bit for bit those of one that lived."""
+
+import json
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import finish, kill_after, rows_without_times, run, start, updates, wait_for
+from tpuswarm.train.run import METRICS, read_rows, status
+
+STEPS = 120
+GPT2 = [
+    "train",
+    "gpt2-tiny",
+    "--layers",
+    "2",
+    "--steps",
+    str(STEPS),
+    "--save-every",
+    "10",
+    "--eval-every",
+    "25",
+    "--seed",
+    "3",
+]
+
+
+@pytest.fixture(scope="module")
+def words(text_file):
+    return [*GPT2, "--data", str(text_file), "--run", "run"]
+
+
+@pytest.fixture(scope="module")
+def whole(words, tmp_path_factory):
+    """The metrics of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(words, folder)
+    rows = rows_without_times(folder / "run")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
+    return rows
+
+
+def test_killed_again_and_again(words, whole, tmp_path):
+    folder = tmp_path / "run"
+    for rows in (1, 34, 71):
+        kill_after(start(words, tmp_path), folder, rows, signal.SIGKILL)
+        assert status(folder).state == "killed"
+        with (folder / METRICS).open("a") as file:
+            file.write('{"step": 119, "lo')  # the last line torn
+    run(words, tmp_path)
+    assert rows_without_times(folder) == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop(words, whole, tmp_path, number):
+    folder = tmp_path / "run"
+    process = start(words, tmp_path)
+    _, err = kill_after(process, folder, 15, number)
+    assert process.returncode == 128 + number, err
+    stopped = updates(folder)
+    assert f"saved at step {stopped}" in err and "Traceback" not in err
+    assert status(folder).state == "stopped"
+    _, err = run(words, tmp_path)
+    assert f"resumed from the checkpoint of step {stopped}" in err
+    assert rows_without_times(folder) == whole
+
+
+def test_a_notice_too_short_for_a_save_leaves_the_last_checkpoint(words, whole, tmp_path):
+    folder = tmp_path / "run"
+    process = start([*words, "--notice", "0s"], tmp_path)
+    wait_for(lambda: (folder / "checkpoints" / "00000010" / "manifest.json").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    _, err = finish(process, 128 + signal.SIGTERM)
+    done = updates(folder)
+    kept = max(int(path.parent.name) for path in (folder / "checkpoints").glob("*/manifest.json"))
+    if done > kept:
+        assert "more than the 0 s notice" in err and f"checkpoint of step {kept} stands" in err
+    _, err = run(words, tmp_path)
+    assert f"resumed from the checkpoint of step {kept}" in err
+    assert rows_without_times(folder) == whole
+
+
+def test_the_running_process_is_named_and_left_alone(words, whole, tmp_path):
+    first = start(words, tmp_path)
+    wait_for(lambda: updates(tmp_path / "run") > 0, first)
+    first.send_signal(signal.SIGSTOP)  # alive, and not about to finish
+    try:
+        _, err = run(words, tmp_path, code=2)
+        assert f"run is in use by process {first.pid}" in err and len(err.strip().splitlines()) == 1
+        out, _ = run(["status", "run", "--json"], tmp_path)
+        assert json.loads(out)["state"] == "running" and json.loads(out)["pid"] == first.pid
+    finally:
+        first.send_signal(signal.SIGCONT)
+    finish(first)
+    assert rows_without_times(tmp_path / "run") == whole
+
+
+DRIVER = """
+import os, shutil, signal, sys
+from pathlib import Path
+import tpuswarm.train.checkpoint as checkpoint
+import tpuswarm.train.run as run
+point, folder = sys.argv[1], Path(sys.argv[2])
+sys.path.insert(0, os.getcwd())
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def before(module, name, count):
+    real, seen = getattr(module, name), [0]
+    def wrapped(*args, **kwargs):
+        seen[0] += 1
+        if seen[0] == count:
+            die()
+        return real(*args, **kwargs)
+    setattr(module, name, wrapped)
+
+if point == "before the first checkpoint":
+    before(checkpoint.Checkpoints, "save", 1)
+elif point == "before a save":
+    before(checkpoint.Checkpoints, "save", 3)
+elif point == "files written, not yet digested":
+    before(checkpoint, "_digest", 1)
+elif point == "digested, no manifest":
+    before(checkpoint, "_sync", 20)
+elif point == "manifest written under its other name":
+    before(Path, "replace", 4)  # the configuration and two manifests come first
+elif point == "manifest there, old ones not removed":
+    before(checkpoint.Checkpoints, "_prune", 3)
+elif point == "half of the old one removed":
+    real = shutil.rmtree
+    def half(path, *args, **kwargs):
+        if path.exists():
+            next(file for file in sorted(path.rglob("*")) if file.is_file()).unlink()
+            die()
+        real(path, *args, **kwargs)
+    checkpoint.shutil.rmtree = half
+elif point == "half a line of metrics written":
+    real_write = run.Run.write_metrics
+    def torn(self, row):
+        real_write(self, row)
+        if row["step"] == 17:
+            os.truncate(self.folder / "metrics.jsonl", os.path.getsize(self.folder / "metrics.jsonl") - 9)
+            die()
+    run.Run.write_metrics = torn
+elif point == "finished but not said":
+    before(run.Run, "write_event", 2)
+
+from tests.train import toy
+from tpuswarm import Trainer
+Trainer(devices=1, save_every=5, eval_every=7, keep=2).fit(toy.recipe(), steps=20, batch=8, run=folder)
+"""
+
+POINTS = [
+    "before the first checkpoint",
+    "before a save",
+    "files written, not yet digested",
+    "digested, no manifest",
+    "manifest written under its other name",
+    "manifest there, old ones not removed",
+    "half of the old one removed",
+    "half a line of metrics written",
+    "finished but not said",
+]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    path = tmp_path_factory.mktemp("driver") / "driver.py"
+    path.write_text(DRIVER)
+    return [sys.executable, str(path)]
+
+
+@pytest.fixture(scope="module")
+def whole_toy(driver, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy") / "run"
+    finish(start(["nowhere", str(folder)], Path.cwd(), driver))
+    return rows_without_times(folder)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_every_point_of_a_save(driver, whole_toy, tmp_path, point):
+    folder = tmp_path / "run"
+    finish(start([point, str(folder)], Path.cwd(), driver), -signal.SIGKILL)
+    assert status(folder).state == "killed"
+    finish(start(["nowhere", str(folder)], Path.cwd(), driver))
+    assert rows_without_times(folder) == whole_toy
+    assert status(folder).state == "finished"
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(words, whole, tmp_path):
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")  # printed with a failure
+    moments, folder = random.Random(seed), tmp_path / "run"
+    for _ in range(12):
+        process = start(words, tmp_path)
+        begun = list(read_rows(folder / METRICS)) if folder.exists() else []
+        rows = min(STEPS - 2, max(1, len([row for row in begun if "loss" in row]) + moments.randrange(-8, 25)))
+        if updates(folder) >= STEPS:
+            process.communicate(timeout=240)
+            break
+        kill_after(
+            process, folder, rows, moments.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+        )
+    run(words, tmp_path)
+    assert rows_without_times(folder) == whole

@@ -55,6 +55,8 @@ def train(
     from tpuswarm.train.run import find_run
     from tpuswarm.train.trainer import Trainer
 
+    if recipe.startswith("-"):
+        raise InputError(f"the recipe comes first: tpuswarm train RECIPE {recipe} …")
     asked = {name: value for name, value in (("data", data), ("seed", seed)) if value is not None}
     if run and "://" in run:
         raise InputError(f"--run takes a local directory, not {run}: a run in a bucket is not built yet")
@@ -114,8 +116,6 @@ def make_recipe(
     from tpuswarm.train.settings import differences, refuse_differences
     from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types
 
-    if name.startswith("-"):
-        raise InputError(f"the recipe comes first: tpuswarm train RECIPE {name} …")
     target, preset = recipes.find(name)
     types = option_types(find_maker(target))
     if "seed" not in types:

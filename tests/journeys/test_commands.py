@@ -1,0 +1,255 @@
+"""Whole commands, as a user types them: what they print, what they leave, how they end."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tpuswarm.cli import main
+from tpuswarm.train.run import Run
+
+RECIPE = """
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tpuswarm import supervised
+
+def line(width: int = 3, lr: float = 0.1):
+    return supervised(
+        lambda key: {"w": jnp.zeros(width)},
+        lambda params, batch, key: jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2),
+        optax.sgd(lr),
+        lambda split: {"x": np.eye(width, dtype=np.float32)[np.arange(24) % width]},
+    )
+
+def bad_trace():
+    def loss(params, batch, key):
+        return jnp.mean(batch["x"] @ params["w"].T @ jnp.ones((7, 7)))
+    return supervised(lambda key: {"w": jnp.zeros(3)}, loss, optax.sgd(0.1), {"x": np.ones((8, 3), np.float32)})
+
+def needs(width: int): return line(width)
+
+def data_fails():
+    def rows(split): raise ConnectionError("no bucket") if split == "x" else KeyError("no such table")
+    return supervised(lambda key: {"w": jnp.zeros(3)}, lambda p, b, k: p["w"].sum(), optax.sgd(0.1), rows)
+"""
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path, text_file):
+    """Run a command in this process, in an empty directory with my_recipe.py and text.txt; (code, out, err)."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_recipe.py").write_text(RECIPE)
+    Path("text.txt").write_text(text_file.read_text())
+
+    def run(line: str):
+        monkeypatch.setattr(sys, "argv", ["tpuswarm", *line.split()])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+TRAIN = "train my_recipe.py:line --steps 4 --batch 8"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("trian gpt2-tiny", "did you mean 'train'|Did you mean 'train'"),
+        ("train", "recipe"),
+        ("train gpt2-tny", "unknown recipe 'gpt2-tny'; did you mean gpt2-tiny"),
+        ("train my_recipe.py", "name the one you mean: my_recipe.py:NAME"),
+        ("train my_recipe.py:lien", "has no lien; did you mean line"),
+        ("train other.py:line", "no recipe file other.py"),
+        ("train --lr 1 gpt2-tiny", "the recipe comes first"),
+        (f"{TRAIN} --stepz 5", "option --stepz; did you mean --steps"),
+        (f"{TRAIN} --widht 5", "option --widht; did you mean --width"),
+        (f"{TRAIN} --width", "--width needs a value"),
+        (f"{TRAIN} --width wide", "width=wide: Input should be a valid integer"),
+        (f"{TRAIN} --data text.txt", "takes no --data"),
+        (f"{TRAIN} 5", "unexpected argument '5'"),
+        (f"{TRAIN} --steps -5", "steps must be a whole number above 0"),
+        (f"{TRAIN} --steps many", "steps is a number such as"),
+        (f"{TRAIN} --tokens 5", "one of steps, tokens and epochs"),
+        (f"{TRAIN} --batch 12", "a batch of 12 rows does not divide over devices (8)"),
+        (f"{TRAIN} --devices 9", "9 devices were asked for, this machine has 8 (cpu)"),
+        (f"{TRAIN} --devices [8]", "device index 8 is out of range"),
+        (f"{TRAIN} --precision fp61", "unknown precision 'fp61'; did you mean"),
+        (f"{TRAIN} --shard replikate", "unknown shard 'replikate'; did you mean replicate"),
+        (f"{TRAIN} --freeze nothing", "freeze 'nothing' matches none of the parameters: w"),
+        (f"{TRAIN} --save-every often", "save_every"),
+        (f"{TRAIN} --run text.txt", "text.txt is a file, not a run directory"),
+        (f"{TRAIN} --run .", ". holds other things and is no run"),
+        (f"{TRAIN} --run gs://bucket/run", "takes a local directory"),
+        (f"{TRAIN} --init-from nowhere", "nowhere does not exist"),
+        ("train my_recipe.py:needs --steps 4", "missing a required argument: 'width'"),
+        ("train my_recipe.py:bad_trace --steps 4 --batch 8", "does not trace: TypeError"),
+        ("train my_recipe.py:data_fails --steps 4", "KeyError: 'no such table' ("),
+        ("train gpt2-tiny --data nowhere.txt", "there is no file or folder nowhere.txt"),
+        ("train gpt2-tiny --data text.txt --context 100000", "fewer than one row of context 100000"),
+        ("train gpt2-tiny --data text.txt --heads 3", "does not divide over 3 heads"),
+        ("train gpt2-tiny --tokenizer words", "tokenizer=words"),
+        ("status nowhere", "nowhere does not exist"),
+        ("status .", ". is no run"),
+        ("status --watch --json", "use one of them"),
+        ("sample nowhere", "nowhere does not exist"),
+        ("evaluate .", ". is no run"),
+        ("sample last", "there are no runs"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_2(call, line, words):
+    code, out, err = call(line)
+    assert code == 2 and out == ""
+    sentence = err.strip().splitlines()
+    assert len(sentence) == 1 and sentence[0].startswith("error: ") and "Traceback" not in err
+    assert any(each in sentence[0] for each in words.split("|")), sentence[0]
+    assert not Path("runs").exists() or not list(Path("runs").glob("*"))
+
+
+def test_a_recipes_own_error_is_shown_at_its_line(call):
+    _, _, err = call("train my_recipe.py:bad_trace --steps 4 --batch 8")
+    line = RECIPE.splitlines().index('        return jnp.mean(batch["x"] @ params["w"].T @ jnp.ones((7, 7)))') + 1
+    assert f"my_recipe.py:{line})" in err
+
+
+def test_debug_shows_the_traceback(call, monkeypatch):
+    monkeypatch.delenv("TPUSWARM_DEBUG", raising=False)
+    monkeypatch.setenv("TPUSWARM_DEBUG", "")
+    from tpuswarm.errors import InputError
+
+    with pytest.raises(InputError):
+        monkeypatch.setattr(sys, "argv", ["tpuswarm", "--debug", "train", "gpt2-tny"])
+        main()
+
+
+def test_a_run_from_its_first_to_its_last_command(call):
+    code, out, err = call(f"{TRAIN} --run runs/a --eval-every 2")
+    assert code == 0 and out.startswith("runs/a finished at step 4 of 4: loss ")
+    assert "parameter" in err and "step 4 of 4: held-out loss" in err
+    code, out, err = call(f"{TRAIN} --run runs/a --json")
+    assert code == 0 and "nothing is left to do" in err
+    assert json.loads(out)["ended"] == "finished" and json.loads(out)["metrics"]["step"] == 4
+    code, out, _ = call("status --json")
+    assert [(each["run"], each["state"], each["step"]) for each in json.loads(out)["runs"]] == [
+        ("runs/a", "finished", 4)
+    ]
+    code, out, err = call("status last --json")
+    assert json.loads(out)["recipe"] == "my_recipe" and err == ""
+    assert call("status")[1].splitlines()[1].split()[:3] == ["runs/a", "my_recipe", "finished"]
+    code, out, _ = call("evaluate last --json")
+    assert code == 0 and json.loads(out)["rows"] == 24
+    code, out, err = call("sample runs/a")
+    assert code == 2 and "my_recipe does not make samples" in err
+    code, _, err = call(f"{TRAIN} --run runs/a --lr 0.2")
+    assert code == 2 and "lr is 0.1 there, 0.2 was asked" in err
+    code, _, err = call("train gpt2-tiny --run runs/a")
+    assert code == 2 and "runs/a is a run of another configuration: recipe is" in err
+    Path("runs/a/checkpoints/00000004/manifest.json").unlink()
+    code, _, err = call("evaluate runs/a")
+    assert code == 0 and "checkpoint 00000004 is damaged" in err
+    assert "parameters from" in call(f"{TRAIN} --run runs/b --init-from a")[2]
+
+
+def test_options_of_a_recipe_file_are_remembered(call):
+    assert call("train my_recipe.py:line --width 5 --steps 2 --batch 8 --run runs/w")[0] == 0
+    assert "width = 5\nlr = 0.1" in Path("runs/w/config.toml").read_text()
+    assert call("evaluate runs/w")[0] == 0
+    assert call("train my_recipe.py:line --steps 2 --batch 8 --run runs/w")[0] == 0  # what is not asked is as it was
+
+
+def test_runs_without_a_name_get_one(call):
+    for _ in range(2):
+        assert call(TRAIN)[0] == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["my_recipe-1", "my_recipe-2"]
+
+
+def test_a_failed_run_exits_1(call):
+    code, _, err = call("train my_recipe.py:line --lr 1e30 --steps 50 --batch 8 --run runs/nan")
+    assert code == 1 and "not a finite number at step" in err and "checkpoint of step 0 stands" in err
+    assert json.loads(call("status runs/nan --json")[1])["state"] == "failed"
+
+
+@pytest.fixture(scope="module")
+def gpt2_run(tmp_path_factory, text_file):
+    """A small GPT-2, trained by a real process on the one device of this machine."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    words = ["train", "gpt2-tiny", "--data", str(text_file), "--layers", "2", "--steps", "60", "--lr", "3e-3"]
+    out, err = processes.run([*words, "--run", "run", "--json"], folder)
+    return folder, json.loads(out), err
+
+
+def test_training_on_text_learns_it(gpt2_run):
+    folder, result, err = gpt2_run
+    assert result["ended"] == "finished" and result["metrics"]["eval_loss"] < 2.5 < 3.5
+    assert "gpt2-tiny on 1 x cpu" in err and "blocks/attn/qkv/w" in err and "head" in err
+    first = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] > 3 * 0.9 and first["tokens"] == 12 * 64
+
+
+def test_samples_and_evaluations_of_a_trained_run(gpt2_run, call, text_file):
+    folder, result, _ = gpt2_run
+    run = folder / "run"
+    code, out, _ = call(f"sample {run} --prompt line --tokens 80 --seed 1")
+    assert code == 0 and out.startswith("line") and len(out.rstrip("\n")) >= 70
+    assert call(f"sample {run} --prompt line --tokens 80 --seed 1")[1] == out
+    greedy = call(f"sample {run} --prompt line --tokens 20 --temperature 0")[1]
+    assert call(f"sample {run} --prompt line --tokens 20 --temperature 0 --seed 9")[1] == greedy
+    code, _, err = call(f"sample {run} --prompt é")
+    assert code == 2 and "alphabet" in err
+    own = json.loads(call(f"evaluate {run} --json")[1])
+    assert abs(own["loss"] - result["metrics"]["eval_loss"]) < 0.05
+    everything = json.loads(call(f"evaluate {run} --data {text_file} --json")[1])
+    assert everything["rows"] > 5 * own["rows"]
+    assert call(f"sample {run} --tokens 0")[0] == 2
+
+
+def test_fine_tuning_keeps_the_alphabet_of_its_parent(gpt2_run, call):
+    folder, _, _ = gpt2_run
+    Path("more.txt").write_text("the lazy dogs jumps over 7 foxs.\n" * 60)
+    line = f"train gpt2-tiny --data more.txt --init-from {folder / 'run'} --freeze wte|wpe --steps 2 --run runs/tuned"
+    code, _, err = call(line)
+    assert code == 0 and "parameters from" in err
+    config = Run(Path("runs/tuned")).config()
+    parent = json.loads(call(f"status {folder / 'run'} --json")[1])
+    assert config["recipe"]["options"]["layers"] == 2 and parent["steps"] == 60
+    Path("foreign.txt").write_text("ключ " * 100)
+    code, _, err = call(f"train gpt2-tiny --data foreign.txt --init-from {folder / 'run'} --steps 2")
+    assert code == 2 and "alphabet" in err
+
+
+def test_fake_data_needs_nothing(call):
+    code, out, _ = call("train gpt2-tiny --data fake --layers 1 --steps 2 --devices 1 --tokenizer characters")
+    assert code == 0 and "finished at step 2" in out
+    code, _, err = call("sample last")
+    assert code == 2 and "fake data" in err
+
+
+def test_help_is_there_for_every_command(call):
+    code, out, _ = call("")
+    assert code == 0
+    for command in ("demo", "train", "status", "sample", "evaluate"):
+        assert command in out
+        code, text, _ = call(f"{command} --help")
+        assert code == 0 and "Usage: tpuswarm" in text
+
+
+@pytest.mark.slow
+def test_the_demo(tmp_path):
+    out, err = processes.run(["demo"], tmp_path)
+    folder = tmp_path / "runs" / "demo"
+    assert "runs/demo finished at step 1200 of 1200" in out and "what it writes after step 1200" in err
+    page = (folder / "report.html").read_text()
+    assert "data:image/png;base64," in page and "step 1200" in page and "held-out loss" in page
+    rows = processes.rows_without_times(folder)
+    assert rows[-1]["eval_loss"] < 2.0 < 4.0 < rows[0]["loss"]
+    again = processes.start(["demo"], tmp_path)
+    processes.wait_for(lambda: processes.updates(folder) in range(1, 600), again)
+    _, err = processes.run(["demo"], tmp_path, code=2)
+    assert f"in use by process {again.pid}" in err
+    again.kill()
+    again.communicate()

@@ -12,20 +12,8 @@ from tests.processes import finish, kill_after, rows_without_times, run, start, 
 from tpuswarm.train.run import METRICS, read_rows, status
 
 STEPS = 120
-GPT2 = [
-    "train",
-    "gpt2-tiny",
-    "--layers",
-    "2",
-    "--steps",
-    str(STEPS),
-    "--save-every",
-    "10",
-    "--eval-every",
-    "25",
-    "--seed",
-    "3",
-]
+SMALL = ["--layers", "1", "--heads", "2", "--width", "64"]
+GPT2 = ["train", "gpt2-tiny", *SMALL, "--steps", str(STEPS), "--save-every", "10", "--eval-every", "40", "--seed", "3"]
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,13 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tests.train import toy
+from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.fit import Request, check_batch, choices, fit, forms
@@ -15,7 +18,7 @@ from tpuswarm.train.recipe import Clock
 
 
 def gpt2(**options):
-    return GPT2(data="fake", width=256, layers=2, vocab=1024, context=32, **options)
+    return GPT2(data="fake", width=256, layers=1, vocab=512, context=32, **options)
 
 
 def losses(recipe, request, devices, steps=4):
@@ -41,7 +44,7 @@ def test_one_device_replicated_sharded_and_split_agree(devices):
     assert one[-1] < one[0]
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert held == bytes_per_device(fitted.state, fitted.shardings)
-    assert held < sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 4
+    assert held < sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 0.6
 
 
 def test_dropout_does_not_depend_on_the_number_of_devices(devices):
@@ -52,16 +55,21 @@ def test_dropout_does_not_depend_on_the_number_of_devices(devices):
 
 
 def test_memory_decides_between_the_ways_to_run(devices):
-    recipe = gpt2()
-    plain = fit(recipe, Request(batch=256), devices)
+    recipe = supervised(
+        lambda key: {"w": jax.random.normal(key, (1024, 1024))},
+        lambda params, batch, key: jnp.square(jnp.tanh(jnp.tanh(batch["x"] @ params["w"]) @ params["w"])).mean(),
+        optax.adam(1e-3),
+        {"x": np.ones((64, 1024), np.float32)},
+    )
+    plain = fit(recipe, Request(batch=16384), devices)
     assert (plain.choice.shard, plain.choice.remat, plain.choice.accumulate) == ("replicate", False, 1)
-    tight = fit(recipe, Request(batch=256), devices, memory_bytes=plain.memory.total - 1)
-    assert tight.memory.total < plain.memory.total and tight.choice != plain.choice
-    floor = fit(recipe, Request(batch=256, shard="fsdp", accumulate=4), devices).memory.total
-    small = fit(recipe, Request(batch=256), devices, memory_bytes=floor)
-    assert small.choice.shard == "fsdp" and small.choice.accumulate > 1 and small.memory.total <= floor
-    with pytest.raises(InputError, match=r"does not fit 8 x cpu.*layers recomputed.*GiB.*smaller batch"):
-        fit(recipe, Request(batch=8), devices, memory_bytes=2**20)
+    tight = fit(recipe, Request(batch=16384), devices, memory_bytes=plain.memory.total - 1)
+    assert tight.memory.total < plain.memory.total and tight.choice.shard == "fsdp"
+    floor = fit(recipe, Request(batch=16384, shard="fsdp", accumulate=4), devices).memory.total
+    small = fit(recipe, Request(batch=16384), devices, memory_bytes=floor)
+    assert small.choice.shard == "fsdp" and 1 < small.choice.accumulate <= 4 and small.memory.total <= floor
+    with pytest.raises(InputError, match=r"does not fit 8 x cpu.*2 micro-batches.*GiB.*smaller batch"):
+        fit(recipe, Request(batch=16), devices, memory_bytes=2**20)
 
 
 def test_what_is_asked_is_not_changed(devices):

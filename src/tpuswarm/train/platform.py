@@ -33,7 +33,7 @@ def prepare(deterministic: bool = False) -> None:
         jax.config.update("jax_platforms", "cuda,cpu" if gpu and Path("/dev/nvidiactl").exists() else "cpu")
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("xla")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def local_devices() -> list[jax.Device]:

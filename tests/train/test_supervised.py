@@ -144,6 +144,20 @@ def test_wrong_options_are_refused(options, words):
         jax.eval_shape(program.init, jax.random.key(0))
 
 
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda params, batch, key: batch["x"] @ params["w"], r"the loss has shape \(16,\), it must be a scalar"),
+        (lambda params, batch, key: (params["w"].sum(), {"all": params["w"]}), r"all has shape \(5,\)"),
+        (lambda params, batch, key: (params["w"].sum(), {"step": params["w"].sum()}), "cannot be called step"),
+    ],
+)
+def test_losses_that_are_no_scalars_are_refused(loss, words):
+    program = supervised(lambda key: {"w": jnp.ones(5)}, loss, optax.sgd(0.1), toy.data()).program(Options())
+    with pytest.raises(InputError, match=words):
+        program.step(program.init(jax.random.key(0)), BATCH, CLOCK)
+
+
 def test_a_recipe_refuses_what_it_does_not_honour():
     Options(platform="gpu", precision="bf16", remat=True).require_only("clip", by="thing")  # defaults and fit's choices
     with pytest.raises(InputError, match="thing does not honour ema"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 import threading
 from itertools import islice
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tensorboardX.proto import event_pb2
 
 from tests.train import toy
 from tpuswarm import InputError, RunFailed, Trainer, supervised
@@ -26,6 +28,21 @@ def trainer(**options):
 def rows(folder):
     """All rows of a run's metrics but for the clock."""
     return [{k: v for k, v in row.items() if k not in TIMES} for row in read_rows(folder / "metrics.jsonl")]
+
+
+def curves(folder):
+    """Steps of two curves as TensorBoard's files hold them, read with the protobuf messages of its format."""
+    found = {"loss": [], "eval_loss": []}
+    for path in sorted((folder / "tensorboard").glob("events.out.tfevents.*")):
+        data, place = path.read_bytes(), 0
+        while place < len(data):
+            (size,) = struct.unpack_from("<Q", data, place)
+            event = event_pb2.Event.FromString(data[place + 12 : place + 12 + size])
+            place += 12 + size + 4
+            for value in event.summary.value:
+                if value.tag in found:
+                    found[value.tag].append(event.step)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +67,7 @@ def test_a_run_leaves_what_it_promises(whole):
     names = {path.name for path in folder.iterdir()}
     assert {"config.toml", "events.jsonl", "checkpoints", "report.html", "loss.png", "tensorboard"} <= names
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert curves(folder) == {"loss": [1, 11], "eval_loss": [5, 10, 15, 20]}
     assert status(folder).state == "finished"
 
 

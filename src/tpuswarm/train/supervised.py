@@ -29,7 +29,8 @@ from tpuswarm.train.source import ArraySource
 Loss = Callable[[Any, Batch, jax.Array | None], Any]
 """`loss(params, batch, key) -> scalar` or `-> (scalar, metrics)`: means over the batch; no key in evaluation."""
 
-OPTIONS = ("precision", "accumulate", "clip", "freeze", "decay", "ema")
+RESERVED = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version")
+"""Columns of metrics.jsonl that a loss's own metrics cannot have."""
 
 
 @jax.tree_util.register_dataclass
@@ -141,7 +142,14 @@ class SupervisedProgram(Program):
     def _loss_and_metrics(self, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         out = self._loss(params, batch, key)
         loss, metrics = out if isinstance(out, tuple) else (out, {})
-        return loss.astype(jnp.float32), metrics
+        for name, value in {"the loss": loss, **metrics}.items():
+            if jnp.shape(value) != ():
+                raise InputError(
+                    f"{name} has shape {jnp.shape(value)}, it must be a scalar: take its mean over the batch"
+                )
+            if name in RESERVED:
+                raise InputError(f"a metric cannot be called {name}: the trainer writes one of that name")
+        return jnp.asarray(loss, jnp.float32), metrics
 
     def _gradient(self, params: Any, trained: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics, Any]:
         """Loss, metrics and gradient of the mean over the batch, micro-batch by micro-batch."""

@@ -29,6 +29,8 @@ from tpuswarm.train.session import Session, prepare
 from tpuswarm.train.settings import FIXED, FREE
 from tpuswarm.train.stop import StopSignals, decide_stop
 
+BOARD_EVERY = 10
+"""TensorBoard gets the first of so many steps: an event costs a tenth of a millisecond of the processor that trains."""
 EVAL_BATCHES = 200
 """An evaluation during training takes at most this many batches of the held-out rows."""
 
@@ -160,13 +162,22 @@ class _Loop:
                 return self._result("stopped", self._stop(stop.asked), int(stop.asked))
         except GeneratorExit:
             self._flush()
-            self._save(wait=True)
+            if self._saved < self._done:
+                self._save(wait=True)
+            self._checkpoints.wait()
             self._event("stopped", f"the loop was left after step {self._done}; the same command goes on from there")
             raise
         except TpuswarmError as error:
             with suppress(RunFailed):  # the disk may be what failed
                 self._event("failed", str(error))
             raise
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._event("failed", reason)
+            raise RunFailed(
+                f"the devices failed around step {self._done} ({reason}); the checkpoint of step {self._saved} "
+                "stands: the same command goes on from there"
+            ) from error
         finally:
             self._display.close()
             self._checkpoints.close()
@@ -293,9 +304,10 @@ class _Loop:
 
     def _write(self, row: dict[str, Any]) -> Step:
         self._session.run.write_metrics(row)
-        for name, value in row.items():
-            if name not in ("step", "tokens", "eval_rows") and value is not None:
-                self._board.add_scalar(name, value, row["step"])
+        if "eval_loss" in row or row["step"] % BOARD_EVERY == 1:
+            for name, value in row.items():
+                if name not in ("step", "tokens", "eval_rows") and value is not None:
+                    self._board.add_scalar(name, value, row["step"])
         self._display.row(row)
         return Step(row, self._state)
 

@@ -65,7 +65,7 @@ def test_a_notice_too_short_for_a_save_leaves_the_last_checkpoint(words, whole, 
     done = updates(folder)
     kept = max(int(path.parent.name) for path in (folder / "checkpoints").glob("*/manifest.json"))
     if done > kept:
-        assert "more than the 0 s notice" in err and f"checkpoint of step {kept} stands" in err
+        assert "more than the 0.0 s left" in err and f"checkpoint of step {kept} stands" in err
     _, err = run(words, tmp_path)
     assert f"resumed from the checkpoint of step {kept}" in err
     assert rows_without_times(folder) == whole

@@ -69,6 +69,7 @@ TRAIN = "train my_recipe.py:line --steps 4 --batch 8"
         ("train --lr 1 gpt2-tiny", "the recipe comes first"),
         (f"{TRAIN} --stepz 5", "option --stepz; did you mean --steps"),
         (f"{TRAIN} --widht 5", "option --widht; did you mean --width"),
+        (f"{TRAIN} --jsn 5", "did you mean --json"),
         (f"{TRAIN} --width", "--width needs a value"),
         (f"{TRAIN} --width wide", "width=wide: Input should be a valid integer"),
         (f"{TRAIN} --data text.txt", "takes no --data"),
@@ -90,7 +91,8 @@ TRAIN = "train my_recipe.py:line --steps 4 --batch 8"
         ("train my_recipe.py:needs --steps 4", "missing a required argument: 'width'"),
         ("train my_recipe.py:bad_trace --steps 4 --batch 8", "does not trace: TypeError"),
         ("train my_recipe.py:data_fails --steps 4", "KeyError: 'no such table' ("),
-        ("train gpt2-tiny --data nowhere.txt", "there is no file or folder nowhere.txt"),
+        ("train gpt2-tiny --data nowhere.txt", "there is no file or folder /"),
+        ("train gpt2-tiny --data http://127.0.0.1:1/text.txt", "cannot be read"),
         ("train gpt2-tiny --data text.txt --context 100000", "fewer than one row of context 100000"),
         ("train gpt2-tiny --data text.txt --heads 3", "does not divide over 3 heads"),
         ("train gpt2-tiny --tokenizer words", "tokenizer=words"),
@@ -211,7 +213,8 @@ def test_samples_and_evaluations_of_a_trained_run(gpt2_run, call, text_file):
 def test_fine_tuning_keeps_the_alphabet_of_its_parent(gpt2_run, call):
     folder, _, _ = gpt2_run
     Path("more.txt").write_text("the lazy dogs jumps over 7 foxs.\n" * 60)
-    line = f"train gpt2-tiny --data more.txt --init-from {folder / 'run'} --freeze wte|wpe --steps 2 --run runs/tuned"
+    shape = "--layers 1 --freeze wte|wpe --steps 2"
+    line = f"train gpt2-tiny --data more.txt --init-from {folder / 'run'} {shape} --run runs/tuned"
     code, _, err = call(line)
     assert code == 0 and "parameters from" in err
     config = Run(Path("runs/tuned")).config()

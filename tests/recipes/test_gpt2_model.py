@@ -213,6 +213,7 @@ def test_real_counts_and_openais_labels(name, size):
         ({"width": 100, "heads": 3}, "width of 100 does not divide over 3 heads"),
         ({"layers": 0}, "layers must be 1 or more"),
         ({"dropout": 1.0}, "dropout"),
+        ({"context": 1}, "context must be 2 or more"),
         ({"lr": -1.0}, "learning rates"),
         ({"warmup": 1.0}, "warmup is a share"),
         ({"size": "125m"}, "unknown size '125m'; did you mean 124m"),

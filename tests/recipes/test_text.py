@@ -165,6 +165,8 @@ def test_an_alphabet_of_its_own_is_kept_and_checked(tmp_path):
     (tmp_path / "play.txt").write_text(PLAY)
     recipe = GPT2(data=str(tmp_path / "play.txt"))
     again = GPT2(**recipe.options())
+    assert again.data("train").digest == recipe.data("train").digest
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1  # not made a second time for the known alphabet
     assert again.options() == recipe.options() and again.config == recipe.config
     (tmp_path / "other.txt").write_text(PLAY + "ß")
     with pytest.raises(InputError, match="'ß'"):

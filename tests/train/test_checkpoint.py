@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,44 @@ def test_nothing_whole_is_nothing(tmp_path):
     assert saved is None and len(passed) == 1
 
 
+def test_damaged_ones_newer_than_the_one_gone_on_from_do_not_push_new_ones_out(tmp_path):
+    saved_run(tmp_path, steps=[1, 500], keep=2)
+    (tmp_path / "00000500" / "state" / "_METADATA").write_text("{}")
+    (tmp_path / "00000400").mkdir()  # never finished
+    saved, _ = newest(tmp_path)
+    assert saved is not None and saved.step == 1
+    checkpoint.set_aside(tmp_path, saved)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000500.damaged"]
+    saved_run(tmp_path, steps=[2, 3], keep=1)
+    saved, passed = newest(tmp_path)
+    assert saved is not None and (saved.step, passed) == (3, [])
+
+
+def test_unfinished_ones_go_with_the_next_save(tmp_path):
+    (tmp_path / "00000001" / "state").mkdir(parents=True)
+    saved_run(tmp_path, steps=[2])
+    assert [path.name for path in tmp_path.iterdir()] == ["00000002"]
+
+
+def test_when_all_are_damaged_nothing_is_begun_again(tmp_path):
+    saved_run(tmp_path, steps=[1, 2])
+    for name in ("00000001", "00000002"):
+        (tmp_path / name / "state" / "_METADATA").write_text("{}")
+    with pytest.raises(RunFailed, match=r"every checkpoint in .* is damaged \(00000002, 00000001\).*--run"):
+        checkpoint.set_aside(tmp_path, newest(tmp_path)[0])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_replicas_need_no_room_of_their_own(tmp_path, monkeypatch):
+    whole = NamedSharding(make_mesh(jax.devices()), PartitionSpec())
+    copies = {"w": jax.device_put(jnp.ones(1000), whole)}
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
+    checkpoint._require_room(tmp_path, copies)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
+    with pytest.raises(RunFailed, match="the disk is full but for"):
+        checkpoint._require_room(tmp_path, copies)
+
+
 def test_a_damaged_checkpoint_of_the_same_step_is_written_anew(tmp_path):
     saved_run(tmp_path)
     (tmp_path / "00000003" / checkpoint.MANIFEST).unlink()
@@ -136,6 +175,7 @@ def test_another_model_is_refused(tmp_path):
 FULL = """
 import sys, jax.numpy as jnp
 from pathlib import Path
+from types import SimpleNamespace
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.checkpoint import Checkpoints, newest
 checkpoints = Checkpoints(Path(sys.argv[1]), 3)

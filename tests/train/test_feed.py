@@ -48,7 +48,7 @@ def test_leaving_early_ends_the_thread():
 def test_an_error_of_the_source_arrives_where_the_batch_is_taken():
     with feed(Counter(broken_at=4)) as batches:
         batches.next()
-        with pytest.raises(OSError, match="the bucket is gone"):
+        with pytest.raises(InputError, match=r"the data source failed: OSError: the bucket is gone \(.*test_feed.py:"):
             batches.next()
 
 

@@ -72,8 +72,16 @@ def test_memory_decides_between_the_ways_to_run(devices):
         fit(recipe, Request(batch=16), devices, memory_bytes=2**20)
 
 
+def test_what_a_program_does_not_do_is_not_tried(devices):
+    tried = list(choices(Request(batch=64), [], "cpu", devices, 1, None))
+    assert [(choice.shard, choice.remat, choice.accumulate) for choice in tried] == [
+        ("replicate", False, 1),
+        ("fsdp", False, 1),
+    ]
+
+
 def test_what_is_asked_is_not_changed(devices):
-    tried = list(choices(Request(batch=64, shard="replicate", accumulate=2), "cpu", devices, 2**40, 2**30))
+    tried = list(choices(Request(batch=64, shard="replicate", accumulate=2), ["remat"], "cpu", devices, 2**40, 2**30))
     assert {(choice.shard, choice.accumulate) for choice in tried} == {("replicate", 2)}
     assert [choice.remat for choice in tried] == [False, True]
 
@@ -82,8 +90,9 @@ def test_what_is_asked_is_not_changed(devices):
     ("batch", "devices", "accumulate", "words"),
     [
         (12, 8, 1, "over devices (8) x micro-batches (1) = 8; use --batch 16 or --devices 6"),
-        (12, 4, 2, "= 8; use --batch 16 or --devices 3"),
+        (12, 4, 2, "= 8; use --batch 16 or --accumulate 1"),
         (7, 1, 2, "= 2; use --batch 8 or --accumulate 1"),
+        (3, 2, 2, "= 4; use --batch 4 or --devices 1 --accumulate 1"),
         (0, 1, 1, "batch must be 1 or more"),
         (8, 1, -1, "accumulate must be 1 or more"),
     ],

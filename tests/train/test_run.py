@@ -121,6 +121,18 @@ def test_a_directory_that_is_no_run(tmp_path, name):
         status(tmp_path / name)
 
 
+def test_folders_of_other_tools_are_no_runs(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.toml").write_text("[tool]\nname = 1\n")
+    make_run(tmp_path / "ours").close()
+    assert [folder.name for folder in list_runs(tmp_path)] == ["ours"]
+    with pytest.raises(InputError, match="is of something else"):
+        status(tmp_path / "other")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be a run directory"):
+        Run(tmp_path / "file" / "run")
+
+
 def test_config_that_is_no_toml(tmp_path):
     (tmp_path / "config.toml").write_text("[recipe\n")
     with pytest.raises(InputError, match=r"config.toml cannot be read"):

@@ -56,12 +56,12 @@ def test_epochs_of_endless_data_are_refused():
     ("asked", "seconds", "busy", "save", "words"),
     [
         (signal.SIGINT, 500.0, True, True, "interrupted"),
-        (signal.SIGTERM, 4.0, False, True, "a save takes 4.0 s of the 10 s notice"),
-        (signal.SIGTERM, 6.0, True, False, "a save takes 12.0 s, more than the 10 s notice"),
-        (signal.SIGTERM, 11.0, False, False, "more than the 10 s notice"),
+        (signal.SIGTERM, 4.0, False, True, "a save takes 4.0 s of the 10.0 s left"),
+        (signal.SIGTERM, 6.0, True, False, "a save takes 12.0 s, more than the 10.0 s left"),
+        (signal.SIGTERM, 11.0, False, False, "more than the 10.0 s left"),
         (signal.SIGTERM, None, False, False, "no save was measured yet"),
     ],
 )
 def test_saving_at_the_end_follows_the_notice(asked, seconds, busy, save, words):
-    decision = decide_stop(asked, seconds, busy, notice=10.0)
+    decision = decide_stop(asked, seconds, busy, left=10.0)
     assert decision.save == save and words in decision.reason

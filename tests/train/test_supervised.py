@@ -145,6 +145,37 @@ def test_wrong_options_are_refused(options, words):
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "schedule"),
+    [(optax.adam, None), (optax.sgd(0.1), lambda progress: 0.1), ("adam", lambda progress: 0.1)],
+)
+def test_optimizers_that_are_none_are_refused(optimizer, schedule):
+    with pytest.raises(InputError, match="optimizer is a ready optax transformation"):
+        supervised(toy.init, toy.loss, optimizer, toy.data(), schedule).program(Options())
+
+
+def test_integer_parameters_are_refused_by_name():
+    program = supervised(lambda key: {"n": jnp.arange(3)}, toy.loss, optax.sgd(0.1), toy.data()).program(Options())
+    with pytest.raises(InputError, match="parameter n is int32"):
+        program.init(jax.random.key(0))
+
+
+def test_data_is_asked_for_once_a_split():
+    asked = []
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), lambda split: asked.append(split) or toy.data())
+    recipe.program(Options())
+    recipe.data("train"), recipe.data("train"), recipe.data("validation")
+    assert asked == ["train", "validation"]
+
+
+def test_a_state_around_given_parameters_starts_its_average_with_them():
+    program = toy.recipe().program(Options(ema=0.999))
+    given = jax.tree.map(lambda leaf: leaf + 7, program.init(jax.random.key(0)).params)
+    state = program.init(jax.random.key(1), given)
+    for got in (state.params, state.ema):
+        jax.tree.map(np.testing.assert_array_equal, got, given)
+
+
+@pytest.mark.parametrize(
     ("loss", "words"),
     [
         (lambda params, batch, key: batch["x"] @ params["w"], r"the loss has shape \(16,\), it must be a scalar"),

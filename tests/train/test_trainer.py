@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import struct
 import threading
 from itertools import islice
@@ -14,7 +16,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from tests.train import toy
-from tpuswarm import InputError, RunFailed, Trainer, supervised
+from tpuswarm import ArraySource, InputError, RunFailed, Trainer, supervised
 from tpuswarm.train.checkpoint import MANIFEST, checkpoint_folders
 from tpuswarm.train.run import Run, read_rows, status
 
@@ -224,6 +226,62 @@ def test_data_that_breaks_midway_ends_the_run_with_its_own_line(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+def test_an_evaluation_does_not_keep_a_stop_waiting(tmp_path, monkeypatch):
+    class Slow(ArraySource):
+        def rows(self, start, count):
+            if start == 16:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert start <= 24, "evaluated on after the signal"
+            return super().rows(start, count)
+
+    def splits(split):
+        return Slow(toy.data()) if split == "validation" else toy.data()
+
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), splits)
+    result = trainer(save_every=100).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    assert (result.ended, result.signal, result.step) == ("stopped", signal.SIGTERM, 5)
+    assert "saved at step 5" in result.message
+    monkeypatch.setattr(Slow, "rows", ArraySource.rows)
+    trainer().fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    assert [row["step"] for row in rows(tmp_path / "run") if "eval_loss" in row] == [5, 10, 15, 20]
+
+
+def test_slow_data_does_not_keep_a_stop_waiting(tmp_path):
+    release = threading.Event()
+
+    class Stuck(ArraySource):
+        def rows(self, start, count):
+            if start >= 40:
+                os.kill(os.getpid(), signal.SIGTERM)
+                release.wait(60)
+            return super().rows(start, count)
+
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), Stuck(toy.data()))
+    result = trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    release.set()
+    assert result.ended == "stopped" and f"saved at step {result.step}" in result.message
+    assert 1 <= result.step <= 5  # the feed reads ahead of the loop
+
+
+def test_a_resumed_deterministic_run_is_deterministic(tmp_path, monkeypatch):
+    stopped_run(tmp_path / "run", deterministic=True)
+    asked = []
+    monkeypatch.setattr("tpuswarm.train.platform.prepare", lambda deterministic=False: asked.append(deterministic))
+    trainer().fit(toy.recipe(), run=tmp_path / "run")
+    assert asked[0] is True
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_lost(tmp_path):
+    folder = tmp_path / "run"
+    stopped_run(folder)
+    for each in checkpoint_folders(folder / "checkpoints"):
+        (each / "state" / "_METADATA").write_text("{}")
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunFailed, match="every checkpoint"):
+        trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
 def test_off_the_main_thread(whole, tmp_path):
     found = []
 
@@ -283,6 +341,7 @@ def test_the_recipes_batch_is_rounded_up_to_the_devices(tmp_path, capsys):
         ({"freeze": "nope"}, {}, "matches none"),
         ({"devices": 8}, {"batch": 12}, "does not divide over devices \\(8\\)"),
         ({}, {"steps": -1}, "steps must be above 0"),
+        ({}, {"epochs": math.nan}, "epochs must be above 0"),
         ({}, {"steps": 5, "epochs": 1}, "one of steps, tokens and epochs"),
     ],
 )

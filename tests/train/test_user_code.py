@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from tpuswarm.errors import InputError
@@ -69,6 +71,26 @@ def test_files_that_do_not_import_are_blamed_at_their_line(tmp_path, text, words
 def test_places_that_are_not_there(target):
     with pytest.raises(InputError):
         build_recipe(target, {})
+
+
+def test_a_file_may_be_called_like_a_library_and_use_the_files_beside_it(tmp_path):
+    import queue
+
+    (tmp_path / "beside_it.py").write_text("WIDTH = 4\n")
+    path = tmp_path / "queue.py"
+    late = GOOD.replace("def toy(", "def toy(").replace(
+        "    return supervised(", "    import beside_it\n    return supervised(", 1
+    )
+    path.write_text(late)
+    build_recipe(f"{path}:toy", {})
+    assert sys.modules["queue"] is queue
+
+
+def test_a_missing_file_of_the_users_is_blamed_at_its_line(tmp_path):
+    path = tmp_path / "my_recipe.py"
+    path.write_text("def toy():\n    return open('no-such-table.csv')\n")
+    with pytest.raises(InputError, match=r"FileNotFoundError.*no-such-table.csv.*my_recipe.py:2\)"):
+        build_recipe(f"{path}:toy", {})
 
 
 def test_our_own_errors_are_not_blamed_on_the_user():

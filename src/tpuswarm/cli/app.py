@@ -44,6 +44,8 @@ def main() -> NoReturn:
         code = app(standalone_mode=False)
     except TpuswarmError as error:
         _say(error, error.exit_code)
+    except OSError as error:  # a disk, a network, a permission: not a fault of the program
+        _say(error, 1, f"{type(error).__name__}: {error}")
     except UsageError as error:
         _say(error, 2, f"{error.format_message().rstrip('.')}; see `tpuswarm --help`")
     except (KeyboardInterrupt, typer.Abort) as error:

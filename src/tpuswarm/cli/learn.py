@@ -21,8 +21,9 @@ def demo() -> None:
     from tpuswarm.train.trainer import Trainer
 
     if FOLDER.exists():
-        Run(FOLDER).close()  # raises, naming the pid, while a living process uses it
+        held = Run(FOLDER)  # raises, naming the pid, while a living process uses it
         shutil.rmtree(FOLDER)
+        held.close()
     display = auto_display()
     recipe = GPT2(size="tiny", lr=LR)
     loop = Trainer(save_every="30s", eval_every=STEPS // 4, display=display).steps(recipe, steps=STEPS, run=FOLDER)

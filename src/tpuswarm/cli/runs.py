@@ -109,7 +109,9 @@ def evaluate(
         raise InputError(f"the data of {loaded.recipe.name} has no rows_per_epoch, so no end to evaluate to")
     devices = loaded.placed.mesh.size
     batch = -(-loaded.config["train"]["batch"] // devices) * devices
-    values, rows = measure(loaded.placed, loaded.state, source, batch)
+    found = measure(loaded.placed, loaded.state, source, batch)
+    assert found is not None
+    values, rows = found
     if as_json:
         print(json.dumps({"run": run, "step": loaded.step, "rows": rows, **values}))
     else:

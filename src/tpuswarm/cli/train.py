@@ -62,7 +62,8 @@ def train(
         raise InputError(f"--run takes a local directory, not {run}: a run in a bucket is not built yet")
     folder = Path(run) if run else None
     parent = find_run(init_from) if init_from else None
-    made = make_recipe(recipe, asked, recipe_options(context.args), folder, parent)
+    flags = {flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")}
+    made = make_recipe(recipe, asked, recipe_options(context.args), flags, folder, parent)
     trainer = Trainer(
         devices=devices, shard=shard, precision=precision, clip=clip, freeze=freeze, decay=decay, ema=ema, seed=seed,
         accumulate=parse_count(accumulate, "accumulate") if accumulate is not None else None,
@@ -104,12 +105,12 @@ def recipe_options(words: list[str]) -> dict[str, str]:
 
 
 def make_recipe(
-    name: str, asked: dict[str, Any], extra: dict[str, str], folder: Path | None, parent: Path | None
+    name: str, asked: dict[str, Any], extra: dict[str, str], flags: set[str], folder: Path | None, parent: Path | None
 ) -> "Recipe":
-    """The recipe by name with its options.
+    """The recipe by name with its options; `flags` are those of the command itself.
 
-    What is not asked is as it was in `folder`, where that is a run already, else as in `parent`, the run whose
-    parameters are taken over.
+    What is not asked is as it was in `folder`, where that is a run already; else what gives parameters their meaning is
+    as in `parent`, the run whose parameters are taken over.
     """
     from tpuswarm import recipes
     from tpuswarm.train.run import CONFIG, read_config
@@ -117,14 +118,15 @@ def make_recipe(
     from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types
 
     target, preset = recipes.find(name)
-    types = option_types(find_maker(target))
+    maker = find_maker(target)
+    types = option_types(maker)
     if "seed" not in types:
         asked.pop("seed", None)
     wrong = next((key for key in (*asked, *extra) if key not in types), None)
     if wrong is not None:
         if wrong == "data":
             raise InputError(f"{name} takes no --data; it brings its own")
-        known = {f"--{key.replace('_', '-')}" for key in (*types, *train.__annotations__)}
+        known = {f"--{key.replace('_', '-')}" for key in types} | flags
         flag = f"--{wrong.replace('_', '-')}"
         raise InputError(f"neither train nor {name} has an option {flag}; {did_you_mean(flag, known)}")
     stored: dict[str, Any] = {}
@@ -134,9 +136,9 @@ def make_recipe(
         refuse_differences(folder, differences({"recipe": config["target"]}, ours))
         stored = config["options"]
     elif parent is not None:
-        config = read_config(parent)["recipe"]
-        if config["target"] == ours["recipe"]:
-            stored = config["options"]
+        options = read_config(parent)["recipe"]["options"]
+        identity = getattr(maker, "identity", ())
+        stored = {name: value for name, value in options.items() if name in identity}
     return build_recipe(target, {**stored, **preset, **asked, **extra})
 
 

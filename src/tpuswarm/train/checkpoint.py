@@ -60,6 +60,7 @@ class Checkpoints:
             _require_room(folder, state)
             self._orbax.save((folder / "state").absolute(), args=ocp.args.PyTreeSave(state))
         except RunFailed:
+            folder.rmdir()
             raise
         except Exception as error:  # Orbax raises many types; all mean that nothing was saved
             raise _save_failed(folder, error) from error
@@ -108,7 +109,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         whole = [folder for folder in self.folders() if (folder / MANIFEST).exists()]
-        for folder in whole[self._keep :]:
+        unfinished = [folder for folder in self.folders() if folder not in whole]
+        for folder in unfinished + whole[self._keep :]:
             shutil.rmtree(folder)
 
     def folders(self) -> list[Path]:
@@ -133,6 +135,27 @@ def newest(folder: Path) -> tuple[Saved | None, list[str]]:
     return None, passed
 
 
+def set_aside(folder: Path, restored: Saved | None) -> None:
+    """Put what is newer than the checkpoint gone on from out of the way of new ones.
+
+    Damaged checkpoints are renamed to STEP.damaged, unfinished ones removed. Raises RunFailed if nothing could be
+    restored although checkpoints were once finished: to begin again from nothing is the user's decision.
+    """
+    passed = [path for path in checkpoint_folders(folder) if restored is None or int(path.name) > restored.step]
+    damaged = [path for path in passed if (path / MANIFEST).exists()]
+    if restored is None and damaged:
+        raise RunFailed(
+            f"every checkpoint in {folder} is damaged ({', '.join(path.name for path in damaged)}); bring back a copy, "
+            "or give another --run to start again"
+        )
+    for path in passed:
+        if path in damaged:
+            shutil.rmtree(path.with_suffix(".damaged"), ignore_errors=True)
+            path.rename(path.with_suffix(".damaged"))
+        else:
+            shutil.rmtree(path)
+
+
 def inspect(folder: Path) -> Saved | str:
     """The checkpoint in a folder, or what is wrong with it in words."""
     try:
@@ -147,6 +170,8 @@ def inspect(folder: Path) -> Saved | str:
         return "it has no manifest: its save did not finish"
     except (ValueError, KeyError, TypeError, AttributeError):
         return "its manifest cannot be read"
+    except OSError as error:
+        return f"it cannot be read: {error}"
 
 
 def restore(saved: Saved, abstract: Any) -> Any:
@@ -199,7 +224,8 @@ def _digest(path: Path) -> str:
 
 def _require_room(folder: Path, state: Any) -> None:
     """Raise RunFailed before anything is written, if the disk cannot hold the state."""
-    needed = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
+    shards = [shard for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    needed = sum(shard.data.nbytes for shard in shards if shard.replica_id == 0)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RunFailed(

@@ -1,5 +1,6 @@
 """The mean of a program's metrics over held-out rows."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -22,9 +23,14 @@ class FiniteSource(Protocol):
 
 
 def evaluate(
-    placed: Placed, state: State, source: FiniteSource, batch: int, most_batches: int | None = None
-) -> tuple[dict[str, float], int]:
-    """Metrics averaged over whole batches of the first epoch, and how many rows that were.
+    placed: Placed,
+    state: State,
+    source: FiniteSource,
+    batch: int,
+    most_batches: int | None = None,
+    leave: Callable[[], bool] = lambda: False,
+) -> tuple[dict[str, float], int] | None:
+    """Metrics averaged over whole batches of the first epoch, and how many rows that were; None if told to leave.
 
     Rows that do not fill a last batch are left out; a source smaller than one batch is repeated to fill one.
     """
@@ -34,6 +40,8 @@ def evaluate(
     spec, sharding = placed.program.batch_spec(batch), batch_sharding(placed.mesh)
     found: list[Any] = []
     for index in range(count):
+        if leave():
+            return None
         rows = jax.device_put(read_rows(source, spec, index * batch, batch), sharding)
         found.append(placed.evaluate(state, rows))
         if index >= 2:

@@ -3,7 +3,8 @@
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,8 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.recipe import Batch, Source
 from tpuswarm.train.user_code import blame
 
+PATIENCE = 1.0
+"""Seconds that leaving waits for rows still being read; a save may be waiting for it."""
 DEPTH = 2
 """Batches held ready; more would only take device memory."""
 
@@ -41,16 +44,24 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
-        while self._thread.is_alive():
-            try:
+        end = time.monotonic() + PATIENCE
+        while self._thread.is_alive() and time.monotonic() < end:
+            with suppress(queue.Empty):
                 self._ready.get(timeout=0.05)
-            except queue.Empty:
-                continue
 
-    def next(self) -> tuple[Batch, float]:
-        """The next batch, and the seconds that were spent waiting for it; raises what reading it raised."""
+    def next(self, leave: Callable[[], bool] = lambda: False) -> tuple[Batch, float] | None:
+        """The next batch, and the seconds that were spent waiting for it; None if told to leave while waiting.
+
+        Raises what reading it raised.
+        """
         start = time.perf_counter()
-        item = self._ready.get()
+        item = None
+        while item is None:
+            try:
+                item = self._ready.get(timeout=0.2)
+            except queue.Empty:
+                if leave():
+                    return None
         if isinstance(item, BaseException):
             raise item
         return item, time.perf_counter() - start

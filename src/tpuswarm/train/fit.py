@@ -107,9 +107,9 @@ class Placed:
         """The sharding of each leaf of the state."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
-    def init(self, key: jax.Array) -> State:
-        """A fresh state, made on the devices in its shardings."""
-        return jax.jit(_seeing(self.mesh, self.program.init), out_shardings=self.shardings)(key)
+    def init(self, key: jax.Array, shared: Any = None) -> State:
+        """A fresh state, around `shared` where given, made on the devices in its shardings."""
+        return jax.jit(_seeing(self.mesh, self.program.init), out_shardings=self.shardings)(key, shared)
 
     @cached_property
     def evaluate(self) -> Callable[[State, Batch], Metrics]:
@@ -142,18 +142,29 @@ def fit(recipe: Recipe, request: Request, devices: Sequence[Any], memory_bytes: 
     mesh = meshes.make_mesh(devices)
     with blame(f"{recipe.name} does not trace"):
         needed = 0
-        for choice in choices(request, platform, devices, _state_bytes(recipe, options), memory_bytes):
+        state_bytes = _state_bytes(recipe, options)
+        for choice in choices(request, recipe.forms, platform, devices, state_bytes, memory_bytes):
             asked = replace(options, remat=choice.remat, accumulate=choice.accumulate)
             fitted = _compile(recipe, asked, choice, request.batch, mesh)
             if fitted is not None and (memory_bytes is None or fitted.memory.total <= memory_bytes):
                 return fitted
             needed = fitted.memory.total if fitted else 0
-    need = f"needs {needed / 2**30:.2f} GiB a device" if needed else "is more than the compiler can place"
-    have = f" of {memory_bytes / 2**30:.2f}" if memory_bytes else ""
-    raise InputError(
-        f"{recipe.name} with batch {request.batch} does not fit {len(devices)} x {devices[0].device_kind}: even its "
-        f"smallest form ({choice.why}) {need}{have}; use a smaller batch, a smaller model or more devices"
-    )
+    raise DoesNotFit(recipe.name, request.batch, devices, choice, needed, memory_bytes)
+
+
+class DoesNotFit(InputError):
+    """No way of running fits; `choice` was the last one tried, it needs `needed` bytes a device (0: unknown)."""
+
+    def __init__(
+        self, name: str, batch: int, devices: Sequence[Any], choice: Choice, needed: int, memory_bytes: int | None
+    ):
+        self.choice, self.needed, self.memory_bytes = choice, needed, memory_bytes
+        need = f"needs {needed / 2**30:.2f} GiB a device" if needed else "is more than the compiler can place"
+        have = f" of {memory_bytes / 2**30:.2f}" if memory_bytes else ""
+        super().__init__(
+            f"{name} with batch {batch} does not fit {len(devices)} x {devices[0].device_kind}: even its smallest form "
+            f"({choice.why}) {need}{have}; use a smaller batch, a smaller model or more devices"
+        )
 
 
 def place(recipe: Recipe, request: Request, devices: Sequence[Any]) -> Placed:
@@ -170,9 +181,10 @@ def check_batch(batch: int, devices: int, accumulate: int) -> None:
     unit = devices * accumulate
     if batch % unit == 0:
         return
-    usable = next((count for count in range(devices, 0, -1) if batch % (count * accumulate) == 0), None)
-    other = (
-        f"--devices {usable}" if usable else f"--accumulate {math.gcd(batch // math.gcd(batch, devices), accumulate)}"
+    ways = ((d, a) for d in range(devices, 0, -1) for a in range(accumulate, 0, -1) if batch % (d * a) == 0)
+    fewer, smaller = next(ways)
+    other = " ".join(
+        [f"--devices {fewer}"] * (fewer != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
     )
     raise InputError(
         f"a batch of {batch} rows does not divide over devices ({devices}) x micro-batches ({accumulate}) = {unit}; "
@@ -194,9 +206,17 @@ def forms(platform: str, kind: str) -> tuple[Literal["xla", "cudnn", "splash"], 
 
 
 def choices(
-    request: Request, platform: str, devices: Sequence[Any], state_bytes: int, memory_bytes: int | None
+    request: Request,
+    honoured: Sequence[str],
+    platform: str,
+    devices: Sequence[Any],
+    state_bytes: int,
+    memory_bytes: int | None,
 ) -> Iterator[Choice]:
-    """Ways to run, best first: no recomputation before some, replicated before sharded, then smaller micro-batches."""
+    """Ways to run, best first: no recomputation before some, replicated before sharded, then smaller micro-batches.
+
+    honoured: `Recipe.forms`; what a program does not do is not tried.
+    """
     many = len(devices) > 1
     held = f"{state_bytes / 2**30:.2f} GiB of state"
     shards: list[tuple[Literal["replicate", "fsdp"], str]]
@@ -208,16 +228,22 @@ def choices(
         shards = [("replicate", f"replicated: {held}"), ("fsdp", f"sharded: {held} and activations are too much")]
     else:
         shards = [("fsdp", f"sharded: {held} is over {STATE_SHARE:.0%} of {memory_bytes / 2**30:.2f} GiB")]
-    remats = [True] if platform == "tpu" and devices[0].device_kind in ("TPU v2", "TPU v3") else [False, True]
+    if "remat" not in honoured:
+        remats = [False]
+    elif platform == "tpu" and devices[0].device_kind in ("TPU v2", "TPU v3"):
+        remats = [True]
+    else:
+        remats = [False, True]
     accumulate = request.accumulate or 1
     for shard, why in shards:
         for remat in remats:
             yield Choice(shard, remat, accumulate, why + (", layers recomputed" if remat else ""))
-    if request.accumulate is None:
+    if request.accumulate is None and "accumulate" in honoured:
+        recomputed = ", layers recomputed" if remats[-1] else ""
         rows = request.batch // len(devices)
         for count in range(2, rows + 1):
             if rows % count == 0:
-                yield Choice(shard, True, count, f"{why}, layers recomputed, {count} micro-batches")
+                yield Choice(shard, remats[-1], count, f"{why}{recomputed}, {count} micro-batches")
 
 
 def device_memory(device: Any) -> int | None:

@@ -51,18 +51,17 @@ def load_run(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | 
     return LoadedRun(config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
 
 
-def load_parameters(folder: Path, recipe: Recipe, onto: Placed, state: State) -> State:
-    """`state` with the exchanged leaves of another run in their places and shardings.
+def load_parameters(folder: Path, recipe: Recipe, onto: Placed) -> Any:
+    """The exchanged leaves of another run, in the shardings of `onto`.
 
     Raises InputError where a leaf is missing, extra or of another shape, and where it means something else (another
     tokenizer), naming the first.
     """
     loaded = load_run(folder, list(onto.mesh.devices.flat))
-    options = [each.options() for each in (loaded.recipe, recipe)]
-    theirs, ours = ({name: each.get(name) for name in recipe.identity} for each in options)
-    if found := differences(theirs, ours):
+    meant = [{name: each.options().get(name) for name in recipe.identity} for each in (loaded.recipe, recipe)]
+    if found := differences(*meant):
         raise InputError(f"the parameters of {folder} do not fit this recipe: {'; '.join(found)}")
-    theirs, ours = loaded.placed.program.exchange().get(loaded.state), onto.program.exchange().get(state)
+    theirs, ours = loaded.placed.program.exchange().get(loaded.state), onto.program.exchange().get(onto.state)
     shapes = [dict(zip(leaf_paths(tree), _shapes(tree), strict=True)) for tree in (theirs, ours)]
     wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
     if wrong:
@@ -71,8 +70,7 @@ def load_parameters(folder: Path, recipe: Recipe, onto: Placed, state: State) ->
             f"{folder} holds another model: {len(wrong)} parameters differ, the first {name} "
             f"({shapes[0].get(name, 'missing')} there, {shapes[1].get(name, 'missing')} here)"
         )
-    placed = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)
-    return onto.program.exchange().put(state, placed)
+    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:

@@ -106,8 +106,11 @@ class Program(ABC):
     """Tokens that one row counts for; 1 where rows are not text."""
 
     @abstractmethod
-    def init(self, key: jax.Array) -> State:
-        """A fresh state from a typed key. Traced under jit with the shardings of the run."""
+    def init(self, key: jax.Array, shared: Any = None) -> State:
+        """A fresh state from a typed key, around `shared` (what `exchange().get` gives) where it is given.
+
+        Traced under jit with the shardings of the run.
+        """
 
     @abstractmethod
     def step(self, state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
@@ -150,6 +153,8 @@ class Recipe(ABC):
     """`module:name` that rebuilds it; empty for one made in a program."""
     given: Mapping[str, Any] = MappingProxyType({})
     """The arguments that `target` was called with, its plain defaults included."""
+    forms: tuple[str, ...] = ()
+    """Which of fit.py's ways out of too little memory its programs honour: `remat`, `accumulate`."""
     identity: tuple[str, ...] = ()
     """Options that give the parameters their meaning, a tokenizer for example: equal wherever they are taken over."""
     defaults: Mapping[str, Any] = MappingProxyType({})

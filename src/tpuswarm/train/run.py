@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import time
@@ -31,9 +32,12 @@ class Run:
             raise InputError(f"{folder} is a file, not a run directory")
         if folder.is_dir() and not is_run(folder) and any(folder.iterdir()):
             raise InputError(f"{folder} holds other things and is no run; give a new or empty directory with --run")
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._lock = (folder / LOCK).open("a+")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / LOCK).open("a+")
+        except OSError as error:
+            raise InputError(f"{folder} cannot be a run directory: {error.strerror}; give another --run") from error
         if not self._take():
             raise InputError(f"{folder} is in use by process {holder(folder)}; stop it first, or give another --run")
         self._lock.truncate(0)
@@ -61,7 +65,7 @@ class Run:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write config.toml, whole or not at all."""
-        with _explaining(self.folder / CONFIG):
+        with writing(self.folder / CONFIG):
             write_atomically(self.folder / CONFIG, tomli_w.dumps(dict(config)))
 
     def cut_metrics(self, step: int) -> int:
@@ -81,7 +85,7 @@ class Run:
 
     def write_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system at once."""
-        with _explaining(self.folder / METRICS):
+        with writing(self.folder / METRICS):
             if self._metrics is None:
                 self._metrics = (self.folder / METRICS).open("ab", buffering=0)
             self._metrics.write(json.dumps(row).encode() + b"\n")
@@ -92,11 +96,11 @@ class Run:
 
     def abandon(self) -> None:
         """Let the directory go, and remove it if nothing came of it."""
-        self.close()
         if not (self.folder / CONFIG).exists():
             (self.folder / LOCK).unlink()
             with suppress(OSError):  # it holds something else
                 self.folder.rmdir()
+        self.close()
 
     def close(self) -> None:
         """Let the directory go."""
@@ -108,7 +112,7 @@ class Run:
 def append_event(folder: Path, event: str, **facts: Any) -> None:
     """Append one thing that happened to the events.jsonl of the run in `folder`, which this process holds."""
     line = json.dumps({"time": time.time(), "event": event, **facts}).encode() + b"\n"
-    with _explaining(folder / EVENTS), (folder / EVENTS).open("ab+") as file:
+    with writing(folder / EVENTS), (folder / EVENTS).open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line  # a killed process may leave a torn line
@@ -173,12 +177,15 @@ def is_run(folder: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of a run; InputError if the folder is no run."""
     try:
-        return tomllib.loads((folder / CONFIG).read_text())
+        config = tomllib.loads((folder / CONFIG).read_text())
     except (FileNotFoundError, NotADirectoryError) as error:
         what = "is no run (it has no config.toml)" if folder.exists() else "does not exist"
         raise InputError(f"{folder} {what}; `tpuswarm status` lists the runs in ./runs") from error
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{folder / CONFIG} cannot be read: {error}") from error
+    if not {"recipe", "train"} <= config.keys():
+        raise InputError(f"{folder} is no run: its config.toml is of something else")
+    return config
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -224,19 +231,27 @@ def find_run(name: str, runs: Path = Path("runs")) -> Path:
 
 def list_runs(runs: Path = Path("runs")) -> list[Path]:
     """The runs in a folder, by name."""
-    return sorted(folder for folder in runs.glob("*") if (folder / CONFIG).exists()) if runs.is_dir() else []
+    found = []
+    for folder in sorted(runs.glob("*")):
+        with suppress(InputError):  # a folder of something else
+            read_config(folder)
+            found.append(folder)
+    return found
 
 
 def new_folder(name: str, runs: Path = Path("runs")) -> Path:
-    """A name that is free in ./runs: gpt2-tiny-1, gpt2-tiny-2, …"""
-    number = 1
-    while (runs / f"{name}-{number}").exists():
-        number += 1
-    return runs / f"{name}-{number}"
+    """A new folder in ./runs with a name that was free: gpt2-tiny-1, gpt2-tiny-2, …"""
+    runs.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        folder = runs / f"{name}-{number}"
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("unreachable")
 
 
 @contextmanager
-def _explaining(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Turn a failed write into RunFailed with the way out."""
     try:
         yield

@@ -70,9 +70,10 @@ def prepare(
     asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
     that cannot be done as asked; the directory is let go then.
     """
-    platform.prepare(bool(asked.get("deterministic")))
     run = Run(folder or new_folder(recipe.name))
     try:
+        stored = (run.config() or {}).get("train", {})
+        platform.prepare(bool(_first(asked.get("deterministic"), stored.get("deterministic"))))
         return _prepare(run, recipe, dict(asked), tokens, epochs)
     except BaseException:
         run.abandon()
@@ -107,6 +108,7 @@ def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None
     saved, damaged = checkpoint.newest(run.checkpoints)
     notes += damaged
     init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
+    checkpoint.set_aside(run.checkpoints, saved)
     first_step, wall_s, save_seconds = 0, 0.0, None
     if saved is not None:
         state = checkpoint.restore(saved, fitted.state)
@@ -115,10 +117,11 @@ def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None
         notes.append(f"resumed from the checkpoint of step {first_step}" + (f"; {cut} later rows cut" if cut else ""))
     else:
         run.cut_metrics(0)
-        state = fitted.init(init_key)
+        shared = None
         if settings["init_from"]:
-            state = load_parameters(Path(settings["init_from"]), recipe, fitted, state)
+            shared = load_parameters(Path(settings["init_from"]), recipe, fitted)
             notes.append(f"parameters from {settings['init_from']}")
+        state = fitted.init(init_key, shared)
     return Session(
         run, recipe, settings, fitted, source, validation, state, first_step, wall_s, save_seconds, step_key, notes
     )

@@ -1,5 +1,6 @@
 """Run settings: what was asked, what the run has, what the recipe wants, and which of them win."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ def count_steps(
     if len(given) > 1:
         raise InputError(f"give one of steps, tokens and epochs, not {' and '.join(given)}")
     for name, value in given.items():
-        if value <= 0:
+        if not 0 < value < math.inf:
             raise InputError(f"{name} must be above 0, not {value}")
     if tokens is not None:
         return -(-tokens // tokens_per_step)

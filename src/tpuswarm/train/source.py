@@ -1,5 +1,6 @@
 """Seeded infinite orders: the row that stands at a place is a pure function of the place."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
@@ -29,7 +30,10 @@ def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator
 
 
 class ArraySource:
-    """Arrays in memory with a common first axis; each epoch a new permutation of all rows, from `seed`."""
+    """Arrays with a common first axis; each epoch a new permutation of all rows, from `seed`.
+
+    `digest` covers names, shapes, dtypes and contents, the contents of memory maps apart.
+    """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], seed: int = 0):
         sizes = {name: len(array) for name, array in arrays.items()}
@@ -38,6 +42,15 @@ class ArraySource:
         self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
         self._seed = seed
         self.rows_per_epoch = next(iter(sizes.values()))
+        self.digest = self._digest()
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(str(self._seed).encode())
+        for name, array in self._arrays.items():
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            if not isinstance(array, np.memmap):  # may be larger than memory
+                digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
         """Rows start to start + count of the order."""

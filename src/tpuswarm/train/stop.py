@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
+        self._asked_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -32,7 +34,11 @@ class StopSignals:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = signal.Signals(number)
+        self.asked, self._asked_at = signal.Signals(number), time.monotonic()
+
+    def since(self) -> float:
+        """Seconds since it was asked."""
+        return time.monotonic() - self._asked_at
 
 
 class StopDecision(NamedTuple):
@@ -42,13 +48,16 @@ class StopDecision(NamedTuple):
     reason: str
 
 
-def decide_stop(asked: signal.Signals, save_seconds: float | None, busy: bool, notice: float) -> StopDecision:
-    """Save at Ctrl-C always; at SIGTERM if what a save takes fits the notice (a save under way must end first)."""
+def decide_stop(asked: signal.Signals, save_seconds: float | None, busy: bool, left: float) -> StopDecision:
+    """Save at Ctrl-C always; at SIGTERM if what a save takes fits the `left` seconds of the notice.
+
+    A save under way must end first.
+    """
     if asked == signal.SIGINT:
         return StopDecision(True, "interrupted")
     if save_seconds is None:
-        return StopDecision(False, f"no save was measured yet, so none is begun within the {notice:g} s notice")
+        return StopDecision(False, f"no save was measured yet, so none is begun in the {left:.1f} s left")
     needed = save_seconds * (2 if busy else 1)
-    if needed <= notice:
-        return StopDecision(True, f"a save takes {needed:.1f} s of the {notice:g} s notice")
-    return StopDecision(False, f"a save takes {needed:.1f} s, more than the {notice:g} s notice")
+    if needed <= left:
+        return StopDecision(True, f"a save takes {needed:.1f} s of the {left:.1f} s left")
+    return StopDecision(False, f"a save takes {needed:.1f} s, more than the {left:.1f} s left")

@@ -1,5 +1,6 @@
 """A whole recipe from one loss function; honours every option."""
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,12 +70,21 @@ class SupervisedProgram(Program):
             raise InputError(f"ema must be between 0 and 1, not {options.ema}")
         if options.clip is not None and options.clip <= 0:
             raise InputError(f"clip must be above 0, not {options.clip}")
+        ready = isinstance(optimizer, optax.GradientTransformation)
+        if ready == (schedule is not None) or not (ready or callable(optimizer)):
+            raise InputError(
+                "optimizer is a ready optax transformation such as optax.adam(1e-3), or, with a schedule, a function "
+                f"of (learning_rate, decay_mask) that returns one; got {optimizer!r} and schedule {schedule!r}"
+            )
         if options.decay is not None and schedule is None:
             raise InputError("decay needs an optimizer(learning_rate, decay_mask) with a schedule, not a ready one")
 
-    def init(self, key: jax.Array) -> TrainState:
-        """Fresh parameters and optimizer state."""
-        params = self._init(key)
+    def init(self, key: jax.Array, shared: Any = None) -> TrainState:
+        """Fresh parameters, or `shared` ones; optimizer state and moving average begin with them."""
+        params = self._init(key) if shared is None else shared
+        for path, leaf in zip(paths.leaf_paths(params), jax.tree.leaves(params), strict=True):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                raise InputError(f"parameter {path} is {jnp.result_type(leaf)}: parameters are floating-point arrays")
         trained = paths.keep(params, self._trained(params))
         return TrainState(
             params=params,
@@ -204,9 +214,11 @@ def in_precision(loss: Loss, precision: str) -> Loss:
 class Supervised(Recipe):
     """What `supervised` returns."""
 
+    forms = ("accumulate",)
+
     def __init__(self, init: Any, loss: Loss, optimizer: Any, data: Any, schedule: Any):
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
-        self._data = data if callable(data) else {"train": data}.get
+        self._data = functools.cache(data if callable(data) else {"train": data}.get)
         module = sys.modules.get(getattr(loss, "__module__", ""))
         self.name = Path(getattr(module, "__file__", None) or "recipe").stem
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Generator, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from tensorboardX import SummaryWriter
 
 from tpuswarm.config.units import Every, parse_every
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.train.board import Board
 from tpuswarm.train.checkpoint import Checkpoints
 from tpuswarm.train.describe import memory_sentence, parameter_rows
 from tpuswarm.train.display import Display, Opening, auto_display
@@ -24,13 +24,11 @@ from tpuswarm.train.mesh import batch_sharding
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Metrics, Recipe, State
 from tpuswarm.train.report import write_report
-from tpuswarm.train.run import METRICS, read_rows
+from tpuswarm.train.run import METRICS, read_rows, writing
 from tpuswarm.train.session import Session, prepare
 from tpuswarm.train.settings import FIXED, FREE
 from tpuswarm.train.stop import StopSignals, decide_stop
 
-BOARD_EVERY = 10
-"""TensorBoard gets the first of so many steps: an event costs a tenth of a millisecond of the processor that trains."""
 EVAL_BATCHES = 200
 """An evaluation during training takes at most this many batches of the held-out rows."""
 
@@ -119,7 +117,8 @@ class Trainer:
         """The loop itself, for those who want it: yields a Step for every row, returns a Result.
 
         The same run directory resumes; without one a new one is made in ./runs. batch: rows of one whole step, over
-        all devices. Leaving the loop early saves and ends the run like Ctrl-C.
+        all devices. Closing the loop (`contextlib.closing`, or leaving a function that holds it) before its end saves
+        and ends the run like Ctrl-C; one that a script's last line leaves open goes on from its last checkpoint.
         """
         asked = {
             name: getattr(self, name) for name in (*FIXED, *FREE) if name not in ("steps", "batch", "init_from", "data")
@@ -140,7 +139,8 @@ class _Loop:
         self._session, self._display = session, display
         self._save_every, self._eval_every = save_every, eval_every
         self._checkpoints = Checkpoints(session.run.checkpoints, session.settings["keep"], session.save_seconds)
-        self._board = SummaryWriter(str(session.run.folder / "tensorboard"), purge_step=session.first_step + 1)
+        self._board = Board(session.run.folder / "tensorboard", session.first_step)
+        self._stop = StopSignals()
         self._state = session.state
         session.state = None  # its buffers are donated to the first step
         self._done = self._saved = session.first_step
@@ -153,13 +153,14 @@ class _Loop:
         """All steps, from the opening to the result."""
         try:
             self._open()
-            with StopSignals() as stop:
-                yield from self._train(stop)
+            with self._stop:
+                yield from self._train()
                 if self._done == self._session.steps:
                     yield from self._finish()
+                if self._done == self._session.steps and not self._stopping():
                     return self._result("finished", f"finished: {self._session.steps} steps", None)
-                assert stop.asked is not None
-                return self._result("stopped", self._stop(stop.asked), int(stop.asked))
+                assert self._stop.asked is not None
+                return self._result("stopped", self._end_early(self._stop.asked), int(self._stop.asked))
         except GeneratorExit:
             self._flush()
             if self._saved < self._done:
@@ -178,11 +179,16 @@ class _Loop:
                 f"the devices failed around step {self._done} ({reason}); the checkpoint of step {self._saved} "
                 "stands: the same command goes on from there"
             ) from error
+        except BaseException as error:  # whatever ended it, the run should say so
+            with suppress(RunFailed):
+                self._event("failed", f"{type(error).__name__}: {error}")
+            raise
         finally:
-            self._display.close()
-            self._checkpoints.close()
-            self._board.close()
-            self._session.run.close()
+            with ExitStack() as ends:
+                ends.callback(self._session.run.close)
+                ends.callback(self._board.close)
+                ends.callback(self._checkpoints.close)
+                ends.callback(self._display.close)
 
     def _open(self) -> None:
         session, fitted = self._session, self._session.fitted
@@ -203,18 +209,24 @@ class _Loop:
         if self._done == 0:
             self._save(wait=False)  # there is always one to go back to, and what a save takes is known early
 
-    def _train(self, stop: StopSignals) -> Iterator[Step]:
+    def _stopping(self) -> bool:
+        return self._stop.asked is not None
+
+    def _train(self) -> Iterator[Step]:
         session, step = self._session, self._session.fitted.step
         if self._evaluation_due(0.0) and 0 < self._done < session.steps and not self._evaluated():
-            yield self._evaluate()  # the process before this one saved here and ended before it evaluated
+            yield from self._evaluate()  # the process before this one saved here and ended before it evaluated
         spec = session.fitted.program.batch_spec(session.settings["batch"])
         sharding = batch_sharding(session.fitted.mesh)
         with Feed(session.source, spec, sharding, self._done, session.steps) as feed:
             self._read_at = time.monotonic()
             # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
             # wait; and everything up to a checkpoint's step is written before the checkpoint.
-            while self._done < session.steps and stop.asked is None:
-                batch, waited = feed.next()
+            while self._done < session.steps and not self._stopping():
+                fed = feed.next(leave=self._stopping)
+                if fed is None:
+                    break
+                batch, waited = fed
                 self._waited += waited
                 self._state, metrics = step(self._state, batch, session.clock(self._done))
                 self._done += 1
@@ -225,12 +237,12 @@ class _Loop:
                 now = time.monotonic()
                 save = self._save_every.due(self._done, now - self._saved_at)
                 evaluate = self._evaluation_due(now - self._evaluated_at)
-                if (save or evaluate) and self._done < session.steps and stop.asked is None:
+                if (save or evaluate) and self._done < session.steps and not self._stopping():
                     yield from self._flush()
                     if save:
                         self._save(wait=False)
                     if evaluate:
-                        yield self._evaluate()
+                        yield from self._evaluate()
             yield from self._flush()
 
     def _finish(self) -> Iterator[Step]:
@@ -240,19 +252,21 @@ class _Loop:
             self._save(wait=True)
         to_evaluate = session.validation is not None and not self._evaluated()
         if to_evaluate:
-            yield self._evaluate()
+            yield from self._evaluate()
+        if self._stopping():
+            return
         if to_evaluate or self._done > session.first_step:
-            write_report(session.run.folder)
+            with writing(session.run.folder / "report.html"):
+                write_report(session.run.folder)
         else:
             self._display.note(f"{session.run.folder} is finished: nothing is left to do")
             self._last = last_row(session.run.folder) | self._last
         self._event("finished", f"{self._done} steps")
 
-    def _stop(self, asked: Signals) -> str:
+    def _end_early(self, asked: Signals) -> str:
         """Save or not, as the notice allows; what happened in words."""
-        decision = decide_stop(
-            asked, self._checkpoints.seconds, self._checkpoints.busy, self._session.settings["notice"]
-        )
+        left = max(0.0, self._session.settings["notice"] - self._stop.since())
+        decision = decide_stop(asked, self._checkpoints.seconds, self._checkpoints.busy, left)
         if decision.save and self._saved < self._done:
             self._save(wait=True)
         self._checkpoints.wait()
@@ -288,26 +302,27 @@ class _Loop:
         self._last |= row
         return self._write(row)
 
-    def _evaluate(self) -> Step:
+    def _evaluate(self) -> list[Step]:
+        """One row; none where the run is asked to stop meanwhile: the next process evaluates."""
         session, start = self._session, time.monotonic()
         assert session.validation is not None
         batch = session.settings["batch"]
-        values, rows = evaluate(session.fitted, self._state, session.validation, batch, EVAL_BATCHES)
+        found = evaluate(session.fitted, self._state, session.validation, batch, EVAL_BATCHES, leave=self._stopping)
+        if found is None:
+            return []
+        values, rows = found
         if not math.isfinite(values["loss"]):
             self._fail_not_finite(self._done, f"held-out loss {values['loss']}")
         self._evaluated_at = time.monotonic()
         self._read_at += self._evaluated_at - start  # speed is that of training alone
         row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
-        row |= {f"eval_{name}": value for name, value in values.items()}
+        row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
         self._last["eval_loss"] = values["loss"]
-        return self._write(row)
+        return [self._write(row)]
 
     def _write(self, row: dict[str, Any]) -> Step:
         self._session.run.write_metrics(row)
-        if "eval_loss" in row or row["step"] % BOARD_EVERY == 1:
-            for name, value in row.items():
-                if name not in ("step", "tokens", "eval_rows") and value is not None:
-                    self._board.add_scalar(name, value, row["step"])
+        self._board.write(row)
         self._display.row(row)
         return Step(row, self._state)
 

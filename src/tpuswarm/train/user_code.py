@@ -24,7 +24,7 @@ def blame(what: str) -> Iterator[None]:
     """Turn an error raised by a user's file into InputError that names its line; let every other error pass."""
     try:
         yield
-    except (TpuswarmError, OSError):
+    except TpuswarmError:
         raise
     except Exception as error:  # anything can be wrong in a user's file; what is not from one is raised again
         place = _user_line(error)
@@ -78,15 +78,15 @@ def _import_module(name: str) -> Any:
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise InputError(f"there is no recipe file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"tpuswarm_recipe_{path.stem}"  # no library's name, whatever the file is called
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    sys.modules[name] = module
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.append(folder)  # for the files beside it
+    spec.loader.exec_module(module)
     return module
 
 

@@ -8,6 +8,7 @@ tinyshakespeare). The others are OpenAI's released sizes with GPT-3's learning r
 """
 
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -40,6 +41,7 @@ class GPT2(Recipe):
     - seed: of the order of the rows.
     """
 
+    forms = ("remat", "accumulate")
     identity = ("tokenizer", "alphabet")
     target = "tpuswarm.recipes.gpt2.recipe:GPT2"
 
@@ -69,7 +71,9 @@ class GPT2(Recipe):
         usual = dict(zip(("layers", "heads", "width", "context"), SIZES[size], strict=True))
         given = {"layers": layers, "heads": heads, "width": width, "context": context}
         self.name = f"gpt2-{size}"
-        self._size, self._data, self._seed = size, data, seed
+        local = data is not None and data != FAKE and "://" not in data
+        self._data = str(Path(str(data)).expanduser().absolute()) if local else data
+        self._size, self._seed = size, seed
         self._shape = {name: usual[name] if value is None else value for name, value in given.items()}
         self._kind: Kind = tokenizer or ("characters" if tiny else "bytes")
         self._alphabet = alphabet
@@ -92,6 +96,8 @@ class GPT2(Recipe):
         small = [name for name, value in self._shape.items() if value < 1]
         if small:
             raise InputError(f"{small[0]} must be 1 or more, not {self._shape[small[0]]}")
+        if self._shape["context"] < 2:
+            raise InputError(f"context must be 2 or more, not {self._shape['context']}")
         if self._shape["width"] % self._shape["heads"]:
             raise InputError(
                 f"a width of {self._shape['width']} does not divide over {self._shape['heads']} heads; "

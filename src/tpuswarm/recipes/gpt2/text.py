@@ -43,8 +43,7 @@ class Text:
                         piece = decoder.decode(raw, final=not raw)
                     except UnicodeDecodeError as error:
                         raise InputError(
-                            f"{path} is not UTF-8 text (byte {error.start}: {error.reason}); "
-                            "use --tokenizer bytes or other --data"
+                            f"{path} is not UTF-8 text ({error.reason}); use --tokenizer bytes or other --data"
                         ) from error
                     if advance:
                         advance(len(raw))
@@ -81,7 +80,7 @@ def open_text(place: str | None) -> Text:
         infos = [system.info(file) for file in found]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(f"there is no file or folder {place}; --data takes a path or URL") from error
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, OSError) as error:
         raise InputError(f"{place} cannot be read: {error}") from error
     return _text(place, system, infos)
 
@@ -101,12 +100,12 @@ def _standard_library() -> Text:
 
 
 def _text(name: str, system: Any, infos: list[dict[str, Any]]) -> Text:
-    infos = [info for info in infos if info["size"] > 0]
+    infos = [info for info in infos if info["size"] != 0]  # a server may not say how long a file is
     if not infos:
         raise InputError(f"{name} is empty; --data needs text")
     marks = [[info["name"], info["size"], str(_version(info))] for info in infos]
     key = hashlib.sha256(repr(marks).encode()).hexdigest()
-    return Text(name, tuple(i["name"] for i in infos), tuple(i["size"] for i in infos), system, key)
+    return Text(name, tuple(i["name"] for i in infos), tuple(i["size"] or 0 for i in infos), system, key)
 
 
 def _version(info: dict[str, Any]) -> Any:

@@ -19,7 +19,9 @@ from rich.progress import Progress
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
 from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Kind, Tokenizer, make_tokenizer
+from tpuswarm.train.checkpoint import write_atomically
 from tpuswarm.train.platform import cache_folder
+from tpuswarm.train.run import writing
 from tpuswarm.train.source import shuffled
 
 VALIDATION_SHARE = 0.1
@@ -42,23 +44,38 @@ def prepare_tokens(place: str | None, kind: Kind, alphabet: str | None = None) -
     `alphabet` fixes the characters; without it they are those of the text.
     """
     text = open_text(place)
-    key = hashlib.sha256(json.dumps([text.key, kind, alphabet]).encode()).hexdigest()[:32]
-    folder = cache_folder("tokens") / key
-    if not (folder / "about.json").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=folder.parent))
-        try:
-            _write(making, text, kind, alphabet)
+    folder = _folder(text, kind, None)
+    if alphabet is not None and not (_is_made(folder) and _about(folder)["alphabet"] == alphabet):
+        folder = _folder(text, kind, alphabet)
+    if not _is_made(folder):
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
             try:
-                making.rename(folder)
-            except OSError:
-                if not (folder / "about.json").exists():
-                    raise
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
-    about = json.loads((folder / "about.json").read_text())
+                _write(making, text, kind, alphabet)
+                try:
+                    making.rename(folder)
+                except OSError:
+                    if not _is_made(folder):
+                        raise
+            finally:
+                shutil.rmtree(making, ignore_errors=True)
+    about = _about(folder)
     array = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r", shape=(about["count"],))
     return Tokens(array, about["digest"], about["alphabet"])
+
+
+def _folder(text: Text, kind: Kind, alphabet: str | None) -> Path:
+    key = hashlib.sha256(json.dumps([text.key, kind, alphabet]).encode()).hexdigest()[:32]
+    return cache_folder("tokens") / key
+
+
+def _is_made(folder: Path) -> bool:
+    return (folder / "about.json").exists()
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "about.json").read_text())
 
 
 def _write(folder: Path, text: Text, kind: Kind, alphabet: str | None) -> None:
@@ -86,7 +103,7 @@ def _write(folder: Path, text: Text, kind: Kind, alphabet: str | None) -> None:
             file.flush()
             os.fsync(file.fileno())
     about = {"dtype": dtype.name, "count": count, "digest": digest.hexdigest(), "alphabet": alphabet}
-    (folder / "about.json").write_text(json.dumps(about))
+    write_atomically(folder / "about.json", json.dumps(about))
 
 
 def _numbers(text: Text, tokenizer: Tokenizer, advance: Advance) -> Iterator[np.ndarray]:

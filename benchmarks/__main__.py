@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.report import Settings, Skipped, Table, machine
 
-NAMES = ("startup", "feed", "overhead", "torch_speed", "shakespeare", "compile_124m")
+NAMES = ("startup", "feed", "memory", "overhead", "torch_speed", "shakespeare", "compile_124m")
 DATA = Path("../shared/data/tinyshakespeare.txt")
 
 

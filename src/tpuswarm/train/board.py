@@ -14,6 +14,8 @@ from tpuswarm.train.run import writing
 
 EVERY = 10
 """The first of so many steps is written: an event costs time of the processor that trains."""
+FLUSH = 5.0
+"""Seconds between flushes; tensorboardX has each wait for the disk."""
 SKIPPED = ("step", "tokens", "eval_rows")
 
 
@@ -29,6 +31,7 @@ class Board:
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 self._events.write_event(event_pb2.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
             self._events.flush()
+        self._flushed_at = time.monotonic()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl; every evaluation and every tenth update is written."""
@@ -39,7 +42,9 @@ class Board:
         event = event_pb2.Event(wall_time=time.time(), step=row["step"], summary=summary.Summary(value=values))
         with writing(self._folder):
             self._events.write_event(event)
-            self._events.flush()
+            if time.monotonic() - self._flushed_at > FLUSH:
+                self._events.flush()
+                self._flushed_at = time.monotonic()
 
     def close(self) -> None:
         """Close the file."""

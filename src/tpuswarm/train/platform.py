@@ -1,7 +1,9 @@
 """What must be set before JAX starts its backends, and where this user's caches live."""
 
+import ctypes
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import jax
@@ -20,8 +22,14 @@ def has_tpu() -> bool:
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
 
 
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA device and JAX's plugin for it."""
+    plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return plugin and Path("/dev/nvidiactl").exists()
+
+
 def prepare(deterministic: bool = False) -> None:
-    """Choose JAX's platforms and turn on its persistent compilation cache; does nothing twice.
+    """Choose JAX's platforms, turn on its persistent compilation cache, set up the memory; nothing changes twice.
 
     An installed libtpu prints errors on a machine without a TPU unless JAX is told not to look for one; a platform
     chosen by the user (JAX_PLATFORMS) stands. `deterministic` makes GPU kernels repeat bit for bit.
@@ -29,11 +37,26 @@ def prepare(deterministic: bool = False) -> None:
     if deterministic and "--xla_gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     if not jax.config.values["jax_platforms"] and importlib.util.find_spec("libtpu") and not has_tpu():
-        gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-        jax.config.update("jax_platforms", "cuda,cpu" if gpu and Path("/dev/nvidiactl").exists() else "cpu")
+        jax.config.update("jax_platforms", "cuda,cpu" if has_gpu() else "cpu")
+    if jax.config.values["jax_platforms"] == "cpu" or not (has_tpu() or has_gpu()):
+        keep_freed_memory()  # before XLA's threads allocate
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep what is freed for the next allocation; does nothing where the C library has no mallopt.
+
+    XLA on CPU allocates a step's temporaries anew at every step, and glibc gives blocks that large back to the system
+    each time: a step of gpt2-tiny then takes 13,000 page faults and a third longer (docs/benchmarks.md).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        mmap_max, trim_threshold, arena_max = -4, -1, -8  # malloc.h
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(arena_max, 1)
 
 
 def local_devices() -> list[jax.Device]:

@@ -9,6 +9,7 @@ STEPS = 1_200
 LR = 3e-3
 """Higher than a long run wants: the demo has a minute and a half."""
 SAMPLE_EVERY = 100
+PROMPT = '"""Return the '
 FOLDER = Path("runs/demo")
 
 
@@ -34,9 +35,9 @@ def demo() -> None:
             result = end.value
             break
         if "loss" in row and (row["step"] == 1 or row["step"] % SAMPLE_EVERY == 0):
-            text = recipe.sample(state, "def ", tokens=160, temperature=0.7, seed=1)
-            append_event(FOLDER, "sample", step=row["step"], text=f"def {text}")
-            display.show(f"what it writes after step {row['step']}", f"def {text}")
+            text = PROMPT + recipe.sample(state, PROMPT, tokens=160, temperature=0.5, seed=1)
+            append_event(FOLDER, "sample", step=row["step"], text=text)
+            display.show(f"what it writes after step {row['step']}", text)
     print_result(result, as_json=False)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)

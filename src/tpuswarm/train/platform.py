@@ -49,13 +49,14 @@ def keep_freed_memory() -> None:
     """Tell glibc to keep what is freed for the next allocation; does nothing where the C library has no mallopt.
 
     XLA on CPU allocates a step's temporaries anew at every step, and glibc gives blocks that large back to the system
-    each time: a step of gpt2-tiny then takes 13,000 page faults and a third longer (docs/benchmarks.md).
+    each time: a step of gpt2-tiny then takes 13,000 page faults and 40% longer (docs/benchmarks.md). Blocks above
+    128 MiB still go back: kept, they would leave gaps that double the memory of a large model.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:
-        mmap_max, trim_threshold, arena_max = -4, -1, -8  # malloc.h
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, 2**31 - 1)
+        mmap_threshold, trim_threshold, arena_max = -3, -1, -8  # malloc.h
+        mallopt(mmap_threshold, 128 * 2**20)
+        mallopt(trim_threshold, 512 * 2**20)
         mallopt(arena_max, 1)
 
 

@@ -46,6 +46,8 @@ def test_killed_again_and_again(words, whole, tmp_path):
 def test_asked_to_stop(words, whole, tmp_path, number):
     folder = tmp_path / "run"
     process = start(words, tmp_path)
+    first = folder / "checkpoints" / "00000000" / "manifest.json"
+    wait_for(first.exists, process)  # what a save takes is known from then on
     _, err = kill_after(process, folder, 15, number)
     assert process.returncode == 128 + number, err
     stopped = updates(folder)

@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 import threading
+import time
 from itertools import islice
 
 import jax
@@ -226,11 +227,20 @@ def test_data_that_breaks_midway_ends_the_run_with_its_own_line(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+def stop_when_saved(folder):
+    """SIGTERM once the first save is over: what a save takes is known from then on."""
+    end = time.monotonic() + 60
+    while not (folder / "checkpoints" / "00000000" / "manifest.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_an_evaluation_does_not_keep_a_stop_waiting(tmp_path, monkeypatch):
     class Slow(ArraySource):
         def rows(self, start, count):
             if start == 16:
-                os.kill(os.getpid(), signal.SIGTERM)
+                stop_when_saved(tmp_path / "run")
             assert start <= 24, "evaluated on after the signal"
             return super().rows(start, count)
 
@@ -252,7 +262,7 @@ def test_slow_data_does_not_keep_a_stop_waiting(tmp_path):
     class Stuck(ArraySource):
         def rows(self, start, count):
             if start >= 40:
-                os.kill(os.getpid(), signal.SIGTERM)
+                stop_when_saved(tmp_path / "run")
                 release.wait(60)
             return super().rows(start, count)
 

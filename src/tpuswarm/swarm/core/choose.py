@@ -1,0 +1,77 @@
+"""CHOOSE: which contributions a commit counts, with what weight, and why the others are not counted.
+
+From headers alone, so that whoever reads the record can check it.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from tpuswarm.swarm.core.values import Decision, Fate, Header, Identity
+from tpuswarm.swarm.core.view import View
+
+CLIP = 3.0
+"""Times the median norm of a round's contributors is the largest that a delta may have."""
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How a contribution from an old base counts: weight 1/(1 + discount x s) up to `limit`, then none."""
+
+    limit: int = 4
+    discount: float = 0.5
+
+    def weight(self, staleness: int) -> float:
+        """Share of its tokens that count."""
+        return 1.0 / (1.0 + self.discount * staleness)
+
+
+def choose(view: View, headers: Iterable[Header], unreadable: Collection[Identity], rule: Staleness) -> list[Decision]:
+    """A decision on each header, in the order of identities; the weights of the applied ones add up to 1.
+
+    unreadable: contributions whose payload was lost.
+    """
+    decisions: list[Decision] = []
+    contributors: list[tuple[Header, float]] = []
+    taken = view.decided
+    for header in sorted(headers, key=lambda each: each.identity):
+        stale = view.staleness(header.base)
+        if header.rows & taken:
+            decisions.append(_decided(header, "void", f"rows {header.rows & taken} were decided before"))
+            continue
+        if header.identity in unreadable and header.finite and stale <= rule.limit:
+            decisions.append(_decided(header, "returned", "its payload can no longer be read"))
+            continue
+        taken |= header.rows
+        if not header.finite:
+            decisions.append(_decided(header, "dropped", "not finite"))
+        elif stale > rule.limit:
+            decisions.append(_decided(header, "dropped", f"{stale} versions stale, more than {rule.limit}"))
+        else:
+            contributors.append((header, header.tokens * rule.weight(stale)))
+    clips = clipping([header.norm for header, _ in contributors])
+    whole = math.fsum(weight for _, weight in contributors)
+    for (header, weight), clip in zip(contributors, clips, strict=True):
+        stale = view.staleness(header.base)
+        reason = f"staleness {stale}" + (f", clipped to {clip:.3g} of its norm" if clip < 1 else "")
+        decisions.append(_decided(header, "applied", reason, weight / whole, clip))
+    return sorted(decisions, key=lambda each: each.identity)
+
+
+def clipping(norms: list[float]) -> list[float]:
+    """The factor on each delta that brings its norm to at most 3 x the median; 1 for fewer than 3 deltas."""
+    if len(norms) < 3:
+        return [1.0] * len(norms)
+    limit = CLIP * median(norms)
+    return [1.0 if norm <= limit else limit / norm for norm in norms]
+
+
+def effective(weights: Iterable[float]) -> float:
+    """How many equal contributors these weights are worth: (sum w)^2 / sum w^2."""
+    given = list(weights)
+    return math.fsum(given) ** 2 / math.fsum(weight * weight for weight in given)
+
+
+def _decided(header: Header, fate: Fate, reason: str, weight: float = 0.0, clip: float = 1.0) -> Decision:
+    return Decision(header.identity, fate, reason, header.rows, header.base, header.tokens, weight, clip)

@@ -1,0 +1,323 @@
+"""The coordinator as a state machine: membership, leases, acceptance, rounds, records; never a tensor.
+
+Every function takes a state and what happened and returns the next state and what to do or answer. Whoever runs it
+does what it is told in that order; between any two steps the process may die, and `start` goes on from the ledger.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from tpuswarm.swarm.core.choose import choose, effective
+from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Merge, Outdated, Refused, Store, Terms
+from tpuswarm.swarm.core.outer import advance
+from tpuswarm.swarm.core.rounds import Due, due, quorum
+from tpuswarm.swarm.core.rows import NOTHING, Rows
+from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
+from tpuswarm.swarm.core.view import View
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What an incarnation holds."""
+
+    rows: Rows
+    until: float
+    base: int
+    rows_per_s: float | None
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a coordinator knows; the ledger and the stored headers are enough to make it again."""
+
+    terms: Terms
+    view: View
+    epoch: int
+    recovering_until: float
+    awaited_until: float
+    """Until then a round waits for members that the run was started with and that were not heard of yet."""
+    leases: Mapping[Incarnation, Lease] = field(default_factory=dict)
+    fenced: frozenset[Incarnation] = frozenset()
+    pending: Mapping[Identity, tuple[Header, float]] = field(default_factory=dict)
+    """Accepted and undecided, with the time of acceptance."""
+    storing: Mapping[Identity, Header] = field(default_factory=dict)
+    """Checked, the creation of their headers under way."""
+    merging: Merge | None = None
+    unreadable: frozenset[Identity] = frozenset()
+    contributed: frozenset[str] = frozenset()
+    """Members with an accepted contribution in this epoch or in the ledger."""
+    seen: frozenset[str] = frozenset()
+    """Members that were leased to in this epoch."""
+    processed: Mapping[Incarnation, int] = field(default_factory=dict)
+
+    @property
+    def recovering(self) -> bool:
+        """Members are announcing what they hold; nothing is granted, nobody fenced."""
+        return self.recovering_until > -math.inf
+
+    @property
+    def live(self) -> frozenset[str]:
+        """Members a round may wait for."""
+        leased = {incarnation.member for incarnation in self.leases}
+        first = frozenset(self.terms.members)
+        return frozenset(leased & (self.contributed | first)) | (first - self.seen)
+
+    @property
+    def held(self) -> Rows:
+        """Rows leased, or in contributions without a verdict."""
+        return Rows.union(
+            [
+                *(lease.rows for lease in self.leases.values()),
+                *(header.rows for header, _ in self.pending.values()),
+                *(header.rows for header in self.storing.values()),
+            ]
+        )
+
+    @property
+    def room(self) -> int:
+        """Rows that may still be leased before the horizon."""
+        return self.terms.horizon - len(self.view.counted) - len(self.held - self.view.decided)
+
+    @property
+    def median_cycle(self) -> float | None:
+        """Seconds of a cycle, the median of the members whose speed is known."""
+        known = [cycle_of(self, key) / lease.rows_per_s for key, lease in self.leases.items() if lease.rows_per_s]
+        return median(known) if known else None
+
+    @property
+    def ended(self) -> bool:
+        """The horizon is reached and nothing accepted is undecided."""
+        return len(self.view.counted) >= self.terms.horizon and not self.pending and not self.storing
+
+
+def start(terms: Terms, view: View, headers: Iterable[Header], now: float, *, founded: bool) -> State:
+    """The state of a new epoch. headers: all stored ones; founded: this process created genesis a moment ago, so that
+    no lease was ever granted and there is nothing to wait for.
+    """
+    pending = {header.identity: (header, now) for header in headers if header.identity not in view.verdicts}
+    contributed = {identity.incarnation.member for identity in (*view.verdicts, *pending)}
+    return State(
+        terms=terms,
+        view=view,
+        epoch=view.newest.epoch + (not founded),
+        recovering_until=-math.inf if founded else now + terms.lease_seconds,
+        awaited_until=now + terms.patience.deadline_first if founded else -math.inf,
+        pending=pending,
+        contributed=frozenset(contributed),
+        processed=view.processed,
+    )
+
+
+def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused | Outdated]:
+    """Renew, grant, or refuse."""
+    key, view = said.incarnation, state.view
+    if said.base > view.version:
+        return state, Outdated(said.base)
+    if key in state.fenced:
+        return state, Refused("fenced: its lease ran out, or its member came back as another incarnation")
+    if said.digests != state.terms.digests:
+        return state, Refused(_disagreement(said.digests, state.terms.digests))
+    verdict = view.verdicts.get(said.undecided) if said.undecided else None
+    decided = verdict[0].rows if verdict else NOTHING  # decided, not heard of yet
+    outstanding = said.outstanding - decided
+    if key not in state.leases:
+        rows = NOTHING
+        if said.joined:
+            if not state.recovering:
+                return state, Refused("unknown here: it announced itself too late")
+            if outstanding & view.decided:
+                return state, Refused(f"its rows {outstanding & view.decided} are decided")
+            claimed = said.todo | outstanding
+            if verdict and verdict[0].fate == "returned":
+                claimed |= decided
+            rows = claimed - view.decided
+            if taken := rows & _held_by_others(state, key):
+                return state, Refused(f"its rows {taken} were claimed before")
+        else:
+            state = _fence(state, [each for each in state.leases if each.member == key.member])
+    elif strange := outstanding - state.leases[key].rows:
+        return state, Refused(f"rows {strange} are not leased to it")
+    else:
+        rows = state.leases[key].rows
+    lease = Lease(rows, now + state.terms.lease_seconds, said.base, said.rows_per_s)
+    state = replace(
+        state,
+        leases={**state.leases, key: lease},
+        seen=state.seen | {key.member},
+        processed={**state.processed, key: max(said.processed, state.processed.get(key, 0))},
+    )
+    cycle = cycle_of(state, key)
+    if not state.recovering:
+        accepted = Rows.union(header.rows for header in _undecided(state, key))
+        missing = min(2 * cycle - len(rows - accepted), state.room)
+        if missing > 0:
+            rows |= (view.decided | state.held).free(missing)
+            state = replace(state, leases={**state.leases, key: replace(lease, rows=rows)})
+    known = said.undecided is None or verdict or said.undecided in state.pending or said.undecided in state.storing
+    return state, Granted(
+        rows=rows,
+        cycle=cycle,
+        version=view.version,
+        tokens=view.newest.tokens,
+        state=view.newest.state,
+        verdict=verdict and verdict[0],
+        unknown=not known,
+        ended=state.ended,
+    )
+
+
+def push(state: State, header: Header, now: float) -> tuple[State, Store | Accepted | Refused | Outdated]:
+    """Whether a contribution whose payload is stored may be accepted; a repeat is answered as before."""
+    key, identity, view = header.identity.incarnation, header.identity, state.view
+    if header.base > view.version:
+        return state, Outdated(header.base)
+    if identity in view.verdicts:
+        return state, Accepted()
+    if identity in state.pending:
+        same = state.pending[identity][0] == header
+        return state, Accepted() if same else Refused("another contribution of the same identity was accepted")
+    if key not in state.leases:
+        return state, Refused("it holds no lease here")
+    if header.run != state.terms.run:
+        return state, Refused(f"it is of run {header.run}, this is run {state.terms.run}")
+    if not header.rows or header.tokens != len(header.rows) * state.terms.tokens_per_row:
+        return state, Refused(f"{header.tokens} tokens are not those of {len(header.rows)} rows")
+    if strange := header.rows - state.leases[key].rows:
+        return state, Refused(f"rows {strange} are not leased to it")
+    if any(True for _ in _undecided(state, key)) and state.storing.get(identity) != header:
+        return state, Refused("another of its contributions is undecided")
+    return replace(state, storing={**state.storing, identity: header}), Store(header)
+
+
+def stored(state: State, header: Header, now: float) -> State:
+    """The header was created, or found to be there with the same bytes: accepted."""
+    storing = {identity: each for identity, each in state.storing.items() if identity != header.identity}
+    if header.identity in state.view.verdicts:
+        return replace(state, storing=storing)
+    return replace(
+        state,
+        storing=storing,
+        pending={**state.pending, header.identity: (header, now)},
+        contributed=state.contributed | {header.identity.incarnation.member},
+    )
+
+
+def leave(state: State, key: Incarnation) -> State:
+    """A member goes: what it holds and has not handed in is leasable again."""
+    return _fence(state, [key] if key in state.leases else [])
+
+
+def tick(state: State, now: float) -> tuple[State, Merge | None, Due]:
+    """What time brings: the end of recovery, expired leases, the end of a round."""
+    if state.recovering and now >= state.recovering_until:
+        state = replace(state, recovering_until=-math.inf)
+    if not state.recovering:
+        state = _fence(state, [key for key, lease in state.leases.items() if lease.until <= now])
+    if now >= state.awaited_until:
+        state = replace(state, seen=state.seen | frozenset(state.terms.members))
+    first: dict[str, float] = {}
+    for header, at in state.pending.values():
+        member = header.identity.incarnation.member
+        first[member] = min(at, first.get(member, at))
+    when = due(first, state.live, state.median_cycle, now, state.terms.patience)
+    if state.merging or not when.now:
+        return state, None, when
+    merge = _merge(state, [header for header, _ in state.pending.values()], when.reason)
+    return replace(state, merging=merge), merge, when
+
+
+def unreadable(state: State, lost: Iterable[Identity]) -> tuple[State, Merge]:
+    """The merge under way found payloads gone: choose again among the same contributions, returning those."""
+    merging = state.merging
+    assert merging is not None
+    state = replace(state, unreadable=state.unreadable | frozenset(lost))
+    headers = [state.pending[decision.identity][0] for decision in merging.decisions]
+    merge = _merge(state, headers, merging.reason)
+    return replace(state, merging=merge), merge
+
+
+def merged(state: State, parent: str, fragments: tuple[str, ...], outer: tuple[str, ...], time: float) -> Record:
+    """The record to create, only if absent, from what the shards computed; then report to `committed`."""
+    merge, view = state.merging, state.view
+    assert merge is not None
+    applied = [decision for decision in merge.decisions if decision.fate == "applied"]
+    return Record(
+        run=state.terms.run,
+        version=merge.version,
+        epoch=state.epoch,
+        parent=parent,
+        state=fragments,
+        outer=outer,
+        decisions=merge.decisions,
+        rule=merge.outer.rule,
+        rate=merge.rate,
+        momentum=merge.outer.momentum,
+        share=merge.share,
+        gathered=merge.gathered,
+        tokens=view.tokens[-1] + sum(decision.tokens for decision in applied),
+        changes=view.changes[-1] + bool(applied),
+        processed=tuple(sorted(state.processed.items() - view.processed.items())),
+        digests=state.terms.digests,
+        time=time,
+    )
+
+
+def committed(state: State, record: Record) -> State:
+    """The record was created, or found to be there with the same bytes."""
+    view = state.view.after(record)
+    void = {each.identity.incarnation: each.rows for each in record.decisions if each.fate == "void"}
+    leases = {
+        key: replace(lease, rows=lease.rows - view.decided - void.get(key, NOTHING))
+        for key, lease in state.leases.items()
+    }
+    gone = {decision.identity for decision in record.decisions}
+    return replace(
+        state,
+        view=view,
+        leases=leases,
+        pending={identity: each for identity, each in state.pending.items() if identity not in gone},
+        merging=None,
+        unreadable=state.unreadable - gone,
+    )
+
+
+def cycle_of(state: State, key: Incarnation) -> int:
+    """Rows of a member's cycle: in proportion to its speed, whole batches, at least one."""
+    speeds = [lease.rows_per_s for lease in state.leases.values() if lease.rows_per_s]
+    own = state.leases[key].rows_per_s if key in state.leases else None
+    share = own / max(speeds) if own and speeds else 1.0
+    return max(1, round(share * state.terms.cycle / state.terms.batch)) * state.terms.batch
+
+
+def _merge(state: State, headers: Iterable[Header], reason: str) -> Merge:
+    decisions = choose(state.view, headers, state.unreadable, state.terms.staleness)
+    weights = [decision.weight for decision in decisions if decision.fate == "applied"]
+    need = quorum(len(state.live), state.terms.patience.quorum_min)
+    rate = state.terms.outer.rate_for(effective(weights)) if weights else 0.0
+    share, gathered = advance(state.terms.outer, state.view.newest.gathered, len(weights), need)
+    return Merge(state.view.version + 1, tuple(decisions), state.terms.outer, rate, share, gathered, reason)
+
+
+def _fence(state: State, keys: Iterable[Incarnation]) -> State:
+    gone = frozenset(keys)
+    leases = {key: lease for key, lease in state.leases.items() if key not in gone}
+    return replace(state, leases=leases, fenced=state.fenced | gone) if gone else state
+
+
+def _undecided(state: State, key: Incarnation) -> Iterable[Header]:
+    for header in (*(header for header, _ in state.pending.values()), *state.storing.values()):
+        if header.identity.incarnation == key:
+            yield header
+
+
+def _held_by_others(state: State, key: Incarnation) -> Rows:
+    leases = [lease.rows for each, lease in state.leases.items() if each != key]
+    headers = [*(header for header, _ in state.pending.values()), *state.storing.values()]
+    return Rows.union([*leases, *(each.rows for each in headers if each.identity.incarnation != key)])
+
+
+def _disagreement(theirs: Digests, ours: Digests) -> str:
+    names = [name for name in ("layout", "config", "data", "code") if getattr(theirs, name) != getattr(ours, name)]
+    return f"its {' and '.join(names)} differ from the run's"

@@ -1,0 +1,162 @@
+"""The arrays of a run: fragments of the exchanged state, named by their content, and payloads of contributions."""
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from mmap import ACCESS_READ, mmap
+
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.swarm import tensors
+from tpuswarm.swarm.core.values import Identity
+from tpuswarm.swarm.store import Conflict, Corrupt, Store
+
+MEMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+ONLY = "array"
+"""The name that an object's one array has in its file."""
+
+
+def object_name(digest: str) -> str:
+    """Of a content-addressed array."""
+    return f"objects/{digest}.safetensors"
+
+
+def payload_name(identity: Identity, fragment: int) -> str:
+    """Of one fragment of a contribution."""
+    key = identity.incarnation
+    return f"payloads/{checked_member(key.member)}/{key.name}/{identity.sequence}-{fragment}.safetensors"
+
+
+def checked_member(member: str) -> str:
+    """The name of a member if it can be part of a file's name; InputError if not."""
+    if not MEMBER.fullmatch(member):
+        raise InputError(
+            f"{member!r} cannot be the name of a member: give 1 to 64 letters, digits, dots, hyphens and underscores, "
+            "the first a letter or digit"
+        )
+    return member
+
+
+def array_digest(array: np.ndarray) -> str:
+    """The digest that `Objects.put_array` gives a float32 array; SHA-256 in hexadecimal."""
+    if array.dtype != np.float32:
+        raise ValueError(f"a swarm exchanges float32 arrays, this one is {array.dtype}")
+    return tensors.digest({ONLY: array})
+
+
+class Objects:
+    """The arrays in a run's storage. What is read is checked against its digest first; nothing is unpickled."""
+
+    def __init__(self, store: Store):
+        self._store = store
+
+    def put_array(self, array: np.ndarray) -> str:
+        """Store a float32 array; its digest, SHA-256 in hexadecimal. The same array again changes nothing."""
+        digest = array_digest(array)
+        self._store.put(object_name(digest), tensors.encode({ONLY: array}))
+        return digest
+
+    def get_array(self, digest: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """A read-only float32 array, memory-mapped where the store is a local folder.
+
+        Raises Missing, or Corrupt where the bytes are not those of the digest or no float32 array of `shape` (None:
+        of any shape).
+        """
+        name = object_name(digest)
+        found = self._load(name, digest)
+        array = found.get(ONLY)
+        if len(found) != 1 or array is None or array.dtype != np.float32 or shape not in (None, array.shape):
+            wanted = "one float32 array" if shape is None else f"float32{list(shape)}"
+            raise self._corrupt(name, f"it holds {_described(found)}, not {wanted}")
+        return array
+
+    @contextmanager
+    def writing_array(self, shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, Callable[[], str]]]:
+        """A float32 memory map to fill, and a function that stores it and gives its digest.
+
+        Nothing may be written to the map after that; without that call nothing is stored.
+        """
+        head = tensors.header({ONLY: ("F32", shape)})
+        size = len(head) + 4 * math.prod(shape)
+        with self._store.temporary("objects/array") as part:
+            with self._store.writing("a new object"), part.open("r+b") as file:
+                file.write(head)
+                file.flush()
+                if hasattr(os, "posix_fallocate"):  # else a disk that fills up later ends the process by a bus error
+                    os.posix_fallocate(file.fileno(), 0, size)
+                file.truncate(size)
+                whole = np.memmap(file, np.uint8, "r+")
+            array = np.ndarray(shape, np.float32, whole, offset=len(head))
+
+            def finish() -> str:
+                with self._store.writing("a new object"):
+                    whole.flush()
+                    array.flags.writeable = False
+                    with part.open("rb") as file:
+                        digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    self._store.put_file(object_name(digest), part)
+                return digest
+
+            yield array, finish
+
+    def put_payload(self, identity: Identity, fragment: int, payload: Mapping[str, np.ndarray]) -> str:
+        """Store one fragment of a contribution, {"s": float32} or {"codes": uint8, "scales": float32}.
+
+        Its digest, that of `tensors.digest`. The same again changes nothing. Raises Conflict where other bytes are
+        stored for this identity, InputError for a member's name that cannot be part of a file's.
+        """
+        name = payload_name(identity, fragment)
+        digest = tensors.digest(payload)
+        if not self._store.create(name, tensors.encode(payload)) and self._digest(name) != digest:
+            raise Conflict(
+                f"{name} is stored with other bytes than the ones given now: a contribution is sent again as it was; "
+                "start a new incarnation"
+            )
+        return digest
+
+    def get_payload(self, identity: Identity, fragment: int, digest: str) -> dict[str, np.ndarray]:
+        """Read-only arrays by name, memory-mapped where the store is a local folder; raises Missing and Corrupt."""
+        name = payload_name(identity, fragment)
+        found = self._load(name, digest)
+        if {key: array.dtype.name for key, array in found.items()} not in (
+            {"s": "float32"},
+            {"codes": "uint8", "scales": "float32"},
+        ):
+            raise self._corrupt(name, f"it holds {_described(found)}, which is no payload")
+        return found
+
+    def _load(self, name: str, digest: str) -> dict[str, np.ndarray]:
+        path = self._store.path(name)
+        data: bytes | mmap
+        if path is None:
+            data = self._store.read(name)
+            found = hashlib.sha256(data).hexdigest()
+        else:
+            with self._store.reading(name), path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found == digest:
+                    data = mmap(file.fileno(), 0, access=ACCESS_READ)
+        if found != digest:
+            raise self._corrupt(name, f"its bytes have the digest {found[:12]}…, not {digest[:12]}…")
+        try:
+            return tensors.decode(data)
+        except ValueError as error:
+            raise self._corrupt(name, str(error)) from error
+
+    def _digest(self, name: str) -> str:
+        path = self._store.path(name)
+        if path is None:
+            return hashlib.sha256(self._store.read(name)).hexdigest()
+        with self._store.reading(name), path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _corrupt(self, name: str, why: str) -> Corrupt:
+        return Corrupt(name, self._store.root, why)
+
+
+def _described(found: Mapping[str, np.ndarray]) -> str:
+    return ", ".join(f"{name} {array.dtype.name}{list(array.shape)}" for name, array in found.items()) or "nothing"

@@ -1,0 +1,149 @@
+"""Runs made up at random: headers as members might send them, verdicts by CHOOSE, states by the outer optimizer."""
+
+import hashlib
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+
+from tpuswarm.swarm.core.choose import Staleness, choose, effective
+from tpuswarm.swarm.core.merge import CHUNK
+from tpuswarm.swarm.core.outer import Outer, advance, commit
+from tpuswarm.swarm.core.quantize import encode
+from tpuswarm.swarm.core.rows import Rows
+from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
+from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.objects import Objects
+from tpuswarm.swarm.replay import contribution
+from tpuswarm.swarm.store import Store
+
+PER_ROW = 8
+"""Tokens."""
+SIZES = (300, 0, CHUNK + 5)
+"""Elements of each fragment."""
+FORMS = {"plain": None, "int8": 8, "int4": 4}
+
+
+class Run:
+    """A run and its storage, grown commit by commit; without `arrays` its state is made up of names only."""
+
+    def __init__(self, store: Store, random: Random, *, rule: str = "average", arrays: bool = True):
+        self.store, self.random, self.arrays = store, random, arrays
+        self.ledger, self.objects, self.outer = Ledger(store), Objects(store), Outer(rule)
+        self.numbers = np.random.default_rng(random.getrandbits(32))
+        self.staleness = Staleness()
+        self.members = [Incarnation(f"m{number}", f"{random.getrandbits(128):032x}") for number in range(4)]
+        self.sequences = dict.fromkeys(self.members, 0)
+        self.processed = dict.fromkeys(self.members, 0)
+        self.next_row = 0
+        self.pending: list[Header] = []
+        self.headers: list[Header] = []
+        state = [self.numbers.standard_normal(size).astype(np.float32) for size in SIZES]
+        outer = [np.zeros((2, size), np.float32) for size in SIZES] if rule == "nesterov" else []
+        genesis = Record(
+            run="run", version=0, epoch=1, parent="", state=self.put(state), outer=self.put(outer), decisions=(),
+            rule=rule, rate=0.0, momentum=self.outer.momentum, share=0.0, gathered=0.0, tokens=0, changes=0,
+            processed=(), digests=Digests("layout", "config", "data", "code"), time=0.0,
+        )  # fmt: skip
+        assert self.ledger.append(genesis) == "created"
+        self.records = [genesis]
+        self.view = View.of(genesis)
+
+    def put(self, arrays: list[np.ndarray]) -> tuple[str, ...]:
+        """Digests of arrays, stored."""
+        if self.arrays:
+            return tuple(self.objects.put_array(array) for array in arrays)
+        return tuple(hashlib.sha256(self.random.randbytes(8)).hexdigest() for _ in arrays)
+
+    def state(self, version: int) -> list[np.ndarray]:
+        """The exchanged state of a version."""
+        return [self.objects.get_array(digest) for digest in self.records[version].state]
+
+    def push(self, member: Incarnation, base: int | None = None, *, finite: bool = True, late: bool = False) -> Header:
+        """A contribution of a member, accepted. late: a row of it was lent before, and is decided or soon will be."""
+        random, form = self.random, self.random.choice(list(FORMS))
+        self.sequences[member] += 1
+        start, length = self.next_row, random.randint(1, 5)
+        self.next_row += length + random.choice([0, 0, 2])
+        rows = Rows.of((start, start + length))
+        if late:
+            rows |= Rows.of((0, 1))
+        base = self.view.version if base is None else base
+        identity = Identity(member, self.sequences[member])
+        digests: tuple[str, ...] = ("",) * len(SIZES)
+        norm = random.choice([0.5, 1.0, 20.0])
+        if self.arrays:
+            anchors = self.state(base)
+            deltas = [self.numbers.standard_normal(anchor.size).astype(np.float32) for anchor in anchors]
+            payloads = [_payload(*each, FORMS[form]) for each in zip(anchors, deltas, strict=True)]
+            digests = tuple(self.objects.put_payload(identity, number, each) for number, each in enumerate(payloads))
+            norm = float(np.sqrt(sum(float((delta**2).sum()) for delta in deltas)))
+        tokens = len(rows) * PER_ROW
+        self.processed[member] += tokens
+        header = Header(identity, "run", base, rows, tokens, 1, form, norm if finite else 0.0, finite, digests)
+        assert self.ledger.create_header(header) == "created"
+        self.pending.append(header)
+        self.headers.append(header)
+        return header
+
+    def commit(self, lost: set[Identity] = frozenset()) -> Record:
+        """A verdict on everything accepted."""
+        decisions = choose(self.view, self.pending, lost, self.staleness)
+        self.pending = []
+        newest, weights = self.view.newest, [each.weight for each in decisions if each.fate == "applied"]
+        rate = self.outer.rate_for(effective(weights)) if weights else 0.0
+        share, gathered = advance(self.outer, newest.gathered, len(weights), quorum=2)
+        record = replace(
+            newest, version=newest.version + 1, epoch=newest.epoch + (self.random.random() < 0.1),
+            parent=self.ledger.digest(newest), decisions=tuple(decisions), rate=rate, share=share, gathered=gathered,
+            tokens=newest.tokens + sum(each.tokens for each in decisions if each.fate == "applied"),
+            changes=newest.changes + bool(weights), processed=tuple(sorted(self.processed.items())),
+            time=newest.time + self.random.random(),
+        )  # fmt: skip
+        if weights and self.arrays:
+            state, outer = self._merged(record)
+            record = replace(record, state=self.put(state), outer=self.put(outer))
+        elif weights:
+            record = replace(record, state=self.put([None] * len(SIZES)))
+        assert self.ledger.append(record) == "created"
+        self.records.append(record)
+        self.view = self.view.after(record)
+        return record
+
+    def grow(self, commits: int) -> "Run":
+        """Commits of what members might do, odd things included."""
+        for _ in range(commits):
+            for member in self.random.sample(self.members, self.random.randint(1, len(self.members))):
+                base = max(0, self.view.version - self.random.choice([0, 0, 0, 1, 2, 6]))
+                self.push(member, base, finite=self.random.random() > 0.1, late=self.random.random() < 0.1)
+            lost = {each.identity for each in self.pending if self.random.random() < 0.1}
+            self.commit(lost)
+        return self
+
+    def _merged(self, record: Record) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        known = {header.identity: header for header in self.headers}
+        newest, step, state, outer = self.view.newest, record.gathered == 0, [], []
+        for number, theta in enumerate(self.state(newest.version)):
+            contributions = [
+                contribution(
+                    each,
+                    self.state(each.base)[number],
+                    self.objects.get_payload(each.identity, number, known[each.identity].digests[number]),
+                )
+                for each in record.decisions
+                if each.fate == "applied"
+            ]
+            before = self.objects.get_array(newest.outer[number]) if newest.outer else None
+            new, after = np.empty_like(theta), None if before is None else np.empty_like(before)
+            commit(theta, before, contributions, self.outer, record.rate, record.share, step, new, after)
+            state.append(new)
+            outer += [] if after is None else [after]
+        return state, outer
+
+
+def _payload(anchor: np.ndarray, delta: np.ndarray, bits: int | None) -> dict[str, np.ndarray]:
+    if bits is None:
+        return {"s": anchor - delta}
+    codes, scales = encode(delta, bits)
+    return {"codes": codes, "scales": scales}

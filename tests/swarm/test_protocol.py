@@ -1,0 +1,108 @@
+"""The protocol under faults: every row counted exactly once, whoever dies when (invariants 4, 5, 6, 9, 12)."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.swarm.world import World
+from tpuswarm.swarm.core.choose import Staleness
+from tpuswarm.swarm.core.rows import Rows
+from tpuswarm.swarm.engines.inproc import Faults
+
+
+def test_a_swarm_without_faults_counts_every_row_once():
+    world = World(seed=1)
+    view = world.run()
+    assert view.counted == Rows.of((0, world.horizon)) and not view.skipped
+    assert {decision.fate for decision, _ in view.verdicts.values()} == {"applied"}
+
+
+def test_one_member_is_the_plain_order_of_rows():
+    world = World(seed=2, members=1)
+    view = world.run()
+    assert view.counted == Rows.of((0, world.horizon))
+    for record in world.ledger.records[1:]:
+        assert [decision.weight for decision in record.decisions] == [1.0]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    members=st.integers(1, 5),
+    cycle=st.integers(1, 4),
+    overlap=st.booleans(),
+    lost=st.sampled_from([0.0, 0.05, 0.2]),
+    twice=st.sampled_from([0.0, 0.2]),
+    kills=st.integers(0, 12),
+    payloads=st.integers(0, 3),
+    race_at=st.none() | st.floats(1, 30),
+    limit=st.integers(0, 4),
+)
+def test_any_schedule_of_faults_ends_clean(seed, members, cycle, overlap, lost, twice, kills, payloads, race_at, limit):
+    world = World(
+        seed=seed, members=members, cycle=cycle, horizon=24, overlap=overlap,
+        faults=Faults(lost=lost, twice=twice), random_kills=kills, lost_payloads=payloads, race_at=race_at,
+        staleness=Staleness(limit),
+    )  # fmt: skip
+    world.run()
+
+
+def crash_points() -> list[int]:
+    world = World(seed=3, members=2, horizon=8)
+    world.run()
+    return list(range(len(world.points)))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_crash_at_every_step_of_every_process(part):
+    for point in crash_points()[part::4]:
+        world = World(seed=3, members=2, horizon=8, kill_at=point)
+        view = world.run()
+        assert len(view.counted) >= world.horizon and world.kills == 1, world.points[point]
+
+
+def test_a_contribution_that_is_not_finite_changes_nothing():
+    world = World(seed=4, members=2, poison={0})
+    view = world.run()
+    dropped = [decision for decision, _ in view.verdicts.values() if decision.fate == "dropped"]
+    assert [decision.reason for decision in dropped] == ["not finite"]
+    assert view.skipped == dropped[0].rows and len(view.counted) == world.horizon
+
+
+@pytest.mark.parametrize("at", [0.5, 8.0, 9.5, 11.0, 14.0])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_member_that_leaves_with_notice_hands_in_what_it_has(at, overlap):
+    """Only rows trained after a snapshot that is still undecided are trained again; the rest of its lease goes back."""
+    world = World(seed=5, members=3, cycle=3, horizon=36, overlap=overlap)
+    made = world.processes["m0"]
+    after = []
+
+    def leave():
+        made.leaving = True
+        after.append(len(made.books.undecided.after) if made.books.undecided else 0)
+
+    world.engine.at(at, leave)
+    view = world.run()
+    key = made.books.incarnation
+    applied = sum(len(d.rows) for identity, (d, _) in view.verdicts.items() if identity.incarnation == key)
+    assert world.processed.get(key, 0) - applied <= after[0] + 1  # the step under way may end
+    assert sum(world.processed.values()) - world.horizon <= after[0] + 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**9), cycle=st.integers(1, 4), kills=st.integers(1, 6))
+def test_a_killed_member_loses_at_most_its_cycles_under_way(seed, cycle, kills):
+    """Work since the last accepted push: one cycle before its snapshot is accepted and two beside it (invariant 6)."""
+    world = World(seed=seed, members=3, cycle=cycle, horizon=40)
+    for number in range(kills):
+        world.engine.at(world.rnd.uniform(1, 30), lambda number=number: world.crash(f"m{number % 3}"))
+    view = world.run()
+    lost = sum(world.processed.values()) - len(view.counted) - len(view.skipped)
+    assert lost <= kills * 3 * cycle
+
+
+def test_the_same_seed_gives_the_same_ledger():
+    first, second = (World(seed=6, random_kills=6, faults=Faults(lost=0.1, twice=0.1)) for _ in range(2))
+    first.run()
+    second.run()
+    assert first.ledger.records == second.ledger.records

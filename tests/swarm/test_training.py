@@ -1,0 +1,201 @@
+"""Real programs in a swarm: one member is the plain trainer bit for bit, anchors are the ledger's (invariants 1, 7)."""
+
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests.train import toy
+from tpuswarm import Trainer
+from tpuswarm.swarm.aggregator import Aggregator
+from tpuswarm.swarm.coordinator import Coordinator
+from tpuswarm.swarm.core.member import Member
+from tpuswarm.swarm.core.messages import Terms
+from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.rounds import Patience
+from tpuswarm.swarm.core.values import Digests, Incarnation, Record
+from tpuswarm.swarm.effects import Call, Unreachable
+from tpuswarm.swarm.engines.inproc import Inproc
+from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.holder import ProgramHolder, layout_of
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.member import MemberProcesses
+from tpuswarm.swarm.objects import Objects, array_digest
+from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.verify import verify
+from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.paths import leaf_paths
+
+BATCH, STEPS = 8, 12
+
+
+class Threads:
+    """Every node in threads of this process, in real time; calls are plain calls."""
+
+    def __init__(self):
+        self.nodes, self.servers = {}, {}
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
+    def node(self, name: str) -> Node:
+        return self.nodes.setdefault(name, Node(self.calls))
+
+    def calls(self, call: Call):
+        if call.address not in self.servers:
+            raise Unreachable(call.address)
+        return self.node(call.address).call(self.servers[call.address], call.method, call.arguments)
+
+    def serve(self, name: str, server) -> None:
+        self.servers[name] = server
+
+    def spawn(self, name: str, process, done=lambda result: None) -> None:
+        def whole():
+            done((yield from process))
+
+        self.node(name).start(name, whole())
+
+    def run(self, until, limit: float) -> bool:
+        end = time.monotonic() + limit
+        while not until() and time.monotonic() < end:
+            assert not [node.failure for node in self.nodes.values() if node.failure]
+            time.sleep(0.01)
+        for node in self.nodes.values():
+            node.stop()
+            assert node.wait(30)
+        return until()
+
+
+class Swarm:
+    """Members with real programs and storage, under an engine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        recipe,
+        *,
+        members=1,
+        cycle=2,
+        overlap=True,
+        fragments=1,
+        form="plain",
+        shards=1,
+        patience=None,
+        engine=None,
+    ):
+        self.engine = engine or Inproc(7)
+        self.store = Store(str(folder))
+        ledger, objects = Ledger(self.store), Objects(self.store)
+        fitted = fit(recipe, Request(batch=BATCH), jax.devices()[:1])
+        init_key, step_key = jax.random.split(jax.random.key(0))
+        layout = layout_of(fitted, fragments)
+        self.terms = Terms(
+            run="run", digests=Digests(layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
+            horizon=STEPS * BATCH, cycle=cycle * BATCH, members=tuple(f"m{n}" for n in range(members)),
+            outer=Outer("average"), patience=patience or Patience(),
+        )  # fmt: skip
+        self.holders = []
+        clock = lambda: self.engine.now  # noqa: E731
+        for number in range(members):
+            state = fitted.init(init_key)
+            shared = fitted.program.exchange().get(state)
+            leaves = dict(zip(leaf_paths(shared), jax.device_get(jax.tree.leaves(shared)), strict=True))
+            anchor = layout.split(leaves)
+            if number == 0:
+                for fragment in anchor:
+                    objects.put_array(fragment)
+                ledger.append(genesis(self.terms, anchor))
+            holder = ProgramHolder(
+                fitted, recipe.data("train"), layout, form, step_key, state, anchor, lambda n, m: None
+            )
+            self.holders.append(holder)
+            books = Member(self.terms, form, overlap, Incarnation(f"m{number}", f"{number:032x}"), 0, 0)
+            made = MemberProcesses(books, holder, "coordinator", [f"shard-{n}" for n in range(shards)], clock)
+            self.engine.spawn(f"m{number}", made.train())
+            self.engine.spawn(f"m{number}", made.exchange())
+        for number in range(shards):
+            self.engine.serve(f"shard-{number}", Aggregator(ledger, objects, layout.sizes, number, shards))
+        addresses = [f"shard-{n}" for n in range(shards)]
+        self.coordinator = Coordinator(self.terms, ledger, addresses, clock, clock, founded=True)
+        self.engine.spawn("coordinator", self.coordinator.open(), self._opened)
+        self.ledger, self.objects, self.layout = ledger, objects, layout
+
+    def _opened(self, result) -> None:
+        self.engine.serve("coordinator", self.coordinator)
+        self.engine.spawn("coordinator", self.coordinator.run())
+
+    def run(self):
+        assert self.engine.run(lambda: hasattr(self.coordinator, "state") and self.coordinator.state.ended, 1000)
+        newest = self.ledger.view().newest
+        return self.layout.join([self.objects.get_array(digest) for digest in newest.state])
+
+
+def genesis(terms: Terms, anchor) -> Record:
+    return Record(
+        run=terms.run, version=0, epoch=1, parent="", state=tuple(array_digest(each) for each in anchor), outer=(),
+        decisions=(), rule="average", rate=1.0, momentum=0.0, share=1.0, gathered=0.0, tokens=0, changes=0,
+        processed=(), digests=terms.digests, time=0.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cycle", [1, 3, 5])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("fragments", "shards"), [(1, 1), (3, 2)])
+def test_one_member_is_the_plain_trainer_bit_for_bit(tmp_path, cycle, overlap, fragments, shards):
+    plain = Trainer(devices=1, seed=0).fit(toy.recipe(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
+    swarm = Swarm(tmp_path / "swarm", toy.recipe(), cycle=cycle, overlap=overlap, fragments=fragments, shards=shards)
+    found = swarm.run()
+    wanted = dict(zip(leaf_paths(plain.state.params), jax.tree.leaves(plain.state.params), strict=True))
+    for path, array in found.items():
+        assert np.array_equal(np.asarray(wanted[path]).view(np.uint32), array.view(np.uint32)), path
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_in_threads_and_real_time(tmp_path, members):
+    swarm = Swarm(tmp_path / "swarm", toy.recipe(), members=members, engine=Threads())
+    found = swarm.run()
+    assert len(swarm.ledger.view().counted) == STEPS * BATCH
+    assert not verify(swarm.store, lambda sentence: None).problems
+    if members == 1:
+        plain = Trainer(devices=1, seed=0).fit(toy.recipe(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
+        wanted = dict(zip(leaf_paths(plain.state.params), jax.tree.leaves(plain.state.params), strict=True))
+        assert all(np.array_equal(wanted[path], array) for path, array in found.items())
+
+
+@pytest.mark.parametrize("form", ["plain", "int8", "int4"])
+def test_three_members_learn_and_the_ledger_verifies(tmp_path, form):
+    swarm = Swarm(tmp_path / "swarm", toy.recipe(toy.adam, 0.3), members=3, form=form, fragments=2)
+    found = swarm.run()
+    data = toy.data()
+
+    def loss(params):
+        return float(np.mean((data["x"] @ params["layer/w"] + params["layer/b"] - data["y"]) ** 2))
+
+    start = swarm.layout.join([swarm.objects.get_array(each) for each in swarm.ledger.record(0).state])
+    assert loss(found) < 0.7 * loss(start)
+    report = verify(swarm.store, lambda sentence: None)
+    assert not report.problems
+
+
+def test_with_one_step_a_cycle_and_sgd_it_is_synchronous_data_parallel(tmp_path):
+    """Against the gradient by hand, in float64, on the concatenated rows (invariant 2)."""
+    recipe = toy.recipe(lambda rate, mask: optax.sgd(rate), 0.05)
+    waits = Patience(grace_cycles=1e4, deadline_cycles=1e4)
+    swarm = Swarm(tmp_path / "swarm", recipe, members=2, cycle=1, overlap=False, patience=waits)
+    found = swarm.run()
+    start = swarm.layout.join([swarm.objects.get_array(each) for each in swarm.ledger.record(0).state])
+    source = recipe.data("train")
+    w, b = start["layer/w"].astype(np.float64), float(start["layer/b"])
+    for step in range(STEPS // 2):
+        decisions = swarm.ledger.record(step + 1).decisions
+        assert [decision.weight for decision in decisions] == [0.5, 0.5]
+        parts = [source.rows(first, BATCH) for each in decisions for first, _ in each.rows.ranges]
+        x, y = (np.concatenate([part[name] for part in parts]) for name in ("x", "y"))
+        error = x @ w + b - y
+        rate = 0.05 * (1 - 2 * step / STEPS)
+        w, b = w - rate * 2 * (error @ x) / len(y), b - rate * 2 * error.mean()
+    assert np.allclose(found["layer/w"], w, rtol=1e-5) and np.allclose(found["layer/b"], b, rtol=1e-5)

@@ -1,0 +1,333 @@
+"""A swarm with exact parameters: who trained which row, and where that work ends up.
+
+Parameters are sparse vectors of fractions over (row, incarnation): training a row adds its element with coefficient 1.
+A row counted twice, lost, or claimed without being in the state shows as a wrong coefficient. The processes, state
+machines and engine are the product's; the arrays, the ledger's storage and the shards are these few lines.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from tpuswarm.swarm.coordinator import Coordinator
+from tpuswarm.swarm.core.choose import Staleness
+from tpuswarm.swarm.core.member import Adopt, Member
+from tpuswarm.swarm.core.messages import Accepted, Lost, Merge, Part, Terms
+from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.rows import Rows
+from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
+from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.effects import Over
+from tpuswarm.swarm.engines.inproc import Faults, Inproc
+from tpuswarm.swarm.member import MemberProcesses, Payload
+
+Vector = dict[tuple[int, Incarnation], Fraction]
+DIGESTS = Digests("layout", "config", "data", "code")
+NAN = -1
+"""The row number whose element stands for a NaN."""
+
+
+def combine(*terms: tuple[Fraction | int, Vector]) -> Vector:
+    total: Vector = {}
+    for factor, vector in terms:
+        for basis, value in vector.items():
+            total[basis] = total.get(basis, Fraction(0)) + Fraction(factor) * value
+    return {basis: value for basis, value in total.items() if value}
+
+
+def trained_rows(rows: Rows, incarnation: Incarnation) -> Vector:
+    return {(row, incarnation): Fraction(1) for start, stop in rows.ranges for row in range(start, stop)}
+
+
+def digest(of: Any) -> str:
+    text = repr(sorted(of.items())) if isinstance(of, dict) else repr(of)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass
+class MemoryLedger:
+    """The ledger's interface over lists."""
+
+    records: list[Record] = field(default_factory=list)
+    stored: dict[Identity, Header] = field(default_factory=dict)
+
+    def view(self) -> View:
+        return View.of(self.records[0], self.records[1:])
+
+    def headers(self, decided: Iterable[Identity]) -> list[Header]:
+        return [header for identity, header in self.stored.items() if identity not in set(decided)]
+
+    def digest(self, record: Record) -> str:
+        return digest(record)
+
+    def append(self, record: Record) -> str:
+        if record.version < len(self.records):
+            return "same" if self.records[record.version] == record else "lost"
+        assert record.version == len(self.records) and record.parent == digest(self.records[-1])
+        self.records.append(record)
+        return "created"
+
+    def create_header(self, header: Header) -> str:
+        known = self.stored.setdefault(header.identity, header)
+        return "created" if known is header else "same" if known == header else "lost"
+
+
+@dataclass
+class Shard:
+    """One shard that computes with fractions; its storage is the run's, its process can die."""
+
+    ledger: MemoryLedger
+    payloads: dict[Identity, Vector]
+    objects: dict[str, Vector]
+    sent: dict[Identity, Vector]
+    """All payloads that ever arrived, for the checks."""
+
+    def put(self, identity: Identity, number: int, arrays: dict[str, Vector], name: str) -> Accepted:
+        assert self.sent.setdefault(identity, arrays["s"]) == arrays["s"], "one identity, two contents"
+        self.payloads[identity] = arrays["s"]
+        return Accepted()
+
+    def fetch(self, number: int, name: str) -> Vector:
+        return self.objects[name]
+
+    def merge(self, newest: Record, merge: Merge) -> Part | Lost:
+        applied = [each for each in merge.decisions if each.fate == "applied"]
+        gone = {each.identity for each in applied if each.identity not in self.payloads}
+        if gone:
+            return Lost(frozenset(gone))
+        theta = self.objects[newest.state[0]]
+        if applied:
+            whole = sum(Fraction(each.weight) for each in applied)
+            terms = []
+            for each in applied:
+                base = self.objects[self.ledger.records[each.base].state[0]]
+                terms.append((Fraction(each.weight) / whole, combine((1, self.payloads[each.identity]), (-1, base))))
+            theta = combine((1, theta), *terms)
+        self.objects[digest(theta)] = theta
+        return Part({0: digest(theta)}, {})
+
+
+@dataclass
+class ExactHolder:
+    incarnation: Incarnation
+    theta: Vector
+    anchor: Vector
+    poison: set[int]
+    """Rows that give a NaN to whoever trains them first; shared by all."""
+    processed: dict[Incarnation, int]
+    sent: Vector = field(default_factory=dict)
+
+    def train(self, rows: Rows, progress: tuple[int, int]) -> None:
+        self.theta = combine((1, self.theta), (1, trained_rows(rows, self.incarnation)))
+        self.processed[self.incarnation] = self.processed.get(self.incarnation, 0) + len(rows)
+        if bad := {row for row in self.poison for start, stop in rows.ranges if start <= row < stop}:
+            self.poison -= bad
+            self.theta = combine((1, self.theta), (1, {(NAN, self.incarnation): Fraction(1)}))
+
+    def snapshot(self) -> Vector:
+        self.sent = self.theta
+        return self.theta
+
+    def payload(self, snapshot: Vector, identity: Identity) -> Payload:
+        finite = not any(row == NAN for row, _ in snapshot)
+        return Payload(({"s": snapshot},), (digest(snapshot),), 1.0 if finite else 0.0, finite)
+
+    def adopt(self, adopt: Adopt, fragments: Sequence[Vector]) -> None:
+        new = fragments[0]
+        if adopt.how == "snapshot":
+            self.theta = combine((1, self.theta), (1, new), (-1, self.sent))
+        elif adopt.how == "anchor":
+            self.theta = combine((1, self.theta), (1, new), (-1, self.anchor))
+        else:
+            self.theta = new
+        self.anchor = new
+
+
+@dataclass
+class World:
+    """Members, one shard, a coordinator, each restarted some time after it died."""
+
+    seed: int
+    members: int = 3
+    horizon: int = 24
+    cycle: int = 2
+    batch: int = 1
+    overlap: bool = True
+    faults: Faults = field(default_factory=Faults)
+    poison: set[int] = field(default_factory=set)
+    kill_at: int | None = None
+    """The effect boundary, counted from 0, at which the node that reached it dies."""
+    random_kills: int = 0
+    lost_payloads: int = 0
+    """Payloads destroyed at random moments, accepted ones included."""
+    race_at: float | None = None
+    """When a second coordinator starts beside the first, and half of the members turn to it."""
+    staleness: Staleness = field(default_factory=Staleness)
+
+    def __post_init__(self) -> None:
+        self.rnd = random.Random(self.seed)
+        self.speeds = [self.rnd.uniform(0.5, 2.0) for _ in range(self.members)]
+        self.engine = Inproc(self.seed, seconds=self.seconds, faults=self.faults, watch=self.watch, over=self.over)
+        self.points: list[tuple[str, str, str]] = []
+        self.ledger = MemoryLedger()
+        self.payloads: dict[Identity, Vector] = {}
+        self.sent: dict[Identity, Vector] = {}
+        self.objects: dict[str, Vector] = {digest({}): {}}
+        self.terms = Terms(
+            run="run",
+            digests=DIGESTS,
+            batch=self.batch,
+            tokens_per_row=10,
+            horizon=self.horizon,
+            cycle=self.cycle,
+            members=tuple(f"m{n}" for n in range(self.members)),
+            outer=Outer("average"),
+            staleness=self.staleness,
+        )
+        self.ledger.records.append(genesis(self.terms))
+        self.processes: dict[str, MemberProcesses] = {}
+        self.lives = 0
+        self.kills = 0
+        self.processed: dict[Incarnation, int] = {}
+        """Rows trained, counted apart from the product's books."""
+        self.coordinators: dict[str, Coordinator] = {}
+        self.addresses = {f"m{n}": "coordinator" for n in range(self.members)}
+        self.start_coordinator(founded=True)
+        self.start_shard()
+        for number in range(self.members):
+            self.start_member(f"m{number}")
+        for _ in range(self.random_kills):
+            node = self.rnd.choice(["coordinator", "shard", *(f"m{n}" for n in range(self.members))])
+            self.engine.at(self.rnd.uniform(1, 60), lambda node=node: self.crash(node))
+        for _ in range(self.lost_payloads):
+            self.engine.at(self.rnd.uniform(1, 40), self.lose_payload)
+        if self.race_at is not None:
+            self.engine.at(self.race_at, self.race)
+
+    def seconds(self, rnd: random.Random, name: str) -> float:
+        return rnd.uniform(0.5, 1.5) if name == "member trains" else rnd.uniform(0.001, 0.3)
+
+    def start_coordinator(self, node: str = "coordinator", founded: bool = False) -> None:
+        clock = lambda: self.engine.now  # noqa: E731
+        made = Coordinator(self.terms, self.ledger, ["shard"], clock, clock, founded=founded)
+
+        def opened(result: Any) -> None:
+            self.coordinators[node] = made
+            self.engine.serve(node, made)
+            self.engine.spawn(node, made.run())
+
+        self.engine.spawn(node, made.open(), opened)
+
+    def lose_payload(self) -> None:
+        undecided = [each for each in self.payloads if each not in self.ledger.view().verdicts]
+        if undecided:
+            del self.payloads[self.rnd.choice(sorted(undecided))]
+
+    def race(self) -> None:
+        self.start_coordinator("coordinator-2")
+        for name in list(self.addresses)[::2]:
+            self.point(name, "coordinator-2")
+
+    def point(self, member: str, coordinator: str) -> None:
+        self.addresses[member] = coordinator
+        if member in self.processes:
+            self.processes[member].coordinator = coordinator
+
+    def start_shard(self) -> None:
+        self.engine.serve("shard", Shard(self.ledger, self.payloads, self.objects, self.sent))
+
+    def start_member(self, name: str) -> None:
+        self.lives += 1
+        incarnation = Incarnation(name, f"{self.rnd.getrandbits(128):032x}")
+        newest = self.ledger.records[-1]
+        theta = self.objects[newest.state[0]]
+        books = Member(
+            terms=self.terms, form="plain", overlap=self.overlap, incarnation=incarnation,
+            base=newest.version, tokens=newest.tokens,
+        )  # fmt: skip
+        made = MemberProcesses(
+            books,
+            ExactHolder(incarnation, theta, theta, self.poison, self.processed),
+            self.addresses[name],
+            ["shard"],
+            lambda: self.engine.now,
+        )
+        self.processes[name] = made
+        self.engine.spawn(name, made.train())
+        self.engine.spawn(name, made.exchange())
+
+    def watch(self, node: str, name: str, when: str) -> None:
+        if when == "before":
+            self.check()
+        self.points.append((node, name, when))
+        if self.kill_at is not None and len(self.points) == self.kill_at + 1:
+            self.crash(node)
+
+    def crash(self, node: str) -> None:
+        self.kills += 1
+        self.engine.kill(node)
+        self.restart(node, self.rnd.uniform(0.1, 5))
+
+    def over(self, node: str, over: Over) -> None:
+        self.restart(node, 0.1)
+
+    def restart(self, node: str, after: float) -> None:
+        """The machine's supervisor: another life of what died; of two coordinators only one comes back."""
+        self.processes.pop(node, None)
+        self.coordinators.pop(node, None)
+        if node.startswith("coordinator") and self.race_at is not None and self.engine.now > self.race_at:
+            other = "coordinator" if node == "coordinator-2" else "coordinator-2"
+            for member in self.addresses:
+                self.point(member, other if other in self.coordinators else node)
+            if other in self.coordinators:
+                return
+        start = {"shard": self.start_shard} | {
+            name: lambda name=name: self.start_coordinator(name) for name in ("coordinator", "coordinator-2")
+        }
+        self.engine.at(self.engine.now + after, start.get(node, lambda: self.start_member(node)))
+
+    def run(self, limit: float = 5000.0) -> View:
+        """To the end; every invariant is checked on the way."""
+        assert self.engine.run(lambda: self.ended(), limit), f"no clean end by {self.engine.now:.0f} s"
+        self.check_ledger()
+        return self.ledger.view()
+
+    def ended(self) -> bool:
+        return any(each.state.ended for each in self.coordinators.values())
+
+    def check(self) -> None:
+        """Of every living member, at every moment: its parameters hold exactly what its books say is outstanding."""
+        for made in self.processes.values():
+            holder, books = made.holder, made.books
+            assert isinstance(holder, ExactHolder)
+            own = combine((1, holder.theta), (-1, self.objects[self.ledger.records[books.base].state[0]]))
+            rows = {basis: value for basis, value in own.items() if basis[0] != NAN}
+            assert rows == trained_rows(books.outstanding, books.incarnation)
+            assert holder.anchor == self.objects[self.ledger.records[books.base].state[0]]
+
+    def check_ledger(self) -> None:
+        """What the ledger alone shows."""
+        view = self.ledger.view()
+        assert len(view.counted) == self.horizon
+        assert sum(self.processed.values()) >= len(view.counted) + len(view.skipped)
+        theta: Vector = {}
+        for record in self.ledger.records[1:]:
+            applied = [each for each in record.decisions if each.fate == "applied"]
+            whole = sum(Fraction(each.weight) for each in applied)
+            for each in applied:
+                base = self.objects[self.ledger.records[each.base].state[0]]
+                delta = combine((1, self.sent[each.identity]), (-1, base))
+                assert delta == trained_rows(each.rows, each.identity.incarnation), "the header lists other rows"
+                theta = combine((1, theta), (Fraction(each.weight) / whole, delta))
+            assert theta == self.objects[record.state[0]], f"version {record.version} is not the replay of the ledger"
+
+
+def genesis(terms: Terms) -> Record:
+    return Record(
+        run=terms.run, version=0, epoch=1, parent="", state=(digest({}),), outer=(), decisions=(), rule="average",
+        rate=1.0, momentum=0.0, share=1.0, gathered=0.0, tokens=0, changes=0, processed=(), digests=terms.digests,
+        time=0.0,
+    )  # fmt: skip

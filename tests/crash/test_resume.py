@@ -115,7 +115,7 @@ elif point == "before a save":
 elif point == "files written, not yet digested":
     before(checkpoint, "_digest", 1)
 elif point == "digested, no manifest":
-    before(checkpoint, "_sync", 20)
+    before(checkpoint, "sync", 20)
 elif point == "manifest written under its other name":
     before(Path, "replace", 4)  # the configuration and two manifests come first
 elif point == "manifest there, old ones not removed":

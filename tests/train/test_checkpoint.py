@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuswarm.errors import RunFailed
 from tpuswarm.train import checkpoint
 from tpuswarm.train.checkpoint import Checkpoints, Saved, newest, restore
+from tpuswarm.train.files import write_atomically
 from tpuswarm.train.mesh import make_mesh
 
 
@@ -207,16 +208,16 @@ def test_a_full_disk_is_named_and_leaves_the_one_before(tmp_path):
     assert step == "1"
 
 
-def test_manifest_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file.json"
-    checkpoint.write_atomically(path, json.dumps([1]))
+    write_atomically(path, json.dumps([1]))
 
     def broken(_):
         raise OSError("power cut")
 
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="power cut"):
-        checkpoint.write_atomically(path, json.dumps([2]))
+        write_atomically(path, json.dumps([2]))
     assert json.loads(path.read_text()) == [1]
 
 

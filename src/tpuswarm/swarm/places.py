@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.files import sync
 
 
 class Folder:
@@ -30,7 +31,7 @@ class Folder:
         target, part = self.path(name), self.temporary(name)
         try:
             part.write_bytes(data)
-            _sync(part)
+            sync(part)
             try:
                 os.link(part, target)
                 created = True
@@ -38,7 +39,7 @@ class Folder:
                 created = False
         finally:
             part.unlink(missing_ok=True)
-        _sync(target.parent)  # also where another process was first: it may not have come to this yet
+        sync(target.parent)  # also where another process was first: it may not have come to this yet
         return created
 
     def put(self, name: str, data: bytes) -> None:
@@ -50,16 +51,16 @@ class Folder:
             part.unlink(missing_ok=True)
 
     def put_file(self, name: str, part: Path) -> None:
-        _sync(part)
+        sync(part)
         part.replace(self.path(name))
-        _sync(self.path(name).parent)
+        sync(self.path(name).parent)
 
     def temporary(self, name: str) -> Path:
         target = self.path(name)
         missing = [folder for folder in target.parents if not folder.is_dir()]
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
-            _sync(folder.parent)
+            sync(folder.parent)
         part = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
         part.touch()
         return part
@@ -172,14 +173,6 @@ class Memory(Bucket):
 
     def _written(self, about: dict[str, Any]) -> float:
         return about["created"]
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _unless_absent(error: OSError) -> None:

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -20,6 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tpuswarm.errors import RunFailed
+from tpuswarm.train.files import sync, write_atomically
 from tpuswarm.train.paths import leaf_paths
 
 MANIFEST = "manifest.json"
@@ -99,7 +99,7 @@ class Checkpoints:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             digests = {str(path.relative_to(folder)): _digest(path) for path in files}
             for path in files:
-                _sync(path)
+                sync(path)
             self.seconds = time.monotonic() - start
             manifest = {"step": step, "about": about, "seconds": self.seconds, "files": digests}
             write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
@@ -196,25 +196,6 @@ def restore(saved: Saved, abstract: Any) -> Any:
 def _shapes(tree: Any) -> dict[str, str]:
     leaves = jax.tree.leaves(tree)
     return {name: f"{leaf.dtype} {tuple(leaf.shape)}" for name, leaf in zip(leaf_paths(tree), leaves, strict=True)}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, also after a power cut."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digest(path: Path) -> str:

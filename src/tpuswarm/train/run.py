@@ -16,7 +16,7 @@ from typing import Any
 import tomli_w
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.checkpoint import write_atomically
+from tpuswarm.train.files import write_atomically
 
 CONFIG, METRICS, EVENTS, LOCK = "config.toml", "metrics.jsonl", "events.jsonl", "lock"
 LAST = ("finished", "stopped", "failed")

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
 from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Kind, Tokenizer, make_tokenizer
-from tpuswarm.train.checkpoint import write_atomically
+from tpuswarm.train.files import write_atomically
 from tpuswarm.train.platform import cache_folder
 from tpuswarm.train.run import writing
 from tpuswarm.train.source import shuffled

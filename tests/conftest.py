@@ -3,6 +3,8 @@
 import atexit
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -34,3 +36,21 @@ def text_file(tmp_path_factory: pytest.TempPathFactory):
 def devices():
     """The 8 virtual devices."""
     return jax.devices()
+
+
+@pytest.fixture
+def on_small_disk(tmp_path):
+    """Runs a script with a small real file system, in a mount namespace of its own, as its argument; what it prints."""
+
+    def run(script: str, mebibytes: int = 4) -> list[str]:
+        disk, file = tmp_path / "disk", tmp_path / "script.py"
+        disk.mkdir()
+        file.write_text(script)
+        mount = f"mount -t tmpfs -o size={mebibytes}m none {disk} && exec {sys.executable} {file} {disk}"
+        done = subprocess.run(["unshare", "-r", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=120)
+        if done.returncode != 0 and ("unshare" in done.stderr or "mount" in done.stderr):
+            pytest.skip(f"this machine does not allow mount namespaces: {done.stderr.strip()}")
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    return run

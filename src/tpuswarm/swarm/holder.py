@@ -53,7 +53,6 @@ class ProgramHolder:
         self._took = took
         self._exchange = fitted.program.exchange()
         self._shared = self._exchange.get(fitted.state)
-        self._spec: dict[str, Any] = {}
         self._anchor = list(anchor)
         self._reference: list[np.ndarray] = []
         """The last snapshot, on the host."""
@@ -64,8 +63,7 @@ class ProgramHolder:
     def train(self, rows: Rows, progress: tuple[int, int]) -> None:
         """One step on one range of rows, a whole batch; returns when it is dispatched."""
         ((start, stop),) = rows.ranges
-        spec = self._spec or self._fitted.program.batch_spec(stop - start)
-        self._spec = dict(spec)
+        spec = self._fitted.program.batch_spec(stop - start)
         batch = jax.device_put(read_rows(self._source, spec, start, stop - start), batch_sharding(self._fitted.mesh))
         number = start // (stop - start)
         clock = Clock(self._key, np.int32(number), np.float32(progress[0] / progress[1]))

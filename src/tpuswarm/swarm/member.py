@@ -105,7 +105,7 @@ class MemberProcesses:
                 yield from self._push()
             reply = yield from self._beat()
             if reply is not None:
-                if reply.unknown and self._pushed:
+                if reply.unknown and self._pushed and self._snapshot is None:
                     yield from self._push()
                 self.ended = reply.ended
                 adopt = core.news(self.books, reply)

@@ -49,7 +49,7 @@ def keep_freed_memory() -> None:
     """Tell glibc to keep what is freed for the next allocation; does nothing where the C library has no mallopt.
 
     XLA on CPU allocates a step's temporaries anew at every step, and glibc gives blocks that large back to the system
-    each time: a step of gpt2-tiny then takes 13,000 page faults and 40% longer (docs/benchmarks.md). Blocks above
+    each time: a step of gpt2-tiny then takes 13,000 page faults and a third longer (docs/benchmarks.md). Blocks above
     128 MiB still go back: kept, they would leave gaps that double the memory of a large model.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

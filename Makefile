@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup demo test test-slow lint bench
+.PHONY: setup demo test test-slow soak lint bench
 
 setup: .venv/installed
 
@@ -22,6 +22,9 @@ test: setup
 
 test-slow: setup
 	$(BIN)/pytest -m slow
+
+soak: setup
+	$(BIN)/python -m benchmarks soak
 
 lint: setup
 	$(BIN)/ruff check .

@@ -20,7 +20,9 @@ class Settings:
     quick: bool
     """Counts so small that the figures mean nothing: does it run at all?"""
     data: Path
-    """The text of the `shakespeare` benchmark."""
+    """The text of the `shakespeare` and `quality` benchmarks."""
+    device_size: str = "small"
+    """Of the models of the `quality` benchmark: `small` or `35m`."""
 
 
 class Skipped(Exception):

@@ -235,8 +235,11 @@ def test_fake_data_needs_nothing(call):
 def test_help_is_there_for_every_command(call):
     code, out, _ = call("")
     assert code == 0
-    for command in ("demo", "train", "status", "sample", "evaluate"):
-        assert command in out
+    for command in (
+        "demo", "simulate", "train", "join", "status", "logs", "stop", "sample", "evaluate", "ledger",
+        "ledger show", "ledger verify",
+    ):  # fmt: skip
+        assert command.split()[0] in out
         code, text, _ = call(f"{command} --help")
         assert code == 0 and "Usage: tpuswarm" in text
 
@@ -245,11 +248,13 @@ def test_help_is_there_for_every_command(call):
 def test_the_demo(tmp_path):
     out, err = processes.run(["demo"], tmp_path)
     folder = tmp_path / "runs" / "demo"
-    assert "runs/demo finished at step 1200 of 1200" in out and "what it writes after step 1200" in err
+    assert "runs/demo finished at version" in out and "none twice" in out and "the same bits" in out
+    assert "that was m1" in err and "m1 is lost (killed)" in err
     page = (folder / "report.html").read_text()
-    assert "data:image/png;base64," in page and "step 1200" in page and "held-out loss" in page
-    rows = processes.rows_without_times(folder)
-    assert rows[-1]["eval_loss"] < 2.0 < 4.0 < rows[0]["loss"]
+    assert "data:image/png;base64," in page and "kill" in page
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert rows[-1]["eval_loss"] < 2.2 < 4.0 < losses[0]
     again = processes.start(["demo"], tmp_path)
     processes.wait_for(lambda: processes.updates(folder) in range(1, 600), again)
     _, err = processes.run(["demo"], tmp_path, code=2)

@@ -102,13 +102,14 @@ def _known_options() -> set[str]:
     from tpuswarm.recipes.gpt2.recipe import GPT2
     from tpuswarm.train.user_code import option_types
 
-    program = typer.main.get_command(app)
-    commands = [program, *program.commands.values()]
+    commands = [typer.main.get_command(app)]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
     found = {flag for command in commands for parameter in command.params for flag in parameter.opts}
     return found | {"--help"} | {f"--{name.replace('_', '-')}" for name in option_types(GPT2)}
 
 
 def _known_commands() -> set[str]:
-    from tpuswarm.cli.app import COMMANDS
+    from tpuswarm.cli.app import app
 
-    return set(COMMANDS)
+    return set(typer.main.get_command(app).commands)

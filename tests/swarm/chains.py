@@ -1,6 +1,7 @@
 """Runs made up at random: headers as members might send them, verdicts by CHOOSE, states by the outer optimizer."""
 
 import hashlib
+from contextlib import ExitStack
 from dataclasses import replace
 from random import Random
 
@@ -28,9 +29,11 @@ FORMS = {"plain": None, "int8": 8, "int4": 4}
 class Run:
     """A run and its storage, grown commit by commit; without `arrays` its state is made up of names only."""
 
-    def __init__(self, store: Store, random: Random, *, rule: str = "average", arrays: bool = True):
+    def __init__(
+        self, store: Store, random: Random, *, rule: str = "average", downlink: str = "plain", arrays: bool = True
+    ):
         self.store, self.random, self.arrays = store, random, arrays
-        self.ledger, self.objects, self.outer = Ledger(store), Objects(store), Outer(rule)
+        self.ledger, self.objects, self.outer = Ledger(store), Objects(store), Outer(rule, downlink=downlink)
         self.numbers = np.random.default_rng(random.getrandbits(32))
         self.staleness = Staleness()
         self.members = [Incarnation(f"m{number}", f"{random.getrandbits(128):032x}") for number in range(4)]
@@ -40,11 +43,12 @@ class Run:
         self.pending: list[Header] = []
         self.headers: list[Header] = []
         state = [self.numbers.standard_normal(size).astype(np.float32) for size in SIZES]
-        outer = [np.zeros((2, size), np.float32) for size in SIZES] if rule == "nesterov" else []
+        rows = 2 * (rule == "nesterov") + (downlink != "plain")
+        outer = [np.zeros((rows, size), np.float32) for size in SIZES] if rows else []
         genesis = Record(
             run="run", version=0, epoch=1, parent="", state=self.put(state), outer=self.put(outer), decisions=(),
             rule=rule, rate=0.0, momentum=self.outer.momentum, share=0.0, gathered=0.0, tokens=0, changes=0,
-            processed=(), digests=Digests("layout", "config", "data", "code"), time=0.0,
+            processed=(), digests=Digests("layout", "config", "data", "code"), time=0.0, downlink=downlink,
         )  # fmt: skip
         assert self.ledger.append(genesis) == "created"
         self.records = [genesis]
@@ -99,13 +103,14 @@ class Run:
             parent=self.ledger.digest(newest), decisions=tuple(decisions), rate=rate, share=share, gathered=gathered,
             tokens=newest.tokens + sum(each.tokens for each in decisions if each.fate == "applied"),
             changes=newest.changes + bool(weights), processed=tuple(sorted(self.processed.items())),
-            time=newest.time + self.random.random(),
+            time=newest.time + self.random.random(), updates=(),
         )  # fmt: skip
         if weights and self.arrays:
-            state, outer = self._merged(record)
-            record = replace(record, state=self.put(state), outer=self.put(outer))
+            state, outer, updates = self._merged(record)
+            record = replace(record, state=self.put(state), outer=self.put(outer), updates=updates)
         elif weights:
-            record = replace(record, state=self.put([None] * len(SIZES)))
+            sent = () if self.outer.downlink == "plain" else self.put([None] * len(SIZES))
+            record = replace(record, state=self.put([None] * len(SIZES)), updates=sent)
         assert self.ledger.append(record) == "created"
         self.records.append(record)
         self.view = self.view.after(record)
@@ -121,9 +126,10 @@ class Run:
             self.commit(lost)
         return self
 
-    def _merged(self, record: Record) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def _merged(self, record: Record) -> tuple[list[np.ndarray], list[np.ndarray], tuple[str, ...]]:
         known = {header.identity: header for header in self.headers}
-        newest, step, state, outer = self.view.newest, record.gathered == 0, [], []
+        newest, step, state, outer, updates = self.view.newest, record.gathered == 0, [], [], []
+        bits = FORMS[self.outer.downlink]
         for number, theta in enumerate(self.state(newest.version)):
             contributions = [
                 contribution(
@@ -136,10 +142,15 @@ class Run:
             ]
             before = self.objects.get_array(newest.outer[number]) if newest.outer else None
             new, after = np.empty_like(theta), None if before is None else np.empty_like(before)
-            commit(theta, before, contributions, self.outer, record.rate, record.share, step, new, after)
+            with ExitStack() as files:
+                sent, finish = (
+                    (None, None) if bits is None else files.enter_context(self.objects.writing_update(theta.size, bits))
+                )
+                commit(theta, before, contributions, self.outer, record.rate, record.share, step, new, after, sent)
+                updates += [] if finish is None else [finish()]
             state.append(new)
             outer += [] if after is None else [after]
-        return state, outer
+        return state, outer, tuple(updates)
 
 
 def _payload(anchor: np.ndarray, delta: np.ndarray, bits: int | None) -> dict[str, np.ndarray]:

@@ -155,9 +155,9 @@ def test_a_quantized_delta_is_applied_as_it_was_sent():
     payload = Quantized(*encode(delta, 8), 8)
     out = np.empty_like(base)
     update([Contribution(1.0, 1.0, base, payload)], out)
-    assert np.array_equal(out, payload.decode(0, 1000))
+    assert np.array_equal(out, decode(payload.codes, payload.scales, 1000, 8))
     average(base, [Contribution(1.0, 1.0, base, payload)], out)
-    assert np.array_equal(out, base - payload.decode(0, 1000))
+    assert np.array_equal(out, base - decode(payload.codes, payload.scales, 1000, 8))
 
 
 def test_members_of_one_step_of_sgd_average_to_the_step_on_all_rows():

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm import tensors
+from tpuswarm.swarm.core.quantize import Quantized, encode
 from tpuswarm.swarm.core.values import Identity, Incarnation
-from tpuswarm.swarm.objects import Objects, array_digest, checked_member, object_name, payload_name
+from tpuswarm.swarm.objects import Objects, array_digest, checked_member, object_name, payload_name, update_digest
 from tpuswarm.swarm.store import Conflict, Corrupt, Missing, Store
 
 ME = Identity(Incarnation("m-1.eu_west", "ab" * 16), 3)
@@ -106,6 +107,23 @@ def test_small_and_empty_arrays(objects, shape):
         digest = finish()
     assert digest == objects.put_array(np.ones(shape, np.float32))
     assert objects.get_array(digest, shape).shape == shape
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_written_in_pieces_are_the_same_object(objects, bits):
+    codes, scales = encode(np.random.default_rng(1).standard_normal(1000).astype(np.float32), bits)
+    with objects.writing_update(1000, bits) as (out, finish):
+        for block in range(4):
+            out.codes[block], out.scales[block] = codes[block], scales[block]
+        digest = finish()
+    assert digest == update_digest(Quantized(codes, scales, bits))
+    back = objects.get_update(digest, 1000)
+    assert (back.bits, back.codes.tobytes(), back.scales.tobytes()) == (bits, codes.tobytes(), scales.tobytes())
+    objects.check(digest)
+    with pytest.raises(Corrupt, match=r"it holds scales .*, no codes of 1025 elements"):
+        objects.get_update(digest, 1025)
+    with pytest.raises(Corrupt, match=r"it holds array .*, no codes of 3 elements"):
+        objects.get_update(objects.put_array(np.ones(3, np.float32)), 3)
 
 
 def test_what_is_not_finished_is_not_there(tmp_path):

@@ -1,5 +1,7 @@
 """The protocol under faults: every row counted exactly once, whoever dies when (invariants 4, 5, 6, 9, 12)."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,28 +39,40 @@ def test_one_member_is_the_plain_order_of_rows():
     payloads=st.integers(0, 3),
     race_at=st.none() | st.floats(1, 30),
     limit=st.integers(0, 4),
+    downlink=st.booleans(),
 )
-def test_any_schedule_of_faults_ends_clean(seed, members, cycle, overlap, lost, twice, kills, payloads, race_at, limit):
+def test_any_schedule_of_faults_ends_clean(
+    seed, members, cycle, overlap, lost, twice, kills, payloads, race_at, limit, downlink
+):
     world = World(
         seed=seed, members=members, cycle=cycle, horizon=24, overlap=overlap,
         faults=Faults(lost=lost, twice=twice), random_kills=kills, lost_payloads=payloads, race_at=race_at,
-        staleness=Staleness(limit),
+        staleness=Staleness(limit), downlink=downlink,
     )  # fmt: skip
     world.run()
 
 
 def crash_points() -> list[int]:
-    world = World(seed=3, members=2, horizon=8)
+    world = World(seed=3, members=2, horizon=8, downlink=True)
     world.run()
+    assert {f"call {each}" for each in ("put", "updates", "fetch", "merge")} <= {name for _, name, _ in world.points}
     return list(range(len(world.points)))
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_a_crash_at_every_step_of_every_process(part):
     for point in crash_points()[part::4]:
-        world = World(seed=3, members=2, horizon=8, kill_at=point)
+        world = World(seed=3, members=2, horizon=8, kill_at=point, downlink=True)
         view = world.run()
         assert len(view.counted) >= world.horizon and world.kills == 1, world.points[point]
+
+
+def test_members_add_what_changed_and_fetch_the_whole_where_that_is_wrong():
+    world = World(seed=3, downlink=True)
+    world.run()
+    assert any("is not the ledger's: fetching it whole" in sentence for sentence in world.said)
+    calls = [name for _, name, when in world.points if when == "after"]
+    assert calls.count("call updates") > calls.count("call fetch") > 0
 
 
 def test_a_contribution_that_is_not_finite_changes_nothing():
@@ -106,3 +120,23 @@ def test_the_same_seed_gives_the_same_ledger():
     first.run()
     second.run()
     assert first.ledger.records == second.ledger.records
+
+
+def test_most_members_gone_for_a_long_time():
+    """One member goes on alone, at the deadline of each round or sooner; those who come back are taken in again."""
+    gone, away = {"m0", "m1", "m2", "m3"}, 80.0
+
+    class Deserted(World):
+        def restart(self, node: str, after: float) -> None:
+            super().restart(node, away if node in gone else after)
+
+    world = Deserted(seed=6, members=5, horizon=160, cycle=4)
+    for node in gone:
+        world.engine.at(10.0, lambda node=node: world.crash(node))
+    world.run()
+    alone = [record for record in world.ledger.records[1:] if 35.0 < record.time < away]
+    assert {each.identity.incarnation.member for record in alone for each in record.decisions} - gone == {"m4"}
+    gaps = [after.time - before.time for before, after in pairwise(alone)]
+    assert len(alone) > 5 and max(gaps) < world.terms.patience.deadline_first
+    late = {each.identity.incarnation.member for record in world.ledger.records[-5:] for each in record.decisions}
+    assert late & gone

@@ -18,7 +18,7 @@ DAY = 24 * 3600.0
 
 
 def names_of(record):
-    return {object_name(digest) for digest in (*record.state, *record.outer)}
+    return {object_name(digest) for digest in (*record.state, *record.outer, *record.updates)}
 
 
 def payloads_of(header):
@@ -26,9 +26,14 @@ def payloads_of(header):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(0, 90), st.sampled_from([0, 4, 30]))
-def test_what_goes_is_what_the_rule_says(source, commits, limit):
-    run = Run(Store(f"memory://{uuid.uuid4()}"), source, arrays=False)
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(0, 90),
+    st.sampled_from([0, 4, 30]),
+    st.sampled_from(["plain", "int8"]),
+)
+def test_what_goes_is_what_the_rule_says(source, commits, limit, downlink):
+    run = Run(Store(f"memory://{uuid.uuid4()}"), source, downlink=downlink, arrays=False)
     for _ in range(commits):  # some without a contributor
         header = run.push(source.choice(run.members), finite=source.random() > 0.2)
         run.commit()

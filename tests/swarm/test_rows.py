@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tpuswarm.swarm.core.rows import Rows
 
-numbers = st.sets(st.integers(0, 30))
+numbers = st.sets(st.integers(0, 30)) | st.sets(st.integers(0, 99), min_size=40)  # few ranges and many
 
 
 def rows(these: set[int]) -> Rows:
@@ -14,6 +14,7 @@ def rows(these: set[int]) -> Rows:
 
 
 def members(of: Rows) -> set[int]:
+    assert Rows(of.ranges) == of  # raises where they are not sorted and separate
     return {n for start, stop in of.ranges for n in range(start, stop)}
 
 
@@ -28,7 +29,7 @@ def test_set_operations(a: set[int], b: set[int]):
 @given(numbers, st.integers(0, 40))
 def test_the_lowest_in_it_and_outside_it(a: set[int], count: int):
     assert members(rows(a).first(count)) == set(sorted(a)[:count])
-    assert members(rows(a).free(count)) == set([n for n in range(100) if n not in a][:count])
+    assert members(rows(a).free(count)) == set([n for n in range(200) if n not in a][:count])
 
 
 @pytest.mark.parametrize("ranges", [((3, 3),), ((5, 2),), ((0, 2), (2, 4)), ((4, 6), (0, 1)), ((-1, 2),)])

@@ -12,6 +12,7 @@ from tests.train import toy
 from tpuswarm import Trainer
 from tpuswarm.swarm.aggregator import Aggregator
 from tpuswarm.swarm.coordinator import Coordinator
+from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.member import Member
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.outer import Outer
@@ -20,7 +21,8 @@ from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.effects import Call, Unreachable
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.threads import Node
-from tpuswarm.swarm.holder import ProgramHolder, layout_of
+from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
+from tpuswarm.swarm.inner import InnerStates
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects, array_digest
@@ -86,7 +88,12 @@ class Swarm:
         shards=1,
         patience=None,
         engine=None,
+        steps=STEPS,
+        staleness=None,
+        outer=None,
+        **processes,
     ):
+        """processes: of every MemberProcesses."""
         self.engine = engine or Inproc(7)
         self.store = Store(str(folder))
         ledger, objects = Ledger(self.store), Objects(self.store)
@@ -95,11 +102,13 @@ class Swarm:
         layout = layout_of(fitted, fragments)
         self.terms = Terms(
             run="run", digests=Digests(layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
-            horizon=STEPS * BATCH, cycle=cycle * BATCH, members=tuple(f"m{n}" for n in range(members)),
-            outer=Outer("average"), patience=patience or Patience(),
+            horizon=steps * BATCH, cycle=cycle * BATCH, members=tuple(f"m{n}" for n in range(members)),
+            outer=outer or Outer("average"), patience=patience or Patience(), staleness=staleness or Staleness(),
         )  # fmt: skip
-        self.holders = []
-        clock = lambda: self.engine.now  # noqa: E731
+        self.holders, self.processes, self.options = [], [], processes
+        self.recipe, self.fitted, self.layout, self.form, self.step_key = recipe, fitted, layout, form, step_key
+        self.overlap, self.shards = overlap, [f"shard-{n}" for n in range(shards)]
+        self.clock = clock = lambda: self.engine.now
         for number in range(members):
             state = fitted.init(init_key)
             shared = fitted.program.exchange().get(state)
@@ -109,20 +118,34 @@ class Swarm:
                 for fragment in anchor:
                     objects.put_array(fragment)
                 ledger.append(genesis(self.terms, anchor))
-            holder = ProgramHolder(
-                fitted, recipe.data("train"), layout, form, step_key, state, anchor, lambda n, m: None
-            )
-            self.holders.append(holder)
-            books = Member(self.terms, form, overlap, Incarnation(f"m{number}", f"{number:032x}"), 0, 0)
-            made = MemberProcesses(books, holder, "coordinator", [f"shard-{n}" for n in range(shards)], clock)
-            self.engine.spawn(f"m{number}", made.train())
-            self.engine.spawn(f"m{number}", made.exchange())
+            self.start(number, state, anchor)
         for number in range(shards):
             self.engine.serve(f"shard-{number}", Aggregator(ledger, objects, layout.sizes, number, shards))
-        addresses = [f"shard-{n}" for n in range(shards)]
-        self.coordinator = Coordinator(self.terms, ledger, addresses, clock, clock, founded=True)
+        self.coordinator = Coordinator(self.terms, ledger, self.shards, clock, clock, founded=True)
         self.engine.spawn("coordinator", self.coordinator.open(), self._opened)
-        self.ledger, self.objects, self.layout = ledger, objects, layout
+        self.ledger, self.objects = ledger, objects
+
+    def start(self, number, state, anchor, base=0, tokens=0) -> None:
+        """A life of a member."""
+        source, validation = self.recipe.data("train"), self.recipe.data("validation")
+        holder = ProgramHolder(
+            self.fitted, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation
+        )
+        incarnation = Incarnation(f"m{number}", f"{len(self.holders):032x}")
+        books = Member(self.terms, self.form, self.overlap, incarnation, base, tokens)
+        made = MemberProcesses(books, holder, "coordinator", self.shards, self.clock, anchor=anchor, **self.options)
+        self.holders.append(holder)
+        self.processes.append(made)
+        self.engine.spawn(f"m{number}", made.train())
+        self.engine.spawn(f"m{number}", made.exchange())
+
+    def restart(self, number) -> None:
+        """Another life of a member, from the newest version."""
+        self.engine.kill(f"m{number}")
+        newest = self.ledger.view().newest
+        fragments = [self.objects.get_array(digest) for digest in newest.state]
+        state = self.fitted.init(jax.random.key(9), placed(self.fitted, self.layout, fragments))
+        self.start(number, state, fragments, newest.version, newest.tokens)
 
     def _opened(self, result) -> None:
         self.engine.serve("coordinator", self.coordinator)
@@ -199,3 +222,70 @@ def test_with_one_step_a_cycle_and_sgd_it_is_synchronous_data_parallel(tmp_path)
         rate = 0.05 * (1 - 2 * step / STEPS)
         w, b = w - rate * 2 * (error @ x) / len(y), b - rate * 2 * error.mean()
     assert np.allclose(found["layer/w"], w, rtol=1e-5) and np.allclose(found["layer/b"], b, rtol=1e-5)
+
+
+def loss_of(params, data) -> float:
+    return float(np.mean((data["x"] @ params["layer/w"] + params["layer/b"] - data["y"]) ** 2))
+
+
+def test_saves_and_evaluations_change_no_bit_and_are_of_published_versions(tmp_path):
+    told = []
+    swarm = Swarm(
+        tmp_path / "swarm", toy.recipe(), fragments=2, inner_save=0.0,
+        evaluate_every=3 * BATCH, evaluated=lambda *found: told.append(found),
+    )  # fmt: skip
+    found = swarm.run()
+    plain = Trainer(devices=1, seed=0).fit(toy.recipe(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
+    wanted = dict(zip(leaf_paths(plain.state.params), jax.tree.leaves(plain.state.params), strict=True))
+    assert all(np.array_equal(wanted[path], array) for path, array in found.items())
+    assert swarm.store.names("inner/m0/")
+    assert len(told) >= 2 and len({tokens // (3 * BATCH) for _, tokens, _, _ in told}) == len(told)
+    for version, tokens, values, rows in told:
+        record = swarm.ledger.record(version)
+        theta = swarm.layout.join([swarm.objects.get_array(digest) for digest in record.state])
+        assert (tokens, rows) == (record.tokens, toy.ROWS)
+        assert values["loss"] == pytest.approx(loss_of(theta, toy.data(1)), rel=1e-5)
+
+
+def adam_steps(holder) -> int:
+    return int(holder.state.opt[0].count)
+
+
+def test_the_next_life_of_a_member_goes_on_with_its_inner_state(tmp_path):
+    swarm = Swarm(tmp_path / "swarm", toy.recipe(), members=2, steps=60, inner_save=0.0)
+    states = InnerStates(swarm.store)
+    assert swarm.engine.run(lambda: states.find("m0") is not None, 1000)
+    saved = states.find("m0")
+    swarm.engine.kill("m0")
+    made = swarm.holders[0]
+    assert made.restore(saved.specs, [states.get(saved, number) for number in range(len(saved.digests))])
+    before = adam_steps(made)
+    swarm.restart(0)
+    swarm.run()
+    books, holder = swarm.processes[-1].books, swarm.holders[-1]
+    assert before > 0 and books.processed > 0
+    assert adam_steps(holder) == before + books.processed // BATCH and not holder._ramp_left
+    assert not verify(swarm.store, lambda sentence: None).problems
+
+
+def test_a_life_without_a_usable_inner_state_begins_with_small_steps(tmp_path):
+    swarm = Swarm(tmp_path / "swarm", toy.recipe(), members=2, steps=60, staleness=Staleness(limit=1), inner_save=0.0)
+    states = InnerStates(swarm.store)
+    assert swarm.engine.run(lambda: states.find("m0") is not None, 1000)
+    swarm.engine.kill("m0")
+    base = states.find("m0").base
+    assert swarm.engine.run(lambda: swarm.ledger.view().staleness(base) > 1, 1000)  # by the other member
+    swarm.restart(0)
+    assert swarm.engine.run(lambda: swarm.processes[-1].books.processed > 0, 1000)
+    assert swarm.holders[-1]._ramp_left and adam_steps(swarm.holders[-1]) == 1
+
+
+def test_numbers_that_are_not_finite_are_no_inner_state(tmp_path):
+    swarm = Swarm(tmp_path / "swarm", toy.recipe(), inner_save=0.0)
+    states = InnerStates(swarm.store)
+    assert swarm.engine.run(lambda: states.find("m0") is not None, 1000)
+    holder = swarm.holders[0]
+    holder.state = jax.tree.map(
+        lambda leaf: leaf * np.float32(np.nan) if leaf.dtype == np.float32 else leaf, holder.state
+    )
+    assert swarm.engine.run(lambda: states.find("m0") is None, 1000)

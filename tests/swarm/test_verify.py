@@ -19,10 +19,11 @@ from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.verify import Report, newest_whole, verify
 
 
-@pytest.fixture(scope="module", params=["average", "nesterov"])
+@pytest.fixture(scope="module", params=["average-plain", "nesterov-plain", "nesterov-int8"])
 def sound(request, tmp_path_factory):
     """A run of 12 commits with one contribution undecided."""
-    run = Run(Store(tmp_path_factory.mktemp(request.param)), random.Random(4), rule=request.param).grow(12)
+    rule, downlink = request.param.split("-")
+    run = Run(Store(tmp_path_factory.mktemp(rule)), random.Random(4), rule=rule, downlink=downlink).grow(12)
     run.push(run.members[0])
     return run
 

@@ -3,6 +3,7 @@
 Parameters are sparse vectors of fractions over (row, incarnation): training a row adds its element with coefficient 1.
 A row counted twice, lost, or claimed without being in the state shows as a wrong coefficient. The processes, state
 machines and engine are the product's; the arrays, the ledger's storage and the shards are these few lines.
+There are two fragments, each with a shard: the even rows and the odd ones.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ from tpuswarm.swarm.member import MemberProcesses, Payload
 
 Vector = dict[tuple[int, Incarnation], Fraction]
 DIGESTS = Digests("layout", "config", "data", "code")
+SHARDS = 2
 NAN = -1
 """The row number whose element stands for a NaN."""
 
@@ -34,12 +36,21 @@ def combine(*terms: tuple[Fraction | int, Vector]) -> Vector:
     total: Vector = {}
     for factor, vector in terms:
         for basis, value in vector.items():
-            total[basis] = total.get(basis, Fraction(0)) + Fraction(factor) * value
+            term = value if factor == 1 else factor * value
+            total[basis] = total[basis] + term if basis in total else term
     return {basis: value for basis, value in total.items() if value}
 
 
 def trained_rows(rows: Rows, incarnation: Incarnation) -> Vector:
     return {(row, incarnation): Fraction(1) for start, stop in rows.ranges for row in range(start, stop)}
+
+
+def split(vector: Vector) -> list[Vector]:
+    return [{basis: value for basis, value in vector.items() if basis[0] % SHARDS == n} for n in range(SHARDS)]
+
+
+def digests(vector: Vector) -> tuple[str, ...]:
+    return tuple(map(digest, split(vector)))
 
 
 def digest(of: Any) -> str:
@@ -76,38 +87,67 @@ class MemoryLedger:
 
 
 @dataclass
-class Shard:
-    """One shard that computes with fractions; its storage is the run's, its process can die."""
+class Shift:
+    """What a fragment was moved by; some arrive wrong."""
 
+    by: Vector
+    digest: str
+
+    def on(self, anchor: Vector) -> Vector | None:
+        found = combine((1, anchor), (1, self.by))
+        return found if digest(found) == self.digest else None
+
+
+@dataclass
+class Shard:
+    """A shard that computes with fractions; its storage is the run's, its process can die."""
+
+    index: int
     ledger: MemoryLedger
-    payloads: dict[Identity, Vector]
+    payloads: dict[tuple[Identity, int], Vector]
     objects: dict[str, Vector]
-    sent: dict[Identity, Vector]
+    sent: dict[tuple[Identity, int], Vector]
     """All payloads that ever arrived, for the checks."""
+    rnd: random.Random
 
     def put(self, identity: Identity, number: int, arrays: dict[str, Vector], name: str) -> Accepted:
-        assert self.sent.setdefault(identity, arrays["s"]) == arrays["s"], "one identity, two contents"
-        self.payloads[identity] = arrays["s"]
+        assert number == self.index
+        assert self.sent.setdefault((identity, number), arrays["s"]) == arrays["s"], "one identity, two contents"
+        self.payloads[identity, number] = arrays["s"]
         return Accepted()
 
     def fetch(self, number: int, name: str) -> Vector:
+        assert number == self.index
         return self.objects[name]
 
+    def updates(self, number: int, base: int, version: int) -> Shift | None:
+        assert number == self.index
+        before, after = (self.ledger.records[each].state[number] for each in (base, version))
+        by = combine((1, self.objects[after]), (-1, self.objects[before]))
+        wrong = self.rnd.random() < 0.2
+        return None if self.rnd.random() < 0.2 else Shift(combine((2 if wrong else 1, by)), after)
+
+    def check(self, newest: Record) -> None:
+        assert newest.state[self.index] in self.objects
+
     def merge(self, newest: Record, merge: Merge) -> Part | Lost:
+        number = self.index
         applied = [each for each in merge.decisions if each.fate == "applied"]
-        gone = {each.identity for each in applied if each.identity not in self.payloads}
+        gone = {each.identity for each in applied if (each.identity, number) not in self.payloads}
         if gone:
             return Lost(frozenset(gone))
-        theta = self.objects[newest.state[0]]
+        theta = self.objects[newest.state[number]]
         if applied:
             whole = sum(Fraction(each.weight) for each in applied)
             terms = []
             for each in applied:
-                base = self.objects[self.ledger.records[each.base].state[0]]
-                terms.append((Fraction(each.weight) / whole, combine((1, self.payloads[each.identity]), (-1, base))))
+                base = self.objects[self.ledger.records[each.base].state[number]]
+                delta = combine((1, self.payloads[each.identity, number]), (-1, base))
+                terms.append((Fraction(each.weight) / whole, delta))
             theta = combine((1, theta), *terms)
         self.objects[digest(theta)] = theta
-        return Part({0: digest(theta)}, {})
+        quantized = applied and merge.outer.downlink != "plain"
+        return Part({number: digest(theta)}, {}, {number: "update"} if quantized else {})
 
 
 @dataclass
@@ -120,12 +160,13 @@ class ExactHolder:
     processed: dict[Incarnation, int]
     sent: Vector = field(default_factory=dict)
 
-    def train(self, rows: Rows, progress: tuple[int, int]) -> None:
+    def train(self, rows: Rows, progress: tuple[int, int], ahead: Rows) -> int:
         self.theta = combine((1, self.theta), (1, trained_rows(rows, self.incarnation)))
         self.processed[self.incarnation] = self.processed.get(self.incarnation, 0) + len(rows)
         if bad := {row for row in self.poison for start, stop in rows.ranges if start <= row < stop}:
             self.poison -= bad
             self.theta = combine((1, self.theta), (1, {(NAN, self.incarnation): Fraction(1)}))
+        return len(rows)
 
     def snapshot(self) -> Vector:
         self.sent = self.theta
@@ -133,10 +174,13 @@ class ExactHolder:
 
     def payload(self, snapshot: Vector, identity: Identity) -> Payload:
         finite = not any(row == NAN for row, _ in snapshot)
-        return Payload(({"s": snapshot},), (digest(snapshot),), 1.0 if finite else 0.0, finite)
+        parts = tuple({"s": part} for part in split(snapshot))
+        return Payload(parts, digests(snapshot), 1.0 if finite else 0.0, finite)
 
-    def adopt(self, adopt: Adopt, fragments: Sequence[Vector]) -> None:
-        new = fragments[0]
+    def place(self, fragments: Sequence[Vector]) -> Vector:
+        return combine(*((1, fragment) for fragment in fragments))
+
+    def adopt(self, adopt: Adopt, new: Vector) -> None:
         if adopt.how == "snapshot":
             self.theta = combine((1, self.theta), (1, new), (-1, self.sent))
         elif adopt.how == "anchor":
@@ -148,7 +192,7 @@ class ExactHolder:
 
 @dataclass
 class World:
-    """Members, one shard, a coordinator, each restarted some time after it died."""
+    """Members, shards, a coordinator, each restarted some time after it died."""
 
     seed: int
     members: int = 3
@@ -166,6 +210,8 @@ class World:
     race_at: float | None = None
     """When a second coordinator starts beside the first, and half of the members turn to it."""
     staleness: Staleness = field(default_factory=Staleness)
+    downlink: bool = False
+    """Members are sent what a version changed."""
 
     def __post_init__(self) -> None:
         self.rnd = random.Random(self.seed)
@@ -173,8 +219,8 @@ class World:
         self.engine = Inproc(self.seed, seconds=self.seconds, faults=self.faults, watch=self.watch, over=self.over)
         self.points: list[tuple[str, str, str]] = []
         self.ledger = MemoryLedger()
-        self.payloads: dict[Identity, Vector] = {}
-        self.sent: dict[Identity, Vector] = {}
+        self.payloads: dict[tuple[Identity, int], Vector] = {}
+        self.sent: dict[tuple[Identity, int], Vector] = {}
         self.objects: dict[str, Vector] = {digest({}): {}}
         self.terms = Terms(
             run="run",
@@ -184,11 +230,14 @@ class World:
             horizon=self.horizon,
             cycle=self.cycle,
             members=tuple(f"m{n}" for n in range(self.members)),
-            outer=Outer("average"),
+            outer=Outer("average", downlink="int8" if self.downlink else "plain"),
             staleness=self.staleness,
         )
         self.ledger.records.append(genesis(self.terms))
+        self.shards = [f"shard-{n}" for n in range(SHARDS)]
         self.processes: dict[str, MemberProcesses] = {}
+        self.said: list[str] = []
+        self.thetas: dict[int, Vector] = {}
         self.lives = 0
         self.kills = 0
         self.processed: dict[Incarnation, int] = {}
@@ -196,11 +245,12 @@ class World:
         self.coordinators: dict[str, Coordinator] = {}
         self.addresses = {f"m{n}": "coordinator" for n in range(self.members)}
         self.start_coordinator(founded=True)
-        self.start_shard()
+        for name in self.shards:
+            self.start_shard(name)
         for number in range(self.members):
             self.start_member(f"m{number}")
         for _ in range(self.random_kills):
-            node = self.rnd.choice(["coordinator", "shard", *(f"m{n}" for n in range(self.members))])
+            node = self.rnd.choice(["coordinator", *self.shards, *(f"m{n}" for n in range(self.members))])
             self.engine.at(self.rnd.uniform(1, 60), lambda node=node: self.crash(node))
         for _ in range(self.lost_payloads):
             self.engine.at(self.rnd.uniform(1, 40), self.lose_payload)
@@ -212,7 +262,7 @@ class World:
 
     def start_coordinator(self, node: str = "coordinator", founded: bool = False) -> None:
         clock = lambda: self.engine.now  # noqa: E731
-        made = Coordinator(self.terms, self.ledger, ["shard"], clock, clock, founded=founded)
+        made = Coordinator(self.terms, self.ledger, self.shards, clock, clock, founded=founded)
 
         def opened(result: Any) -> None:
             self.coordinators[node] = made
@@ -222,7 +272,7 @@ class World:
         self.engine.spawn(node, made.open(), opened)
 
     def lose_payload(self) -> None:
-        undecided = [each for each in self.payloads if each not in self.ledger.view().verdicts]
+        undecided = [each for each in self.payloads if each[0] not in self.ledger.view().verdicts]
         if undecided:
             del self.payloads[self.rnd.choice(sorted(undecided))]
 
@@ -236,14 +286,21 @@ class World:
         if member in self.processes:
             self.processes[member].coordinator = coordinator
 
-    def start_shard(self) -> None:
-        self.engine.serve("shard", Shard(self.ledger, self.payloads, self.objects, self.sent))
+    def start_shard(self, name: str) -> None:
+        index = self.shards.index(name)
+        made = Shard(index, self.ledger, self.payloads, self.objects, self.sent, random.Random(self.seed + index))
+        self.engine.serve(name, made)
+
+    def theta(self, version: int) -> Vector:
+        if version not in self.thetas:
+            self.thetas[version] = combine(*((1, self.objects[name]) for name in self.ledger.records[version].state))
+        return self.thetas[version]
 
     def start_member(self, name: str) -> None:
         self.lives += 1
         incarnation = Incarnation(name, f"{self.rnd.getrandbits(128):032x}")
         newest = self.ledger.records[-1]
-        theta = self.objects[newest.state[0]]
+        theta = self.theta(newest.version)
         books = Member(
             terms=self.terms, form="plain", overlap=self.overlap, incarnation=incarnation,
             base=newest.version, tokens=newest.tokens,
@@ -252,12 +309,15 @@ class World:
             books,
             ExactHolder(incarnation, theta, theta, self.poison, self.processed),
             self.addresses[name],
-            ["shard"],
+            self.shards,
             lambda: self.engine.now,
+            anchor=split(theta),
+            say=self.said.append,
         )
         self.processes[name] = made
         self.engine.spawn(name, made.train())
         self.engine.spawn(name, made.exchange())
+        self.engine.spawn(name, made.heartbeats())
 
     def watch(self, node: str, name: str, when: str) -> None:
         if when == "before":
@@ -284,7 +344,7 @@ class World:
                 self.point(member, other if other in self.coordinators else node)
             if other in self.coordinators:
                 return
-        start = {"shard": self.start_shard} | {
+        start = {name: lambda name=name: self.start_shard(name) for name in self.shards} | {
             name: lambda name=name: self.start_coordinator(name) for name in ("coordinator", "coordinator-2")
         }
         self.engine.at(self.engine.now + after, start.get(node, lambda: self.start_member(node)))
@@ -303,10 +363,13 @@ class World:
         for made in self.processes.values():
             holder, books = made.holder, made.books
             assert isinstance(holder, ExactHolder)
-            own = combine((1, holder.theta), (-1, self.objects[self.ledger.records[books.base].state[0]]))
+            own = combine((1, holder.theta), (-1, self.theta(books.base)))
             rows = {basis: value for basis, value in own.items() if basis[0] != NAN}
             assert rows == trained_rows(books.outstanding, books.incarnation)
-            assert holder.anchor == self.objects[self.ledger.records[books.base].state[0]]
+            assert holder.anchor == self.theta(books.base)
+            assert (
+                list(made.anchor) == split(self.theta(made._anchored)) and made._anchored >= books.base * self.downlink
+            )
 
     def check_ledger(self) -> None:
         """What the ledger alone shows."""
@@ -318,16 +381,16 @@ class World:
             applied = [each for each in record.decisions if each.fate == "applied"]
             whole = sum(Fraction(each.weight) for each in applied)
             for each in applied:
-                base = self.objects[self.ledger.records[each.base].state[0]]
-                delta = combine((1, self.sent[each.identity]), (-1, base))
+                sent = [(1, self.sent[each.identity, number]) for number in range(SHARDS)]
+                delta = combine(*sent, (-1, self.theta(each.base)))
                 assert delta == trained_rows(each.rows, each.identity.incarnation), "the header lists other rows"
                 theta = combine((1, theta), (Fraction(each.weight) / whole, delta))
-            assert theta == self.objects[record.state[0]], f"version {record.version} is not the replay of the ledger"
+            assert theta == self.theta(record.version), f"version {record.version} is not the replay of the ledger"
 
 
 def genesis(terms: Terms) -> Record:
     return Record(
-        run=terms.run, version=0, epoch=1, parent="", state=(digest({}),), outer=(), decisions=(), rule="average",
+        run=terms.run, version=0, epoch=1, parent="", state=digests({}), outer=(), decisions=(), rule="average",
         rate=1.0, momentum=0.0, share=1.0, gathered=0.0, tokens=0, changes=0, processed=(), digests=terms.digests,
         time=0.0,
     )  # fmt: skip

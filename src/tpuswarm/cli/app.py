@@ -6,7 +6,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tpuswarm.cli import learn, runs, train
+from tpuswarm.cli import control, learn, ledger, runs, simulate, swarm, train
 from tpuswarm.errors import TpuswarmError
 
 app = typer.Typer(
@@ -18,8 +18,12 @@ app = typer.Typer(
 UsageError: Any = typer.BadParameter.__base__
 COMMANDS: dict[str, Any] = {
     "demo": learn.demo,
+    "simulate": simulate.simulate,
     "train": train.train,
+    "join": swarm.join,
     "status": runs.status,
+    "logs": control.logs,
+    "stop": control.stop,
     "sample": runs.sample,
     "evaluate": runs.evaluate,
 }
@@ -34,6 +38,7 @@ def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceb
 
 for name, command in COMMANDS.items():
     app.command(name, context_settings=getattr(command, "context_settings", None))(command)
+app.add_typer(ledger.app, name="ledger")
 
 
 def main() -> NoReturn:

@@ -1,44 +1,77 @@
-"""`tpuswarm demo`: the whole thing in three minutes."""
+"""`tpuswarm demo`: a swarm that loses a member and does not care, in three minutes."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from tpuswarm.swarm.runtime.screen import Screen
+    from tpuswarm.swarm.runtime.supervisor import Supervisor
 
 STEPS = 1_200
 LR = 3e-3
 """Higher than a long run wants: the demo has a minute and a half."""
-SAMPLE_EVERY = 100
+MEMBERS, CYCLE = 3, 20
+VICTIM = "m1"
 PROMPT = '"""Return the '
 FOLDER = Path("runs/demo")
 
 
 def demo() -> None:
-    """Train a small GPT-2 on Python's own source code, here and now; leaves runs/demo/."""
-    from tpuswarm.cli.train import print_result
+    """Train a small GPT-2 on Python's own source as a swarm of three, one of which is killed; leaves runs/demo/."""
+    from tpuswarm.cli.swarm import print_result
     from tpuswarm.recipes.gpt2.recipe import GPT2
-    from tpuswarm.train.display import auto_display
-    from tpuswarm.train.run import Run, append_event
+    from tpuswarm.swarm.report import replay_lines
+    from tpuswarm.swarm.runtime.screen import auto_screen
+    from tpuswarm.swarm.runtime.start import Asked, train
+    from tpuswarm.swarm.store import Store
+    from tpuswarm.train.run import Run
     from tpuswarm.train.trainer import Trainer
 
     if FOLDER.exists():
         held = Run(FOLDER)  # raises, naming the pid, while a living process uses it
         shutil.rmtree(FOLDER)
         held.close()
-    display = auto_display()
+    screen = auto_screen()
+    swarm = Asked(members=MEMBERS, cycle=CYCLE, outer="average")
     recipe = GPT2(size="tiny", lr=LR)
-    loop = Trainer(save_every="30s", eval_every=STEPS // 4, display=display).steps(recipe, steps=STEPS, run=FOLDER)
-    while True:
-        try:
-            row, state = next(loop)
-        except StopIteration as end:
-            result = end.value
-            break
-        if "loss" in row and (row["step"] == 1 or row["step"] % SAMPLE_EVERY == 0):
-            text = PROMPT + recipe.sample(state, PROMPT, tokens=160, temperature=0.5, seed=1)
-            append_event(FOLDER, "sample", step=row["step"], text=text)
-            display.show(f"what it writes after step {row['step']}", text)
+    settings = Trainer(eval_every=STEPS // 3).settings(STEPS)
+    result = train(recipe, swarm, settings, None, None, FOLDER, screen, _Killer(screen).watch)
     print_result(result, as_json=False)
-    if result.signal is not None:
-        raise typer.Exit(128 + result.signal)
-    print('next: tpuswarm sample runs/demo --prompt "import "')
+    if result.ended.signal is not None:
+        raise typer.Exit(128 + result.ended.signal)
+    print("\nthe ledger, replayed:")
+    for line in replay_lines(Store(FOLDER)):
+        print(f"  {line}")
+    print(f"\nwhat it writes now: {_sample()}")
+    print('\nnext: tpuswarm ledger verify runs/demo; tpuswarm sample runs/demo --prompt "import "')
+
+
+class _Killer:
+    """Kills a member when half of the tokens are counted."""
+
+    def __init__(self, screen: "Screen"):
+        self._screen, self._done = screen, False
+
+    def watch(self, supervisor: "Supervisor") -> None:
+        """Look at how the run stands."""
+        status = supervisor.status
+        if self._done or status is None or status.tokens.applied < status.horizon // 2:
+            return
+        victim = next(each for each in status.members if each.id == VICTIM)
+        if victim.state == "alive" and victim.pid:
+            self._done = True
+            self._screen.note(f"kill -9 {victim.pid}: that was {VICTIM}")
+            os.kill(victim.pid, signal.SIGKILL)
+
+
+def _sample() -> Any:
+    from tpuswarm.swarm.load import load_swarm
+    from tpuswarm.train import platform
+
+    loaded = load_swarm(FOLDER, platform.local_devices())
+    return PROMPT + loaded.recipe.sample(loaded.state, PROMPT, tokens=200, temperature=0.5, seed=1)

@@ -47,12 +47,26 @@ def train(
         bool | None, typer.Option("--deterministic", help="GPU kernels that repeat bit for bit.")
     ] = None,
     as_json: Annotated[bool, option("--json", "One object on stdout at the end.")] = False,
+    members: Annotated[int | None, option("--members", "Train as a swarm of so many members.")] = None,
+    devices_per_member: Annotated[
+        int | None,
+        option("--devices-per-member", "Of --devices; without a TPU or GPU, virtual ones. Default: a share."),
+    ] = None,
+    cycle: Annotated[int | None, option("--cycle", "Steps of a member between two exchanges. Default: 50.")] = None,
+    outer: Annotated[str | None, option("--outer", "average or nesterov: how exchanges change the model.")] = None,
+    outer_lr: Annotated[float | None, option("--outer-lr", "Of nesterov. Default: by the number of members.")] = None,
+    quantize: Annotated[str | None, option("--quantize", "int8 or int4: fewer bytes on both links.")] = None,
+    overlap: Annotated[str | None, option("--overlap", "auto, or 0: wait while an exchange is under way.")] = None,
+    ray_address: Annotated[str | None, option("--ray-address", "A Ray cluster that is there already.")] = None,
+    accept_code: Annotated[
+        bool, typer.Option("--accept-code", help="Go on with changed code or settings, and record the change.")
+    ] = False,
 ) -> None:
     """Train a recipe. The options of the recipe itself are given the same way: --lr 3e-4 --context 256.
 
-    The same --run directory goes on where it stood.
+    The same --run directory goes on where it stood. With --members it is a swarm: any member may die at any moment.
     """
-    from tpuswarm.train.run import find_run
+    from tpuswarm.train.run import CONFIG, find_run, read_config
     from tpuswarm.train.trainer import Trainer
 
     if recipe.startswith("-"):
@@ -64,21 +78,36 @@ def train(
     parent = find_run(init_from) if init_from else None
     flags = {flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")}
     made = make_recipe(recipe, asked, recipe_options(context.args), flags, folder, parent)
+    length = {
+        "steps": parse_count(steps, "steps") if steps is not None else None,
+        "batch": parse_count(batch, "batch") if batch is not None else None,
+    }
     trainer = Trainer(
         devices=devices, shard=shard, precision=precision, clip=clip, freeze=freeze, decay=decay, ema=ema, seed=seed,
         accumulate=parse_count(accumulate, "accumulate") if accumulate is not None else None,
         save_every=save_every, eval_every=eval_every, keep=keep, notice=parse_seconds(notice, "notice"),
         deterministic=deterministic,
     )  # fmt: skip
-    result = trainer.fit(
-        made,
-        steps=parse_count(steps, "steps") if steps is not None else None,
-        tokens=parse_count(tokens, "tokens") if tokens is not None else None,
-        epochs=epochs,
-        batch=parse_count(batch, "batch") if batch is not None else None,
-        run=folder,
-        init_from=parent,
-    )
+    count = parse_count(tokens, "tokens") if tokens is not None else None
+    given = {
+        "members": members, "devices_per_member": devices_per_member, "cycle": cycle, "outer": outer,
+        "outer_lr": outer_lr, "quantize": quantize, "overlap": overlap, "ray_address": ray_address,
+    }  # fmt: skip
+    if members is None and folder is not None and (folder / CONFIG).exists() and "swarm" in read_config(folder):
+        members = read_config(folder)["swarm"]["members"]
+    if members is not None:
+        from tpuswarm.cli.swarm import train_swarm
+
+        asked_all = trainer.settings(**length, init_from=parent)
+        train_swarm(
+            made, {**given, "members": members, "accept_code": accept_code}, asked_all, count, epochs, folder, as_json
+        )
+        return
+    if alone := next((name for name, value in given.items() if value is not None), None):
+        raise InputError(f"--{alone.replace('_', '-')} is of a swarm; give --members as well, or leave it out")
+    if accept_code:
+        raise InputError("--accept-code is of a swarm; a plain run goes on with any code and with its own settings")
+    result = trainer.fit(made, tokens=count, epochs=epochs, run=folder, init_from=parent, **length)
     print_result(result, as_json)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)

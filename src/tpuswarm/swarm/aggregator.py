@@ -3,30 +3,59 @@
 It keeps nothing that is not in the run's storage: one that dies is replaced by another.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 
+from tpuswarm.errors import RunFailed
 from tpuswarm.swarm import tensors
 from tpuswarm.swarm.core.merge import Contribution
-from tpuswarm.swarm.core.messages import Accepted, Damaged, Lost, Merge, Part, Refused
-from tpuswarm.swarm.core.outer import commit
-from tpuswarm.swarm.core.values import Identity, Record
+from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Lost, Merge, Part, Refused
+from tpuswarm.swarm.core.outer import commit, first_state
+from tpuswarm.swarm.core.quantize import BITS
+from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
+from tpuswarm.swarm.downlink import Chain, chain
+from tpuswarm.swarm.effects import Do, Process
+from tpuswarm.swarm.inner import InnerStates, Saved, piece_digest
 from tpuswarm.swarm.ledger import Ledger, header_name
-from tpuswarm.swarm.objects import Objects
-from tpuswarm.swarm.replay import contribution, fits
+from tpuswarm.swarm.objects import Objects, fits
+from tpuswarm.swarm.replay import contribution, outer_before, restore
 from tpuswarm.swarm.store import Conflict, Corrupt, Missing
+
+Given = ParamSpec("Given")
+
+
+def _slowly(name: str) -> Callable[[Callable[Given, Any]], Callable[Given, Process]]:
+    """Of a method that takes time: the engine carries it out as one effect, and others of the node beside it."""
+
+    def decorate(method: Callable[Given, Any]) -> Callable[Given, Process]:
+        @wraps(method)
+        def process(*arguments: Given.args, **named: Given.kwargs) -> Process:
+            return (yield Do(name, partial(method, *arguments, **named)))
+
+        return process
+
+    return decorate
 
 
 class Aggregator:
-    """One of `shards` shards: the fragments whose number modulo `shards` is `index`."""
+    """One of `shards` shards: the fragments whose number modulo `shards` is `index`.
+
+    Its methods are processes; what they are said to return and raise is the result of their one effect.
+    """
 
     def __init__(self, ledger: Ledger, objects: Objects, sizes: Sequence[int], index: int, shards: int):
         """sizes: elements of each fragment of the run's layout."""
         self._ledger, self._objects, self._sizes = ledger, objects, tuple(sizes)
         self._index, self._shards = index, shards
+        self._inner = InnerStates(ledger.store)
 
+    @_slowly("shard stores a payload")
     def put(
         self, identity: Identity, fragment: int, payload: Mapping[str, np.ndarray], digest: str
     ) -> Accepted | Refused | Damaged:
@@ -42,52 +71,167 @@ class Aggregator:
             return Refused(str(error))
         return Accepted()
 
+    @_slowly("shard reads a fragment")
     def fetch(self, fragment: int, digest: str) -> np.ndarray:
-        """A fragment of a version, float32[n]; raises Missing and Corrupt."""
-        return self._objects.get_array(digest)
+        """A fragment of a version, float32[n]; raises Missing and Corrupt where it cannot be computed again either."""
+        return self._array(fragment, digest)
 
-    def merge(self, newest: Record, merge: Merge) -> Part | Lost:
+    @_slowly("shard reads updates")
+    def updates(self, fragment: int, base: int, version: int) -> Chain | None:
+        """What brings a fragment from one version to a later one; None where the whole has to be fetched."""
+        return chain(self._ledger, self._objects, fragment, self._sizes[fragment], base, version)
+
+    @_slowly("shard checks a version")
+    def check(self, newest: Record) -> Damage | None:
+        """Whether this shard's fragments of a version are there, or can be computed again."""
+        try:
+            for number in self._mine:
+                for digest in (newest.state[number], *newest.outer[number : number + 1]):
+                    self._array(number, digest)
+        except (Missing, Corrupt) as error:
+            return Damage(str(error))
+        return None
+
+    @_slowly("shard merges")
+    def merge(self, newest: Record, merge: Merge) -> Part | Lost | Damage:
         """The digests of this shard's fragments of the next version, whose arrays are stored then.
 
-        newest: the version before it. Lost where payloads that the merge counts cannot be read; Missing and Corrupt
-        are raised for anything else.
+        newest: the version before it. Lost where payloads that the merge counts cannot be read, Damage where the
+        version before or the base of a contribution cannot.
         """
-        mine = range(self._index, len(self._sizes), self._shards)
         applied = [decision for decision in merge.decisions if decision.fate == "applied"]
         if not applied:
-            kept = {number: newest.outer[number] for number in mine} if newest.outer else {}
-            return Part({number: newest.state[number] for number in mine}, kept)
-        headers = [self._ledger.header(header_name(decision.identity)) for decision in applied]
+            kept = {number: newest.outer[number] for number in self._mine} if newest.outer else {}
+            return Part({number: newest.state[number] for number in self._mine}, kept, {})
+        contributed = [(decision, self._ledger.header(header_name(decision.identity))) for decision in applied]
         bases = {base: self._ledger.record(base) for base in {decision.base for decision in applied}}
-        lost: set[Identity] = set()
-        state: dict[int, str] = {}
-        outer: dict[int, str] = {}
-        for number in mine:
-            contributions = []
-            for decision, header in zip(applied, headers, strict=True):
-                base = self._objects.get_array(bases[decision.base].state[number])
-                try:
-                    payload = self._objects.get_payload(decision.identity, number, header.digests[number])
-                except (Missing, Corrupt):
-                    lost.add(decision.identity)
-                else:
-                    contributions.append(contribution(decision, base, payload))
-            if not lost:
-                state[number], made = self._commit(newest, merge, number, contributions)
-                outer |= {number: made} if made else {}
-        return Lost(frozenset(lost)) if lost else Part(state, outer)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy and hashlib let other threads work meanwhile
+            work = partial(self._merge, newest, merge, contributed, bases)
+            try:
+                made = dict(zip(self._mine, pool.map(work, self._mine), strict=True))
+            except (Missing, Corrupt) as error:
+                return Damage(str(error))
+        whole = {number: digests for number, digests in made.items() if isinstance(digests, _Digests)}
+        if lost := [each for each in made.values() if isinstance(each, Lost)]:
+            return Lost(frozenset[Identity]().union(*(each.identities for each in lost)))
+        return Part(
+            {number: each.state for number, each in whole.items()},
+            {number: each.outer for number, each in whole.items() if each.outer},
+            {number: each.update for number, each in whole.items() if each.update},
+        )
+
+    # Inner states of members, for their next incarnation: losing one is no error, so none is raised.
+
+    @_slowly("shard stores an inner state")
+    def put_inner(
+        self, identity: Identity, base: int, number: int, piece: np.ndarray, digest: str
+    ) -> Accepted | Refused | Damaged:
+        """Keep a piece, uint8[n], of the inner state that a member had at this contribution."""
+        if piece_digest(piece) != digest:
+            return Damaged(f"piece {number} of an inner state arrived damaged")
+        return _done(lambda: self._inner.put(identity, base, number, piece))
+
+    @_slowly("shard finishes an inner state")
+    def finish_inner(self, saved: Saved) -> Accepted | Refused:
+        """All its pieces are there; older inner states of the member go."""
+        return _done(lambda: self._inner.finish(saved))
+
+    @_slowly("shard drops an inner state")
+    def drop_inner(self, member: str) -> Accepted | Refused:
+        """The member's numbers were not finite: its next incarnation has to start afresh."""
+        return _done(lambda: self._inner.drop(member))
+
+    @_slowly("shard finds an inner state")
+    def find_inner(self, member: str, version: int, limit: int) -> Saved | None:
+        """The newest inner state of a member whose base is at most `limit` changes before a version; None without."""
+        try:
+            saved = self._inner.find(member)
+            if saved is None:
+                return None
+            stale = self._ledger.record(version).changes - self._ledger.record(saved.base).changes
+        except RunFailed:
+            return None
+        return saved if stale <= limit else None
+
+    @_slowly("shard reads an inner state")
+    def get_inner(self, saved: Saved, number: int) -> np.ndarray | None:
+        """A piece of it, uint8[n]; None where it is missing or damaged."""
+        return self._inner.get(saved, number)
+
+    @property
+    def _mine(self) -> range:
+        return range(self._index, len(self._sizes), self._shards)
+
+    def _merge(
+        self,
+        newest: Record,
+        merge: Merge,
+        contributed: Sequence[tuple[Decision, Header]],
+        bases: Mapping[int, Record],
+        number: int,
+    ) -> "_Digests | Lost":
+        """One fragment; raises Missing and Corrupt for anything but payloads."""
+        arrays: dict[str, np.ndarray] = {}  # each is read, and its digest computed, once
+        contributions, lost = [], set()
+        for decision, header in contributed:
+            digest = bases[decision.base].state[number]
+            arrays[digest] = base = arrays[digest] if digest in arrays else self._array(number, digest)
+            try:
+                payload = self._objects.get_payload(decision.identity, number, header.digests[number])
+            except (Missing, Corrupt):
+                lost.add(decision.identity)
+            else:
+                contributions.append(contribution(decision, base, payload))
+        if lost:
+            return Lost(frozenset(lost))
+        digest = newest.state[number]
+        theta = arrays[digest] if digest in arrays else self._array(number, digest)
+        return self._commit(newest, merge, number, theta, contributions)
 
     def _commit(
-        self, newest: Record, merge: Merge, number: int, contributions: Sequence[Contribution]
-    ) -> tuple[str, str | None]:
-        theta = self._objects.get_array(newest.state[number])
+        self, newest: Record, merge: Merge, number: int, theta: np.ndarray, contributions: Sequence[Contribution]
+    ) -> "_Digests":
+        outer = first_state(merge.outer, theta.size)
+        if (kept := outer_before(newest, merge.outer, number)) is not None:
+            outer = self._array(number, kept)
         with ExitStack() as files:
             new, finish = files.enter_context(self._objects.writing_array(theta.shape))
-            outer = new_outer = finish_outer = None
-            if merge.outer.rule != "average":
-                outer = self._objects.get_array(newest.outer[number], (2, *theta.shape))
+            new_outer, sent = None, None
+            finish_outer = finish_sent = _nothing
+            if outer is not None:
                 new_outer, finish_outer = files.enter_context(self._objects.writing_array(outer.shape))
-            commit(
-                theta, outer, contributions, merge.outer, merge.rate, merge.share, merge.gathered == 0, new, new_outer
-            )
-            return finish(), finish_outer() if finish_outer else None
+            if merge.outer.downlink != "plain":
+                room = self._objects.writing_update(theta.size, BITS[merge.outer.downlink])
+                sent, finish_sent = files.enter_context(room)
+            step = merge.gathered == 0
+            commit(theta, outer, contributions, merge.outer, merge.rate, merge.share, step, new, new_outer, sent)
+            return _Digests(finish(), finish_outer(), finish_sent())
+
+    def _array(self, number: int, digest: str) -> np.ndarray:
+        """A fragment of a state or an outer state; one that is missing or damaged is computed again if that can be."""
+        try:
+            return self._objects.get_array(digest)
+        except (Missing, Corrupt):
+            if not restore(self._ledger, self._objects, number, digest):
+                raise
+            return self._objects.get_array(digest)
+
+
+class _Digests(NamedTuple):
+    """Of what a shard stored for one fragment of a version; empty for what there is not."""
+
+    state: str
+    outer: str
+    update: str
+
+
+def _nothing() -> str:
+    return ""
+
+
+def _done(action: Callable[[], None]) -> Accepted | Refused:
+    try:
+        action()
+    except RunFailed as error:
+        return Refused(str(error))
+    return Accepted()

@@ -1,12 +1,16 @@
 """The coordinator's process: the state machine of core/coordinator.py with the ledger and the shards around it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core import coordinator as core
-from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Lost, Merge, Outdated, Refused, Store, Terms
-from tpuswarm.swarm.core.values import Header, Identity, Incarnation, Record
-from tpuswarm.swarm.effects import Call, Do, Over, Process, Sleep, Unreachable
+from tpuswarm.swarm.core.messages import Accepted, Beat, Damage, Granted, Lost, Merge, Outdated, Refused, Store, Terms
+from tpuswarm.swarm.core.values import Header, Identity, Incarnation
+from tpuswarm.swarm.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
 from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.verify import newest_whole
 
 LOOK = 0.5
 """Seconds between two looks at the clock, at most."""
@@ -24,17 +28,18 @@ class Coordinator:
         time: Callable[[], float],
         *,
         founded: bool,
+        alone: bool = False,
     ):
         """clock: seconds that never jump, for leases and rounds; time: seconds since 1970, for the record."""
         self._terms, self._ledger, self._shards = terms, ledger, tuple(shards)
-        self._clock, self._time, self._founded = clock, time, founded
+        self._clock, self._time, self._founded, self._alone = clock, time, founded, alone
         self.state: core.State
 
     def open(self) -> Process:
         """Read the ledger and the stored headers: everything accepted is accepted, whoever is alive."""
         view = yield Do("coordinator reads the ledger", self._ledger.view)
         headers = yield Do("coordinator lists headers", lambda: self._ledger.headers(view.verdicts))
-        self.state = core.start(self._terms, view, headers, self._clock(), founded=self._founded)
+        self.state = core.start(self._terms, view, headers, self._clock(), founded=self._founded, alone=self._alone)
 
     def beat(self, said: Beat) -> Granted | Refused:
         """A member's hello, announcement or heartbeat."""
@@ -61,7 +66,12 @@ class Coordinator:
         self.state = core.leave(self.state, incarnation)
 
     def run(self) -> Process:
-        """Rounds, one after the other, until the end of the run; raises Over where another coordinator rules."""
+        """Rounds, one after the other, until the end of the run.
+
+        Raises Over where another coordinator rules, and where the newest version is damaged.
+        """
+        if not self._founded:
+            yield from self._from_shards("check", self.state.view.newest)
         while not self.state.ended:
             self.state, merge, when = core.tick(self.state, self._clock())
             if merge:
@@ -71,18 +81,20 @@ class Coordinator:
 
     def _commit(self, merge: Merge) -> Process:
         while True:
-            parts = yield from self._merge(merge)
+            parts = yield from self._from_shards("merge", self.state.view.newest, merge)
             lost = frozenset[Identity]().union(*(part.identities for part in parts if isinstance(part, Lost)))
             if not lost:
                 break
             self.state, merge = core.unreadable(self.state, lost)
         state = {number: digest for part in parts for number, digest in part.state.items()}
         outer = {number: digest for part in parts for number, digest in part.outer.items()}
+        updates = {number: digest for part in parts for number, digest in part.updates.items()}
         record = core.merged(
             self.state,
             self._ledger.digest(self.state.view.newest),
-            tuple(state[number] for number in sorted(state)),
-            tuple(outer[number] for number in sorted(outer)),
+            _in_order(state),
+            _in_order(outer),
+            _in_order(updates),
             self._time(),
         )
         outcome = yield Do("coordinator creates a record", lambda: self._ledger.append(record))
@@ -90,18 +102,31 @@ class Coordinator:
             raise Over(f"another coordinator made record {record.version}; this one leaves")
         self.state = core.committed(self.state, record)
 
-    def _merge(self, merge: Merge) -> Process:
-        """Of each shard its part; a shard that does not answer is asked again."""
-        newest: Record = self.state.view.newest
-        parts = []
-        for shard in self._shards:
-            while True:
-                try:
-                    parts.append((yield Call(shard, "merge", (newest, merge))))
-                    break
-                except Unreachable:
-                    yield Sleep(LOOK)
-        return parts
+    def _from_shards(self, method: str, *arguments: Any) -> Process:
+        """Of each shard its answer, all at work together; one that does not answer is asked again."""
+        found: dict[str, Any] = {}
+        while left := [shard for shard in self._shards if shard not in found]:
+            answers = yield Together(tuple(Call(shard, method, arguments) for shard in left))
+            for shard, answer in zip(left, answers, strict=True):
+                if isinstance(answer, Damage):
+                    raise Over((yield Do("coordinator looks for a whole version", partial(self._advice, answer))))
+                if not isinstance(answer, Unreachable):
+                    found[shard] = answer
+            if len(found) < len(self._shards):
+                yield Sleep(LOOK)
+        return list(found.values())
+
+    def _advice(self, damage: Damage) -> str:
+        """What is wrong with the newest version, and from which one the run could go on."""
+        try:
+            whole = f"version {newest_whole(self._ledger.store)} is the newest that is whole"
+        except RunFailed as error:
+            whole = str(error)
+        return f"version {self.state.view.version} is damaged: {damage.reason}; {whole}"
+
+
+def _in_order(digests: Mapping[int, str]) -> tuple[str, ...]:
+    return tuple(digests[number] for number in sorted(digests))
 
 
 def _outruled(answer: Outdated) -> Over:

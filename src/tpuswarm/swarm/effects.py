@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-Process = Generator["Do | Call | Sleep", Any, Any]
+Process = Generator["Do | Call | Together | Sleep", Any, Any]
 """Yields effects, is sent their results, may return something to who started it."""
 
 
@@ -31,6 +31,13 @@ class Call:
     address: str
     method: str
     arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Make several calls at once; a list comes back: of each call what it returned, or Unreachable as a value."""
+
+    calls: tuple[Call, ...]
 
 
 @dataclass(frozen=True)

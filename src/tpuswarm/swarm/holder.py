@@ -1,27 +1,32 @@
 """A member's arrays: the trainer's compiled step around the exchanged state, its anchor and its error feedback."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.swarm import tensors
-from tpuswarm.swarm.core.adopt import adopt as adopted
+from tpuswarm.swarm.arrays import batch_to_devices, leaf_to_devices, wait
 from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.member import Adopt
-from tpuswarm.swarm.core.quantize import encode, feedback
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Form, Identity
+from tpuswarm.swarm.exchanged import Coded, Exchanged, Flat, norm
+from tpuswarm.swarm.leaves import InnerLeaves
 from tpuswarm.swarm.member import Payload
+from tpuswarm.swarm.prefetch import Prefetch
+from tpuswarm.train.evaluate import FiniteSource, evaluate
 from tpuswarm.train.feed import read_rows
 from tpuswarm.train.fit import Fitted
-from tpuswarm.train.mesh import batch_sharding
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.recipe import Clock, Metrics, Source, State
+from tpuswarm.train.recipe import Batch, Clock, Metrics, Source, State
 
-BITS: dict[Form, int] = {"int8": 8, "int4": 4}
+RAMP = 100
+"""Steps in which the updates of a state without its inner state grow to their full size."""
+EVAL_BATCHES = 200
+"""An evaluation takes at most this many batches of the held-out rows."""
 
 
 def layout_of(fitted: Fitted, fragments: int) -> Layout:
@@ -31,8 +36,27 @@ def layout_of(fitted: Fitted, fragments: int) -> Layout:
     return Layout.of({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, fragments)
 
 
+def placed(fitted: Fitted, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
+    """Fragments as the exchanged part of a state, on the devices."""
+    shared = fitted.program.exchange().get(fitted.state)
+    arrays = layout.join(fragments)
+    leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
+    return jax.tree.unflatten(
+        jax.tree.structure(shared), [leaf_to_devices(arrays[path], leaf.sharding) for path, leaf in leaves]
+    )
+
+
 class ProgramHolder:
-    """What a member trains. Not for two threads at once, but for `payload`, which touches no state."""
+    """What a member trains.
+
+    `place`, `payload` and `pack` touch no state and may run beside the others, which are for one thread at a time.
+    None of these waits for the devices, but `train` for the step before its own, `settle` and `evaluate`.
+
+    Beside its state a member holds on its devices, in bytes a parameter, all divided by the number of devices: the
+    anchor, 4; a snapshot from its push to its verdict, 4; a version that arrives, 4 for a moment; quantized, the error
+    feedback, 4, and the next one from push to verdict, 4. So 8 plain and 16 quantized, while AdamW's state takes 12 on
+    every device that it is not sharded over.
+    """
 
     def __init__(
         self,
@@ -44,68 +68,143 @@ class ProgramHolder:
         state: State,
         anchor: Sequence[np.ndarray],
         took: Callable[[int, Metrics], None],
+        validation: FiniteSource | None = None,
     ):
         """state: its exchanged part is `anchor`, float32[size] of each fragment; took: told of every step its number
-        in the run's order of batches and its metrics, which are still on the devices.
+        in the run's order of batches and its metrics, which are still on the devices; validation: for `evaluate`.
         """
         self.state = state
-        self._fitted, self._source, self._layout, self._form, self._key = fitted, source, layout, form, step_key
-        self._took = took
-        self._exchange = fitted.program.exchange()
-        self._shared = self._exchange.get(fitted.state)
-        self._anchor = list(anchor)
-        self._reference: list[np.ndarray] = []
-        """The last snapshot, on the host."""
-        self._feedback = [np.zeros(size, np.float32) for size in layout.sizes]
-        self._next_feedback: list[np.ndarray] = []
-        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+        self._fitted, self._form, self._key = fitted, form, step_key
+        self._took, self._validation = took, validation
+        self._feed = Prefetch(_reader(fitted, source))
+        self._exchanged = Exchanged(fitted, layout, form)
+        self._anchor = self._exchanged.put(anchor)
+        self._reference: Flat = []
+        """The snapshot of the undecided contribution."""
+        self._feedback = self._exchanged.zeros() if form != "plain" else []
+        self._next_feedback: Flat = []
+        self._running: tuple[int, Metrics] | None = None
+        """Rows and metrics of the newest step, which may still be computed."""
+        self._ramp_left = 0
 
-    def train(self, rows: Rows, progress: tuple[int, int]) -> None:
-        """One step on one range of rows, a whole batch; returns when it is dispatched."""
+    def train(self, rows: Rows, progress: tuple[int, int], ahead: Rows) -> int:
+        """One step on a whole batch, dispatched; then waits for the step before it."""
         ((start, stop),) = rows.ranges
-        spec = self._fitted.program.batch_spec(stop - start)
-        batch = jax.device_put(read_rows(self._source, spec, start, stop - start), batch_sharding(self._fitted.mesh))
+        batch = self._feed.next(rows, ahead)
         number = start // (stop - start)
         clock = Clock(self._key, np.int32(number), np.float32(progress[0] / progress[1]))
-        self.state, metrics = self._fitted.step(self.state, batch, clock)
+        if self._ramp_left:
+            metrics = self._ramped_step(batch, clock)
+        else:
+            self.state, metrics = self._fitted.step(self.state, batch, clock)
         self._took(number, metrics)
+        before, self._running = self._running, (stop - start, metrics)
+        return _finish(before)
 
-    def snapshot(self) -> Any:
+    def settle(self) -> int:
+        """Wait for the newest step."""
+        before, self._running = self._running, None
+        return _finish(before)
+
+    def snapshot(self) -> Flat:
         """A copy of the exchanged state on the devices: the step donates the original."""
-        return self._copy(self._exchange.get(self.state))
+        self._reference = self._exchanged.snapshot(self.state)
+        return self._reference
 
-    def payload(self, snapshot: Any, identity: Identity) -> Payload:
+    def payload(self, snapshot: Flat, identity: Identity) -> Payload:
         """The snapshot as it is, or its quantized delta from the anchor with what the last ones left out."""
-        s = self._layout.split(dict(zip(leaf_paths(snapshot), jax.device_get(jax.tree.leaves(snapshot)), strict=True)))
-        deltas = [anchor - fragment for anchor, fragment in zip(self._anchor, s, strict=True)]
-        norms = [np.sqrt(np.sum(np.square(delta), dtype=np.float64)) for delta in deltas]
-        norm = float(np.sqrt(np.sum(np.square(norms))))
-        finite = bool(np.isfinite(norm))
-        self._reference = s
-        arrays: list[dict[str, np.ndarray]] = [{"s": fragment} for fragment in s]
-        if self._form != "plain" and finite:
-            bits = BITS[self._form]
-            wanted = [delta + left for delta, left in zip(deltas, self._feedback, strict=True)]
-            coded = [encode(x, bits) for x in wanted]
-            arrays = [{"codes": codes, "scales": scales} for codes, scales in coded]
-            self._next_feedback = [feedback(x, *each, bits) for x, each in zip(wanted, coded, strict=True)]
+        return self.fetch(self.code(snapshot))
+
+    def code(self, snapshot: Flat) -> Coded:
+        """The first half of `payload`: what runs on the devices, dispatched."""
+        if self._form == "plain":
+            return self._exchanged.plain(snapshot, self._anchor)
+        coded = self._exchanged.code(snapshot, self._anchor, self._feedback)
+        self._next_feedback = coded.left
+        return coded
+
+    def fetch(self, coded: Coded) -> Payload:
+        """The second half of `payload`: no program runs for it."""
+        length = norm(coded.squares)
+        if self._form == "plain":
+            arrays = [{"s": fragment} for fragment in self._exchanged.fragments(coded.codes)]
+        else:
+            arrays = self._exchanged.codes(coded)
+        finite = bool(np.isfinite(length))
         digests = tuple(tensors.digest(each) for each in arrays)
-        return Payload(tuple(arrays), digests, norm if finite else 0.0, finite)
+        return Payload(tuple(arrays), digests, length if finite else 0.0, finite)
 
-    def adopt(self, adopt: Adopt, fragments: Sequence[np.ndarray]) -> None:
-        """Come to a published version."""
-        new = self._placed(fragments)
+    def place(self, fragments: Sequence[np.ndarray]) -> Flat:
+        """float32[size] of each fragment of a version, to the devices."""
+        return self._exchanged.put(fragments)
+
+    def adopt(self, adopt: Adopt, version: Flat) -> None:
+        """Come to a published version that `place` brought."""
         if adopt.how in ("snapshot", "anchor"):
-            reference = self._placed(self._reference if adopt.how == "snapshot" else self._anchor)
-            new = adopted(self._exchange.get(self.state), new, reference)
-        if adopt.how == "snapshot" and self._form != "plain":
+            reference = self._reference if adopt.how == "snapshot" else self._anchor
+            self.state = self._exchanged.adopt(self.state, version, reference)
+        else:
+            self.state = self._exchanged.take(self.state, version)
+        if adopt.how == "snapshot":
             self._feedback = self._next_feedback
-        self.state = self._exchange.put(self.state, new)
-        self._anchor = list(fragments)
+        self._anchor, self._reference, self._next_feedback = version, [], []
 
-    def _placed(self, fragments: Sequence[np.ndarray]) -> Any:
-        """Fragments as the exchanged part of a state, on the devices."""
-        arrays = self._layout.join(fragments)
-        leaves = zip(leaf_paths(self._shared), jax.tree.leaves(self._shared), strict=True)
-        placed = [jax.device_put(arrays[path], leaf.sharding) for path, leaf in leaves]
-        return jax.tree.unflatten(jax.tree.structure(self._shared), placed)
+    def evaluate(self, batch: int, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
+        """Held-out metrics of the version adopted last, as it was published, and of how many rows."""
+        assert self._validation is not None
+        state = self._exchanged.take(self.state, self._anchor)
+        return evaluate(self._fitted, state, self._validation, batch, EVAL_BATCHES, leave)
+
+    def inner(self) -> tuple[jax.Array, ...]:
+        """A copy of the inner state on the devices; see leaves.py for what it costs."""
+        return tuple(self._inner.copy(self.state))
+
+    def pack(self, inner: Sequence[jax.Array]) -> tuple[str, list[np.ndarray]]:
+        """What `inner` copied as bytes, and the digest of what they mean."""
+        return self._inner.specs, self._inner.pack(inner)
+
+    def restore(self, specs: str, pieces: Sequence[np.ndarray]) -> bool:
+        """Go on with an inner state of `pack`; False, and nothing done, if it is another program's."""
+        state = self._inner.unpack(self.state, pieces) if specs == self._inner.specs else None
+        if state is None:
+            return False
+        self.state = state
+        return True
+
+    def ramp(self) -> None:
+        """The state has parameters that were trained and no inner state: begin with small updates."""
+        self._ramp_left = RAMP - 1
+
+    @cached_property
+    def _inner(self) -> InnerLeaves:
+        return InnerLeaves(self._fitted)
+
+    def _ramped_step(self, batch: Batch, clock: Clock) -> Metrics:
+        before = self._exchanged.snapshot(self.state)
+        state, metrics = self._fitted.step(self.state, batch, clock)
+        self.state = self._exchanged.blend(state, before, np.float32(1 - self._ramp_left / RAMP))
+        self._ramp_left -= 1
+        return metrics
+
+
+def _reader(fitted: Fitted, source: Source) -> Callable[[Rows], Batch]:
+    """What brings the rows of a batch to the devices; it must not keep a holder, and with it a whole state, alive."""
+
+    def batch(rows: Rows) -> Batch:
+        ((start, stop),) = rows.ranges
+
+        def read(first: int, count: int) -> dict[str, np.ndarray]:
+            return read_rows(source, fitted.program.batch_spec(count), start + first, count)
+
+        return batch_to_devices(read, stop - start, fitted.mesh)
+
+    return batch
+
+
+def _finish(step: tuple[int, Metrics] | None) -> int:
+    """The rows of a step, once it is done."""
+    if step is None:
+        return 0
+    rows, metrics = step
+    wait(metrics)
+    return rows

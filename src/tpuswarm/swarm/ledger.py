@@ -140,8 +140,11 @@ class Ledger:
         """The view with one more record."""
         if record.parent != digest(view.newest):
             raise self._broken(record, f"its parent is not record {view.version}")
-        if len(record.state) != len(view.newest.state):
-            raise self._broken(record, f"it has {len(record.state)} fragments, not {len(view.newest.state)}")
+        fragments = len(view.newest.state)
+        counts = {"fragments": record.state, "updates": record.updates, "outer states": record.outer}
+        for what, digests in counts.items():
+            if len(digests) != fragments and (digests or what == "fragments"):
+                raise self._broken(record, f"it has {len(digests)} {what}, not {fragments}")
         try:
             return view.after(record)
         except Broken as error:

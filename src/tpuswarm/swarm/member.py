@@ -4,17 +4,23 @@ They share the books (core/member.py). Only the training process changes paramet
 down in `_arrived`, to be taken up between two steps.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any, Protocol
+
+import numpy as np
 
 from tpuswarm.swarm.core import member as core
 from tpuswarm.swarm.core.member import Adopt, Member
 from tpuswarm.swarm.core.messages import Accepted, Granted, Refused
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Header, Identity
-from tpuswarm.swarm.effects import Call, Do, Over, Process, Sleep, Unreachable
+from tpuswarm.swarm.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
+from tpuswarm.swarm.inner import Saved, piece_digest
 
 BEAT = 2.0
 """Seconds between two heartbeats while there is nothing to wait for."""
@@ -40,8 +46,15 @@ class Payload:
 class Holder(Protocol):
     """Who has the arrays: parameters, anchor, inner state, error feedback."""
 
-    def train(self, rows: Rows, progress: tuple[int, int]) -> None:
-        """One step on these rows, at this share (of tokens) of the run."""
+    def train(self, rows: Rows, progress: tuple[int, int], ahead: Rows) -> int:
+        """One step on these rows, at this share (of tokens) of the run; `ahead` is leased after them.
+
+        May return while the step is still computed: the answer is the rows of steps newly known to be done.
+        """
+        ...
+
+    def settle(self) -> int:
+        """Wait for the steps that are still computed; their rows."""
         ...
 
     def snapshot(self) -> Any:
@@ -52,8 +65,35 @@ class Holder(Protocol):
         """A snapshot brought to the host and encoded; the same identity and snapshot give the same bytes."""
         ...
 
-    def adopt(self, adopt: Adopt, fragments: Sequence[Any]) -> None:
-        """Come to a published version, in the way that `adopt.how` says."""
+    def place(self, fragments: Sequence[Any]) -> Any:
+        """A published version brought to the devices; training goes on meanwhile."""
+        ...
+
+    def adopt(self, adopt: Adopt, version: Any) -> None:
+        """Come to a version that `place` gave, in the way that `adopt.how` says."""
+        ...
+
+    def evaluate(self, batch: int, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
+        """Held-out metrics of the version adopted last, in batches of so many rows, and the number of rows.
+
+        None if told to leave. Asked for with `evaluate_every` only.
+        """
+        ...
+
+    def inner(self) -> Any:
+        """A copy of the inner state, on the devices. This and the next three are asked for with `inner_save` only."""
+        ...
+
+    def pack(self, inner: Any) -> tuple[str, list[np.ndarray]]:
+        """What `inner` gave as pieces, uint8 each, and a digest of what their bytes mean."""
+        ...
+
+    def restore(self, specs: str, pieces: Sequence[np.ndarray]) -> bool:
+        """Take up what `pack` gave an earlier incarnation; False, and nothing done, where it does not fit."""
+        ...
+
+    def ramp(self) -> None:
+        """Begin with small updates: there is no inner state to parameters that were trained."""
         ...
 
 
@@ -67,35 +107,62 @@ class MemberProcesses:
     shards: Sequence[str]
     """Addresses; fragment f is with shard f modulo their number."""
     clock: Callable[[], float]
+    anchor: Sequence[Any] | None = None
+    """What a quantized downlink adds to: the fragments of the version brought here last, at first of `books.base`.
+
+    None: the next version is fetched whole.
+    """
+    say: Callable[[str], None] = lambda sentence: None
+    """Told what a user may want to know."""
     leaving: bool = False
     """Asked to go: hand in what is done, give the rest back."""
     ended: bool = False
     """The run is over."""
+    inner_save: float | None = None
+    """Seconds between two saves of the inner state, at least; None: it is neither saved nor restored."""
+    evaluate_every: int | None = None
+    """Tokens counted between two evaluations; None: there are none."""
+    evaluated: Callable[[int, int, dict[str, float], int], None] = lambda version, tokens, values, rows: None
+    """Told of an evaluation: of which version, counted tokens, metrics, held-out rows."""
     _snapshot: Any = None
     """Taken and not yet encoded."""
     _pushed: tuple[Header, Payload] | None = None
     """The last contribution, kept until the next: a coordinator that does not know it asks for it again."""
-    _arrived: tuple[Adopt, int, Sequence[Any]] | None = None
+    _arrived: tuple[Adopt, int, Any] | None = None
+    _anchored: int = field(init=False)
+    """The version of `anchor`."""
+    _inner: Any = None
+    """Copied with the snapshot, and not yet packed."""
+    _inner_at: float = -math.inf
+    """When it was copied last."""
+    _inner_calls: list[Call] = field(default_factory=list)
+    """What is left to do to save it, a call between two heartbeats."""
     _speed: "Speed" = field(default_factory=lambda: Speed())
+
+    def __post_init__(self) -> None:
+        self._anchored = self.books.base
 
     def train(self) -> Process:
         """Steps, snapshots and adoptions, until the run ends; raises Over when this incarnation has to end."""
+        if self.inner_save is not None:
+            yield from self._restore()
         while not self.ended:
             if self._arrived:
                 if core.fits(self.books, self._arrived[0]):
                     yield from self._take_up(*self._arrived)
                 self._arrived = None
             if self.books.push_due or (self.leaving and self.books.outstanding and not self.books.undecided):
-                self._snapshot = yield Do("member takes a snapshot", self.holder.snapshot)
-                self.books = core.snapshot(self.books)
+                yield from self._take_snapshot()
             rows = self.books.next_rows
             if not rows or self.leaving:
+                yield from self._settle()
                 yield Sleep(IDLE)
                 continue
-            start = self.clock()
-            yield Do("member trains", partial(self.holder.train, rows, self.books.progress))
+            self._speed.begins(len(rows), self.clock())
+            step = partial(self.holder.train, rows, self.books.progress, self.books.todo - rows)
+            done = yield Do("member trains", step)
+            self._speed.ends(done, self.clock())
             self.books = core.trained(self.books, rows)
-            self._speed.add(len(rows), self.clock() - start)
 
     def exchange(self) -> Process:
         """Heartbeats, pushes and news, until the run ends; raises Over when this incarnation has to end."""
@@ -103,6 +170,9 @@ class MemberProcesses:
             if self._snapshot is not None:
                 yield from self._encode()
                 yield from self._push()
+                yield from self._pack_inner()
+            elif self._inner_calls:
+                yield from self._save_inner()
             reply = yield from self._beat()
             if reply is not None:
                 if reply.unknown and self._pushed and self._snapshot is None:
@@ -114,21 +184,55 @@ class MemberProcesses:
             if self.leaving and self._snapshot is None and (self.books.undecided or not self.books.outstanding):
                 yield from self._until_answered(Call(self.coordinator, "leave", (self.books.incarnation,)))
                 raise Over("left in good order")
-            waiting = self.books.undecided is not None or not self.books.todo
-            yield Sleep(WAIT if waiting else BEAT)
+            yield Sleep(self._pause())
 
-    def _take_up(self, adopt: Adopt, tokens: int, fragments: Sequence[Any]) -> Process:
-        yield Do("member adopts", lambda: self.holder.adopt(adopt, fragments))
+    def _pause(self) -> float:
+        """Seconds until there is something to say: a heartbeat, or the push that is due by then."""
+        books, speed = self.books, self._speed.rows_per_s
+        if books.undecided or not books.todo or self._inner_calls:
+            return WAIT
+        due = (books.cycle - len(books.outstanding)) / speed if speed else 0.0
+        return min(BEAT, max(WAIT, due))
+
+    def heartbeats(self) -> Process:
+        """Heartbeats alone: a payload or version on its way must not cost the lease; raises Over as `exchange` does."""
+        while not self.ended:
+            yield from self._beat()
+            yield Sleep(BEAT)
+
+    def _settle(self) -> Process:
+        if self._speed.running:
+            done = yield Do("member finishes its step", self.holder.settle)
+            self._speed.ends(done, self.clock())
+
+    def _take_snapshot(self) -> Process:
+        now = self.clock()
+        if self.inner_save is not None and not self._inner_calls and now - self._inner_at >= self.inner_save:
+            self._inner = yield Do("member copies its inner state", self.holder.inner)
+            self._inner_at = now
+        self._snapshot = yield Do("member takes a snapshot", self.holder.snapshot)
+        self.books = core.snapshot(self.books)
+
+    def _take_up(self, adopt: Adopt, tokens: int, version: Any) -> Process:
+        yield Do("member adopts", lambda: self.holder.adopt(adopt, version))
         if adopt.how == "fresh":
             raise Over("its numbers were not finite")
+        before = self.books.tokens
         self.books = core.adopted(self.books, adopt, tokens)
+        if self.evaluate_every and tokens // self.evaluate_every > before // self.evaluate_every:
+            yield from self._settle()
+            evaluate = partial(self.holder.evaluate, self.books.terms.batch, lambda: self.leaving)
+            if found := (yield Do("member evaluates", evaluate)):
+                self.evaluated(adopt.version, tokens, *found)
 
     def _beat(self) -> Process:
         heard = self.books.heard
         try:
             said = core.beat(self.books, self._speed.rows_per_s)
-            reply: Granted | Refused = yield Call(self.coordinator, "beat", (said,))
+            reply: Granted | Refused | None = yield Call(self.coordinator, "beat", (said,))
         except Unreachable:
+            return None
+        if reply is None:  # it reads its ledger
             return None
         if isinstance(reply, Refused):
             raise Over(reply.reason)
@@ -147,12 +251,17 @@ class MemberProcesses:
         assert self._pushed is not None
         header, payload = self._pushed
         refusals = 0
-        for number, arrays in enumerate(payload.fragments):
-            shard = self.shards[number % len(self.shards)]
-            put = Call(shard, "put", (header.identity, number, arrays, payload.digests[number]))
-            while not isinstance(answer := (yield from self._until_answered(put)), Accepted):
+        puts: dict[int, tuple[Any, ...]] = {
+            number: (header.identity, number, arrays, payload.digests[number])
+            for number, arrays in enumerate(payload.fragments)
+        }
+        while puts:
+            answers = yield from self._from_shards("put", puts)
+            for answer in answers.values():
                 if isinstance(answer, Refused):
                     raise Over(answer.reason)
+            puts = {number: put for number, put in puts.items() if not isinstance(answers[number], Accepted)}
+            if puts:
                 yield Sleep(WAIT)
         while True:
             answer = yield from self._until_answered(Call(self.coordinator, "push", (header,)))
@@ -161,7 +270,7 @@ class MemberProcesses:
             # A new coordinator has to be told first what this incarnation holds.
             if (yield from self._beat()) is not None:
                 refusals += 1
-            if refusals > REFUSALS:
+            if refusals > REFUSALS and isinstance(answer, Refused):
                 raise Over(answer.reason)
             yield Sleep(WAIT)
 
@@ -172,21 +281,115 @@ class MemberProcesses:
             except Unreachable:
                 yield Sleep(WAIT)
 
+    def _from_shards(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Process:
+        """Of each fragment what its shard answers, one call to every shard at a time; asked again until it answers."""
+        answers: dict[int, Any] = {}
+        while left := [number for number in arguments if number not in answers]:
+            first = {number % len(self.shards): number for number in reversed(left)}.values()
+            found = yield Together(tuple(self._of_shard(number, method, *arguments[number]) for number in first))
+            answers |= {
+                number: answer
+                for number, answer in zip(first, found, strict=True)
+                if not isinstance(answer, Unreachable)
+            }
+            if any(isinstance(answer, Unreachable) for answer in found):
+                yield Sleep(WAIT)
+        return answers
+
     def _fetch(self, adopt: Adopt, tokens: int) -> Process:
-        fragments = []
-        for number, digest in enumerate(adopt.state):
-            shard = self.shards[number % len(self.shards)]
-            fragments.append((yield from self._until_answered(Call(shard, "fetch", (number, digest)))))
-        self._arrived = (adopt, tokens, fragments)
+        """Bring a version here: by what was added since the last one, where that is sent, else whole."""
+        found: dict[int, Any] = {}
+        follows = self.books.terms.outer.downlink != "plain"
+        if self.anchor is not None and follows:
+            asked = {number: (number, self._anchored, adopt.version) for number in range(len(adopt.state))}
+            for number, chain in (yield from self._from_shards("updates", asked)).items():
+                if chain is not None:
+                    found[number] = yield Do("member adds updates", partial(chain.on, self.anchor[number]))
+                    if found[number] is None:
+                        self.say(f"fragment {number} of version {adopt.version} is not the ledger's: fetching it whole")
+        whole = {n: (n, digest) for n, digest in enumerate(adopt.state) if found.get(n) is None}
+        found |= yield from self._from_shards("fetch", whole)
+        fragments = [found[number] for number in range(len(adopt.state))]
+        version = yield Do("member places a version", lambda: self.holder.place(fragments))
+        self._arrived = (adopt, tokens, version)
+        if follows:
+            self.anchor, self._anchored = fragments, adopt.version
+
+    def _pack_inner(self) -> Process:
+        """After an accepted push: lay out the calls that save the inner state; forget it where it is not finite."""
+        assert self._pushed is not None
+        header, payload = self._pushed
+        inner, self._inner = self._inner, None
+        if self.inner_save is not None and not payload.finite:
+            self._inner_calls = []
+            yield from self._until_answered(Call(self.shards[0], "drop_inner", (header.identity.incarnation.member,)))
+        elif inner is not None:
+            specs, pieces = yield Do("member packs its inner state", lambda: self.holder.pack(inner))
+            digests = tuple(map(piece_digest, pieces))
+            saved = Saved(header.identity, header.base, specs, digests)
+            puts = enumerate(zip(pieces, digests, strict=True))
+            self._inner_calls = [
+                self._of_shard(n, "put_inner", header.identity, header.base, n, *each) for n, each in puts
+            ]
+            self._inner_calls.append(Call(self.shards[0], "finish_inner", (saved,)))
+
+    def _save_inner(self) -> Process:
+        """The next call; a piece that is refused ends this save, and the next one tries again."""
+        try:
+            answer = yield self._inner_calls[0]
+        except Unreachable:
+            return
+        if isinstance(answer, Refused):
+            self._inner_calls = []
+        elif isinstance(answer, Accepted):
+            del self._inner_calls[0]
+
+    def _restore(self) -> Process:
+        """Take up the inner state of the incarnation before, if it is not too old; else begin with a ramp."""
+        member, base, limit = self.books.incarnation.member, self.books.base, self.books.terms.staleness.limit
+        saved = yield from self._until_answered(Call(self.shards[0], "find_inner", (member, base, limit)))
+        pieces = []
+        for number in range(len(saved.digests) if saved else 0):
+            pieces.append((yield from self._until_answered(self._of_shard(number, "get_inner", saved, number))))
+        whole = saved is not None and all(piece is not None for piece in pieces)
+        restore = partial(self.holder.restore, saved.specs if saved else "", pieces)
+        restored = whole and (yield Do("member restores its inner state", restore))
+        if base > 0 and not restored:
+            self.holder.ramp()
+
+    def _of_shard(self, number: int, method: str, *arguments: Any) -> Call:
+        return Call(self.shards[number % len(self.shards)], method, arguments)
 
 
 @dataclass
 class Speed:
-    """Rows a second, the newest steps counting most."""
+    """Rows a second while there are rows to train: the median of the newest steps, so that no single pause counts.
 
-    rows_per_s: float | None = None
+    A step is known to be done when the next one was dispatched, or when the devices were waited for. The first step of
+    an incarnation is left out: it warms up.
+    """
 
-    def add(self, rows: int, seconds: float) -> None:
-        """One step."""
-        now = rows / max(seconds, 1e-9)
-        self.rows_per_s = now if self.rows_per_s is None else 0.9 * self.rows_per_s + 0.1 * now
+    running: int = 0
+    """Rows of steps not known to be done."""
+    _since: float = 0.0
+    _warm: bool = False
+    _seconds_per_row: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """None until a step was measured."""
+        return 1 / median(self._seconds_per_row) if self._seconds_per_row else None
+
+    def begins(self, rows: int, now: float) -> None:
+        """A step is about to be dispatched."""
+        if not self.running:
+            self._since = now  # the time before it was a pause
+        self.running += rows
+
+    def ends(self, rows: int, now: float) -> None:
+        """Steps of so many rows are known to be done; nothing happens for none."""
+        if not rows:
+            return
+        if self._warm:
+            self._seconds_per_row.append(max(now - self._since, 1e-9) / rows)
+        self.running, self._since, self._warm = self.running - rows, now, True

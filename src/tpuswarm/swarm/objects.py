@@ -1,7 +1,6 @@
 """The arrays of a run: fragments of the exchanged state, named by their content, and payloads of contributions."""
 
 import hashlib
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +11,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm import tensors
+from tpuswarm.swarm.core.quantize import BLOCK, Quantized
 from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.store import Conflict, Corrupt, Store
 
@@ -41,11 +41,32 @@ def checked_member(member: str) -> str:
     return member
 
 
+def fits(payload: Mapping[str, np.ndarray], size: int) -> bool:
+    """Whether a payload is one of a fragment of `size` elements."""
+    if payload.keys() == {"s"}:
+        return payload["s"].shape == (size,)
+    if payload.keys() != {"codes", "scales"}:
+        return False
+    codes, blocks = payload["codes"], -(-size // BLOCK)
+    widths = [BLOCK * bits // 8 for bits in (2, 4, 8)]
+    return codes.shape in [(blocks, width) for width in widths] and payload["scales"].shape == (blocks,)
+
+
+def quantized(payload: Mapping[str, np.ndarray]) -> Quantized:
+    """A payload of codes."""
+    return Quantized(payload["codes"], payload["scales"], payload["codes"].shape[1] * 8 // BLOCK)
+
+
 def array_digest(array: np.ndarray) -> str:
     """The digest that `Objects.put_array` gives a float32 array; SHA-256 in hexadecimal."""
     if array.dtype != np.float32:
         raise ValueError(f"a swarm exchanges float32 arrays, this one is {array.dtype}")
     return tensors.digest({ONLY: array})
+
+
+def update_digest(update: Quantized) -> str:
+    """The digest of stored codes; SHA-256 in hexadecimal."""
+    return tensors.digest({"codes": update.codes, "scales": update.scales})
 
 
 class Objects:
@@ -74,14 +95,39 @@ class Objects:
             raise self._corrupt(name, f"it holds {_described(found)}, not {wanted}")
         return array
 
+    def check(self, digest: str) -> None:
+        """Read an object, whatever it is; raises Missing and Corrupt."""
+        self._load(object_name(digest), digest)
+
     @contextmanager
     def writing_array(self, shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, Callable[[], str]]]:
         """A float32 memory map to fill, and a function that stores it and gives its digest.
 
         Nothing may be written to the map after that; without that call nothing is stored.
         """
-        head = tensors.header({ONLY: ("F32", shape)})
-        size = len(head) + 4 * math.prod(shape)
+        with self._writing({ONLY: ("F32", shape)}) as (arrays, finish):
+            yield arrays[ONLY], finish
+
+    @contextmanager
+    def writing_update(self, size: int, bits: int) -> Iterator[tuple[Quantized, Callable[[], str]]]:
+        """As `writing_array`, for quantized codes of `size` elements."""
+        blocks = -(-size // BLOCK)
+        specs: tensors.Specs = {"codes": ("U8", (blocks, BLOCK * bits // 8)), "scales": ("F32", (blocks,))}
+        with self._writing(specs) as (arrays, finish):
+            yield Quantized(arrays["codes"], arrays["scales"], bits), finish
+
+    def get_update(self, digest: str, size: int) -> Quantized:
+        """Quantized codes of `size` elements, as `get_array` gives arrays."""
+        name = object_name(digest)
+        found = self._load(name, digest)
+        if "codes" not in found or not fits(found, size):
+            raise self._corrupt(name, f"it holds {_described(found)}, no codes of {size} elements")
+        return quantized(found)
+
+    @contextmanager
+    def _writing(self, specs: tensors.Specs) -> Iterator[tuple[dict[str, np.ndarray], Callable[[], str]]]:
+        head = tensors.header(specs)
+        size = len(head) + tensors.length(specs)
         with self._store.temporary("objects/array") as part:
             with self._store.writing("a new object"), part.open("r+b") as file:
                 file.write(head)
@@ -90,18 +136,19 @@ class Objects:
                     os.posix_fallocate(file.fileno(), 0, size)
                 file.truncate(size)
                 whole = np.memmap(file, np.uint8, "r+")
-            array = np.ndarray(shape, np.float32, whole, offset=len(head))
+            arrays = tensors.over(specs, whole, len(head))
 
             def finish() -> str:
                 with self._store.writing("a new object"):
                     whole.flush()
-                    array.flags.writeable = False
+                    for array in arrays.values():
+                        array.flags.writeable = False
                     with part.open("rb") as file:
                         digest = hashlib.file_digest(file, "sha256").hexdigest()
                     self._store.put_file(object_name(digest), part)
                 return digest
 
-            yield array, finish
+            yield arrays, finish
 
     def put_payload(self, identity: Identity, fragment: int, payload: Mapping[str, np.ndarray]) -> str:
         """Store one fragment of a contribution, {"s": float32} or {"codes": uint8, "scales": float32}.

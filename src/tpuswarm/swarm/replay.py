@@ -1,16 +1,18 @@
 """A version computed again from the version before it and the payloads that it counted."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from tpuswarm.swarm.core.merge import Contribution
-from tpuswarm.swarm.core.outer import Outer, commit
-from tpuswarm.swarm.core.quantize import BLOCK, Quantized
+from tpuswarm.swarm.core.outer import Outer, commit, first_state
+from tpuswarm.swarm.core.quantize import BITS, Quantized, empty
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
-from tpuswarm.swarm.ledger import header_name
-from tpuswarm.swarm.objects import payload_name
+from tpuswarm.swarm.ledger import Ledger, header_name
+from tpuswarm.swarm.objects import Objects, array_digest, fits, payload_name, quantized
+from tpuswarm.swarm.store import Corrupt, Missing
 
 Found = TypeVar("Found")
 
@@ -20,42 +22,64 @@ Payloads = Callable[[Header, int], Mapping[str, np.ndarray] | None]
 """The payload of a fragment; None where it is gone or damaged."""
 
 
+class Replayed(NamedTuple):
+    """A fragment of a version."""
+
+    state: np.ndarray
+    """float32[n]."""
+    outer: np.ndarray | None
+    """float32[rows, n], None for a rule without outer state."""
+    update: Quantized | None
+    """None for a plain downlink."""
+
+
 class Gone(Exception):
     """What is needed for it is gone or damaged; says what."""
 
 
 def replay(
-    records: Sequence[Record],
+    records: Callable[[int], Record],
     headers: Mapping[Identity, Header],
     version: int,
     fragment: int,
     arrays: Arrays,
     payloads: Payloads,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """The state, float32[n], and the outer state of one fragment, bit for bit; None for a rule without outer state.
+) -> Replayed:
+    """One fragment, bit for bit.
 
-    records: from genesis on, up to `version` at least, which has contributors. Raises Gone, and ValueError where what
-    is there does not fit together.
+    records: of each version up to `version`, which has contributors. Raises Gone, and ValueError where what is there
+    does not fit together.
     """
-    record, before = records[version], records[version - 1]
+    record, before = records(version), records(version - 1)
+    outer = Outer(record.rule, record.momentum, downlink=record.downlink)
     theta = _there(arrays(before.state[fragment]), f"the state of version {version - 1}")
-    state = None
-    if record.rule != "average":
-        found = arrays(before.outer[fragment]) if fragment < len(before.outer) else None
-        state = _there(found, f"the outer state of version {version - 1}")
+    state = first_state(outer, theta.size)
+    if (kept := outer_before(before, outer, fragment)) is not None:
+        state = _there(arrays(kept), f"the outer state of version {version - 1}")
     contributions = []
     for decision in record.decisions:
         if decision.fate == "applied":
             if not 0 <= decision.base < version:
                 raise ValueError(f"version {version} counts a contribution to version {decision.base}")
             header = _there(headers.get(decision.identity), header_name(decision.identity))
-            base = _there(arrays(records[decision.base].state[fragment]), f"the state of version {decision.base}")
+            digest = records(decision.base).state[fragment]
+            base = _there(arrays(digest), f"the state of version {decision.base}")
             payload = _there(payloads(header, fragment), payload_name(decision.identity, fragment))
-            contributions.append(contribution(decision, base, payload))
+            contributions.append(contribution(decision, theta if digest == before.state[fragment] else base, payload))
     new, new_outer = np.empty_like(theta), None if state is None else np.empty_like(state)
-    outer = Outer(record.rule, record.momentum)
-    commit(theta, state, contributions, outer, record.rate, record.share, record.gathered == 0, new, new_outer)
-    return new, new_outer
+    sent = None if outer.downlink == "plain" else empty(theta.size, BITS[outer.downlink])
+    step = record.gathered == 0
+    commit(theta, state, contributions, outer, record.rate, record.share, step, new, new_outer, sent)
+    return Replayed(new, new_outer, sent)
+
+
+def outer_before(before: Record, outer: Outer, fragment: int) -> str | None:
+    """The digest of the outer state that a commit goes on with; None where it begins with `first_state`.
+
+    before: the record before the commit. Another rule or another form of the downlink begins anew.
+    """
+    same = (before.rule, before.downlink) == (outer.rule, outer.downlink)
+    return before.outer[fragment] if same and before.outer else None
 
 
 def contribution(decision: Decision, base: np.ndarray, payload: Mapping[str, np.ndarray]) -> Contribution:
@@ -65,23 +89,41 @@ def contribution(decision: Decision, base: np.ndarray, payload: Mapping[str, np.
     """
     if not fits(payload, base.size):
         raise ValueError(f"the payload of {decision.identity} does not have the {base.size} elements of its base")
-    if "s" in payload:
-        return Contribution(decision.weight, decision.clip, base, payload["s"])
-    quantized = Quantized(payload["codes"], payload["scales"], _bits(payload["codes"]))
-    return Contribution(decision.weight, decision.clip, base, quantized)
+    sent = payload["s"] if "s" in payload else quantized(payload)
+    return Contribution(decision.weight, decision.clip, base, sent)
 
 
-def fits(payload: Mapping[str, np.ndarray], size: int) -> bool:
-    """Whether a payload is one of a fragment of `size` elements."""
-    if "s" in payload:
-        return payload["s"].shape == (size,)
-    codes, blocks = payload["codes"], -(-size // BLOCK)
-    bits = _bits(codes)
-    return bits in (2, 4, 8) and codes.shape == (blocks, BLOCK * bits // 8) and payload["scales"].shape == (blocks,)
+def restore(ledger: Ledger, objects: Objects, fragment: int, digest: str) -> bool:
+    """Store an array of a state or an outer state, which is missing or damaged, anew; whether that could be done.
+
+    It can as long as the version before and the payloads are there, and gives the same bits or nothing.
+    """
+
+    def array(digest: str) -> np.ndarray | None:
+        return _readable(lambda: objects.get_array(digest))
+
+    def payload(header: Header, fragment: int) -> dict[str, np.ndarray] | None:
+        return _readable(lambda: objects.get_payload(header.identity, fragment, header.digests[fragment]))
+
+    for version in reversed(ledger.versions()):
+        record = ledger.record(version)
+        applied = [each.identity for each in record.decisions if each.fate == "applied"]
+        if applied and digest in (record.state[fragment], *record.outer[fragment : fragment + 1]):
+            headers = {identity: ledger.header(header_name(identity)) for identity in applied}
+            with suppress(Gone, ValueError):
+                made = replay(ledger.record, headers, version, fragment, array, payload)
+                for again in (made.state, made.outer):
+                    if again is not None and array_digest(again) == digest:
+                        objects.put_array(again)
+                        return True
+    return False
 
 
-def _bits(codes: np.ndarray) -> int:
-    return codes.shape[-1] * 8 // BLOCK
+def _readable(read: Callable[[], Found]) -> Found | None:
+    try:
+        return read()
+    except (Missing, Corrupt):
+        return None
 
 
 def _there(found: Found | None, what: str) -> Found:

@@ -17,7 +17,7 @@ SETTLING = 600.0
 
 
 def keeps_state(record: Record, changes: int, limit: int) -> bool:
-    """Whether the state of a record stays.
+    """Whether the objects of a record stay: its state, its outer state and what members were sent.
 
     changes: of the newest record; limit: the staleness up to which contributions count.
     """
@@ -31,9 +31,9 @@ def deletable(records: Sequence[Record], ages: Mapping[str, float], limit: int) 
     to which contributions count. A payload without a verdict never goes.
     """
     newest = records[-1].changes
-    named = {object_name(digest) for each in records for digest in (*each.state, *each.outer)}
+    named = {object_name(digest) for each in records for digest in each.objects}
     stay = [each for each in records if keeps_state(each, newest, limit)]
-    needed = {object_name(digest) for each in stay for digest in (*each.state, *each.outer)}
+    needed = {object_name(digest) for each in stay for digest in each.objects}
     old = [each for each in records if newest - each.changes >= COMMITS]
     decided = {_contribution(payload_name(decision.identity, 0)) for each in old for decision in each.decisions}
     return sorted(

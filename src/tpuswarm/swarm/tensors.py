@@ -32,15 +32,26 @@ def specs(tensors: Mapping[str, np.ndarray]) -> Specs:
 
 def header(of: Specs) -> bytes:
     """What stands before the arrays, which follow in the order that it names."""
-    start, about = 0, {}
-    for name in _ordered(of):
-        dtype, shape = of[name]
-        stop = start + math.prod(shape) * DTYPES[dtype].itemsize
-        about[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-        start = stop
+    about = {
+        name: {"dtype": of[name][0], "shape": list(of[name][1]), "data_offsets": [start, stop]}
+        for name, (start, stop) in _places(of).items()
+    }
     text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def length(of: Specs) -> int:
+    """Bytes of all arrays."""
+    return max((stop for _, stop in _places(of).values()), default=0)
+
+
+def over(of: Specs, data: Any, offset: int) -> dict[str, np.ndarray]:
+    """Arrays over a buffer, in which they begin at `offset`."""
+    return {
+        name: np.ndarray(of[name][1], DTYPES[of[name][0]], data, offset=offset + start)
+        for name, (start, _) in _places(of).items()
+    }
 
 
 def encode(tensors: Mapping[str, np.ndarray]) -> bytes:
@@ -58,25 +69,22 @@ def digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 def decode(data: bytes | mmap) -> dict[str, np.ndarray]:
     """Read-only arrays over these bytes, not copied; ValueError, in words, for what `encode` did not make."""
-    length = int.from_bytes(data[:8], "little")
-    if length > min(LONGEST, len(data)):
+    size = int.from_bytes(data[:8], "little")
+    if size > min(LONGEST, len(data)):
         raise ValueError("it is too short for its header, or that is longer than any of ours")
     try:
-        about = json.loads(data[8 : 8 + length])
+        about = json.loads(data[8 : 8 + size])
         of: Specs = {name: (each["dtype"], tuple(each["shape"])) for name, each in about.items()}
         numbers = [number for _, shape in of.values() for number in shape]
-        ours = all(type(number) is int and number >= 0 for number in numbers) and header(of) == data[: 8 + length]
+        ours = all(type(number) is int and number >= 0 for number in numbers) and header(of) == data[: 8 + size]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ours = False
     if not ours:
         raise ValueError("its header is none of ours")
-    end = 8 + length + max((each["data_offsets"][1] for each in about.values()), default=0)
+    end = 8 + size + length(of)
     if len(data) != end:
         raise ValueError(f"it has {len(data)} bytes, its header says {end}")
-    return {
-        name: np.ndarray(shape, DTYPES[dtype], data, offset=8 + length + about[name]["data_offsets"][0])
-        for name, (dtype, shape) in of.items()
-    }
+    return over(of, data, 8 + size)
 
 
 def _parts(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
@@ -89,3 +97,14 @@ def _parts(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
 def _ordered(of: Specs) -> list[str]:
     """Wider elements first, so that all are aligned."""
     return sorted(of, key=lambda name: (-DTYPES[of[name][0]].itemsize, name))
+
+
+def _places(of: Specs) -> dict[str, tuple[int, int]]:
+    """Of each array, in the order of the file, where it begins and ends; from the first byte after the header."""
+    places, start = {}, 0
+    for name in _ordered(of):
+        dtype, shape = of[name]
+        stop = start + math.prod(shape) * DTYPES[dtype].itemsize
+        places[name] = (start, stop)
+        start = stop
+    return places

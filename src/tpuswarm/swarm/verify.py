@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from tpuswarm.swarm import retention
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.ledger import READERS, Ledger, commit_name, first_gap, header_name
-from tpuswarm.swarm.objects import Objects, array_digest, object_name, payload_name
+from tpuswarm.swarm.objects import Objects, array_digest, object_name, payload_name, update_digest
 from tpuswarm.swarm.replay import Gone, replay
 from tpuswarm.swarm.store import Missing, Store
 
@@ -47,7 +47,7 @@ class Report:
 def verify(store: Store, say: Callable[[str], None]) -> Report:
     """Check everything that is stored. say: told what comes next.
 
-    Needs 12 bytes of memory per element of the largest fragment, and from a bucket the arrays that it reads. Raises
+    Needs up to 17 bytes of memory per element of the largest fragment, and from a bucket what it reads. Raises
     RunFailed only where the storage cannot be listed; damage is in the report.
     """
     check = _Check(store)
@@ -162,11 +162,14 @@ class _Check:
             if not any(each.fate == "applied" for each in record.decisions):
                 continue
             name = f"{commit_name(record.version)}, fragment {fragment}"
-            known = (record.state[fragment], record.outer[fragment] if fragment < len(record.outer) else None)
+            known = [each[fragment : fragment + 1] for each in (record.state, record.outer, record.updates)]
             why = "computed again it is another state"
             try:
-                state, outer = replay(self.records, self._headers, record.version, fragment, self.array, self._payload)
-                if (array_digest(state), None if outer is None else array_digest(outer)) == known:
+                records = self.records.__getitem__
+                made = replay(records, self._headers, record.version, fragment, self.array, self._payload)
+                outer = () if made.outer is None else (array_digest(made.outer),)
+                update = () if made.update is None else (update_digest(made.update),)
+                if [(array_digest(made.state),), outer, update] == known:
                     continue
                 self._problem(f"{name}: {why}")
             except Gone as error:
@@ -178,11 +181,11 @@ class _Check:
     def rest(self, view: View) -> None:
         """What has to be there is there, and what is there and was not read yet is whole."""
         for record in self.records:
-            for digest in (*record.state, *record.outer):
+            for digest in record.objects:
                 if retention.keeps_state(record, self._changes, 0):
                     self._require(object_name(digest))
                 if self._unseen(object_name(digest)):
-                    self.array(digest)
+                    self._loaded(object_name(digest), partial(self._objects.check, digest))
         for identity, header in self._headers.items():
             decision, version = view.verdicts.get(identity, (None, view.version))
             recent = self._changes - view.changes[version] < retention.COMMITS

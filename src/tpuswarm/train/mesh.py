@@ -49,8 +49,8 @@ def select_devices(which: str | int | Sequence[int], devices: Sequence[Any]) -> 
 
 
 def make_mesh(devices: Sequence[Any]) -> Mesh:
-    """A one-axis mesh in automatic mode over `devices`."""
-    return Mesh(np.asarray(devices), (AXIS,))
+    """A one-axis mesh in automatic mode over `devices`; those of one host stand together, as its rows of a batch do."""
+    return Mesh(np.asarray(sorted(devices, key=lambda device: device.process_index)), (AXIS,))
 
 
 def leaf_spec(shape: tuple[int, ...], itemsize: int, devices: int, shard: str) -> PartitionSpec:

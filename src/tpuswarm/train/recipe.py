@@ -7,6 +7,7 @@ program owns the numerics; the trainer owns devices, sharding, feed and checkpoi
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -171,6 +172,14 @@ class Recipe(ABC):
     def options(self) -> dict[str, Any]:
         """The arguments that build this recipe again, resolved: plain values that TOML can hold."""
         return dict(self.given)
+
+    def share(self, folder: Path) -> dict[str, Any]:
+        """Put prepared data into `folder` as files that any machine can read; the options that read it from there.
+
+        For the members of a swarm, to which `folder` is brought. A recipe that makes its data, or reads it from where
+        every machine can, has nothing to put there.
+        """
+        return {}
 
     def sample(self, state: State, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """A continuation of `prompt` by a trained state, where the model can make one."""

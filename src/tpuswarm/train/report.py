@@ -1,8 +1,8 @@
-"""The report of a run: loss.png and one HTML page that needs nothing else."""
+"""The report of a run: loss.png and one HTML page that needs nothing else. A swarm's is made of the same pieces."""
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ def write_report(folder: Path) -> Path:
     evaluations = [row for row in rows if "eval_loss" in row]
     picture = loss_picture(updates, evaluations)
     (folder / "loss.png").write_bytes(picture)
-    page = folder / "report.html"
-    page.write_text(_page(folder, updates, evaluations, picture), encoding="utf-8")
-    return page
+    made = folder / "report.html"
+    made.write_text(_page(folder, updates, evaluations, picture), encoding="utf-8")
+    return made
 
 
 def loss_picture(updates: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> bytes:
@@ -42,31 +42,65 @@ def loss_picture(updates: Sequence[dict[str, Any]], evaluations: Sequence[dict[s
     axes.set(xlabel="tokens", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
+    return png(figure)
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG file."""
     data = BytesIO()
     figure.savefig(data, format="png")
     return data.getvalue()
+
+
+def image(what: str, picture: bytes) -> str:
+    """A PNG file inside the page; what: said to those who do not see it."""
+    return f'<img alt="{html.escape(what)}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
+
+
+def facts_table(facts: Iterable[tuple[str, str]]) -> str:
+    """Names and values."""
+    rows = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in facts)
+    return f"<table>{''.join(rows)}</table>"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with a head."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in body)}</table>"
+
+
+def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
+    """A page of sections, each a heading (the first has none) and its HTML."""
+    parts = (f"<h2>{html.escape(name)}</h2>{part}" if name else part for name, part in sections)
+    name = html.escape(title)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
+        f"<h1>{name}</h1>{''.join(parts)}</html>\n"
+    )
+
+
+def configuration(config: dict[str, Any]) -> tuple[str, str]:
+    """The section that ends every report."""
+    return "Configuration", f"<pre>{html.escape(tomli_w.dumps(config))}</pre>"
 
 
 def _page(
     folder: Path, updates: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], picture: bytes
 ) -> str:
     config = read_config(folder)
-    name = html.escape(f"{config['recipe']['name']} · {folder.name}")
-    facts = _facts(config, updates, evaluations)
-    table = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in facts)
     samples = "".join(
         f"<h3>step {event['step']}</h3><pre>{html.escape(event['text'])}</pre>"
         for event in read_rows(folder / EVENTS)
         if event["event"] == "sample"
     )
-    image = base64.b64encode(picture).decode()
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-        f"<h1>{name}</h1><table>{table}</table>"
-        f'<h2>Loss</h2><img alt="loss against tokens" src="data:image/png;base64,{image}">'
-        + (f"<h2>Samples</h2>{samples}" if samples else "")
-        + f"<h2>Configuration</h2><pre>{html.escape(tomli_w.dumps(config))}</pre></html>\n"
-    )
+    sections = [
+        ("", facts_table(_facts(config, updates, evaluations))),
+        ("Loss", image("loss against tokens", picture)),
+        *([("Samples", samples)] if samples else []),
+        configuration(config),
+    ]
+    return page(f"{config['recipe']['name']} · {folder.name}", sections)
 
 
 def _facts(

@@ -7,11 +7,11 @@ import json
 import os
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
 
@@ -111,12 +111,29 @@ class Run:
 
 def append_event(folder: Path, event: str, **facts: Any) -> None:
     """Append one thing that happened to the events.jsonl of the run in `folder`, which this process holds."""
-    line = json.dumps({"time": time.time(), "event": event, **facts}).encode() + b"\n"
-    with writing(folder / EVENTS), (folder / EVENTS).open("ab+") as file:
+    append_rows(folder / EVENTS, [{"time": time.time(), "event": event, **facts}])
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append objects to a JSON lines file, whose last line may be torn."""
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path), path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else b"\n" + line  # a killed process may leave a torn line
-        file.write(line)
+            lines = lines if file.read(1) == b"\n" else b"\n" + lines  # a killed process may leave a torn line
+        file.write(lines)
+
+
+class Life(NamedTuple):
+    """Whether a run lives, and how it ended if it does not."""
+
+    state: str
+    """running, finished, stopped, failed, or killed (its process is gone without a word)."""
+    pid: int | None
+    """0 for a moment while a process takes the run."""
+    message: str
+    """Why it stopped or failed, where it did."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +142,7 @@ class Status:
 
     run: str
     state: str
-    """running, finished, stopped, failed, or killed (its process is gone without a word)."""
+    """As in Life."""
     pid: int | None
     recipe: str
     step: int
@@ -143,21 +160,16 @@ def status(folder: Path) -> Status:
     config = read_config(folder)
     train: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
-    last: dict[str, Any] = {}
     for row in read_rows(folder / METRICS):
         if "eval_loss" in row:
             evaluation = row
         else:
             train = row
-    pid = holder(folder)
-    for row in read_rows(folder / EVENTS):
-        if row["event"] in ("started", *LAST):
-            last = row
-    ended = last["event"] if last.get("event") in LAST else "killed"
+    life = read_life(folder)
     return Status(
         run=str(folder),
-        state="running" if pid else str(ended),
-        pid=pid,
+        state=life.state,
+        pid=life.pid,
         recipe=config["recipe"]["name"],
         step=train.get("step", 0),
         steps=config["train"]["steps"],
@@ -165,8 +177,22 @@ def status(folder: Path) -> Status:
         loss=train.get("loss"),
         eval_loss=evaluation.get("eval_loss"),
         tokens_per_s=train.get("tokens_per_s"),
-        message="" if pid else last.get("message", ""),
+        message=life.message,
     )
+
+
+def read_life(folder: Path) -> Life:
+    """Whether a run lives, by its lock and its events."""
+    pid = holder(folder)
+    if pid is not None:
+        return Life("running", pid, "")
+    last: dict[str, Any] = {}
+    for row in read_rows(folder / EVENTS):
+        if row["event"] in ("started", *LAST):
+            last = row
+    if last.get("event") in LAST:
+        return Life(last["event"], None, last.get("message", ""))
+    return Life("killed", None, "")
 
 
 def is_run(folder: Path) -> bool:

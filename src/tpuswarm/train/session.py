@@ -17,7 +17,7 @@ from tpuswarm.train.evaluate import FiniteSource
 from tpuswarm.train.fit import Fitted, Request, fit
 from tpuswarm.train.load import load_parameters
 from tpuswarm.train.mesh import select_devices
-from tpuswarm.train.recipe import Clock, Recipe, Source, State, default_precision
+from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
 from tpuswarm.train.run import Run, new_folder
 from tpuswarm.train.settings import FIXED, FREE, count_steps, differences, refuse_differences
 from tpuswarm.train.user_code import blame
@@ -80,26 +80,58 @@ def prepare(
         raise
 
 
-def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None) -> Session:
+@dataclass(frozen=True)
+class Resolved:
+    """Every setting of a run, before anything is compiled."""
+
+    settings: dict[str, Any]
+    source: Source
+    tokens_per_row: int
+    config: dict[str, Any] | None
+    """What the run directory held; None in a new one."""
+    changed: list[str]
+    """What is different from there, in words."""
+
+
+def resolve(
+    run: Run,
+    recipe: Recipe,
+    asked: dict[str, Any],
+    tokens: int | None,
+    epochs: float | None,
+    platform: str,
+    devices: int,
+) -> Resolved:
+    """What was asked, what the run has and what the recipe wants, as one set of settings."""
     config = run.config()
     stored = dict(config["train"]) if config else {}
-    devices = select_devices(asked["devices"], platform.local_devices())
     with blame(f"the data of {recipe.name} failed"):
         source = recipe.data("train")
     asked["data"] = getattr(source, "digest", None)
-    batch = asked["batch"] or stored.get("batch") or _default_batch(recipe, len(devices), asked["accumulate"] or 1)
+    batch = asked["batch"] or stored.get("batch") or _default_batch(recipe, devices, asked["accumulate"] or 1)
     with blame(f"{recipe.name} does not trace"):
-        program = recipe.program(Request(batch=batch).options(devices))
+        tokens_per_row = recipe.program(Options()).tokens_per_row
     rows_per_epoch = getattr(source, "rows_per_epoch", None)
-    asked["steps"] = count_steps(asked["steps"], tokens, epochs, batch * program.tokens_per_row, rows_per_epoch, batch)
+    asked["steps"] = count_steps(asked["steps"], tokens, epochs, batch * tokens_per_row, rows_per_epoch, batch)
+    changed: list[str] = []
     if config:
-        refuse_differences(run.folder, _recipe_differences(config, recipe, asked) + differences(stored, _fixed(asked)))
+        found = _recipe_differences(config, recipe, asked)
+        changed = found + differences(stored, {name: asked.get(name) for name in FIXED})
     usual = {"steps": STEPS, "seed": 0, "deterministic": False, **recipe.defaults}
-    usual["precision"] = default_precision(devices[0].platform)
+    usual["precision"] = default_precision(platform)
     settings = {name: _first(asked.get(name), stored.get(name), None if config else usual.get(name)) for name in FIXED}
     settings |= {"batch": batch} | {name: asked[name] for name in FREE}
-    fitted = fit(recipe, _request(settings), devices)
-    validation = _validation(recipe, required=asked["eval_every"] is not None)
+    return Resolved(settings, source, tokens_per_row, config, changed)
+
+
+def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None) -> Session:
+    devices = select_devices(asked["devices"], platform.local_devices())
+    resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices))
+    refuse_differences(run.folder, resolved.changed)
+    settings, source, config = resolved.settings, resolved.source, resolved.config
+    batch = settings["batch"]
+    fitted = fit(recipe, request(settings), devices)
+    validation = held_out(recipe, required=asked["eval_every"] is not None)
     _write_config(run, recipe, settings, fitted)
 
     notes = [f"{fitted.choice.why}; {fitted.options.precision}"]
@@ -131,18 +163,15 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _fixed(asked: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: asked.get(name) for name in FIXED}
-
-
 def _default_batch(recipe: Recipe, devices: int, accumulate: int) -> int:
     unit = devices * accumulate
     return math.ceil(int(recipe.defaults.get("batch", BATCH)) / unit) * unit
 
 
-def _request(settings: Mapping[str, Any]) -> Request:
+def request(settings: Mapping[str, Any]) -> Request:
+    """What settings ask of a program."""
     names = ("batch", "shard", "precision", "accumulate", "clip", "freeze", "decay", "ema")
-    return Request(**{name: settings[name] for name in names})
+    return Request(**{name: settings[name] for name in names if name in settings})
 
 
 def _recipe_differences(config: Mapping[str, Any], recipe: Recipe, asked: Mapping[str, Any]) -> list[str]:
@@ -157,7 +186,7 @@ def _recipe_differences(config: Mapping[str, Any], recipe: Recipe, asked: Mappin
     return found + differences(stored["options"], options)
 
 
-def _validation(recipe: Recipe, required: bool) -> FiniteSource | None:
+def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
     """The held-out rows; None where there are none and nobody asked for evaluations."""
     with blame(f"the data of {recipe.name} failed"):
         try:
@@ -174,13 +203,27 @@ def _validation(recipe: Recipe, required: bool) -> FiniteSource | None:
 
 
 def _write_config(run: Run, recipe: Recipe, settings: Mapping[str, Any], fitted: Fitted) -> None:
+    run.write_config(configuration(recipe, settings) | {"chosen": chosen(fitted)})
+
+
+def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.toml says of a run; InputError for options that are no plain values."""
     options = recipe.options()
     try:
         json.dumps(options)
     except TypeError as error:
         raise InputError(f"the options of {recipe.name} must be plain values: {error}") from error
+    return {
+        "recipe": {"name": recipe.name, "target": recipe.target, "options": options},
+        "train": {name: settings[name] for name in FIXED if settings[name] is not None},
+        "may_change": {name: settings[name] for name in FREE if settings[name] is not None},
+    }
+
+
+def chosen(fitted: Fitted) -> dict[str, Any]:
+    """How a program runs on its devices, and with which versions."""
     device = fitted.mesh.devices.flat[0]
-    chosen = {
+    return {
         "platform": device.platform,
         "device": device.device_kind,
         "devices": fitted.mesh.size,
@@ -193,11 +236,3 @@ def _write_config(run: Run, recipe: Recipe, settings: Mapping[str, Any], fitted:
         "jax": jax.__version__,
         "tpuswarm": version("tpuswarm"),
     }
-    run.write_config(
-        {
-            "recipe": {"name": recipe.name, "target": recipe.target, "options": options},
-            "train": {name: settings[name] for name in FIXED if settings[name] is not None},
-            "may_change": {name: settings[name] for name in FREE if settings[name] is not None},
-            "chosen": chosen,
-        }
-    )

@@ -90,6 +90,14 @@ class Trainer:
     deterministic: bool | None = None
     display: Display | None = None
 
+    def settings(
+        self, steps: int | None = None, batch: int | None = None, init_from: str | Path | None = None
+    ) -> dict[str, Any]:
+        """What was asked, by the names of train/settings.py; None for what was not."""
+        named = {name: getattr(self, name) for name in (*FIXED, *FREE) if name in self.__dataclass_fields__}
+        parent = str(Path(init_from).resolve()) if init_from else None
+        return named | {"steps": steps, "batch": batch, "init_from": parent}
+
     def fit(self, recipe: Recipe, **options: Any) -> Result:
         """Train to the end, or until asked to stop; takes what `steps` takes.
 
@@ -120,10 +128,7 @@ class Trainer:
         all devices. Closing the loop (`contextlib.closing`, or leaving a function that holds it) before its end saves
         and ends the run like Ctrl-C; one that a script's last line leaves open goes on from its last checkpoint.
         """
-        asked = {
-            name: getattr(self, name) for name in (*FIXED, *FREE) if name not in ("steps", "batch", "init_from", "data")
-        }
-        asked |= {"steps": steps, "batch": batch, "init_from": str(Path(init_from).resolve()) if init_from else None}
+        asked = self.settings(steps, batch, init_from)
         save_every = parse_every(self.save_every, "save_every")
         eval_every = Every() if self.eval_every is None else parse_every(self.eval_every, "eval_every")
         if self.keep < 1:

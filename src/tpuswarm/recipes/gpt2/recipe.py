@@ -23,7 +23,7 @@ from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, SIZES, Config
 from tpuswarm.recipes.gpt2.loss import mean_loss
 from tpuswarm.recipes.gpt2.sample import generate
 from tpuswarm.recipes.gpt2.tokenizer import Kind, Tokenizer, make_tokenizer
-from tpuswarm.recipes.gpt2.tokens import FakeTokens, Tokens, TokenSource, prepare_tokens, split_tokens
+from tpuswarm.recipes.gpt2.tokens import FakeTokens, Tokens, TokenSource, prepare_tokens, share_tokens, split_tokens
 from tpuswarm.train.recipe import Batch, Options, Recipe, Source
 from tpuswarm.train.supervised import SupervisedProgram, in_precision, inference_params
 
@@ -90,6 +90,7 @@ class GPT2(Recipe):
             "steps": 2_000 if tiny else 20_000,
             "clip": 1.0,
             "decay": r"(^wte|^wpe|/w)$",
+            "outer": "average" if tiny else "nesterov",
         }
 
     def _check(self) -> None:
@@ -128,6 +129,13 @@ class GPT2(Recipe):
             "seed": self._seed,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+    def share(self, folder: Path) -> dict[str, Any]:
+        """The tokens; fake ones need no files."""
+        if self._data == FAKE:
+            return {}
+        share_tokens(self._tokens, folder)
+        return {"data": str(folder)}
 
     @cached_property
     def _tokens(self) -> Tokens:

@@ -35,14 +35,19 @@ class Tokens:
     array: np.ndarray
     digest: str
     alphabet: str | None
+    folder: Path
+    """Where its files lie."""
 
 
 def prepare_tokens(place: str | None, kind: Kind, alphabet: str | None = None) -> Tokens:
     """The memory map of the text at `place`, made in the user's cache if it is not there yet.
 
     Two processes may do it at once: each writes a folder of its own and the first to finish gives it its name.
-    `alphabet` fixes the characters; without it they are those of the text.
+    `alphabet` fixes the characters; without it they are those of the text. A folder that `share_tokens` filled is taken
+    as it is.
     """
+    if place is not None and "://" not in place and (Path(place) / "tokens.bin").is_file() and _is_made(Path(place)):
+        return _open(Path(place))
     text = open_text(place)
     folder = _folder(text, kind, None)
     if alphabet is not None and not (_is_made(folder) and _about(folder)["alphabet"] == alphabet):
@@ -60,9 +65,22 @@ def prepare_tokens(place: str | None, kind: Kind, alphabet: str | None = None) -
                         raise
             finally:
                 shutil.rmtree(making, ignore_errors=True)
+    return _open(folder)
+
+
+def share_tokens(tokens: Tokens, folder: Path) -> None:
+    """Put tokens into a folder, as files that `prepare_tokens` takes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        if not _is_made(folder):
+            shutil.copyfile(tokens.folder / "tokens.bin", folder / "tokens.bin")
+            write_atomically(folder / "about.json", (tokens.folder / "about.json").read_text())
+
+
+def _open(folder: Path) -> Tokens:
     about = _about(folder)
     array = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r", shape=(about["count"],))
-    return Tokens(array, about["digest"], about["alphabet"])
+    return Tokens(array, about["digest"], about["alphabet"], folder)
 
 
 def _folder(text: Text, kind: Kind, alphabet: str | None) -> Path:

@@ -26,6 +26,8 @@ class Lease:
     until: float
     base: int
     rows_per_s: float | None
+    outstanding: Rows
+    """Trained and without a verdict that its holder heard of."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class State:
     """Accepted and undecided, with the time of acceptance."""
     storing: Mapping[Identity, Header] = field(default_factory=dict)
     """Checked, the creation of their headers under way."""
+    taken: Rows = NOTHING
+    """Rows that are not leasable: decided, leased, or in contributions without a verdict. Kept, because each of the
+    others is in many pieces and all of them together are in few."""
+    fastest: float | None = None
+    """Rows a second of the fastest member; follows at once upwards and at the next tick downwards."""
     merging: Merge | None = None
     unreadable: frozenset[Identity] = frozenset()
     contributed: frozenset[str] = frozenset()
@@ -65,26 +72,23 @@ class State:
         return frozenset(leased & (self.contributed | first)) | (first - self.seen)
 
     @property
-    def held(self) -> Rows:
-        """Rows leased, or in contributions without a verdict."""
-        return Rows.union(
-            [
-                *(lease.rows for lease in self.leases.values()),
-                *(header.rows for header, _ in self.pending.values()),
-                *(header.rows for header in self.storing.values()),
-            ]
-        )
-
-    @property
     def room(self) -> int:
         """Rows that may still be leased before the horizon."""
-        return self.terms.horizon - len(self.view.counted) - len(self.held - self.view.decided)
+        return self.terms.horizon + len(self.view.skipped) - len(self.taken)
 
     @property
     def median_cycle(self) -> float | None:
         """Seconds of a cycle, the median of the members whose speed is known."""
-        known = [cycle_of(self, key) / lease.rows_per_s for key, lease in self.leases.items() if lease.rows_per_s]
-        return median(known) if known else None
+        known = [lease.rows_per_s for lease in self.leases.values() if lease.rows_per_s]
+        return median(_cycle(self.terms, each, self.fastest) / each for each in known) if known else None
+
+    def round(self, now: float) -> Due:
+        """Whether the round under way is over."""
+        first: dict[str, float] = {}
+        for header, at in self.pending.values():
+            member = header.identity.incarnation.member
+            first[member] = min(at, first.get(member, at))
+        return due(first, self.live, self.median_cycle, now, self.terms.patience)
 
     @property
     def ended(self) -> bool:
@@ -92,19 +96,23 @@ class State:
         return len(self.view.counted) >= self.terms.horizon and not self.pending and not self.storing
 
 
-def start(terms: Terms, view: View, headers: Iterable[Header], now: float, *, founded: bool) -> State:
-    """The state of a new epoch. headers: all stored ones; founded: this process created genesis a moment ago, so that
-    no lease was ever granted and there is nothing to wait for.
+def start(
+    terms: Terms, view: View, headers: Iterable[Header], now: float, *, founded: bool, alone: bool = False
+) -> State:
+    """The state of a new epoch. headers: all stored ones; founded: genesis was created a moment ago, so that no lease
+    was ever granted; alone: whoever held one is known to be dead. With either there is nobody to wait for.
     """
+    alone = alone or founded
     pending = {header.identity: (header, now) for header in headers if header.identity not in view.verdicts}
     contributed = {identity.incarnation.member for identity in (*view.verdicts, *pending)}
     return State(
         terms=terms,
         view=view,
         epoch=view.newest.epoch + (not founded),
-        recovering_until=-math.inf if founded else now + terms.lease_seconds,
-        awaited_until=now + terms.patience.deadline_first if founded else -math.inf,
+        recovering_until=-math.inf if alone else now + terms.lease_seconds,
+        awaited_until=now + terms.patience.deadline_first if alone else -math.inf,
         pending=pending,
+        taken=Rows.union([view.decided, *(header.rows for header, _ in pending.values())]),
         contributed=frozenset(contributed),
         processed=view.processed,
     )
@@ -118,7 +126,7 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
     if key in state.fenced:
         return state, Refused("fenced: its lease ran out, or its member came back as another incarnation")
     if said.digests != state.terms.digests:
-        return state, Refused(_disagreement(said.digests, state.terms.digests))
+        return state, Refused(disagreement(said.digests, state.terms.digests))
     verdict = view.verdicts.get(said.undecided) if said.undecided else None
     decided = verdict[0].rows if verdict else NOTHING  # decided, not heard of yet
     outstanding = said.outstanding - decided
@@ -133,28 +141,30 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
             if verdict and verdict[0].fate == "returned":
                 claimed |= decided
             rows = claimed - view.decided
-            if taken := rows & _held_by_others(state, key):
-                return state, Refused(f"its rows {taken} were claimed before")
+            if others := rows & _held_by_others(state, key):
+                return state, Refused(f"its rows {others} were claimed before")
         else:
             state = _fence(state, [each for each in state.leases if each.member == key.member])
     elif strange := outstanding - state.leases[key].rows:
         return state, Refused(f"rows {strange} are not leased to it")
     else:
         rows = state.leases[key].rows
-    lease = Lease(rows, now + state.terms.lease_seconds, said.base, said.rows_per_s)
+    fastest = max(said.rows_per_s or 0.0, state.fastest or 0.0) or None
+    cycle = _cycle(state.terms, said.rows_per_s, fastest)
+    if not state.recovering:
+        missing = min(2 * cycle - len(rows - _accepted(state, said.undecided)), state.room)
+        if missing > 0:
+            rows |= state.taken.free(missing)
+    until = now + state.terms.lease_seconds
+    news = said.processed > state.processed.get(key, -1)
     state = replace(
         state,
-        leases={**state.leases, key: lease},
-        seen=state.seen | {key.member},
-        processed={**state.processed, key: max(said.processed, state.processed.get(key, 0))},
+        leases={**state.leases, key: Lease(rows, until, said.base, said.rows_per_s, outstanding)},
+        taken=state.taken | rows,
+        fastest=fastest,
+        seen=state.seen if key.member in state.seen else state.seen | {key.member},
+        processed={**state.processed, key: said.processed} if news else state.processed,
     )
-    cycle = cycle_of(state, key)
-    if not state.recovering:
-        accepted = Rows.union(header.rows for header in _undecided(state, key))
-        missing = min(2 * cycle - len(rows - accepted), state.room)
-        if missing > 0:
-            rows |= (view.decided | state.held).free(missing)
-            state = replace(state, leases={**state.leases, key: replace(lease, rows=rows)})
     known = said.undecided is None or verdict or said.undecided in state.pending or said.undecided in state.storing
     return state, Granted(
         rows=rows,
@@ -215,13 +225,11 @@ def tick(state: State, now: float) -> tuple[State, Merge | None, Due]:
         state = replace(state, recovering_until=-math.inf)
     if not state.recovering:
         state = _fence(state, [key for key, lease in state.leases.items() if lease.until <= now])
-    if now >= state.awaited_until:
+    if now >= state.awaited_until and not state.seen.issuperset(state.terms.members):
         state = replace(state, seen=state.seen | frozenset(state.terms.members))
-    first: dict[str, float] = {}
-    for header, at in state.pending.values():
-        member = header.identity.incarnation.member
-        first[member] = min(at, first.get(member, at))
-    when = due(first, state.live, state.median_cycle, now, state.terms.patience)
+    speeds = [lease.rows_per_s for lease in state.leases.values() if lease.rows_per_s]
+    state = replace(state, fastest=max(speeds, default=None))
+    when = state.round(now)
     if state.merging or not when.now:
         return state, None, when
     merge = _merge(state, [header for header, _ in state.pending.values()], when.reason)
@@ -238,11 +246,19 @@ def unreadable(state: State, lost: Iterable[Identity]) -> tuple[State, Merge]:
     return replace(state, merging=merge), merge
 
 
-def merged(state: State, parent: str, fragments: tuple[str, ...], outer: tuple[str, ...], time: float) -> Record:
+def merged(
+    state: State,
+    parent: str,
+    fragments: tuple[str, ...],
+    outer: tuple[str, ...],
+    updates: tuple[str, ...],
+    time: float,
+) -> Record:
     """The record to create, only if absent, from what the shards computed; then report to `committed`."""
     merge, view = state.merging, state.view
     assert merge is not None
     applied = [decision for decision in merge.decisions if decision.fate == "applied"]
+    made_by = merge.outer if applied else view.newest  # without contributors all of it is repeated
     return Record(
         run=state.terms.run,
         version=merge.version,
@@ -251,9 +267,9 @@ def merged(state: State, parent: str, fragments: tuple[str, ...], outer: tuple[s
         state=fragments,
         outer=outer,
         decisions=merge.decisions,
-        rule=merge.outer.rule,
+        rule=made_by.rule,
         rate=merge.rate,
-        momentum=merge.outer.momentum,
+        momentum=made_by.momentum,
         share=merge.share,
         gathered=merge.gathered,
         tokens=view.tokens[-1] + sum(decision.tokens for decision in applied),
@@ -261,6 +277,8 @@ def merged(state: State, parent: str, fragments: tuple[str, ...], outer: tuple[s
         processed=tuple(sorted(state.processed.items() - view.processed.items())),
         digests=state.terms.digests,
         time=time,
+        downlink=made_by.downlink,
+        updates=updates,
     )
 
 
@@ -273,7 +291,7 @@ def committed(state: State, record: Record) -> State:
         for key, lease in state.leases.items()
     }
     gone = {decision.identity for decision in record.decisions}
-    return replace(
+    state = replace(
         state,
         view=view,
         leases=leases,
@@ -281,14 +299,7 @@ def committed(state: State, record: Record) -> State:
         merging=None,
         unreadable=state.unreadable - gone,
     )
-
-
-def cycle_of(state: State, key: Incarnation) -> int:
-    """Rows of a member's cycle: in proportion to its speed, whole batches, at least one."""
-    speeds = [lease.rows_per_s for lease in state.leases.values() if lease.rows_per_s]
-    own = state.leases[key].rows_per_s if key in state.leases else None
-    share = own / max(speeds) if own and speeds else 1.0
-    return max(1, round(share * state.terms.cycle / state.terms.batch)) * state.terms.batch
+    return replace(state, taken=_taken(state))
 
 
 def _merge(state: State, headers: Iterable[Header], reason: str) -> Merge:
@@ -302,8 +313,36 @@ def _merge(state: State, headers: Iterable[Header], reason: str) -> Merge:
 
 def _fence(state: State, keys: Iterable[Incarnation]) -> State:
     gone = frozenset(keys)
+    if not gone:
+        return state
     leases = {key: lease for key, lease in state.leases.items() if key not in gone}
-    return replace(state, leases=leases, fenced=state.fenced | gone) if gone else state
+    state = replace(state, leases=leases, fenced=state.fenced | gone)
+    return replace(state, taken=_taken(state))
+
+
+def _cycle(terms: Terms, rows_per_s: float | None, fastest: float | None) -> int:
+    """Rows of a member's cycle: in proportion to its speed, whole batches, at least one."""
+    share = rows_per_s / fastest if rows_per_s and fastest else 1.0
+    return max(1, round(share * terms.cycle / terms.batch)) * terms.batch
+
+
+def _taken(state: State) -> Rows:
+    return Rows.union(
+        [
+            state.view.decided,
+            *(lease.rows for lease in state.leases.values()),
+            *(header.rows for header, _ in state.pending.values()),
+            *(header.rows for header in state.storing.values()),
+        ]
+    )
+
+
+def _accepted(state: State, identity: Identity | None) -> Rows:
+    """The rows of a contribution without a verdict."""
+    if identity is None:
+        return NOTHING
+    accepted, _ = state.pending.get(identity, (state.storing.get(identity), 0.0))
+    return accepted.rows if accepted else NOTHING
 
 
 def _undecided(state: State, key: Incarnation) -> Iterable[Header]:
@@ -318,6 +357,7 @@ def _held_by_others(state: State, key: Incarnation) -> Rows:
     return Rows.union([*leases, *(each.rows for each in headers if each.identity.incarnation != key)])
 
 
-def _disagreement(theirs: Digests, ours: Digests) -> str:
+def disagreement(theirs: Digests, ours: Digests) -> str:
+    """What differs between a member and the run, in words."""
     names = [name for name in ("layout", "config", "data", "code") if getattr(theirs, name) != getattr(ours, name)]
-    return f"its {' and '.join(names)} differ from the run's"
+    return f"its {' and '.join(names)} {'differs' if len(names) == 1 else 'differ'} from the run's"

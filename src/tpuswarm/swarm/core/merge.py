@@ -6,14 +6,13 @@ commit must have the same bits wherever it is made or replayed. Arrays may be me
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 
-from tpuswarm.swarm.core.quantize import Quantized
+from tpuswarm.swarm.core.quantize import BLOCK, Quantized
 
-CHUNK = 2**16
-"""Elements at a time, a multiple of the quantization block: temporaries then stay in a processor's cache. No result
+CHUNK = 2**15
+"""Elements at a time, a multiple of the quantization block: the buffers then stay in a core's own cache. No result
 depends on it."""
 
 
@@ -30,22 +29,39 @@ class Contribution:
     payload: np.ndarray | Quantized
     """The snapshot s, float32[n], or the delta A - s, quantized."""
 
-    def snapshot(self, part: slice) -> np.ndarray:
-        """s, clipped to A + clip x (s - A); float32."""
+    def snapshot(self, part: slice, out: np.ndarray) -> np.ndarray:
+        """s, clipped to A + clip x (s - A); float32, in the buffer `out` or as it is stored."""
         base = self.base[part]
         if isinstance(self.payload, Quantized):
-            s = base - self.payload.decode(part.start, part.stop)
+            s = self.payload.decode(part.start, part.stop, out)
+            np.subtract(base, s, out=s)
         else:
             s = self.payload[part]
-        return s if self.clip == 1 else base + np.float32(self.clip) * (s - base)
+        if self.clip == 1:
+            return s
+        moved = np.subtract(s, base, out=out[: s.size])
+        moved *= np.float32(self.clip)
+        return np.add(base, moved, out=moved)
 
-    def delta(self, part: slice) -> np.ndarray:
-        """A - s, clipped; float32. A quantized delta is taken as it is, without the rounding of a way over s."""
+    def delta(self, part: slice, out: np.ndarray) -> np.ndarray:
+        """A - s, clipped; float32, in the buffer `out`. A quantized delta is taken as it is, without the rounding of a
+        way over s.
+        """
         if isinstance(self.payload, Quantized):
-            delta = self.payload.decode(part.start, part.stop)
+            delta = self.payload.decode(part.start, part.stop, out)
         else:
-            delta = self.base[part] - self.payload[part]
-        return delta if self.clip == 1 else np.float32(self.clip) * delta
+            delta = np.subtract(self.base[part], self.payload[part], out=out[: part.stop - part.start])
+        if self.clip != 1:
+            delta *= np.float32(self.clip)
+        return delta
+
+
+class Buffers:
+    """Room for the work on one chunk of arrays of `size` elements; not for two threads at once."""
+
+    def __init__(self, size: int):
+        length = min(CHUNK, -(-size // BLOCK) * BLOCK)
+        self.sum, self.term, self.new = np.empty((3, length), np.float32)
 
 
 def average(theta: np.ndarray, contributions: Sequence[Contribution], out: np.ndarray) -> None:
@@ -54,19 +70,40 @@ def average(theta: np.ndarray, contributions: Sequence[Contribution], out: np.nd
     Where theta and A have the same bits the term is weight x s: one contribution of weight 1 gives its snapshot back.
     At least one contribution.
     """
+    buffers = Buffers(out.size)
     for part in chunks(out.size):
-        out[part] = reduce(np.add, (_moved(theta[part], each, part) for each in contributions))
+        out[part] = average_of(theta, contributions, part, buffers)
+
+
+def average_of(theta: np.ndarray, contributions: Sequence[Contribution], part: slice, buffers: Buffers) -> np.ndarray:
+    """One chunk of `average`, in the buffers."""
+    length = part.stop - part.start
+    for number, each in enumerate(contributions):
+        room = buffers.term if number else buffers.sum
+        term = room[:length]
+        moved = _moved(theta, each, part, each.snapshot(part, room))
+        np.multiply(moved, np.float32(each.weight), out=term)
+        if number:
+            buffers.sum[:length] += term
+    return buffers.sum[:length]
 
 
 def update(contributions: Sequence[Contribution], out: np.ndarray) -> None:
     """out = sum of weight x (A - s), in the order given; float32[n]. At least one contribution."""
+    buffers = Buffers(out.size)
     for part in chunks(out.size):
-        out[part] = update_of(contributions, part)
+        out[part] = update_of(contributions, part, buffers)
 
 
-def update_of(contributions: Sequence[Contribution], part: slice) -> np.ndarray:
-    """One chunk of `update`."""
-    return reduce(np.add, (np.float32(each.weight) * each.delta(part) for each in contributions))
+def update_of(contributions: Sequence[Contribution], part: slice, buffers: Buffers) -> np.ndarray:
+    """One chunk of `update`, in the buffers."""
+    length = part.stop - part.start
+    for number, each in enumerate(contributions):
+        delta = each.delta(part, buffers.term if number else buffers.sum)
+        delta *= np.float32(each.weight)
+        if number:
+            buffers.sum[:length] += delta
+    return buffers.sum[:length]
 
 
 def chunks(size: int) -> Iterator[slice]:
@@ -75,7 +112,10 @@ def chunks(size: int) -> Iterator[slice]:
         yield slice(start, min(start + CHUNK, size))
 
 
-def _moved(theta: np.ndarray, each: Contribution, part: slice) -> np.ndarray:
-    base, s = each.base[part], each.snapshot(part)
-    same = theta.view(np.uint32) == base.view(np.uint32)
-    return np.float32(each.weight) * np.where(same, s, s + (theta - base))
+def _moved(theta: np.ndarray, each: Contribution, part: slice, s: np.ndarray) -> np.ndarray:
+    """s + (theta - A), and s where theta and A have the same bits."""
+    if each.base is theta:
+        return s
+    now, base = theta[part], each.base[part]
+    same = now.view(np.uint32) == base.view(np.uint32)
+    return np.where(same, s, s + (now - base))

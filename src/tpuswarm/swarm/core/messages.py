@@ -123,6 +123,15 @@ class Part:
     state: dict[int, str]
     outer: dict[int, str]
     """Empty for a rule without outer state."""
+    updates: dict[int, str]
+    """Empty where the downlink is plain."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A shard could not read the newest version, nor compute it again."""
+
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from tpuswarm.swarm.core.values import Form
+
 BLOCK = 256
 """Elements that share a scale."""
+
+BITS: dict[Form, int] = {"int8": 8, "int4": 4}
+"""Of a code, in each form that is not plain."""
 
 LEAST = np.float32(2.0**-100)
 """Scales below it count as 0 and all of the block stays in the feedback: far above the subnormal numbers, which
@@ -36,10 +41,25 @@ class Quantized:
     """float32[blocks]."""
     bits: int
 
-    def decode(self, start: int, stop: int) -> np.ndarray:
-        """float32 elements from `start`, a multiple of BLOCK, to `stop`."""
+    def decode(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+        """float32 elements from `start`, a multiple of BLOCK, to `stop`, laid down in float32 `out` and a view of it.
+
+        out: at least as long as the blocks that these elements are in. Same bits as from the function `decode`.
+        """
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
-        return decode(self.codes[blocks], self.scales[blocks], stop - start, self.bits)
+        codes, scales = self.codes[blocks], self.scales[blocks]
+        values = out[: codes.shape[0] * BLOCK].reshape(-1, BLOCK)
+        for place, part in enumerate(np.split(values, 8 // self.bits, axis=1)):
+            np.copyto(part, codes if self.bits == 8 else (codes >> np.uint8(place * self.bits)) & _mask(self.bits))
+        values -= _top(self.bits)
+        values *= scales[:, None]
+        return out[: stop - start]
+
+
+def empty(size: int, bits: int) -> Quantized:
+    """Room for `size` elements."""
+    blocks = -(-size // BLOCK)
+    return Quantized(np.empty((blocks, BLOCK * bits // 8), np.uint8), np.empty(blocks, np.float32), bits)
 
 
 def encode(x: Any, bits: int) -> tuple[Any, Any]:
@@ -55,7 +75,8 @@ def encode(x: Any, bits: int) -> tuple[Any, Any]:
     top = _top(bits)
     blocks = -(-x.size // BLOCK)
     padded = xp.pad(x, (0, blocks * BLOCK - x.size)).reshape(blocks, BLOCK)
-    scales = xp.abs(padded).max(axis=1) / top
+    # Times the reciprocal: a compiler would make that of a division by a constant, in another last bit.
+    scales = xp.abs(padded).max(axis=1) * (np.float32(1) / top)
     scales = (scales.view(np.uint32) & _SIGNIFICANT).view(np.float32)
     scales = xp.where(scales < LEAST, np.float32(0), scales)
     divisors = xp.where(scales == 0, np.float32(1), scales)
@@ -70,8 +91,7 @@ def encode(x: Any, bits: int) -> tuple[Any, Any]:
 def decode(codes: Any, scales: Any, size: int, bits: int) -> Any:
     """float32[size] of what `encode` gave; the same bits from NumPy and from JAX on any device."""
     xp = codes.__array_namespace__()
-    mask = np.uint8(2**bits - 1)
-    parts = [(codes >> np.uint8(place * bits)) & mask for place in range(8 // bits)]
+    parts = [(codes >> np.uint8(place * bits)) & _mask(bits) for place in range(8 // bits)]
     values = (xp.concatenate(parts, axis=1).astype(np.float32) - _top(bits)) * scales[:, None]
     return values.reshape(-1)[:size]
 
@@ -84,6 +104,10 @@ def feedback(x: Any, codes: Any, scales: Any, bits: int) -> Any:
     decoded = decode(codes, scales, x.size, bits)
     # x itself where nothing is subtracted: a device would flush a subnormal x.
     return x.__array_namespace__().where(decoded == 0, x, x - decoded)
+
+
+def _mask(bits: int) -> np.uint8:
+    return np.uint8(2**bits - 1)
 
 
 def _top(bits: int) -> np.float32:

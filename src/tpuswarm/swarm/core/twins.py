@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.quantize import BITS, decode, encode, feedback
+from tpuswarm.swarm.core.values import Form
 
 
 @jax.jit
@@ -54,6 +56,14 @@ def step(
     return theta - rate * moved, jnp.stack(kept)
 
 
+@partial(jax.jit, static_argnames="form")
+def publish(theta: jax.Array, new: jax.Array, left: jax.Array, form: Form) -> tuple[jax.Array, jax.Array]:
+    """Twin of `outer.publish`: theta by what is sent of the way to `new`, and what is left over; f32[n] each."""
+    wanted = new - theta + left
+    codes, scales = encode(wanted, BITS[form])
+    return theta + decode(codes, scales, theta.size, BITS[form]), feedback(wanted, codes, scales, BITS[form])
+
+
 def commit(
     theta: jax.Array,
     outer_state: jax.Array | None,
@@ -66,7 +76,7 @@ def commit(
     share: float | jax.Array,
     momentum_step: bool | jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Twin of `outer.commit`: the next theta and outer state, None for the mean; shapes as above."""
+    """Twin of `outer.commit` but for `publish`: the next theta and outer state, None for the mean; shapes as above."""
     if outer.rule == "average":
         return average(theta, snapshots, bases, weights, clips), None
     assert outer_state is not None

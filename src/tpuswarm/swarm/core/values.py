@@ -104,3 +104,12 @@ class Record:
     digests: Digests
     time: float
     """Seconds since 1970, by the coordinator's clock; nothing is decided by it."""
+    downlink: Form = "plain"
+    """In which members are sent what this version changes."""
+    updates: tuple[str, ...] = ()
+    """Digest of each fragment of what was added to the version before; empty where that is not how it was made."""
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        """The digests of all that it stands for."""
+        return (*self.state, *self.outer, *self.updates)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Decision, Identity, Incarnation, Record
@@ -44,7 +45,7 @@ class View:
         """Number of the newest record."""
         return self.newest.version
 
-    @property
+    @cached_property
     def decided(self) -> Rows:
         """Rows that will never be leased again."""
         return self.counted | self.skipped
@@ -78,6 +79,8 @@ class View:
             raise Broken(f"{name} says {record.tokens} tokens in {record.changes} changes, it is {tokens} in {changes}")
         if not applied and (record.state, record.outer) != (self.newest.state, self.newest.outer):
             raise Broken(f"{name} has no contributor and yet another state")
+        if bool(record.updates) != (applied > 0 and record.downlink != "plain"):
+            raise Broken(f"{name} has {applied} contributors and {len(record.updates)} updates ({record.downlink})")
         processed = dict(self.processed)
         for incarnation, trained in record.processed:
             processed[incarnation] = max(trained, processed.get(incarnation, 0))

@@ -4,13 +4,15 @@ Everything that happens is an event in one queue; the same seed gives the same r
 """
 
 import heapq
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import isgenerator
 from typing import Any, cast
 
-from tpuswarm.swarm.effects import Call, Do, Over, Process, Sleep, Unreachable
+from tpuswarm.swarm.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
 
 Seconds = Callable[[random.Random, str], float]
 
@@ -24,7 +26,7 @@ class Faults:
     twice: float = 0.0
     """A request arrives again, later."""
     timeout: float = 5.0
-    """Seconds a caller waits for an answer."""
+    """Seconds a caller waits for an answer; infinite where no answer can get lost."""
 
 
 @dataclass
@@ -90,10 +92,18 @@ class Inproc:
             action()
         return True
 
+    def takes(self, node: str, effect: Do) -> float:
+        """Seconds of an effect; a simulation knows more of its nodes than `seconds` does."""
+        return self.seconds(self._random, effect.name)
+
+    def travels(self, node: str, call: Call, back: bool) -> float:
+        """Seconds that the call of a node takes on its way, or the answer on its way back."""
+        return self.seconds(self._random, "message")
+
     def _step(self, key: int, epoch: int, value: Any, error: BaseException | None) -> None:
-        running = self._running.get(key)
-        if running is None or running.epoch != epoch:
+        if not self._waits(key, epoch):
             return
+        running = self._running[key]
         running.epoch += 1
         try:
             effect = running.generator.throw(error) if error else running.generator.send(value)
@@ -106,45 +116,71 @@ class Inproc:
         else:
             self._perform(key, running, effect)
 
-    def _perform(self, key: int, running: _Running, effect: Do | Call | Sleep) -> None:
+    def _perform(self, key: int, running: _Running, effect: Do | Call | Together | Sleep) -> None:
         epoch = running.epoch
         if isinstance(effect, Sleep):
             self.at(self.now + effect.seconds, lambda: self._step(key, epoch, None, None))
         elif isinstance(effect, Do):
             self.watch(running.node, effect.name, "before")
-            took = self.seconds(self._random, effect.name)
-            self.at(self.now + took, lambda: self._act(key, epoch, effect))
+            self.at(self.now + self.takes(running.node, effect), lambda: self._act(key, epoch, effect))
+        elif isinstance(effect, Call):
+
+            def answered(answer: Any) -> None:
+                lost = isinstance(answer, Unreachable)
+                self._step(key, epoch, None if lost else answer, answer if lost else None)
+
+            self._call(key, epoch, running.node, effect, answered)
         else:
-            self._call(key, epoch, running.node, effect)
+            self._together(key, epoch, running.node, effect.calls)
 
     def _act(self, key: int, epoch: int, effect: Do) -> None:
-        running = self._running.get(key)
-        if running is None or running.epoch != epoch:
+        if not self._waits(key, epoch):
             return
+        node = self._running[key].node
         try:
             value, error = effect.action(), None
         except Exception as raised:  # noqa: BLE001  # whatever it is, the process gets it
             value, error = None, raised
-        self.watch(running.node, effect.name, "after")
+        self.watch(node, effect.name, "after")
         self._step(key, epoch, value, error)
 
-    def _call(self, key: int, epoch: int, node: str, call: Call) -> None:
+    def _together(self, key: int, epoch: int, node: str, calls: tuple[Call, ...]) -> None:
+        answers: dict[int, Any] = {}
+
+        def answered(number: int, answer: Any) -> None:
+            answers.setdefault(number, answer)
+            if len(answers) == len(calls):
+                self._step(key, epoch, [answers[each] for each in range(len(calls))], None)
+
+        for number, call in enumerate(calls):
+            self._call(key, epoch, node, call, partial(answered, number))
+        if not calls:
+            self.at(self.now, lambda: self._step(key, epoch, [], None))
+
+    def _call(self, key: int, epoch: int, node: str, call: Call, tell: Callable[[Any], None]) -> None:
+        """tell: given each answer that arrives while it is waited for, and Unreachable when the time for one is up."""
+        if not self._waits(key, epoch):  # killed while it made calls together
+            return
         self.watch(node, f"call {call.method}", "before")
-        self.at(self.now + self.faults.timeout, lambda: self._step(key, epoch, None, Unreachable(call.address)))
+        if self.faults.timeout < math.inf:
+            self.at(self.now + self.faults.timeout, lambda: tell(Unreachable(call.address)))
+
+        def answer(value: Any) -> None:
+            if self._waits(key, epoch):
+                self.watch(node, f"call {call.method}", "after")
+                tell(value)
 
         def answered(value: Any) -> None:
             if self._random.random() >= self.faults.lost:
-                self.at(self.now + self._delay(), lambda: self._answer(key, epoch, node, call, value))
+                self.at(self.now + self.travels(node, call, True), lambda: answer(value))
 
         for _ in range(2 if self._random.random() < self.faults.twice else 1):
             if self._random.random() >= self.faults.lost:
-                self.at(self.now + self._delay(), lambda: self._deliver(call, answered))
+                self.at(self.now + self.travels(node, call, False), lambda: self._deliver(call, answered))
 
-    def _answer(self, key: int, epoch: int, node: str, call: Call, value: Any) -> None:
+    def _waits(self, key: int, epoch: int) -> bool:
         running = self._running.get(key)
-        if running is not None and running.epoch == epoch:
-            self.watch(node, f"call {call.method}", "after")
-            self._step(key, epoch, value, None)
+        return running is not None and running.epoch == epoch
 
     def _deliver(self, call: Call, answered: Callable[[Any], None]) -> None:
         server = self._servers.get(call.address)
@@ -160,6 +196,3 @@ class Inproc:
             self.spawn(call.address, cast(Process, result), answered)
         else:
             answered(result)
-
-    def _delay(self) -> float:
-        return self.seconds(self._random, "message")

@@ -1,7 +1,7 @@
 """The processes of one node in threads of this one, in real time."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import isgenerator
 from typing import Any, cast
 
@@ -77,8 +77,30 @@ class Node:
                     self._stopped.wait(effect.seconds)
                 elif isinstance(effect, Do):
                     value = effect.action()
-                else:
+                elif isinstance(effect, Call):
                     value = self._calls(effect)
+                else:
+                    value = self._together(effect.calls)
             except Exception as raised:  # noqa: BLE001  # the process decides what it means
                 error = raised
         raise Unreachable("the node has ended")
+
+    def _together(self, calls: Sequence[Call]) -> list[Any]:
+        """Every call in a thread of its own; an error that is not Unreachable is raised when all have ended."""
+        answers: list[Any] = [None] * len(calls)
+
+        def make(number: int) -> None:
+            try:
+                answers[number] = self._calls(calls[number])
+            except Exception as error:  # noqa: BLE001  # raised by the thread that waits
+                answers[number] = error
+
+        threads = [threading.Thread(target=make, args=(number,), daemon=True) for number in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for answer in answers:
+            if isinstance(answer, Exception) and not isinstance(answer, Unreachable):
+                raise answer
+        return answers

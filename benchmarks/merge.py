@@ -1,0 +1,220 @@
+"""How fast a shard merges: four contributions of 124 M and of 1.5 B parameters. About 10 minutes, 40 GB of disk.
+
+A merge is all that a shard does between CHOOSE and COMMIT: read payloads and the version before from disk and check
+their digests, sum, write the next version and its digest, fsync. Beside it, in the same rounds: memcpy of as many
+bytes, and for 124 M a gloo all-reduce of four float32 vectors among four processes on loopback, which leaves no record
+and survives no loss. 1.5 B parameters are read from the disk: what the system keeps of the files is dropped before.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.report import Settings, Skipped, Table, median
+from benchmarks.torch_speed import ORACLE, make_oracle
+from tpuswarm.swarm.aggregator import Aggregator
+from tpuswarm.swarm.core.messages import Merge, Part
+from tpuswarm.swarm.core.outer import Outer, first_state
+from tpuswarm.swarm.core.quantize import BITS, encode
+from tpuswarm.swarm.core.rows import Rows
+from tpuswarm.swarm.core.values import Decision, Digests, Form, Header, Identity, Incarnation, Record
+from tpuswarm.swarm.effects import Do
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.objects import Objects, object_name, payload_name
+from tpuswarm.swarm.store import Store
+
+MEMBERS, FRAGMENTS = 4, 8
+SMALL, LARGE = 124_475_904, 1_557_611_200
+"""Parameters of gpt2-124m and gpt2-1558m with padded vocabularies."""
+ROUNDS, LARGE_ROUNDS = 6, 3
+BLOCK = 2**28
+"""Bytes copied at a time beside a merge: a quarter of a gibibyte, far beyond the caches."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    parameters: int
+    form: Form
+    outer: Outer
+    cold: bool
+
+
+def run(settings: Settings) -> Table:
+    """Case by case; in each, merge and peers in turn."""
+    small, large = (2**20, 2**22) if settings.quick else (SMALL, LARGE)
+    cases = [
+        Case("124 M, f32, average", small, "plain", Outer("average"), cold=False),
+        Case("124 M, int8 up, average", small, "int8", Outer("average"), cold=False),
+        Case("124 M, int8 up and down, Nesterov", small, "int8", Outer("nesterov", downlink="int8"), cold=False),
+        Case("1.5 B, int8 up, average, from disk", large, "int8", Outer("average"), cold=True),
+    ]
+    rows: list[tuple[str, ...]] = []
+    notes = [
+        f"one shard of {FRAGMENTS} fragments on {os.cpu_count()} cores; digests of all that is read and written; fsync",
+        f"{ROUNDS} rounds of 124 M and {LARGE_ROUNDS} of 1.5 B after one that warms up; memcpy by one core, in memory",
+        "all-reduce: one float32 vector a process, the bytes are those of all four",
+    ]
+    for case in cases:
+        try:
+            rows.append(_row(case, 1 if settings.quick else LARGE_ROUNDS if case.cold else ROUNDS))
+        except Skipped as reason:
+            notes.append(f"{case.name}: skipped: {reason}")
+    try:
+        took = all_reduce(small, 2 if settings.quick else ROUNDS)
+        size = 4 * MEMBERS * small
+        speed = median([size / each / 1e9 for each in took])
+        shown = median(took).show(".2f"), speed.show(".2f")
+        rows.append(("124 M, f32, gloo all-reduce in place of it", f"{size / 1e9:.1f}", *shown, ""))
+    except Skipped as reason:
+        notes.append(f"all-reduce: skipped: {reason}")
+    return Table(
+        "Merging four contributions",
+        ("", "GB read + written", "s: median (interval)", "GB/s", "memcpy of as many bytes, GB/s"),
+        rows,
+        notes,
+    )
+
+
+def _row(case: Case, rounds: int) -> tuple[str, ...]:
+    with _folder(case) as folder:
+        made = Run(folder, case)
+        merges, copies = [], []
+        for number in range(-1, rounds):
+            seconds = made.merge(), memcpy(made.bytes)
+            if number >= 0:
+                merges.append(seconds[0])
+                copies.append(seconds[1])
+    return (
+        case.name,
+        f"{made.read / 1e9:.1f} + {made.written / 1e9:.1f}",
+        median(merges).show(".2f"),
+        median([made.bytes / each / 1e9 for each in merges]).show(".2f"),
+        median([made.bytes / each / 1e9 for each in copies]).show(".1f"),
+    )
+
+
+class Run:
+    """A run at version 0 with four contributions to it."""
+
+    def __init__(self, folder: Path, case: Case):
+        self._store, self._case = Store(folder), case
+        ledger, objects = Ledger(self._store), Objects(self._store)
+        share = case.parameters // FRAGMENTS // 256 * 256
+        sizes = [share] * (FRAGMENTS - 1) + [case.parameters - share * (FRAGMENTS - 1)]
+        numbers = np.random.default_rng(0)
+        identities = [Identity(Incarnation(f"m{n}", f"{n:032x}"), 1) for n in range(MEMBERS)]
+        state: list[str] = []
+        outer: list[str] = []
+        digests: list[list[str]] = [[] for _ in identities]
+        for fragment, size in enumerate(sizes):
+            theta = numbers.standard_normal(size, np.float32)
+            state.append(objects.put_array(theta))
+            if (first := first_state(case.outer, size)) is not None:
+                outer.append(objects.put_array(first + np.float32(1e-3)))
+            for identity, own in zip(identities, digests, strict=True):
+                delta = numbers.standard_normal(size, np.float32)
+                delta *= np.float32(1e-2)
+                payload = {"s": theta - delta}
+                if case.form != "plain":
+                    payload = dict(zip(("codes", "scales"), encode(delta, BITS[case.form]), strict=True))
+                own.append(objects.put_payload(identity, fragment, payload))
+        known = Digests("layout", "config", "data", "code")
+        self._genesis = Record(
+            run="run", version=0, epoch=1, parent="", state=tuple(state), outer=tuple(outer), decisions=(),
+            rule=case.outer.rule, rate=0.0, momentum=case.outer.momentum, share=0.0, gathered=0.0, tokens=0,
+            changes=0, processed=(), digests=known, time=0.0, downlink=case.outer.downlink,
+        )  # fmt: skip
+        ledger.append(self._genesis)
+        decisions = []
+        for number, (identity, own) in enumerate(zip(identities, digests, strict=True)):
+            rows = Rows.of((number, number + 1))
+            ledger.create_header(Header(identity, "run", 0, rows, 1, 1, case.form, 1.0, True, tuple(own)))
+            decisions.append(Decision(identity, "applied", "", rows, 0, 1, 1 / MEMBERS))
+        self._merge = Merge(1, tuple(decisions), case.outer, 0.6, 1.0, 0.0, "")
+        self._aggregator = Aggregator(ledger, objects, sizes, 0, 1)
+        self._there = set(self._store.names(""))
+        payloads = [payload_name(identity, fragment) for identity in identities for fragment in range(FRAGMENTS)]
+        self.read = self._size([object_name(digest) for digest in self._genesis.objects] + payloads)
+        self.written = 0
+        os.sync()
+
+    @property
+    def bytes(self) -> int:
+        """Read and written by a merge."""
+        return self.read + self.written
+
+    def merge(self) -> float:
+        """Seconds; what it wrote is deleted again."""
+        if self._case.cold:
+            for name in self._there:
+                with self._path(name).open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        effect = next(self._aggregator.merge(self._genesis, self._merge))
+        assert isinstance(effect, Do)
+        part = effect.action()
+        seconds = time.perf_counter() - start
+        assert isinstance(part, Part)
+        made = set(self._store.names("")) - self._there
+        self.written = self._size(made)
+        for name in made:
+            self._store.delete(name)
+        return seconds
+
+    def _size(self, names: Iterable[str]) -> int:
+        return sum(self._path(name).stat().st_size for name in names)
+
+    def _path(self, name: str) -> Path:
+        path = self._store.path(name)
+        assert path is not None
+        return path
+
+
+def memcpy(size: int) -> float:
+    """Seconds to copy as many bytes in memory, with one core."""
+    source, target = np.ones(BLOCK, np.uint8), np.ones(BLOCK, np.uint8)
+    start = time.perf_counter()
+    for begin in range(0, size, BLOCK):
+        count = min(BLOCK, size - begin)
+        np.copyto(target[:count], source[:count])
+    return time.perf_counter() - start
+
+
+def all_reduce(parameters: int, rounds: int) -> list[float]:
+    """Seconds of each all-reduce of a float32 vector among four processes."""
+    make_oracle()
+    script = Path(__file__).with_name("torch_reduce.py")
+    port = random.randrange(20_000, 60_000)
+    asked = [str(MEMBERS), str(parameters), str(rounds), str(port)]
+    processes = [
+        subprocess.Popen([ORACLE / "bin" / "python", script, str(rank), *asked], stdout=subprocess.PIPE, text=True)
+        for rank in range(MEMBERS)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise Skipped("torch.distributed with gloo does not work")
+    return list(json.loads(outputs[0]))
+
+
+@contextmanager
+def _folder(case: Case) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        room = shutil.disk_usage(folder).free
+        if room < 26 * case.parameters:
+            raise Skipped(f"{folder} has {room / 1e9:.0f} GB free, {26 * case.parameters / 1e9:.0f} are needed")
+        print(f"{case.name}: making contributions …", file=sys.stderr)
+        yield Path(folder)

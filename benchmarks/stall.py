@@ -1,0 +1,256 @@
+"""The share of a member's time that the exchange takes from its devices, on gpt2-tiny. Limit: 1% with a core to spare.
+
+One member trains beside a bare loop of the same compiled step, both fed by a thread, in one process and in turns: a
+block of the member's steps, then as many of the bare loop, each timed until its last state is there. What the member's
+block takes longer is stall: snapshots, encoding, adoptions, waiting for rows, and threads that take the step's cores.
+Coordinator, aggregator and the run's storage are in another process, calls go through pipes. A block is a whole number
+of cycles and ends in the middle of one, so that what a push costs lies within.
+
+Without a core to spare, all of this has the machine's cores to itself as it likes. With one, the member's training
+thread, XLA's threads and the bare loop are pinned to one core, the exchange's thread and the other process to another.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.bare import Bare, usual
+from benchmarks.report import Settings, Skipped, Table, median, verdict
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.swarm.aggregator import Aggregator
+from tpuswarm.swarm.coordinator import Coordinator
+from tpuswarm.swarm.core.member import Member
+from tpuswarm.swarm.core.messages import Terms
+from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.values import Digests, Form, Incarnation, Record
+from tpuswarm.swarm.effects import Call, Do, Process, Sleep, Unreachable
+from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.holder import ProgramHolder, layout_of
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.member import MemberProcesses
+from tpuswarm.swarm.objects import Objects
+from tpuswarm.swarm.store import Store
+from tpuswarm.train.feed import Feed
+from tpuswarm.train.mesh import batch_sharding
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.platform import local_devices
+
+PAIRS, CYCLES = 6, {50: 2, 100: 1}
+"""Blocks of each loop; steps of a cycle and cycles of a block."""
+FORMS: tuple[Form, ...] = ("plain", "int8")
+LIMIT = 0.01
+
+
+def run(settings: Settings) -> Table:
+    """Each cycle and form, without and with a core to spare, in a process of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise Skipped("it needs two cores")
+    pairs = 2 if settings.quick else PAIRS
+    rows = []
+    for spare in (False, True):
+        where = f"{len(cores)} cores" if not spare else "a core to spare"
+        for cycle, cycles in CYCLES.items():
+            for form in FORMS:
+                given = (cores[:1], cores[1:2]) if spare else (cores, cores)
+                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+                    count = 1 if settings.quick else cycles
+                    found = child.submit(measure, form, cycle, count, pairs, *given).result()
+                stall, bare, waited, commits = found
+                share = median(stall)
+                limit = (f"at most {LIMIT:.0%}", verdict(share.middle <= LIMIT)) if spare else ("", "")
+                print(f"{where}, cycle {cycle}, {form}: {share.show('+.2%')}", file=sys.stderr, flush=True)
+                shares = [f"{each:.2%}" for each in waited]
+                speed = median(bare).show(".1f")
+                rows.append((where, str(cycle), form, speed, share.show("+.2%"), *shares, str(commits), *limit))
+    columns = ("", "cycle", "payload", "bare loop, ms a step", "stall: median (95% interval)", "no rows", "calls")
+    return Table(
+        "Stall of a member by the exchange, gpt2-tiny, overlap auto",
+        (*columns, "commits", "limit", ""),
+        rows,
+        [
+            f"{pairs} interleaved pairs of blocks of 100 steps; stall = (member - bare) / member of each pair",
+            "the training thread's share of time: no rows: had nothing to train; calls: for snapshots and adoptions",
+            "a core to spare: the steps have one core, the exchange, the coordinator and the aggregator another",
+        ],
+    )
+
+
+def measure(
+    form: Form, cycle: int, cycles: int, pairs: int, steps_on: Sequence[int], rest_on: Sequence[int]
+) -> tuple[list[float], list[float], list[float], int]:
+    """Of each pair the stall and the bare loop's ms a step; the shares of waiting; the commits of all blocks."""
+    os.sched_setaffinity(0, steps_on)  # before XLA starts its threads
+    recipe = GPT2(size="tiny")
+    bare, batch = usual(recipe, local_devices()[:1]), int(recipe.defaults["batch"])
+    steps = cycle * cycles
+    with tempfile.TemporaryDirectory() as folder:
+        swarm = OneMember(Path(folder) / "run", bare, recipe, batch, cycle, form, steps_on, rest_on)
+        spec, sharding = bare.fitted.program.batch_spec(batch), batch_sharding(bare.fitted.mesh)
+        with Feed(recipe.data("train"), spec, sharding, 0, 10**9) as feed:
+            swarm.advance(cycle + cycle // 2)  # all programs are compiled then
+            _advance(bare, feed, cycle)
+            swarm.waited, first = dict.fromkeys(swarm.waited, 0.0), swarm.version
+            stall, plain, whole = [], [], 0.0
+            for pair in range(pairs):
+                took = {}
+                for name in ("swarm", "bare") if pair % 2 else ("bare", "swarm"):
+                    start = time.perf_counter()
+                    if name == "swarm":
+                        swarm.advance(steps)
+                    else:
+                        _advance(bare, feed, steps)
+                    took[name] = time.perf_counter() - start
+                stall.append((took["swarm"] - took["bare"]) / took["swarm"])
+                plain.append(took["bare"] / steps * 1e3)
+                whole += took["swarm"]
+            found = stall, plain, [each / whole for each in swarm.waited.values()], swarm.version - first
+        swarm.close()
+    return found
+
+
+def _advance(bare: Bare, feed: Feed, steps: int) -> None:
+    before = None
+    for _ in range(steps):
+        fed = feed.next()
+        assert fed is not None
+        metrics = bare.step(fed[0])
+        jax.block_until_ready(before)  # one step ahead, as the trainer and a member
+        before = metrics
+    jax.block_until_ready(bare.state)
+
+
+class OneMember:
+    """A run with one member, which goes on for as many steps as it is told to."""
+
+    def __init__(
+        self, root: Path, bare: Bare, recipe: GPT2, batch: int, cycle: int, form: Form,
+        steps_on: Sequence[int], rest_on: Sequence[int],
+    ):  # fmt: skip
+        fitted = bare.fitted
+        layout = layout_of(fitted, 1)
+        state = fitted.init(jax.random.key(0))
+        shared = fitted.program.exchange().get(state)
+        anchor = layout.split(dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True)))
+        terms = Terms(
+            run="stall", digests=Digests(layout.digest, "", "", ""), batch=batch,
+            tokens_per_row=fitted.program.tokens_per_row, horizon=10**9 * batch, cycle=cycle * batch, members=("m0",),
+            outer=Outer("average"),
+        )  # fmt: skip
+        store = Store(root)
+        Ledger(store).append(_genesis(terms, [Objects(store).put_array(each) for each in anchor]))
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._server = spawn.Process(target=serve, args=(theirs, root, terms, layout.sizes, rest_on), daemon=True)
+        self._server.start()
+        source = recipe.data("train")
+        key = jax.random.key(1)
+        self._holder = ProgramHolder(fitted, source, layout, form, key, state, anchor, lambda number, metrics: None)
+        books = Member(terms, form, True, Incarnation("m0", "0" * 32), 0, 0)
+        self._member = MemberProcesses(books, self._holder, "coordinator", ["shard"], time.monotonic)
+        self._node, self._one_call = Node(self._call), threading.Lock()
+        self._go, self._stopped, self._left = threading.Semaphore(0), threading.Semaphore(0), 0
+        self.waited = {"no rows": 0.0, "work": 0.0}
+        """Seconds of its training thread without rows to train, and with snapshots and adoptions."""
+        self._node.start("train", self._gated(self._member.train()))
+        os.sched_setaffinity(0, rest_on)  # of this thread, and of those that it starts
+        self._node.start("exchange", self._member.exchange())
+        self._node.start("heartbeats", self._member.heartbeats())
+        os.sched_setaffinity(0, steps_on)
+
+    @property
+    def version(self) -> int:
+        """That it has adopted."""
+        return self._member.books.base
+
+    def advance(self, steps: int) -> None:
+        """Let it make so many steps; returns when the last one is done."""
+        self._left = steps
+        self._go.release()
+        while not self._stopped.acquire(timeout=1):
+            if self._node.failure:
+                raise self._node.failure
+
+    def close(self) -> None:
+        """End it."""
+        self._node.stop()
+        self._go.release()
+        self._node.wait(10)
+        self._server.kill()
+        self._server.join()
+
+    def _gated(self, process: Process) -> Process:
+        """The training process, with a gate before every step."""
+        value = error = None
+        yield Do("gate", self._go.acquire)
+        while True:
+            effect = process.throw(error) if error else process.send(value)
+            value = error = None
+            training = isinstance(effect, Do) and effect.name == "member trains"
+            if training and self._left == 0:
+                yield Do("gate", self._gate)
+            self._left -= training
+            start = time.perf_counter()
+            try:
+                value = yield effect
+            except Exception as raised:  # noqa: BLE001  # the process decides what it means
+                error = raised
+            if not training:
+                self.waited["no rows" if isinstance(effect, Sleep) else "work"] += time.perf_counter() - start
+
+    def _gate(self) -> None:
+        jax.block_until_ready(self._holder.state)
+        self._stopped.release()
+        self._go.acquire()
+
+    def _call(self, call: Call) -> Any:
+        if self._node.failure:
+            raise Unreachable(call.address)
+        with self._one_call:
+            self._pipe.send(call)
+            return self._pipe.recv()
+
+
+def serve(pipe: Connection, root: Path, terms: Terms, sizes: Sequence[int], cores: Sequence[int]) -> None:
+    """The other process: coordinator and aggregator, called through a pipe by one thread."""
+    os.sched_setaffinity(0, cores)
+    ledger, objects = Ledger(Store(root)), Objects(Store(root))
+    aggregator = Aggregator(ledger, objects, sizes, 0, 1)
+    shard, node = Node(_nobody), Node(lambda call: shard.call(aggregator, call.method, call.arguments))
+    coordinator = Coordinator(terms, ledger, ["shard"], time.monotonic, time.time, founded=True)
+    opened = threading.Event()
+
+    def whole() -> Process:
+        yield from coordinator.open()
+        opened.set()
+        yield from coordinator.run()
+
+    node.start("coordinator", whole())
+    opened.wait()
+    while True:
+        call: Call = pipe.recv()
+        at: tuple[Node, Any] = (node, coordinator) if call.address == "coordinator" else (shard, aggregator)
+        pipe.send(at[0].call(at[1], call.method, call.arguments))
+
+
+def _nobody(call: Call) -> Any:
+    raise Unreachable(call.address)
+
+
+def _genesis(terms: Terms, state: Sequence[str]) -> Record:
+    return Record(
+        run=terms.run, version=0, epoch=1, parent="", state=tuple(state), outer=(), decisions=(), rule="average",
+        rate=1.0, momentum=0.0, share=1.0, gathered=0.0, tokens=0, changes=0, processed=(), digests=terms.digests,
+        time=0.0,
+    )  # fmt: skip

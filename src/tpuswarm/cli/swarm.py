@@ -1,0 +1,51 @@
+"""`tpuswarm train --members` and `join`: many members, one model."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from tpuswarm.swarm.runtime.start import SwarmResult
+    from tpuswarm.train.recipe import Recipe
+
+
+def train_swarm(
+    recipe: "Recipe",
+    swarm: dict[str, Any],
+    asked: dict[str, Any],
+    tokens: int | None,
+    epochs: float | None,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Train as a swarm; ends the command with 128 + N where signal N stopped it."""
+    from tpuswarm.swarm.runtime.start import Asked, train
+
+    result = train(recipe, Asked(**swarm), asked, tokens, epochs, folder)
+    print_result(result, as_json)
+    if result.ended.signal is not None:
+        raise typer.Exit(128 + result.ended.signal)
+
+
+def print_result(result: "SwarmResult", as_json: bool) -> None:
+    """The end of a run on stdout."""
+    if as_json:
+        facts = {"run": str(result.run), "ended": result.ended.how, "message": result.ended.message}
+        print(json.dumps({**facts, "version": result.version, "tokens": result.tokens, "metrics": result.metrics}))
+        return
+    loss = result.metrics.get("eval_loss") or result.metrics.get("loss")
+    shown = "" if loss is None else f", {'held-out ' if 'eval_loss' in result.metrics else ''}loss {loss:.4f}"
+    report = f"; {result.run / 'report.html'}" if result.ended.how == "finished" else ""
+    print(f"{result.run} {result.ended.how} at version {result.version}: {result.tokens:,} tokens{shown}{report}")
+
+
+def join(
+    address: Annotated[str, typer.Argument(help="HOST:PORT, as `train --members` says it.")],
+    token_file: Annotated[Path, typer.Option("--token-file", help="A copy of the file `token` in the run's folder.")],
+) -> None:
+    """Make this machine a member of a running swarm, until Ctrl-C or the end of the run."""
+    from tpuswarm.swarm.engines.node import join as join_cluster
+
+    join_cluster(address, token_file, lambda text: typer.echo(text, err=True))

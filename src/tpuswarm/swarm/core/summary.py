@@ -1,0 +1,83 @@
+"""How a run stands, from what its coordinator knows."""
+
+from dataclasses import dataclass
+
+from tpuswarm.swarm.core.coordinator import State
+from tpuswarm.swarm.core.rows import Rows
+from tpuswarm.swarm.core.values import Incarnation
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Where every trained token is: processed = applied + dropped + outstanding + lost."""
+
+    processed: int
+    applied: int
+    dropped: int
+    outstanding: int
+    """Trained and without a verdict: in accepted contributions, or with members that are alive."""
+    lost: int
+    """The rest: never booked, because work thought lost may be found and counted."""
+
+
+@dataclass(frozen=True)
+class Leased:
+    """A member that holds a lease."""
+
+    incarnation: Incarnation
+    base: int
+    """The version it has adopted."""
+    rows_per_s: float | None
+    seconds_left: float
+    """Of the lease, unless it is renewed."""
+    outstanding: int
+    """Rows trained and without a verdict."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A look at a coordinator."""
+
+    version: int
+    epoch: int
+    recovering: bool
+    """A new coordinator still listens to what members hold, and leases nothing."""
+    phase: str
+    """Of the round, in words."""
+    tokens: Tokens
+    leased: tuple[Leased, ...]
+    """By member."""
+    median_cycle: float | None
+    """Seconds."""
+
+
+def summary(state: State, now: float) -> Summary:
+    """What there is to see of a coordinator's state."""
+    view = state.view
+    accepted = (header.rows for header, _ in state.pending.values())
+    held = (lease.outstanding for lease in state.leases.values())
+    under_way = len(Rows.union([*accepted, *held]) - view.decided) * state.terms.tokens_per_row
+    known = view.tokens[-1] + view.dropped + under_way
+    processed = max(sum(state.processed.values()), known)  # a contribution may be here before its member's next report
+    return Summary(
+        version=view.version,
+        epoch=state.epoch,
+        recovering=state.recovering,
+        phase=_phase(state, now),
+        tokens=Tokens(processed, view.tokens[-1], view.dropped, under_way, processed - known),
+        leased=tuple(
+            Leased(key, lease.base, lease.rows_per_s, lease.until - now, len(lease.outstanding - view.decided))
+            for key, lease in sorted(state.leases.items())
+        ),
+        median_cycle=state.median_cycle,
+    )
+
+
+def _phase(state: State, now: float) -> str:
+    if state.ended:
+        return "every row is counted"
+    if state.recovering:
+        return f"members announce what they hold, for {state.recovering_until - now:.0f} s more"
+    if state.merging:
+        return f"merging version {state.merging.version}: {state.merging.reason}"
+    return state.round(now).reason

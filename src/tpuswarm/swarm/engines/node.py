@@ -1,0 +1,102 @@
+"""This machine as a node of a running swarm's Ray cluster; the swarm's supervisor then starts a member on it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.engines.ray import MEMBER, STORE_BYTES, use_token
+from tpuswarm.train.stop import StopSignals
+
+ANSWER = 5.0
+"""Seconds for the address to answer."""
+GOODBYE = 30.0
+"""Seconds that the member here has to hand in its work."""
+
+
+def join(address: str, token: Path, say: Callable[[str], None]) -> None:
+    """Be a node until Ctrl-C or SIGTERM, or until the swarm's cluster ends.
+
+    Raises InputError for an address where nothing answers and for a wrong token.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise InputError(f"{address!r} is no address: give HOST:PORT, as `tpuswarm train --members` says it")
+    try:
+        secret = token.read_text().strip()
+    except OSError as error:
+        raise InputError(
+            f"{token} cannot be read ({error.strerror}): copy the file `token` of the run to it"
+        ) from error
+    if not secret:
+        raise InputError(f"{token} is empty: copy the file `token` of the run to it")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER).close()
+    except OSError as error:
+        raise InputError(f"nothing answers at {address} ({error.strerror or error}): is the run alive?") from error
+    use_token(token)
+    with tempfile.TemporaryFile("w+") as output, StopSignals() as stop:
+        node = _start(address, output.fileno())
+        say(f"joining {address}; Ctrl-C leaves")
+        while node.poll() is None and stop.asked is None:
+            time.sleep(0.2)
+        if stop.asked is None:
+            output.seek(0)
+            _explain(output.read(), address, token)
+            say("the swarm has ended")
+            return
+        say("leaving: the member here hands in what it has done")
+        _leave(node)
+
+
+def _start(address: str, output: int) -> "subprocess.Popen[bytes]":
+    command = [
+        str(Path(sys.executable).with_name("ray")), "start", "--address", address, "--block", "--num-cpus", "0",
+        "--object-store-memory", str(STORE_BYTES), "--resources", json.dumps({MEMBER: 1}),
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def _explain(output: str, address: str, token: Path) -> None:
+    """Raise what `ray start` said of a cluster that it could not join, in one sentence."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if any("InvalidAuthToken" in line or "nauthenticated" in line.lower() for line in lines):
+        raise InputError(f"the token in {token} is not that of the run at {address}: copy the file `token` of the run")
+    if not any("Ray runtime started" in line for line in lines):
+        raise RunFailed(f"{address} could not be joined: {lines[-1] if lines else 'ray start said nothing'}")
+
+
+def _leave(node: "subprocess.Popen[bytes]") -> None:
+    """Give the member here its notice, then end the node."""
+    members = [pid for pid in _descendants(node.pid) if _title(pid).startswith("ray::Actor")]
+    for pid in members:
+        os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + GOODBYE
+    while time.monotonic() < end and any(_title(pid).startswith("ray::Actor.run") for pid in members):
+        time.sleep(0.2)
+    node.terminate()
+    node.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [each for child in children for each in (child, *_descendants(child))]
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0")
+    except OSError:
+        return ""

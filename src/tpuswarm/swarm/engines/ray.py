@@ -1,0 +1,320 @@
+"""The processes of a swarm as Ray actors: Ray places them and carries their calls; nothing correct rests on it.
+
+Every process is one actor without automatic restart. A call that Ray cannot carry out is Unreachable, whatever the
+reason; the process that made it decides what that means.
+"""
+
+import importlib
+import logging
+import os
+import secrets
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.swarm.effects import Call, Over, Unreachable
+from tpuswarm.swarm.notice import on_notice
+
+os.environ |= {  # Ray reads these while it is imported
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # which devices a member sees is not Ray's to say
+}
+
+import ray
+from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+NAMESPACE = "tpuswarm"
+MEMBER = "tpuswarm-member"
+"""Ray's resource of a machine that joined: one member may live there."""
+ANYWHERE = "anywhere"
+"""In the place of a node's name: wherever a cluster that was there already has room."""
+STORE_BYTES = 2**28
+"""Of Ray's object store: payloads pass through it; what does not fit goes over the disk."""
+GROUPS = {"work": 1, "calls": 16, "beats": 4, "control": 4}
+"""Threads of an actor for each kind of method."""
+NODES = 2.0
+"""Seconds between two looks for machines that joined."""
+BEAT, CALL = 20.0, 600.0
+"""Seconds for an answer to a heartbeat, and to any other call."""
+
+
+class Host(Protocol):
+    """What runs in a process."""
+
+    def serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Carry out a call; may raise Unreachable."""
+        ...
+
+    def run(self) -> str:
+        """Its work, until a word that says how it ended."""
+        ...
+
+    def look(self, since: int) -> Any:
+        """How it stands."""
+        ...
+
+    def leave(self) -> None:
+        """It will have to go soon."""
+        ...
+
+
+class Outcome(NamedTuple):
+    """How a process ended."""
+
+    how: Literal["ended", "left", "over", "wrong", "failed", "dead"]
+    """The run ended; asked to go; no place in the swarm; wrong input; an error; gone without a word."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Carries calls to the actors of one run; where each of them is, is looked up again when it did not answer."""
+
+    run: str
+
+    def __call__(self, call: Call) -> Any:
+        """The answer; Unreachable without one."""
+        beat = call.method == "beat"
+        try:
+            actor = ray.get_actor(f"{self.run}/{call.address}", NAMESPACE)
+            method: Any = actor.beat if beat else actor.call
+            return ray.get(method.remote(call.method, call.arguments), timeout=BEAT if beat else CALL)
+        except (RayError, ValueError, Unreachable) as error:  # ValueError: no actor of that name
+            raise Unreachable(f"{call.address}: {str(error).splitlines()[0]}") from error
+
+
+class Actor:
+    """The process. Its control calls have threads of their own, so that no payload delays a heartbeat."""
+
+    def __init__(self, name: str, maker: str, arguments: dict[str, Any], environment: dict[str, str], log: str | None):
+        """maker: module:function that makes the Host from the arguments; environment: set before JAX is imported."""
+        os.environ.update(environment)
+        if log:
+            _redirect(Path(log))
+        self._name = name
+        module, _, function = maker.partition(":")
+        self._made = threading.Event()
+        self._leaving = False
+        self._host: Host
+        on_notice(self._go)
+        self._make: Callable[[], Host] = lambda: getattr(importlib.import_module(module), function)(**arguments)
+
+    @ray.method(concurrency_group="work")
+    def run(self) -> Outcome:
+        """Make the host and let it work; errors are told in words, their tracebacks are in the log."""
+        try:
+            self._host = self._make()
+            if self._leaving:
+                self._host.leave()
+            self._made.set()
+            return Outcome(self._host.run(), "")  # type: ignore[arg-type]  # the words of Outcome
+        except Over as error:
+            return Outcome("over", str(error))
+        except InputError as error:
+            return Outcome("wrong", str(error))
+        except TpuswarmError as error:
+            return Outcome("failed", str(error))
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the supervisor is told
+            traceback.print_exc()
+            return Outcome("failed", f"{type(error).__name__}: {error}; its traceback is in logs/{self._name}.log")
+
+    @ray.method(concurrency_group="calls")
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """A call from another process of the swarm."""
+        return self._serve(method, arguments)
+
+    @ray.method(concurrency_group="beats")
+    def beat(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """A heartbeat."""
+        return self._serve(method, arguments)
+
+    @ray.method(concurrency_group="control")
+    def look(self, since: int) -> tuple[int, Any]:
+        """The process's pid, and how its host stands (None before there is one)."""
+        return os.getpid(), self._host.look(since) if self._made.is_set() else None
+
+    @ray.method(concurrency_group="control")
+    def leave(self) -> None:
+        """It will have to go soon."""
+        self._go()
+
+    def _serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if not self._made.wait(BEAT):
+            raise Unreachable(self._name)
+        return self._host.serve(method, arguments)
+
+    def _go(self) -> None:
+        self._leaving = True
+        if self._made.is_set():
+            self._host.leave()
+
+
+class Process:
+    """An actor, seen from the supervisor; nothing here waits, unless asked to."""
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+        self._work = actor.run.remote()
+        self._look: Any = None
+
+    def outcome(self) -> Outcome | None:
+        """How it ended; None while it works."""
+        done, _ = ray.wait([self._work], timeout=0)
+        if not done:
+            return None
+        try:
+            return Outcome(*ray.get(self._work))
+        except (RayActorError, RayError) as error:
+            return Outcome("dead", str(error).splitlines()[0])
+
+    def look(self, since: int, seconds: float = 0.0) -> tuple[int, Any] | None:
+        """The newest answer to a look, once, waited for so long; the next call begins another look."""
+        if self._look is None:
+            self._look = self._actor.look.remote(since)
+        done, _ = ray.wait([self._look], timeout=seconds)
+        if not done:
+            return None
+        look, self._look = self._look, None
+        with suppress(RayError):  # its outcome tells
+            return ray.get(look)
+        return None
+
+    def leave(self) -> None:
+        """Ask it to go."""
+        self._actor.leave.remote()
+
+    def kill(self) -> None:
+        """End it at once."""
+        ray.kill(self._actor)
+
+
+class Cluster:
+    """Ray, started for one run on this machine, or a running one at an address. A context manager."""
+
+    def __init__(self, run: str, token: Path, address: str | None, devices: int = 1):
+        """token: file with the secret that joins, made if it is not there; devices: of a member placed anywhere."""
+        self._run, self._token, self._address, self._devices = run, token, address, devices
+        self.found = address is not None
+        """Whether it was there already."""
+        self.address = ""
+        self._joined: list[str] = []
+
+    def __enter__(self) -> "Cluster":
+        use_token(self._token)
+        try:
+            context: Any = ray.init(
+                address=self._address or "local",
+                namespace=NAMESPACE,
+                include_dashboard=None if self._address else False,
+                object_store_memory=None if self._address else STORE_BYTES,
+                num_cpus=None if self._address else os.cpu_count(),
+                num_gpus=None if self._address else 0,
+                resources=None,
+                logging_level=logging.CRITICAL,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=None if self._address else f"/tmp/tpuswarm-{os.getuid()}",  # short: it holds sockets
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise RunFailed(_no_cluster(self._address, error)) from error
+        _silence()
+        self.address = context.address_info["address"]
+        self._session = Path(context.address_info["session_dir"])
+        self._node = ray.get_runtime_context().get_node_id()
+        threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        ray.shutdown()
+        if not self.found:
+            shutil.rmtree(self._session, ignore_errors=True)
+
+    def start(
+        self,
+        name: str,
+        maker: str,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log: Path,
+        node: str | None,
+    ) -> Process | None:
+        """Start a process; node: one of `joined`, ANYWHERE, or None: here, where the run's storage is.
+
+        None while Ray has not noticed yet that the one before it is dead.
+        """
+        make: Any = ray.remote  # its types do not know of groups
+        actor = make(concurrency_groups=GROUPS)(Actor).options(
+            name=f"{self._run}/{name}", max_restarts=0, max_task_retries=0, **self._place(node)
+        )
+        given = {**arguments, "calls": Calls(self._run)}
+        try:
+            return Process(actor.remote(name, maker, given, dict(environment), None if node else str(log)))
+        except ActorAlreadyExistsError:
+            return None
+
+    def _place(self, node: str | None) -> dict[str, Any]:
+        if node == ANYWHERE:
+            resources_of: Any = ray.cluster_resources  # it has no types
+            have = resources_of()
+            needs: dict[str, Any] = {"num_cpus": 1}
+            if "TPU" in have:
+                needs["resources"] = {"TPU": self._devices}
+            elif "GPU" in have:
+                needs["num_gpus"] = self._devices
+            return {**needs, "scheduling_strategy": "SPREAD"}
+        resources = {MEMBER: 1} if node else None
+        where = NodeAffinitySchedulingStrategy(node or self._node, soft=False)
+        return {"num_cpus": 0, "resources": resources, "scheduling_strategy": where}
+
+    def joined(self) -> list[str]:
+        """Nodes that offer a member, by their names."""
+        return self._joined
+
+    def _watch_nodes(self) -> None:
+        """In a thread of its own: where Ray's head is gone, the question is never answered."""
+        nodes: Any = ray.nodes  # it has no types
+        while ray.is_initialized():
+            with suppress(RayError, RuntimeError):  # it is shutting down
+                alive = [node for node in nodes() if node["Alive"]]
+                self._joined = [node["NodeID"] for node in alive if node.get("Resources", {}).get(MEMBER, 0) >= 1]
+            time.sleep(NODES)
+
+
+def use_token(path: Path) -> None:
+    """Let Ray's calls be signed with the secret in a file, which is made if it is not there."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path.resolve())
+
+
+def _silence() -> None:
+    """Keep Ray's own messages off the user's screen: what they say of a process, the supervisor says in its words."""
+    import ray._private.worker as worker
+
+    worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+def _redirect(log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+
+
+def _no_cluster(address: str | None, error: Exception) -> str:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    where = f"the Ray cluster at {address} does not answer" if address else "Ray does not start on this machine"
+    return f"{where}: {reason}"

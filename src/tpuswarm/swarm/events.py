@@ -1,0 +1,58 @@
+"""What happened in a run, in words."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tpuswarm.swarm.core.values import Record
+
+
+def commit_event(record: Record) -> dict[str, Any]:
+    """The facts of a commit for events.jsonl."""
+    parts = [
+        {
+            "member": each.identity.incarnation.member,
+            "incarnation": each.identity.incarnation.name,
+            "tokens": each.tokens,
+            "weight": each.weight,
+            "fate": each.fate,
+            "reason": each.reason,
+        }
+        for each in record.decisions
+    ]
+    return {
+        "version": record.version,
+        "epoch": record.epoch,
+        "tokens": record.tokens,
+        "contributors": [each for each in parts if each["fate"] == "applied"],
+        "others": [each for each in parts if each["fate"] != "applied"],
+        "rule": record.rule,
+        "rate": record.rate,
+    }
+
+
+def sentence(event: Mapping[str, Any]) -> str:
+    """An event of events.jsonl as a line for a person."""
+    kind = event["event"]
+    if kind == "commit":
+        return commit_sentence(event["version"], event["tokens"], [*event["contributors"], *event["others"]])
+    if kind == "joined":
+        return f"{event['member']} is {event['incarnation'][:8]}, pid {event['pid']}"
+    if kind == "lost":
+        return (
+            f"{event['member']} is lost ({event['message']}): at most {event['tokens']:,} tokens of its work, "
+            "no commit; it comes back as a new incarnation"
+        )
+    if kind == "left":
+        return f"{event['member']} has left in good order"
+    if kind in ("coordinator", "shard"):
+        return f"{event['name']}: {event['message']}"
+    text = str(event.get("message") or event.get("text") or "")
+    return f"{kind}: {text}" if text else kind
+
+
+def commit_sentence(version: int, tokens: int, parts: Sequence[Mapping[str, Any]]) -> str:
+    """A commit in words: who is in it, and with what weight."""
+    applied = [f"{each['member']} {each['weight']:.0%}" for each in parts if each["fate"] == "applied"]
+    others = [f"{each['member']} {each['fate']}: {each['reason']}" for each in parts if each["fate"] != "applied"]
+    who = ", ".join(applied) or "nobody"
+    return f"commit {version}: {who}; {tokens:,} tokens counted" + "".join(f"; {each}" for each in others)

@@ -1,0 +1,63 @@
+"""A swarm's run read back: its recipe rebuilt, a committed version on devices."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.swarm.core.fragments import Layout
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.objects import Objects
+from tpuswarm.swarm.runtime.head import FOUNDING, read_founding
+from tpuswarm.swarm.store import Corrupt, Missing, Store
+from tpuswarm.swarm.verify import newest_whole
+from tpuswarm.train.fit import Placed, place
+from tpuswarm.train.load import LoadedRun
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.run import read_config
+from tpuswarm.train.session import request
+from tpuswarm.train.user_code import build_recipe
+
+
+def is_swarm(folder: Path) -> bool:
+    """Whether a run has members."""
+    return "swarm" in read_config(folder)
+
+
+def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> LoadedRun:
+    """The recipe (with `options` in place of its own) and the newest whole version of the swarm's run in `folder`.
+
+    Its step is the number of whole batches counted. Raises InputError where there is no version yet, and RunFailed
+    where none is whole.
+    """
+    config, store = read_config(folder), Store(folder)
+    founding = read_founding(store)
+    if founding is None:
+        raise InputError(f"{folder} has no {FOUNDING}: its first version is still to be made")
+    ledger, objects = Ledger(store), Objects(store)
+    view, notes = ledger.view(), []
+    record = view.newest
+    try:
+        fragments = [objects.get_array(digest) for digest in record.state]
+    except (Missing, Corrupt) as error:
+        record = ledger.record(newest_whole(store))
+        notes.append(f"{error}; version {record.version} is whole and was taken")
+        fragments = [objects.get_array(digest) for digest in record.state]
+    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})})
+    placed = place(recipe, request(config["train"]), devices)
+    state = placed.init(jax.random.key(0), on_devices(placed, founding.layout, fragments))
+    tokens_per_step = config["train"]["batch"] * placed.program.tokens_per_row
+    return LoadedRun(config, recipe, placed, state, record.tokens // tokens_per_step, notes)
+
+
+def on_devices(placed: Placed, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
+    """Fragments as the exchanged part of a state."""
+    shared = placed.program.exchange().get(placed.state)
+    arrays = layout.join(fragments)
+    leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
+    return jax.tree.unflatten(
+        jax.tree.structure(shared), [jax.device_put(arrays[path], leaf.sharding) for path, leaf in leaves]
+    )

@@ -1,0 +1,131 @@
+"""What the coordinator's process serves: the founding of a run, then the coordinator."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from tpuswarm.swarm.coordinator import Coordinator
+from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Refused, Terms
+from tpuswarm.swarm.core.summary import Summary, summary
+from tpuswarm.swarm.core.values import Header, Incarnation, Record
+from tpuswarm.swarm.effects import Do, Over, Process, Sleep
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.runtime.plan import Founding, Plan
+from tpuswarm.swarm.store import Missing, Store
+
+FOUNDING = "founding.json"
+FOUNDER = 900.0
+"""Seconds that a founder has: a large program compiles for minutes."""
+LOOK = 0.2
+_FOUNDING: TypeAdapter[Founding] = TypeAdapter(Founding)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Answer to a hello: there is no first state yet; make it."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Answer to a hello: another member makes the first state, or the coordinator reads its ledger."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Answer to a hello: what the run is, and its newest version."""
+
+    terms: Terms
+    founding: Founding
+    version: int
+    tokens: int
+    state: tuple[str, ...]
+
+
+class Head:
+    """One life of the coordinator's process."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        shards: Sequence[str],
+        clock: Callable[[], float],
+        time: Callable[[], float],
+        *,
+        alone: bool,
+    ):
+        """alone: no member of an earlier epoch can be alive, so that nobody is waited for."""
+        self._plan, self._store, self._ledger = plan, store, Ledger(store)
+        self._shards, self._clock, self._time, self._alone = tuple(shards), clock, time, alone
+        self._founding: Founding | None = None
+        self._founder: tuple[str, float] | None = None
+        self._coordinator: Coordinator | None = None
+
+    def run(self) -> Process:
+        """Until the end of the run; raises Over where another coordinator rules."""
+        founded = False
+        while (founding := (yield Do("coordinator reads the founding", lambda: read_founding(self._store)))) is None:
+            founded = True
+            yield Sleep(LOOK)
+        shards = self._shards[: len(founding.fragments)]
+        terms = self._plan.terms(founding)
+        coordinator = Coordinator(
+            terms, self._ledger, shards, self._clock, self._time, founded=founded, alone=self._alone
+        )
+        yield from coordinator.open()
+        if coordinator.state.view.newest.digests.layout != founding.layout.digest:
+            raise Over(f"{self._store.root} holds commits of another layout than its {FOUNDING}: give another --run")
+        self._founding, self._coordinator = founding, coordinator
+        yield from coordinator.run()
+
+    def hello(self, member: str) -> Joining | Found | Wait:
+        """What a member does first."""
+        if self._coordinator and self._founding:
+            newest = self._coordinator.state.view.newest
+            return Joining(self._coordinator.state.terms, self._founding, newest.version, newest.tokens, newest.state)
+        now = self._clock()
+        if self._founder is None or self._founder[0] == member or now > self._founder[1]:
+            self._founder = (member, now + FOUNDER)
+            return Found()
+        return Wait()
+
+    def found(self, founding: Founding, state: tuple[str, ...], outer: tuple[str, ...]) -> Process:
+        """Create the first record, once: whoever comes second finds it there."""
+        terms = self._plan.terms(founding)
+        record = Record(
+            run=terms.run, version=0, epoch=1, parent="", state=state, outer=outer, decisions=(),
+            rule=terms.outer.rule, rate=0.0, momentum=terms.outer.momentum, share=0.0, gathered=0.0, tokens=0,
+            changes=0, processed=(), digests=terms.digests, time=self._time(),
+        )  # fmt: skip
+        yield Do("coordinator creates genesis", lambda: self._ledger.append(record))
+        data = _FOUNDING.dump_json(founding)
+        yield Do("coordinator keeps the founding", lambda: self._store.create(FOUNDING, data))
+        return Accepted()
+
+    def beat(self, said: Beat) -> Granted | Refused | None:
+        """A member's hello, announcement or heartbeat; None while the ledger is being read."""
+        return self._coordinator.beat(said) if self._coordinator else None
+
+    def push(self, header: Header) -> Process:
+        """Accept a contribution whose payload is stored, or say why not; None while the ledger is being read."""
+        if self._coordinator is None:
+            return None
+        return (yield from self._coordinator.push(header))
+
+    def leave(self, incarnation: Incarnation) -> None:
+        """A member goes in good order."""
+        if self._coordinator:
+            self._coordinator.leave(incarnation)
+
+    def look(self) -> Summary | None:
+        """How the run stands; None before its first state."""
+        return summary(self._coordinator.state, self._clock()) if self._coordinator else None
+
+
+def read_founding(store: Store) -> Founding | None:
+    """The founding of a run; None before it."""
+    try:
+        return _FOUNDING.validate_json(store.read(FOUNDING))
+    except Missing:
+        return None

@@ -1,0 +1,74 @@
+"""What runs in each process of a swarm: coordinator, shard and member, made where they are to live."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tpuswarm.swarm.core.summary import Summary
+from tpuswarm.swarm.effects import Call, Process, Sleep
+from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.runtime.head import Head
+from tpuswarm.swarm.runtime.plan import Plan
+from tpuswarm.swarm.runtime.shard import Shard
+from tpuswarm.swarm.store import Store
+
+Calls = Callable[[Call], Any]
+
+
+class Served:
+    """A server object in a node of its own; its process ends when the node does."""
+
+    def __init__(self, server: Any, calls: Calls, work: Process):
+        self.server, self._node = server, Node(calls)
+        self._work = work
+
+    def serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Carry out a call."""
+        return self._node.call(self.server, method, arguments)
+
+    def run(self) -> str:
+        """Until the work is done; raises what ended the node before."""
+        self._node.start("work", self._work)
+        self._node.wait()
+        if self._node.failure:
+            raise self._node.failure
+        return "ended"
+
+    def look(self, since: int) -> Summary | None:
+        """What a coordinator sees."""
+        return self.server.look() if isinstance(self.server, Head) else None
+
+    def leave(self) -> None:
+        """It stays: members leave, and the machine that this runs on is one that stays."""
+
+
+def coordinator(plan: Plan, store: str, shards: tuple[str, ...], alone: bool, calls: Calls) -> Served:
+    """The coordinator's process."""
+    head = Head(plan, Store(store), shards, time.monotonic, time.time, alone=alone)
+    return Served(head, calls, head.run())
+
+
+def shard(store: str, data: str, index: int, shards: int, calls: Calls) -> Served:
+    """An aggregator's process."""
+    return Served(Shard(Store(store), Path(data), index, shards), calls, _idle())
+
+
+def member(
+    plan: Plan, name: str, shards: tuple[str, ...], data: str | None, steps: int, evaluates: bool, calls: Calls
+) -> Any:
+    """A member's process."""
+    from tpuswarm.swarm.runtime.member import MemberHost, Place  # it imports JAX, which the others do without
+
+    return MemberHost(Place(name, plan, shards, Path(data) if data else None, steps, evaluates, calls, _say))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+def _idle() -> Process:
+    while True:
+        yield Sleep(1.0)

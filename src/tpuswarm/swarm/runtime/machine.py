@@ -1,0 +1,133 @@
+"""What this machine has for members: devices, shared out among them, and memory."""
+
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.mesh import select_devices
+from tpuswarm.train.platform import has_gpu, has_tpu
+from tpuswarm.train.recipe import Options, Recipe
+
+PROCESS_BYTES = 700 * 2**20
+"""Of a member's process before any parameter: Python, JAX, Ray, compiled code (seen: 550 to 650 MiB on CPU)."""
+RAY_BYTES = 800 * 2**20
+"""Of Ray's own processes, the coordinator and one aggregator on this machine (seen: 700 MiB)."""
+HOST_COPIES = 4
+"""Of the exchanged state that a member's host holds: anchor, snapshot, payload, a version under way."""
+STEP_COPIES = 3
+"""Of the exchanged state that a step on CPU needs besides its own: gradients, and results before they replace it."""
+TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+"""How the chips of one process lie; https://docs.jax.dev/en/latest/multi_process.html."""
+
+
+class _Listed:
+    """Stands for a device that is not opened: the members will."""
+
+    def __init__(self, kind: str):
+        self.device_kind = kind
+
+
+def local_devices(which: str | int | list[int]) -> tuple[str, list[int]]:
+    """The platform of this machine's devices, and the indices of those meant; no indices on a machine without any.
+
+    Counted without opening them. Raises InputError for more than there are.
+    """
+    kind = "tpu" if has_tpu() else "gpu" if has_gpu() else "cpu"
+    if kind == "cpu":
+        if which != "all":
+            raise InputError(
+                f"--devices {which}: this machine has no TPU or GPU to share out; "
+                "--devices-per-member gives each member virtual CPU devices of its own"
+            )
+        return kind, []
+    folder, pattern = ("/dev/vfio", r"\d+") if Path("/dev/vfio").exists() and kind == "tpu" else ("/dev", r"accel\d+")
+    if kind == "gpu":
+        folder, pattern = "/dev", r"nvidia\d+"
+    count = sum(bool(re.fullmatch(pattern, path.name)) for path in Path(folder).iterdir())
+    listed = [_Listed(kind) for _ in range(count)]
+    chosen = select_devices(which, listed)
+    return kind, [index for index, device in enumerate(listed) if any(device is each for each in chosen)]
+
+
+def share_out(kind: str, devices: Sequence[int], members: int, asked: int | None) -> int:
+    """Devices of each member; InputError where there are too few."""
+    if kind == "cpu":
+        return asked or 1
+    each = asked or len(devices) // members
+    if each < 1 or each * members > len(devices):
+        raise InputError(
+            f"{members} members with {asked or 'at least 1'} devices each need {members * (asked or 1)}, this machine "
+            f"shares out {len(devices)} ({kind}); use --members {max(1, len(devices) // (asked or 1))}"
+        )
+    return each
+
+
+def environments(kind: str, devices: Sequence[int], each: int) -> Callable[[int | None], dict[str, str]]:
+    """The environment of the member with a number on this machine; of one that joined, for None: its own."""
+
+    def environment(number: int | None) -> dict[str, str]:
+        if number is None:
+            return {}
+        if kind == "cpu":
+            flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+            return {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={each}".strip(),
+            }
+        mine = ",".join(str(index) for index in devices[number * each : (number + 1) * each])
+        if kind == "gpu":
+            return {"CUDA_VISIBLE_DEVICES": mine}
+        return {
+            "TPU_VISIBLE_CHIPS": mine,
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS.get(each, f"1,{each},1"),
+            "TPU_PROCESS_BOUNDS": "1,1,1",
+            "TPU_MESH_CONTROLLER_ADDRESS": f"localhost:{8476 + number}",
+            "TPU_MESH_CONTROLLER_PORT": str(8476 + number),
+        }
+
+    return environment
+
+
+def exchanged_bytes(recipe: Recipe) -> tuple[int, int]:
+    """Bytes of the exchanged state, and of the whole state."""
+    program = recipe.program(Options())
+    state = jax.eval_shape(lambda: program.init(jax.random.key(0)))
+    shared = program.exchange().get(state)
+    return _bytes(shared), _bytes(state)
+
+
+def check_memory(members: int, exchanged: int, state: int, kind: str) -> None:
+    """Raise InputError, with the memory needed, for more members than this machine can hold."""
+    each = PROCESS_BYTES + HOST_COPIES * exchanged
+    if kind == "cpu":
+        each += state + STEP_COPIES * exchanged
+    have = available_memory()
+    need = RAY_BYTES + members * each
+    if have is not None and need > have:
+        fit = max(0, int((have - RAY_BYTES) // each))
+        way = f"use --members {fit}" if fit else "use a smaller model"
+        raise InputError(
+            f"{members} members need about {need / 2**30:.1f} GiB of memory, {each / 2**30:.2f} each, and this machine "
+            f"has {have / 2**30:.1f} GiB free; {way}"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that processes can still have, by Linux; None elsewhere."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else None
+
+
+def _bytes(tree: Any) -> int:
+    sizes = [math.prod(leaf.shape) * jax.numpy.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)]
+    return sum(sizes)

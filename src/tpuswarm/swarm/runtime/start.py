@@ -1,0 +1,258 @@
+"""`train --members`: from what was asked to a plan, and a supervisor that carries it out."""
+
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.units import Every, parse_every
+from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.swarm.engines.ray import Cluster
+from tpuswarm.swarm.report import write_report
+from tpuswarm.swarm.runtime import machine
+from tpuswarm.swarm.runtime.plan import Plan, Swarm, code_digest
+from tpuswarm.swarm.runtime.screen import Screen, auto_screen
+from tpuswarm.swarm.runtime.supervisor import MEMBERS_PER_SHARD, Ended, Supervisor
+from tpuswarm.train.fit import check_batch
+from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.run import Run, new_folder, writing
+from tpuswarm.train.session import Resolved, configuration, held_out, resolve
+from tpuswarm.train.settings import differences
+
+CYCLE = 50
+"""Steps between two pushes, where nothing else is asked."""
+FRAGMENT = 2**26
+"""Bytes of a fragment, about: what is sent, stored and fetched at a time."""
+Environment = Callable[[int | None], dict[str, str]]
+OUTERS = ("average", "nesterov")
+FORMS = ("int8", "int4")
+STAYS = ("batch", "seed", "data")
+"""Settings that give rows their meaning: --accept-code changes them no more than anything else does."""
+MAY_CHANGE = ("run", "members")
+TOKEN = "token"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a swarm, None where the user gave none."""
+
+    members: int | None = None
+    devices_per_member: int | None = None
+    cycle: int | None = None
+    outer: str | None = None
+    outer_lr: float | None = None
+    quantize: str | None = None
+    overlap: str | None = None
+    ray_address: str | None = None
+    accept_code: bool = False
+
+    @property
+    def given(self) -> list[str]:
+        """The names of those that were given."""
+        return [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+
+
+@dataclass(frozen=True)
+class SwarmResult:
+    """The end of a swarm's run, as far as this process saw it."""
+
+    run: Path
+    ended: Ended
+    metrics: dict[str, Any]
+    version: int
+    tokens: int
+
+
+def train(
+    recipe: Recipe,
+    swarm: Asked,
+    asked: dict[str, Any],
+    tokens: int | None,
+    epochs: float | None,
+    folder: Path | None,
+    screen: Screen | None = None,
+    watch: Callable[[Supervisor], None] = lambda supervisor: None,
+) -> SwarmResult:
+    """Start or go on with a run of several members, until it ends.
+
+    asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for what cannot
+    be done as asked, and RunFailed.
+    """
+    run = Run(folder or new_folder(recipe.name))
+    screen = screen or auto_screen()
+    try:
+        try:
+            plan, environment, notes = _plan(run, recipe, swarm, asked, tokens, epochs)
+        except BaseException:
+            run.abandon()
+            raise
+        return _supervise(run, recipe, plan, environment, notes, swarm, screen, watch)
+    finally:
+        screen.close()
+        run.close()
+
+
+def _plan(
+    run: Run, recipe: Recipe, swarm: Asked, asked: dict[str, Any], tokens: int | None, epochs: float | None
+) -> tuple[Plan, Environment, list[str]]:
+    """The plan, the environment of each member, and sentences for the user."""
+    if not recipe.target:
+        raise InputError(f"{recipe.name} was made by a program of its own; put it into a file and train file.py:Recipe")
+    if swarm.members is not None and swarm.members < 1:
+        raise InputError(f"members must be 1 or more, not {swarm.members}")
+    for name, value in (("devices-per-member", swarm.devices_per_member), ("cycle", swarm.cycle)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be 1 or more, not {value}")
+    if asked["ema"] or recipe.defaults.get("ema"):
+        raise InputError("--ema is not built for a swarm yet: leave it out")
+    if asked["init_from"]:
+        raise InputError("--init-from is not built for a swarm yet: leave it out")
+    jax.config.update("jax_platforms", "cpu")  # the devices are for the members
+    config = run.config()
+    if config and "swarm" not in config:
+        raise InputError(f"{run.folder} is a run of the plain trainer; give another --run, or leave out --members")
+    stored = dict(config["swarm"]) if config else {}
+    members = stored.get("members", 1) if swarm.members is None else swarm.members
+    kind, devices = machine.local_devices(asked["devices"])
+    per_member = machine.share_out(kind, devices, members, swarm.devices_per_member or stored.get("devices_per_member"))
+    resolved = resolve(run, recipe, asked, tokens, epochs, kind, per_member)
+    check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
+    exchanged, state = machine.exchanged_bytes(recipe)
+    machine.check_memory(members, exchanged, state, kind)
+    made = _swarm(swarm, stored, recipe, members, exchanged)
+    code = code_digest(recipe.target)
+    changed = _changes(run, swarm, stored, resolved, made, code)
+    shared = recipe.share(run.folder / "data")
+    settings = resolved.settings
+    plan = Plan(
+        swarm=made,
+        target=recipe.target,
+        options=recipe.options(),
+        settings=settings,
+        files={path.name: path.stat().st_size for path in sorted((run.folder / "data").glob("*"))} if shared else {},
+        shared={k: str(v).replace(str(run.folder / "data"), "{data}") for k, v in shared.items()},
+        tokens_per_row=resolved.tokens_per_row,
+        data=settings["data"] or "",
+        code=code,
+        evaluate_every=_evaluate_every(asked["eval_every"], recipe, resolved),
+    )
+    table = {name: value for name, value in asdict(made).items() if value is not None} | {
+        "devices_per_member": per_member,
+        "code": code,
+    }
+    chosen = {"platform": kind, "devices": per_member, "tokens_per_row": resolved.tokens_per_row}
+    run.write_config(configuration(recipe, settings) | {"swarm": table, "chosen": chosen})
+    notes = [f"changed: {each}" for each in changed]
+    for each in changed:
+        run.write_event("note", message=f"accepted: {each}")
+    return plan, machine.environments(kind, devices, per_member), notes
+
+
+def _changes(
+    run: Run, swarm: Asked, stored: Mapping[str, Any], resolved: Resolved, made: Swarm, code: str
+) -> list[str]:
+    """What differs from the run that is there, in words; InputError where that was not accepted or cannot be."""
+    if not stored:
+        return []
+    changed = resolved.changed + differences(
+        stored, {name: value for name, value in asdict(made).items() if name not in MAY_CHANGE}
+    )
+    if never := [each for each in changed if each.partition(" ")[0] in STAYS]:
+        raise InputError(
+            f"{run.folder} is another run: {'; '.join(never)}; {', '.join(STAYS)} give its rows their meaning and "
+            "never change, so give another --run"
+        )
+    if stored["code"] != code:
+        changed.append(f"the code's digest is {stored['code'][:12]}… there, {code[:12]}… here")
+    if changed and not swarm.accept_code:
+        raise InputError(
+            f"{run.folder} is a run of another configuration: {'; '.join(changed)}; --accept-code goes on with this "
+            "one and records the change, or give another --run"
+        )
+    return changed
+
+
+def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int, exchanged: int) -> Swarm:
+    usual = "average" if members == 1 else str(recipe.defaults.get("outer", "nesterov"))
+    outer: Any = swarm.outer or stored.get("outer") or usual
+    if outer not in OUTERS:
+        raise InputError(f"unknown outer rule {outer!r}; {did_you_mean(outer, OUTERS)}")
+    rate = swarm.outer_lr if swarm.outer_lr is not None else stored.get("outer_lr")
+    if rate is not None and not 0 < rate < math.inf:
+        raise InputError(f"the outer learning rate must be above 0, not {rate}")
+    if outer == "average" and rate is not None:
+        raise InputError(f"the rule average takes no rate, and --outer-lr {rate} is given; leave one of them out")
+    form: Any = swarm.quantize or stored.get("quantize") or "plain"
+    if form not in (*FORMS, "plain"):
+        raise InputError(f"unknown quantization {form!r}; {did_you_mean(form, FORMS)}")
+    if swarm.overlap not in (None, "auto", "0"):
+        raise InputError(f"overlap is auto or 0, not {swarm.overlap}")
+    overlap = stored.get("overlap", True) if swarm.overlap is None else swarm.overlap == "auto"
+    return Swarm(
+        run=stored.get("run") or secrets.token_hex(8),
+        members=members,
+        cycle=swarm.cycle or stored.get("cycle") or CYCLE,
+        outer=outer,
+        outer_lr=rate,
+        quantize=form,
+        overlap=overlap,
+        fragments=stored.get("fragments") or max(-(-members // MEMBERS_PER_SHARD), -(-exchanged // FRAGMENT)),
+    )
+
+
+def _evaluate_every(asked: Any, recipe: Recipe, resolved: Resolved) -> int | None:
+    """Tokens between two evaluations; None for one at the end."""
+    every = Every() if asked is None else parse_every(asked, "eval_every")
+    held_out(recipe, required=asked is not None)
+    if every.seconds is not None:
+        raise InputError(
+            "a swarm evaluates every so many steps: its members' clocks are not one; give --eval-every 500"
+        )
+    return every.steps and every.steps * int(resolved.settings["batch"]) * resolved.tokens_per_row
+
+
+def _supervise(
+    run: Run,
+    recipe: Recipe,
+    plan: Plan,
+    environment: Environment,
+    notes: list[str],
+    swarm: Asked,
+    screen: Screen,
+    watch: Callable[[Supervisor], None],
+) -> SwarmResult:
+    made = plan.swarm
+    rule = made.outer if made.outer_lr is None else f"{made.outer} at {made.outer_lr}"
+    sentences = [
+        f"{made.members} members, a push every {made.cycle} steps, outer rule {rule}"
+        + (f", {made.quantize} on both links" if made.quantize != "plain" else ""),
+        *notes,
+    ]
+    screen.open(recipe.name, str(run.folder), sentences)
+    run.write_event("started", message=f"{made.members} members")
+    devices = swarm.devices_per_member or 1
+    with Cluster(made.run, run.folder / TOKEN, swarm.ray_address, devices) as cluster:
+        screen.note(f"others join with: tpuswarm join {cluster.address} --token-file {run.folder / TOKEN}")
+        supervisor = Supervisor(run, plan, cluster, screen, environment, watch)
+        try:
+            ended = supervisor.go()
+        except TpuswarmError as error:
+            run.write_event("failed", message=str(error))
+            raise
+        except BaseException as error:
+            run.write_event("failed", message=f"{type(error).__name__}: {error}")
+            raise
+    run.write_event(ended.how, message=ended.message)
+    if ended.how == "finished":
+        with writing(run.folder / "report.html"):
+            write_report(run.folder)
+    view = supervisor.view
+    rows = [kept.row for kept in supervisor.kept.values() if kept.row]
+    return SwarmResult(
+        run.folder, ended, rows[0] if rows else {}, view.version if view else 0, view.tokens[-1] if view else 0
+    )

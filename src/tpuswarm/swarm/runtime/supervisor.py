@@ -1,0 +1,367 @@
+"""The supervisor of a run: keeps its processes alive, follows its ledger, and writes down what happened.
+
+It holds the run's directory and is the only one that writes its text files. Its own death ends the processes that it
+started; the same command goes on from the ledger.
+"""
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.core.alarms import ENOUGH, alarms, watched
+from tpuswarm.swarm.core.choose import Staleness
+from tpuswarm.swarm.core.summary import Summary
+from tpuswarm.swarm.core.values import Record
+from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster, Outcome, Process
+from tpuswarm.swarm.events import commit_event, sentence
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.retention import clean
+from tpuswarm.swarm.runtime.plan import HEAD, Plan, member_name
+from tpuswarm.swarm.runtime.screen import Screen
+from tpuswarm.swarm.status import MemberStatus, SwarmStatus, compose, write_status
+from tpuswarm.swarm.store import Store
+from tpuswarm.train.run import METRICS, Run, append_rows, read_rows
+from tpuswarm.train.stop import StopSignals
+
+LOOK = 0.2
+"""Seconds between two rounds of looking at everything."""
+STATUS = 1.0
+CLEAN = 60.0
+BACKOFF, BACKOFF_MAX = 1.0, 60.0
+"""Seconds until a process that died is made again: doubled while it dies young."""
+YOUNG = 30.0
+FAILURES = 4
+"""Deaths in a row of a process that never lived YOUNG seconds, until the run gives up."""
+MEMBERS_PER_SHARD = 16
+LAST_LOOK = 10.0
+"""Seconds for the last rows of a member that ended."""
+GOODBYE = 30.0
+"""Seconds that members have to hand in their work when the run is stopped."""
+
+
+class Ended(NamedTuple):
+    """How a run ended."""
+
+    how: str
+    """finished or stopped."""
+    message: str
+    signal: int | None
+
+
+@dataclass
+class Kept:
+    """A process that is to be alive."""
+
+    name: str
+    maker: str
+    arguments: dict[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    node: str | None = None
+    """Of Ray, for a member that is not on this machine; see Cluster.start."""
+    process: Process | None = None
+    born: float = 0.0
+    wake: float = 0.0
+    """When it is made again."""
+    deaths: int = 0
+    """In a row, young."""
+    pid: int | None = None
+    seen: Any = None
+    """Its newest look."""
+    rows: int = 0
+    """Rows of metrics taken from this process."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """The newest of them."""
+    steps: deque[tuple[float | None, float | None]] = field(default_factory=lambda: deque(maxlen=ENOUGH))
+    """Loss and gradient norm of its last steps."""
+    left: bool = False
+
+    @property
+    def member(self) -> bool:
+        """Whether it is a member."""
+        return self.maker.endswith(":member")
+
+
+class Supervisor:
+    """One life of a run's supervisor."""
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        cluster: Cluster,
+        screen: Screen,
+        environment: Callable[[int | None], dict[str, str]],
+        watch: Callable[["Supervisor"], None] = lambda supervisor: None,
+    ):
+        """environment: of the member with a number, or of one that joined; watch: called at each look, for a demo."""
+        self.run, self.plan, self.screen = run, plan, screen
+        self._cluster, self._environment, self._watch = cluster, environment, watch
+        self._store = Store(run.folder)
+        self._ledger = Ledger(self._store)
+        self.view: View | None = None
+        self.status: SwarmStatus | None = None
+        self.losses: list[float] = []
+        self._summary: Summary | None = None
+        self._alarms: tuple[str, ...] = ()
+        self._recent: list[Record] = []
+        self._status_at = self._cleaned_at = time.monotonic()
+        self._progress_at = math.inf  # until somebody trains nothing can be committed
+        self._told = max(
+            (e["version"] for e in read_rows(run.folder / "events.jsonl") if e["event"] == "commit"), default=0
+        )
+        self.kept: dict[str, Kept] = {}
+        self._stopping = 0.0
+
+    def go(self) -> Ended:
+        """Until the run is finished or stopped; raises RunFailed and InputError for what it cannot mend."""
+        self._desire()
+        with StopSignals() as stop:
+            while True:
+                self._keep()
+                self._follow()
+                self._look()
+                self._tell()
+                self._watch(self)
+                head = self.kept[HEAD]
+                if head.left and self._gone():
+                    self._follow()
+                    self._tell(now=True)
+                    return Ended("finished", f"finished: {self.plan.settings['steps']} steps", None)
+                if stop.asked is not None:
+                    if not self._stopping:
+                        self._say_goodbye()
+                    if self._gone(settled=True) or time.monotonic() - self._stopping > GOODBYE:
+                        self._follow()
+                        self._tell(now=True)
+                        return Ended("stopped", self._stopped_at(), int(stop.asked))
+                time.sleep(LOOK)
+
+    def _desire(self) -> None:
+        """What is to be alive: a coordinator, shards, and the members that the run was started with."""
+        plan, folder = self.plan, self.run.folder.resolve()
+        count = max(1, min(plan.swarm.fragments, -(-plan.swarm.members // MEMBERS_PER_SHARD)))
+        shards = tuple(f"aggregator-{number}" for number in range(count))
+        data = str(folder / "data")
+        hosts = "tpuswarm.swarm.runtime.hosts"
+        given = {"plan": plan, "store": str(folder), "shards": shards, "alone": True}
+        self._add(Kept(HEAD, f"{hosts}:coordinator", given))
+        for number, name in enumerate(shards):
+            given = {"store": str(folder), "data": data, "index": number, "shards": count}
+            self._add(Kept(name, f"{hosts}:shard", given))
+        self._member = {"plan": plan, "shards": shards, "data": data, "evaluates": False}
+        for number in range(plan.swarm.members):
+            name = member_name(number)
+            given = {**self._member, "name": name, "steps": self._steps(name), "evaluates": number == 0}
+            if self._cluster.found:
+                self._add(Kept(name, f"{hosts}:member", {**given, "data": None}, node=ANYWHERE))
+            else:
+                self._add(Kept(name, f"{hosts}:member", given, self._environment(number)))
+
+    def _add(self, kept: Kept) -> None:
+        self.kept[kept.name] = kept
+
+    def _steps(self, name: str) -> int:
+        rows = read_rows(self.run.folder / "members" / name / METRICS)
+        return max((row["step"] for row in rows if "loss" in row), default=0)
+
+    def _keep(self) -> None:
+        now = time.monotonic()
+        self._keep_joined()
+        for kept in list(self.kept.values()):
+            if kept.left:
+                continue
+            if kept.process is None:
+                if now >= kept.wake and not self._stopping:
+                    self._start(kept, now)
+                continue
+            outcome = kept.process.outcome()
+            if outcome is not None:
+                self._ended(kept, outcome, now)
+
+    def _keep_joined(self) -> None:
+        """A machine that joined gets a member; one that is gone has none."""
+        nodes = self._cluster.joined()
+        have = {kept.node for kept in self.kept.values()}
+        for node in nodes:
+            if node not in have:
+                number = sum(each.node not in (None, ANYWHERE) for each in self.kept.values())
+                name = f"j{number}-{node[:6]}"
+                given = {**self._member, "name": name, "steps": self._steps(name), "data": None}
+                self._add(Kept(name, "tpuswarm.swarm.runtime.hosts:member", given, self._environment(None), node))
+                self._event("note", message=f"a machine joined: {name}")
+        for kept in self.kept.values():
+            if kept.node not in (None, ANYWHERE) and kept.node not in nodes and kept.process is None:
+                kept.left = True
+
+    def _start(self, kept: Kept, now: float) -> None:
+        arguments = kept.arguments
+        if kept.name == HEAD and kept.born:
+            arguments = {**arguments, "alone": False}
+        if kept.member:
+            arguments = {**arguments, "steps": self._steps(kept.name)}
+        log = self.run.folder / "logs" / f"{kept.name}.log"
+        kept.process = self._cluster.start(kept.name, kept.maker, arguments, kept.environment, log.resolve(), kept.node)
+        if kept.process is not None:
+            kept.born, kept.pid, kept.seen, kept.rows = now, None, None, 0
+            kept.steps.clear()
+
+    def _ended(self, kept: Kept, outcome: Outcome, now: float) -> None:
+        if kept.member and kept.process and outcome.how != "dead":
+            for seconds in (0.0, LAST_LOOK):  # one may have been under way before its last rows were there
+                self._see(kept, kept.process.look(kept.rows, seconds))
+        joined = kept.node not in (None, ANYWHERE)
+        if outcome.how == "ended" or (outcome.how in ("left", "wrong") and (self._stopping or joined)):
+            kept.left = True  # and its actor stays: members have to hear from the coordinator that the run has ended
+            if outcome.how == "left":
+                self._event("left", member=kept.name, incarnation=(kept.seen or {}).get("incarnation"), pid=kept.pid)
+            elif outcome.how == "wrong":
+                self._event("note", message=outcome.reason)
+            return
+        seen, kept.process = kept.seen, None
+        if outcome.how == "wrong":
+            raise InputError(outcome.reason)
+        if outcome.how == "over":
+            raise RunFailed(f"{kept.name}: {outcome.reason}")
+        young = now - kept.born < YOUNG
+        kept.deaths = kept.deaths + 1 if young else 0
+        kept.wake = now + min(BACKOFF * 2 ** max(0, kept.deaths - 1), BACKOFF_MAX)
+        if kept.member:
+            facts = {"member": kept.name, "incarnation": (seen or {}).get("incarnation"), "pid": kept.pid}
+            if outcome.how == "left":
+                kept.wake = now + BACKOFF_MAX
+                self._event("left", **facts)
+            else:
+                reason = "killed" if outcome.how == "dead" else outcome.reason
+                self._event("lost", message=reason, tokens=(seen or {}).get("at_risk", 0), **facts)
+        else:
+            reason = "it is gone" if outcome.how == "dead" else outcome.reason
+            kind = "coordinator" if kept.name == HEAD else "shard"
+            self._event(kind, name=kept.name, message=f"{reason}; another one takes its place")
+        if outcome.how == "failed" and kept.deaths >= FAILURES:
+            raise RunFailed(f"{kept.name} failed {kept.deaths} times in a row: {outcome.reason}")
+
+    def _look(self) -> None:
+        for kept in self.kept.values():
+            if kept.process:
+                self._see(kept, kept.process.look(kept.rows))
+
+    def _see(self, kept: Kept, answer: tuple[int, Any] | None) -> None:
+        """Take in a look; of a member also its rows of metrics."""
+        if answer is None:
+            return
+        kept.pid, seen = answer
+        if kept.name == HEAD:
+            self._summary = seen or self._summary
+        if not kept.member or seen is None:
+            return
+        if seen["incarnation"] and seen["incarnation"] != (kept.seen or {}).get("incarnation"):
+            self._event("joined", member=kept.name, incarnation=seen["incarnation"], pid=kept.pid)
+        kept.seen, rows = seen, seen["rows"]
+        if not rows:
+            return
+        kept.rows += len(rows)
+        for row in rows:
+            if "loss" in row:
+                kept.row = row
+                kept.steps.append((row["loss"], row.get("grad_norm")))
+                self._progress_at = min(self._progress_at, time.monotonic())
+                if row["loss"] is not None:
+                    self.losses.append(row["loss"])
+            else:
+                self.screen.note(f"version {row['version']}: held-out loss {row['eval_loss']:.4f}")
+        append_rows(self.run.folder / "members" / kept.name / METRICS, rows)
+        append_rows(self.run.folder / METRICS, rows)
+
+    def _follow(self) -> None:
+        """The commits that were made since the last look."""
+        if self.view is None:
+            if not self._ledger.versions():
+                return
+            self.view = self._ledger.view()
+            self._recent = self._ledger.records(range(max(0, self.view.version - 20), self.view.version + 1))
+            for record in self._recent:
+                self._commit(record)
+        before = self.view.version
+        self.view = self._ledger.refresh(self.view)
+        for record in self._ledger.records(range(before + 1, self.view.version + 1)):
+            self._recent = [*self._recent[-20:], record]
+            self._commit(record)
+            self._progress_at = time.monotonic()
+        now = time.monotonic()
+        if now - self._cleaned_at > CLEAN:
+            self._cleaned_at = now
+            clean(self._store, self._ledger.records(range(self.view.version + 1)), Staleness().limit)
+
+    def _commit(self, record: Record) -> None:
+        if record.version > self._told:
+            self._told = record.version
+            self._event("commit", **commit_event(record))
+
+    def _tell(self, now: bool = False) -> None:
+        clock = time.monotonic()
+        if not now and clock - self._status_at < STATUS:
+            return
+        self._status_at = clock
+        leased = {each.incarnation.name for each in self._summary.leased} if self._summary else set()
+        version = self._summary.version if self._summary else None
+        members = [self._member_status(kept, leased, version) for kept in self.kept.values() if kept.member]
+        alive = [watched(each.id, self.kept[each.id].steps) for each in members if each.state == "alive"]
+        cycle = self._summary.median_cycle if self._summary else None
+        found = tuple(alarms(self._recent, alive, cycle, clock - self._progress_at, time.time()))
+        known = {re.sub(r"[\d.]+", "", each) for each in self._alarms}
+        for each in found:
+            if re.sub(r"[\d.]+", "", each) not in known:  # the same with other numbers is not another alarm
+                self._event("alarm", message=each)
+        self._alarms = found
+        horizon = self.plan.horizon * self.plan.tokens_per_row
+        pids = {each.name: each.pid for each in self.kept.values() if not each.member and each.process and each.pid}
+        self.status = compose(self._summary, members, horizon, found, self._cluster.address, pids, time.time())
+        write_status(self.run.folder, self.status)
+        self.screen.status(self.status, self.losses)
+
+    def _member_status(self, kept: Kept, leased: set[str], version: int | None) -> MemberStatus:
+        seen, row = kept.seen or {}, kept.row
+        state: Any = "left" if kept.left else "lost" if kept.process is None else "joining"
+        if kept.process and seen.get("incarnation") in leased:
+            state = "alive"
+        base = seen.get("base")
+        return MemberStatus(
+            id=kept.name,
+            state=state,
+            pid=kept.pid if kept.process and not kept.left else None,
+            incarnation=seen.get("incarnation"),
+            base=base,
+            tokens=seen.get("tokens", 0),
+            tokens_per_s=row.get("tokens_per_s"),
+            loss=row.get("loss"),
+            grad_norm=row.get("grad_norm"),
+            lag=None if base is None or version is None else max(0, version - base),
+        )
+
+    def _say_goodbye(self) -> None:
+        self._stopping = time.monotonic()
+        self.screen.note("stopping: the members hand in what they have done")
+        for kept in self.kept.values():
+            if kept.member and kept.process:
+                kept.process.leave()
+
+    def _gone(self, settled: bool = False) -> bool:
+        """Whether no member works any more and, if asked, everything accepted is decided."""
+        if any(kept.process and not kept.left for kept in self.kept.values() if kept.member):
+            return False
+        return not settled or self._summary is None or self._summary.tokens.outstanding == 0
+
+    def _stopped_at(self) -> str:
+        if self.view is None:
+            return "stopped before the first version"
+        return f"stopped at version {self.view.version}, {self.view.tokens[-1]:,} tokens counted"
+
+    def _event(self, event: str, **facts: Any) -> None:
+        self.run.write_event(event, **facts)
+        self.screen.note(sentence({"event": event, **facts}))

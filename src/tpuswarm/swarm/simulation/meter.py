@@ -1,0 +1,79 @@
+"""The coordinator with a meter on it."""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpuswarm.swarm.coordinator import Coordinator
+from tpuswarm.swarm.core.messages import Beat, Granted, Refused
+from tpuswarm.swarm.core.values import Header, Incarnation, Record
+from tpuswarm.swarm.effects import Process
+
+
+@dataclass
+class Metered:
+    """The coordinator as a server: what it is asked, what it decides, and the processor's time that it takes."""
+
+    inner: Coordinator
+    clock: Callable[[], float]
+    records: dict[int, Record]
+    """Filled with its records as they are made."""
+    merges: list[float] = field(default_factory=list)
+    """Seconds of the virtual clock from each choice to its record."""
+    count: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of the processor, not of the virtual clock."""
+
+    def beat(self, said: Beat) -> Granted | Refused:
+        """As the coordinator."""
+        start = time.thread_time()
+        answer = self.inner.beat(said)
+        self._took("beat", start)
+        return answer
+
+    def push(self, header: Header) -> Process:
+        """As the coordinator."""
+        self.count["push"] += 1
+        return self._timed("push", self.inner.push(header))
+
+    def leave(self, incarnation: Incarnation) -> None:
+        """As the coordinator."""
+        self.inner.leave(incarnation)
+
+    def run(self) -> Process:
+        """As the coordinator."""
+        rounds, chosen = self._timed("rounds", self.inner.run()), 0.0
+        value: Any = None
+        while True:
+            idle, ended = self.inner.state.merging is None, False
+            try:
+                effect = rounds.send(value)
+            except StopIteration:
+                ended = True
+            state = self.inner.state
+            if state.view.version not in self.records:
+                self.records[state.view.version] = state.view.newest
+                self.merges.append(self.clock() - chosen)
+            if idle and state.merging:
+                chosen = self.clock()
+            if ended:
+                return
+            value = yield effect
+
+    def _timed(self, name: str, process: Process) -> Process:
+        value: Any = None
+        while True:
+            start = time.thread_time()
+            try:
+                effect = process.send(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.seconds[name] += time.thread_time() - start
+            value = yield effect
+
+    def _took(self, name: str, start: float) -> None:
+        self.count[name] += 1
+        self.seconds[name] += time.thread_time() - start

@@ -1,0 +1,312 @@
+"""What a swarm's rules do to the quality of a model: members as a vmapped axis of one computation on one device.
+
+Decisions (weights, clipping, rates, when momentum moves) are those of `core`; sums are its JAX twins. What a real
+swarm leaves to chance is fixed here: every cycle takes all members the same time, their contributions come in the
+order of the members, and none is lost or stale by a failure.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpuswarm.swarm.core import twins
+from tpuswarm.swarm.core.adopt import adopt
+from tpuswarm.swarm.core.choose import clipping, effective
+from tpuswarm.swarm.core.fragments import Layout
+from tpuswarm.swarm.core.outer import Outer, advance
+from tpuswarm.swarm.core.quantize import decode, encode, feedback
+from tpuswarm.train.evaluate import FiniteSource
+from tpuswarm.train.feed import read_rows
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.recipe import Batch, Clock, Program, Source, State
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A swarm and its rules. Raises ValueError for one that cannot be.
+
+    One member and the mean is plain training; of many members it is not, but with cycles of 1 step and inner SGD.
+    """
+
+    cycle: tuple[int, ...] = (30,) * 4
+    """Of each member, steps from push to push. Different numbers are different speeds: a cycle is a time."""
+    outer: Outer = field(default_factory=lambda: Outer("nesterov"))
+    bits: int = 32
+    """Of a code, 8, 4 or 2; 32: contributions are not quantized."""
+    feedback: bool = True
+    """Quantized contributions also carry what the codes of earlier ones left out."""
+    delay: int = 0
+    """Steps of the fastest member that all train on before they adopt the commit of their last push."""
+    together: int = 0
+    """Contributions that a commit counts; 0: one of each member. 1: the members arrive one after the other."""
+    quorum: int = 0
+    """Contributions that make a step of the momentum; 0: as many as members."""
+
+    def __post_init__(self) -> None:
+        if not self.cycle or min(self.cycle) < 1:
+            raise ValueError(f"every member makes at least 1 step a cycle, not {self.cycle}")
+        if self.bits not in (2, 4, 8, 32):
+            raise ValueError(f"contributions have 2, 4, 8 or 32 bits, not {self.bits}")
+        if not 0 <= self.delay <= max(self.cycle):
+            raise ValueError(f"a delay of {self.delay} steps does not fit into a cycle of {max(self.cycle)}")
+        if len(self.cycle) % self.at_once:
+            raise ValueError(f"{len(self.cycle)} members cannot be counted {self.at_once} at a time")
+
+    @property
+    def at_once(self) -> int:
+        """Contributions that a commit counts."""
+        return self.together or len(self.cycle)
+
+
+class Members(NamedTuple):
+    """What training changes or needs; n is the number of exchanged parameters, in the order of one fragment."""
+
+    states: State
+    """Leaves with members as their first axis."""
+    bases: jax.Array
+    """f32[members, n], the version that each adopted last, or adopts next."""
+    snapshots: jax.Array
+    """f32[members, n], of their last push."""
+
+
+class Swarm(NamedTuple):
+    """All arrays."""
+
+    members: Members
+    left: jax.Array | None
+    """f32[members, n], error feedback."""
+    theta: jax.Array
+    """f32[n]."""
+    outer: jax.Array | None
+    """f32[2, n]."""
+    unsent: jax.Array | None
+    """f32[n], what a quantized downlink keeps."""
+
+
+class Ticks(NamedTuple):
+    """For every step of the fastest member, and every member, [ticks, members]."""
+
+    own: jax.Array
+    """int32, which of its steps of this cycle a member makes."""
+    active: jax.Array | None
+    """bool, whether it makes one; None: all make all."""
+    number: jax.Array
+    """int32, of its batch in the run's order."""
+    progress: jax.Array
+    """float32, its share of the run."""
+
+
+class Decided(NamedTuple):
+    """On the commits of one cycle."""
+
+    weights: jax.Array
+    """f32[commits, contributions]."""
+    clips: jax.Array
+    """f32[commits, contributions]."""
+    rates: jax.Array
+    """f32[commits]."""
+    shares: jax.Array
+    """f32[commits]."""
+    momentum_steps: jax.Array
+    """bool[commits]."""
+
+
+def simulate(program: Program, source: Source, arm: Arm, *, batch: int, steps: int, seed: int) -> State:
+    """Train on the rows 0 to batch x steps, each once; a state that holds the last version.
+
+    batch: rows of a step of all members together, of which each takes the same share; steps: of a member, in the mean.
+    One seed gives every arm the same first parameters. Raises ValueError where rows do not divide over members or steps
+    over cycles, and for exchanged leaves that are not float32.
+    """
+    every, a_cycle = len(arm.cycle), sum(arm.cycle)
+    if batch % every or steps * every % a_cycle:
+        raise ValueError(
+            f"{every} members do not divide batches of {batch} rows, or {steps} steps of each are no whole number of "
+            f"cycles of {a_cycle} steps of all"
+        )
+    size, cycles = batch // every, steps * every // a_cycle
+    init_key, step_key = jax.random.split(jax.random.key(seed))
+    swarm = start(init_key, program=program, arm=arm)
+    gathered = 0.0
+    for cycle in range(cycles):
+        rows = _rows(program, source, arm, size, cycle)
+        ticks = ticks_of(arm, cycle, cycles)
+        members, norms = train(swarm.members, rows, ticks, arm.delay, step_key, program=program)
+        decided, gathered = _decide(arm, np.asarray(norms).tolist(), gathered)
+        swarm = commit(swarm._replace(members=members), decided, arm=arm)
+    state = jax.tree.map(lambda leaf: leaf[0], swarm.members.states)
+    return program.exchange().put(state, _tree(swarm.theta, program.exchange().get(state)))
+
+
+def held_out_loss(program: Program, state: State, source: FiniteSource, batch: int, most_rows: int) -> float:
+    """The mean loss over whole batches of the first epoch of held-out rows, at most `most_rows` of them."""
+    rows = min(most_rows, source.rows_per_epoch)
+    spec = program.batch_spec(batch)
+    found = [
+        _evaluate(state, read_rows(source, spec, first, batch), program=program)
+        for first in range(0, rows - batch + 1, batch)
+    ]
+    return float(np.mean(jax.device_get(found), dtype=np.float64))
+
+
+@partial(jax.jit, static_argnames=("program", "arm"))
+def start(key: jax.Array, *, program: Program, arm: Arm) -> Swarm:
+    """All members at one genesis."""
+    state = program.init(key)
+    theta = _flat(program.exchange().get(state))
+
+    def every(leaf: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(leaf, (len(arm.cycle), *leaf.shape))
+
+    return Swarm(
+        members=Members(jax.tree.map(every, state), every(theta), every(theta)),
+        left=every(jnp.zeros_like(theta)) if arm.bits < 32 and arm.feedback else None,
+        theta=theta,
+        outer=None if arm.outer.rule == "average" else jnp.zeros((2, theta.size)),
+        unsent=None if arm.outer.downlink == "plain" else jnp.zeros_like(theta),
+    )
+
+
+@partial(jax.jit, static_argnames="program", donate_argnames="members")
+def train(
+    members: Members, rows: Batch, ticks: Ticks, delay: int, key: jax.Array, *, program: Program
+) -> tuple[Members, jax.Array]:
+    """One cycle of all members, from push to push; also the norms of their deltas, f32[members].
+
+    rows: arrays [members, steps, rows of a step, ...]; delay: ticks until the commit of the last push is adopted.
+    """
+    exchange = program.exchange()
+
+    def member(state: State, rows: Batch, tick: Ticks) -> State:
+        batch = jax.tree.map(lambda leaf: leaf[tick.own], rows)
+        new, _ = program.step(state, batch, Clock(key, tick.number, tick.progress))
+        if (active := tick.active) is None:
+            return new
+        return jax.tree.map(lambda then, now: jnp.where(active, then, now), new, state)
+
+    def all_members(tick: jax.Array, states: State) -> State:
+        return jax.vmap(member)(states, rows, jax.tree.map(lambda leaf: leaf[tick], ticks))
+
+    def adopted(state: State, new: jax.Array, reference: jax.Array) -> State:
+        now = exchange.get(state)
+        return exchange.put(state, adopt(now, _tree(new, now), _tree(reference, now)))
+
+    def part(after: jax.Array, states: State) -> State:
+        """The ticks before the adoption, then those after it; one loop over both, to compile a step once only."""
+        first, stop = jnp.where(after, delay, 0), jnp.where(after, len(ticks.own), delay)
+        states = jax.lax.fori_loop(first, stop, all_members, states)
+        new = jnp.where(after, members.snapshots, members.bases)  # what equals its reference changes nothing
+        return jax.vmap(adopted)(states, new, members.snapshots)
+
+    states = jax.lax.fori_loop(0, 2, part, members.states)
+    snapshots = jax.vmap(lambda state: _flat(exchange.get(state)))(states)
+    norms = jnp.sqrt(jnp.square(members.bases - snapshots).sum(axis=1))
+    return Members(states, members.bases, snapshots), norms
+
+
+@partial(jax.jit, static_argnames="arm", donate_argnames="swarm")
+def commit(swarm: Swarm, decided: Decided, *, arm: Arm) -> Swarm:
+    """The commits of one cycle, one after the other; each member will adopt the one that counts its contribution."""
+    (states, bases, snapshots), left = swarm.members, swarm.left
+    sent = snapshots
+    if arm.bits < 32:
+        wanted = bases - snapshots
+        wanted = wanted if left is None else wanted + left
+        codes, scales = jax.vmap(partial(encode, bits=arm.bits))(wanted)
+        sent = bases - jax.vmap(partial(decode, size=wanted.shape[1], bits=arm.bits))(codes, scales)
+        if left is not None:
+            left = jax.vmap(partial(feedback, bits=arm.bits))(wanted, codes, scales)
+
+    def one(before: Any, of: tuple[jax.Array, jax.Array, Decided]) -> Any:
+        theta, outer, unsent = before
+        snapshots, bases, by = of
+        new, outer = twins.commit(
+            theta, outer, snapshots, bases, by.weights, by.clips, arm.outer, by.rates, by.shares, by.momentum_steps
+        )
+        if unsent is not None:
+            new, unsent = twins.publish(theta, new, unsent, arm.outer.downlink)
+        return (new, outer, unsent), new
+
+    def grouped(each: jax.Array) -> jax.Array:
+        return each.reshape(-1, arm.at_once, each.shape[1])
+
+    before = swarm.theta, swarm.outer, swarm.unsent
+    after, versions = jax.lax.scan(one, before, (grouped(sent), grouped(bases), decided))
+    bases = jnp.repeat(versions, arm.at_once, axis=0)
+    return Swarm(Members(states, bases, snapshots), left, *after)
+
+
+@partial(jax.jit, static_argnames="program")
+def _evaluate(state: State, batch: Batch, *, program: Program) -> jax.Array:
+    return program.evaluate(state, batch)["loss"]
+
+
+def _decide(arm: Arm, norms: list[float], gathered: float) -> tuple[Decided, float]:
+    """What `core` decides on the contributions of one cycle, and the shares of a quorum gathered after it."""
+    commits: list[tuple[Any, ...]] = []
+    for first in range(0, len(arm.cycle), arm.at_once):
+        part = slice(first, first + arm.at_once)
+        weights = [steps / sum(arm.cycle[part]) for steps in arm.cycle[part]]
+        share, gathered = advance(arm.outer, gathered, arm.at_once, arm.quorum or len(arm.cycle))
+        commits.append((weights, clipping(norms[part]), arm.outer.rate_for(effective(weights)), share, gathered == 0))
+    return Decided(*(jnp.asarray(column) for column in zip(*commits, strict=True))), gathered
+
+
+def ticks_of(arm: Arm, cycle: int, cycles: int) -> Ticks:
+    """Of the cycle with this number, from 0; members make their steps at even distances.
+
+    Progress is what was counted in a member's base and its own outstanding steps, as in core/member.py.
+    """
+    steps, longest, whole = np.array(arm.cycle), max(arm.cycle), sum(arm.cycle)
+    at = np.arange(longest)[:, None]
+    own = at * steps // longest
+    active = (at + 1) * steps // longest > own
+    first = np.cumsum(steps) - steps
+    with_it = np.cumsum(steps)[arm.at_once - 1 :: arm.at_once].repeat(arm.at_once)
+
+    def counted(push: int) -> np.ndarray:
+        return push * whole + with_it if push >= 0 else np.zeros_like(steps)
+
+    undecided = counted(cycle - 2) + steps + own if cycle else own
+    done = np.where(at < arm.delay, undecided, counted(cycle - 1) + own)
+    return Ticks(
+        own=jnp.asarray(own, jnp.int32),
+        active=None if active.all() else jnp.asarray(active),
+        number=jnp.asarray(cycle * whole + first + own, jnp.int32),
+        progress=jnp.asarray(done / (cycles * whole), jnp.float32),
+    )
+
+
+def _rows(program: Program, source: Source, arm: Arm, size: int, cycle: int) -> dict[str, np.ndarray]:
+    """The rows of a cycle, [members, steps, size, ...]: a range to each member, as leases are; zeros where it rests."""
+    whole = sum(arm.cycle)
+    found = read_rows(source, program.batch_spec(whole * size), cycle * whole * size, whole * size)
+    ends = np.cumsum(arm.cycle)[:-1]
+
+    def dealt(leaf: np.ndarray) -> np.ndarray:
+        parts = np.split(leaf.reshape(whole, size, *leaf.shape[1:]), ends)
+        longest = max(arm.cycle)
+        rests = [np.zeros((longest - len(part), *part.shape[1:]), part.dtype) for part in parts]
+        return np.stack([np.concatenate(pair) for pair in zip(parts, rests, strict=True)])
+
+    return {name: dealt(leaf) for name, leaf in found.items()}
+
+
+def _layout(shared: Any) -> Layout:
+    leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
+    return Layout.of({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, 1)
+
+
+def _flat(shared: Any) -> jax.Array:
+    leaves = dict(zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True))
+    (paths,) = _layout(shared).paths
+    return jnp.concatenate([leaves[path].ravel() for path in paths])
+
+
+def _tree(flat: Any, like: Any) -> Any:
+    arrays = _layout(like).join([flat])
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in leaf_paths(like)])

@@ -1,0 +1,125 @@
+"""What `tpuswarm simulate` reads: a model, how it is exchanged, and groups of members."""
+
+import math
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from tpuswarm.config.toml_file import Count, Strict
+from tpuswarm.swarm.core.quantize import BITS, BLOCK
+from tpuswarm.swarm.core.values import Form
+
+MOST = 10_000
+"""Members. Every message of each is simulated."""
+MEMBERS_PER_SHARD = 16
+FRAGMENT = 2**26
+"""Bytes of a fragment, about."""
+
+
+class Model(Strict):
+    """What is trained."""
+
+    parameters: Count
+    batch: Count
+    """Rows of a member's step."""
+    tokens_per_row: Count
+    inner_bytes: NonNegativeFloat = 8.0
+    """Of a parameter, in the inner state that members save every ten minutes: 8 for AdamW, 0 saves nothing."""
+
+
+class Exchange(Strict):
+    """How members share it."""
+
+    cycle: PositiveInt = 50
+    """Steps of the fastest member between two pushes."""
+    overlap: Annotated[Literal["auto", "0"], BeforeValidator(str)] = "auto"
+    quantize: Literal["int8", "int4"] | None = None
+    fragments: PositiveInt | None = None
+    """None: as `tpuswarm train` chooses them."""
+
+
+class Group(Strict):
+    """Members that are alike."""
+
+    name: str | None = None
+    count: PositiveInt
+    tokens_per_s: PositiveFloat | None = None
+    step_s: PositiveFloat | None = None
+    mbit_up: PositiveFloat
+    """Megabits a second that a member sends."""
+    mbit_down: PositiveFloat
+    latency_ms: NonNegativeFloat = 40.0
+    """There and back."""
+    preempted_every_hours: PositiveFloat | None = None
+    """Mean, of one member; None: never."""
+    back_after_minutes: PositiveFloat = 5.0
+    """From a preemption until the member asks for the model again, its compilation included."""
+
+    @model_validator(mode="after")
+    def _one_speed(self) -> "Group":
+        if (self.tokens_per_s is None) == (self.step_s is None):
+            raise ValueError("give the speed of its members, as one of tokens_per_s and step_s")
+        return self
+
+
+class Scenario(Strict):
+    """The file."""
+
+    hours: PositiveFloat | None = None
+    tokens: Count | None = None
+    """Length: time, or tokens to count until the run ends."""
+    seed: int = 0
+    model: Model
+    exchange: Exchange = Exchange()
+    members: tuple[Group, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _possible(self) -> "Scenario":
+        if (self.hours is None) == (self.tokens is None):
+            raise ValueError("give its length, as one of hours and tokens")
+        if self.count > MOST:
+            raise ValueError(f"{self.count:,} members are more than the {MOST:,} that can be simulated")
+        if self.fragments > self.model.parameters:
+            raise ValueError(f"{self.model.parameters} parameters cannot be laid out in {self.fragments} fragments")
+        return self
+
+    @property
+    def count(self) -> int:
+        """Members."""
+        return sum(group.count for group in self.members)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one member."""
+        return self.model.batch * self.model.tokens_per_row
+
+    def step_s(self, group: Group) -> float:
+        """Seconds of a member's step."""
+        return group.step_s or self.tokens_per_step / group.tokens_per_s  # type: ignore[operator]  # one of them is set
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """Of all members, undisturbed."""
+        return sum(group.count * self.tokens_per_step / self.step_s(group) for group in self.members)
+
+    @cached_property
+    def fragments(self) -> int:
+        """In how many parts the model is sent."""
+        usual = max(math.ceil(self.count / MEMBERS_PER_SHARD), math.ceil(4 * self.model.parameters / FRAGMENT))
+        return self.exchange.fragments or min(usual, self.model.parameters)
+
+    @property
+    def shards(self) -> int:
+        """Aggregators."""
+        return min(self.fragments, math.ceil(self.count / MEMBERS_PER_SHARD))
+
+    @property
+    def form(self) -> Form:
+        """Of both links."""
+        return self.exchange.quantize or "plain"
+
+    @property
+    def pushed_bytes(self) -> float:
+        """Bytes of a parameter that a member sends in a push."""
+        return 4.0 if self.form == "plain" else BITS[self.form] / 8 + 4 / BLOCK

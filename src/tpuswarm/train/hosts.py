@@ -1,0 +1,316 @@
+"""One program over the devices of several hosts: JAX's multi-controller model, in which every host runs every program.
+
+Host 0 leads. Each other host holds a line to it (line.py), over which they agree on what they run and by which each
+learns of another's death; JAX's own connections come after that. Then a mesh over `jax.devices()` spans all hosts, and
+every process has to dispatch the same programs in the same order.
+"""
+
+import atexit
+import hashlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from tpuswarm.errors import InputError
+from tpuswarm.train import platform
+from tpuswarm.train.line import Line, Message, WrongSecret, authenticate, end_process, relay
+from tpuswarm.train.recipe import Batch
+
+HOST = "host"
+"""The mesh axis of `within_host`, over which nothing is divided."""
+PATIENCE = 120.0
+"""Seconds for all hosts of a program to come."""
+RUNTIME_SILENCE = 25
+"""Seconds after which JAX's runtime takes a host for dead; the lines are quicker, and say it in a sentence."""
+FAREWELL = 10
+"""Seconds that a host which ends waits for the others to end."""
+
+
+class Hosts:
+    """The hosts of one program, as one of them sees them; a context manager that ends them together.
+
+    Left by an exception, it ends the other hosts with the exception's sentence.
+    """
+
+    def __init__(self, index: int, count: int, lines: Mapping[int, Line]):
+        """lines: by the index of the other host; host 0 has one to each, each other host one to host 0."""
+        self.index, self.count = index, count
+        self._lines = dict(sorted(lines.items()))
+        self._runtime = False
+        self._exit_code = 1
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit_code = getattr(error, "exit_code", 1)
+        self.close(None if error is None else str(error) or type(error).__name__)
+
+    def send(self, about: Mapping[str, Any], data: bytes | memoryview = b"") -> None:
+        """A message to host 0; from host 0, to all others."""
+        for line in self._lines.values():
+            line.send(about, data)
+
+    def receive(self) -> Message | None:
+        """The next message from host 0; None once that said farewell. Not for host 0."""
+        return self._lines[0].receive()
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Raise InputError on all hosts, which part then, unless all give the same facts; all of them have to ask.
+
+        facts: by a name that fits into "host 1 does not have host 0's …".
+        """
+        if self.index:
+            self.send({"facts": dict(facts)})
+            answer = self.receive()
+            refused = answer[0]["refused"] if answer else "host 0 ended before the program began"
+        else:
+            given = [(index, line.receive()) for index, line in self._lines.items()]
+            found = [_difference(facts, message[0]["facts"] if message else {}, index) for index, message in given]
+            refused = next(filter(None, found), None)
+            self.send({"refused": refused})
+        if refused:
+            self.close()
+            raise InputError(refused)
+
+    def start_runtime(self, name: str, seconds: float) -> None:
+        """Make JAX see the devices of all hosts. name: of the machine of host 0."""
+        if self.index:
+            message = self.receive()
+            if message is None:
+                raise InputError("host 0 ended before the program began; start all hosts again")
+            where = f"127.0.0.1:{relay(name, message[0]['port'])}"
+        else:
+            with socket.create_server((name, 0)) as free:
+                where = f"{name}:{free.getsockname()[1]}"
+            self.send({"port": int(where.rpartition(":")[2])})
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+        jax.distributed.initialize(
+            where,
+            self.count,
+            self.index,
+            cluster_detection_method="deactivate",  # all that it could find out is known
+            initialization_timeout=int(seconds),
+            heartbeat_timeout_seconds=RUNTIME_SILENCE,
+            shutdown_timeout_seconds=FAREWELL,
+            coordinator_bind_address=where,
+        )
+        self._runtime = True
+        atexit.register(self._exit)
+
+    def close(self, reason: str | None = None) -> None:
+        """End the program once all hosts have come to close it. A reason, a sentence, ends the others at once."""
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
+            line.farewell(reason)
+        for line in lines.values() if reason is None else ():
+            line.wait()
+        if self._runtime and reason is None:
+            self._runtime = False
+            jax.distributed.shutdown()
+
+    def _exit(self) -> None:
+        """At the end of a process that does not end with the others: JAX would wait for them, then print its stack."""
+        if self._runtime:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._exit_code)
+
+
+def initialize(address: str, count: int, index: int, secret: bytes, seconds: float = PATIENCE) -> Hosts:
+    """Join `count` hosts, of which this is number `index`, to one program; before anything else uses JAX.
+
+    address: `HOST:PORT` where host 0 listens for the others; secret: the same on all hosts. Raises InputError where
+    hosts do not come within `seconds`, do not know the secret, run other versions or have other numbers of devices.
+    From then on a host that dies or is silent ends the others within 30 seconds, each with one sentence on stderr:
+    they may be inside a collective that never returns, so that nothing but their process can be ended.
+    """
+    name, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise InputError(f"{address!r} is no address of host 0: give HOST:PORT")
+    if not 0 <= index < count:
+        raise InputError(f"there is no host {index} of {count}: they are counted from 0")
+    platform.prepare()
+    if count == 1:
+        return Hosts(0, 1, {})
+    end = time.monotonic() + seconds
+    lines = _dial(name, int(port), index, secret, end) if index else _gather(name, int(port), count, secret, end)
+    hosts = Hosts(index, count, lines)
+    versions = {package: version(package) for package in ("jax", "jaxlib", "numpy")}
+    hosts.agree({"number of hosts": str(count), **versions, "tpuswarm": _code()})
+    hosts.start_runtime(name, seconds)
+    if jax.process_index() != index:
+        raise InputError(
+            f"host {index} is worker {jax.process_index()} of its TPU slice; give hosts the workers' numbers"
+        )
+    hosts.agree({"number of devices": str(jax.local_device_count())})
+    return hosts
+
+
+def _gather(name: str, port: int, count: int, secret: bytes, end: float) -> dict[int, Line]:
+    """At host 0: the lines of all others."""
+    seconds = end - time.monotonic()
+    try:
+        listener = socket.create_server((name, port))
+    except OSError as error:
+        raise InputError(f"host 0 cannot listen at {name}:{port}: {error.strerror or error}; give another") from error
+    lines: dict[int, Line] = {}
+    strangers = 0
+    with listener:
+        while len(lines) < count - 1:
+            try:
+                listener.settimeout(max(0.1, end - time.monotonic()))
+                connection, _ = listener.accept()
+            except TimeoutError:
+                missing = [str(index) for index in range(1, count) if index not in lines]
+                more = f" ({strangers} came without the secret)" if strangers else ""
+                refused = (
+                    f"host{'s' * (len(missing) > 1)} {', '.join(missing)} did not come to {name}:{port} within "
+                    f"{seconds:.0f} s{more}; start all {count} with the same address and secret"
+                )
+                Hosts(0, count, lines).close(refused)
+                raise InputError(refused) from None
+            try:
+                index = authenticate(connection, secret, 0)
+            except (OSError, WrongSecret):
+                strangers += 1
+                connection.close()
+                continue
+            line = Line(connection, partial(_lost, index, lines))
+            if index in lines or index >= count:
+                line.farewell(f"it waits for {count - 1} others, each once, and not for another host {index}")
+            else:
+                lines[index] = line
+    return lines
+
+
+def _dial(name: str, port: int, index: int, secret: bytes, end: float) -> dict[int, Line]:
+    """At any other host: the line to host 0."""
+    seconds = end - time.monotonic()
+    while True:
+        try:
+            connection = socket.create_connection((name, port), max(0.1, end - time.monotonic()))
+            authenticate(connection, secret, index)
+            return {0: Line(connection, partial(_lost, 0, {}))}
+        except WrongSecret:
+            raise InputError(f"host 0 at {name}:{port} has another secret; give all hosts the same") from None
+        except OSError as error:
+            if time.monotonic() > end:
+                raise InputError(
+                    f"host 0 did not answer at {name}:{port} within {seconds:.0f} s ({error.strerror or error}); "
+                    "start it, or give this host its address"
+                ) from error
+            time.sleep(0.1)
+
+
+def _lost(index: int, lines: Mapping[int, Line], why: str) -> NoReturn:
+    """A host is gone: tell the others, and end."""
+    sentence = f"host {index} is gone ({why})"
+    for other in lines.keys() - {index}:
+        lines[other].farewell(sentence)
+    end_process(f"{sentence}, so this host ends too; start all of them together again")
+
+
+def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], index: int) -> str | None:
+    for name, value in mine.items():
+        other = theirs.get(name, "nothing")
+        if other != value:
+            return (
+                f"host {index} does not have host 0's {name} ({other[:16]}, not {value[:16]}); give all hosts the same"
+            )
+    return None
+
+
+def _code() -> str:
+    """SHA-256 of this package's sources."""
+    package = Path(__file__).parents[1]
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """An array that every host holds, on the devices; no program, and no host waits for another."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def place_batch(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int, sharding: Sharding) -> Batch:
+    """A batch of `size` rows, of which each host reads its own: `read(first, count)` gives rows of the batch."""
+    mine = sharding.addressable_devices_indices_map((size,)).values()
+    bounds = [index[0].indices(size)[:2] for index in mine if index is not None]
+    first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
+    rows = read(first, last - first)
+    if sharding.is_fully_addressable:
+        return jax.device_put(dict(rows), sharding)
+
+    def placed(array: np.ndarray) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(size)
+            return array[start - first : stop - first]
+
+        return jax.make_array_from_callback((size, *array.shape[1:]), sharding, part)
+
+    return {name: placed(array) for name, array in rows.items()}
+
+
+def within_host(sharding: Sharding) -> Sharding:
+    """The same division among the devices of each host alone, so that every host holds the whole.
+
+    Of a sharding on a mesh of make_mesh; where every host holds the whole already, nothing changes.
+    """
+    if sharding.is_fully_addressable or sharding.is_fully_replicated:
+        return sharding
+    assert isinstance(sharding, NamedSharding)
+    mesh = sharding.mesh
+    if HOST in mesh.axis_names:
+        return sharding
+    count = len({device.process_index for device in mesh.devices.flat})
+    return NamedSharding(Mesh(mesh.devices.reshape(count, -1), (HOST, *mesh.axis_names)), sharding.spec)
+
+
+def on_every_host(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, divided as `within_host` says; a program over all hosts where they are not."""
+    wanted = [within_host(array.sharding) for array in arrays]
+    if all(array.sharding == sharding for array, sharding in zip(arrays, wanted, strict=True)):
+        return list(arrays)
+    return jax.jit(_same, out_shardings=wanted)(list(arrays))
+
+
+def to_host(tree: Any) -> Any:
+    """Every array of a tree whole on every host: `on_every_host`, then copied off the devices."""
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = on_every_host(leaves)
+    for leaf in leaves:
+        for shard in leaf.addressable_shards:
+            shard.data.copy_to_host_async()
+    return jax.tree.unflatten(structure, [_assembled(leaf) for leaf in leaves])
+
+
+def _assembled(array: jax.Array) -> np.ndarray:
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        whole[shard.index] = shard.data
+    return whole
+
+
+def _same(arrays: list[jax.Array]) -> list[jax.Array]:
+    """A function of the module, so that jit does not compile it again."""
+    return arrays

@@ -1,0 +1,196 @@
+"""A connection between two hosts of one program: authenticated when it is made, alive as long as both ends are.
+
+A host that dies leaves the others inside a collective that never returns, where no exception reaches anybody: what
+notices it is a thread of this connection, and all that it can do is end its process.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import queue
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+BEAT = 2.0
+"""Seconds between two signs of life."""
+SILENCE = 15.0
+"""Seconds without one after which a host counts as dead."""
+GREETING = 5.0
+"""Seconds that a new connection has to show that it knows the secret."""
+PART = 2**20
+"""Bytes given to the system at a time; each part has `SILENCE` seconds to go."""
+HEAD = struct.Struct("!IQ")
+"""Bytes of the JSON and of the data behind it; 0 and 0 is a sign of life."""
+
+Message = tuple[dict[str, Any], bytearray]
+"""What JSON holds, and bytes."""
+
+_last_words = threading.Lock()
+
+
+def end_process(sentence: str) -> NoReturn:
+    """Say why and end, whatever the other threads wait for; only the first sentence is said."""
+    _last_words.acquire()  # and never let go
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{sentence}\n")
+        sys.stderr.flush()
+    os._exit(1)
+
+
+class WrongSecret(Exception):
+    """The other end of a connection does not know the secret."""
+
+
+def authenticate(connection: socket.socket, secret: bytes, index: int) -> int:
+    """The index of the other host, once each has proved to the other that it knows the secret; host 0 sees proof first.
+
+    Raises WrongSecret, and OSError where the other end goes or is silent. Nothing is encrypted afterwards: the network
+    between the hosts of a program has to be theirs.
+    """
+    connection.settimeout(GREETING)
+    mine = secrets.token_bytes(32) + index.to_bytes(4)
+    connection.sendall(mine)
+    theirs = bytes(_exactly(connection, 36))
+    other = int.from_bytes(theirs[32:])
+
+    def proof(of: int) -> bytes:
+        said = mine + theirs if index < other else theirs + mine
+        return hmac.digest(secret, of.to_bytes(4) + said, hashlib.sha256)
+
+    if index:
+        connection.sendall(proof(index))
+    try:
+        found = bytes(_exactly(connection, 32))
+    except ConnectionError as error:
+        raise WrongSecret from error
+    if index == other or not hmac.compare_digest(found, proof(other)):
+        raise WrongSecret
+    if not index:
+        connection.sendall(proof(0))
+    return other
+
+
+class Line:
+    """Messages to and from one other host."""
+
+    def __init__(self, connection: socket.socket, lost: Callable[[str], None]):
+        """connection: authenticated; lost: told, by a thread, why the other host is gone without a farewell."""
+        connection.settimeout(SILENCE)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection, self._lost = connection, lost
+        self._sending = threading.Lock()
+        self._left = False
+        """Gone without waiting for the other host."""
+        self._ended = threading.Event()
+        """The other host said farewell."""
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        for work in (self._read, self._beat):
+            threading.Thread(target=work, name="line", daemon=True).start()
+
+    def send(self, about: Mapping[str, Any], data: bytes | memoryview = b"") -> None:
+        """Returns when the system has taken it over."""
+        try:
+            self._write(json.dumps(about).encode(), data)
+        except OSError:
+            self._gone("its connection is closed")
+
+    def receive(self) -> Message | None:
+        """The next message, however long it takes; None after the farewell of the other host."""
+        return self._inbox.get()
+
+    def farewell(self, reason: str | None = None) -> None:
+        """The last message. With a reason, a sentence, it is the end of the other host, and nobody waits for it."""
+        self._left = reason is not None
+        with suppress(OSError):  # the reading thread says what is wrong
+            self._write(json.dumps({"farewell": reason}).encode(), b"")
+
+    def wait(self) -> None:
+        """Until the other host says farewell."""
+        self._ended.wait()
+
+    def _write(self, about: bytes, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        with self._sending:
+            self._connection.sendall(HEAD.pack(len(about), len(data)) + about)
+            for start in range(0, len(view), PART):
+                self._connection.sendall(view[start : start + PART])
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT):
+            with suppress(OSError):  # the reading thread says what is wrong
+                self._write(b"", b"")
+
+    def _read(self) -> None:
+        try:
+            while True:
+                about_size, data_size = HEAD.unpack(_exactly(self._connection, HEAD.size))
+                if not about_size:
+                    continue
+                about = json.loads(_exactly(self._connection, about_size))
+                if "farewell" in about:
+                    break
+                self._inbox.put((about, _exactly(self._connection, data_size)))
+        except TimeoutError:
+            self._gone(f"nothing was heard from it for {SILENCE:.0f} s")
+        except OSError:
+            self._gone("its connection is closed")
+        else:
+            if about["farewell"]:
+                self._gone(f"it ended: {about['farewell']}")
+            self._ended.set()
+            self._inbox.put(None)
+
+    def _gone(self, why: str) -> None:
+        if not self._left:
+            self._lost(why)
+
+
+def relay(host: str, port: int) -> int:
+    """A port of this machine that passes all on to `host`:`port`, and does not close when that does.
+
+    JAX's runtime ends its process with a stack trace the moment its coordinator's connection closes, before anybody
+    else can say what happened. Through a relay it notices nothing, and the line to host 0 says it.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        while True:
+            near, _ = listener.accept()
+            while True:
+                try:
+                    far = socket.create_connection((host, port), SILENCE)
+                    break
+                except OSError:  # not yet started
+                    time.sleep(0.1)
+            far.settimeout(None)
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=_pump, args=(source, target), name="relay", daemon=True).start()
+
+    threading.Thread(target=accept, name="relay", daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(2**16):
+            target.sendall(data)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray:
+    """So many bytes; ConnectionError if the connection ends before, TimeoutError in a long silence."""
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        count = connection.recv_into(view[done:])
+        if not count:
+            raise ConnectionError("closed")
+        done += count
+    return data

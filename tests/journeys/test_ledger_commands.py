@@ -1,0 +1,355 @@
+"""Looking at a swarm by commands: status, ledger show and verify, logs, stop; on folders made without a swarm."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from tests.swarm.chains import PER_ROW
+from tests.swarm.chains import Run as Chain
+from tpuswarm.cli import control, main
+from tpuswarm.swarm.core.summary import Summary, Tokens
+from tpuswarm.swarm.events import commit_event
+from tpuswarm.swarm.ledger import commit_name
+from tpuswarm.swarm.objects import object_name
+from tpuswarm.swarm.status import MemberStatus, compose, write_status
+from tpuswarm.swarm.store import Store
+from tpuswarm.train.run import Run, append_event
+
+COMMITS = 9
+CONFIG = {
+    "recipe": {"name": "toy", "target": "toy", "options": {}},
+    "train": {"steps": 1000, "batch": 2},
+    "chosen": {"tokens_per_row": PER_ROW, "devices": 1, "platform": "cpu"},
+}
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run a command in this process, in an empty directory; (code, out, err)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(control, "LOOK", 0.02)
+
+    def run(line: str):
+        monkeypatch.setattr(sys, "argv", ["tpuswarm", *line.split()])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """A swarm's run of 9 commits."""
+    return Chain(Store(tmp_path_factory.mktemp("grown")), random.Random(4), rule="nesterov").grow(COMMITS)
+
+
+@pytest.fixture
+def chain(call, grown):
+    """The same as runs/a; the records are those of its copy."""
+    folder = Path("runs/a")
+    shutil.copytree(grown.store.root, folder)
+    swarm = {"members": 4, "cycle": 5, "outer": "nesterov", "quantize": "plain"}
+    (folder / "config.toml").write_text(tomli_w.dumps({**CONFIG, "swarm": swarm}))
+    return grown
+
+
+@pytest.fixture
+def plain(call):
+    """runs/plain: a run of the plain trainer."""
+    folder = Path("runs/plain")
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(tomli_w.dumps(CONFIG))
+    append_event(folder, "started")
+    append_event(folder, "stopped", message="stopped at step 3", step=3)
+
+
+def show(call, options=""):
+    code, out, err = call(f"ledger show runs/a {options}")
+    assert (code, err) == (0, "")
+    return out
+
+
+def test_the_last_commits(call, chain):
+    made = json.loads(show(call, "--json"))["commits"]
+    assert [each["version"] for each in made] == list(range(COMMITS + 1))
+    for each in made:
+        record = chain.records[each["version"]]
+        assert (each["tokens"], each["rule"], each["rate"], each["epoch"]) == (
+            record.tokens, "nesterov", record.rate, record.epoch,
+        )  # fmt: skip
+        verdicts = {(one["member"], one["sequence"]): (one["fate"], one["weight"]) for one in each["verdicts"]}
+        assert verdicts == {
+            (one.identity.incarnation.member, one.identity.sequence): (one.fate, one.weight) for one in record.decisions
+        }
+    lines = show(call, "-n 3").splitlines()
+    assert lines[0].split()[:3] == ["version", "time", "epoch"] and len(lines) == 4
+    for line, record in zip(lines[1:], chain.records[-3:], strict=True):
+        assert line.split()[0] == str(record.version) and f"{record.tokens:,}" in line
+        for one in record.decisions:
+            name = one.identity.incarnation.member
+            words = f"{name} {one.weight:.0%} ({one.tokens:,})" if one.fate == "applied" else f"{name} {one.fate}: "
+            assert words in line
+    assert len(show(call, "-n 1000").splitlines()) == COMMITS + 2
+
+
+def test_a_sound_ledger(call, chain):
+    code, out, err = call("ledger verify a")
+    assert code == 0 and "reading the records" in err and "computing fragment 3 of 3 again" in err
+    assert f"versions 0 to {COMMITS}: their digests chain" in out and out.splitlines()[-1] == "a is sound"
+    changed = [r.version for r in chain.records if any(d.fate == "applied" for d in r.decisions)]
+    ranges = re.search(r"to the same bits: (.*)", out)[1].split(", ")
+    ends = [[int(number) for number in each.split(" to ")] for each in ranges]
+    assert [version for each in ends for version in range(each[0], each[-1] + 1)] == changed
+    found = json.loads(call("ledger verify runs/a --json")[1])
+    assert found["sound"] and found["newest"] == COMMITS and found["recomputed"] == changed
+    assert found["applied"] == chain.records[-1].tokens and found["problems"] == []
+
+
+def test_what_could_not_be_computed_again_is_said(call, chain):
+    key = next(d.identity for d in chain.records[1].decisions if d.fate == "applied")
+    for path in Path("runs/a/payloads").rglob("*"):
+        if key.incarnation.name in str(path) and path.is_file():
+            path.unlink()
+    _, out, _ = call("ledger verify runs/a")
+    assert re.search(r"^not computed again: 1\b.*: its payloads are gone$", out, re.M)
+
+
+@pytest.mark.parametrize("harm", ["flip", "delete", "object"])
+def test_a_damaged_ledger_exits_1_and_names_the_file(call, chain, harm):
+    digest = chain.records[-1].state[2]
+    name = object_name(digest) if harm == "object" else commit_name(5)
+    path = Path("runs/a") / name
+    data = path.read_bytes()
+    path.unlink() if harm == "delete" else path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    code, out, _ = call("ledger verify runs/a")
+    assert code == 1 and re.search(rf"^problem: .*{re.escape(name)}", out, re.M) and "runs/a is not sound" in out
+    found = json.loads(call("ledger verify runs/a --json")[1])
+    assert not found["sound"] and any(name in each for each in found["problems"])
+    if harm != "object":
+        assert found["newest"] == 4
+        code, out, err = call("ledger show runs/a")
+        assert (code, out) == (1, "") and name in err and err.count("\n") == 1
+
+
+def test_a_ledger_by_its_url(call, chain):
+    place = f"file://{Path('runs/a').resolve()}"
+    assert call(f"ledger verify {place}")[0] == 0
+    assert json.loads(call(f"ledger show {place} -n 1 --json")[1])["commits"][0]["version"] == COMMITS
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ledger show nowhere", "nowhere does not exist"),
+        ("ledger verify .", ". is no run"),
+        ("ledger show runs/plain", "runs/plain is a run of the plain trainer and has no ledger"),
+        ("ledger verify plain", "is a run of the plain trainer and has no ledger"),
+        ("ledger show runs/young", "runs/young has no commits: its first version is still to be made"),
+        ("ledger verify runs/young", "has no commits"),
+        ("ledger show runs/a -n 0", "-n is a number of commits above 0, not 0"),
+        ("ledger", "Missing command"),
+        ("ledger shwo runs/a", "shwo"),
+        ("logs nowhere", "nowhere does not exist"),
+        ("logs runs/a mO", "runs/a has no process 'mO'; did you mean m0?"),
+        ("logs runs/plain m0", "runs/plain has no process 'm0'; none of its processes has said anything"),
+        ("stop nowhere", "nowhere does not exist"),
+        ("stop runs/plain", "runs/plain is not running: stopped"),
+        ("stop runs/a", "runs/a is not running: killed"),
+        ("status runs/a", "runs/a/status.json is no status of a swarm"),
+    ],
+)
+def test_wrong_input(call, chain, plain, line, words):
+    young = Path("runs/young")
+    young.mkdir()
+    (young / "config.toml").write_text(Path("runs/a/config.toml").read_text())
+    log(0)
+    Path("runs/a/status.json").write_text("{")
+    code, out, err = call(line)
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+def log(member: int, text: str = "") -> None:
+    path = Path(f"runs/a/logs/m{member}.log")
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+
+
+MEMBERS = (
+    MemberStatus("m0", "alive", 11, "ab" * 16, 9, 700, 50.0, 2.0, 1.0, 0),
+    MemberStatus("m1", "lost", None, None, None, 0, None, None, None, None),
+)
+
+
+def status(chain, age=0.0):
+    tokens = Tokens(900, chain.records[-1].tokens, 8, 16, 876 - chain.records[-1].tokens)
+    summary = Summary(COMMITS, 3, False, "grace", tokens, (), 1.0)
+    alarms = ["m1 is far [away]"]
+    write_status(Path("runs/a"), compose(summary, MEMBERS, 16_000, alarms, "host:1", {}, time.time() - age))
+
+
+def test_a_swarm_that_runs(call, chain, plain):
+    status(chain)
+    with_lock = Run(Path("runs/a"))
+    found = json.loads(call("status runs/a --json")[1])
+    assert (found["run"], found["recipe"], found["state"], found["message"]) == ("runs/a", "toy", "running", "")
+    assert found["version"] == COMMITS and found["tokens"]["applied"] == chain.records[-1].tokens
+    assert found["members"][0]["pid"] == 11 and found["alarms"] == ["m1 is far [away]"]
+    code, out, err = call("status runs/a")
+    assert code == 0 and err == "" and "alarm: m1 is far [away]" in out and "no news" not in out
+    assert re.search(rf"version +{COMMITS} ", out) and "m0      alive, pid 11" in out and "m1      lost" in out
+    status(chain, age=60.0)
+    assert f"no news for 60 s: process {os.getpid()} does not answer" in call("status runs/a")[1]
+    both = {each["run"]: each for each in json.loads(call("status --json")[1])["runs"]}
+    assert both["runs/plain"]["state"] == "stopped" and both["runs/a"]["version"] == COMMITS
+    lines = call("status")[1].splitlines()
+    steps = chain.records[-1].tokens // (2 * PER_ROW)
+    assert lines[1].split()[:6] == ["runs/a", "toy", "running,", "pid", str(os.getpid()), f"{steps}/1,000"]
+    with_lock.close()
+    Path("runs/a/status.json").write_text("{")
+    code, out, err = call("status")  # the others are still listed
+    assert code == 0 and "runs/plain" in out and "not shown: runs/a/status.json" in err
+
+
+def test_watching_ends_with_the_run(call, chain):
+    status(chain)
+    held = Run(Path("runs/a"))
+    end = threading.Timer(0.3, held.close)
+    end.start()
+    code, out, _ = call("status runs/a --watch")
+    assert code == 0 and "m0" in out and not end.is_alive()
+
+
+def test_logs_of_all_and_of_one(call, chain):
+    folder, began = Path("runs/a"), time.time() - 30
+    for number, (kind, facts) in enumerate(
+        [
+            ("started", {"message": "4 members"}),
+            ("joined", {"member": "m0", "incarnation": "ab" * 16, "pid": 7}),
+            ("commit", commit_event(chain.records[1])),
+            ("lost", {"member": "m0", "incarnation": "ab" * 16, "pid": 7, "message": "killed", "tokens": 1234}),
+            ("coordinator", {"name": "coordinator", "message": "it is gone; another one takes its place"}),
+        ]
+    ):
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"time": began + 2 * number, "event": kind, **facts}) + "\n")
+    stamps = [time.strftime("%H:%M:%S", time.localtime(began + after)) for after in (1, 3)]
+    log(0, f"{stamps[0]} compiling\n{stamps[1]} failed\nTraceback:\n  a line of it\nhalf a li")
+    log(1, f"{stamps[1]} compiled\n")
+    for path in folder.glob("logs/*"):
+        os.utime(path, (began + 3.5, began + 3.5))
+    code, out, err = call("logs runs/a")
+    said = [line[21:].split(maxsplit=1) for line in out.splitlines()]
+    assert (code, err) == (0, "") and [source for source, _ in said] == [
+        "run", "m0", "run", "m0", "m0", "m0", "m1", "run", "run", "run",
+    ]  # fmt: skip
+    texts = [text for _, text in said]
+    assert texts[:6] == [
+        "started: 4 members",
+        "compiling",
+        "m0 is abababab, pid 7",
+        "failed",
+        "Traceback:",
+        "a line of it",
+    ]
+    assert texts[7].startswith("commit 1: ") and "m0 is lost (killed): at most 1,234 tokens" in texts[8]
+    dates = [time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S")) for line in out.splitlines()]
+    assert dates == sorted(dates) and abs(dates[0] - began) < 2
+    assert [line[21:].split(maxsplit=1)[1] for line in call("logs runs/a m1")[1].splitlines()] == ["compiled"]
+    mine = call("logs runs/a m0")[1]
+    assert "m0 is lost" in mine and "commit 1" not in mine and "compiled" not in mine
+
+
+def test_logs_begin_days_ago(call, chain):
+    """Stamps have no date: it follows from the end of the file."""
+    log(0, "23:00:00 first\n01:00:00 second\n00:30:00 third\n")
+    end = time.mktime((2026, 3, 10, 0, 30, 0, 0, 0, -1))
+    os.utime("runs/a/logs/m0.log", (end, end))
+    days = [line[:16] for line in call("logs runs/a m0")[1].splitlines()]
+    assert days == ["2026-03-08 23:00", "2026-03-09 01:00", "2026-03-10 00:30"]
+
+
+def test_logs_follow_until_the_end(call, chain):
+    folder = Path("runs/a")
+    held = Run(folder)
+    append_event(folder, "started", message="4 members")
+
+    def work():
+        for number in range(3):
+            time.sleep(0.1)
+            log(number % 2, f"{time.strftime('%H:%M:%S')} step {number}\n")
+        append_event(folder, "finished", message="100 steps")
+        held.close()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    code, out, _ = call("logs runs/a -f")
+    worker.join()
+    texts = [line[21:].split(maxsplit=1)[1] for line in out.splitlines()]
+    assert code == 0 and texts == ["started: 4 members", "step 0", "step 1", "step 2", "finished: 100 steps"]
+
+
+def test_logs_into_a_pipe_that_closes(call, chain):
+    log(0, "".join(f"00:00:00 line {number}\n" for number in range(50_000)))
+    program = Path(sys.executable).with_name("tpuswarm")
+    done = subprocess.run(f"{program} logs runs/a | head -1", shell=True, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
+
+
+HOLDER = """
+import signal, sys, time
+from pathlib import Path
+from tpuswarm.train.run import Run
+run, asked = Run(Path("runs/a")), []
+signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+run.write_event("started", message="4 members")
+print("ready", flush=True)
+while not asked:
+    time.sleep(0.01)
+run.write_event("note", message="members hand in what they have done")
+time.sleep(0.1)
+if sys.argv[1] == "stopped":
+    run.write_event("stopped", message="stopped at version 9")
+"""
+
+
+@pytest.mark.parametrize("ends", ["stopped", "killed"])
+def test_stopping_a_run(call, chain, ends):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, ends], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    code, out, err = call("stop a")
+    assert process.wait(10) == 0 and f"asked process {process.pid} to stop" in err
+    assert "note: members hand in what they have done" in err and "started" not in err
+    if ends == "stopped":
+        assert (code, out) == (0, "runs/a: stopped at version 9; the same `tpuswarm train` command goes on\n")
+    else:
+        assert (code, out) == (1, "") and err.endswith("error: runs/a killed\n")
+
+
+def test_stopping_says_what_to_do_when_it_takes_long(call, chain, monkeypatch):
+    monkeypatch.setattr(control, "PATIENCE", 0.1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER.replace("sleep(0.1)", "sleep(0.5)"), "stopped"], stdout=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    code, _, err = call("stop a")
+    assert code == 0 and err.count(f"`kill -9 {process.pid}` ends it at once") == 1
+    process.wait(10)
+
+
+def test_help_says_what_there_is(call):
+    for line in ("logs", "stop", "ledger", "ledger show", "ledger verify"):
+        code, out, _ = call(f"{line} --help")
+        assert code == 0 and f"Usage: tpuswarm {line}" in out

@@ -1,0 +1,151 @@
+"""A swarm of real processes under Ray: killed, joined, stopped, killed as a whole, resumed, finished, verified."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from benchmarks.chaos import SMALL, Swarm
+
+from tests import processes
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.verify import verify
+
+ENDLESS = "10M"
+
+
+@pytest.fixture
+def swarm(tmp_path):
+    arguments = ["gpt2-tiny", "--data", "fake", *SMALL, "--members", "2", "--cycle", "8", "--outer", "average"]
+    swarm = Swarm(tmp_path / "run", [*arguments, "--steps", ENDLESS])
+    yield swarm
+    swarm.end()
+
+
+def version(swarm: Swarm) -> int:
+    return swarm.status().get("version") or 0
+
+
+def member(swarm: Swarm, name: str) -> dict:
+    return next((each for each in swarm.status().get("members", []) if each["id"] == name), {"state": "none"})
+
+
+def test_a_swarm_lives_through_everything(swarm, tmp_path):
+    swarm.start()
+    swarm.wait(lambda: version(swarm) >= 2 and member(swarm, "m1")["state"] == "alive")
+
+    first = member(swarm, "m1")
+    os.kill(first["pid"], signal.SIGKILL)
+    swarm.wait(lambda: any(event["member"] == "m1" for event in swarm.events("lost")))
+    swarm.wait(lambda: member(swarm, "m1")["state"] == "alive" and member(swarm, "m1")["pid"] != first["pid"])
+    assert member(swarm, "m1")["incarnation"] != first["incarnation"]
+    lost = swarm.events("lost")[0]
+    assert (lost["incarnation"], lost["pid"]) == (first["incarnation"], first["pid"])
+
+    for name in ("aggregator-0", "coordinator"):
+        pid, before = swarm.status()["processes"][name], version(swarm)
+        os.kill(pid, signal.SIGKILL)
+        swarm.wait(lambda: swarm.status()["processes"].get(name, pid) != pid)  # noqa: B023  # called at once
+        swarm.wait(lambda: version(swarm) > before + 1)  # noqa: B023
+    assert swarm.status()["epoch"] == 2
+
+    # SIGTERM is the notice of a preemption: the member hands in its work and goes.
+    os.kill(member(swarm, "m1")["pid"], signal.SIGTERM)
+    swarm.wait(lambda: swarm.events("left"))
+    out, _ = processes.run(["status", str(swarm.run), "--json"], tmp_path)
+    status = json.loads(out)
+    assert (status["state"], {each["id"] for each in status["members"]}) == ("running", {"m0", "m1"})
+    tokens = status["tokens"]
+    assert tokens["processed"] == sum(tokens[name] for name in ("applied", "dropped", "outstanding", "lost"))
+    out, _ = processes.run(["logs", str(swarm.run)], tmp_path)
+    assert "m1 is lost (killed)" in out and "m1 has left in good order" in out
+
+    wrong = tmp_path / "wrong-token"
+    wrong.write_text("0" * 64)
+    address, token = swarm.status()["address"], swarm.run / "token"
+    _, err = processes.run(["join", address, "--token-file", str(wrong)], tmp_path, code=2)
+    assert f"the token in {wrong} is not that of the run" in err and "Traceback" not in err
+    joined = processes.start(["join", address, "--token-file", str(token)], tmp_path)
+    try:
+        swarm.wait(lambda: [e for e in swarm.status()["members"] if e["id"].startswith("j") and e["base"]])
+        name = next(each["id"] for each in swarm.status()["members"] if each["id"].startswith("j"))
+        swarm.wait(lambda: [e for e in swarm.events("commit") if name in {c["member"] for c in e["contributors"]}])
+    finally:
+        joined.send_signal(signal.SIGINT)
+        processes.finish(joined)
+    swarm.wait(lambda: member(swarm, name)["state"] == "left")
+
+    # All processes die at once: the supervisor takes Ray with it.
+    pids = swarm.pids()
+    os.kill(swarm.process.pid, signal.SIGKILL)
+    swarm.process.wait()
+    end = time.monotonic() + 120
+    while any(alive(pid) for pid in pids.values()):
+        assert time.monotonic() < end, "processes outlive their supervisor"
+        time.sleep(0.2)
+    whole = Ledger(Store(swarm.run)).view()
+    report = verify(Store(swarm.run), lambda text: None)
+    assert report.problems == [] and report.recomputed
+
+    # The same run goes on with another length, which has to be said.
+    batch_tokens = 12 * 32
+    steps = whole.tokens[-1] // batch_tokens + 60
+    shorter = [*swarm.arguments[:-1], str(steps), "--run", str(swarm.run)]
+    _, err = processes.run(["train", *shorter], tmp_path, code=2)
+    assert f"steps is 10000000 there, {steps} was asked" in err and "--accept-code" in err
+    out, _ = processes.run(["train", *shorter, "--accept-code", "--json"], tmp_path)
+    result = json.loads(out)
+    assert result["ended"] == "finished" and result["tokens"] == steps * batch_tokens
+    view = Ledger(Store(swarm.run)).view()
+    assert len(view.counted) == steps * 12 and view.version > whole.version  # every row once, none skipped
+    assert verify(Store(swarm.run), lambda text: None).problems == []
+    assert any("steps is 10000000 there" in event["message"] for event in swarm.events("note"))
+    rows = [json.loads(line) for line in (swarm.run / "metrics.jsonl").read_text().splitlines()]
+    assert {row["member"] for row in rows} >= {"m0", "m1", name} and any("eval_loss" in row for row in rows)
+    own = [json.loads(line) for line in (swarm.run / "members" / "m0" / "metrics.jsonl").read_text().splitlines()]
+    steps_made = [row["step"] for row in own if "loss" in row]
+    assert steps_made == sorted(steps_made)
+    out, _ = processes.run(["evaluate", str(swarm.run)], tmp_path)
+    assert f"at step {steps}" in out
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return open(f"/proc/{pid}/stat").read().split()[2] != "Z"  # noqa: PTH123
+
+
+@pytest.mark.slow
+def test_random_kills_for_three_minutes(tmp_path):
+    from random import Random
+
+    from benchmarks.chaos import torment
+
+    seed = int.from_bytes(os.urandom(4), "big")
+    print(f"seed {seed}")
+    rnd = Random(seed)
+    arguments = ["gpt2-tiny", "--data", "fake", *SMALL, "--members", "4", "--cycle", "8", "--outer", "average"]
+    swarm = Swarm(tmp_path / "run", [*arguments, "--steps", ENDLESS])
+    swarm.start()
+    try:
+        swarm.wait(lambda: version(swarm) >= 2)
+        kills = torment(swarm, rnd, 180.0, lambda: rnd.uniform(2, 15), "mac")
+        before = version(swarm)
+        swarm.wait(lambda: version(swarm) > before + 1)
+    finally:
+        swarm.end()
+    report = verify(Store(swarm.run), lambda text: None)
+    assert report.problems == []
+    done = subprocess.run(
+        [sys.executable, "-m", "tpuswarm", "ledger", "verify", str(swarm.run)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counted = {name for event in swarm.events("commit") for name in (c["member"] for c in event["contributors"])}
+    assert counted >= {"m0", "m1", "m2", "m3"}
+    print(f"{len(kills)} kills, {report.newest} versions, {report.applied:,} of {report.processed:,} tokens applied")

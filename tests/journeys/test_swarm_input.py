@@ -1,0 +1,102 @@
+"""Wrong input to `train --members` and `join`: one sentence, before anything is started."""
+
+import sys
+
+import pytest
+
+from tpuswarm.cli import main
+from tpuswarm.swarm.runtime import machine, start
+
+TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --steps 4"
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run a command in this process, in an empty directory, without a cluster; (code, out, err)."""
+    monkeypatch.chdir(tmp_path)
+
+    def none(*arguments, **options):
+        raise AssertionError("a cluster was about to be started")
+
+    monkeypatch.setattr(start, "Cluster", none)
+
+    def run(line: str):
+        monkeypatch.setattr(sys, "argv", ["tpuswarm", *line.split()])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--members 0", "members must be 1 or more, not 0"),
+        ("--members 2 --cycle 0", "cycle must be 1 or more, not 0"),
+        ("--members 2 --devices-per-member 0", "devices-per-member must be 1 or more, not 0"),
+        ("--members 2 --outer nesterof", "did you mean nesterov"),
+        ("--members 2 --outer average --outer-lr 0.5", "the rule average takes no rate, and --outer-lr 0.5 is given"),
+        ("--members 2 --outer nesterov --outer-lr -1", "the outer learning rate must be above 0, not -1"),
+        ("--members 2 --quantize int9", "unknown quantization 'int9'"),
+        ("--members 2 --overlap 3", "overlap is auto or 0, not 3"),
+        ("--members 2 --devices 4", "this machine has no TPU or GPU to share out"),
+        ("--members 2 --batch 12 --devices-per-member 5", "a batch of 12 rows does not divide over devices (5)"),
+        ("--members 2 --eval-every 5m", "a swarm evaluates every so many steps"),
+        ("--members 2 --ema 0.9", "--ema is not built for a swarm yet"),
+        ("--members 10000", "members need about"),
+        ("--cycle 20", "--cycle is of a swarm; give --members as well"),
+        ("--accept-code", "--accept-code is of a swarm"),
+    ],
+)
+def test_wrong_options(call, tmp_path, options, sentence):
+    code, out, err = call(f"{TRAIN} --run new {options}")
+    assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_memory_names_what_fits(monkeypatch):
+    monkeypatch.setattr(machine, "available_memory", lambda: 8 * 2**30)
+    with pytest.raises(
+        machine.InputError, match=r"9 members need about [\d.]+ GiB .* has 8.0 GiB free; use --members 2"
+    ):
+        machine.check_memory(9, exchanged=2**28, state=3 * 2**28, kind="cpu")
+    machine.check_memory(2, exchanged=2**28, state=3 * 2**28, kind="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "members", "asked", "each"),
+    [("cpu", [], 4, None, 1), ("cpu", [], 4, 2, 2), ("tpu", [0, 1, 2, 3], 2, None, 2), ("gpu", [1, 3], 2, 1, 1)],
+)
+def test_devices_are_shared_out(kind, devices, members, asked, each):
+    assert machine.share_out(kind, devices, members, asked) == each
+    made = machine.environments(kind, devices, each)
+    if kind == "cpu":
+        assert f"--xla_force_host_platform_device_count={each}" in made(0)["XLA_FLAGS"]
+    else:
+        name = {"gpu": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}[kind]
+        shares = [[int(index) for index in made(number)[name].split(",")] for number in range(members)]
+        assert [index for share in shares for index in share] == devices and all(len(share) == each for share in shares)
+    assert made(None) == {}  # a machine that joins has devices of its own
+
+
+def test_too_few_devices_are_refused():
+    with pytest.raises(machine.InputError, match=r"3 members with 2 devices each need 6, .* shares out 4"):
+        machine.share_out("tpu", [0, 1, 2, 3], 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("nowhere --token-file token", "'nowhere' is no address"),
+        ("127.0.0.1:1 --token-file missing", "missing cannot be read"),
+        ("127.0.0.1:1 --token-file empty", "empty is empty"),
+        ("127.0.0.1:1 --token-file token", "nothing answers at 127.0.0.1:1"),
+    ],
+)
+def test_joining_nowhere(call, tmp_path, line, sentence):
+    (tmp_path / "token").write_text("0" * 64)
+    (tmp_path / "empty").write_text("")
+    code, out, err = call(f"join {line}")
+    assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1

@@ -1,0 +1,129 @@
+"""One host of a member; host 0 is also coordinator and aggregator of its swarm."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tests.hosts import SECRET
+from tests.swarm.test_training import Threads, genesis
+from tests.train.host import BATCH, recipe
+from tpuswarm.swarm.aggregator import Aggregator
+from tpuswarm.swarm.coordinator import Coordinator
+from tpuswarm.swarm.core.member import Adopt, Member
+from tpuswarm.swarm.core.messages import Terms
+from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.rows import NOTHING, Rows
+from tpuswarm.swarm.core.values import Digests, Incarnation
+from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
+from tpuswarm.swarm.hosts import Lead, follow, fresh_fragments
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.member import MemberProcesses
+from tpuswarm.swarm.objects import Objects
+from tpuswarm.swarm.store import Store
+from tpuswarm.train import hosts
+from tpuswarm.train.fit import Request, fit
+
+
+def main() -> None:
+    index, about = int(sys.argv[1]), json.loads(sys.argv[2])
+    store = Store(str(Path(about["folder"]) / "swarm"))
+    with hosts.initialize(about["address"], 2, index, SECRET, 60) as group:
+        made, losses = [], []
+        source, validation = recipe().data("train"), recipe().data("validation")
+        fitted = fit(recipe(), Request(batch=BATCH, shard=about["shard"]), jax.devices())
+        layout = layout_of(fitted, 2)
+        group.agree({"data": source.digest, "layout": layout.digest})
+        init_key, step_key = jax.random.split(jax.random.key(0))
+
+        def make_holder(fragments):
+            state = fitted.init(init_key, placed(fitted, layout, fragments))
+            made.append(
+                ProgramHolder(
+                    fitted, source, layout, about["form"], step_key, state, fragments,
+                    lambda number, metrics: losses.append(metrics["loss"]), validation,
+                )
+            )  # fmt: skip
+            return made[-1]
+
+        begin = partial(fresh_fragments, fitted, layout, init_key)
+        if index:
+            follow(group, begin, make_holder)
+        else:
+            lead = Lead(group, begin, make_holder)
+            found = run(lead, store, layout, losses, about)
+            (Path(about["folder"]) / "found.json").write_text(json.dumps(found))
+        check(made[0], store)
+
+
+def run(lead, store, layout, losses, about) -> dict:
+    """A swarm of this one member, to its end; its last version, adopted and evaluated; a second life, if asked for."""
+    ledger, objects, engine = Ledger(store), Objects(store), Threads()
+    terms = Terms(
+        run="run", digests=Digests(layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
+        horizon=about["steps"] * BATCH, cycle=2 * BATCH, members=("m0",), outer=Outer("average"),
+    )  # fmt: skip
+    anchor = lead.begin()
+    for fragment in anchor:
+        objects.put_array(fragment)
+    ledger.append(genesis(terms, anchor))
+    holder = lead.holder(anchor)
+    books = Member(terms, about["form"], True, Incarnation("m0", "0" * 32), 0, 0)
+    evaluated = []
+    member = MemberProcesses(
+        books, holder, "coordinator", ["shard"], lambda: engine.now, inner_save=0.0,
+        evaluate_every=4 * BATCH, evaluated=lambda version, *_: evaluated.append(version),
+    )  # fmt: skip
+    engine.spawn("m0", member.train())
+    engine.spawn("m0", member.exchange())
+    engine.serve("shard", Aggregator(ledger, objects, layout.sizes, 0, 1))
+    coordinator = Coordinator(terms, ledger, ["shard"], lambda: engine.now, lambda: engine.now, founded=True)
+
+    def opened(_):
+        engine.serve("coordinator", coordinator)
+        engine.spawn("coordinator", coordinator.run())
+
+    engine.spawn("coordinator", coordinator.open(), opened)
+    assert engine.run(lambda: hasattr(coordinator, "state") and coordinator.state.ended, 300)
+    newest = ledger.view().newest
+    fragments = [objects.get_array(digest) for digest in newest.state]
+    holder.adopt(Adopt("take", None, newest.version, newest.state), holder.place(fragments))
+    values, rows = holder.evaluate(BATCH, lambda: False)
+    found = {"eval_loss": values["loss"], "eval_rows": rows, "evaluated": evaluated}
+    return found | (second_life(lead, holder, fragments, losses) if about["lives"] == 2 else {})
+
+
+def second_life(lead, first, fragments, losses) -> dict:
+    """Losses of the same steps from one state: on the holder that has it, and on one that takes it over."""
+    inner = first.inner()
+    steps = [Rows(((number * BATCH, (number + 1) * BATCH),)) for number in (50, 51, 52)]
+    del losses[:]
+    for rows in steps:
+        first.train(rows, (1, 2), NOTHING)
+    second = lead.holder(fragments)
+    assert second.restore(*first.pack(inner))
+    for rows in steps:
+        second.train(rows, (1, 2), NOTHING)
+    second.ramp()
+    second.train(steps[0], (1, 2), NOTHING)
+    second.settle()
+    found = [float(loss) for loss in losses]
+    return {"first": found[:3], "second": found[3:6], "ramped": found[6]}
+
+
+def check(holder, store) -> None:
+    """This host holds, in its own shards, the bits of the ledger's newest version (invariant 7)."""
+    newest = Ledger(store).view().newest
+    fragments = [Objects(store).get_array(digest) for digest in newest.state]
+    for anchor, fragment in zip(holder._anchor, fragments, strict=True):
+        padded = np.pad(fragment, (0, anchor.size - fragment.size))
+        assert len(anchor.addressable_shards) == 4
+        for shard in anchor.addressable_shards:
+            assert np.array_equal(shard.data, padded[shard.index])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Calls made together: at once, each with its own answer, in both engines."""
+
+import threading
+
+import pytest
+
+from tpuswarm.swarm.effects import Call, Together, Unreachable
+from tpuswarm.swarm.engines.inproc import Inproc
+from tpuswarm.swarm.engines.threads import Node
+
+
+def asking(*calls: Call):
+    return (yield Together(calls))
+
+
+class Meets:
+    """Answers only while another one is asked too."""
+
+    def __init__(self):
+        self._both = threading.Barrier(2)
+
+    def double(self, number: int) -> int:
+        self._both.wait(timeout=20)
+        return 2 * number
+
+
+def in_threads(*calls: Call):
+    servers = {"a": Meets()}
+    servers["b"] = servers["a"]
+
+    def carry(call: Call):
+        if call.address not in servers:
+            raise Unreachable(call.address)
+        return getattr(servers[call.address], call.method)(*call.arguments)
+
+    found = []
+
+    def process():
+        found.append((yield from asking(*calls)))
+
+    node = Node(carry)
+    node.start("asks", process())
+    assert node.wait(30)
+    if node.failure:
+        raise node.failure
+    return found[0]
+
+
+def test_threads_make_calls_at_once_and_answer_each():
+    calls = [Call("a", "double", (1,)), Call("nobody", "double", (2,)), Call("b", "double", (3,))]
+    first, second, third = in_threads(*calls)
+    assert (first, third) == (2, 6) and isinstance(second, Unreachable)
+    assert in_threads() == []
+
+
+def test_any_other_error_of_a_call_is_raised():
+    with pytest.raises(AttributeError, match="halve"):
+        in_threads(Call("a", "halve", (1,)), Call("nobody", "double", (1,)))
+
+
+class Slow:
+    def double(self, number: int) -> int:
+        return 2 * number
+
+
+def test_under_the_virtual_clock_they_take_as_long_as_the_slowest():
+    took = {"slow": 2.0, "fast": 0.5}
+    engine = Inproc(1, seconds=lambda rnd, name: 0.0)
+    engine.travels = lambda node, call, back: took[call.address]
+    for name in took:
+        engine.serve(name, Slow())
+    found = []
+    engine.spawn("me", asking(Call("slow", "double", (1,)), Call("fast", "double", (2,))), found.append)
+    assert engine.run(lambda: bool(found), 100) and found == [[2, 4]] and engine.now == 4.0
+    engine.kill("fast")
+    engine.spawn("me", asking(Call("slow", "double", (1,)), Call("fast", "double", (2,))), found.append)
+    assert engine.run(lambda: len(found) == 2, 100)
+    assert found[1][0] == 2 and isinstance(found[1][1], Unreachable)
+    engine.spawn("me", asking(), found.append)
+    assert engine.run(lambda: len(found) == 3, 100) and found[2] == []

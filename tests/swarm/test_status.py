@@ -1,0 +1,124 @@
+"""status.json, and how a swarm's run looks from outside, alive or not."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import tomli_w
+
+from tpuswarm.errors import InputError
+from tpuswarm.swarm.core.summary import Summary, Tokens
+from tpuswarm.swarm.status import FILE, MemberStatus, compose, look, read_status, write_status
+from tpuswarm.train.run import METRICS, Run, append_event
+
+M0 = MemberStatus("m0", "alive", 11, "a" * 32, 4, 700, 50.0, 2.0, 1.0, 0)
+M1 = MemberStatus("m1", "alive", 12, "b" * 32, 2, 300, 30.0, 3.0, 1.5, 2)
+M2 = MemberStatus("m2", "joining", 13, None, None, 0, None, None, None, None)
+SUMMARY = Summary(4, 2, False, "grace", Tokens(1000, 640, 40, 200, 120), (), 3.0)
+
+
+def composed(summary=SUMMARY, members=(M0, M1, M2), time=1e9):
+    return compose(summary, members, 6400, ["look"], "host:1", {"coordinator": 9}, time)
+
+
+def test_one_picture():
+    status = composed()
+    assert (status.version, status.epoch, status.phase, status.lag) == (4, 2, "grace", 2)
+    assert status.tokens_per_s == 80.0 and status.goodput == 640 / 800
+    before = composed(summary=None, members=(M2,))
+    assert (before.version, before.goodput, before.lag) == (None, None, None) and before.tokens_per_s == 0.0
+    assert composed(members=(M0, replace(M1, state="lost"))).lag == 0
+
+
+def test_what_is_written_is_read(tmp_path):
+    assert read_status(tmp_path) is None
+    for status in (composed(), composed(summary=None, members=())):
+        write_status(tmp_path, status)
+        assert read_status(tmp_path) == status
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[:-20], "Invalid JSON"),
+        (lambda text: "", "Invalid JSON"),
+        (lambda text: '{"step": 3}', "time: Field required"),
+        (lambda text: text.replace('"alive"', '"alife"', 1), "members.0.state"),
+    ],
+)
+def test_a_torn_or_foreign_file_is_named(tmp_path, change, words):
+    write_status(tmp_path, composed())
+    (tmp_path / FILE).write_text(change((tmp_path / FILE).read_text()))
+    with pytest.raises(InputError) as error:
+        read_status(tmp_path)
+    assert f"{tmp_path / FILE} is no status of a swarm" in str(error.value) and words in str(error.value)
+    assert "remove it" in str(error.value)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A swarm's run of 100 steps of 8 rows of 8 tokens."""
+    config = {
+        "recipe": {"name": "toy", "target": "toy", "options": {}},
+        "train": {"steps": 100, "batch": 8},
+        "swarm": {"members": 3},
+        "chosen": {"tokens_per_row": 8},
+    }
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text(tomli_w.dumps(config))
+    return folder
+
+
+def test_a_run_that_lives(folder):
+    write_status(folder, composed())
+    held = Run(folder)
+    append_event(folder, "started", message="3 members")
+    seen = look(folder)
+    assert (seen.state, seen.recipe, seen.steps, seen.step, seen.tokens) == ("running", "toy", 100, 10, 640)
+    assert seen.loss == 2.5 and seen.status == composed() and seen.pid
+    made = json.loads(json.dumps(seen.json()))
+    assert made["members"][0] == {
+        "id": "m0", "state": "alive", "pid": 11, "incarnation": "a" * 32, "base": 4, "tokens": 700,
+        "tokens_per_s": 50.0, "loss": 2.0, "grad_norm": 1.0, "lag": 0,
+    }  # fmt: skip
+    assert made["tokens"] == {"processed": 1000, "applied": 640, "dropped": 40, "outstanding": 200, "lost": 120}
+    assert {"run", "recipe", "state", "message", "version", "alarms", "step", "loss"} <= made.keys()
+    held.close()
+
+
+@pytest.mark.parametrize(("end", "state", "gone"), [("finished", "finished", "left"), (None, "killed", "lost")])
+def test_nobody_lives_in_a_run_that_is_over(folder, end, state, gone):
+    write_status(folder, composed())
+    append_event(folder, "started", message="3 members")
+    if end:
+        append_event(folder, end, message="100 steps")
+    seen = look(folder)
+    assert (seen.state, seen.pid, seen.message) == (state, None, "100 steps" if end else "")
+    assert {each.state for each in seen.status.members} == {gone}
+    assert {each.pid for each in seen.status.members} == {None} and seen.status.processes == {}
+    assert (seen.status.alarms, seen.tokens_per_s, seen.tokens) == ((), 0.0, 640)
+    assert seen.status.phase.startswith("over; this is how it stood at 2001-09-")
+
+
+def test_before_the_first_status(folder):
+    seen = look(folder)
+    assert (seen.status.version, seen.tokens, seen.loss, seen.status.horizon) == (None, 0, None, 6400)
+
+
+def test_the_newest_evaluation(folder):
+    assert look(folder).eval_loss is None
+    rows = [{"step": 1, "eval_loss": 4.0}, {"step": 2, "loss": 1.0}, {"step": 3, "eval_loss": 3.5}, {"step": 4}]
+    lines = [json.dumps(row) for row in rows]
+    for count, expected in ((0, None), (1, 4.0), (2, 4.0), (3, 3.5), (4, 3.5)):
+        (folder / METRICS).write_text("".join(f"{line}\n" for line in lines[:count]))
+        assert look(folder).eval_loss == expected
+    (folder / METRICS).write_text(f"{lines[0]}\n{lines[2][:-3]}")  # torn
+    assert look(folder).eval_loss == 4.0
+
+
+def test_a_plain_run_is_no_swarm(folder):
+    config = (folder / "config.toml").read_text().replace("[swarm]", "[other]")
+    (folder / "config.toml").write_text(config)
+    with pytest.raises(InputError, match="is a run of the plain trainer"):
+        look(folder)

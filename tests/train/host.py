@@ -1,0 +1,83 @@
+"""One host of a program that trains a small network; what its tests compare is printed."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tests.hosts import SECRET
+from tpuswarm import supervised
+from tpuswarm.train import hosts, mesh
+from tpuswarm.train.feed import read_rows
+from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.recipe import Clock
+
+BATCH, STEPS, WIDTH = 16, 10, 32
+mesh.MIN_SHARDED_BYTES = 64
+
+
+def rows(seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(64, WIDTH)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(axis=1)).astype(np.float32)}
+
+
+def init(key):
+    first, second = jax.random.split(key)
+    return {"in": jax.random.normal(first, (WIDTH, WIDTH)) / 6, "out": jax.random.normal(second, (WIDTH,)) / 6}
+
+
+def loss(params, batch, key):
+    hidden = jnp.tanh(batch["x"] @ mesh.gathered(params["in"]))
+    noise = 0.0 if key is None else jax.random.normal(key, batch["y"].shape) / 10
+    return jnp.mean(jnp.square(hidden @ mesh.gathered(params["out"]) + noise - batch["y"])), {}
+
+
+def recipe(seed: int = 0):
+    return supervised(
+        init, loss, lambda rate, mask: optax.adam(rate),
+        lambda split: {"train": rows(seed), "validation": rows(seed + 1)}.get(split), lambda progress: 0.03,
+    )  # fmt: skip
+
+
+def train(shard: str, steps: int, took=lambda step, loss: None):
+    """Losses of so many steps on all devices of all hosts, and the parameters after them."""
+    source = recipe().data("train")
+    fitted = fit(recipe(), Request(batch=BATCH, shard=shard), jax.devices())
+    init_key, step_key = jax.random.split(jax.random.key(0))
+    state, losses = fitted.init(init_key), []
+    read = []
+    for step in range(steps):
+
+        def mine(first, count, step=step):
+            read.append(count)
+            return read_rows(source, fitted.program.batch_spec(count), step * BATCH + first, count)
+
+        batch = hosts.place_batch(mine, BATCH, mesh.batch_sharding(fitted.mesh))
+        state, metrics = fitted.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
+        losses.append(float(metrics["loss"]))
+        took(step, losses[-1])
+    shared = fitted.program.exchange().get(state)
+    split = any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(shared))
+    params = {name: np.asarray(leaf).tolist() for name, leaf in hosts.to_host(shared).items()}
+    return {"losses": losses, "params": params, "split": split, "read": sorted(set(read))}
+
+
+def main() -> None:
+    index, about = int(sys.argv[1]), json.loads(sys.argv[2])
+    folder = Path(about["folder"])
+    with hosts.initialize(about["address"], 2, index, SECRET, 60) as group:
+        if "differ" in about:
+            group.agree({"configuration": "same", about["differ"]: f"digest of {index}"})
+        elif about["steps"]:
+            (folder / f"{index}.json").write_text(json.dumps(train(about["shard"], about["steps"])))
+        else:
+            train("replicate", 10**9, lambda step, loss: (folder / f"{index}.step").write_text(str(step)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""One program over two real processes of four virtual devices each."""
+
+import json
+import signal
+import socket
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from tests.hosts import err, finished, sentence_after, start_hosts
+from tests.train import host
+from tpuswarm.errors import InputError
+from tpuswarm.train import hosts, line, mesh
+
+MODULE = "tests.train.host"
+
+
+@pytest.mark.parametrize("shard", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch, shard):
+    """Up to the order in which gradients are summed: within a process and between processes it is another."""
+    started = start_hosts(MODULE, tmp_path, shard=shard, steps=host.STEPS)
+    monkeypatch.setattr(mesh, "MIN_SHARDED_BYTES", host.mesh.MIN_SHARDED_BYTES)
+    one = host.train(shard, host.STEPS)
+    finished(started, tmp_path)
+    zero, other = (json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2))
+    assert zero == other, "all hosts have the same bits"
+    assert (zero["split"], zero["read"], one["read"]) == (shard == "fsdp", [host.BATCH // 2], [host.BATCH])
+    np.testing.assert_allclose(zero["losses"], one["losses"], rtol=1e-5)
+    for name, leaf in one["params"].items():
+        np.testing.assert_allclose(zero["params"][name], leaf, rtol=1e-4, atol=1e-5)
+    assert zero["losses"][-1] < 0.8 * zero["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "why"),
+    [
+        (1, signal.SIGKILL, "its connection is closed"),
+        (0, signal.SIGKILL, "its connection is closed"),
+        pytest.param(1, signal.SIGSTOP, "nothing was heard from it for 15 s", marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, "nothing was heard from it for 15 s", marks=pytest.mark.slow),
+    ],
+)
+def test_a_host_that_dies_ends_the_other_with_one_sentence(tmp_path, victim, how, why):
+    """The other is in a step, whose collective would never return."""
+    started = start_hosts(MODULE, tmp_path, steps=0)
+    said = sentence_after(started, tmp_path, (tmp_path / f"{1 - victim}.step").exists, victim, how)
+    assert said == f"host {victim} is gone ({why}), so this host ends too; start all of them together again\n"
+
+
+def test_hosts_with_other_data_are_refused_by_name(tmp_path):
+    started = start_hosts(MODULE, tmp_path, differ="data")
+    finished(started, tmp_path, code=1)
+    sentence = "host 1 does not have host 0's data (digest of 1, not digest of 0); give all hosts the same"
+    for index in range(2):
+        assert err(tmp_path, index).read_text().endswith(f"InputError: {sentence}\n")
+
+
+def test_a_secret_has_to_be_known_at_both_ends():
+    def both(one, other):
+        found = []
+
+        def far():
+            try:
+                found.append(line.authenticate(ends[1], other, 3))
+            except (line.WrongSecret, OSError) as error:
+                found.append(type(error))
+
+        ends = socket.socketpair()
+        thread = threading.Thread(target=far)
+        thread.start()
+        try:
+            found.insert(0, line.authenticate(ends[0], one, 0))
+        except line.WrongSecret as error:
+            found.insert(0, type(error))
+            ends[0].close()
+        thread.join()
+        return found
+
+    assert both(b"secret", b"secret") == [3, 0]
+    assert both(b"secret", b"other") == [line.WrongSecret, line.WrongSecret]
+
+
+@pytest.mark.parametrize(
+    ("address", "count", "index", "words"),
+    [
+        ("nowhere", 2, 0, "no address"),
+        ("127.0.0.1:1", 2, 2, "no host 2 of 2"),
+        ("127.0.0.1:1", 2, 1, "host 0 did not answer at 127.0.0.1:1 within 0 s"),
+        ("127.0.0.1:0", 3, 0, "hosts 1, 2 did not come to 127.0.0.1:0 within 0 s; start all 3"),
+    ],
+)
+def test_hosts_that_do_not_come_together(address, count, index, words):
+    with pytest.raises(InputError, match=words):
+        hosts.initialize(address, count, index, b"", 0.3)
+
+
+def test_on_one_host_arrays_are_placed_and_fetched_as_ever(devices):
+    made = mesh.make_mesh(devices)
+    sharding = mesh.batch_sharding(made)
+    array = np.arange(48, dtype=np.float32).reshape(16, 3)
+    placed = hosts.place_batch(lambda first, count: {"x": array[first : first + count]}, 16, sharding)["x"]
+    assert placed.sharding == sharding == hosts.within_host(sharding)
+    assert hosts.on_every_host([placed])[0] is placed
+    assert np.array_equal(hosts.to_host({"x": placed})["x"], array)
+    assert np.array_equal(hosts.place(array, mesh.replicated(made)), array)
+    with hosts.initialize("127.0.0.1:1", 1, 0, b"") as alone:
+        alone.agree({"data": "any"})
+        assert (alone.index, alone.count, jax.process_count()) == (0, 1, 1)

@@ -18,6 +18,7 @@ NAMES = (
     "torch_speed",
     "shakespeare",
     "compile_124m",
+    "ray_cost",
     "goodput",
     "soak",
     "stall",

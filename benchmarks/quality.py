@@ -205,12 +205,17 @@ def speeds(runs: Runs) -> Table:
         for place, (shape, cycle) in enumerate(shapes.items())
         for rule, (arm, published) in rules.items()
     ]
-    arms.insert(1, ("equal, ours, out of step: two commits of two", Arm(together=2, quorum=2), ""))
+    arms += [
+        ("equal, two commits of two, momentum at each", Arm(together=2, quorum=2), ""),
+        ("equal, two commits of two, momentum at the second", Arm(together=2), ""),
+        ("equal, two commits of two, average", Arm(outer=AVERAGE, together=2), ""),
+    ]
     notes = [
         "4 members that make 30 steps a cycle in the mean, each in proportion to its speed",
         f"ours: one step of the outer rule on a sum weighted by tokens; the others take each contribution as it comes, "
         f"at rate {RATE_OF_4}: delayed Nesterov with a step of the momentum at every fourth, Nesterov per arrival at "
         "each, which is the control that has to be far worse",
+        "two commits of two: members out of step, so that half of them make a quorum twice a cycle",
         "published: perplexity, Liu et al. 2024 at 20 M parameters, cycle 50; synchronous 41.35",
     ]
     return runs.table("unequal speeds", arms, Arm(), "equal, ours", notes)

@@ -35,8 +35,11 @@ def print_result(result: "SwarmResult", as_json: bool) -> None:
         facts = {"run": str(result.run), "ended": result.ended.how, "message": result.ended.message}
         print(json.dumps({**facts, "version": result.version, "tokens": result.tokens, "metrics": result.metrics}))
         return
-    loss = result.metrics.get("eval_loss") or result.metrics.get("loss")
-    shown = "" if loss is None else f", {'held-out ' if 'eval_loss' in result.metrics else ''}loss {loss:.4f}"
+    shown = "".join(
+        f", {text} {result.metrics[name]:.4f}"
+        for name, text in (("loss", "loss"), ("eval_loss", "held-out loss"))
+        if result.metrics.get(name) is not None
+    )
     report = f"; {result.run / 'report.html'}" if result.ended.how == "finished" else ""
     print(f"{result.run} {result.ended.how} at version {result.version}: {result.tokens:,} tokens{shown}{report}")
 

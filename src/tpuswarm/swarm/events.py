@@ -39,8 +39,8 @@ def sentence(event: Mapping[str, Any]) -> str:
         return f"{event['member']} is {event['incarnation'][:8]}, pid {event['pid']}"
     if kind == "lost":
         return (
-            f"{event['member']} is lost ({event['message']}): at most {event['tokens']:,} tokens of its work, "
-            "no commit; it comes back as a new incarnation"
+            f"{event['member']} is lost ({event['message']}), and with it about {event['tokens']:,} tokens of its "
+            "work, no commit; it comes back as a new incarnation"
         )
     if kind == "left":
         return f"{event['member']} has left in good order"

@@ -149,6 +149,11 @@ class ProgramHolder:
             self._feedback = self._next_feedback
         self._anchor, self._reference, self._next_feedback = version, [], []
 
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether there is held-out data here."""
+        return self._validation is not None
+
     def evaluate(self, batch: int, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
         """Held-out metrics of the version adopted last, as it was published, and of how many rows."""
         assert self._validation is not None

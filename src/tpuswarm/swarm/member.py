@@ -124,6 +124,8 @@ class MemberProcesses:
     """Tokens counted between two evaluations; None: there are none."""
     evaluated: Callable[[int, int, dict[str, float], int], None] = lambda version, tokens, values, rows: None
     """Told of an evaluation: of which version, counted tokens, metrics, held-out rows."""
+    _accepted: Identity | None = None
+    """The last contribution that was."""
     _snapshot: Any = None
     """Taken and not yet encoded."""
     _pushed: tuple[Header, Payload] | None = None
@@ -141,6 +143,18 @@ class MemberProcesses:
 
     def __post_init__(self) -> None:
         self._anchored = self.books.base
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """While there are rows to train; None until a step was measured."""
+        return self._speed.rows_per_s
+
+    @property
+    def at_risk(self) -> int:
+        """Rows whose work would be lost if this process died now: trained since the last accepted push."""
+        books = self.books
+        accepted = books.undecided is not None and books.undecided.identity == self._accepted
+        return len(books.undecided.after if books.undecided and accepted else books.outstanding)
 
     def train(self) -> Process:
         """Steps, snapshots and adoptions, until the run ends; raises Over when this incarnation has to end."""
@@ -266,6 +280,7 @@ class MemberProcesses:
         while True:
             answer = yield from self._until_answered(Call(self.coordinator, "push", (header,)))
             if isinstance(answer, Accepted):
+                self._accepted = header.identity
                 return
             # A new coordinator has to be told first what this incarnation holds.
             if (yield from self._beat()) is not None:

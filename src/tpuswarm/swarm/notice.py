@@ -1,10 +1,10 @@
 """The notice before a machine is taken away: SIGTERM, and what Google's metadata server says of it."""
 
+import http.client
 import os
 import signal
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +57,6 @@ def _watch(host: str, leave: Callable[[], None]) -> None:
                 if answer.read().strip() == b"TRUE":
                     leave()
                     return
-        except (urllib.error.URLError, TimeoutError):
+        except (OSError, http.client.HTTPException):
             pass  # it restarts, or there is none: the next look tells
         time.sleep(LOOK)

@@ -12,7 +12,7 @@ from statistics import median
 from tpuswarm.swarm.core.choose import choose, effective
 from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Merge, Outdated, Refused, Store, Terms
 from tpuswarm.swarm.core.outer import advance
-from tpuswarm.swarm.core.rounds import Due, due, quorum
+from tpuswarm.swarm.core.rounds import Due, due
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
@@ -305,7 +305,9 @@ def committed(state: State, record: Record) -> State:
 def _merge(state: State, headers: Iterable[Header], reason: str) -> Merge:
     decisions = choose(state.view, headers, state.unreadable, state.terms.staleness)
     weights = [decision.weight for decision in decisions if decision.fate == "applied"]
-    need = quorum(len(state.live), state.terms.patience.quorum_min)
+    # A momentum step as often as every live member has contributed: members that take turns would otherwise make two
+    # where one belongs, which ruins a model (benchmarks/quality.py, "out of step").
+    need = max(state.terms.patience.quorum_min, len(state.live))
     rate = state.terms.outer.rate_for(effective(weights)) if weights else 0.0
     share, gathered = advance(state.terms.outer, state.view.newest.gathered, len(weights), need)
     return Merge(state.view.version + 1, tuple(decisions), state.terms.outer, rate, share, gathered, reason)

@@ -44,16 +44,19 @@ def join(address: str, token: Path, say: Callable[[str], None]) -> None:
     use_token(token)
     with tempfile.TemporaryFile("w+") as output, StopSignals() as stop:
         node = _start(address, output.fileno())
-        say(f"joining {address}; Ctrl-C leaves")
-        while node.poll() is None and stop.asked is None:
-            time.sleep(0.2)
-        if stop.asked is None:
-            output.seek(0)
-            _explain(output.read(), address, token)
-            say("the swarm has ended")
-            return
-        say("leaving: the member here hands in what it has done")
-        _leave(node)
+        try:
+            say(f"joining {address}; Ctrl-C leaves")
+            while node.poll() is None and stop.asked is None:
+                time.sleep(0.2)
+            if stop.asked is None:
+                output.seek(0)
+                _explain(output.read(), address, token)
+                say("the swarm has ended")
+                return
+            say("leaving: the member here hands in what it has done")
+            _say_goodbye(node)
+        finally:
+            _end(node)
 
 
 def _start(address: str, output: int) -> "subprocess.Popen[bytes]":
@@ -75,16 +78,23 @@ def _explain(output: str, address: str, token: Path) -> None:
         raise RunFailed(f"{address} could not be joined: {lines[-1] if lines else 'ray start said nothing'}")
 
 
-def _leave(node: "subprocess.Popen[bytes]") -> None:
-    """Give the member here its notice, then end the node."""
+def _say_goodbye(node: "subprocess.Popen[bytes]") -> None:
+    """Give the member here its notice, and wait until the supervisor has let its process end."""
     members = [pid for pid in _descendants(node.pid) if _title(pid).startswith("ray::Actor")]
     for pid in members:
         os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + GOODBYE
-    while time.monotonic() < end and any(_title(pid).startswith("ray::Actor.run") for pid in members):
+    while time.monotonic() < end and any(_title(pid) for pid in members):
         time.sleep(0.2)
+
+
+def _end(node: "subprocess.Popen[bytes]") -> None:
+    """End the node and all that runs in it."""
     node.terminate()
-    node.wait()
+    try:
+        node.wait(GOODBYE)
+    except subprocess.TimeoutExpired:
+        os.killpg(node.pid, signal.SIGKILL)
 
 
 def _descendants(pid: int) -> list[int]:

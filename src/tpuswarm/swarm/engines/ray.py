@@ -27,8 +27,10 @@ os.environ |= {  # Ray reads these while it is imported
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # which devices a member sees is not Ray's to say
+    "RAY_worker_niceness": "0",  # training is what the machine is for; Ray's default is 15
 }
 
+import numpy as np
 import ray
 from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -39,12 +41,12 @@ MEMBER = "tpuswarm-member"
 ANYWHERE = "anywhere"
 """In the place of a node's name: wherever a cluster that was there already has room."""
 STORE_BYTES = 2**28
-"""Of Ray's object store: payloads pass through it; what does not fit goes over the disk."""
+"""Of Ray's object store, at least: payloads pass through it; what does not fit goes over the disk."""
 GROUPS = {"work": 1, "calls": 16, "beats": 4, "control": 4}
 """Threads of an actor for each kind of method."""
 NODES = 2.0
 """Seconds between two looks for machines that joined."""
-BEAT, CALL = 20.0, 600.0
+BEAT, CALL = 20.0, 3600.0
 """Seconds for an answer to a heartbeat, and to any other call."""
 
 
@@ -78,7 +80,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Calls:
-    """Carries calls to the actors of one run; where each of them is, is looked up again when it did not answer."""
+    """Carries calls to the actors of one run."""
 
     run: str
 
@@ -88,7 +90,8 @@ class Calls:
         try:
             actor = ray.get_actor(f"{self.run}/{call.address}", NAMESPACE)
             method: Any = actor.beat if beat else actor.call
-            return ray.get(method.remote(call.method, call.arguments), timeout=BEAT if beat else CALL)
+            answer = ray.get(method.remote(call.method, call.arguments), timeout=BEAT if beat else CALL)
+            return answer.copy() if isinstance(answer, np.ndarray) else answer  # else Ray's store could not let it go
         except (RayError, ValueError, Unreachable) as error:  # ValueError: no actor of that name
             raise Unreachable(f"{call.address}: {str(error).splitlines()[0]}") from error
 
@@ -101,7 +104,7 @@ class Actor:
         os.environ.update(environment)
         if log:
             _redirect(Path(log))
-        self._name = name
+        self._name, self._log = name, log
         module, _, function = maker.partition(":")
         self._made = threading.Event()
         self._leaving = False
@@ -114,9 +117,9 @@ class Actor:
         """Make the host and let it work; errors are told in words, their tracebacks are in the log."""
         try:
             self._host = self._make()
+            self._made.set()
             if self._leaving:
                 self._host.leave()
-            self._made.set()
             return Outcome(self._host.run(), "")  # type: ignore[arg-type]  # the words of Outcome
         except Over as error:
             return Outcome("over", str(error))
@@ -126,7 +129,8 @@ class Actor:
             return Outcome("failed", str(error))
         except BaseException as error:  # noqa: BLE001  # whatever it is, the supervisor is told
             traceback.print_exc()
-            return Outcome("failed", f"{type(error).__name__}: {error}; its traceback is in logs/{self._name}.log")
+            where = f"; its traceback is in logs/{self._name}.log" if self._log else ""
+            return Outcome("failed", f"{type(error).__name__}: {error}{where}")
 
     @ray.method(concurrency_group="calls")
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -166,6 +170,8 @@ class Process:
         self._actor = actor
         self._work = actor.run.remote()
         self._look: Any = None
+        self.gone = False
+        """A look found it dead."""
 
     def outcome(self) -> Outcome | None:
         """How it ended; None while it works."""
@@ -185,9 +191,11 @@ class Process:
         if not done:
             return None
         look, self._look = self._look, None
-        with suppress(RayError):  # its outcome tells
+        try:
             return ray.get(look)
-        return None
+        except RayError:  # its outcome tells, where it has none yet
+            self.gone = True
+            return None
 
     def leave(self) -> None:
         """Ask it to go."""
@@ -201,8 +209,11 @@ class Process:
 class Cluster:
     """Ray, started for one run on this machine, or a running one at an address. A context manager."""
 
-    def __init__(self, run: str, token: Path, address: str | None, devices: int = 1):
-        """token: file with the secret that joins, made if it is not there; devices: of a member placed anywhere."""
+    def __init__(self, run: str, token: Path, address: str | None, devices: int = 1, largest: int = 0):
+        """token: file with the secret that joins, made if it is not there; devices: of a member placed anywhere;
+        largest: bytes of the largest thing that is sent at once.
+        """
+        self._store_bytes = max(STORE_BYTES, 2 * largest)
         self._run, self._token, self._address, self._devices = run, token, address, devices
         self.found = address is not None
         """Whether it was there already."""
@@ -210,20 +221,21 @@ class Cluster:
         self._joined: list[str] = []
 
     def __enter__(self) -> "Cluster":
-        use_token(self._token)
+        if not self.found:
+            use_token(self._token)
         try:
             context: Any = ray.init(
                 address=self._address or "local",
                 namespace=NAMESPACE,
                 include_dashboard=None if self._address else False,
-                object_store_memory=None if self._address else STORE_BYTES,
+                object_store_memory=None if self._address else self._store_bytes,
                 num_cpus=None if self._address else os.cpu_count(),
                 num_gpus=None if self._address else 0,
                 resources=None,
                 logging_level=logging.CRITICAL,
                 log_to_driver=False,
                 configure_logging=False,
-                _temp_dir=None if self._address else f"/tmp/tpuswarm-{os.getuid()}",  # short: it holds sockets
+                _temp_dir=None if self._address else str(_sessions()),
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise RunFailed(_no_cluster(self._address, error)) from error
@@ -294,9 +306,30 @@ def use_token(path: Path) -> None:
     """Let Ray's calls be signed with the secret in a file, which is made if it is not there."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
+        part.rename(path)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path.resolve())
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win
+
+
+def _sessions() -> Path:
+    """Where Ray keeps its sockets and logs: short, for sockets, and closed to others, for Ray's own modes are not.
+
+    What killed runs left there is removed.
+    """
+    parent = Path(f"/tmp/tpuswarm-{os.getuid()}")
+    parent.mkdir(mode=0o700, exist_ok=True)
+    if parent.stat().st_uid != os.getuid() or parent.is_symlink():
+        raise RunFailed(f"{parent} belongs to another user, and Ray's sockets should lie there; remove it")
+    parent.chmod(0o700)
+    folder = parent / "ray"
+    for session in folder.glob("session_*_*"):
+        pid = session.name.rpartition("_")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(session, ignore_errors=True)
+    return folder
 
 
 def _silence() -> None:

@@ -15,8 +15,8 @@ from tpuswarm.swarm.runtime.plan import Founding, Plan
 from tpuswarm.swarm.store import Missing, Store
 
 FOUNDING = "founding.json"
-FOUNDER = 900.0
-"""Seconds that a founder has: a large program compiles for minutes."""
+FOUNDER = 120.0
+"""Seconds that a founder has; it has compiled its program before."""
 LOOK = 0.2
 _FOUNDING: TypeAdapter[Founding] = TypeAdapter(Founding)
 
@@ -85,6 +85,8 @@ class Head:
             newest = self._coordinator.state.view.newest
             return Joining(self._coordinator.state.terms, self._founding, newest.version, newest.tokens, newest.state)
         now = self._clock()
+        if member not in self._plan.members:
+            return Wait()  # what makes the run is one of those that it was started with
         if self._founder is None or self._founder[0] == member or now > self._founder[1]:
             self._founder = (member, now + FOUNDER)
             return Found()

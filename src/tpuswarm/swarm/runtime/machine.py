@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -94,12 +94,22 @@ def environments(kind: str, devices: Sequence[int], each: int) -> Callable[[int 
     return environment
 
 
-def exchanged_bytes(recipe: Recipe) -> tuple[int, int]:
-    """Bytes of the exchanged state, and of the whole state."""
+class Sizes(NamedTuple):
+    """Bytes of a recipe's state."""
+
+    exchanged: int
+    largest: int
+    """Of the exchanged arrays; none is ever divided."""
+    state: int
+    """All of it."""
+
+
+def sizes(recipe: Recipe) -> Sizes:
+    """How large the state of a recipe is, without making it."""
     program = recipe.program(Options())
     state = jax.eval_shape(lambda: program.init(jax.random.key(0)))
-    shared = program.exchange().get(state)
-    return _bytes(shared), _bytes(state)
+    shared = [_bytes(leaf) for leaf in jax.tree.leaves(program.exchange().get(state))]
+    return Sizes(sum(shared), max(shared), sum(_bytes(leaf) for leaf in jax.tree.leaves(state)))
 
 
 def check_memory(members: int, exchanged: int, state: int, kind: str) -> None:
@@ -128,6 +138,5 @@ def available_memory() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _bytes(tree: Any) -> int:
-    sizes = [math.prod(leaf.shape) * jax.numpy.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)]
-    return sum(sizes)
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * jax.numpy.dtype(leaf.dtype).itemsize

@@ -69,7 +69,10 @@ class MemberHost:
     _leaving: bool = False
 
     def __post_init__(self) -> None:
-        self._rows = Rows(self.place.name, self.place.steps, self.place.plan)
+        self._rows = Rows(self.place.name, self.place.steps, self.place.plan, self._version)
+
+    def _version(self) -> int:
+        return self._member.books.base if self._member else 0
 
     def serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """A member dials out; nobody calls it."""
@@ -83,13 +86,15 @@ class MemberHost:
 
     def look(self, since: int) -> dict[str, Any]:
         """How it stands, with its rows of metrics from number `since` on; those before are forgotten."""
-        books = self._member.books if self._member else None
+        member = self._member
+        books = member.books if member else None
         rows = self._rows.since(since)
         return {
             "incarnation": books.incarnation.name if books else None,
             "base": books.base if books else None,
             "tokens": books.processed if books else 0,
-            "at_risk": _at_risk(books) if books else 0,
+            "at_risk": member.at_risk * member.books.terms.tokens_per_row if member else 0,
+            "rows_per_s": member.rows_per_s if member else None,
             "rows": rows,
         }
 
@@ -101,12 +106,19 @@ class MemberHost:
         with blame(f"the data of {recipe.name} failed"):
             source = recipe.data("train")
         place.say(f"{recipe.name}: compiling")
+        platform.prepare(bool(plan.settings["deterministic"]))
         fitted = fit(recipe, request(plan.settings), platform.local_devices())
         layout = layout_of(fitted, plan.swarm.fragments)
         digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
         init_key, step_key = jax.random.split(jax.random.key(plan.settings["seed"]))
         place.say(f"compiled: {fitted.choice.why}")
         validation = held_out(recipe, required=False) if place.evaluates else None
+
+        def make_holder(fragments: list[np.ndarray]) -> ProgramHolder:
+            state = fitted.init(init_key, placed(fitted, layout, fragments))
+            form, took = plan.swarm.quantize, self._rows.took
+            return ProgramHolder(fitted, source, layout, form, step_key, state, fragments, took, validation)
+
         fruitless = 0
         while not self._leaving:
             joining = self._hello(fitted, layout, init_key)
@@ -114,55 +126,58 @@ class MemberHost:
                 break
             if digests != joining.terms.digests:
                 raise InputError(f"{place.name} cannot join: {disagreement(digests, joining.terms.digests)}")
-            fragments = self._fetch(joining.state)
-            state = fitted.init(init_key, placed(fitted, layout, fragments))
-            form = plan.swarm.quantize
-            took = self._rows.took
-            holder = ProgramHolder(fitted, source, layout, form, step_key, state, fragments, took, validation)
-            incarnation = Incarnation(place.name, secrets.token_hex(16))
-            terms = replace(joining.terms, digests=digests)
-            books = Member(terms, form, plan.swarm.overlap, incarnation, joining.version, joining.tokens)
-            place.say(f"incarnation {incarnation.name[:8]} starts from version {joining.version}")
-            reason = self._live(books, holder, fragments)
+            reason = self._live(joining, digests, make_holder)
             if reason is None:
-                if validation is not None:
-                    self._last_evaluation(holder)
                 return "ended"
-            place.say(f"incarnation {incarnation.name[:8]} is over: {reason}")
-            assert self._member is not None
-            fruitless = 0 if self._member.books.sequence else fruitless + 1
+            place.say(f"its incarnation is over: {reason}")
+            member, self._member = self._member, None  # and with it what it held on the devices
+            fruitless = 0 if member and member.books.sequence else fruitless + 1
             if fruitless >= LIVES:
                 raise RunFailed(f"{place.name} gave up after {LIVES} lives without a contribution, the last: {reason}")
         return "left"
 
-    def _live(self, books: Member, holder: ProgramHolder, anchor: list[np.ndarray]) -> str | None:
+    def _live(
+        self, joining: Joining, digests: Digests, make_holder: Callable[[list[np.ndarray]], ProgramHolder]
+    ) -> str | None:
         """One incarnation; why it is over, None at the end of the run."""
-        node = Node(self.place.calls)
-        self._member = self._rows.member = member = MemberProcesses(
+        place, swarm = self.place, self.place.plan.swarm
+        incarnation = Incarnation(place.name, secrets.token_hex(16))
+        terms = replace(joining.terms, digests=digests)
+        books = Member(terms, swarm.quantize, swarm.overlap, incarnation, joining.version, joining.tokens)
+        anchor = self._fetch(joining.state)
+        holder = make_holder(anchor)
+        place.say(f"incarnation {incarnation.name[:8]} starts from version {joining.version}")
+        node = Node(place.calls)
+        self._member = member = MemberProcesses(
             books,
             holder,
             HEAD,
-            self.place.shards,
+            place.shards,
             time.monotonic,
-            anchor=anchor,
-            say=self.place.say,
+            anchor=None if swarm.quantize == "plain" else anchor,
+            say=place.say,
             leaving=self._leaving,
             inner_save=INNER_SAVE,
-            evaluate_every=self.place.plan.evaluate_every if self.place.evaluates else None,
+            evaluate_every=place.plan.evaluate_every if place.evaluates else None,
             evaluated=self._rows.evaluated,
         )
+        member.leaving = self._leaving  # it may have been asked while the member was made
         node.start("train", member.train())
         node.start("exchange", member.exchange())
         node.start("heartbeats", member.heartbeats())
         node.wait()
         if node.failure is None or member.ended:
+            if place.evaluates:
+                self._last_evaluation(holder)
             return None
         if isinstance(node.failure, Over | Unreachable):
             return str(node.failure)
         raise node.failure
 
     def _last_evaluation(self, holder: ProgramHolder) -> None:
-        """Of the run's last version, which nobody had to adopt."""
+        """Of the run's last version, which nobody had to adopt; none where nothing is held out."""
+        if not holder.can_evaluate:
+            return
         last = self._answer(Call(HEAD, "hello", (self.place.name,)))
         self.place.say(f"evaluating version {last.version}")
         version = holder.place(self._fetch(last.state))
@@ -226,18 +241,12 @@ class MemberHost:
                 time.sleep(AGAIN)
 
 
-def _at_risk(books: Member) -> int:
-    """Tokens that would be lost if the member died now: trained since its last push."""
-    rows = books.undecided.after if books.undecided else books.outstanding
-    return len(rows) * books.terms.tokens_per_row
-
-
 class Rows:
     """Rows of metrics, read from the devices by a thread of its own as their steps end."""
 
-    def __init__(self, name: str, steps: int, plan: Plan):
-        """steps: that this member made before."""
-        self.member: MemberProcesses | None = None
+    def __init__(self, name: str, steps: int, plan: Plan, version: Callable[[], int]):
+        """steps: that this member made before; version: the one it has adopted."""
+        self._version = version
         self._name, self._steps, self._tokens = name, steps, int(plan.settings["batch"]) * plan.tokens_per_row
         self._pending: queue.SimpleQueue[tuple[int, Metrics]] = queue.SimpleQueue()
         self._rows: list[dict[str, Any]] = []
@@ -248,8 +257,7 @@ class Rows:
 
     def took(self, number: int, metrics: Metrics) -> None:
         """A step was dispatched; its metrics are still on the devices."""
-        assert self.member is not None
-        self._pending.put((self.member.books.base, metrics))
+        self._pending.put((self._version(), metrics))
 
     def evaluated(self, version: int, tokens: int, values: dict[str, float], rows: int) -> None:
         """A version was evaluated."""

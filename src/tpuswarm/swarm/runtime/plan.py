@@ -74,6 +74,11 @@ class Plan:
         return Outer(self.swarm.outer, rate=self.swarm.outer_lr, downlink=self.swarm.quantize)
 
     @property
+    def members(self) -> tuple[str, ...]:
+        """Names of those that the run is started with."""
+        return tuple(member_name(number) for number in range(self.swarm.members))
+
+    @property
     def horizon(self) -> int:
         """Rows of the whole run."""
         return int(self.settings["steps"]) * int(self.settings["batch"])
@@ -88,7 +93,7 @@ class Plan:
             tokens_per_row=self.tokens_per_row,
             horizon=self.horizon,
             cycle=swarm.cycle * batch,
-            members=tuple(member_name(number) for number in range(swarm.members)),
+            members=self.members,
             outer=self.outer,
         )
 

@@ -2,8 +2,9 @@
 
 import math
 import secrets
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.swarm.engines.ray import Cluster
 from tpuswarm.swarm.report import write_report
 from tpuswarm.swarm.runtime import machine
+from tpuswarm.swarm.runtime.head import FOUNDING
 from tpuswarm.swarm.runtime.plan import Plan, Swarm, code_digest
 from tpuswarm.swarm.runtime.screen import Screen, auto_screen
 from tpuswarm.swarm.runtime.supervisor import MEMBERS_PER_SHARD, Ended, Supervisor
+from tpuswarm.swarm.status import FILE as STATUS
 from tpuswarm.train.fit import check_batch
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run import Run, new_folder, writing
+from tpuswarm.train.run import CONFIG, Run, new_folder, writing
 from tpuswarm.train.session import Resolved, configuration, held_out, resolve
 from tpuswarm.train.settings import differences
 
@@ -50,11 +53,6 @@ class Asked:
     overlap: str | None = None
     ray_address: str | None = None
     accept_code: bool = False
-
-    @property
-    def given(self) -> list[str]:
-        """The names of those that were given."""
-        return [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
 
 
 @dataclass(frozen=True)
@@ -87,20 +85,39 @@ def train(
     screen = screen or auto_screen()
     try:
         try:
-            plan, environment, notes = _plan(run, recipe, swarm, asked, tokens, epochs)
+            ready = _prepare(run, recipe, swarm, asked, tokens, epochs)
         except BaseException:
+            if not (run.folder / CONFIG).exists():
+                _forget(run.folder)
             run.abandon()
             raise
-        return _supervise(run, recipe, plan, environment, notes, swarm, screen, watch)
+        return _supervise(run, recipe, ready, screen, watch)
     finally:
         screen.close()
         run.close()
 
 
-def _plan(
+def _forget(folder: Path) -> None:
+    """Remove what a run that never had a first version left: any other command may take its place."""
+    (folder / CONFIG).unlink(missing_ok=True)
+    shutil.rmtree(folder / "data", ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A run of which everything is decided and nothing started."""
+
+    plan: Plan
+    environment: Environment
+    """Of each member."""
+    cluster: Cluster
+    notes: list[str]
+    """Sentences for the user."""
+
+
+def _prepare(
     run: Run, recipe: Recipe, swarm: Asked, asked: dict[str, Any], tokens: int | None, epochs: float | None
-) -> tuple[Plan, Environment, list[str]]:
-    """The plan, the environment of each member, and sentences for the user."""
+) -> _Ready:
     if not recipe.target:
         raise InputError(f"{recipe.name} was made by a program of its own; put it into a file and train file.py:Recipe")
     if swarm.members is not None and swarm.members < 1:
@@ -114,6 +131,9 @@ def _plan(
         raise InputError("--init-from is not built for a swarm yet: leave it out")
     jax.config.update("jax_platforms", "cpu")  # the devices are for the members
     config = run.config()
+    if config and "swarm" in config and not (run.folder / FOUNDING).exists():
+        _forget(run.folder)
+        config = None
     if config and "swarm" not in config:
         raise InputError(f"{run.folder} is a run of the plain trainer; give another --run, or leave out --members")
     stored = dict(config["swarm"]) if config else {}
@@ -122,11 +142,13 @@ def _plan(
     per_member = machine.share_out(kind, devices, members, swarm.devices_per_member or stored.get("devices_per_member"))
     resolved = resolve(run, recipe, asked, tokens, epochs, kind, per_member)
     check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
-    exchanged, state = machine.exchanged_bytes(recipe)
-    machine.check_memory(members, exchanged, state, kind)
-    made = _swarm(swarm, stored, recipe, members, exchanged)
+    sizes = machine.sizes(recipe)
+    machine.check_memory(members, sizes.exchanged, sizes.state, kind)
+    made = _swarm(swarm, stored, recipe, members, sizes.exchanged)
     code = code_digest(recipe.target)
     changed = _changes(run, swarm, stored, resolved, made, code)
+    evaluate_every = _evaluate_every(asked["eval_every"], recipe, resolved)
+    configured = configuration(recipe, resolved.settings)
     shared = recipe.share(run.folder / "data")
     settings = resolved.settings
     plan = Plan(
@@ -139,18 +161,19 @@ def _plan(
         tokens_per_row=resolved.tokens_per_row,
         data=settings["data"] or "",
         code=code,
-        evaluate_every=_evaluate_every(asked["eval_every"], recipe, resolved),
+        evaluate_every=evaluate_every,
     )
     table = {name: value for name, value in asdict(made).items() if value is not None} | {
         "devices_per_member": per_member,
         "code": code,
     }
     chosen = {"platform": kind, "devices": per_member, "tokens_per_row": resolved.tokens_per_row}
-    run.write_config(configuration(recipe, settings) | {"swarm": table, "chosen": chosen})
-    notes = [f"changed: {each}" for each in changed]
+    run.write_config(configured | {"swarm": table, "chosen": chosen})
     for each in changed:
         run.write_event("note", message=f"accepted: {each}")
-    return plan, machine.environments(kind, devices, per_member), notes
+    environment = machine.environments(kind, devices, per_member)
+    cluster = Cluster(made.run, run.folder / TOKEN, swarm.ray_address, per_member, sizes.largest)
+    return _Ready(plan, environment, cluster, [f"changed: {each}" for each in changed])
 
 
 def _changes(
@@ -182,7 +205,8 @@ def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int
     outer: Any = swarm.outer or stored.get("outer") or usual
     if outer not in OUTERS:
         raise InputError(f"unknown outer rule {outer!r}; {did_you_mean(outer, OUTERS)}")
-    rate = swarm.outer_lr if swarm.outer_lr is not None else stored.get("outer_lr")
+    same = outer == stored.get("outer")
+    rate = swarm.outer_lr if swarm.outer_lr is not None else stored.get("outer_lr") if same else None
     if rate is not None and not 0 < rate < math.inf:
         raise InputError(f"the outer learning rate must be above 0, not {rate}")
     if outer == "average" and rate is not None:
@@ -192,6 +216,7 @@ def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int
         raise InputError(f"unknown quantization {form!r}; {did_you_mean(form, FORMS)}")
     if swarm.overlap not in (None, "auto", "0"):
         raise InputError(f"overlap is auto or 0, not {swarm.overlap}")
+    shards = -(-members // MEMBERS_PER_SHARD)
     overlap = stored.get("overlap", True) if swarm.overlap is None else swarm.overlap == "auto"
     return Swarm(
         run=stored.get("run") or secrets.token_hex(8),
@@ -201,7 +226,7 @@ def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int
         outer_lr=rate,
         quantize=form,
         overlap=overlap,
-        fragments=stored.get("fragments") or max(-(-members // MEMBERS_PER_SHARD), -(-exchanged // FRAGMENT)),
+        fragments=stored.get("fragments") or -(-max(1, exchanged // FRAGMENT) // shards) * shards,
     )
 
 
@@ -217,42 +242,39 @@ def _evaluate_every(asked: Any, recipe: Recipe, resolved: Resolved) -> int | Non
 
 
 def _supervise(
-    run: Run,
-    recipe: Recipe,
-    plan: Plan,
-    environment: Environment,
-    notes: list[str],
-    swarm: Asked,
-    screen: Screen,
-    watch: Callable[[Supervisor], None],
+    run: Run, recipe: Recipe, ready: _Ready, screen: Screen, watch: Callable[[Supervisor], None]
 ) -> SwarmResult:
-    made = plan.swarm
+    plan, made = ready.plan, ready.plan.swarm
     rule = made.outer if made.outer_lr is None else f"{made.outer} at {made.outer_lr}"
     sentences = [
         f"{made.members} members, a push every {made.cycle} steps, outer rule {rule}"
         + (f", {made.quantize} on both links" if made.quantize != "plain" else ""),
-        *notes,
+        *ready.notes,
     ]
     screen.open(recipe.name, str(run.folder), sentences)
+    (run.folder / STATUS).unlink(missing_ok=True)  # of the processes before these
     run.write_event("started", message=f"{made.members} members")
-    devices = swarm.devices_per_member or 1
-    with Cluster(made.run, run.folder / TOKEN, swarm.ray_address, devices) as cluster:
-        screen.note(f"others join with: tpuswarm join {cluster.address} --token-file {run.folder / TOKEN}")
-        supervisor = Supervisor(run, plan, cluster, screen, environment, watch)
-        try:
+    try:
+        with ready.cluster as cluster:
+            if not cluster.found:
+                screen.note(f"others join with: tpuswarm join {cluster.address} --token-file {run.folder / TOKEN}")
+            supervisor = Supervisor(run, plan, cluster, screen, ready.environment, watch)
             ended = supervisor.go()
-        except TpuswarmError as error:
-            run.write_event("failed", message=str(error))
-            raise
-        except BaseException as error:
-            run.write_event("failed", message=f"{type(error).__name__}: {error}")
-            raise
+    except TpuswarmError as error:
+        run.write_event("failed", message=str(error))
+        raise
+    except KeyboardInterrupt:
+        run.write_event("stopped", message="interrupted while its processes started or stopped")
+        raise
+    except BaseException as error:
+        run.write_event("failed", message=f"{type(error).__name__}: {error}")
+        raise
     run.write_event(ended.how, message=ended.message)
     if ended.how == "finished":
         with writing(run.folder / "report.html"):
             write_report(run.folder)
     view = supervisor.view
     rows = [kept.row for kept in supervisor.kept.values() if kept.row]
-    return SwarmResult(
-        run.folder, ended, rows[0] if rows else {}, view.version if view else 0, view.tokens[-1] if view else 0
-    )
+    last = {name: value for name, value in supervisor.evaluation.items() if name.startswith("eval_")}
+    metrics = (rows[0] if rows else {}) | last
+    return SwarmResult(run.folder, ended, metrics, view.version if view else 0, view.tokens[-1] if view else 0)

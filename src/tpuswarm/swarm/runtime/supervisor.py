@@ -9,6 +9,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,12 +33,15 @@ from tpuswarm.train.stop import StopSignals
 LOOK = 0.2
 """Seconds between two rounds of looking at everything."""
 STATUS = 1.0
+NUMBER = re.compile(r"(?<!\w)[\d.,]+")
 CLEAN = 60.0
+LOSSES = 6_000
 BACKOFF, BACKOFF_MAX = 1.0, 60.0
-"""Seconds until a process that died is made again: doubled while it dies young."""
-YOUNG = 30.0
-FAILURES = 4
-"""Deaths in a row of a process that never lived YOUNG seconds, until the run gives up."""
+"""Seconds until a process that died is made again: doubled while it gets nowhere."""
+FAILURES, DEATHS = 4, 12
+"""Ends of a process in a row without a step (of a member) or a commit (of the others), until the run gives up: by an
+error of its own, and without a word.
+"""
 MEMBERS_PER_SHARD = 16
 LAST_LOOK = 10.0
 """Seconds for the last rows of a member that ended."""
@@ -69,7 +73,7 @@ class Kept:
     wake: float = 0.0
     """When it is made again."""
     deaths: int = 0
-    """In a row, young."""
+    """Since it last got anywhere."""
     pid: int | None = None
     seen: Any = None
     """Its newest look."""
@@ -106,7 +110,12 @@ class Supervisor:
         self._ledger = Ledger(self._store)
         self.view: View | None = None
         self.status: SwarmStatus | None = None
-        self.losses: list[float] = []
+        self.losses: deque[float] = deque(maxlen=LOSSES)
+        """Of the newest steps of all members."""
+        self.evaluation: dict[str, Any] = {}
+        """The newest row of one."""
+        self._cleaner = ThreadPoolExecutor(1, "cleaner")
+        self._cleaning: Future[None] | None = None
         self._summary: Summary | None = None
         self._alarms: tuple[str, ...] = ()
         self._recent: list[Record] = []
@@ -174,6 +183,8 @@ class Supervisor:
         now = time.monotonic()
         self._keep_joined()
         for kept in list(self.kept.values()):
+            if kept.left and kept.name == HEAD and kept.process and kept.process.gone and not self._gone():
+                kept.left, kept.process = False, None  # members have not heard yet that the run has ended
             if kept.left:
                 continue
             if kept.process is None:
@@ -222,14 +233,17 @@ class Supervisor:
                 self._event("left", member=kept.name, incarnation=(kept.seen or {}).get("incarnation"), pid=kept.pid)
             elif outcome.how == "wrong":
                 self._event("note", message=outcome.reason)
+            if joined and kept.process:
+                kept.process.kill()  # its machine waits for that
             return
+        if kept.process and outcome.how != "dead":
+            kept.process.kill()  # what it held on the devices, and its name, are for the next one
         seen, kept.process = kept.seen, None
         if outcome.how == "wrong":
             raise InputError(outcome.reason)
         if outcome.how == "over":
             raise RunFailed(f"{kept.name}: {outcome.reason}")
-        young = now - kept.born < YOUNG
-        kept.deaths = kept.deaths + 1 if young else 0
+        kept.deaths += 1
         kept.wake = now + min(BACKOFF * 2 ** max(0, kept.deaths - 1), BACKOFF_MAX)
         if kept.member:
             facts = {"member": kept.name, "incarnation": (seen or {}).get("incarnation"), "pid": kept.pid}
@@ -243,8 +257,12 @@ class Supervisor:
             reason = "it is gone" if outcome.how == "dead" else outcome.reason
             kind = "coordinator" if kept.name == HEAD else "shard"
             self._event(kind, name=kept.name, message=f"{reason}; another one takes its place")
-        if outcome.how == "failed" and kept.deaths >= FAILURES:
-            raise RunFailed(f"{kept.name} failed {kept.deaths} times in a row: {outcome.reason}")
+        if kept.deaths >= (FAILURES if outcome.how == "failed" else DEATHS):
+            sentence = f"{kept.name} ended {kept.deaths} times without getting anywhere, the last: {outcome.reason}"
+            if not joined:
+                raise RunFailed(sentence)
+            kept.left = True
+            self._event("note", message=f"{sentence}; its machine is given up")
 
     def _look(self) -> None:
         for kept in self.kept.values():
@@ -266,6 +284,7 @@ class Supervisor:
         if not rows:
             return
         kept.rows += len(rows)
+        kept.deaths = 0
         for row in rows:
             if "loss" in row:
                 kept.row = row
@@ -274,6 +293,7 @@ class Supervisor:
                 if row["loss"] is not None:
                     self.losses.append(row["loss"])
             else:
+                self.evaluation = row
                 self.screen.note(f"version {row['version']}: held-out loss {row['eval_loss']:.4f}")
         append_rows(self.run.folder / "members" / kept.name / METRICS, rows)
         append_rows(self.run.folder / METRICS, rows)
@@ -296,9 +316,18 @@ class Supervisor:
         now = time.monotonic()
         if now - self._cleaned_at > CLEAN:
             self._cleaned_at = now
-            clean(self._store, self._ledger.records(range(self.view.version + 1)), Staleness().limit)
+            if self._cleaning and self._cleaning.done() and (error := self._cleaning.exception()):
+                self._event("note", message=f"old versions could not be removed: {error}")
+            if self._cleaning is None or self._cleaning.done():
+                self._cleaning = self._cleaner.submit(self._clean, self.view.version)
+
+    def _clean(self, version: int) -> None:
+        clean(self._store, self._ledger.records(range(version + 1)), Staleness().limit)
 
     def _commit(self, record: Record) -> None:
+        for kept in self.kept.values():
+            if not kept.member:
+                kept.deaths = 0
         if record.version > self._told:
             self._told = record.version
             self._event("commit", **commit_event(record))
@@ -314,9 +343,9 @@ class Supervisor:
         alive = [watched(each.id, self.kept[each.id].steps) for each in members if each.state == "alive"]
         cycle = self._summary.median_cycle if self._summary else None
         found = tuple(alarms(self._recent, alive, cycle, clock - self._progress_at, time.time()))
-        known = {re.sub(r"[\d.]+", "", each) for each in self._alarms}
+        known = {NUMBER.sub("", each) for each in self._alarms}
         for each in found:
-            if re.sub(r"[\d.]+", "", each) not in known:  # the same with other numbers is not another alarm
+            if NUMBER.sub("", each) not in known:  # the same with other numbers is not another alarm
                 self._event("alarm", message=each)
         self._alarms = found
         horizon = self.plan.horizon * self.plan.tokens_per_row
@@ -330,7 +359,7 @@ class Supervisor:
         state: Any = "left" if kept.left else "lost" if kept.process is None else "joining"
         if kept.process and seen.get("incarnation") in leased:
             state = "alive"
-        base = seen.get("base")
+        base, speed = seen.get("base"), seen.get("rows_per_s")
         return MemberStatus(
             id=kept.name,
             state=state,
@@ -338,7 +367,7 @@ class Supervisor:
             incarnation=seen.get("incarnation"),
             base=base,
             tokens=seen.get("tokens", 0),
-            tokens_per_s=row.get("tokens_per_s"),
+            tokens_per_s=speed and speed * self.plan.tokens_per_row,
             loss=row.get("loss"),
             grad_norm=row.get("grad_norm"),
             lag=None if base is None or version is None else max(0, version - base),

@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from random import Random
 
 import pytest
-from benchmarks.chaos import SMALL, Swarm
+from benchmarks.chaos import SMALL, Swarm, torment
 
 from tests import processes
 from tpuswarm.swarm.ledger import Ledger
@@ -123,10 +124,6 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_random_kills_for_three_minutes(tmp_path):
-    from random import Random
-
-    from benchmarks.chaos import torment
-
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")
     rnd = Random(seed)

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from benchmarks import quality as benchmark
 
 from tpuswarm import supervised
 from tpuswarm.swarm.core import member as books
@@ -28,12 +27,6 @@ from tpuswarm.train.recipe import Clock, Options
 f32 = np.float32
 SIZE, ROWS = 300, 512  # two quantization blocks
 NESTEROV, AVERAGE = Outer("nesterov"), Outer("average")
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    return import_module("benchmarks.quality")
 
 
 def data(seed: int) -> dict[str, np.ndarray]:
@@ -231,7 +224,7 @@ def test_what_cannot_be_is_said():
             simulate(program, source, Arm(), batch=batch, steps=steps, seed=0)
 
 
-def test_the_large_size_traces(tmp_path, benchmark):
+def test_the_large_size_traces(tmp_path):
     """Nothing of it is computed here: 35 M parameters, 8 members."""
     text = tmp_path / "text"
     text.write_text("a text " * 2000)
@@ -249,7 +242,7 @@ def test_the_large_size_traces(tmp_path, benchmark):
     assert norms.shape == (8,) and jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, swarm.members)
 
 
-def test_differences_below_two_standard_errors_are_no_claim(benchmark):
+def test_differences_below_two_standard_errors_are_no_claim():
     assert benchmark.difference([0.1, 0.12, 0.08], 2.0) == "+0.1000 ± 0.0115 (+5.0%)"
     assert benchmark.difference([0.1, -0.02, 0.03], 2.0) == "+0.0367 ± 0.0348: no claim"
     assert benchmark.difference([0.1, float("nan")], 2.0) == "diverged"

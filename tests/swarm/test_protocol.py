@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.swarm.world import World
@@ -41,6 +41,10 @@ def test_one_member_is_the_plain_order_of_rows():
     limit=st.integers(0, 4),
     downlink=st.booleans(),
 )
+@example(  # a member was pointed to another coordinator while it pushed
+    seed=4, members=4, cycle=1, overlap=True, lost=0.0, twice=0.0, kills=0, payloads=0,
+    race_at=14.339210265661166, limit=1, downlink=True,
+)  # fmt: skip
 def test_any_schedule_of_faults_ends_clean(
     seed, members, cycle, overlap, lost, twice, kills, payloads, race_at, limit, downlink
 ):

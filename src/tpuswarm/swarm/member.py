@@ -278,7 +278,10 @@ class MemberProcesses:
             if puts:
                 yield Sleep(WAIT)
         while True:
-            answer = yield from self._until_answered(Call(self.coordinator, "push", (header,)))
+            try:
+                answer = yield Call(self.coordinator, "push", (header,))
+            except Unreachable:
+                answer = None
             if isinstance(answer, Accepted):
                 self._accepted = header.identity
                 return

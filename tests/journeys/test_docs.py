@@ -36,6 +36,8 @@ def test_document_runs(document: Path, tmp_path: Path):
             path.write_text(block.text)
             if block.file is None or not _used_later(document, block):
                 _run([sys.executable, path.name], tmp_path, f"{document.name}:{block.line}")
+        elif block.language == "toml" and block.file:
+            (tmp_path / block.file).write_text(block.text)
         elif block.language == "sh":
             for line, command in block.commands():
                 where = f"{document.name}:{line}"

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -35,7 +37,22 @@ def member(swarm: Swarm, name: str) -> dict:
     return next((each for each in swarm.status().get("members", []) if each["id"] == name), {"state": "none"})
 
 
-def test_a_swarm_lives_through_everything(swarm, tmp_path):
+def guests(swarm: Swarm) -> list[str]:
+    """Members on machines that joined, in the order of their coming."""
+    return [each["id"] for each in swarm.status()["members"] if each["id"].startswith("j")]
+
+
+def contributors(swarm: Swarm) -> set[str]:
+    return {each["member"] for event in swarm.events("commit") for each in event["contributors"]}
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all that it started, directly or not."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in tree(int(child)))]
+
+
+def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
     swarm.start()
     swarm.wait(lambda: version(swarm) >= 2 and member(swarm, "m1")["state"] == "alive")
 
@@ -70,15 +87,30 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path):
     address, token = swarm.status()["address"], swarm.run / "token"
     _, err = processes.run(["join", address, "--token-file", str(wrong)], tmp_path, code=2)
     assert f"the token in {wrong} is not that of the run" in err and "Traceback" not in err
-    joined = processes.start(["join", address, "--token-file", str(token)], tmp_path)
+    disk, joined = tmp_path / "disk", []
     try:
-        swarm.wait(lambda: [e for e in swarm.status()["members"] if e["id"].startswith("j") and e["base"]])
-        name = next(each["id"] for each in swarm.status()["members"] if each["id"].startswith("j"))
-        swarm.wait(lambda: [e for e in swarm.events("commit") if name in {c["member"] for c in e["contributors"]}])
+        for cache in (str(disk), os.environ["TPUSWARM_CACHE"]):
+            with monkeypatch.context() as patch:
+                patch.setenv("TPUSWARM_CACHE", cache)
+                joined.append(processes.start(["join", address, "--token-file", str(token)], tmp_path))
+            swarm.wait(lambda: len(guests(swarm)) == len(joined))
+        vanished, leaves = guests(swarm)
+        swarm.wait(lambda: {vanished, leaves} <= contributors(swarm))
+        # One machine is preempted without a word: all that ran there is gone at once, and its disk.
+        assert list(disk.iterdir())
+        for pid in tree(joined[0].pid):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(disk)
+        swarm.wait(lambda: vanished in {event["member"] for event in swarm.events("lost")})
+        before = version(swarm)
+        swarm.wait(lambda: version(swarm) > before + 1)
     finally:
-        joined.send_signal(signal.SIGINT)
-        processes.finish(joined)
-    swarm.wait(lambda: member(swarm, name)["state"] == "left")
+        for each in joined:
+            each.send_signal(signal.SIGINT)
+    processes.finish(joined[1])
+    swarm.wait(lambda: member(swarm, leaves)["state"] == "left")
+    swarm.wait(lambda: member(swarm, vanished)["state"] == "lost")
+    assert sum(event["member"] == vanished for event in swarm.events("lost")) == 1
 
     # All processes die at once: the supervisor takes Ray with it.
     pids = swarm.pids()
@@ -106,10 +138,15 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path):
     assert verify(Store(swarm.run), lambda text: None).problems == []
     assert any("steps is 10000000 there" in event["message"] for event in swarm.events("note"))
     rows = [json.loads(line) for line in (swarm.run / "metrics.jsonl").read_text().splitlines()]
-    assert {row["member"] for row in rows} >= {"m0", "m1", name} and any("eval_loss" in row for row in rows)
+    assert {row["member"] for row in rows} >= {"m0", "m1", vanished, leaves} and any("eval_loss" in row for row in rows)
     own = [json.loads(line) for line in (swarm.run / "members" / "m0" / "metrics.jsonl").read_text().splitlines()]
     steps_made = [row["step"] for row in own if "loss" in row]
     assert steps_made == sorted(steps_made)
+    lives = len(swarm.events("started"))
+    out, err = processes.run(["train", *shorter, "--json"], tmp_path)
+    again, ends = json.loads(out), ("ended", "message", "version", "tokens")
+    assert [again[name] for name in ends] == [result[name] for name in ends] and "eval_loss" in again["metrics"]
+    assert "is finished: nothing is left to do" in err and len(swarm.events("started")) == lives
     out, _ = processes.run(["evaluate", str(swarm.run)], tmp_path)
     assert f"at step {steps}" in out
 
@@ -143,6 +180,5 @@ def test_random_kills_for_three_minutes(tmp_path):
         [sys.executable, "-m", "tpuswarm", "ledger", "verify", str(swarm.run)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    counted = {name for event in swarm.events("commit") for name in (c["member"] for c in event["contributors"])}
-    assert counted >= {"m0", "m1", "m2", "m3"}
+    assert contributors(swarm) >= {"m0", "m1", "m2", "m3"}
     print(f"{len(kills)} kills, {report.newest} versions, {report.applied:,} of {report.processed:,} tokens applied")

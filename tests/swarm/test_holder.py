@@ -386,3 +386,11 @@ def test_the_newest_whole_inner_state_is_found_and_older_ones_go(store):
     assert states.get(saved, 0) is None and states.get(saved, 1) is not None
     states.drop("m0")
     assert states.find("m0") is None and states.get(saved, 1) is None and not store.names("inner/")
+
+
+def test_inner_states_of_members_that_are_gone_go(store):
+    states = InnerStates(store)
+    for member in ("m0", "j0-abc"):
+        states.put(Identity(Incarnation(member, "a" * 32), 1), 0, 0, np.zeros(3, np.uint8))
+    states.keep({"m0", "m1"})
+    assert [name.split("/")[1] for name in store.names("inner/")] == ["m0"]

@@ -172,6 +172,7 @@ def simulate(monkeypatch, capsys, tmp_path):
 def test_the_command_says_how_it_went(simulate):
     code, out, err = simulate(FILE)
     assert code == 0 and "goodput" in out and "slow" in out and "90% simulated" in err
+    assert "members  tokens/s  trains  stall  gone" in out and "…" not in out
     code, out, _ = simulate(FILE, "--json")
     found = json.loads(out)
     assert code == 0 and found["finished"] and found["tokens"]["applied"] >= 30_000

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import tomli_w
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.status import FILE, MemberStatus, compose, look, read_status, write_status
 from tpuswarm.train.run import METRICS, Run, append_event
@@ -35,6 +35,12 @@ def test_what_is_written_is_read(tmp_path):
     for status in (composed(), composed(summary=None, members=())):
         write_status(tmp_path, status)
         assert read_status(tmp_path) == status
+
+
+def test_a_full_disk_is_named(tmp_path):
+    (tmp_path / f"{FILE}.part").symlink_to("/dev/full")
+    with pytest.raises(RunFailed, match=r"status.json could not be written: the disk is full; .*: make room and"):
+        write_status(tmp_path, composed())
 
 
 @pytest.mark.parametrize(

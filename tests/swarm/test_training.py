@@ -1,5 +1,6 @@
 """Real programs in a swarm: one member is the plain trainer bit for bit, anchors are the ledger's (invariants 1, 7)."""
 
+import shutil
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tpuswarm.swarm.core.member import Member
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.rounds import Patience
+from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.effects import Call, Unreachable
 from tpuswarm.swarm.engines.inproc import Inproc
@@ -278,6 +280,31 @@ def test_a_life_without_a_usable_inner_state_begins_with_small_steps(tmp_path):
     swarm.restart(0)
     assert swarm.engine.run(lambda: swarm.processes[-1].books.processed > 0, 1000)
     assert swarm.holders[-1]._ramp_left and adam_steps(swarm.holders[-1]) == 1
+
+
+def test_a_machine_lost_with_its_disk_loses_nothing_committed(tmp_path):
+    """Coordinator, a shard and a member were on it; others begin from the run's storage alone (invariant 14)."""
+    folder = tmp_path / "swarm"
+    swarm = Swarm(folder, toy.recipe(), members=2, steps=60, fragments=2, shards=2, inner_save=0.0)
+    assert swarm.engine.run(lambda: len(swarm.store.names("commits/")) > 5 and (folder / "inner" / "m0").exists(), 1000)
+    committed = {name: swarm.store.read(name) for name in swarm.store.names("commits/")}
+    accepted = {header.identity for header in swarm.ledger.headers()}
+    for node in ("coordinator", "shard-0", "m0"):
+        swarm.engine.kill(node)
+    shutil.rmtree(folder / "inner" / "m0")
+    store = Store(str(folder))
+    swarm.ledger, swarm.objects = Ledger(store), Objects(store)
+    swarm.engine.serve("shard-0", Aggregator(swarm.ledger, swarm.objects, swarm.layout.sizes, 0, 2))
+    swarm.coordinator = Coordinator(swarm.terms, swarm.ledger, swarm.shards, swarm.clock, swarm.clock, founded=False)
+    swarm.engine.spawn("coordinator", swarm.coordinator.open(), swarm._opened)
+    swarm.restart(0)
+    swarm.run()
+    view = swarm.ledger.view()
+    assert {name: store.read(name) for name in committed} == committed and view.newest.epoch == 2
+    assert {identity for identity in accepted if view.verdicts[identity][0].fate != "applied"} == set()
+    assert view.counted == Rows.of((0, 60 * BATCH)) and not view.skipped
+    assert {identity.incarnation.member for identity in view.verdicts} == {"m0", "m1"}
+    assert not verify(store, lambda sentence: None).problems
 
 
 def test_numbers_that_are_not_finite_are_no_inner_state(tmp_path):

@@ -15,6 +15,7 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.fit import Request, check_batch, choices, fit, forms
 from tpuswarm.train.mesh import bytes_per_device
 from tpuswarm.train.recipe import Clock
+from tpuswarm.train.supervised import SupervisedProgram
 
 
 def gpt2(**options):
@@ -84,6 +85,18 @@ def test_what_is_asked_is_not_changed(devices):
     tried = list(choices(Request(batch=64, shard="replicate", accumulate=2), ["remat"], "cpu", devices, 2**40, 2**30))
     assert {(choice.shard, choice.accumulate) for choice in tried} == {("replicate", 2)}
     assert [choice.remat for choice in tried] == [False, True]
+
+
+def test_a_metric_of_many_numbers_is_refused_before_the_first_step(devices, monkeypatch):
+    step = SupervisedProgram.step
+
+    def wide(self, state, batch, clock):
+        state, metrics = step(self, state, batch, clock)
+        return state, {**metrics, "each": jnp.zeros(3)}
+
+    monkeypatch.setattr(SupervisedProgram, "step", wide)
+    with pytest.raises(InputError, match=r"metric each of toy has shape \(3,\), it must be a scalar: give its mean"):
+        fit(toy.recipe(), Request(batch=8), devices[:1])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tpuswarm.cli.runs import make_console
 from tpuswarm.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ def simulate(
     if as_json:
         print(json.dumps(asdict(found)))
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
+        console = make_console()
         for table in (_facts(found), _groups(found)):
             console.print(table)
             console.print()

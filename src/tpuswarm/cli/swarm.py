@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuswarm.errors import InputError
+
 if TYPE_CHECKING:
     from tpuswarm.swarm.runtime.start import SwarmResult
     from tpuswarm.train.recipe import Recipe
@@ -47,8 +49,21 @@ def print_result(result: "SwarmResult", as_json: bool) -> None:
 def join(
     address: Annotated[str, typer.Argument(help="HOST:PORT, as `train --members` says it.")],
     token_file: Annotated[Path, typer.Option("--token-file", help="A copy of the file `token` in the run's folder.")],
+    hosts: Annotated[
+        int | None, typer.Option(help="Machines that are one member together, as those of a slice; all of them join.")
+    ] = None,
+    host: Annotated[int | None, typer.Option(help="Which of these this one is, from 0.")] = None,
+    hosts_at: Annotated[str | None, typer.Option(help="HOST:PORT where host 0 listens for the other hosts.")] = None,
 ) -> None:
     """Make this machine a member of a running swarm, until Ctrl-C or the end of the run."""
-    from tpuswarm.swarm.engines.node import join as join_cluster
+    from tpuswarm.swarm.runtime.group import Group
+    from tpuswarm.swarm.runtime.join import join as join_swarm
 
-    join_cluster(address, token_file, lambda text: typer.echo(text, err=True))
+    options = {"--hosts": hosts, "--host": host, "--hosts-at": hosts_at}
+    missing = [name for name, value in options.items() if value is None]
+    group = None
+    if hosts is not None and host is not None and hosts_at is not None:
+        group = Group(hosts_at, hosts, host, str(token_file.resolve()))
+    elif len(missing) < len(options):
+        raise InputError(f"a member of several hosts needs {', '.join(options)}: give {' and '.join(missing)} as well")
+    join_swarm(address, group, token_file, lambda text: typer.echo(text, err=True))

@@ -17,7 +17,7 @@ from tpuswarm.swarm.exchanged import Coded, Exchanged, Flat, norm
 from tpuswarm.swarm.leaves import InnerLeaves
 from tpuswarm.swarm.member import Payload
 from tpuswarm.swarm.prefetch import Prefetch
-from tpuswarm.train.evaluate import FiniteSource, evaluate
+from tpuswarm.train.evaluate import EVAL_BATCHES, FiniteSource, evaluate
 from tpuswarm.train.feed import read_rows
 from tpuswarm.train.fit import Fitted
 from tpuswarm.train.paths import leaf_paths
@@ -25,8 +25,6 @@ from tpuswarm.train.recipe import Batch, Clock, Metrics, Source, State
 
 RAMP = 100
 """Steps in which the updates of a state without its inner state grow to their full size."""
-EVAL_BATCHES = 200
-"""An evaluation takes at most this many batches of the held-out rows."""
 
 
 def layout_of(fitted: Fitted, fragments: int) -> Layout:
@@ -148,11 +146,6 @@ class ProgramHolder:
         if adopt.how == "snapshot":
             self._feedback = self._next_feedback
         self._anchor, self._reference, self._next_feedback = version, [], []
-
-    @property
-    def can_evaluate(self) -> bool:
-        """Whether there is held-out data here."""
-        return self._validation is not None
 
     def evaluate(self, batch: int, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
         """Held-out metrics of the version adopted last, as it was published, and of how many rows."""

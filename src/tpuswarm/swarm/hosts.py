@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tpuswarm.swarm import tensors
-from tpuswarm.swarm.arrays import to_host
+from tpuswarm.swarm.arrays import to_host, wait
 from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.member import Adopt
 from tpuswarm.swarm.core.rows import Rows
@@ -157,6 +157,7 @@ def follow(hosts: Hosts, begin: Begin, make_holder: MakeHolder) -> None:
     follower = _Follower(begin, make_holder)
     while message := hosts.receive():
         follower.take(message)
+    follower.rest()
 
 
 class _Follower:
@@ -166,7 +167,13 @@ class _Follower:
         self._arrays: list[np.ndarray] = []
         self._holder: ProgramHolder | None = None
         self._snapshot: Flat = []
+        self._squares: list[jax.Array] = []
+        """Of the newest contribution, to know when it is computed."""
         self._placed = _Placed(0, [])
+
+    def rest(self) -> None:
+        """Wait for all that was dispatched: host 0 stays until then, and a sum without it would never end."""
+        wait((self._holder and self._holder.state, self._squares))
 
     def take(self, message: Message) -> None:
         """Arrays, or a call."""
@@ -197,7 +204,7 @@ class _Follower:
 
     def code(self) -> None:
         assert self._holder is not None
-        self._holder.code(self._snapshot)
+        self._squares = self._holder.code(self._snapshot).squares
 
     def place(self, number: int) -> None:
         assert self._holder is not None

@@ -4,6 +4,7 @@ Losing one costs a ramp of some steps, so nothing here is an error: what cannot 
 """
 
 import hashlib
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.objects import checked_member
 from tpuswarm.swarm.store import Store
+
+INNER_SAVE = 600.0
+"""Seconds between two saves of a member's inner state, at least."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,12 @@ class InnerStates:
         """Forget all of a member's."""
         for name in self._names(member):
             self._store.delete(name)
+
+    def keep(self, members: Collection[str]) -> None:
+        """Forget those of all other members: a machine that joins again is another member."""
+        for name in self._store.names("inner/"):
+            if name.split("/")[1] not in members:
+                self._store.delete(name)
 
     def _names(self, member: str) -> list[str]:
         return self._store.names(f"inner/{checked_member(member)}/")

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.train.files import write_atomically
-from tpuswarm.train.run import METRICS, read_config, read_life
+from tpuswarm.train.run import METRICS, read_config, read_life, writing
 
 FILE = "status.json"
 
@@ -97,8 +97,9 @@ def compose(
 
 
 def write_status(folder: Path, status: SwarmStatus) -> None:
-    """Write status.json, whole or not at all."""
-    write_atomically(folder / FILE, _STATUS.dump_json(status).decode())
+    """Write status.json, whole or not at all; RunFailed where it cannot be."""
+    with writing(folder / FILE):
+        write_atomically(folder / FILE, _STATUS.dump_json(status).decode())
 
 
 def read_status(folder: Path) -> SwarmStatus | None:

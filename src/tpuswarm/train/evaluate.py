@@ -11,6 +11,9 @@ from tpuswarm.train.fit import Placed
 from tpuswarm.train.mesh import batch_sharding
 from tpuswarm.train.recipe import State
 
+EVAL_BATCHES = 200
+"""An evaluation during training takes at most this many batches of the held-out rows."""
+
 
 class FiniteSource(Protocol):
     """A source that says how many rows an epoch has."""

@@ -131,7 +131,8 @@ def fit(recipe: Recipe, request: Request, devices: Sequence[Any], memory_bytes: 
     """Compile one step of `recipe` for `devices`, in the first way of running it that their memory holds.
 
     memory_bytes: what one device has, where neither the device nor its compiler says. Raises InputError for a batch
-    that the devices do not divide, an unknown choice, an option the recipe does not honour, and where nothing fits.
+    that the devices do not divide, an unknown choice, an option the recipe does not honour, a metric that is no scalar,
+    and where nothing fits.
     """
     if request.shard not in SHARDS:
         raise InputError(f"unknown shard {request.shard!r}; {did_you_mean(request.shard, SHARDS)}")
@@ -298,9 +299,15 @@ def _compile(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh:
         out_shardings=(shardings, everywhere),
         donate_argnums=0,
     )
-    lowered = step.trace(state, rows, _with_sharding(clock, everywhere)).lower()
+    traced = step.trace(state, rows, _with_sharding(clock, everywhere))
+    _, metrics = traced.out_info
+    for name, value in metrics.items():
+        if value.shape:
+            raise InputError(
+                f"metric {name} of {recipe.name} has shape {value.shape}, it must be a scalar: give its mean"
+            )
     try:
-        compiled = lowered.compile()
+        compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             return None

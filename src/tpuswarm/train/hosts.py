@@ -37,6 +37,10 @@ FAREWELL = 10
 """Seconds that a host which ends waits for the others to end."""
 
 
+class Absent(InputError):
+    """Hosts that did not come in time."""
+
+
 class Hosts:
     """The hosts of one program, as one of them sees them; a context manager that ends them together.
 
@@ -67,6 +71,10 @@ class Hosts:
     def receive(self) -> Message | None:
         """The next message from host 0; None once that said farewell. Not for host 0."""
         return self._lines[0].receive()
+
+    def answers(self) -> list[Message]:
+        """At host 0, the next message of each other host, all of which have to send one."""
+        return [message for line in self._lines.values() if (message := line.receive())]
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Raise InputError on all hosts, which part then, unless all give the same facts; all of them have to ask.
@@ -138,16 +146,12 @@ def initialize(address: str, count: int, index: int, secret: bytes, seconds: flo
     From then on a host that dies or is silent ends the others within 30 seconds, each with one sentence on stderr:
     they may be inside a collective that never returns, so that nothing but their process can be ended.
     """
-    name, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        raise InputError(f"{address!r} is no address of host 0: give HOST:PORT")
-    if not 0 <= index < count:
-        raise InputError(f"there is no host {index} of {count}: they are counted from 0")
+    name, port = host_0(address, count, index)
     platform.prepare()
     if count == 1:
         return Hosts(0, 1, {})
     end = time.monotonic() + seconds
-    lines = _dial(name, int(port), index, secret, end) if index else _gather(name, int(port), count, secret, end)
+    lines = _dial(name, port, index, secret, end) if index else _gather(name, port, count, secret, end)
     hosts = Hosts(index, count, lines)
     versions = {package: version(package) for package in ("jax", "jaxlib", "numpy")}
     hosts.agree({"number of hosts": str(count), **versions, "tpuswarm": _code()})
@@ -160,13 +164,28 @@ def initialize(address: str, count: int, index: int, secret: bytes, seconds: flo
     return hosts
 
 
+def host_0(address: str, count: int, index: int) -> tuple[str, int]:
+    """Its name and port; InputError for what is no address, and for a host that is not of `count`."""
+    name, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise InputError(f"{address!r} is no address of host 0: give HOST:PORT")
+    if not 0 <= index < count:
+        raise InputError(f"there is no host {index} of {count}: they are counted from 0")
+    return name, int(port)
+
+
+def listen(name: str, port: int) -> socket.socket:
+    """Where host 0 awaits the others; InputError where this machine cannot listen."""
+    try:
+        return socket.create_server((name, port))
+    except OSError as error:
+        raise InputError(f"host 0 cannot listen at {name}:{port}: {error.strerror or error}; give another") from error
+
+
 def _gather(name: str, port: int, count: int, secret: bytes, end: float) -> dict[int, Line]:
     """At host 0: the lines of all others."""
     seconds = end - time.monotonic()
-    try:
-        listener = socket.create_server((name, port))
-    except OSError as error:
-        raise InputError(f"host 0 cannot listen at {name}:{port}: {error.strerror or error}; give another") from error
+    listener = listen(name, port)
     lines: dict[int, Line] = {}
     strangers = 0
     with listener:
@@ -182,7 +201,7 @@ def _gather(name: str, port: int, count: int, secret: bytes, end: float) -> dict
                     f"{seconds:.0f} s{more}; start all {count} with the same address and secret"
                 )
                 Hosts(0, count, lines).close(refused)
-                raise InputError(refused) from None
+                raise Absent(refused) from None
             try:
                 index = authenticate(connection, secret, 0)
             except (OSError, WrongSecret):
@@ -209,7 +228,7 @@ def _dial(name: str, port: int, index: int, secret: bytes, end: float) -> dict[i
             raise InputError(f"host 0 at {name}:{port} has another secret; give all hosts the same") from None
         except OSError as error:
             if time.monotonic() > end:
-                raise InputError(
+                raise Absent(
                     f"host 0 did not answer at {name}:{port} within {seconds:.0f} s ({error.strerror or error}); "
                     "start it, or give this host its address"
                 ) from error

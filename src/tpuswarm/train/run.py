@@ -117,12 +117,13 @@ def append_event(folder: Path, event: str, **facts: Any) -> None:
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append objects to a JSON lines file, whose last line may be torn."""
     lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path), path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            lines = lines if file.read(1) == b"\n" else b"\n" + lines  # a killed process may leave a torn line
-        file.write(lines)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                lines = lines if file.read(1) == b"\n" else b"\n" + lines  # a killed process may leave a torn line
+            file.write(lines)
 
 
 class Life(NamedTuple):
@@ -284,6 +285,6 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise RunFailed(
-            f"{path} could not be written: {reason}; the last checkpoint stands: "
+            f"{path} could not be written: {reason}; what was saved or committed stands: "
             "make room and start the same command again"
         ) from error

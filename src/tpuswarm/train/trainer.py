@@ -18,7 +18,7 @@ from tpuswarm.train.board import Board
 from tpuswarm.train.checkpoint import Checkpoints
 from tpuswarm.train.describe import memory_sentence, parameter_rows
 from tpuswarm.train.display import Display, Opening, auto_display
-from tpuswarm.train.evaluate import evaluate
+from tpuswarm.train.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.feed import Feed
 from tpuswarm.train.mesh import batch_sharding
 from tpuswarm.train.paths import leaf_paths
@@ -28,9 +28,6 @@ from tpuswarm.train.run import METRICS, read_rows, writing
 from tpuswarm.train.session import Session, prepare
 from tpuswarm.train.settings import FIXED, FREE
 from tpuswarm.train.stop import StopSignals, decide_stop
-
-EVAL_BATCHES = 200
-"""An evaluation during training takes at most this many batches of the held-out rows."""
 
 
 class Step(NamedTuple):

@@ -171,7 +171,7 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
         cycle=cycle,
         version=view.version,
         tokens=view.newest.tokens,
-        state=view.newest.state,
+        state=view.newest.state if view.version > said.base else (),
         verdict=verdict and verdict[0],
         unknown=not known,
         ended=state.ended,

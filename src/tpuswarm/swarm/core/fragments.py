@@ -10,6 +10,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+MEMBERS_PER_SHARD = 16
+"""Whose contributions one aggregator takes in."""
+FRAGMENT = 2**26
+"""Bytes of a fragment, about: what is sent, stored and fetched at a time."""
+
+
+def shards_for(members: int) -> int:
+    """How many aggregators so many members want."""
+    return -(-members // MEMBERS_PER_SHARD)
+
+
+def fragments_for(size: int, members: int) -> int:
+    """In how many fragments a state of so many bytes is divided: the same number for each aggregator."""
+    shards = shards_for(members)
+    return -(-max(1, size // FRAGMENT) // shards) * shards
+
 
 class Leaf(NamedTuple):
     """One float32 array of the exchanged state."""

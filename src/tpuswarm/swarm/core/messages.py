@@ -62,7 +62,7 @@ class Granted:
     tokens: int
     """Counted at that version."""
     state: tuple[str, ...]
-    """Digest of each fragment of that version."""
+    """Digest of each fragment of that version; none where the member has adopted it."""
     verdict: Decision | None
     """On the contribution that the member said is undecided."""
     unknown: bool

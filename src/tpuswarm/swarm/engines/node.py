@@ -3,47 +3,29 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.engines.ray import MEMBER, STORE_BYTES, use_token
 from tpuswarm.train.stop import StopSignals
 
-ANSWER = 5.0
-"""Seconds for the address to answer."""
 GOODBYE = 30.0
 """Seconds that the member here has to hand in its work."""
 
 
-def join(address: str, token: Path, say: Callable[[str], None]) -> None:
+def be_node(address: str, token: Path, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Be a node until Ctrl-C or SIGTERM, or until the swarm's cluster ends.
 
-    Raises InputError for an address where nothing answers and for a wrong token.
+    environment: of the member here, besides this process's own. Raises InputError for a wrong token.
     """
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        raise InputError(f"{address!r} is no address: give HOST:PORT, as `tpuswarm train --members` says it")
-    try:
-        secret = token.read_text().strip()
-    except OSError as error:
-        raise InputError(
-            f"{token} cannot be read ({error.strerror}): copy the file `token` of the run to it"
-        ) from error
-    if not secret:
-        raise InputError(f"{token} is empty: copy the file `token` of the run to it")
-    try:
-        socket.create_connection((host, int(port)), timeout=ANSWER).close()
-    except OSError as error:
-        raise InputError(f"nothing answers at {address} ({error.strerror or error}): is the run alive?") from error
     use_token(token)
     with tempfile.TemporaryFile("w+") as output, StopSignals() as stop:
-        node = _start(address, output.fileno())
+        node = _start(address, environment, output.fileno())
         try:
             say(f"joining {address}; Ctrl-C leaves")
             while node.poll() is None and stop.asked is None:
@@ -59,14 +41,15 @@ def join(address: str, token: Path, say: Callable[[str], None]) -> None:
             _end(node)
 
 
-def _start(address: str, output: int) -> "subprocess.Popen[bytes]":
+def _start(address: str, environment: Mapping[str, str], output: int) -> "subprocess.Popen[bytes]":
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--address", address, "--block", "--num-cpus", "0",
         "--object-store-memory", str(STORE_BYTES), "--resources", json.dumps({MEMBER: 1}),
     ]  # fmt: skip
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
 
 
 def _explain(output: str, address: str, token: Path) -> None:

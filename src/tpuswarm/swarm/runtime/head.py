@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from tpuswarm.swarm.coordinator import Coordinator
+from tpuswarm.swarm.core.coordinator import disagreement
 from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Refused, Terms
 from tpuswarm.swarm.core.summary import Summary, summary
-from tpuswarm.swarm.core.values import Header, Incarnation, Record
+from tpuswarm.swarm.core.values import Digests, Header, Incarnation, Record
 from tpuswarm.swarm.effects import Do, Over, Process, Sleep
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.runtime.plan import Founding, Plan
@@ -92,9 +93,11 @@ class Head:
             return Found()
         return Wait()
 
-    def found(self, founding: Founding, state: tuple[str, ...], outer: tuple[str, ...]) -> Process:
-        """Create the first record, once: whoever comes second finds it there."""
+    def found(self, founding: Founding, state: tuple[str, ...], outer: tuple[str, ...], digests: Digests) -> Process:
+        """Create the first record, once: whoever comes second finds it there. Refused to a founder of another run."""
         terms = self._plan.terms(founding)
+        if digests != terms.digests:
+            return Refused(disagreement(digests, terms.digests))
         record = Record(
             run=terms.run, version=0, epoch=1, parent="", state=state, outer=outer, decisions=(),
             rule=terms.outer.rule, rate=0.0, momentum=terms.outer.momentum, share=0.0, gathered=0.0, tokens=0,

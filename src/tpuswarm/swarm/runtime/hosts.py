@@ -59,9 +59,11 @@ def member(
     plan: Plan, name: str, shards: tuple[str, ...], data: str | None, steps: int, evaluates: bool, calls: Calls
 ) -> Any:
     """A member's process."""
-    from tpuswarm.swarm.runtime.member import MemberHost, Place  # it imports JAX, which the others do without
+    from tpuswarm.swarm.runtime.group import Group  # these import JAX, which the others do without
+    from tpuswarm.swarm.runtime.member import MemberHost, Place
 
-    return MemberHost(Place(name, plan, shards, Path(data) if data else None, steps, evaluates, calls, _say))
+    files = Path(data) if data else None
+    return MemberHost(Place(name, plan, shards, files, Group.here(), steps, evaluates, calls, _say))
 
 
 def _say(text: str) -> None:

@@ -3,11 +3,11 @@
 import math
 import queue
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,30 @@ import numpy as np
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.coordinator import disagreement
-from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.member import Adopt, Member
-from tpuswarm.swarm.core.values import Digests, Incarnation
+from tpuswarm.swarm.core.messages import Refused
+from tpuswarm.swarm.core.values import Incarnation
 from tpuswarm.swarm.effects import Call, Over, Unreachable
 from tpuswarm.swarm.engines.threads import Node
-from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
-from tpuswarm.swarm.member import MemberProcesses
+from tpuswarm.swarm.hosts import Lead
+from tpuswarm.swarm.inner import INNER_SAVE
+from tpuswarm.swarm.member import Holder, MemberProcesses
+from tpuswarm.swarm.runtime import files, follower
+from tpuswarm.swarm.runtime.group import Group
 from tpuswarm.swarm.runtime.head import Found, Joining
-from tpuswarm.swarm.runtime.plan import HEAD, Founding, Plan, code_digest, fill
+from tpuswarm.swarm.runtime.plan import HEAD, Founding, Plan
+from tpuswarm.swarm.runtime.program import Ready, make_ready
 from tpuswarm.train import platform
-from tpuswarm.train.fit import Fitted, fit
-from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.hosts import Hosts
 from tpuswarm.train.recipe import Metrics
-from tpuswarm.train.run import writing
-from tpuswarm.train.session import chosen, held_out, request
-from tpuswarm.train.user_code import blame, build_recipe
+from tpuswarm.train.session import chosen
 
 AGAIN = 0.5
 """Seconds between two tries of a call that nobody answers."""
-FILE_PART = 2**23
-"""Bytes of a data file fetched at a time."""
-INNER_SAVE = 600.0
-"""Seconds between two saves of a member's inner state, at least."""
+HOSTS = 7 * 86_400.0
+"""Seconds that host 0 of a member of several hosts waits for the others: a machine may take long to come back."""
+LOOK = 2.0
+"""Seconds between two looks, meanwhile, at whether the run has ended."""
 LIVES = 5
 """Incarnations that one process tries without a single accepted step before it gives up."""
 
@@ -52,6 +53,8 @@ class Place:
     shards: tuple[str, ...]
     data: Path | None
     """The run's data files; None where they have to be fetched."""
+    group: Group | None
+    """The hosts of this member, of which this is host 0; None for one host."""
     steps: int
     """That this member made before."""
     evaluates: bool
@@ -66,6 +69,8 @@ class MemberHost:
     place: Place
     _rows: "Rows" = field(init=False)
     _member: MemberProcesses | None = None
+    _last: Member | None = None
+    """The books of the incarnation before."""
     _leaving: bool = False
 
     def __post_init__(self) -> None:
@@ -87,7 +92,7 @@ class MemberHost:
     def look(self, since: int) -> dict[str, Any]:
         """How it stands, with its rows of metrics from number `since` on; those before are forgotten."""
         member = self._member
-        books = member.books if member else None
+        books = member.books if member else self._last
         rows = self._rows.since(since)
         return {
             "incarnation": books.incarnation.name if books else None,
@@ -101,51 +106,74 @@ class MemberHost:
     def run(self) -> str:
         """Until the run ends (`ended`) or this member was asked to leave (`left`); raises RunFailed and InputError."""
         place, plan = self.place, self.place.plan
-        data = self._fetch_files()
-        recipe = build_recipe(plan.target, plan.options | fill(plan.shared, data))
-        with blame(f"the data of {recipe.name} failed"):
-            source = recipe.data("train")
-        place.say(f"{recipe.name}: compiling")
         platform.prepare(bool(plan.settings["deterministic"]))
-        fitted = fit(recipe, request(plan.settings), platform.local_devices())
-        layout = layout_of(fitted, plan.swarm.fragments)
-        digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
-        init_key, step_key = jax.random.split(jax.random.key(plan.settings["seed"]))
-        place.say(f"compiled: {fitted.choice.why}")
-        validation = held_out(recipe, required=False) if place.evaluates else None
+        data = self._fetch_files()
+        hosts = self._gather()
+        if hosts is None:
+            return "left" if self._leaving else "ended"
+        with hosts:
+            follower.tell(hosts, plan, data, place.evaluates)
+            devices = jax.devices() if place.group else platform.local_devices()
+            ready = make_ready(plan, data, devices, place.evaluates, self._rows.took, place.say)
+            hosts.agree(ready.facts())
+            return self._lives(ready, Lead(hosts, ready.begin, ready.holder) if hosts.count > 1 else ready)
 
-        def make_holder(fragments: list[np.ndarray]) -> ProgramHolder:
-            state = fitted.init(init_key, placed(fitted, layout, fragments))
-            form, took = plan.swarm.quantize, self._rows.took
-            return ProgramHolder(fitted, source, layout, form, step_key, state, fragments, took, validation)
+    def _gather(self) -> Hosts | None:
+        """All hosts of this member; None where it was told to leave, or the run has ended, before they came."""
+        group = self.place.group
+        if group is None:
+            return Hosts(0, 1, {})
+        gathered: Future[Hosts] = Future()
 
+        def gather() -> None:
+            try:
+                gathered.set_result(group.gather(HOSTS))
+            except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+                gathered.set_exception(error)
+
+        self.place.say(f"waiting for {group.count - 1} other hosts at {group.at}")
+        threading.Thread(target=gather, name="hosts", daemon=True).start()
+        while not self._leaving and not self._over():
+            if wait([gathered], LOOK).done:
+                return gathered.result()
+        return None
+
+    def _over(self) -> bool:
+        """Whether everything is trained that the run asked for."""
+        try:
+            answer = self.place.calls(Call(HEAD, "hello", (self.place.name,)))
+        except Unreachable:
+            return False
+        return isinstance(answer, Joining) and answer.tokens >= answer.terms.horizon * answer.terms.tokens_per_row
+
+    def _lives(self, ready: Ready, programs: Ready | Lead) -> str:
+        """One incarnation after the other."""
+        place = self.place
         fruitless = 0
         while not self._leaving:
-            joining = self._hello(fitted, layout, init_key)
+            joining = self._hello(ready, programs)
             if joining is None:
                 break
-            if digests != joining.terms.digests:
-                raise InputError(f"{place.name} cannot join: {disagreement(digests, joining.terms.digests)}")
-            reason = self._live(joining, digests, make_holder)
+            if ready.digests != joining.terms.digests:
+                raise InputError(f"{place.name} cannot join: {disagreement(ready.digests, joining.terms.digests)}")
+            reason = self._live(joining, ready, programs)
             if reason is None:
                 return "ended"
             place.say(f"its incarnation is over: {reason}")
-            member, self._member = self._member, None  # and with it what it held on the devices
-            fruitless = 0 if member and member.books.sequence else fruitless + 1
+            assert self._member is not None
+            self._last, self._member = self._member.books, None  # and with it what it held on the devices
+            fruitless = 0 if self._last.sequence else fruitless + 1
             if fruitless >= LIVES:
                 raise RunFailed(f"{place.name} gave up after {LIVES} lives without a contribution, the last: {reason}")
         return "left"
 
-    def _live(
-        self, joining: Joining, digests: Digests, make_holder: Callable[[list[np.ndarray]], ProgramHolder]
-    ) -> str | None:
+    def _live(self, joining: Joining, ready: Ready, programs: Ready | Lead) -> str | None:
         """One incarnation; why it is over, None at the end of the run."""
         place, swarm = self.place, self.place.plan.swarm
         incarnation = Incarnation(place.name, secrets.token_hex(16))
-        terms = replace(joining.terms, digests=digests)
-        books = Member(terms, swarm.quantize, swarm.overlap, incarnation, joining.version, joining.tokens)
+        books = Member(joining.terms, swarm.quantize, swarm.overlap, incarnation, joining.version, joining.tokens)
         anchor = self._fetch(joining.state)
-        holder = make_holder(anchor)
+        holder = programs.holder(anchor)
         place.say(f"incarnation {incarnation.name[:8]} starts from version {joining.version}")
         node = Node(place.calls)
         self._member = member = MemberProcesses(
@@ -167,17 +195,15 @@ class MemberHost:
         node.start("heartbeats", member.heartbeats())
         node.wait()
         if node.failure is None or member.ended:
-            if place.evaluates:
+            if ready.validation is not None:
                 self._last_evaluation(holder)
             return None
         if isinstance(node.failure, Over | Unreachable):
             return str(node.failure)
         raise node.failure
 
-    def _last_evaluation(self, holder: ProgramHolder) -> None:
-        """Of the run's last version, which nobody had to adopt; none where nothing is held out."""
-        if not holder.can_evaluate:
-            return
+    def _last_evaluation(self, holder: Holder) -> None:
+        """Of the run's last version, which nobody had to adopt."""
         last = self._answer(Call(HEAD, "hello", (self.place.name,)))
         self.place.say(f"evaluating version {last.version}")
         version = holder.place(self._fetch(last.state))
@@ -192,7 +218,7 @@ class MemberHost:
             self._answer(Call(self._shard(number), "fetch", (number, digest))) for number, digest in enumerate(state)
         ]
 
-    def _hello(self, fitted: Fitted, layout: Layout, key: jax.Array) -> Joining | None:
+    def _hello(self, ready: Ready, programs: Ready | Lead) -> Joining | None:
         """What the run is, from the coordinator; makes the first state where asked to. None when told to leave."""
         while not self._leaving:
             answer = self._answer(Call(HEAD, "hello", (self.place.name,)))
@@ -200,33 +226,31 @@ class MemberHost:
                 return answer
             if isinstance(answer, Found):
                 self.place.say("making the first state")
-                shared = fitted.program.exchange().get(fitted.init(key, None))
-                arrays = dict(zip(leaf_paths(shared), jax.device_get(jax.tree.leaves(shared)), strict=True))
                 outer = self.place.plan.outer
                 made = [
                     self._answer(Call(self._shard(number), "found", (fragment, outer)))
-                    for number, fragment in enumerate(layout.split(arrays))
+                    for number, fragment in enumerate(programs.begin())
                 ]
                 state = tuple(digest for digest, _ in made)
                 outer_state = tuple(digest for _, digest in made if digest)
-                self._answer(Call(HEAD, "found", (Founding(layout.fragments, chosen(fitted)), state, outer_state)))
+                founding = Founding(ready.layout.fragments, chosen(ready.fitted))
+                answer = self._answer(Call(HEAD, "found", (founding, state, outer_state, ready.digests)))
+                if isinstance(answer, Refused):
+                    raise InputError(f"{self.place.name} cannot join: {answer.reason}")
             time.sleep(AGAIN)
         return None
 
     def _fetch_files(self) -> Path:
         """The folder of the run's data files, fetched from the shards where they are not there."""
         place = self.place
-        folder = place.data or platform.cache_folder("swarm") / place.plan.swarm.run
-        for name, size in place.plan.files.items():
-            path = folder / name
-            if path.exists() and path.stat().st_size == size:
-                continue
-            place.say(f"fetching {name}, {size / 2**20:.1f} MiB")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-                for start in range(0, size, FILE_PART):
-                    part.write(self._answer(Call(place.shards[0], "file", (name, start, FILE_PART))))
-                Path(part.name).rename(path)
+        folder, sizes = place.data or files.folder_of(place.plan), place.plan.files
+        for name in files.missing(folder, sizes):
+            place.say(f"fetching {name}, {sizes[name] / 2**20:.1f} MiB")
+            starts = range(0, sizes[name], files.PART)
+            files.keep(
+                folder / name,
+                (self._answer(Call(place.shards[0], "file", (name, start, files.PART))) for start in starts),
+            )
         return folder
 
     def _shard(self, fragment: int) -> str:

@@ -13,24 +13,25 @@ import jax
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import Every, parse_every
 from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.swarm.core.fragments import fragments_for
 from tpuswarm.swarm.engines.ray import Cluster
+from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.report import write_report
 from tpuswarm.swarm.runtime import machine
 from tpuswarm.swarm.runtime.head import FOUNDING
 from tpuswarm.swarm.runtime.plan import Plan, Swarm, code_digest
 from tpuswarm.swarm.runtime.screen import Screen, auto_screen
-from tpuswarm.swarm.runtime.supervisor import MEMBERS_PER_SHARD, Ended, Supervisor
+from tpuswarm.swarm.runtime.supervisor import Ended, Supervisor
 from tpuswarm.swarm.status import FILE as STATUS
+from tpuswarm.swarm.store import Store
 from tpuswarm.train.fit import check_batch
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run import CONFIG, Run, new_folder, writing
+from tpuswarm.train.run import CONFIG, EVENTS, LAST, METRICS, Run, new_folder, read_rows, writing
 from tpuswarm.train.session import Resolved, configuration, held_out, resolve
 from tpuswarm.train.settings import differences
 
 CYCLE = 50
 """Steps between two pushes, where nothing else is asked."""
-FRAGMENT = 2**26
-"""Bytes of a fragment, about: what is sent, stored and fetched at a time."""
 Environment = Callable[[int | None], dict[str, str]]
 OUTERS = ("average", "nesterov")
 FORMS = ("int8", "int4")
@@ -91,6 +92,9 @@ def train(
                 _forget(run.folder)
             run.abandon()
             raise
+        if done := _finished(run, ready.plan):
+            screen.note(f"{run.folder} is finished: nothing is left to do")
+            return done
         return _supervise(run, recipe, ready, screen, watch)
     finally:
         screen.close()
@@ -176,6 +180,22 @@ def _prepare(
     return _Ready(plan, environment, cluster, [f"changed: {each}" for each in changed])
 
 
+def _finished(run: Run, plan: Plan) -> SwarmResult | None:
+    """The end of a run that came to it before, and that is not to be any longer; None for all others."""
+    ends = [row["event"] for row in read_rows(run.folder / EVENTS) if row["event"] in ("started", *LAST)]
+    if ends[-1:] != ["finished"]:
+        return None
+    ledger = Ledger(Store(run.folder))
+    newest = ledger.record(ledger.versions()[-1])
+    if newest.tokens < plan.horizon * plan.tokens_per_row:
+        return None
+    metrics: dict[str, Any] = {}
+    for row in read_rows(run.folder / METRICS):
+        metrics |= row if "loss" in row else {name: value for name, value in row.items() if name.startswith("eval_")}
+    ended = Ended("finished", f"finished: {plan.settings['steps']} steps", None)
+    return SwarmResult(run.folder, ended, metrics, newest.version, newest.tokens)
+
+
 def _changes(
     run: Run, swarm: Asked, stored: Mapping[str, Any], resolved: Resolved, made: Swarm, code: str
 ) -> list[str]:
@@ -216,7 +236,6 @@ def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int
         raise InputError(f"unknown quantization {form!r}; {did_you_mean(form, FORMS)}")
     if swarm.overlap not in (None, "auto", "0"):
         raise InputError(f"overlap is auto or 0, not {swarm.overlap}")
-    shards = -(-members // MEMBERS_PER_SHARD)
     overlap = stored.get("overlap", True) if swarm.overlap is None else swarm.overlap == "auto"
     return Swarm(
         run=stored.get("run") or secrets.token_hex(8),
@@ -226,7 +245,7 @@ def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int
         outer_lr=rate,
         quantize=form,
         overlap=overlap,
-        fragments=stored.get("fragments") or -(-max(1, exchanged // FRAGMENT) // shards) * shards,
+        fragments=stored.get("fragments") or fragments_for(exchanged, members),
     )
 
 

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.alarms import ENOUGH, alarms, watched
 from tpuswarm.swarm.core.choose import Staleness
+from tpuswarm.swarm.core.fragments import shards_for
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster, Outcome, Process
 from tpuswarm.swarm.events import commit_event, sentence
+from tpuswarm.swarm.inner import InnerStates
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.retention import clean
 from tpuswarm.swarm.runtime.plan import HEAD, Plan, member_name
@@ -42,7 +44,6 @@ FAILURES, DEATHS = 4, 12
 """Ends of a process in a row without a step (of a member) or a commit (of the others), until the run gives up: by an
 error of its own, and without a word.
 """
-MEMBERS_PER_SHARD = 16
 LAST_LOOK = 10.0
 """Seconds for the last rows of a member that ended."""
 GOODBYE = 30.0
@@ -154,7 +155,7 @@ class Supervisor:
     def _desire(self) -> None:
         """What is to be alive: a coordinator, shards, and the members that the run was started with."""
         plan, folder = self.plan, self.run.folder.resolve()
-        count = max(1, min(plan.swarm.fragments, -(-plan.swarm.members // MEMBERS_PER_SHARD)))
+        count = min(plan.swarm.fragments, shards_for(plan.swarm.members))
         shards = tuple(f"aggregator-{number}" for number in range(count))
         data = str(folder / "data")
         hosts = "tpuswarm.swarm.runtime.hosts"
@@ -250,7 +251,7 @@ class Supervisor:
             if outcome.how == "left":
                 kept.wake = now + BACKOFF_MAX
                 self._event("left", **facts)
-            else:
+            elif kept.pid or outcome.how != "dead" or not joined:  # else its machine is gone, and Ray notices it late
                 reason = "killed" if outcome.how == "dead" else outcome.reason
                 self._event("lost", message=reason, tokens=(seen or {}).get("at_risk", 0), **facts)
         else:
@@ -323,6 +324,8 @@ class Supervisor:
 
     def _clean(self, version: int) -> None:
         clean(self._store, self._ledger.records(range(version + 1)), Staleness().limit)
+        stay = {each.name for each in list(self.kept.values()) if not each.left or each.node in (None, ANYWHERE)}
+        InnerStates(self._store).keep(stay)
 
     def _commit(self, record: Record) -> None:
         for kept in self.kept.values():
@@ -356,7 +359,7 @@ class Supervisor:
 
     def _member_status(self, kept: Kept, leased: set[str], version: int | None) -> MemberStatus:
         seen, row = kept.seen or {}, kept.row
-        state: Any = "left" if kept.left else "lost" if kept.process is None else "joining"
+        state: Any = "lost" if kept.process is None else "left" if kept.left else "joining"
         if kept.process and seen.get("incarnation") in leased:
             state = "alive"
         base, speed = seen.get("base"), seen.get("rows_per_s")

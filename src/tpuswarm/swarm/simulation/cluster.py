@@ -17,7 +17,7 @@ from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.effects import Call, Do, Over, Process, Together
 from tpuswarm.swarm.engines.inproc import Faults, Inproc
-from tpuswarm.swarm.inner import Saved
+from tpuswarm.swarm.inner import INNER_SAVE, Saved
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.simulation.machine import Machine, TimedHolder
@@ -27,8 +27,6 @@ from tpuswarm.swarm.simulation.shard import NoLedger, Shard, genesis, update_byt
 
 JITTER = 0.1
 """Steps take their mean, more or less by up to this share."""
-INNER_SAVE = 600.0
-"""Seconds between two saves of the inner state."""
 PIECE = 2**25
 """Bytes of it sent at a time."""
 COPY = 2e9

@@ -1,20 +1,17 @@
 """What `tpuswarm simulate` reads: a model, how it is exchanged, and groups of members."""
 
-import math
 from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from tpuswarm.config.toml_file import Count, Strict
+from tpuswarm.swarm.core.fragments import fragments_for, shards_for
 from tpuswarm.swarm.core.quantize import BITS, BLOCK
 from tpuswarm.swarm.core.values import Form
 
 MOST = 10_000
 """Members. Every message of each is simulated."""
-MEMBERS_PER_SHARD = 16
-FRAGMENT = 2**26
-"""Bytes of a fragment, about."""
 
 
 class Model(Strict):
@@ -106,13 +103,13 @@ class Scenario(Strict):
     @cached_property
     def fragments(self) -> int:
         """In how many parts the model is sent."""
-        usual = max(math.ceil(self.count / MEMBERS_PER_SHARD), math.ceil(4 * self.model.parameters / FRAGMENT))
+        usual = fragments_for(4 * self.model.parameters, self.count)
         return self.exchange.fragments or min(usual, self.model.parameters)
 
     @property
     def shards(self) -> int:
         """Aggregators."""
-        return min(self.fragments, math.ceil(self.count / MEMBERS_PER_SHARD))
+        return min(self.fragments, shards_for(self.count))
 
     @property
     def form(self) -> Form:

@@ -1,0 +1,96 @@
+"""What host 0 of a member of several hosts tells the others; and the process of another host, which follows it.
+
+`python -m tpuswarm.swarm.runtime.follower` is a process of its own because a host that loses another one has to end
+(train/line.py); runtime/join.py keeps one, and reads its exit status and its last line on stderr.
+"""
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+from pydantic import TypeAdapter
+
+from tpuswarm.errors import InputError
+from tpuswarm.swarm.hosts import follow
+from tpuswarm.swarm.runtime import files
+from tpuswarm.swarm.runtime.group import ABSENT, LEFT, LOST, WRONG, Group
+from tpuswarm.swarm.runtime.plan import Plan
+from tpuswarm.swarm.runtime.program import make_ready
+from tpuswarm.train.hosts import Absent, Hosts
+
+_PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)
+
+
+def tell(hosts: Hosts, plan: Plan, data: Path, evaluates: bool) -> None:
+    """At host 0: all that another host needs to make the same program; data: the folder of the run's files."""
+    if hosts.count > 1:
+        hosts.send({"plan": _PLAN.dump_python(plan, mode="json"), "evaluates": evaluates})
+        files.give(hosts, data, plan.files)
+
+
+def obey(hosts: Hosts, say: Callable[[str], None]) -> None:
+    """At every other host: make the program, and do what host 0 does until it says farewell."""
+    message = hosts.receive()
+    if message is None:
+        return
+    plan = _PLAN.validate_python(message[0]["plan"])
+    flag = "--xla_gpu_deterministic_ops"  # JAX has started, so that it is too late to set it here
+    if (
+        plan.settings["deterministic"]
+        and jax.default_backend() == "gpu"
+        and flag not in os.environ.get("XLA_FLAGS", "")
+    ):
+        raise InputError(f"the run is --deterministic: set XLA_FLAGS={flag}=true on this host and join again")
+    folder = files.folder_of(plan)
+    files.take(hosts, folder, plan.files)
+    ready = make_ready(plan, folder, jax.devices(), message[0]["evaluates"], lambda number, metrics: None, say)
+    hosts.agree(ready.facts())
+    follow(hosts, ready.begin, ready.holder)
+
+
+def main() -> NoReturn:
+    """The process; its parent holds the other end of its stdin."""
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    screen = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # libraries of JAX chat there
+
+    def say(text: str) -> None:
+        screen.write(f"{text}\n")
+
+    group = Group.here()
+    assert group is not None
+    try:
+        hosts = group.gather()
+    except Absent as error:
+        _end(ABSENT, str(error))
+    except InputError as error:
+        _end(WRONG, str(error))
+    except Exception as error:  # noqa: BLE001  # whatever it is, it will be the same at the next try
+        traceback.print_exc()
+        _end(WRONG, f"host {group.index} could not begin: {type(error).__name__}: {error}")
+    say(f"host {group.index} of {group.count} is with host 0")
+    try:
+        with hosts:
+            obey(hosts, say)
+    except InputError as error:
+        _end(WRONG, str(error))
+    sys.exit(LEFT)
+
+
+def _end(status: int, sentence: str) -> NoReturn:
+    sys.stderr.write(f"{sentence}\n")
+    sys.exit(status)
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(LOST)
+
+
+if __name__ == "__main__":
+    main()

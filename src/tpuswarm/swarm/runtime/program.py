@@ -1,0 +1,80 @@
+"""What a member trains, ready on its devices: the same at every host of a member of several."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tpuswarm.swarm.core.fragments import Layout
+from tpuswarm.swarm.core.values import Digests
+from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
+from tpuswarm.swarm.hosts import fresh_fragments
+from tpuswarm.swarm.runtime.plan import Plan, code_digest, fill
+from tpuswarm.train.evaluate import FiniteSource
+from tpuswarm.train.fit import Fitted, fit
+from tpuswarm.train.recipe import Metrics, Source
+from tpuswarm.train.session import held_out, request
+from tpuswarm.train.user_code import blame, build_recipe
+
+Took = Callable[[int, Metrics], None]
+"""Told of every step its number in the run's order of batches and its metrics, still on the devices."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A compiled program and its data, of which states and holders are made."""
+
+    fitted: Fitted
+    layout: Layout
+    digests: Digests
+    validation: FiniteSource | None
+    """The held-out rows, where there are any and this member evaluates."""
+    _plan: Plan
+    _source: Source
+    _took: Took
+
+    def facts(self) -> dict[str, str]:
+        """What the hosts of one member have to agree on."""
+        choice, digests = self.fitted.choice, self.digests
+        return {
+            "configuration": digests.config,
+            "recipe file": digests.code,
+            "data": digests.data,
+            "parameters": digests.layout,
+            "form of the program": f"{choice.shard}{', recomputed' * choice.remat}, {choice.accumulate} micro-batches",
+        }
+
+    def begin(self) -> list[np.ndarray]:
+        """Float32[size] of each fragment of a fresh state."""
+        return fresh_fragments(self.fitted, self.layout, self._keys()[0])
+
+    def holder(self, fragments: Sequence[np.ndarray]) -> ProgramHolder:
+        """A holder around a version: float32[size] of each fragment."""
+        init_key, step_key = self._keys()
+        state = self.fitted.init(init_key, placed(self.fitted, self.layout, fragments))
+        form = self._plan.swarm.quantize
+        return ProgramHolder(
+            self.fitted, self._source, self.layout, form, step_key, state, fragments, self._took, self.validation
+        )
+
+    def _keys(self) -> tuple[jax.Array, jax.Array]:
+        init_key, step_key = jax.random.split(jax.random.key(self._plan.settings["seed"]))
+        return init_key, step_key
+
+
+def make_ready(
+    plan: Plan, data: Path, devices: Sequence[jax.Device], evaluates: bool, took: Took, say: Callable[[str], None]
+) -> Ready:
+    """Build the recipe, whose shared files are in the folder `data`, and compile it; raises as `fit` does."""
+    recipe = build_recipe(plan.target, plan.options | fill(plan.shared, data))
+    with blame(f"the data of {recipe.name} failed"):
+        source = recipe.data("train")
+    say(f"{recipe.name}: compiling")
+    fitted = fit(recipe, request(plan.settings), devices)
+    layout = layout_of(fitted, plan.swarm.fragments)
+    digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
+    say(f"compiled: {fitted.choice.why}")
+    validation = held_out(recipe, required=False) if evaluates else None
+    return Ready(fitted, layout, digests, validation, plan, source, took)

@@ -15,6 +15,9 @@ from typing import Any
 SMALL = ("--layers", "2", "--width", "64", "--heads", "2", "--context", "32")
 """Of gpt2-tiny: a step of some milliseconds, so that commits are many and losses are seen."""
 
+PATIENCE = 240.0
+"""Seconds until something that is waited for will not come any more."""
+
 
 @dataclass
 class Swarm:
@@ -50,7 +53,7 @@ class Swarm:
         members = {each["id"]: each["pid"] for each in status.get("members", []) if each["state"] == "alive"}
         return members | status.get("processes", {})
 
-    def wait(self, until: Callable[[], Any], seconds: float = 240.0) -> Any:
+    def wait(self, until: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         """What `until` gives, once it is true; raises where the process or the patience ends before."""
         end = time.monotonic() + seconds
         while not (found := until()):
@@ -82,16 +85,28 @@ class Kill:
 
 
 def torment(swarm: Swarm, rnd: random.Random, seconds: float, pause: Callable[[], float], names: str) -> list[Kill]:
-    """Kill processes whose names begin with one of the letters in `names`, for so long."""
-    began, kills = time.monotonic(), []
-    while time.monotonic() - began < seconds:
-        time.sleep(pause())
-        found = {name: pid for name, pid in swarm.pids().items() if name[0] in names}
-        if not found:
-            continue
-        name = rnd.choice(sorted(found))
-        at = time.monotonic()
-        os.kill(found[name], signal.SIGKILL)
-        swarm.wait(lambda: swarm.pids().get(name, found[name]) != found[name])  # noqa: B023  # called at once
-        kills.append(Kill(name, at - began, time.monotonic() - at))
-    return kills
+    """Kill processes whose names begin with one of the letters in `names`, for so long; wait until all are back.
+
+    pause: seconds from one kill to the next, drawn anew each time. What is not back yet is not killed again.
+    """
+    began, kills, away = time.monotonic(), [], dict[str, tuple[int, float]]()
+    due = began + pause()
+
+    def over() -> bool:
+        nonlocal due
+        now, there = time.monotonic(), swarm.pids()
+        for name, (pid, at) in list(away.items()):
+            if there.get(name, pid) != pid:
+                del away[name]
+                kills.append(Kill(name, at - began, now - at))
+        if now - began >= seconds:
+            return not away
+        found = sorted(name for name in there.keys() - away.keys() if name[0] in names)
+        if now >= due and found:
+            name = rnd.choice(found)
+            os.kill(there[name], signal.SIGKILL)
+            away[name], due = (there[name], now), now + pause()
+        return False
+
+    swarm.wait(over, seconds + PATIENCE)
+    return sorted(kills, key=lambda kill: kill.at)

@@ -272,6 +272,24 @@ def test_logs_of_all_and_of_one(call, chain):
     assert "m0 is lost" in mine and "commit 1" not in mine and "compiled" not in mine
 
 
+def test_logs_of_a_machine_that_joined(call, chain):
+    """It has no file here: the run's events are what there is."""
+    facts = {"member": "j-tpu", "incarnation": "ab" * 16, "pid": 7}
+    append_event(Path("runs/a"), "note", member="j-tpu", message="a machine joined: j-tpu")
+    append_event(Path("runs/a"), "joined", **facts)
+    append_event(Path("runs/a"), "lost", **facts, message="killed", tokens=5, own_machine=True)
+    append_event(Path("runs/a"), "lost", **facts | {"member": "m0"}, message="killed", tokens=5, own_machine=False)
+    log(0, "00:00:00 compiled\n")
+    code, out, err = call("logs runs/a j-tpu")
+    texts = [line[21:].split(maxsplit=1)[1] for line in out.splitlines()]
+    assert code == 0 and "its own words lie on its machine" in err and len(texts) == 3
+    assert texts[:2] == ["note: a machine joined: j-tpu", "j-tpu is abababab, pid 7"]
+    assert texts[2].endswith("it comes back as a new incarnation when its machine is there")
+    code, out, err = call("logs runs/a m0")
+    assert (code, err) == (0, "") and "compiled" in out and "it comes back as a new incarnation\n" in out
+    assert "has no process 'j-tqu'; did you mean j-tpu" in call("logs runs/a j-tqu")[2]
+
+
 def test_logs_begin_days_ago(call, chain):
     """Stamps have no date: it follows from the end of the file."""
     log(0, "23:00:00 first\n01:00:00 second\n00:30:00 third\n")

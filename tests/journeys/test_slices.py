@@ -18,10 +18,11 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.fragments import Leaf
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.runtime import files
+from tpuswarm.swarm.runtime import join as joining
 from tpuswarm.swarm.runtime.group import Group
 from tpuswarm.swarm.runtime.head import Joining
 from tpuswarm.swarm.runtime.join import join
-from tpuswarm.swarm.runtime.member import MemberHost, Place
+from tpuswarm.swarm.runtime.member import MemberHost, Place, Rows
 from tpuswarm.swarm.runtime.plan import Founding, Plan
 from tpuswarm.swarm.runtime.plan import Swarm as Table
 from tpuswarm.swarm.store import Store
@@ -152,6 +153,40 @@ def test_wrong_options(tmp_path, capsys, monkeypatch, options, sentence):
     assert (end.value.code, out) == (2, "") and sentence in err and err.count("\n") == 1
 
 
+def test_a_number_given_twice_is_refused_and_the_others_leave_with_host_0(tmp_path, monkeypatch):
+    """Host 0 waits for the third host all the while."""
+    token, lines, leave, said = tmp_path / "token", [], threading.Event(), []
+    token.write_text("token")
+    monkeypatch.setattr(hosts, "Line", lambda *about: lines.append(Line(*about)) or lines[-1])
+    with hosts.listen("127.0.0.1", 0) as free:
+        at = f"127.0.0.1:{free.getsockname()[1]}"
+    group = Group(at, 3, 0, str(token))
+
+    def until(number: int) -> None:
+        end = time.monotonic() + 60
+        while len(lines) < number:
+            assert time.monotonic() < end, f"host {number} does not come"
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(group.gather, lambda: not leave.is_set())
+        try:
+            one = Group(at, 3, 1, str(token))
+            while joining.silent(at):
+                assert not zero.done()
+            first = pool.submit(join, at, one, token, said.append)
+            until(1)
+            with pytest.raises(InputError, match="it waits for 2 others, each once, and not for another host 1"):
+                join(at, one, token, lambda text: None)
+            assert not first.done()
+        finally:
+            leave.set()
+        with pytest.raises(hosts.Absent):
+            zero.result(20)
+        first.result(60)
+    assert said[-1] == "host 0 has left the swarm, or the swarm has ended"
+
+
 def test_a_host_with_another_token_is_refused(tmp_path):
     """Host 0 waits on; the other is told why, by a command that ends."""
     token, other = tmp_path / "token", tmp_path / "other"
@@ -197,6 +232,24 @@ def test_another_host_gets_the_files_that_it_lacks(tmp_path, monkeypatch):
     assert (one / "have").stat().st_ino == before, "what is there is not sent"
 
 
+def test_a_file_is_whole_or_not_there(tmp_path):
+    """What is interrupted leaves nothing, and what a killed process left is removed."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (tmp_path / f"tokens.bin.{dead.pid}").write_bytes(b"half")
+    (tmp_path / f"tokens.bin.{os.getppid()}").write_bytes(b"another process is at it")
+
+    def parts():
+        yield b"half"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files.keep(tmp_path / "tokens.bin", parts())
+    assert [path.name for path in tmp_path.iterdir()] == [f"tokens.bin.{os.getppid()}"]
+    files.keep(tmp_path / "tokens.bin", [b"who", b"le"])
+    assert (tmp_path / "tokens.bin").read_bytes() == b"whole"
+
+
 PLAN = Plan(
     swarm=Table("run", 1, 8, "average", None, "plain", True, 1), target="gpt2-tiny", options={},
     settings={"deterministic": False, "steps": 10, "batch": 2}, files={}, shared={}, tokens_per_row=3, data="",
@@ -223,3 +276,13 @@ def test_a_member_that_waits_for_a_host_keeps_no_run_from_ending(tokens, how):
             assert not wait([work], 0.5).done
             member.leave()
         assert work.result(20) == how
+
+
+def test_metrics_that_cannot_be_read_end_the_member():
+    rows = Rows("m0", 0, PLAN, lambda: 0)
+    rows.took(0, {"loss": "of a device that is gone"})
+    end = time.monotonic() + 20
+    with pytest.raises(ValueError, match="of a device that is gone"):
+        while time.monotonic() < end:
+            rows.took(1, {"loss": 1.0})
+            time.sleep(0.01)

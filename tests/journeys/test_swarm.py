@@ -144,8 +144,7 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
     assert steps_made == sorted(steps_made)
     lives = len(swarm.events("started"))
     out, err = processes.run(["train", *shorter, "--json"], tmp_path)
-    again, ends = json.loads(out), ("ended", "message", "version", "tokens")
-    assert [again[name] for name in ends] == [result[name] for name in ends] and "eval_loss" in again["metrics"]
+    assert json.loads(out) == result and {"loss", "eval_loss"} <= result["metrics"].keys()
     assert "is finished: nothing is left to do" in err and len(swarm.events("started")) == lives
     out, _ = processes.run(["evaluate", str(swarm.run)], tmp_path)
     assert f"at step {steps}" in out

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,7 +18,7 @@ from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
-from tpuswarm.swarm.hosts import Lead, follow, fresh_fragments
+from tpuswarm.swarm.hosts import Lead, follow
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects
@@ -33,7 +32,7 @@ def main() -> None:
     store = Store(str(Path(about["folder"]) / "swarm"))
     with hosts.initialize(about["address"], 2, index, SECRET, 60) as group:
         made, losses = [], []
-        source, validation = recipe().data("train"), recipe().data("validation")
+        source = recipe().data("train")
         fitted = fit(recipe(), Request(batch=BATCH, shard=about["shard"]), jax.devices())
         layout = layout_of(fitted, 2)
         group.agree({"data": source.digest, "layout": layout.digest})
@@ -44,39 +43,33 @@ def main() -> None:
             made.append(
                 ProgramHolder(
                     fitted, source, layout, about["form"], step_key, state, fragments,
-                    lambda number, metrics: losses.append(metrics["loss"]), validation,
+                    lambda number, metrics: losses.append(metrics["loss"]),
                 )
             )  # fmt: skip
             return made[-1]
 
-        begin = partial(fresh_fragments, fitted, layout, init_key)
+        fresh = hosts.to_host(fitted.program.exchange().get(fitted.init(init_key)))  # a program over both hosts
         if index:
-            follow(group, begin, make_holder)
+            follow(group, make_holder)
         else:
-            lead = Lead(group, begin, make_holder)
-            found = run(lead, store, layout, losses, about)
+            found = run(Lead(group, make_holder), layout.split(fresh), store, layout, losses, about)
             (Path(about["folder"]) / "found.json").write_text(json.dumps(found))
         check(made[0], store)
 
 
-def run(lead, store, layout, losses, about) -> dict:
-    """A swarm of this one member, to its end; its last version, adopted and evaluated; a second life, if asked for."""
+def run(lead, anchor, store, layout, losses, about) -> dict:
+    """A swarm of this one member, to its end; a second life, if asked for."""
     ledger, objects, engine = Ledger(store), Objects(store), Threads()
     terms = Terms(
         run="run", digests=Digests(layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
         horizon=about["steps"] * BATCH, cycle=2 * BATCH, members=("m0",), outer=Outer("average"),
     )  # fmt: skip
-    anchor = lead.begin()
     for fragment in anchor:
         objects.put_array(fragment)
     ledger.append(genesis(terms, anchor))
     holder = lead.holder(anchor)
     books = Member(terms, about["form"], True, Incarnation("m0", "0" * 32), 0, 0)
-    evaluated = []
-    member = MemberProcesses(
-        books, holder, "coordinator", ["shard"], lambda: engine.now, inner_save=0.0,
-        evaluate_every=4 * BATCH, evaluated=lambda version, *_: evaluated.append(version),
-    )  # fmt: skip
+    member = MemberProcesses(books, holder, "coordinator", ["shard"], lambda: engine.now, inner_save=0.0)
     engine.spawn("m0", member.train())
     engine.spawn("m0", member.exchange())
     engine.serve("shard", Aggregator(ledger, objects, layout.sizes, 0, 1))
@@ -91,9 +84,7 @@ def run(lead, store, layout, losses, about) -> dict:
     newest = ledger.view().newest
     fragments = [objects.get_array(digest) for digest in newest.state]
     holder.adopt(Adopt("take", None, newest.version, newest.state), holder.place(fragments))
-    values, rows = holder.evaluate(BATCH, lambda: False)
-    found = {"eval_loss": values["loss"], "eval_rows": rows, "evaluated": evaluated}
-    return found | (second_life(lead, holder, fragments, losses) if about["lives"] == 2 else {})
+    return second_life(lead, holder, fragments, losses) if about["lives"] == 2 else {}
 
 
 def second_life(lead, first, fragments, losses) -> dict:

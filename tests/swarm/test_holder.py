@@ -1,6 +1,7 @@
 """A member's arrays: what is computed on the devices is what NumPy computes, and nothing waits that need not."""
 
 import gc
+import random
 import threading
 import weakref
 from functools import cache
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.swarm.chains import Run as Chain
 from tests.train import toy
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
@@ -388,9 +390,12 @@ def test_the_newest_whole_inner_state_is_found_and_older_ones_go(store):
     assert states.find("m0") is None and states.get(saved, 1) is None and not store.names("inner/")
 
 
-def test_inner_states_of_members_that_are_gone_go(store):
-    states = InnerStates(store)
-    for member in ("m0", "j0-abc"):
-        states.put(Identity(Incarnation(member, "a" * 32), 1), 0, 0, np.zeros(3, np.uint8))
-    states.keep({"m0", "m1"})
-    assert [name.split("/")[1] for name in store.names("inner/")] == ["m0"]
+def test_inner_states_that_nobody_can_take_up_go(store):
+    """Whoever's they are: a machine that joined may come back."""
+    chain = Chain(store, random.Random(0)).grow(9)
+    states, newest = InnerStates(store), chain.records[-1].changes
+    for base in range(10):
+        states.put(Identity(Incarnation(("m0", "j-tpu")[base % 2], "a" * 32), 1), base, 0, np.zeros(3, np.uint8))
+    states.clean(chain.records, 4)
+    bases = {int(name.split("/")[2].partition("-")[0]) for name in store.names("inner/")}
+    assert bases == {each.version for each in chain.records if newest - each.changes <= 4} and 0 not in bases

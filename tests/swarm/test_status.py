@@ -103,6 +103,7 @@ def test_nobody_lives_in_a_run_that_is_over(folder, end, state, gone):
     assert (seen.state, seen.pid, seen.message) == (state, None, "100 steps" if end else "")
     assert {each.state for each in seen.status.members} == {gone}
     assert {each.pid for each in seen.status.members} == {None} and seen.status.processes == {}
+    assert {each.tokens_per_s for each in seen.status.members} == {None}
     assert (seen.status.alarms, seen.tokens_per_s, seen.tokens) == ((), 0.0, 640)
     assert seen.status.phase.startswith("over; this is how it stood at 2001-09-")
 

@@ -70,6 +70,8 @@ def train(shard: str, steps: int, took=lambda step, loss: None):
 def main() -> None:
     index, about = int(sys.argv[1]), json.loads(sys.argv[2])
     folder = Path(about["folder"])
+    if "worker" in about:  # what a TPU slice says
+        jax.process_index = lambda: about["worker"]
     with hosts.initialize(about["address"], 2, index, SECRET, 60) as group:
         if "differ" in about:
             group.agree({"configuration": "same", about["differ"]: f"digest of {index}"})

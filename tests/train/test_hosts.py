@@ -1,17 +1,19 @@
 """One program over two real processes of four virtual devices each."""
 
 import json
+import math
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 
-from tests.hosts import err, finished, sentence_after, start_hosts
+from tests.hosts import SECRET, err, finished, sentence_after, start_hosts
 from tests.train import host
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import hosts, line, mesh
 
 MODULE = "tests.train.host"
@@ -55,6 +57,76 @@ def test_hosts_with_other_data_are_refused_by_name(tmp_path):
     sentence = "host 1 does not have host 0's data (digest of 1, not digest of 0); give all hosts the same"
     for index in range(2):
         assert err(tmp_path, index).read_text().endswith(f"InputError: {sentence}\n")
+
+
+def test_a_host_with_another_number_than_its_worker_ends_both_as_wrong_input(tmp_path):
+    """JAX's runtime has started by then."""
+    finished(start_hosts(MODULE, tmp_path, worker=0), tmp_path, code=2)
+    sentence = "host 1 is worker 0 of its TPU slice; give hosts the workers' numbers"
+    assert f"InputError: {sentence}\n" in err(tmp_path, 1).read_text()
+    assert err(tmp_path, 0).read_text().startswith(f"host 1 is gone (it ended: {sentence})")
+
+
+class Came:
+    """Another host that has come to host 0, and how it was told to end."""
+
+    def __init__(self, at: tuple[str, int], index: int):
+        self.told, self.ended = [], threading.Event()
+        self.connection = socket.create_connection(at)
+        assert line.authenticate(self.connection, SECRET, index) == 0
+        self.line = line.Line(self.connection, self._lost)
+
+    def _lost(self, why: str, status: int) -> None:
+        self.told = [why, status]
+        self.ended.set()
+
+
+def test_hosts_that_go_and_doubles_while_the_others_are_awaited(monkeypatch):
+    """One that goes is awaited again, a double is refused, and when host 0 goes the others leave with it."""
+    monkeypatch.setattr(hosts, "LOOK", 0.1)
+    with hosts.listen("127.0.0.1", 0) as free:
+        at = free.getsockname()
+    leave = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        awaited = lambda: not leave.is_set()  # noqa: E731
+        zero = pool.submit(hosts.initialize, f"{at[0]}:{at[1]}", 3, 0, SECRET, math.inf, awaited)
+        try:
+            while True:
+                try:
+                    socket.create_connection(at).close()  # a stranger
+                    break
+                except ConnectionRefusedError:
+                    assert not zero.done(), zero.result()
+            one, double = Came(at, 1), Came(at, 1)
+            assert double.ended.wait(20)
+            assert double.told == ["it ended: it waits for 2 others, each once, and not for another host 1", line.TAKEN]
+            one.connection.shutdown(socket.SHUT_RDWR)
+            assert one.ended.wait(20)
+            while (again := Came(at, 1)).ended.wait(0.3):  # host 0 may not have seen it yet
+                assert again.told[1] == line.TAKEN
+            assert not zero.done()
+        finally:
+            leave.set()
+        with pytest.raises(hosts.Absent):
+            zero.result(20)
+        assert again.ended.wait(20) and again.told == ["it ended: it waits no longer", line.LEFT]
+
+
+@pytest.mark.parametrize(("error", "status"), [(InputError, line.WRONG), (RunFailed, line.LOST), (KeyError, line.LOST)])
+def test_the_others_are_told_how_host_0_ended(error, status):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        near, _ = server.accept()
+    told, ended = [], threading.Event()
+
+    def lost(*how):
+        told.extend(how)
+        ended.set()
+
+    line.Line(far, lost)
+    with pytest.raises(error), hosts.Hosts(0, 2, {1: line.Line(near, pytest.fail)}):
+        raise error("why")
+    assert ended.wait(20) and told[1] == status and "why" in told[0]
 
 
 def test_a_secret_has_to_be_known_at_both_ends():

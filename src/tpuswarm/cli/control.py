@@ -30,6 +30,8 @@ def logs(
     folder = Path(find_run(run))
     read_config(folder)
     found = Logs(folder, name)
+    if found.elsewhere:
+        print(f"this is what the run knows of {name}: its own words lie on its machine, in Ray's logs", file=sys.stderr)
     try:
         while True:
             alive = follow and holder(folder) is not None

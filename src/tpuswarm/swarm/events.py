@@ -41,6 +41,7 @@ def sentence(event: Mapping[str, Any]) -> str:
         return (
             f"{event['member']} is lost ({event['message']}), and with it about {event['tokens']:,} tokens of its "
             "work, no commit; it comes back as a new incarnation"
+            + (" when its machine is there" if event.get("own_machine") else "")
         )
     if kind == "left":
         return f"{event['member']} has left in good order"

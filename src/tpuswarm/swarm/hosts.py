@@ -14,47 +14,31 @@ import jax
 import numpy as np
 
 from tpuswarm.swarm import tensors
-from tpuswarm.swarm.arrays import to_host, wait
-from tpuswarm.swarm.core.fragments import Layout
+from tpuswarm.swarm.arrays import wait
 from tpuswarm.swarm.core.member import Adopt
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.exchanged import Flat
 from tpuswarm.swarm.holder import ProgramHolder
 from tpuswarm.swarm.member import Payload
-from tpuswarm.train.fit import Fitted
 from tpuswarm.train.hosts import Hosts
 from tpuswarm.train.line import Message
-from tpuswarm.train.paths import leaf_paths
 
 PIECE = 2**22
 """Bytes of an array sent at a time: a step must not wait for a whole version to be sent."""
 
-Begin = Callable[[], list[np.ndarray]]
-"""Makes a fresh state, a program over all hosts: float32[size] of each fragment."""
 MakeHolder = Callable[[Sequence[np.ndarray]], ProgramHolder]
 """A holder around a version: float32[size] of each fragment."""
-
-
-def fresh_fragments(fitted: Fitted, layout: Layout, key: jax.Array) -> list[np.ndarray]:
-    """Float32[size] of each fragment of a fresh state: a `Begin`."""
-    shared = fitted.program.exchange().get(fitted.init(key))
-    return layout.split(dict(zip(leaf_paths(shared), to_host(jax.tree.leaves(shared)), strict=True)))
 
 
 class Lead:
     """At host 0: the programs of a member of several hosts."""
 
-    def __init__(self, hosts: Hosts, begin: Begin, make_holder: MakeHolder):
-        """begin, make_holder: the same as the other hosts give `follow`."""
-        self._hosts, self._begin, self._make_holder = hosts, begin, make_holder
+    def __init__(self, hosts: Hosts, make_holder: MakeHolder):
+        """make_holder: the same as the other hosts give `follow`."""
+        self._hosts, self._make_holder = hosts, make_holder
         self._order = threading.Lock()
         self._arrays = threading.Lock()
-
-    def begin(self) -> list[np.ndarray]:
-        """Float32[size] of each fragment of a fresh state."""
-        self.tell("begin")
-        return self._begin()
 
     def holder(self, fragments: Sequence[np.ndarray]) -> "LeadHolder":
         """The holder of a new incarnation, around a version: float32[size] of each fragment."""
@@ -121,13 +105,8 @@ class LeadHolder:
             self._lead.tell("adopt", how=adopt.how, number=version.number)
             self._holder.adopt(adopt, version.version)
 
-    def evaluate(self, batch: int, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
-        """Held-out metrics; what all hosts have begun is not left before its end."""
-        if leave():
-            return None
-        with self._order:
-            self._lead.tell("evaluate", batch=batch)
-            return self._holder.evaluate(batch, lambda: False)
+    def evaluate(self, batch: int, leave: Callable[[], bool]) -> None:
+        """Not asked for: the one that evaluates is the first of those that the run was started with."""
 
     def inner(self) -> tuple[jax.Array, ...]:
         """A copy of the inner state."""
@@ -152,17 +131,17 @@ class LeadHolder:
             self._holder.ramp()
 
 
-def follow(hosts: Hosts, begin: Begin, make_holder: MakeHolder) -> None:
+def follow(hosts: Hosts, make_holder: MakeHolder) -> None:
     """At every other host: make the calls that host 0 makes, until it says farewell."""
-    follower = _Follower(begin, make_holder)
+    follower = _Follower(make_holder)
     while message := hosts.receive():
         follower.take(message)
     follower.rest()
 
 
 class _Follower:
-    def __init__(self, begin: Begin, make_holder: MakeHolder):
-        self._begin, self._make_holder = begin, make_holder
+    def __init__(self, make_holder: MakeHolder):
+        self._make_holder = make_holder
         self._pieces: list[np.ndarray] = []
         self._arrays: list[np.ndarray] = []
         self._holder: ProgramHolder | None = None
@@ -186,9 +165,6 @@ class _Follower:
             self._arrays.append(np.concatenate(self._pieces))
             self._pieces = []
 
-    def begin(self) -> None:
-        self._begin()
-
     def holder(self) -> None:
         self._holder, self._snapshot, self._placed = None, [], _Placed(0, [])  # room for the new one
         self._holder = self._make_holder(self._taken())
@@ -205,6 +181,7 @@ class _Follower:
     def code(self) -> None:
         assert self._holder is not None
         self._squares = self._holder.code(self._snapshot).squares
+        self._snapshot = []  # a whole version, which nobody needs until the next
 
     def place(self, number: int) -> None:
         assert self._holder is not None
@@ -213,10 +190,6 @@ class _Follower:
     def adopt(self, how: Any, number: int) -> None:
         assert self._holder is not None and number == self._placed.number
         self._holder.adopt(Adopt(how, None, number, ()), self._placed.version)
-
-    def evaluate(self, batch: int) -> None:
-        assert self._holder is not None
-        self._holder.evaluate(batch, lambda: False)
 
     def inner(self) -> None:
         assert self._holder is not None

@@ -4,7 +4,7 @@ Losing one costs a ramp of some steps, so nothing here is an error: what cannot 
 """
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.errors import RunFailed
-from tpuswarm.swarm.core.values import Identity
+from tpuswarm.swarm.core.values import Identity, Record
 from tpuswarm.swarm.objects import checked_member
 from tpuswarm.swarm.store import Store
 
@@ -82,10 +82,14 @@ class InnerStates:
         for name in self._names(member):
             self._store.delete(name)
 
-    def keep(self, members: Collection[str]) -> None:
-        """Forget those of all other members: a machine that joins again is another member."""
+    def clean(self, records: Sequence[Record], limit: int) -> None:
+        """Forget those that no incarnation can take up any more, whoever's they are.
+
+        records: all of the ledger; limit: changes that the base of an inner state may be behind the newest version.
+        """
+        oldest = next(each.version for each in records if records[-1].changes - each.changes <= limit)
         for name in self._store.names("inner/"):
-            if name.split("/")[1] not in members:
+            if name.split("/")[2] < f"{oldest:08d}":
                 self._store.delete(name)
 
     def _names(self, member: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.events import sentence
-from tpuswarm.train.run import EVENTS
+from tpuswarm.train.run import EVENTS, read_rows
 
 RUN = "run"
 """The source of events."""
@@ -40,10 +40,14 @@ class Logs:
         """name: one process, with the events that are about it. Raises InputError where there is none of that name."""
         self._folder, self._name = folder, name
         self._read: dict[Path, int] = {}
-        names = [path.stem for path in self._files()]
+        here = {path.stem for path in self._files()}
+        told = {str(each.get("member") or each.get("name") or "") for each in read_rows(folder / EVENTS)} - {""}
+        names = sorted(here | told)
         if name is not None and name not in names:
             known = did_you_mean(name, names) if names else "none of its processes has said anything"
             raise InputError(f"{folder} has no process {name!r}; {known}")
+        self.elsewhere = name in told - here
+        """Whether that process is on a machine that joined, where its own words lie."""
 
     def new(self) -> list[Line]:
         """What was said since the last call, whole lines only."""

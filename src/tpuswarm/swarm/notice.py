@@ -15,6 +15,8 @@ PREEMPTED = "/computeMetadata/v1/instance/preempted"
 
 https://cloud.google.com/compute/docs/instances/create-use-preemptible
 """
+GOODBYE = 30.0
+"""Seconds that a member has to hand in its work: what Google gives, and any other wish to stop as well."""
 LOOK = 1.0
 """Seconds between two looks."""
 

@@ -17,6 +17,7 @@ from tpuswarm.swarm.status import Look, look
 from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.tables import COMMIT_COLUMNS, commit_row, read_commits
 from tpuswarm.swarm.verify import verify
+from tpuswarm.train.files import write_atomically
 from tpuswarm.train.report import configuration, facts_table, image, page, png, table
 from tpuswarm.train.run import EVENTS, LAST, METRICS, read_config, read_rows
 
@@ -68,7 +69,7 @@ def write_report(folder: Path) -> Path:
         configuration(config),
     ]
     made = folder / "report.html"
-    made.write_text(page(f"{seen.recipe} · {folder.name}", sections), encoding="utf-8")
+    write_atomically(made, page(f"{seen.recipe} · {folder.name}", sections))
     return made
 
 

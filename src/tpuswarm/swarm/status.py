@@ -32,6 +32,7 @@ class MemberStatus:
     tokens: int
     """Trained by its incarnation."""
     tokens_per_s: float | None
+    """None unless it is alive or joining."""
     loss: float | None
     grad_norm: float | None
     lag: int | None
@@ -174,7 +175,7 @@ def look(folder: Path) -> Look:
     if status is None:
         status = compose(None, (), config["train"]["steps"] * tokens_per_step, (), "", {}, clock.time())
     if life.pid is None:
-        members = tuple(replace(each, state=_after_the_end(each, life.state), pid=None) for each in status.members)
+        members = tuple(_after_the_end(each, life.state) for each in status.members)
         phase = f"over; this is how it stood at {clock.strftime('%Y-%m-%d %H:%M:%S', clock.localtime(status.time))}"
         status = replace(
             status, members=members, phase=phase, tokens_per_s=0.0, lag=None, alarms=(), processes={}, address=""
@@ -192,8 +193,9 @@ def look(folder: Path) -> Look:
     )
 
 
-def _after_the_end(member: MemberStatus, ended: str) -> Literal["lost", "left"]:
-    return "left" if member.state == "left" or ended == "finished" else "lost"
+def _after_the_end(member: MemberStatus, ended: str) -> MemberStatus:
+    left = member.state == "left" or ended == "finished"
+    return replace(member, state="left" if left else "lost", pid=None, tokens_per_s=None)
 
 
 def _newest(path: Path, name: str) -> float | None:

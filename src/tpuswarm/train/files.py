@@ -7,7 +7,7 @@ from pathlib import Path
 def write_atomically(path: Path, text: str) -> None:
     """Write a file, in the place of one that may be there."""
     part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
+    with part.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -10,6 +10,7 @@ import hashlib
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from tpuswarm.errors import InputError
 from tpuswarm.train import platform
-from tpuswarm.train.line import Line, Message, WrongSecret, authenticate, end_process, relay
+from tpuswarm.train.line import LEFT, LOST, TAKEN, Line, Message, WrongSecret, authenticate, end_process, relay
 from tpuswarm.train.recipe import Batch
 
 HOST = "host"
@@ -35,10 +36,12 @@ RUNTIME_SILENCE = 25
 """Seconds after which JAX's runtime takes a host for dead; the lines are quicker, and say it in a sentence."""
 FAREWELL = 10
 """Seconds that a host which ends waits for the others to end."""
+LOOK = 2.0
+"""Seconds between two looks at whether others are still awaited."""
 
 
 class Absent(InputError):
-    """Hosts that did not come in time."""
+    """Hosts that did not come in time, or are awaited no longer."""
 
 
 class Hosts:
@@ -60,8 +63,8 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exit_code = getattr(error, "exit_code", 1)
-        self.close(None if error is None else str(error) or type(error).__name__)
+        self._exit_code = getattr(error, "exit_code", LOST)
+        self.close(None if error is None else str(error) or type(error).__name__, self._exit_code)
 
     def send(self, about: Mapping[str, Any], data: bytes | memoryview = b"") -> None:
         """A message to host 0; from host 0, to all others."""
@@ -94,7 +97,7 @@ class Hosts:
             self.close()
             raise InputError(refused)
 
-    def start_runtime(self, name: str, seconds: float) -> None:
+    def start_runtime(self, name: str) -> None:
         """Make JAX see the devices of all hosts. name: of the machine of host 0."""
         if self.index:
             message = self.receive()
@@ -111,7 +114,7 @@ class Hosts:
             self.count,
             self.index,
             cluster_detection_method="deactivate",  # all that it could find out is known
-            initialization_timeout=int(seconds),
+            initialization_timeout=int(PATIENCE),
             heartbeat_timeout_seconds=RUNTIME_SILENCE,
             shutdown_timeout_seconds=FAREWELL,
             coordinator_bind_address=where,
@@ -119,11 +122,14 @@ class Hosts:
         self._runtime = True
         atexit.register(self._exit)
 
-    def close(self, reason: str | None = None) -> None:
-        """End the program once all hosts have come to close it. A reason, a sentence, ends the others at once."""
+    def close(self, reason: str | None = None, status: int = LOST) -> None:
+        """End the program once all hosts have come to close it.
+
+        A reason, a sentence, ends the others at once, with a status.
+        """
         lines, self._lines = self._lines, {}
         for line in lines.values():
-            line.farewell(reason)
+            line.farewell(reason, status)
         for line in lines.values() if reason is None else ():
             line.wait()
         if self._runtime and reason is None:
@@ -138,11 +144,19 @@ class Hosts:
             os._exit(self._exit_code)
 
 
-def initialize(address: str, count: int, index: int, secret: bytes, seconds: float = PATIENCE) -> Hosts:
+def initialize(
+    address: str,
+    count: int,
+    index: int,
+    secret: bytes,
+    seconds: float = PATIENCE,
+    awaited: Callable[[], bool] = lambda: True,
+) -> Hosts:
     """Join `count` hosts, of which this is number `index`, to one program; before anything else uses JAX.
 
-    address: `HOST:PORT` where host 0 listens for the others; secret: the same on all hosts. Raises InputError where
-    hosts do not come within `seconds`, do not know the secret, run other versions or have other numbers of devices.
+    address: `HOST:PORT` where host 0 listens for the others; secret: the same on all hosts; awaited: asked at host 0
+    whether it still waits for the others, who end with it. Raises InputError where hosts do not come within `seconds`,
+    do not know the secret, run other versions or have other numbers of devices.
     From then on a host that dies or is silent ends the others within 30 seconds, each with one sentence on stderr:
     they may be inside a collective that never returns, so that nothing but their process can be ended.
     """
@@ -151,16 +165,20 @@ def initialize(address: str, count: int, index: int, secret: bytes, seconds: flo
     if count == 1:
         return Hosts(0, 1, {})
     end = time.monotonic() + seconds
-    lines = _dial(name, port, index, secret, end) if index else _gather(name, port, count, secret, end)
+    lines = _dial(name, port, index, secret, end) if index else _gather(name, port, count, secret, end, awaited)
     hosts = Hosts(index, count, lines)
-    versions = {package: version(package) for package in ("jax", "jaxlib", "numpy")}
-    hosts.agree({"number of hosts": str(count), **versions, "tpuswarm": _code()})
-    hosts.start_runtime(name, seconds)
-    if jax.process_index() != index:
-        raise InputError(
-            f"host {index} is worker {jax.process_index()} of its TPU slice; give hosts the workers' numbers"
-        )
-    hosts.agree({"number of devices": str(jax.local_device_count())})
+    try:
+        versions = {package: version(package) for package in ("jax", "jaxlib", "numpy")}
+        hosts.agree({"number of hosts": str(count), **versions, "tpuswarm": _code()})
+        hosts.start_runtime(name)
+        if jax.process_index() != index:
+            raise InputError(
+                f"host {index} is worker {jax.process_index()} of its TPU slice; give hosts the workers' numbers"
+            )
+        hosts.agree({"number of devices": str(jax.local_device_count())})
+    except BaseException:
+        hosts.__exit__(*sys.exc_info())
+        raise
     return hosts
 
 
@@ -182,38 +200,60 @@ def listen(name: str, port: int) -> socket.socket:
         raise InputError(f"host 0 cannot listen at {name}:{port}: {error.strerror or error}; give another") from error
 
 
-def _gather(name: str, port: int, count: int, secret: bytes, end: float) -> dict[int, Line]:
-    """At host 0: the lines of all others."""
+def _gather(
+    name: str, port: int, count: int, secret: bytes, end: float, awaited: Callable[[], bool]
+) -> dict[int, Line]:
+    """At host 0: the lines of all others. One that goes before all have come is awaited again."""
     seconds = end - time.monotonic()
-    listener = listen(name, port)
     lines: dict[int, Line] = {}
+    coming = threading.Lock()
+    together = False
     strangers = 0
-    with listener:
-        while len(lines) < count - 1:
-            try:
-                listener.settimeout(max(0.1, end - time.monotonic()))
-                connection, _ = listener.accept()
-            except TimeoutError:
+
+    def lost(index: int, why: str, status: int) -> None:
+        with coming:
+            if not together:
+                lines.pop(index, None)
+                return
+        _lost(index, lines, why, status)
+
+    with listen(name, port) as listener:
+        listener.settimeout(min(LOOK, max(0.1, seconds)))
+        while True:
+            with coming:
+                together = len(lines) == count - 1
+            if together:
+                return lines
+            if not awaited():
+                Hosts(0, count, lines).close("it waits no longer", LEFT)
+                raise Absent("host 0 waits no longer for the others")
+            if time.monotonic() > end:
                 missing = [str(index) for index in range(1, count) if index not in lines]
                 more = f" ({strangers} came without the secret)" if strangers else ""
                 refused = (
                     f"host{'s' * (len(missing) > 1)} {', '.join(missing)} did not come to {name}:{port} within "
                     f"{seconds:.0f} s{more}; start all {count} with the same address and secret"
                 )
-                Hosts(0, count, lines).close(refused)
-                raise Absent(refused) from None
+                Hosts(0, count, lines).close(refused, Absent.exit_code)
+                raise Absent(refused)
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
             try:
                 index = authenticate(connection, secret, 0)
             except (OSError, WrongSecret):
                 strangers += 1
                 connection.close()
                 continue
-            line = Line(connection, partial(_lost, index, lines))
-            if index in lines or index >= count:
-                line.farewell(f"it waits for {count - 1} others, each once, and not for another host {index}")
-            else:
-                lines[index] = line
-    return lines
+            with coming:  # its line may be lost before it is kept
+                if index in lines or index >= count:
+                    line = Line(connection, lambda why, status: None)
+                    line.farewell(
+                        f"it waits for {count - 1} others, each once, and not for another host {index}", TAKEN
+                    )
+                else:
+                    lines[index] = Line(connection, partial(lost, index))
 
 
 def _dial(name: str, port: int, index: int, secret: bytes, end: float) -> dict[int, Line]:
@@ -235,12 +275,12 @@ def _dial(name: str, port: int, index: int, secret: bytes, end: float) -> dict[i
             time.sleep(0.1)
 
 
-def _lost(index: int, lines: Mapping[int, Line], why: str) -> NoReturn:
-    """A host is gone: tell the others, and end."""
+def _lost(index: int, lines: Mapping[int, Line], why: str, status: int) -> NoReturn:
+    """A host is gone: tell the others, to whom that is a loss whatever it was to that host, and end."""
     sentence = f"host {index} is gone ({why})"
     for other in lines.keys() - {index}:
         lines[other].farewell(sentence)
-    end_process(f"{sentence}, so this host ends too; start all of them together again")
+    end_process(f"{sentence}, so this host ends too; start all of them together again", status)
 
 
 def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], index: int) -> str | None:

@@ -27,6 +27,10 @@ GREETING = 5.0
 """Seconds that a new connection has to show that it knows the secret."""
 PART = 2**20
 """Bytes given to the system at a time; each part has `SILENCE` seconds to go."""
+LEFT, LOST, WRONG, ABSENT, TAKEN, FAILED = range(6)
+"""How the process of a host ends: by host 0's farewell, without another host, by wrong input, where hosts did not come,
+where host 0 has another host of this number, and by a failure of its own.
+"""
 HEAD = struct.Struct("!IQ")
 """Bytes of the JSON and of the data behind it; 0 and 0 is a sign of life."""
 
@@ -36,13 +40,13 @@ Message = tuple[dict[str, Any], bytearray]
 _last_words = threading.Lock()
 
 
-def end_process(sentence: str) -> NoReturn:
-    """Say why and end, whatever the other threads wait for; only the first sentence is said."""
+def end_process(sentence: str, status: int = LOST) -> NoReturn:
+    """Say why and end with a status, whatever the other threads wait for; only the first sentence is said."""
     _last_words.acquire()  # and never let go
     with suppress(OSError, ValueError):
         sys.stderr.write(f"{sentence}\n")
         sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)
 
 
 class WrongSecret(Exception):
@@ -81,8 +85,10 @@ def authenticate(connection: socket.socket, secret: bytes, index: int) -> int:
 class Line:
     """Messages to and from one other host."""
 
-    def __init__(self, connection: socket.socket, lost: Callable[[str], None]):
-        """connection: authenticated; lost: told, by a thread, why the other host is gone without a farewell."""
+    def __init__(self, connection: socket.socket, lost: Callable[[str, int], None]):
+        """connection: authenticated; lost: told, by a thread, why the other host is gone without a farewell, and the
+        status with which this one has to end, if it has to.
+        """
         connection.settimeout(SILENCE)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._lost = connection, lost
@@ -90,7 +96,7 @@ class Line:
         self._left = False
         """Gone without waiting for the other host."""
         self._ended = threading.Event()
-        """The other host said farewell."""
+        """The other host said farewell, or is gone."""
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         for work in (self._read, self._beat):
             threading.Thread(target=work, name="line", daemon=True).start()
@@ -103,17 +109,17 @@ class Line:
             self._gone("its connection is closed")
 
     def receive(self) -> Message | None:
-        """The next message, however long it takes; None after the farewell of the other host."""
+        """The next message, however long it takes; None once the other host has said farewell or is gone."""
         return self._inbox.get()
 
-    def farewell(self, reason: str | None = None) -> None:
-        """The last message. With a reason, a sentence, it is the end of the other host, and nobody waits for it."""
+    def farewell(self, reason: str | None = None, status: int = LOST) -> None:
+        """The last message. A reason, a sentence, is the end of the other host, with a status; nobody waits for it."""
         self._left = reason is not None
         with suppress(OSError):  # the reading thread says what is wrong
-            self._write(json.dumps({"farewell": reason}).encode(), b"")
+            self._write(json.dumps({"farewell": reason, "status": status}).encode(), b"")
 
     def wait(self) -> None:
-        """Until the other host says farewell."""
+        """Until the other host says farewell, or is gone."""
         self._ended.wait()
 
     def _write(self, about: bytes, data: bytes | memoryview) -> None:
@@ -144,13 +150,16 @@ class Line:
             self._gone("its connection is closed")
         else:
             if about["farewell"]:
-                self._gone(f"it ended: {about['farewell']}")
+                self._gone(f"it ended: {about['farewell']}", about["status"])
             self._ended.set()
             self._inbox.put(None)
 
-    def _gone(self, why: str) -> None:
+    def _gone(self, why: str, status: int = LOST) -> None:
         if not self._left:
-            self._lost(why)
+            self._lost(why, status)
+        self._ended.set()  # this process lives on without it
+        self._inbox.put(None)
+        self._connection.close()
 
 
 def relay(host: str, port: int) -> int:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,38 +13,119 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.engines.ray import MEMBER, STORE_BYTES, use_token
+from tpuswarm.swarm.engines.ray import DISMISSED, MEMBER, STORE_BYTES, private_folder, use_token
+from tpuswarm.swarm.notice import GOODBYE
 from tpuswarm.train.stop import StopSignals
 
-GOODBYE = 30.0
-"""Seconds that the member here has to hand in its work."""
+ANSWER = 5.0
+"""Seconds for an address to answer."""
+PAUSE, PAUSE_MAX = 1.0, 60.0
+"""Seconds until a node that ended unasked is started again: doubled until one has lived for longer."""
+CUT = 120.0
+"""Seconds without an answer, where nothing says that the address is closed, after which the swarm counts as ended."""
+
+Say = Callable[[str], None]
 
 
-def be_node(address: str, token: Path, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+def be_node(address: str, token: Path, environment: Mapping[str, str], say: Say) -> None:
     """Be a node until Ctrl-C or SIGTERM, or until the swarm's cluster ends.
 
-    environment: of the member here, besides this process's own. Raises InputError for a wrong token.
+    environment: of the member here, besides this process's own. Raises InputError for a wrong token and what the swarm
+    refuses, RunFailed where it gives this machine up.
     """
     use_token(token)
-    with tempfile.TemporaryFile("w+") as output, StopSignals() as stop:
-        node = _start(address, environment, output.fileno())
-        try:
-            say(f"joining {address}; Ctrl-C leaves")
-            while node.poll() is None and stop.asked is None:
-                time.sleep(0.2)
-            if stop.asked is None:
-                output.seek(0)
-                _explain(output.read(), address, token)
+    pause, joined = PAUSE, False
+    with StopSignals() as stop:
+        say(f"joining {address}; Ctrl-C leaves")
+        while True:
+            began = time.monotonic()
+            said = _live(address, environment, stop, say)
+            if stop.asked is not None:
+                return
+            try:
+                _explain(said, address, token)
+                joined = True
+            except RunFailed:
+                if not joined:
+                    raise
+            if _ended(address, stop, say):
                 say("the swarm has ended")
                 return
-            say("leaving: the member here hands in what it has done")
-            _say_goodbye(node)
+            if time.monotonic() - began > PAUSE_MAX:
+                pause = PAUSE
+            say(f"this machine's part of the swarm ended, but the swarm lives: starting it again in {pause:.0f} s")
+            if wait(pause, stop):
+                return
+            pause = min(2 * pause, PAUSE_MAX)
+
+
+def silent(address: str) -> OSError | None:
+    """Why nothing answers at `HOST:PORT`; None if something does."""
+    name, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((name, int(port)), timeout=ANSWER).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def wait(seconds: float, stop: StopSignals) -> bool:
+    """Wait; at once True when asked to stop."""
+    end = time.monotonic() + seconds
+    while stop.asked is None and time.monotonic() < end:
+        time.sleep(min(0.2, seconds))
+    return stop.asked is not None
+
+
+def _ended(address: str, stop: StopSignals, say: Say) -> bool:
+    """Whether the swarm has: its machine says that nobody listens, or is silent for long, as in a network that is cut.
+
+    False when asked to stop as well, which the caller sees.
+    """
+    end, told = time.monotonic() + CUT, False
+    while error := silent(address):
+        if isinstance(error, ConnectionRefusedError) or time.monotonic() > end:
+            return True
+        if not told:
+            say(f"{address} does not answer ({error.strerror or error}); waiting {CUT:.0f} s for it")
+        told = True
+        if wait(PAUSE, stop):
+            return False
+    return False
+
+
+def _live(address: str, environment: Mapping[str, str], stop: StopSignals, say: Say) -> str:
+    """One node, until it ends or this machine leaves; what `ray` said. Raises what the swarm dismisses it with."""
+    parent = private_folder()
+    for old in parent.iterdir():
+        if old.name.isdigit() and not Path(f"/proc/{old.name}").exists():
+            shutil.rmtree(old, ignore_errors=True)  # of a node that was killed
+    with tempfile.TemporaryFile("w+") as output:
+        node = _start(address, parent, environment, output.fileno())
+        folder = parent / str(node.pid)
+        try:
+            while node.poll() is None and stop.asked is None:
+                if (letter := folder / DISMISSED).exists():
+                    outcome = json.loads(letter.read_text())
+                    raise (InputError if outcome["how"] == "wrong" else RunFailed)(outcome["reason"])
+                time.sleep(0.2)
+            if stop.asked is not None:
+                say("leaving: the member here hands in what it has done")
+                _say_goodbye(node)
         finally:
             _end(node)
+            shutil.rmtree(folder, ignore_errors=True)
+        output.seek(0)
+        return output.read()
 
 
-def _start(address: str, environment: Mapping[str, str], output: int) -> "subprocess.Popen[bytes]":
+def _start(address: str, parent: Path, environment: Mapping[str, str], output: int) -> "subprocess.Popen[bytes]":
+    """`ray start`, with a folder of its own for sockets and logs, named by its pid, which stays that of the shell.
+
+    Ray's default is that of the swarm's machine, named by a pid there: it says nothing here of whether it is in use.
+    """
     command = [
+        "sh", "-c", 'exec "$@" --temp-dir "$0/$$"', str(parent),
         str(Path(sys.executable).with_name("ray")), "start", "--address", address, "--block", "--num-cpus", "0",
         "--object-store-memory", str(STORE_BYTES), "--resources", json.dumps({MEMBER: 1}),
     ]  # fmt: skip

@@ -5,6 +5,7 @@ reason; the process that made it decides what that means.
 """
 
 import importlib
+import json
 import logging
 import os
 import secrets
@@ -40,6 +41,8 @@ MEMBER = "tpuswarm-member"
 """Ray's resource of a machine that joined: one member may live there."""
 ANYWHERE = "anywhere"
 """In the place of a node's name: wherever a cluster that was there already has room."""
+DISMISSED = "dismissed.json"
+"""The file, in the folder of a machine's Ray, that says why it is wanted no longer."""
 STORE_BYTES = 2**28
 """Of Ray's object store, at least: payloads pass through it; what does not fit goes over the disk."""
 GROUPS = {"work": 1, "calls": 16, "beats": 4, "control": 4}
@@ -218,7 +221,7 @@ class Cluster:
         self.found = address is not None
         """Whether it was there already."""
         self.address = ""
-        self._joined: list[str] = []
+        self._joined: dict[str, str] = {}
 
     def __enter__(self) -> "Cluster":
         if not self.found:
@@ -288,18 +291,32 @@ class Cluster:
         where = NodeAffinitySchedulingStrategy(node or self._node, soft=False)
         return {"num_cpus": 0, "resources": resources, "scheduling_strategy": where}
 
-    def joined(self) -> list[str]:
-        """Nodes that offer a member, by their names."""
+    def joined(self) -> dict[str, str]:
+        """Nodes that offer a member, each with the name of its machine."""
         return self._joined
+
+    def dismiss(self, node: str, outcome: Outcome) -> None:
+        """Tell the command on a machine that joined why no member is started there any more."""
+        tell: Any = ray.remote(_dismissed)
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        tell.options(num_cpus=0, scheduling_strategy=where).remote(outcome.how, outcome.reason)
 
     def _watch_nodes(self) -> None:
         """In a thread of its own: where Ray's head is gone, the question is never answered."""
         nodes: Any = ray.nodes  # it has no types
         while ray.is_initialized():
             with suppress(RayError, RuntimeError):  # it is shutting down
-                alive = [node for node in nodes() if node["Alive"]]
-                self._joined = [node["NodeID"] for node in alive if node.get("Resources", {}).get(MEMBER, 0) >= 1]
+                alive = [node for node in nodes() if node["Alive"] and node.get("Resources", {}).get(MEMBER, 0) >= 1]
+                self._joined = {node["NodeID"]: node["NodeManagerHostname"] for node in alive}
             time.sleep(NODES)
+
+
+def _dismissed(how: str, reason: str) -> None:
+    """On a machine that joined: leave the command there word (engines/node.py)."""
+    letter = Path(ray.get_runtime_context().get_temp_dir()) / DISMISSED
+    part = letter.with_suffix(".part")
+    part.write_text(json.dumps({"how": how, "reason": reason}))
+    part.rename(letter)
 
 
 def use_token(path: Path) -> None:
@@ -314,17 +331,19 @@ def use_token(path: Path) -> None:
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win
 
 
-def _sessions() -> Path:
-    """Where Ray keeps its sockets and logs: short, for sockets, and closed to others, for Ray's own modes are not.
-
-    What killed runs left there is removed.
-    """
+def private_folder() -> Path:
+    """Where Ray keeps its sockets and logs: short, for sockets, and closed to others, for Ray's own modes are not."""
     parent = Path(f"/tmp/tpuswarm-{os.getuid()}")
     parent.mkdir(mode=0o700, exist_ok=True)
     if parent.stat().st_uid != os.getuid() or parent.is_symlink():
         raise RunFailed(f"{parent} belongs to another user, and Ray's sockets should lie there; remove it")
     parent.chmod(0o700)
-    folder = parent / "ray"
+    return parent
+
+
+def _sessions() -> Path:
+    """Where a run's Ray has its folder; what killed runs left there is removed."""
+    folder = private_folder() / "ray"
     for session in folder.glob("session_*_*"):
         pid = session.name.rpartition("_")[2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():

@@ -1,6 +1,6 @@
 """The run's data files, which every host of a member has whole: from the swarm, or from host 0."""
 
-import tempfile
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -26,11 +26,19 @@ def missing(folder: Path, files: Mapping[str, int]) -> list[str]:
 
 def keep(path: Path, parts: Iterable[bytes | bytearray]) -> None:
     """Write a file whole or not at all; RunFailed where it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-        for each in parts:
-            part.write(each)
-        Path(part.name).rename(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}")  # several members of one machine may fetch it at once
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for old in path.parent.glob(f"{path.name}.*"):
+            if old.suffix[1:].isdigit() and not Path(f"/proc/{old.suffix[1:]}").exists():
+                old.unlink(missing_ok=True)  # of a process that was killed
+        try:
+            with part.open("wb") as file:
+                for each in parts:
+                    file.write(each)
+            part.rename(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def give(hosts: Hosts, folder: Path, files: Mapping[str, int]) -> None:

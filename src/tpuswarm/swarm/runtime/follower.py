@@ -1,7 +1,7 @@
 """What host 0 of a member of several hosts tells the others; and the process of another host, which follows it.
 
 `python -m tpuswarm.swarm.runtime.follower` is a process of its own because a host that loses another one has to end
-(train/line.py); runtime/join.py keeps one, and reads its exit status and its last line on stderr.
+(train/line.py); runtime/join.py keeps one, and reads its exit status and the lines on its stderr.
 """
 
 import os
@@ -15,21 +15,23 @@ from typing import NoReturn
 import jax
 from pydantic import TypeAdapter
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.swarm.hosts import follow
 from tpuswarm.swarm.runtime import files
-from tpuswarm.swarm.runtime.group import ABSENT, LEFT, LOST, WRONG, Group
+from tpuswarm.swarm.runtime.group import STEPPED, Group
 from tpuswarm.swarm.runtime.plan import Plan
 from tpuswarm.swarm.runtime.program import make_ready
 from tpuswarm.train.hosts import Absent, Hosts
+from tpuswarm.train.line import ABSENT, FAILED, LEFT, LOST, WRONG
+from tpuswarm.train.recipe import Metrics
 
 _PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)
 
 
-def tell(hosts: Hosts, plan: Plan, data: Path, evaluates: bool) -> None:
+def tell(hosts: Hosts, plan: Plan, data: Path) -> None:
     """At host 0: all that another host needs to make the same program; data: the folder of the run's files."""
     if hosts.count > 1:
-        hosts.send({"plan": _PLAN.dump_python(plan, mode="json"), "evaluates": evaluates})
+        hosts.send({"plan": _PLAN.dump_python(plan, mode="json")})
         files.give(hosts, data, plan.files)
 
 
@@ -48,9 +50,21 @@ def obey(hosts: Hosts, say: Callable[[str], None]) -> None:
         raise InputError(f"the run is --deterministic: set XLA_FLAGS={flag}=true on this host and join again")
     folder = files.folder_of(plan)
     files.take(hosts, folder, plan.files)
-    ready = make_ready(plan, folder, jax.devices(), message[0]["evaluates"], lambda number, metrics: None, say)
+    ready = make_ready(plan, folder, jax.devices(), False, _Steps().took, say)
     hosts.agree(ready.facts())
-    follow(hosts, ready.begin, ready.holder)
+    follow(hosts, ready.holder)
+
+
+class _Steps:
+    """Says on stderr when the first step was made."""
+
+    dispatched = 0
+
+    def took(self, number: int, metrics: Metrics) -> None:
+        self.dispatched += 1
+        if self.dispatched == 3:  # a holder waits for the step before its newest
+            sys.stderr.write(f"{STEPPED}\n")
+            sys.stderr.flush()
 
 
 def main() -> NoReturn:
@@ -72,19 +86,27 @@ def main() -> NoReturn:
         _end(WRONG, str(error))
     except Exception as error:  # noqa: BLE001  # whatever it is, it will be the same at the next try
         traceback.print_exc()
-        _end(WRONG, f"host {group.index} could not begin: {type(error).__name__}: {error}")
+        _end(FAILED, f"host {group.index} could not begin: {_words(error)}")
     say(f"host {group.index} of {group.count} is with host 0")
     try:
         with hosts:
             obey(hosts, say)
-    except InputError as error:
-        _end(WRONG, str(error))
+    except TpuswarmError as error:
+        _end(WRONG if isinstance(error, InputError) else FAILED, str(error))
+    except Exception as error:  # noqa: BLE001  # it may come of another host's death
+        traceback.print_exc()
+        _end(LOST, f"host {group.index} failed: {_words(error)}")
     sys.exit(LEFT)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error) or 'no reason').splitlines()[0]}"
 
 
 def _end(status: int, sentence: str) -> NoReturn:
     sys.stderr.write(f"{sentence}\n")
-    sys.exit(status)
+    sys.stderr.flush()
+    os._exit(status)  # the end of a JAX that has lost its hosts would be another status
 
 
 def _end_with_parent() -> None:

@@ -1,7 +1,9 @@
 """Which host of a member of several hosts this machine is."""
 
 import json
+import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,11 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # it imports JAX, which the machine's own process does without
     from tpuswarm.train.hosts import Hosts
 
-LEFT, LOST, WRONG, ABSENT = 0, 1, 2, 3
-"""How a host's process ends: by host 0's farewell, without another host, by wrong input, and where hosts did not come.
-"""
 VARIABLE = "TPUSWARM_GROUP"
 """The environment variable by which a machine that joined tells its processes."""
+STEPPED = "the first step is made"
+"""The line by which the process of another host than host 0 says so."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,12 @@ class Group:
         if self.index == 0:
             listen(*at).close()  # its member's process would fail where nobody sees it
 
-    def gather(self, seconds: float | None = None) -> "Hosts":
-        """All hosts, once they have come, within `seconds` or what is usual; raises as train/hosts.py says."""
+    def gather(self, awaited: Callable[[], bool] = lambda: True) -> "Hosts":
+        """All hosts, once they have come; raises as train/hosts.py says.
+
+        Host 0 waits as long as it takes, for a machine may take long to come back, while the others are `awaited`.
+        """
         from tpuswarm.train.hosts import PATIENCE, initialize
 
         secret = Path(self.token).read_text().strip().encode()
-        return initialize(self.at, self.count, self.index, secret, PATIENCE if seconds is None else seconds)
+        return initialize(self.at, self.count, self.index, secret, PATIENCE if self.index else math.inf, awaited)

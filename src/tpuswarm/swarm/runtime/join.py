@@ -1,21 +1,25 @@
 """`tpuswarm join`: this machine as a member of a running swarm, or as one host of a member of several."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from tpuswarm.errors import InputError
-from tpuswarm.swarm.engines.node import GOODBYE, be_node
-from tpuswarm.swarm.runtime.group import ABSENT, LEFT, WRONG, Group
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.engines.node import be_node, silent, wait
+from tpuswarm.swarm.notice import GOODBYE
+from tpuswarm.swarm.runtime.group import STEPPED, Group
+from tpuswarm.train.line import ABSENT, FAILED, LEFT, TAKEN, WRONG
 from tpuswarm.train.stop import StopSignals
 
-ANSWER = 5.0
-"""Seconds for the address to answer."""
+TRIES = 4
+"""Ends of a host's process in a row without a step until it is given up, as the swarm's supervisor does with host 0."""
+PAUSE = 5.0
+"""Seconds until the second of these tries, and more before each later one: host 0 may be slow to see what it lost."""
 
 Say = Callable[[str], None]
 
@@ -23,9 +27,10 @@ Say = Callable[[str], None]
 def join(address: str, group: Group | None, token: Path, say: Say) -> None:
     """Take part until Ctrl-C or SIGTERM, or until the swarm has ended.
 
-    Raises InputError for an address where nothing answers, a wrong token, and hosts that cannot be one member.
+    Raises InputError for an address where nothing answers, a wrong token, hosts that cannot be one member, and what the
+    swarm refuses; RunFailed where this machine is given up.
     """
-    name, colon, port = address.rpartition(":")
+    _, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         raise InputError(f"{address!r} is no address: give HOST:PORT, as `tpuswarm train --members` says it")
     try:
@@ -38,51 +43,60 @@ def join(address: str, group: Group | None, token: Path, say: Say) -> None:
         raise InputError(f"{token} is empty: copy the file `token` of the run to it")
     if group:
         group.check()
-    if silent := _silent(name, int(port)):
-        raise InputError(f"nothing answers at {address} ({silent}): is the run alive?")
+    if why := silent(address):
+        raise InputError(f"nothing answers at {address} ({why.strerror or why}): is the run alive?")
     if group and group.index:
-        _follow(group, lambda: _silent(name, int(port)), say)
+        _follow(group, address, say)
         return
     if group:
         say(f"this is host 0 of {group.count}: the others come to {group.at}")
     be_node(address, token, group.environment() if group else {}, say)
 
 
-def _silent(name: str, port: int) -> str | None:
-    """Why nothing answers there; None if something does."""
-    try:
-        socket.create_connection((name, port), timeout=ANSWER).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+class _Life(NamedTuple):
+    """How a process of this host ended."""
+
+    status: int
+    last: str
+    """Its last line on stderr."""
+    stepped: bool
 
 
-def _follow(group: Group, swarm_silent: Callable[[], str | None], say: Say) -> None:
+def _follow(group: Group, address: str, say: Say) -> None:
     """Keep a process that is this host, until host 0 says farewell to it."""
     say(f"this is host {group.index} of {group.count}: it comes to {group.at}; Ctrl-C leaves")
-    lost = False
+    lost, alone, tries = False, False, 0
     with StopSignals() as stop:
         while True:
-            status, last = _live(group, stop, say)
+            life = _live(group, stop, say)
             if stop.asked is not None:
                 return
-            if status == LEFT:
+            if life.status == LEFT:
                 say("host 0 has left the swarm, or the swarm has ended")
                 return
-            if status == WRONG or (status == ABSENT and not lost):
-                raise InputError(last)
-            if status == ABSENT:
-                if swarm_silent():
+            if life.status == WRONG or (life.status in (ABSENT, TAKEN) and not lost):
+                raise InputError(life.last)
+            if life.status == FAILED:
+                raise RunFailed(life.last)
+            if life.status == ABSENT:
+                if silent(address):
                     say("the swarm has ended")
                     return
+                if not alone:
+                    say(f"host 0 does not answer at {group.at}; this host waits for it; Ctrl-C leaves")
+                alone = True
                 continue
-            lost = True
-            why = "its process was killed" if status < 0 else last.partition(", so this host ends")[0]
+            lost, alone, tries = True, False, 1 if life.stepped else tries + 1
+            why = "its process was killed" if life.status < 0 else life.last.partition(", so this host ends")[0]
+            if tries >= TRIES:
+                raise RunFailed(f"this host ended {tries} times without a step, the last: {why}; join again on all")
             say(f"{why}; this host waits for all of them to come together again")
+            if wait(PAUSE * (tries - 1), stop):
+                return
 
 
-def _live(group: Group, stop: StopSignals, say: Say) -> tuple[int, str]:
-    """One process, to its end: exit status, and the last line on stderr."""
+def _live(group: Group, stop: StopSignals, say: Say) -> _Life:
+    """One process, to its end."""
     command = [sys.executable, "-m", "tpuswarm.swarm.runtime.follower"]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -103,4 +117,4 @@ def _live(group: Group, stop: StopSignals, say: Say) -> tuple[int, str]:
             status = process.wait()
         errors.seek(0)
         lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
-    return status, lines[-1] if lines else ""
+    return _Life(status, lines[-1] if lines else "", STEPPED in lines)

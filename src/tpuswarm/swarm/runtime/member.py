@@ -6,7 +6,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,12 @@ from tpuswarm.swarm.runtime.head import Found, Joining
 from tpuswarm.swarm.runtime.plan import HEAD, Founding, Plan
 from tpuswarm.swarm.runtime.program import Ready, make_ready
 from tpuswarm.train import platform
-from tpuswarm.train.hosts import Hosts
+from tpuswarm.train.hosts import Absent, Hosts
 from tpuswarm.train.recipe import Metrics
 from tpuswarm.train.session import chosen
 
 AGAIN = 0.5
 """Seconds between two tries of a call that nobody answers."""
-HOSTS = 7 * 86_400.0
-"""Seconds that host 0 of a member of several hosts waits for the others: a machine may take long to come back."""
-LOOK = 2.0
-"""Seconds between two looks, meanwhile, at whether the run has ended."""
 LIVES = 5
 """Incarnations that one process tries without a single accepted step before it gives up."""
 
@@ -112,31 +107,22 @@ class MemberHost:
         if hosts is None:
             return "left" if self._leaving else "ended"
         with hosts:
-            follower.tell(hosts, plan, data, place.evaluates)
+            follower.tell(hosts, plan, data)
             devices = jax.devices() if place.group else platform.local_devices()
             ready = make_ready(plan, data, devices, place.evaluates, self._rows.took, place.say)
             hosts.agree(ready.facts())
-            return self._lives(ready, Lead(hosts, ready.begin, ready.holder) if hosts.count > 1 else ready)
+            return self._lives(ready, Lead(hosts, ready.holder) if hosts.count > 1 else ready)
 
     def _gather(self) -> Hosts | None:
         """All hosts of this member; None where it was told to leave, or the run has ended, before they came."""
         group = self.place.group
         if group is None:
             return Hosts(0, 1, {})
-        gathered: Future[Hosts] = Future()
-
-        def gather() -> None:
-            try:
-                gathered.set_result(group.gather(HOSTS))
-            except BaseException as error:  # noqa: BLE001  # raised where it is waited for
-                gathered.set_exception(error)
-
         self.place.say(f"waiting for {group.count - 1} other hosts at {group.at}")
-        threading.Thread(target=gather, name="hosts", daemon=True).start()
-        while not self._leaving and not self._over():
-            if wait([gathered], LOOK).done:
-                return gathered.result()
-        return None
+        try:
+            return group.gather(lambda: not self._leaving and not self._over())
+        except Absent:
+            return None
 
     def _over(self) -> bool:
         """Whether everything is trained that the run asked for."""
@@ -151,7 +137,7 @@ class MemberHost:
         place = self.place
         fruitless = 0
         while not self._leaving:
-            joining = self._hello(ready, programs)
+            joining = self._hello(ready)
             if joining is None:
                 break
             if ready.digests != joining.terms.digests:
@@ -218,8 +204,11 @@ class MemberHost:
             self._answer(Call(self._shard(number), "fetch", (number, digest))) for number, digest in enumerate(state)
         ]
 
-    def _hello(self, ready: Ready, programs: Ready | Lead) -> Joining | None:
-        """What the run is, from the coordinator; makes the first state where asked to. None when told to leave."""
+    def _hello(self, ready: Ready) -> Joining | None:
+        """What the run is, from the coordinator; None when told to leave.
+
+        Makes the first state where asked to, as only those are that the run was started with: members of one host.
+        """
         while not self._leaving:
             answer = self._answer(Call(HEAD, "hello", (self.place.name,)))
             if isinstance(answer, Joining):
@@ -229,7 +218,7 @@ class MemberHost:
                 outer = self.place.plan.outer
                 made = [
                     self._answer(Call(self._shard(number), "found", (fragment, outer)))
-                    for number, fragment in enumerate(programs.begin())
+                    for number, fragment in enumerate(ready.begin())
                 ]
                 state = tuple(digest for digest, _ in made)
                 outer_state = tuple(digest for _, digest in made if digest)
@@ -277,10 +266,14 @@ class Rows:
         self._first = 0
         self._began = self._read_at = time.monotonic()
         self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        """Why no more rows are read."""
         threading.Thread(target=self._read, name="metrics", daemon=True).start()
 
     def took(self, number: int, metrics: Metrics) -> None:
-        """A step was dispatched; its metrics are still on the devices."""
+        """A step was dispatched; its metrics are still on the devices. Raises what ended the reading of others."""
+        if self._failure:
+            raise self._failure
         self._pending.put((self._version(), metrics))
 
     def evaluated(self, version: int, tokens: int, values: dict[str, float], rows: int) -> None:
@@ -298,20 +291,25 @@ class Rows:
             return list(self._rows)
 
     def _read(self) -> None:
-        while True:
-            version, metrics = self._pending.get()
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            now = time.monotonic()
-            self._steps += 1
-            row = {
-                "step": self._steps,
-                "tokens": self._steps * self._tokens,
-                **{name: value if math.isfinite(value) else None for name, value in values.items()},
-                "tokens_per_s": self._tokens / max(now - self._read_at, 1e-9),
-                "wall_s": now - self._began,
-                "member": self._name,
-                "version": version,
-            }
-            self._read_at = now
-            with self._lock:
-                self._rows.append(row)
+        try:
+            while True:
+                self._read_one(*self._pending.get())
+        except BaseException as error:  # noqa: BLE001  # raised where the next step is
+            self._failure = error
+
+    def _read_one(self, version: int, metrics: Metrics) -> None:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.monotonic()
+        self._steps += 1
+        row = {
+            "step": self._steps,
+            "tokens": self._steps * self._tokens,
+            **{name: value if math.isfinite(value) else None for name, value in values.items()},
+            "tokens_per_s": self._tokens / max(now - self._read_at, 1e-9),
+            "wall_s": now - self._began,
+            "member": self._name,
+            "version": version,
+        }
+        self._read_at = now
+        with self._lock:
+            self._rows.append(row)

@@ -7,13 +7,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from tpuswarm.swarm.arrays import to_host
 from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
-from tpuswarm.swarm.hosts import fresh_fragments
 from tpuswarm.swarm.runtime.plan import Plan, code_digest, fill
 from tpuswarm.train.evaluate import FiniteSource
 from tpuswarm.train.fit import Fitted, fit
+from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Metrics, Source
 from tpuswarm.train.session import held_out, request
 from tpuswarm.train.user_code import blame, build_recipe
@@ -48,7 +49,8 @@ class Ready:
 
     def begin(self) -> list[np.ndarray]:
         """Float32[size] of each fragment of a fresh state."""
-        return fresh_fragments(self.fitted, self.layout, self._keys()[0])
+        shared = self.fitted.program.exchange().get(self.fitted.init(self._keys()[0]))
+        return self.layout.split(dict(zip(leaf_paths(shared), to_host(jax.tree.leaves(shared)), strict=True)))
 
     def holder(self, fragments: Sequence[np.ndarray]) -> ProgramHolder:
         """A holder around a version: float32[size] of each fragment."""

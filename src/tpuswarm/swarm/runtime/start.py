@@ -12,14 +12,15 @@ import jax
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import Every, parse_every
-from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.core.fragments import fragments_for
+from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.engines.ray import Cluster
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.report import write_report
 from tpuswarm.swarm.runtime import machine
 from tpuswarm.swarm.runtime.head import FOUNDING
-from tpuswarm.swarm.runtime.plan import Plan, Swarm, code_digest
+from tpuswarm.swarm.runtime.plan import Plan, Swarm, code_digest, member_name
 from tpuswarm.swarm.runtime.screen import Screen, auto_screen
 from tpuswarm.swarm.runtime.supervisor import Ended, Supervisor
 from tpuswarm.swarm.status import FILE as STATUS
@@ -38,7 +39,7 @@ FORMS = ("int8", "int4")
 STAYS = ("batch", "seed", "data")
 """Settings that give rows their meaning: --accept-code changes them no more than anything else does."""
 MAY_CHANGE = ("run", "members")
-TOKEN = "token"
+TOKEN, REPORT = "token", "report.html"
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,16 @@ def train(
     screen = screen or auto_screen()
     try:
         try:
-            ready = _prepare(run, recipe, swarm, asked, tokens, epochs)
+            decided = _decide(run, recipe, swarm, asked, tokens, epochs)
+            if done := _finished(run, decided.resolved):
+                screen.note(f"{run.folder} is finished: nothing is left to do")
+                return done
+            ready = _prepare(run, recipe, decided, swarm.ray_address)
         except BaseException:
             if not (run.folder / CONFIG).exists():
                 _forget(run.folder)
             run.abandon()
             raise
-        if done := _finished(run, ready.plan):
-            screen.note(f"{run.folder} is finished: nothing is left to do")
-            return done
         return _supervise(run, recipe, ready, screen, watch)
     finally:
         screen.close()
@@ -108,8 +110,25 @@ def _forget(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
+class _Decided:
+    """What a run is to be; nothing of it is written yet."""
+
+    resolved: Resolved
+    swarm: Swarm
+    code: str
+    changed: list[str]
+    """What was accepted to be different from the run that is there, in words."""
+    evaluate_every: int | None
+    kind: str
+    """The platform of this machine's devices."""
+    devices: list[int]
+    per_member: int
+    sizes: machine.Sizes
+
+
+@dataclass(frozen=True)
 class _Ready:
-    """A run of which everything is decided and nothing started."""
+    """A run of which everything is written and nothing started."""
 
     plan: Plan
     environment: Environment
@@ -119,9 +138,9 @@ class _Ready:
     """Sentences for the user."""
 
 
-def _prepare(
+def _decide(
     run: Run, recipe: Recipe, swarm: Asked, asked: dict[str, Any], tokens: int | None, epochs: float | None
-) -> _Ready:
+) -> _Decided:
     if not recipe.target:
         raise InputError(f"{recipe.name} was made by a program of its own; put it into a file and train file.py:Recipe")
     if swarm.members is not None and swarm.members < 1:
@@ -147,14 +166,19 @@ def _prepare(
     resolved = resolve(run, recipe, asked, tokens, epochs, kind, per_member)
     check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
     sizes = machine.sizes(recipe)
-    machine.check_memory(members, sizes.exchanged, sizes.state, kind)
     made = _swarm(swarm, stored, recipe, members, sizes.exchanged)
     code = code_digest(recipe.target)
     changed = _changes(run, swarm, stored, resolved, made, code)
     evaluate_every = _evaluate_every(asked["eval_every"], recipe, resolved)
-    configured = configuration(recipe, resolved.settings)
+    return _Decided(resolved, made, code, changed, evaluate_every, kind, devices, per_member, sizes)
+
+
+def _prepare(run: Run, recipe: Recipe, decided: _Decided, ray_address: str | None) -> _Ready:
+    """Write down what was decided, and the data."""
+    made, kind, sizes = decided.swarm, decided.kind, decided.sizes
+    machine.check_memory(made.members, sizes.exchanged, sizes.state, kind)
     shared = recipe.share(run.folder / "data")
-    settings = resolved.settings
+    settings = decided.resolved.settings
     plan = Plan(
         swarm=made,
         target=recipe.target,
@@ -162,38 +186,53 @@ def _prepare(
         settings=settings,
         files={path.name: path.stat().st_size for path in sorted((run.folder / "data").glob("*"))} if shared else {},
         shared={k: str(v).replace(str(run.folder / "data"), "{data}") for k, v in shared.items()},
-        tokens_per_row=resolved.tokens_per_row,
+        tokens_per_row=decided.resolved.tokens_per_row,
         data=settings["data"] or "",
-        code=code,
-        evaluate_every=evaluate_every,
+        code=decided.code,
+        evaluate_every=decided.evaluate_every,
     )
     table = {name: value for name, value in asdict(made).items() if value is not None} | {
-        "devices_per_member": per_member,
-        "code": code,
+        "devices_per_member": decided.per_member,
+        "code": decided.code,
     }
-    chosen = {"platform": kind, "devices": per_member, "tokens_per_row": resolved.tokens_per_row}
-    run.write_config(configured | {"swarm": table, "chosen": chosen})
-    for each in changed:
+    chosen = {"platform": kind, "devices": decided.per_member, "tokens_per_row": plan.tokens_per_row}
+    run.write_config(configuration(recipe, settings) | {"swarm": table, "chosen": chosen})
+    for each in decided.changed:
         run.write_event("note", message=f"accepted: {each}")
-    environment = machine.environments(kind, devices, per_member)
-    cluster = Cluster(made.run, run.folder / TOKEN, swarm.ray_address, per_member, sizes.largest)
-    return _Ready(plan, environment, cluster, [f"changed: {each}" for each in changed])
+    environment = machine.environments(kind, decided.devices, decided.per_member)
+    cluster = Cluster(made.run, run.folder / TOKEN, ray_address, decided.per_member, sizes.largest)
+    return _Ready(plan, environment, cluster, [f"changed: {each}" for each in decided.changed])
 
 
-def _finished(run: Run, plan: Plan) -> SwarmResult | None:
+def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:
     """The end of a run that came to it before, and that is not to be any longer; None for all others."""
-    ends = [row["event"] for row in read_rows(run.folder / EVENTS) if row["event"] in ("started", *LAST)]
-    if ends[-1:] != ["finished"]:
+    ends = [row for row in read_rows(run.folder / EVENTS) if row["event"] in ("started", *LAST)]
+    if not ends or ends[-1]["event"] != "finished":
         return None
     ledger = Ledger(Store(run.folder))
-    newest = ledger.record(ledger.versions()[-1])
-    if newest.tokens < plan.horizon * plan.tokens_per_row:
+    versions = ledger.versions()
+    if not versions:
+        raise RunFailed(f"{run.folder} has finished and its commits are gone: bring back a copy, or give another --run")
+    newest = ledger.record(versions[-1])
+    settings = resolved.settings
+    if newest.tokens < int(settings["steps"]) * int(settings["batch"]) * resolved.tokens_per_row:
         return None
+    if not (run.folder / REPORT).exists():  # the disk was full, or its process was killed
+        _report(run)
+    return _result(run, Ended("finished", ends[-1]["message"], None), newest)
+
+
+def _report(run: Run) -> None:
+    with writing(run.folder / REPORT):
+        write_report(run.folder)
+
+
+def _result(run: Run, ended: Ended, newest: Record | None) -> SwarmResult:
+    """What is said at the end, with the metrics of the first member, which is the one that evaluates."""
     metrics: dict[str, Any] = {}
-    for row in read_rows(run.folder / METRICS):
+    for row in read_rows(run.folder / "members" / member_name(0) / METRICS):
         metrics |= row if "loss" in row else {name: value for name, value in row.items() if name.startswith("eval_")}
-    ended = Ended("finished", f"finished: {plan.settings['steps']} steps", None)
-    return SwarmResult(run.folder, ended, metrics, newest.version, newest.tokens)
+    return SwarmResult(run.folder, ended, metrics, newest.version if newest else 0, newest.tokens if newest else 0)
 
 
 def _changes(
@@ -271,7 +310,8 @@ def _supervise(
         *ready.notes,
     ]
     screen.open(recipe.name, str(run.folder), sentences)
-    (run.folder / STATUS).unlink(missing_ok=True)  # of the processes before these
+    for name in (STATUS, REPORT):
+        (run.folder / name).unlink(missing_ok=True)  # of the processes before these
     run.write_event("started", message=f"{made.members} members")
     try:
         with ready.cluster as cluster:
@@ -290,10 +330,5 @@ def _supervise(
         raise
     run.write_event(ended.how, message=ended.message)
     if ended.how == "finished":
-        with writing(run.folder / "report.html"):
-            write_report(run.folder)
-    view = supervisor.view
-    rows = [kept.row for kept in supervisor.kept.values() if kept.row]
-    last = {name: value for name, value in supervisor.evaluation.items() if name.startswith("eval_")}
-    metrics = (rows[0] if rows else {}) | last
-    return SwarmResult(run.folder, ended, metrics, view.version if view else 0, view.tokens[-1] if view else 0)
+        _report(run)
+    return _result(run, ended, supervisor.view.newest if supervisor.view else None)

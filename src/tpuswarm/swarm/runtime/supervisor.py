@@ -8,26 +8,27 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.core.alarms import ENOUGH, alarms, watched
+from tpuswarm.swarm.core.alarms import alarms, watched
 from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.fragments import shards_for
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.core.view import View
-from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster, Outcome, Process
+from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster, Outcome
 from tpuswarm.swarm.events import commit_event, sentence
 from tpuswarm.swarm.inner import InnerStates
 from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.notice import GOODBYE
 from tpuswarm.swarm.retention import clean
+from tpuswarm.swarm.runtime.kept import Kept, guest_name
 from tpuswarm.swarm.runtime.plan import HEAD, Plan, member_name
 from tpuswarm.swarm.runtime.screen import Screen
-from tpuswarm.swarm.status import MemberStatus, SwarmStatus, compose, write_status
+from tpuswarm.swarm.status import SwarmStatus, compose, write_status
 from tpuswarm.swarm.store import Store
 from tpuswarm.train.run import METRICS, Run, append_rows, read_rows
 from tpuswarm.train.stop import StopSignals
@@ -46,8 +47,6 @@ error of its own, and without a word.
 """
 LAST_LOOK = 10.0
 """Seconds for the last rows of a member that ended."""
-GOODBYE = 30.0
-"""Seconds that members have to hand in their work when the run is stopped."""
 
 
 class Ended(NamedTuple):
@@ -57,39 +56,6 @@ class Ended(NamedTuple):
     """finished or stopped."""
     message: str
     signal: int | None
-
-
-@dataclass
-class Kept:
-    """A process that is to be alive."""
-
-    name: str
-    maker: str
-    arguments: dict[str, Any]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    node: str | None = None
-    """Of Ray, for a member that is not on this machine; see Cluster.start."""
-    process: Process | None = None
-    born: float = 0.0
-    wake: float = 0.0
-    """When it is made again."""
-    deaths: int = 0
-    """Since it last got anywhere."""
-    pid: int | None = None
-    seen: Any = None
-    """Its newest look."""
-    rows: int = 0
-    """Rows of metrics taken from this process."""
-    row: dict[str, Any] = field(default_factory=dict)
-    """The newest of them."""
-    steps: deque[tuple[float | None, float | None]] = field(default_factory=lambda: deque(maxlen=ENOUGH))
-    """Loss and gradient norm of its last steps."""
-    left: bool = False
-
-    @property
-    def member(self) -> bool:
-        """Whether it is a member."""
-        return self.maker.endswith(":member")
 
 
 class Supervisor:
@@ -113,8 +79,6 @@ class Supervisor:
         self.status: SwarmStatus | None = None
         self.losses: deque[float] = deque(maxlen=LOSSES)
         """Of the newest steps of all members."""
-        self.evaluation: dict[str, Any] = {}
-        """The newest row of one."""
         self._cleaner = ThreadPoolExecutor(1, "cleaner")
         self._cleaning: Future[None] | None = None
         self._summary: Summary | None = None
@@ -126,6 +90,8 @@ class Supervisor:
             (e["version"] for e in read_rows(run.folder / "events.jsonl") if e["event"] == "commit"), default=0
         )
         self.kept: dict[str, Kept] = {}
+        self._nodes: set[str] = set()
+        """That were ever given a member: a machine that comes back is another node."""
         self._stopping = 0.0
 
     def go(self) -> Ended:
@@ -197,19 +163,25 @@ class Supervisor:
                 self._ended(kept, outcome, now)
 
     def _keep_joined(self) -> None:
-        """A machine that joined gets a member; one that is gone has none."""
+        """A machine that joined gets a member, the one that it had before; one that is gone has none."""
         nodes = self._cluster.joined()
-        have = {kept.node for kept in self.kept.values()}
-        for node in nodes:
-            if node not in have:
-                number = sum(each.node not in (None, ANYWHERE) for each in self.kept.values())
-                name = f"j{number}-{node[:6]}"
+        for kept in self.kept.values():
+            if kept.guest and kept.node not in nodes and kept.process is None:
+                kept.left = True
+        for node, host in nodes.items():
+            if node in self._nodes:
+                continue
+            guests = [each for each in self.kept.values() if each.guest and not each.left and each.node in nodes]
+            name = guest_name(host, [each.name for each in guests if each.answered])
+            if name in (each.name for each in guests):
+                continue  # until that one answers, or Ray says that its node is gone: it may be this machine's former
+            self._nodes.add(node)
+            if name in self.kept:
+                self.kept[name].moved(node)
+            else:
                 given = {**self._member, "name": name, "steps": self._steps(name), "data": None}
                 self._add(Kept(name, "tpuswarm.swarm.runtime.hosts:member", given, self._environment(None), node))
-                self._event("note", message=f"a machine joined: {name}")
-        for kept in self.kept.values():
-            if kept.node not in (None, ANYWHERE) and kept.node not in nodes and kept.process is None:
-                kept.left = True
+            self._event("note", member=name, message=f"a machine joined: {name}")
 
     def _start(self, kept: Kept, now: float) -> None:
         arguments = kept.arguments
@@ -218,28 +190,28 @@ class Supervisor:
         if kept.member:
             arguments = {**arguments, "steps": self._steps(kept.name)}
         log = self.run.folder / "logs" / f"{kept.name}.log"
-        kept.process = self._cluster.start(kept.name, kept.maker, arguments, kept.environment, log.resolve(), kept.node)
-        if kept.process is not None:
-            kept.born, kept.pid, kept.seen, kept.rows = now, None, None, 0
-            kept.steps.clear()
+        process = self._cluster.start(kept.name, kept.maker, arguments, kept.environment, log.resolve(), kept.node)
+        if process is not None:
+            kept.began(process, now)
 
     def _ended(self, kept: Kept, outcome: Outcome, now: float) -> None:
         if kept.member and kept.process and outcome.how != "dead":
             for seconds in (0.0, LAST_LOOK):  # one may have been under way before its last rows were there
                 self._see(kept, kept.process.look(kept.rows, seconds))
-        joined = kept.node not in (None, ANYWHERE)
-        if outcome.how == "ended" or (outcome.how in ("left", "wrong") and (self._stopping or joined)):
+        if outcome.how == "ended" or (outcome.how in ("left", "wrong") and (self._stopping or kept.guest)):
             kept.left = True  # and its actor stays: members have to hear from the coordinator that the run has ended
             if outcome.how == "left":
-                self._event("left", member=kept.name, incarnation=(kept.seen or {}).get("incarnation"), pid=kept.pid)
+                self._event("left", member=kept.name, incarnation=kept.incarnation, pid=kept.pid)
             elif outcome.how == "wrong":
-                self._event("note", message=outcome.reason)
-            if joined and kept.process:
+                self._event("note", member=kept.name, message=outcome.reason)
+                if kept.guest and kept.node:
+                    self._cluster.dismiss(kept.node, outcome)
+            if kept.guest and kept.process:
                 kept.process.kill()  # its machine waits for that
             return
         if kept.process and outcome.how != "dead":
             kept.process.kill()  # what it held on the devices, and its name, are for the next one
-        seen, kept.process = kept.seen, None
+        kept.process = None
         if outcome.how == "wrong":
             raise InputError(outcome.reason)
         if outcome.how == "over":
@@ -247,23 +219,26 @@ class Supervisor:
         kept.deaths += 1
         kept.wake = now + min(BACKOFF * 2 ** max(0, kept.deaths - 1), BACKOFF_MAX)
         if kept.member:
-            facts = {"member": kept.name, "incarnation": (seen or {}).get("incarnation"), "pid": kept.pid}
+            facts = {"member": kept.name, "incarnation": kept.incarnation, "pid": kept.pid}
             if outcome.how == "left":
                 kept.wake = now + BACKOFF_MAX
                 self._event("left", **facts)
-            elif kept.pid or outcome.how != "dead" or not joined:  # else its machine is gone, and Ray notices it late
+            elif kept.pid or outcome.how != "dead" or not kept.guest:  # else Ray notices late that its machine is gone
                 reason = "killed" if outcome.how == "dead" else outcome.reason
-                self._event("lost", message=reason, tokens=(seen or {}).get("at_risk", 0), **facts)
+                at_risk = (kept.seen or {}).get("at_risk", 0)
+                self._event("lost", message=reason, tokens=at_risk, own_machine=kept.guest, **facts)
         else:
             reason = "it is gone" if outcome.how == "dead" else outcome.reason
             kind = "coordinator" if kept.name == HEAD else "shard"
             self._event(kind, name=kept.name, message=f"{reason}; another one takes its place")
         if kept.deaths >= (FAILURES if outcome.how == "failed" else DEATHS):
             sentence = f"{kept.name} ended {kept.deaths} times without getting anywhere, the last: {outcome.reason}"
-            if not joined:
+            if not kept.guest:
                 raise RunFailed(sentence)
             kept.left = True
-            self._event("note", message=f"{sentence}; its machine is given up")
+            self._event("note", member=kept.name, message=f"{sentence}; its machine is given up")
+            if kept.node:
+                self._cluster.dismiss(kept.node, Outcome("failed", sentence))
 
     def _look(self) -> None:
         for kept in self.kept.values():
@@ -275,11 +250,12 @@ class Supervisor:
         if answer is None:
             return
         kept.pid, seen = answer
+        kept.heard = time.monotonic()
         if kept.name == HEAD:
             self._summary = seen or self._summary
         if not kept.member or seen is None:
             return
-        if seen["incarnation"] and seen["incarnation"] != (kept.seen or {}).get("incarnation"):
+        if seen["incarnation"] and seen["incarnation"] != kept.incarnation:
             self._event("joined", member=kept.name, incarnation=seen["incarnation"], pid=kept.pid)
         kept.seen, rows = seen, seen["rows"]
         if not rows:
@@ -294,7 +270,6 @@ class Supervisor:
                 if row["loss"] is not None:
                     self.losses.append(row["loss"])
             else:
-                self.evaluation = row
                 self.screen.note(f"version {row['version']}: held-out loss {row['eval_loss']:.4f}")
         append_rows(self.run.folder / "members" / kept.name / METRICS, rows)
         append_rows(self.run.folder / METRICS, rows)
@@ -323,9 +298,9 @@ class Supervisor:
                 self._cleaning = self._cleaner.submit(self._clean, self.view.version)
 
     def _clean(self, version: int) -> None:
-        clean(self._store, self._ledger.records(range(version + 1)), Staleness().limit)
-        stay = {each.name for each in list(self.kept.values()) if not each.left or each.node in (None, ANYWHERE)}
-        InnerStates(self._store).keep(stay)
+        records, limit = self._ledger.records(range(version + 1)), Staleness().limit
+        clean(self._store, records, limit)
+        InnerStates(self._store).clean(records, limit)
 
     def _commit(self, record: Record) -> None:
         for kept in self.kept.values():
@@ -342,7 +317,7 @@ class Supervisor:
         self._status_at = clock
         leased = {each.incarnation.name for each in self._summary.leased} if self._summary else set()
         version = self._summary.version if self._summary else None
-        members = [self._member_status(kept, leased, version) for kept in self.kept.values() if kept.member]
+        members = [kept.status(leased, version, self.plan.tokens_per_row) for kept in self.kept.values() if kept.member]
         alive = [watched(each.id, self.kept[each.id].steps) for each in members if each.state == "alive"]
         cycle = self._summary.median_cycle if self._summary else None
         found = tuple(alarms(self._recent, alive, cycle, clock - self._progress_at, time.time()))
@@ -357,25 +332,6 @@ class Supervisor:
         write_status(self.run.folder, self.status)
         self.screen.status(self.status, self.losses)
 
-    def _member_status(self, kept: Kept, leased: set[str], version: int | None) -> MemberStatus:
-        seen, row = kept.seen or {}, kept.row
-        state: Any = "lost" if kept.process is None else "left" if kept.left else "joining"
-        if kept.process and seen.get("incarnation") in leased:
-            state = "alive"
-        base, speed = seen.get("base"), seen.get("rows_per_s")
-        return MemberStatus(
-            id=kept.name,
-            state=state,
-            pid=kept.pid if kept.process and not kept.left else None,
-            incarnation=seen.get("incarnation"),
-            base=base,
-            tokens=seen.get("tokens", 0),
-            tokens_per_s=speed and speed * self.plan.tokens_per_row,
-            loss=row.get("loss"),
-            grad_norm=row.get("grad_norm"),
-            lag=None if base is None or version is None else max(0, version - base),
-        )
-
     def _say_goodbye(self) -> None:
         self._stopping = time.monotonic()
         self.screen.note("stopping: the members hand in what they have done")
@@ -384,8 +340,8 @@ class Supervisor:
                 kept.process.leave()
 
     def _gone(self, settled: bool = False) -> bool:
-        """Whether no member works any more and, if asked, everything accepted is decided."""
-        if any(kept.process and not kept.left for kept in self.kept.values() if kept.member):
+        """Whether no member has anything to hand in and, if asked, everything accepted is decided."""
+        if any(kept.busy for kept in self.kept.values()):
             return False
         return not settled or self._summary is None or self._summary.tokens.outstanding == 0
 

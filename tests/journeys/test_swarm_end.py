@@ -1,0 +1,129 @@
+"""The end of a swarm's run, and the same command after it; without a cluster, members or training."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.swarm.chains import Run as Chain
+from tpuswarm.cli import main
+from tpuswarm.swarm.runtime import machine, start
+from tpuswarm.swarm.runtime.head import FOUNDING
+from tpuswarm.swarm.runtime.supervisor import Ended
+from tpuswarm.swarm.store import Store
+from tpuswarm.train.run import append_rows, read_rows
+
+TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --batch 2 --run a --members 2"
+RUN = Path("a")
+
+
+class Cluster:
+    found, address = True, ""
+
+    def __init__(self, *arguments):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+class Supervisor:
+    """Commits what a swarm would; the rows of the second member come last."""
+
+    view = None
+
+    def __init__(self, run, *rest):
+        assert not (RUN / "report.html").exists(), "that of an earlier end"
+
+    def go(self):
+        if not (RUN / FOUNDING).exists():
+            self.view = Chain(Store(RUN), Random(3)).grow(9).view
+            (RUN / FOUNDING).write_text("{}")
+        for member, loss in (("m0", 2.5), ("m1", 9.5)):
+            rows = [{"step": 1, "tokens": 16, "loss": loss, "member": member, "version": 1}]
+            if member == "m0":
+                rows.append({"step": 1, "tokens": 16, "eval_loss": 2.25, "eval_rows": 4, "member": "m0", "version": 9})
+            for path in (RUN / "metrics.jsonl", RUN / "members" / member / "metrics.jsonl"):
+                append_rows(path, rows)
+        return Ended("finished", "finished: 4 steps", None)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run `tpuswarm train` in this process, in an empty directory; (code, out, err)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "Cluster", Cluster)
+    monkeypatch.setattr(start, "Supervisor", Supervisor)
+
+    def run(options: str):
+        monkeypatch.setattr(sys, "argv", ["tpuswarm", *TRAIN.split(), *options.split()])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+def events():
+    return [event["event"] for event in read_rows(RUN / "events.jsonl")]
+
+
+def test_the_same_command_after_the_end_says_the_same_and_changes_nothing(call, monkeypatch):
+    code, out, _ = call("--steps 4 --json")
+    first = json.loads(out)
+    assert code == 0 and (first["ended"], first["version"]) == ("finished", 9)
+    assert (first["metrics"]["loss"], first["metrics"]["eval_loss"]) == (2.5, 2.25)
+    assert (RUN / "report.html").exists() and events() == ["started", "finished"]
+
+    files = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"}
+
+    def full(*needs):
+        raise AssertionError("memory was asked for, and nothing will be started")
+
+    monkeypatch.setattr(machine, "check_memory", full)
+    for options in ("--steps 4", "--steps 4 --members 300", "--steps 2 --accept-code"):
+        code, out, err = call(f"{options} --json")
+        assert (code, json.loads(out)) == (0, first) and "is finished: nothing is left to do" in err
+    for options, words in (
+        ("--steps 4 --outer nesterof", "did you mean nesterov"),
+        ("--steps 2", "steps is 4 there, 2 was asked"),
+        ("--steps 4 --batch 4 --accept-code", "is another run: batch"),
+    ):
+        code, out, err = call(options)
+        assert (code, out) == (2, "") and words in err
+    assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"} == files
+
+
+def test_a_longer_run_is_no_longer_finished(call):
+    call("--steps 4")
+    code, _, err = call("--steps 1000 --accept-code")
+    assert code == 0 and "steps is 4 there, 1000 was asked" in err
+    assert events() == ["started", "finished", "note", "started", "finished"]
+
+
+def test_a_report_that_could_not_be_written_is_written_by_the_same_command(call):
+    part = RUN / "report.html.part"
+    RUN.mkdir()
+    (RUN / "lock").touch()
+    part.symlink_to("/dev/full")
+    code, out, err = call("--steps 4")
+    assert (code, out) == (1, "") and "report.html could not be written: the disk is full" in err
+    assert "start the same command again" in err and not (RUN / "report.html").exists()
+    part.unlink()
+    code, out, _ = call("--steps 4")
+    assert code == 0 and "loss 2.5000, held-out loss 2.2500; a/report.html" in out
+    assert (RUN / "report.html").read_text().endswith("</html>\n") and events().count("started") == 1
+
+
+def test_a_finished_run_without_its_commits_is_named(call):
+    call("--steps 4")
+    shutil.rmtree(RUN / "commits")
+    code, out, err = call("--steps 4")
+    assert (code, out) == (1, "") and "a has finished and its commits are gone: bring back a copy" in err

@@ -1,0 +1,40 @@
+"""What kills processes for the soak and the goodput benchmark keeps its pace, however long they need to come back."""
+
+import random
+from itertools import count, pairwise
+from types import SimpleNamespace
+
+from benchmarks import chaos
+from benchmarks.chaos import Swarm, torment
+
+
+def test_the_next_kill_waits_for_nobody_and_takes_nobody_twice(tmp_path, monkeypatch):
+    clock, fresh = count(), count(100)
+    time = SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: float(next(clock)))
+    monkeypatch.setattr(chaos, "time", time)
+    pids, due = {f"m{number}": number for number in range(4)} | {"coordinator": 9}, {}
+    killed = []
+
+    class Played(Swarm):
+        def pids(self):
+            for pid in list(due):  # it is seen as it was for a while, then it is back as another process
+                due[pid] -= 1
+                if not due[pid]:
+                    name = next(name for name, each in pids.items() if each == pid)
+                    pids[name] = next(fresh)
+                    del due[pid]
+            return dict(pids)
+
+    swarm = Played(tmp_path, [])
+    swarm.process = type("Alive", (), {"poll": lambda self: None})()
+
+    def kill(pid, number):
+        assert pid not in due, "killed twice"
+        due[pid] = 40
+        killed.append(pid)
+
+    monkeypatch.setattr(chaos.os, "kill", kill)
+    kills = torment(swarm, random.Random(0), 600.0, lambda: 30.0, "m")
+    ways = [after.at - before.at for before, after in pairwise(kills)]
+    assert len(kills) == len(killed) > 10 and not due and 9 in pids.values()
+    assert max(ways) < 40 < min(each.back for each in kills)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup demo test test-slow soak lint bench
+.PHONY: setup demo test test-slow soak lint bench bench-router
 
 setup: .venv/installed
 
@@ -34,3 +34,6 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+bench-router: setup
+	$(BIN)/python -m benchmarks router

@@ -26,6 +26,7 @@ NAMES = (
     "scale",
     "merge",
     "traffic",
+    "router",
 )
 DATA = Path("../shared/data/tinyshakespeare.txt")
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tpuswarm.cli import control, learn, ledger, runs, simulate, swarm, train
+from tpuswarm.cli import control, learn, ledger, router, runs, simulate, swarm, train
 from tpuswarm.errors import TpuswarmError
 
 app = typer.Typer(
@@ -39,6 +39,7 @@ def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceb
 for name, command in COMMANDS.items():
     app.command(name, context_settings=getattr(command, "context_settings", None))(command)
 app.add_typer(ledger.app, name="ledger")
+app.add_typer(router.app, name="router")
 
 
 def main() -> NoReturn:

@@ -1,0 +1,174 @@
+"""`tpuswarm router`: many targets behind one address."""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tpuswarm.cli.runs import Json
+from tpuswarm.errors import InputError
+
+if TYPE_CHECKING:
+    from tpuswarm.router.apply import Prepared
+    from tpuswarm.router.file import RouterFile
+    from tpuswarm.router.mapping import Mapping
+    from tpuswarm.router.status import Status
+
+app = typer.Typer(help="Lead ports of this machine to many others, with nftables.", rich_markup_mode=None)
+File = Annotated[Path, typer.Argument(metavar="ROUTER.toml", help="See examples/router-ssh.toml.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+
+
+@app.command()
+def show(file: File) -> None:
+    """Print what a file means, as it is given to `nft -f`; the rest are comments. Needs no rights, changes nothing."""
+    from tpuswarm.router.file import read_router
+    from tpuswarm.router.ruleset import ruleset
+    from tpuswarm.router.settings import tuning
+
+    read, mapping = read_router(file)
+    for line in _table(read, mapping):
+        print(f"# {line}".rstrip())
+    print(f"\n{ruleset(mapping)}")
+    print("# --tune also sets")
+    for path, value in tuning(mapping):
+        print(f"# {path}: {value}")
+
+
+@app.command()
+def apply(
+    file: File,
+    dry_run: DryRun = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Also the host settings that `show` lists.")] = False,
+    persist: Annotated[bool, typer.Option("--persist", help="Also whenever the machine starts, by systemd.")] = False,
+) -> None:
+    """Put a file's rules in the place of those before, at once. Open connections go on as they are."""
+    from tpuswarm.router import apply as act
+    from tpuswarm.router import machine
+    from tpuswarm.router.plan import undo
+
+    if dry_run:
+        root = os.geteuid() == 0
+        _print_plan(file, act.prepare(file, tune, persist, root))
+        print(
+            "nothing was changed"
+            if root
+            else "nothing was changed; without root, it cannot be seen which rules are there"
+        )
+        return
+    _need_root()
+    with machine.alone():
+        prepared = act.prepare(file, tune, persist, root=True)
+        record = act.apply(prepared)
+    if not _print_plan(file, prepared):
+        return
+    print(f"`tpuswarm router remove` undoes it; what that takes is kept in {machine.RECORD}:")
+    for line in undo(record):
+        print(f"  {line}")
+
+
+@app.command()
+def status(as_json: Json = False) -> None:
+    """Show connections by port, and what differs between the file, the kernel and the settings applied."""
+    from tpuswarm.router.apply import look
+
+    _need_root()
+    found = look()
+    if as_json:
+        print(json.dumps(asdict(found)))
+        return
+    if not found.rows and not found.drift:
+        print("nothing is applied to this machine")
+        return
+    for line in _counters(found):
+        print(line)
+    for sentence in found.drift:
+        print(f"drift: {sentence}")
+
+
+@app.command()
+def remove(dry_run: DryRun = False) -> None:
+    """Delete the rules and put every setting back that apply changed. Open connections through it end."""
+    from tpuswarm.router import apply as act
+    from tpuswarm.router import machine
+
+    _need_root()
+    with machine.alone():
+        removal = act.prepare_removal()
+        if not dry_run:
+            act.remove(removal)
+    _print_numbered(removal.steps())
+    for each in removal.foreign:
+        print(f"left as it is: {each.path}, which holds neither {each.new}, as applied, nor what it held before")
+    if dry_run:
+        print("nothing was changed")
+    else:
+        print("everything else is as it was" if removal.foreign else "everything is as it was")
+
+
+def _counters(found: "Status") -> list[str]:
+    """All ports in a sentence, and a line for each that is or was in use."""
+    opened = sum(each.connections for each in found.rows)
+    said = (
+        f"{found.file or 'no record'}: {len(found.rows):,} ports; {opened:,} connections since the rules were applied"
+    )
+    if found.kept is not None:
+        said += f", {sum(each.open or 0 for each in found.rows):,} open"
+    if found.kept:
+        said += f", {found.kept:,} open to targets of an earlier mapping"
+    busy = [each for each in found.rows if each.connections or each.open]
+    if not busy:
+        return [said]
+    width = max(len(each.to) for each in busy)
+    lines = [said, f"port   {'to':{width}}  connections  open"]
+    for each in busy:
+        now = "–" if each.open is None else f"{each.open:,}"
+        lines.append(f"{each.port:<5}  {each.to:{width}}  {each.connections:11,}  {now:>4}")
+    return lines
+
+
+def _table(file: "RouterFile", mapping: "Mapping") -> list[str]:
+    """A line for each range and target of the file."""
+    from tpuswarm.router.mapping import show_ports
+
+    lines = [("ports", "to", "count")]
+    for each in file.tables().values():
+        ports = each.numbers()
+        first, last = mapping.targets[ports[0]], mapping.targets[ports[-1]]
+        lines.append((show_ports(ports), f"{first}" if first == last else f"{first} … {last}", f"{len(ports)}"))
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    return [
+        f"{len(mapping.targets):,} ports, for connections from {', '.join(mapping.sources)} that come in at "
+        f"{mapping.outside}; the targets are behind {mapping.inside}",
+        "",
+        *(f"{ports:{widths[0]}}  {to:{widths[1]}}  {count:>{widths[2]}}" for ports, to, count in lines),
+    ]
+
+
+def _print_plan(file: Path, prepared: "Prepared") -> bool:
+    """What is to be done; whether there is anything."""
+    for note in prepared.notes:
+        print(f"note: {note}", file=sys.stderr)
+    steps = prepared.plan.steps()
+    _print_numbered(steps)
+    if not steps:
+        print(f"{file} is applied already; there is nothing to do")
+    return bool(steps)
+
+
+def _print_numbered(steps: list[str]) -> None:
+    for number, step in enumerate(steps, 1):
+        print(f"{number}. {step}")
+
+
+def _need_root() -> None:
+    if os.geteuid() != 0:
+        program = shutil.which("tpuswarm", path=str(Path(sys.executable).parent)) or "tpuswarm"
+        command = shlex.join(["sudo", program, *sys.argv[1:]])
+        raise InputError(f"only root may see or change this machine's rules; run: {command}")

@@ -1,0 +1,146 @@
+"""The machine: its rules by `nft`, its settings by their files, the record. Nothing else here changes anything."""
+
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.router.record import Record, parse_record
+from tpuswarm.router.ruleset import MARK, TABLE, Listing, is_ours, parse_listing
+from tpuswarm.train.files import write_atomically
+
+RECORD = Path("/var/lib/tpuswarm/router.json")
+LOCK = Path("/run/tpuswarm-router.lock")
+LISTENING = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+CONNTRACK = Path("/proc/net/nf_conntrack")
+SYSTEMD = Path("/run/systemd/system")
+"""There while systemd runs the machine (sd_booted(3))."""
+
+
+def check_interfaces(*names: str) -> None:
+    """Raises InputError for an interface that is not there."""
+    there = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        if name not in there:
+            raise InputError(f"this machine has no interface {name}; {did_you_mean(name, there)}")
+
+
+def check_systemd() -> None:
+    """Raises InputError where no systemd would start a unit at boot."""
+    if not SYSTEMD.is_dir():
+        raise InputError("systemd does not run this machine, so nothing would apply the rules at boot: drop --persist")
+
+
+def find_nft() -> str:
+    """The program. Raises InputError where there is none."""
+    found = shutil.which("nft", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if not found:
+        raise InputError("there is no nft on this machine; install nftables (apt-get install nftables)")
+    return found
+
+
+def listing() -> Listing | None:
+    """Our table. Raises InputError if there is one of its name that is not ours, RunFailed where nft may not look."""
+    if f"table ip {TABLE}" not in _nft("list", "tables", "ip").splitlines():
+        return None
+    text = _nft("list", "table", "ip", TABLE)
+    if not is_ours(text):
+        raise InputError(
+            f'the table ip {TABLE} is not ours, it lacks the comment "{MARK}": nothing was changed; '
+            f"rename it, or delete it with `nft delete table ip {TABLE}`"
+        )
+    return parse_listing(text)
+
+
+def load(ruleset: str) -> None:
+    """Give a ruleset to the kernel, which takes all of it or nothing. Raises RunFailed."""
+    _nft("-f", "-", text=ruleset)
+
+
+def delete() -> None:
+    """Delete our table. Raises RunFailed."""
+    _nft("delete", "table", "ip", TABLE)
+
+
+def _nft(*words: str, text: str | None = None) -> str:
+    done = subprocess.run([find_nft(), *words], input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if line.strip()), f"exit {done.returncode}")
+        raise RunFailed(f"nft {words[0]} failed, and nothing was changed by it: {said}")
+    return done.stdout
+
+
+def read(path: str) -> str | None:
+    """The text of a setting; of a link where it leads; None where there is no such file."""
+    file = Path(path)
+    try:
+        return str(file.readlink()) if file.is_symlink() else file.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def write(path: str, text: str | None) -> None:
+    """Set a setting; None deletes the file. Raises RunFailed, naming it."""
+    file = Path(path)
+    try:
+        if text is None:
+            file.unlink(missing_ok=True)
+        elif file.parent.suffix == ".wants":  # where systemd wants links
+            file.parent.mkdir(exist_ok=True)
+            file.unlink(missing_ok=True)
+            file.symlink_to(text)
+        else:
+            file.write_text(text if text.endswith("\n") else f"{text}\n")
+    except OSError as error:
+        wanted = "deleted" if text is None else f"set to {' '.join(text.split())}"
+        raise RunFailed(f"{path} cannot be {wanted} on this machine: {error.strerror}") from error
+
+
+def read_record() -> Record | None:
+    """What the last apply left. Raises InputError if it cannot be read."""
+    try:
+        return parse_record(str(RECORD), RECORD.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def write_record(record: Record | None) -> None:
+    """Keep it, whole, on the disk; None leaves no trace of it."""
+    if record:
+        RECORD.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(RECORD, record.model_dump_json(indent=1))
+    else:
+        for each in RECORD.parent.glob(f"{RECORD.name}*"):  # also the part of one that a kill left
+            each.unlink()
+        with suppress(OSError):  # there never was one, or others keep something there
+            RECORD.parent.rmdir()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """For as long as rules and record are changed: no other does. Raises InputError where another does."""
+    with LOCK.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError("another `tpuswarm router` changes this machine just now: wait for its end") from None
+        yield
+
+
+def connections() -> str | None:
+    """All connections that the kernel follows, a line each; None where it does not say."""
+    try:
+        return CONNTRACK.read_text()
+    except OSError:
+        return None
+
+
+def listening() -> str:
+    """The TCP sockets of this machine, a line each."""
+    return "".join(path.read_text() for path in LISTENING if path.exists())

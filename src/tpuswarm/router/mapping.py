@@ -1,0 +1,107 @@
+"""Which port leads where: pure values, and the two small languages in which a file writes them."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import AddressValueError, IPv4Address
+from typing import NamedTuple
+
+PORTS = re.compile(r"(\d+)(?:-(\d+))?")
+TO = re.compile(r"(?P<host>[^:]*):(?P<ports>[^:]*)")
+
+
+class Target(NamedTuple):
+    """Where connections to a port go; without an address it is a port of the router itself."""
+
+    address: str | None
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.address or ''}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """All that a router does: IPv4, TCP."""
+
+    outside: str
+    """The interface at which connections come in."""
+    inside: str
+    """The interface behind which the targets are; it may be the same."""
+    sources: tuple[str, ...]
+    """Networks that may connect, as 10.0.0.0/8; disjoint, in order."""
+    targets: dict[int, Target]
+    """By port of the router, in order."""
+
+
+def parse_ports(text: str) -> range:
+    """`48000-48255`, or `48000` alone. Raises ValueError for anything else and for what is outside 1 to 65535."""
+    match = PORTS.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"ports are written as 48000-48255 or as 48000, not {text!r}")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last <= 65535:
+        raise ValueError(f"ports go from 1 to 65535, the lower one first, not {text}")
+    return range(first, last + 1)
+
+
+def expand(ports: range, to: str) -> dict[int, Target]:
+    """The target of each port, where `to` is HOST:PORT.
+
+    HOST is an address, addresses in a row (`10.0.0.11-10.0.0.20`), an address with `{i}` for the number of the port in
+    its range, from 0, or nothing, which means the router itself. PORT is one or a range. A range has to have as many
+    members as there are ports. Raises ValueError, a sentence, for what is not so.
+    """
+    match = TO.fullmatch(to.strip())
+    if not match:
+        raise ValueError(f"a target is written as 10.0.0.2:8470, as :8470 for the router itself, not {to!r}")
+    numbers = parse_ports(match["ports"])
+    hosts = _hosts(match["host"], len(ports))
+    for what, count in ((f"{match['host']} is {len(hosts)} addresses", len(hosts)),
+                        (f":{match['ports']} is {len(numbers)} ports", len(numbers))):  # fmt: skip
+        if count not in (1, len(ports)):
+            raise ValueError(f"{what} for {show_ports(ports)}, which is {len(ports)}: make them as many")
+    return {
+        port: Target(hosts[min(i, len(hosts) - 1)], numbers[min(i, len(numbers) - 1)]) for i, port in enumerate(ports)
+    }
+
+
+def _hosts(text: str, count: int) -> list[str | None]:
+    if not text:
+        return [None]
+    if "{" in text:
+        return [_address(text.replace("{i}", str(i)), f" (i = {i} of 0 to {count - 1})") for i in range(count)]
+    ends = [IPv4Address(_address(each)) for each in text.split("-", 1)]
+    if ends[0] > ends[-1]:
+        raise ValueError(f"addresses go from the lower to the higher one, not {text}")
+    if (size := int(ends[-1]) - int(ends[0]) + 1) > 65535:
+        raise ValueError(f"{text} is {size:,} addresses, and there are 65,535 ports")
+    return [_address(str(ends[0] + i)) for i in range(size)]
+
+
+def _address(text: str, where: str = "") -> str:
+    try:
+        address = IPv4Address(text)
+    except AddressValueError:
+        raise ValueError(f"{text} is no IPv4 address{where}; write one such as 10.0.0.2, or 10.0.{{i}}.2") from None
+    if address.is_loopback or address.is_unspecified:
+        raise ValueError(f"{text}{where} is the router itself: leave the address out, as in :8470")
+    if address.is_multicast or address == IPv4Address("255.255.255.255"):
+        raise ValueError(f"{text}{where} is not the address of one machine")
+    return str(address)
+
+
+def show_ports(ports: range) -> str:
+    """`48000-48255`, or `48000`."""
+    return f"{ports[0]}-{ports[-1]}" if len(ports) > 1 else f"{ports[0]}"
+
+
+def in_a_row(ports: Iterable[int]) -> list[range]:
+    """Ascending ports as the fewest ranges."""
+    found: list[range] = []
+    for port in ports:
+        if found and found[-1].stop == port:
+            found[-1] = range(found[-1].start, port + 1)
+        else:
+            found.append(range(port, port + 1))
+    return found

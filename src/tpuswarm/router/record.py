@@ -1,0 +1,40 @@
+"""What an apply leaves behind so that it can be undone: the values that settings had before, and what was applied."""
+
+from pydantic import ValidationError
+
+from tpuswarm.config.toml_file import Strict
+from tpuswarm.errors import InputError
+
+
+class Kept(Strict):
+    """A setting that is not as it was."""
+
+    path: str
+    old: str | None
+    """What the file held before, whole; None if there was no such file."""
+    new: str
+
+
+class Record(Strict):
+    """The content of `machine.RECORD`. It is written before anything is changed, and again after."""
+
+    file: str
+    """ROUTER.toml, absolute."""
+    tune: bool
+    persist: bool
+    ruleset: str
+    """The text that was given to nft."""
+    rest: str | None
+    """`Listing.rest` right after that; None until it is known that the kernel took the ruleset."""
+    settings: tuple[Kept, ...]
+
+
+def parse_record(path: str, text: str) -> Record:
+    """Raises InputError, naming `path`, for a text that is no record."""
+    try:
+        return Record.model_validate_json(text)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise InputError(
+            f"{path} is damaged ({said}): put back by hand what it still names, then delete it and apply again"
+        ) from None

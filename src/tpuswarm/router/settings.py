@@ -1,0 +1,87 @@
+"""What to set on a router's host beside its rules. A setting is a file with a text, a kernel's or a system's own."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tpuswarm.router.mapping import Mapping
+
+SYSCTL = "/proc/sys/net"
+LIMITS = "/etc/security/limits.d/tpuswarm-router.conf"
+UNIT = "/etc/systemd/system/tpuswarm-router.service"
+ENABLED = "/etc/systemd/system/multi-user.target.wants/tpuswarm-router.service"
+"""A link to the unit: what `systemctl enable` makes."""
+
+OPEN_FILES = 1_048_576
+"""The kernel's own limit for one process (fs.nr_open); a number, since `unlimited` would lock everybody out."""
+BUFFER = 128 * 2**20
+BACKLOG = 100_000
+LISTEN = 65_535
+QUEUE = 100_000
+
+
+class Setting(NamedTuple):
+    """The text that a file should have."""
+
+    path: str
+    value: str
+
+
+def forwarding(mapping: Mapping) -> tuple[Setting, ...]:
+    """Needed for any target but the router's own ports.
+
+    For the two interfaces only: switching it on for all of them resets other settings of the kernel.
+    """
+    return tuple(Setting(f"{SYSCTL}/ipv4/conf/{each}/forwarding", "1") for each in _interfaces(mapping))
+
+
+def tuning(mapping: Mapping) -> tuple[Setting, ...]:
+    """What `--tune` sets: forwarding, and room for bursts of packets and for connections that end on this host."""
+    return (
+        *forwarding(mapping),
+        Setting(f"{SYSCTL}/ipv4/tcp_congestion_control", "bbr"),
+        Setting(f"{SYSCTL}/core/somaxconn", str(LISTEN)),
+        Setting(f"{SYSCTL}/core/netdev_max_backlog", str(BACKLOG)),
+        Setting(f"{SYSCTL}/core/rmem_max", str(BUFFER)),
+        Setting(f"{SYSCTL}/core/wmem_max", str(BUFFER)),
+        Setting(f"{SYSCTL}/ipv4/tcp_rmem", f"4096 131072 {BUFFER}"),  # TCP heeds the third, not rmem_max
+        Setting(f"{SYSCTL}/ipv4/tcp_wmem", f"4096 16384 {BUFFER}"),
+        *(Setting(f"/sys/class/net/{each}/tx_queue_len", str(QUEUE)) for each in _interfaces(mapping)),
+        Setting(LIMITS, f"* - nofile {OPEN_FILES}"),
+    )
+
+
+def at_boot(file: Path, tune: bool) -> tuple[Setting, ...]:
+    """What `--persist` sets: a systemd unit that applies `file`, absolute, and the link that enables it."""
+    words = [sys.executable, "-m", "tpuswarm", "router", "apply", str(file), *(["--tune"] if tune else [])]
+    unit = f"""\
+[Unit]
+Description=Router of {_unit_text(str(file))}
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart={" ".join(map(_unit_word, words))}
+
+[Install]
+WantedBy=multi-user.target"""
+    return Setting(UNIT, unit), Setting(ENABLED, UNIT)
+
+
+def _interfaces(mapping: Mapping) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((mapping.outside, mapping.inside)))
+
+
+def _unit_text(text: str) -> str:
+    return text.replace("%", "%%").replace("\n", " ")
+
+
+def _unit_word(word: str) -> str:
+    """A word of a command line as systemd reads it (systemd.service(5), "Command lines")."""
+    if not set(word) & set(" \t\"'\\;$%"):
+        return word
+    for mark, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+        word = word.replace(mark, written)
+    return f'"{word}"'

@@ -1,0 +1,69 @@
+"""The commands, where nothing is changed: rights, help, dry runs."""
+
+import os
+import shutil
+import sys
+
+import pytest
+
+from tpuswarm.cli import main
+
+FILE = """outside = "lo"
+inside = "lo"
+sources = ["10.0.0.0/8"]
+
+[[targets]]
+port = 40000
+to = "10.0.0.2:22"
+"""
+HAS_NFT = shutil.which("nft", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run `tpuswarm router …` in this process, as somebody without rights, beside ROUTER.toml; (code, out, err)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    (tmp_path / "ROUTER.toml").write_text(FILE)
+
+    def run(line: str):
+        monkeypatch.setattr(sys, "argv", ["tpuswarm", "router", *line.split()])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize("line", ["apply ROUTER.toml --tune", "status", "remove"])
+def test_without_rights_a_sentence_says_the_command(call, line):
+    code, out, err = call(line)
+    assert code == 2 and out == "" and len(err.splitlines()) == 1
+    assert err.startswith("error: only root may see or change this machine's rules; run: sudo /")
+    assert err.endswith(f"/tpuswarm router {line}\n")
+
+
+def test_show_needs_no_rights(call):
+    code, out, _ = call("show ROUTER.toml")
+    assert code == 0 and "\t\t\t40000 : 10.0.0.2 . 22,\n" in out
+    code, _, err = call("show OTHER.toml")
+    assert code == 2 and err == "error: there is no file OTHER.toml\n"
+
+
+@pytest.mark.skipif(not HAS_NFT, reason="there is no nft on this machine")
+def test_a_dry_run_needs_no_rights(call):
+    code, out, err = call("apply ROUTER.toml --dry-run --tune")
+    assert (
+        code == 0
+        and "nft: table ip tpuswarm_router, 1 port, in one transaction\nnothing was changed; without root" in out
+    )
+    assert "write /etc/security/limits.d/tpuswarm-router.conf" in out
+    assert "nothing reaches a target" not in err
+
+
+def test_help(call):
+    assert all(each in call("--help")[1] for each in ("show", "apply", "status", "remove"))
+    for command in ("show", "apply", "status", "remove"):
+        code, out, _ = call(f"{command} --help")
+        assert code == 0 and f"Usage: tpuswarm router {command}" in out

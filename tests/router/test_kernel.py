@@ -1,0 +1,267 @@
+"""Real packets through a real kernel: a client, a router and 256 targets in network namespaces."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.router.lab import DOOR, STRANGER, TARGETS, ask
+
+OTHERS = """
+table inet others {
+	chain input {
+		type filter hook input priority filter; policy accept;
+		tcp dport 9 drop
+	}
+}
+table ip nat {
+	chain PREROUTING {
+		type nat hook prerouting priority dstnat; policy accept;
+		tcp dport 47000 dnat to 10.48.0.9:8470
+	}
+}
+"""
+
+REFUSING = """
+nft=$(command -v nft)
+cp $nft /run/nft
+cat > /run/refuses <<'END'
+#!/bin/sh
+[ "$1" = -f ] || exec /run/nft "$@"
+echo "Error: Could not process rule: No such file or directory" >&2
+exit 1
+END
+chmod +x /run/refuses
+mount --bind /run/refuses $nft
+"""
+
+
+def write(path: Path, network: int = 48, more: str = "") -> str:
+    """A file for 256 targets and a port of the router's own."""
+    path.write_text(f"""
+outside = "eth0"
+inside = "eth1"
+sources = ["10.1.0.2"]
+
+[[ranges]]
+ports = "48000-48255"
+to = "10.{network}.{{i}}.2:8470"
+
+[[targets]]
+port = 5002
+to = ":5001"
+{more}""")
+    return str(path)
+
+
+def test_every_port_reaches_its_own_target_and_other_sources_none(lab, tmp_path):
+    out = lab.tpuswarm("apply", write(tmp_path / "r.toml"), "--tune")
+    assert "nft: table ip tpuswarm_router, 257 ports, in one transaction" in out
+    assert "`tpuswarm router remove` undoes it" in out and "nft delete table ip tpuswarm_router" in out
+    assert [lab.reach(48000 + i) for i in range(TARGETS)] == [f"10.48.{i}.2:8470" for i in range(TARGETS)]
+    assert lab.reach(5002) == f"{DOOR}:5001"
+    for port in (48000, 48255, 5002):
+        with pytest.raises(ConnectionRefusedError):
+            lab.open(port, STRANGER)
+    with pytest.raises(ConnectionRefusedError):
+        lab.open(48256)
+    # Not addressed to the router: only what it forwards, as it is.
+    lab.client.sh(f"ip route add 10.48.0.0/16 via {DOOR}")
+    lab.targets.sh("ip route add 10.1.0.0/24 via 10.9.0.1")
+    with pytest.raises(ConnectionRefusedError):
+        lab.client.call(lambda: socket.create_connection(("10.48.3.2", 48004), timeout=20))
+    with lab.client.call(lambda: socket.create_connection(("10.48.3.2", 8470), timeout=20)) as direct:
+        assert ask(direct) == "10.48.3.2:8470"
+
+
+def test_a_change_of_mapping_keeps_open_connections(lab, tmp_path):
+    file = write(tmp_path / "r.toml")
+    lab.tpuswarm("apply", file, "--tune")
+    with lab.open(48007) as old, lab.open(48008) as kept, lab.open(5002) as own:
+        before = [ask(each) for each in (old, kept, own)]
+        write(tmp_path / "r.toml", 49)
+        assert "leading elsewhere than in" in lab.tpuswarm("status") and lab.reach(48007) == "10.48.7.2:8470"
+        lab.tpuswarm("apply", file)
+        assert lab.reach(48007) == "10.49.7.2:8470"
+        assert (
+            [ask(each) for each in (old, kept, own)] == before == ["10.48.7.2:8470", "10.48.8.2:8470", f"{DOOR}:5001"]
+        )
+        assert "1 open, 2 open to targets of an earlier mapping" in lab.tpuswarm("status")
+        lab.tpuswarm("remove")
+        with pytest.raises(ConnectionResetError):  # nothing translates it any more
+            ask(old)
+
+
+def test_what_a_person_should_know(lab, tmp_path):
+    file = write(tmp_path / "r.toml", more='[[targets]]\nport = 5001\nto = "10.48.0.2:8470"\n')
+    for words in (["--dry-run"], []):
+        _, err = lab.popen("apply", file, *words).communicate()
+        assert (
+            "nothing reaches a target before this host forwards packets: /proc/sys/net/ipv4/conf/eth0/forwarding" in err
+        )
+        assert "note: this host itself listens at 5001" in err
+    lab.router.sh("echo 1 > /proc/sys/net/ipv4/ip_forward")
+    assert lab.reach(5001) == "10.48.0.2:8470" and lab.reach(48009) == "10.48.9.2:8470"
+
+
+def test_apply_twice_changes_nothing(lab, tmp_path):
+    file = write(tmp_path / "r.toml")
+    lab.tpuswarm("apply", file, "--tune", "--persist")
+    lab.reach(48001)
+    before = lab.router.sh("nft -a list ruleset"), lab.settings(), lab.router.sh("ls -l --full-time /var/lib/tpuswarm")
+    assert "counter packets 1 " in before[0]
+    for words in (["--tune", "--persist"], [], ["--dry-run"]):
+        assert "is applied already; there is nothing to do" in lab.tpuswarm("apply", file, *words)
+    after = lab.router.sh("nft -a list ruleset"), lab.settings(), lab.router.sh("ls -l --full-time /var/lib/tpuswarm")
+    assert after == before
+
+
+def test_remove_restores_rules_and_settings_exactly(lab, tmp_path):
+    lab.router.sh(f"nft -f - <<'END'\n{OTHERS}END")
+    rules, settings = lab.rules(), lab.settings()
+    file = write(tmp_path / "r.toml")
+    assert "nothing was changed" in lab.tpuswarm("apply", file, "--tune", "--persist", "--dry-run")
+    assert (lab.rules(), lab.settings()) == (rules, settings)
+    lab.tpuswarm("apply", file, "--tune", "--persist")
+    changed = set(lab.settings().splitlines()) - set(settings.splitlines())
+    assert {
+        "/proc/sys/net/ipv4/conf/eth0/forwarding:1",
+        "/proc/sys/net/ipv4/conf/eth1/forwarding:1",
+        "/proc/sys/net/ipv4/tcp_congestion_control:bbr",
+        "/proc/sys/net/core/somaxconn:65535",
+        "/proc/sys/net/core/netdev_max_backlog:100000",
+        "/proc/sys/net/core/rmem_max:134217728",
+        "/sys/class/net/eth0/tx_queue_len:100000",
+        "/run/etc/security/limits.d/tpuswarm-router.conf",
+        "/run/etc/systemd/system/multi-user.target.wants/tpuswarm-router.service",
+    } < changed
+    assert lab.rules().startswith(rules.rstrip())  # those of others are as they were
+    enabled = lab.router.sh("cat /etc/systemd/system/multi-user.target.wants/tpuswarm-router.service")
+    assert f"router apply {file} --tune\n" in enabled
+    lab.tpuswarm("apply", write(tmp_path / "r.toml", 49))  # what a later one does is undone too
+    assert "10.49.3.2" in lab.rules()
+    assert "nothing was changed" in lab.tpuswarm("remove", "--dry-run") and "10.49.3.2" in lab.rules()
+    assert "everything is as it was" in lab.tpuswarm("remove")
+    assert (lab.rules(), lab.settings()) == (rules, settings)
+    assert "nothing is applied to this machine" in lab.tpuswarm("remove", code=2)
+
+
+def test_what_others_changed_since_is_seen_and_left_alone(lab, tmp_path):
+    file = write(tmp_path / "r.toml")
+    lab.tpuswarm("apply", file, "--tune")
+    lab.router.sh(
+        "echo 77 > /proc/sys/net/core/somaxconn;"
+        "nft add rule ip tpuswarm_router prerouting tcp dport 1 accept;"
+        "nft delete element ip tpuswarm_router targets '{ 48003 }'"
+    )
+    found = json.loads(lab.tpuswarm("status", "--json"))
+    assert len(found["rows"]) == TARGETS and len(found["drift"]) == 3
+    text = " ".join(found["drift"])
+    assert "not in the kernel: 1 port (48003)" in text and "not as they were applied" in text and "is 77, 65535" in text
+    assert "left as it is: /proc/sys/net/core/somaxconn" in lab.tpuswarm("remove")
+    assert lab.router.sh("cat /proc/sys/net/core/somaxconn") == "77\n"
+
+
+def test_after_a_start_of_the_machine(lab, tmp_path):
+    """Rules and settings of the kernel are gone then, the record and the unit are not."""
+    settings = lab.settings()
+    lab.tpuswarm("apply", write(tmp_path / "r.toml"), "--tune", "--persist")
+    lab.router.sh(
+        "nft flush ruleset; echo 0 > /proc/sys/net/ipv4/conf/eth0/forwarding;"
+        "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
+    )
+    assert "the kernel has no rules" in lab.tpuswarm("status")
+    unit = lab.router.sh("grep ExecStart= /etc/systemd/system/tpuswarm-router.service")
+    lab.router.sh(unit.partition("=")[2])
+    assert lab.reach(48003) == "10.48.3.2:8470" and "drift" not in lab.tpuswarm("status")
+    lab.tpuswarm("remove")
+    assert lab.settings() == settings
+
+
+def test_kill_9_before_every_effect(lab, tmp_path):
+    settings = lab.settings()
+    files = [write(tmp_path / f"{network}.toml", network) for network in (48, 49)]
+    script = Path(__file__).with_name("kill_points.py")
+    lines = lab.router.sh(f"{sys.executable} {script} {' '.join(files)}").splitlines()
+    states = [re.fullmatch(r"(apply|remove), before .*: (old|new) rules, undone: True", line) for line in lines]
+    assert all(states), "\n".join(lines)
+    # The record twice, 14 files, the rules; then as many less one record.
+    assert [f"{each[1]} {each[2]}" for each in states] == [
+        *["apply old"] * 16, *["apply new"] * 2, "remove old", *["remove new"] * 16
+    ]  # fmt: skip
+    assert lab.settings() == settings
+
+
+def test_kill_9_at_any_time(lab, tmp_path):
+    """The whole process, and its nft, at points of time drawn by lot."""
+    settings = lab.settings()
+    files = [write(tmp_path / f"{network}.toml", network) for network in (48, 49)]
+    states = []
+    for file in (files[1], files[0]):
+        start = time.perf_counter()
+        lab.tpuswarm("apply", file)
+        whole = time.perf_counter() - start
+        states.append(lab.rules())
+    draw = random.Random(0)
+    for number in range(6):
+        process = lab.popen("apply", files[number % 2], "--tune", "--persist")
+        time.sleep(whole * draw.uniform(0.4, 1.1))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert lab.rules() in states
+    lab.tpuswarm("apply", files[1])
+    assert lab.rules() == states[0] and "drift" not in lab.tpuswarm("status")
+    lab.tpuswarm("remove")
+    assert lab.settings() == settings and lab.rules() == ""
+
+
+def test_show_is_what_nft_reads_and_keeps(lab):
+    golden = Path(__file__).with_name("golden") / "small"
+    lab.tpuswarm("show", f"{golden}.toml")
+    lab.router.sh(f"nft -f {golden}.nft")
+    first = lab.rules()
+    assert "22001 counter : 10.0.0.12 . 22" in first and "9000 counter : 7000" in first
+    lab.tpuswarm("apply", f"{golden}.toml")
+    assert lab.rules() == first
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "code"),
+    [
+        ("nft add table ip tpuswarm_router", "the table ip tpuswarm_router is not ours", 2),
+        (
+            "ip link set eth1 down; ip link set eth1 name eth9",
+            "this machine has no interface eth1; did you mean eth9?",
+            2,
+        ),
+        ("mount --bind /dev/null $(command -v nft)", "there is no nft on this machine", 2),
+        (
+            REFUSING,
+            "nft -f failed, and nothing was changed by it: Error: Could not process rule",
+            1,
+        ),
+        ("rm -r /run/systemd", "systemd does not run this machine", 2),
+        ("rm /run/core/somaxconn", "has no /proc/sys/net/core/somaxconn: apply without --tune", 2),
+        ("rm -r /etc/security/limits.d", "limits.d/tpuswarm-router.conf cannot be set to * - nofile 1048576", 1),
+        ("mount -o remount,ro,bind /proc/sys/net/core", "/proc/sys/net/core/somaxconn cannot be set to 65535", 1),
+        (
+            "(flock /run/tpuswarm-router.lock sleep 9 >/dev/null 2>&1 &); sleep 0.3",
+            "another `tpuswarm router` changes",
+            2,
+        ),
+        ("mkdir /var/lib/tpuswarm; echo {} > /var/lib/tpuswarm/router.json", "router.json is damaged", 2),
+    ],
+)
+def test_what_the_machine_lacks_is_one_sentence_and_nothing_changes(lab, tmp_path, damage, words, code):
+    lab.router.sh(damage)
+    before = lab.rules() if "dev/null" not in damage else "", lab.settings()
+    error = lab.tpuswarm("apply", write(tmp_path / "r.toml"), "--tune", "--persist", code=code)
+    assert words in error and error.startswith("error: ") and len(error.splitlines()) == 1
+    assert (lab.rules() if "dev/null" not in damage else "", lab.settings()) == before

@@ -1,0 +1,110 @@
+"""From the file to the text that nft reads."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tpuswarm.cli import main
+from tpuswarm.errors import InputError
+from tpuswarm.router.file import read_router
+from tpuswarm.router.mapping import Target, in_a_row
+from tpuswarm.router.ruleset import ruleset
+
+GOLDEN = Path(__file__).with_name("golden")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_whole_output_of_show(monkeypatch, capsys):
+    """small.nft was read by nft, and packets went where it says: test_kernel.py loads the same text."""
+    monkeypatch.setattr(sys, "argv", ["tpuswarm", "router", "show", str(GOLDEN / "small.toml")])
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert capsys.readouterr().out == (GOLDEN / "small.nft").read_text()
+
+
+def seed() -> dict[int, Target]:
+    """What the loops of the shell script do that the example stands in for."""
+    rules = {48000 + x: Target(f"10.48.{x}.2", 8470) for x in range(256)}
+    rules |= {49000 + x: Target(f"10.49.{x}.2", 8470) for x in range(256)}
+    for y in range(50, 56):
+        rules |= {int(f"{y}000") + x: Target(f"10.{y}.0.{x}", 8470) for x in range(256)}
+    return rules | {5002: Target(None, 5001), 5003: Target("10.69.128.2", 5001)}
+
+
+def test_the_example_of_2048_targets_is_the_script():
+    _, mapping = read_router(EXAMPLES / "router-seed.toml")
+    assert mapping.targets == seed() and mapping.sources == ("10.0.0.0/8",)
+    lines = [line.strip() for line in ruleset(mapping).splitlines()]
+    assert {line for line in lines if re.fullmatch(r"\d+ : .*", line)} == {
+        f"{port} : {to.address} . {to.port}," if to.address else f"{port} : {to.port}," for port, to in seed().items()
+    }
+
+
+def test_the_example_of_one_door_for_ssh():
+    _, mapping = read_router(EXAMPLES / "router-ssh.toml")
+    assert mapping.targets == {22000 + i: Target(f"10.0.0.{10 + i}", 22) for i in range(32)}
+
+
+def test_ports_in_a_row():
+    assert in_a_row([1, 2, 3, 7, 9, 10]) == [range(1, 4), range(7, 8), range(9, 11)]
+
+
+HEAD = 'outside = "eth0"\ninside = "eth1"\nsources = ["10.0.0.0/8"]\n'
+ONE = '[[targets]]\nport = 80\nto = "10.0.0.2:80"\n'
+
+
+def ranges(*tables: tuple[str, str]) -> str:
+    return HEAD + "".join(f'[[ranges]]\nports = "{ports}"\nto = "{to}"\n' for ports, to in tables)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            ranges(("100-199", "10.0.{i}.2:1"), ("150-249", "10.1.{i}.2:1")),
+            "ranges 1 and ranges 2 both have port 150-199",
+        ),
+        (HEAD + ONE + ONE, "targets 1 and targets 2 both have port 80: a port leads to one target"),
+        (
+            ranges(("80", "10.0.0.3:80")) + ONE,
+            "ranges 1 and targets 1 both have port 80",
+        ),
+        (
+            ranges(("22000-22009", "10.0.0.1-10.0.0.9:22")),
+            "line 4: ranges 1: 10.0.0.1-10.0.0.9 is 9 addresses for 22000-22009, which is 10: make them as many",
+        ),
+        (ranges(("1-3", "10.0.0.1:7-8")), ":7-8 is 2 ports for 1-3, which is 3"),
+        (ranges(("48000-48256", "10.48.{i}.2:8470")), "10.48.256.2 is no IPv4 address (i = 256 of 0 to 256)"),
+        (ranges(("80", "10.0.0:80")), "10.0.0 is no IPv4 address"),
+        (ranges(("80", "10.0.0.{j}:80")), "10.0.0.{j} is no IPv4 address"),
+        (ranges(("80", "fe80::1:80")), "a target is written as 10.0.0.2:8470"),
+        (ranges(("80", "worker-1:80")), "no IPv4 address"),
+        (ranges(("80-89", "10.0.0.9-10.0.0.0:80")), "addresses go from the lower to the higher"),
+        (ranges(("80", "0.0.0.1-200.0.0.0:80")), "3,355,443,200 addresses"),
+        (ranges(("80", "127.0.0.1:80")), "127.0.0.1 is the router itself: leave the address out, as in :8470"),
+        (ranges(("80", "224.0.0.1:80")), "not the address of one machine"),
+        (ranges(("80", "10.0.0.2")), "a target is written as"),
+        (ranges(("80", "10.0.0.2:0")), "ports go from 1 to 65535"),
+        (ranges(("65530-65536", "10.0.0.2:80")), "ports go from 1 to 65535"),
+        (ranges(("90-80", "10.0.0.2:80")), "the lower one first, not 90-80"),
+        (ranges(("http", "10.0.0.2:80")), "ports are written as 48000-48255 or as 48000, not 'http'"),
+        (HEAD, "neither a [[ranges]] nor a [[targets]]"),
+        (HEAD + ONE.replace("80\n", '"80"\n'), "line 5: targets 1.port"),
+        (HEAD.replace("10.0.0.0/8", "10.0.0.1/8") + ONE, "line 3: sources 1: a source is an IPv4 network"),
+        (HEAD.replace('"10.0.0.0/8"', "") + ONE, "sources"),
+        (HEAD.replace("eth0", "eth*") + ONE, "line 1: outside: an interface has a name such as eth0"),
+        (HEAD.replace("eth0", "eth0 accept") + ONE, "an interface has a name such as eth0"),
+        (HEAD.replace("inside", "insied") + ONE, "has no key insied; did you mean inside?"),
+    ],
+)
+def test_what_is_not_right_in_a_file(text, words, tmp_path):
+    (tmp_path / "router.toml").write_text(text)
+    with pytest.raises(InputError) as error:
+        read_router(tmp_path / "router.toml")
+    assert words in str(error.value) and str(tmp_path / "router.toml") in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,228 @@
+"""Decisions, without a machine."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tpuswarm.errors import InputError
+from tpuswarm.router.mapping import Mapping, Target
+from tpuswarm.router.plan import Asked, plan, restoring, same, undo
+from tpuswarm.router.record import Kept, Record, parse_record
+from tpuswarm.router.ruleset import Listing, parse_listing, ruleset
+from tpuswarm.router.settings import ENABLED, LIMITS, UNIT, at_boot, tuning
+from tpuswarm.router.sockets import listening_ports, open_connections
+from tpuswarm.router.status import status
+
+MAPPING = Mapping("eth0", "eth1", ("10.0.0.0/8",), {80: Target("10.0.0.2", 8080), 81: Target(None, 9090)})
+ASKED = Asked(Path("/etc/router.toml"), MAPPING, tune=True, persist=False)
+LISTING = Listing(MAPPING.targets, {80: 3, 81: 0}, "rules")
+BEFORE = {path: None if path == LIMITS else "7\n" for path, _ in tuning(MAPPING)}
+AFTER = {path: value if path == LIMITS else f"{value}\n" for path, value in tuning(MAPPING)}
+
+
+def applied(asked: Asked = ASKED, values=BEFORE) -> Record:
+    return plan(asked, None, values, None).record.model_copy(update={"rest": "rules"})
+
+
+def test_a_first_plan_changes_everything():
+    made = plan(ASKED, None, BEFORE, None)
+    assert [(each.path, each.now, each.then) for each in made.changes] == [
+        (path, BEFORE[path], value) for path, value in tuning(MAPPING)
+    ]
+    assert made.ruleset == ruleset(MAPPING) and made.record.rest is None
+    assert made.steps()[-1] == "nft: table ip tpuswarm_router, 2 ports, in one transaction"
+
+
+def test_a_second_plan_changes_nothing():
+    again = plan(ASKED, LISTING, AFTER, applied())
+    assert not again.steps() and again.record == applied()
+
+
+@pytest.mark.parametrize(
+    ("listing", "record"),
+    [
+        (None, applied()),
+        (replace(LISTING, rest="other rules"), applied()),
+        (replace(LISTING, targets={80: Target("10.0.0.2", 8080)}), applied()),
+        (LISTING, None),
+        (LISTING, applied().model_copy(update={"rest": None})),  # a kill before the end
+        (LISTING, applied().model_copy(update={"ruleset": "of another mapping"})),
+    ],
+)
+def test_rules_that_are_not_as_they_were_applied_are_applied_again(listing, record):
+    assert plan(ASKED, listing, AFTER, record).ruleset == ruleset(MAPPING)
+
+
+def test_old_values_outlive_whatever_happens_between():
+    first = applied()
+    old = {each.path: each.old for each in first.settings}
+    assert old == BEFORE
+    for values in (
+        AFTER,  # applied again
+        BEFORE,  # killed before any change, or the machine was started again
+        {path: (BEFORE if number % 2 else AFTER)[path] for number, path in enumerate(BEFORE)},  # killed half-way
+    ):
+        assert plan(ASKED, None, values, first).record.settings == first.settings
+    changed = BEFORE | {tuning(MAPPING)[3].path: "8\n"}  # by someone else, since
+    assert dict(old, **{tuning(MAPPING)[3].path: "8\n"}) == {
+        each.path: each.old for each in plan(ASKED, None, changed, first).record.settings
+    }
+
+
+def test_what_is_so_already_is_not_ours_to_undo():
+    made = plan(ASKED, None, AFTER, None)
+    assert not made.changes and not made.record.settings
+
+
+def test_settings_of_another_interface_stay_recorded():
+    other = replace(ASKED, mapping=replace(MAPPING, inside="eth2"))
+    values = AFTER | {path: "7\n" for path, _ in tuning(other.mapping) if "eth2" in path}
+    paths = [each.path for each in plan(other, LISTING, values, applied()).record.settings]
+    assert len(paths) == len(set(paths)) == len(BEFORE) + 2
+
+
+def test_removing_restores_from_the_last_to_the_first():
+    changes, foreign = restoring(applied(), AFTER)
+    assert not foreign and [(each.path, each.then) for each in changes] == list(reversed(BEFORE.items()))
+    assert restoring(applied(), BEFORE) == ((), ())
+
+
+def test_removing_leaves_alone_what_others_set():
+    path = tuning(MAPPING)[3].path
+    changes, foreign = restoring(applied(), AFTER | {path: "8\n"})
+    assert [each.path for each in foreign] == [path] and path not in [each.path for each in changes]
+
+
+def test_undoing_by_hand():
+    record = applied().model_copy(
+        update={"settings": (Kept(path="/a b", old="1\t2\n", new="3"), Kept(path=LIMITS, old=None, new="x"))}
+    )
+    assert undo(record) == ["nft delete table ip tpuswarm_router", f"rm {LIMITS}", "echo '1\t2' > '/a b'"]
+
+
+def test_the_kernel_writes_blanks_in_its_own_way():
+    assert same("4096\t131072\t6291456\n", "4096 131072 6291456") and same(None, None)
+    assert not same(None, "") and not same("1", "2")
+
+
+def test_a_damaged_record_is_a_sentence():
+    with pytest.raises(InputError, match=r"router\.json is damaged .* apply again"):
+        parse_record("router.json", applied().model_dump_json()[:50])
+
+
+def test_the_unit_applies_the_file_at_boot():
+    unit, link = at_boot(Path('/srv/50% "a $b/router.toml'), tune=True)
+    assert unit.path == UNIT and link == (ENABLED, UNIT)
+    assert "Type=oneshot" in unit.value and "WantedBy=multi-user.target" in unit.value
+    assert ' -m tpuswarm router apply "/srv/50%% \\"a $$b/router.toml" --tune\n' in unit.value
+    assert "--tune" not in at_boot(Path("/router.toml"), tune=False)[0].value
+
+
+TABLE = """table ip tpuswarm_router {
+	comment "made by tpuswarm router"
+	set sources {
+		type ipv4_addr
+		flags interval
+		elements = { 10.0.0.0/8 }
+	}
+
+	map targets {
+		type inet_service : ipv4_addr . inet_service
+		counter
+		elements = { 80 counter packets %d bytes 180 : 10.0.0.2 . 8080,
+				82 counter packets 0 bytes 0 : 10.0.0.3 . 8080 }
+	}
+
+	map own {
+		type inet_service : inet_service
+		counter
+		elements = { 81 counter packets 1 bytes 60 : 9090 }
+	}
+"""
+
+
+def test_what_nft_lists_as_values():
+    listing = parse_listing(TABLE % 3)
+    assert listing.targets == {80: Target("10.0.0.2", 8080), 82: Target("10.0.0.3", 8080), 81: Target(None, 9090)}
+    assert listing.connections == {80: 3, 82: 0, 81: 1}
+    assert listing.rest == parse_listing(TABLE % 99).rest and "10.0.0.0/8" in listing.rest
+    assert parse_listing(TABLE.replace("10.0.0.0/8", "11.0.0.0/8") % 3).rest != listing.rest
+
+
+CONNTRACK = """\
+ipv4     2 tcp      6 431999 ESTABLISHED src=10.1.0.2 dst=10.1.0.1 sport=5000 dport=80 \
+src=10.0.0.2 dst=10.9.0.1 sport=8080 dport=5000 [ASSURED] mark=0 zone=0 use=2
+ipv4     2 tcp      6 431999 ESTABLISHED src=10.1.0.2 dst=10.1.0.1 sport=5001 dport=80 packets=3 bytes=164 \
+src=10.0.0.7 dst=10.9.0.1 sport=8080 dport=5001 packets=1 bytes=60 [ASSURED] mark=0 zone=0 use=2
+ipv4     2 tcp      6 431999 ESTABLISHED src=10.1.0.2 dst=10.1.0.1 sport=5002 dport=81 \
+src=10.1.0.1 dst=10.1.0.2 sport=9090 dport=5002 [ASSURED] mark=0 zone=0 use=2
+ipv4     2 tcp      6 431999 ESTABLISHED src=10.1.0.2 dst=10.1.0.1 sport=5003 dport=22 \
+src=10.1.0.1 dst=10.1.0.2 sport=22 dport=5003 [ASSURED] mark=0 zone=0 use=2
+ipv4     2 tcp      6 118 TIME_WAIT src=10.1.0.2 dst=10.1.0.1 sport=5004 dport=80 \
+src=10.0.0.2 dst=10.9.0.1 sport=8080 dport=5004 [ASSURED] mark=0 zone=0 use=2
+ipv4     2 udp      17 29 src=10.1.0.2 dst=10.1.0.1 sport=5005 dport=80 src=10.1.0.1 dst=10.1.0.2 sport=80 dport=5005
+"""
+
+
+def test_open_connections():
+    assert open_connections(CONNTRACK) == {
+        (80, Target("10.0.0.2", 8080)): 1,
+        (80, Target("10.0.0.7", 8080)): 1,
+        (81, Target(None, 9090)): 1,
+    }
+
+
+def test_ports_at_which_a_machine_listens():
+    text = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid
+   0: 00000000:0016 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
+   1: 0100007F:1F91 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4 1 0 100 0 0 10 0
+   2: 0100007F:1F90 0100007F:C350 01 00000000:00000000 00:00000000 00000000     0        0 2 1 0 20 4 30 10 -1
+   0: 00000000000000000000000000000000:0050 00000000000000000000000000000000:0000 0A 00000000:00000000 00:0 0 0 0 3 1
+"""
+    assert listening_ports(text) == {22, 80}
+
+
+def test_status_counts_and_finds_nothing_amiss():
+    found = status(applied(), LISTING, MAPPING, AFTER, open_connections(CONNTRACK))
+    assert [(row.port, row.to, row.connections, row.open) for row in found.rows] == [
+        (80, "10.0.0.2:8080", 3, 1),
+        (81, ":9090", 0, 1),
+    ]
+    assert found.kept == 1 and not found.drift
+    assert status(None, None, "", {}, Counter()).drift == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"listing": None}, "the kernel has no rules"),
+        ({"record": None}, "the record of settings is gone"),
+        ({"record": applied().model_copy(update={"rest": None})}, "the last apply did not come to its end"),
+        ({"listing": replace(LISTING, rest="x")}, "are not as they were applied"),
+        ({"asked": "there is no file /etc/router.toml"}, "there is no file /etc/router.toml"),
+        ({"asked": replace(MAPPING, sources=("10.0.0.0/9",))}, "sources or interfaces in /etc/router.toml are not"),
+        (
+            {
+                "asked": replace(
+                    MAPPING, targets=MAPPING.targets | {90: Target("10.0.0.9", 1), 91: Target("10.0.0.9", 2)}
+                )
+            },
+            "in /etc/router.toml, not in the kernel: 2 ports (90-91)",
+        ),
+        (
+            {"listing": Listing(MAPPING.targets | {90: Target("10.0.0.9", 1)}, {80: 0, 81: 0, 90: 0}, "rules")},
+            "in the kernel, not in /etc/router.toml: 1 port (90)",
+        ),
+        (
+            {"asked": replace(MAPPING, targets=MAPPING.targets | {80: Target("10.0.0.9", 1)})},
+            "leading elsewhere than in /etc/router.toml: 1 port (80); 80 leads to 10.0.0.2:8080, not 10.0.0.9:1",
+        ),
+        ({"values": AFTER | {LIMITS: None}}, f"{LIMITS} is gone"),
+    ],
+)
+def test_status_says_what_drifted(change, words):
+    there = {"record": applied(), "listing": LISTING, "asked": MAPPING, "values": AFTER, "open_now": None} | change
+    [sentence] = status(**there).drift
+    assert words in sentence

@@ -11,7 +11,7 @@ setup: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "tpuswarm needs Python 3.11 or later, $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plan,gcloud]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plan,gcloud,wandb]'
 	@touch $@
 
 demo: setup

@@ -1,0 +1,1 @@
+"""Facts about TPUs as data (TOML with source and date), and typed look-ups on it."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+    from tpuswarm.train.arrays import cpu_keys, shapes, to_jax, to_numpy, to_torch
     from tpuswarm.train.recipe import Clock, Exchange, Options, Program, Recipe, Source
     from tpuswarm.train.source import ArraySource
     from tpuswarm.train.supervised import supervised
@@ -27,7 +28,12 @@ _HOME = {
     "Step": "train.trainer",
     "TpuswarmError": "errors",
     "Trainer": "train.trainer",
+    "cpu_keys": "train.arrays",
+    "shapes": "train.arrays",
     "supervised": "train.supervised",
+    "to_jax": "train.arrays",
+    "to_numpy": "train.arrays",
+    "to_torch": "train.arrays",
 }
 
 __all__ = [
@@ -44,7 +50,12 @@ __all__ = [
     "Step",
     "TpuswarmError",
     "Trainer",
+    "cpu_keys",
+    "shapes",
     "supervised",
+    "to_jax",
+    "to_numpy",
+    "to_torch",
 ]
 
 

@@ -1,1 +1,26 @@
 """Facts about TPUs as data (TOML with source and date), and typed look-ups on it."""
+
+from tpuswarm.catalog.accelerators import Accelerator, Compiler, Gke, accelerators, find
+from tpuswarm.catalog.figures import Figure, Source
+from tpuswarm.catalog.generations import Generation, Host, generation_of, generations
+from tpuswarm.catalog.gpus import Gpu, gpus, memory_bandwidth, peak_flops
+from tpuswarm.catalog.prices import Price
+
+__all__ = [
+    "Accelerator",
+    "Compiler",
+    "Figure",
+    "Generation",
+    "Gke",
+    "Gpu",
+    "Host",
+    "Price",
+    "Source",
+    "accelerators",
+    "find",
+    "generation_of",
+    "generations",
+    "gpus",
+    "memory_bandwidth",
+    "peak_flops",
+]

@@ -4,10 +4,14 @@ import difflib
 from collections.abc import Iterable
 
 
+def nearest(wrong: str, known: Iterable[str]) -> str | None:
+    """The known name most like a wrong one; None where none is near."""
+    return next(iter(difflib.get_close_matches(wrong.lower(), sorted(known), n=1, cutoff=0.5)), None)
+
+
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """End of an error sentence: the nearest known name, else all of them."""
     known = sorted(known)
-    near = difflib.get_close_matches(wrong.lower(), known, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]}?"
+    if near := nearest(wrong, known):
+        return f"did you mean {near}?"
     return f"known: {', '.join(known)}" if known else "there are none"

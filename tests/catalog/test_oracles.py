@@ -1,0 +1,76 @@
+"""The catalogue against programs that know TPUs: the TPU compiler's own topologies, and JAX's table of chips."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tpuswarm import catalog
+
+pytest.importorskip("libtpu", reason="libtpu is for Linux on x86-64")
+
+ASKED = (
+    "v2-8",
+    "v3-32",
+    "v4-8",
+    "v4-32",
+    "v5e-1",
+    "v5e-8",
+    "v5e-16",
+    "v5p-8",
+    "v6e-8",
+    "v6e-16",
+    "tpu7x-2",
+    "tpu7x-16",
+)
+"""One host and several, of each generation."""
+
+ASK = """
+import json, sys
+from jax.experimental import topologies
+for name, options in json.load(sys.stdin):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    hosts = {each.process_index for each in devices}
+    print(json.dumps([len(devices), len(hosts), devices[0].device_kind, devices[0].num_cores]))
+"""
+
+
+def test_the_compiler_sees_the_same_devices_hosts_and_kinds():
+    tpus = [catalog.find(each) for each in ASKED]
+    assert {each.generation for each in tpus} == set(catalog.generations())
+    done = subprocess.run(
+        [sys.executable, "-c", ASK],
+        input=json.dumps([each.compiler for each in tpus]),
+        env={"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for tpu, line in zip(tpus, done.stdout.splitlines(), strict=True):
+        devices, hosts, kind, cores = json.loads(line)
+        assert (devices, hosts) == (tpu.devices, tpu.hosts), tpu.name
+        assert kind == tpu.generation.device_kind and catalog.generation_of(kind) is tpu.generation
+        assert cores * devices == tpu.cores, tpu.name
+
+
+@pytest.mark.parametrize("generation", catalog.generations(), ids=lambda each: each.name)
+def test_jax_knows_about_the_same_chip(generation: catalog.Generation):
+    from jax._src.pallas.mosaic import tpu_info
+
+    cores = generation.cores_per_chip // generation.devices_per_chip
+    for kind in generation.device_kinds:
+        version = tpu_info.chip_version_from_device_kind(kind)
+        info = tpu_info.get_tpu_info_for_chip(version, cores)  # figures of one core
+        assert version.num_physical_tensor_cores_per_chip == generation.cores_per_chip
+        assert info.mxu_column_size == generation.matrix_unit
+        for mine, theirs in {
+            "peak_bf16": info.bf16_ops_per_second,
+            "bandwidth": info.mem_bw_bytes_per_second,
+            "hbm_gib": info.hbm_capacity_bytes / 2**30,
+        }.items():
+            figure, theirs = generation.figures[mine], theirs * generation.cores_per_chip
+            stated = [each.value for each in (figure, *figure.other)]
+            assert any(each == pytest.approx(theirs, rel=1e-3) for each in stated), (mine, stated, theirs)
+    assert generation.compiler_hbm_bytes == pytest.approx(generation.hbm_bytes_per_device, rel=0.07)

@@ -1,9 +1,11 @@
 """Facts about TPUs as data (TOML with source and date), and typed look-ups on it."""
 
+from tpuswarm.catalog import network
 from tpuswarm.catalog.accelerators import Accelerator, Compiler, Gke, accelerators, find
 from tpuswarm.catalog.figures import Figure, Source
 from tpuswarm.catalog.generations import Generation, Host, generation_of, generations
 from tpuswarm.catalog.gpus import Gpu, gpus, memory_bandwidth, peak_flops
+from tpuswarm.catalog.machines import Machine, machines
 from tpuswarm.catalog.prices import Price
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "Gke",
     "Gpu",
     "Host",
+    "Machine",
     "Price",
     "Source",
     "accelerators",
@@ -21,6 +24,8 @@ __all__ = [
     "generation_of",
     "generations",
     "gpus",
+    "machines",
     "memory_bandwidth",
+    "network",
     "peak_flops",
 ]

@@ -1,5 +1,6 @@
 """What TPUs cost, where a price list says so."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,6 +27,12 @@ def region_of(place: str) -> str:
     return "-".join(place.split("-")[:2])
 
 
+def cheapest_first(prices: Iterable[Price]) -> tuple[Price, ...]:
+    """By the price on demand, then spot; unknown ones last."""
+    unknown = float("inf")
+    return tuple(sorted(prices, key=lambda each: (each.on_demand or unknown, each.spot or unknown, each.region)))
+
+
 @cache
 def chip_prices(generation: str, name: str) -> tuple[Price, ...]:
     """Of one chip of the type `name`, by region, cheapest first: on demand, then spot."""
@@ -35,5 +42,4 @@ def chip_prices(generation: str, name: str) -> tuple[Price, ...]:
         if block["generation"] == generation and name in block.get("types", [name])
         for region, dollars in block["regions"].items()
     ]
-    unknown = float("inf")
-    return tuple(sorted(found, key=lambda each: (each.on_demand or unknown, each.spot or unknown, each.region)))
+    return cheapest_first(found)

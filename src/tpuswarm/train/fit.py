@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.train import mesh as meshes
+from tpuswarm.train.flops import Flops, model_flops
 from tpuswarm.train.recipe import (
     PRECISIONS,
     Batch,
@@ -125,6 +127,13 @@ class Fitted(Placed):
     step: Callable[[State, Batch, Clock], tuple[State, Metrics]]
     """The update, a `jax.stages.Compiled` (`as_text()`, `cost_analysis()`); its first argument is donated."""
     memory: Memory
+    jaxpr: ClosedJaxpr
+    """The step as it was traced."""
+
+    @cached_property
+    def flops(self) -> Flops:
+        """Model FLOPs of one step over all devices; counting takes milliseconds."""
+        return model_flops(self.jaxpr)
 
 
 def fit(recipe: Recipe, request: Request, devices: Sequence[Any], memory_bytes: int | None = None) -> Fitted:
@@ -314,7 +323,7 @@ def _compile(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh:
         raise
     stats = compiled.memory_analysis()
     memory = Memory(stats.argument_size_in_bytes, stats.temp_size_in_bytes, stats.generated_code_size_in_bytes)
-    return Fitted(program, options, mesh, state, choice, compiled, memory)
+    return Fitted(program, options, mesh, state, choice, compiled, memory, traced.jaxpr)
 
 
 def _with_sharding(tree: Any, sharding: Any) -> Any:

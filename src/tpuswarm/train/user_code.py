@@ -1,5 +1,6 @@
 """Code that is not ours: finding a recipe by name, and telling its errors from ours."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -8,7 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,6 +18,18 @@ from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.recipe import Recipe
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
+OUR_RECIPES = OUR_FOLDER / "recipes"
+INSTALLED = ("site-packages", "<frozen", "dist-packages", sys.base_prefix)
+
+
+class Place(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
 @contextmanager
@@ -38,11 +51,29 @@ def _user_line(error: Exception) -> str | None:
     """file:line of the innermost frame outside of us and of installed packages; None where there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    installed = ("site-packages", "<frozen", "dist-packages", sys.base_prefix)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        ours = Path(frame.filename).is_relative_to(OUR_FOLDER)
-        if not ours and not any(part in frame.filename for part in installed):
+        if _is_users_file(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
+    return None
+
+
+@functools.cache
+def _is_users_file(file: str) -> bool:
+    return not Path(file).is_relative_to(OUR_FOLDER) and not any(part in file for part in INSTALLED)
+
+
+@functools.cache
+def is_recipe_file(file: str) -> bool:
+    """Whether a file can hold a recipe: a user's, or one of our own recipes; not a library's."""
+    return Path(file).is_relative_to(OUR_RECIPES) or _is_users_file(file)
+
+
+def recipe_place(trace: Any) -> Place | None:
+    """The innermost line of a recipe in a JAX traceback (`equation.source_info.traceback`); None without one."""
+    codes, positions = trace.raw_frames() if trace else ((), ())
+    for code, position in zip(codes, positions, strict=True):
+        if is_recipe_file(code.co_filename):
+            return Place(code.co_filename, trace.code_addr2line(code, position))
     return None
 
 

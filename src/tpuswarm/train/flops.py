@@ -1,0 +1,278 @@
+"""Model FLOPs of a traced program: matrix products and convolutions, two FLOPs for each multiply and add.
+
+Counted is what the model asks for: forward and backward pass, loops multiplied out, over all devices. Recomputation
+(`jax.checkpoint`) is not counted, nor is elementwise work such as the optimizer's. Attention counts its whole square,
+causal or not, as the usual formula does (6 N + 12 L H Q T a token: Chowdhery et al. 2022, PaLM, appendix B), whichever
+kernel computes it. The compiler's own count will not do: it counts a loop's body once.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import starmap
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core.primitives import remat_p
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from tpuswarm.train.user_code import Place, is_recipe_file, recipe_place
+
+RECOMPUTED = "rematted_computation"
+"""JAX's name for the scope of what a checkpoint computes again in the backward pass."""
+
+UNCOUNTED = ("ffi_call", "cholesky", "eigh", "lu", "qr", "svd", "triangular_solve", "scaled_matmul", "cudnn_fusion")
+"""Primitives that may hold matrix products and do not say how many."""
+
+CUDNN_BTNH = 0
+"""The layout of cuDNN's attention in which heads come after tokens."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product or convolution of a program: `rows` x `contracted` times `contracted` x `columns`."""
+
+    kind: str
+    """`dot`, `convolution`, or the name of a kernel."""
+    flops: int
+    """Of one step, over all devices and all turns of the loops around it."""
+    rows: tuple[int, ...]
+    contracted: tuple[int, ...]
+    columns: tuple[int, ...]
+    """Sizes of the axes that make each dimension, as the program has them: of the whole batch, before any sharding."""
+    dtypes: tuple[Any, ...]
+    """Of the operands."""
+    precision: Any
+    """What the equation asks of the hardware: None, a `jax.lax.Precision` for each operand, or an algorithm."""
+    outputs: tuple[tuple[int, ...], ...]
+    """Shapes of the results."""
+    equation: JaxprEqn
+    caller: Place | None
+    """Line of the recipe that called the library function around the equation; None where the recipe wrote it."""
+
+    @property
+    def place(self) -> Place | None:
+        """Line of the recipe; None where no line of a recipe led to it."""
+        return self.caller or recipe_place(self.equation.source_info.traceback)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What one call of a program computes, over all devices."""
+
+    products: tuple[Product, ...]
+    unknown: tuple[str, ...]
+    """What could not be counted, each in a few words with its place."""
+
+    @cached_property
+    def total(self) -> int:
+        """Model FLOPs."""
+        return sum(product.flops for product in self.products)
+
+    @cached_property
+    def by_kind(self) -> Mapping[str, int]:
+        """Model FLOPs of dots, convolutions and each kernel."""
+        kinds: Counter[str] = Counter()
+        for product in self.products:
+            kinds[product.kind] += product.flops
+        return kinds
+
+
+def model_flops(program: ClosedJaxpr) -> Flops:
+    """The FLOPs of one call of `program`, a traced function (`jax.jit(f).trace(...).jaxpr`).
+
+    A `cond` counts its largest branch. A `while` loop, whose turns nobody knows, and a call that computes out of sight
+    are named in `unknown` and count nothing.
+    """
+    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    unknown: dict[str, None] = {}
+    products = tuple(_products(live, 1, None, unknown))
+    return Flops(products, tuple(unknown))
+
+
+def _products(
+    jaxpr: Jaxpr, times: int, caller: Place | None, unknown: dict[str, None], within: str = ""
+) -> Iterator[Product]:
+    """The products of `jaxpr` called `times` times.
+
+    caller: the recipe's line for all of it, where that is given; within: `checkpoint` for its body, `derivative` for a
+    body whose marks of recomputation say nothing, else empty.
+    """
+    own = ((e, True) for e in jaxpr.eqns) if within == "derivative" else _own(jaxpr, within == "checkpoint")
+    for equation, derived in own:
+        name, params = equation.primitive.name, equation.params
+        inner = "derivative" if derived else "checkpoint" if equation.primitive is remat_p else ""
+        count = _counter(equation)
+        if count is not None:
+            yield _product(equation, count(equation), times, caller)
+        elif name == "pallas_call" or name in UNCOUNTED:
+            unknown[f"{params.get('name') or params.get('target_name') or name}{_at(equation, caller)}"] = None
+        elif name == "cond":
+            branches = [list(_products(branch.jaxpr, times, caller, unknown, inner)) for branch in params["branches"]]
+            yield from max(branches, key=lambda products: sum(product.flops for product in products))
+        elif name == "while":
+            bodies = (params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr)
+            if any(list(_products(body, 1, caller, unknown, inner)) for body in bodies):
+                unknown[f"a while loop with matrix products, its turns unknown{_at(equation, caller)}"] = None
+        else:
+            for body in jaxprs_in_params(params):
+                turns = times * _turns(name, params)
+                yield from _products(body, turns, _caller(body, equation, caller), unknown, inner)
+
+
+def _counter(equation: JaxprEqn) -> Callable[[JaxprEqn], "_Shape"] | None:
+    if equation.primitive.name != "pallas_call":
+        return PRIMITIVES.get(equation.primitive.name)
+    kernel = str(equation.params["name"])
+    return next((count for start, count in KERNELS.items() if kernel.startswith(start)), None)
+
+
+def _own(jaxpr: Jaxpr, inside_checkpoint: bool) -> Iterator[tuple[JaxprEqn, bool]]:
+    """The equations of `jaxpr` that are the model's own, and whether they are so in spite of a mark.
+
+    In the body of a checkpoint, recomputation starts from the arguments. An equation that carries the mark and depends
+    on others is the derivative of a recomputation (second derivatives): the model's own, like any derivative. (Of a
+    checkpoint whose result nobody reads, only whose gradient is used, the forward pass is not counted at all.)
+    """
+    own: set[Any] = set()
+    for equation in jaxpr.eqns:
+        marked = RECOMPUTED in str(equation.source_info.name_stack)
+        derived = marked and inside_checkpoint and any(not isinstance(v, Literal) and v in own for v in equation.invars)
+        if not marked or derived:
+            own.update(equation.outvars)
+            yield equation, derived
+
+
+def _turns(name: str, params: Mapping[str, Any]) -> int:
+    if name == "scan":
+        return int(params["length"])
+    if name == "shard_map":
+        axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"  # by JAX's version
+        return math.prod(params["mesh"].shape[axis] for axis in params[axes])
+    return 1
+
+
+def _caller(body: Jaxpr, equation: JaxprEqn, caller: Place | None) -> Place | None:
+    """The recipe's line for a body that a library wrote.
+
+    JAX traces a jitted library function (jnp.einsum) once for all its callers: lines inside it may be another's.
+    """
+    file = body.debug_info.func_filename
+    library = equation.primitive.name in ("jit", "pjit") and not (file and is_recipe_file(file))
+    return recipe_place(equation.source_info.traceback) if caller is None and library else caller
+
+
+def _at(equation: JaxprEqn, caller: Place | None) -> str:
+    place = caller or recipe_place(equation.source_info.traceback)
+    return f" ({place})" if place else ""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What one execution of an equation computes."""
+
+    kind: str
+    flops: int
+    rows: tuple[int, ...]
+    contracted: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+def _product(equation: JaxprEqn, shape: _Shape, times: int, caller: Place | None) -> Product:
+    dtypes = tuple(v.aval.dtype for v in equation.invars if hasattr(v.aval, "dtype"))
+    outputs = tuple(_shape(v) for v in equation.outvars)
+    return Product(
+        shape.kind, shape.flops * times, shape.rows, shape.contracted, shape.columns,
+        dtypes, equation.params.get("precision"), outputs, equation, caller,
+    )  # fmt: skip
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
+def _dot(equation: JaxprEqn) -> _Shape:
+    return _dot_shape(equation, equation.params["dimension_numbers"], ())
+
+
+def _ragged_dot(equation: JaxprEqn) -> _Shape:
+    """Rows in groups, each with a matrix of its own: a row meets one of them."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    return _dot_shape(equation, numbers.dot_dimension_numbers, tuple(numbers.rhs_group_dimensions))
+
+
+def _dot_shape(equation: JaxprEqn, numbers: Any, groups: tuple[int, ...]) -> _Shape:
+    (left, right), (left_batch, right_batch) = numbers
+    lhs, rhs = (_shape(v) for v in equation.invars[:2])
+    contracted = tuple(lhs[axis] for axis in left)
+    rows = tuple(size for axis, size in enumerate(lhs) if axis not in (*left, *left_batch))
+    columns = tuple(size for axis, size in enumerate(rhs) if axis not in (*right, *right_batch, *groups))
+    return _Shape("dot", 2 * math.prod(lhs) * math.prod(columns), rows, contracted, columns)
+
+
+def _convolution(equation: JaxprEqn) -> _Shape:
+    """Taps that fall on padding or between dilated elements do not count, so both gradients count as the forward."""
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    lhs, rhs = (_shape(v) for v in equation.invars)
+    out = _shape(equation.outvars[0])
+    batch, features, *space = (out[axis] for axis in numbers.out_spec)
+    inputs, *kernel = (rhs[axis] for axis in numbers.rhs_spec[1:])
+    sizes = [lhs[axis] for axis in numbers.lhs_spec[2:]]
+    taps = math.prod(
+        starmap(
+            _taps,
+            zip(
+                sizes, kernel, space, params["window_strides"], params["padding"],
+                params["lhs_dilation"], params["rhs_dilation"], strict=True,
+            ),
+        )
+    )  # fmt: skip
+    flops = 2 * batch * features * inputs * taps
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    return _Shape("convolution", flops, (batch, *space), (inputs, *kernel), (features // groups,))
+
+
+def _taps(size: int, kernel: int, out: int, stride: int, padding: tuple[int, int], spread: int, dilation: int) -> int:
+    """Pairs of an output position and a kernel tap that meet an element of the input, along one axis."""
+    at = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * dilation - padding[0]
+    return int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
+
+
+def _attention(equation: JaxprEqn, products: int) -> _Shape:
+    """Queries ...xTxK, keys ...xSxK and values ...xSxV are the first floating-point operands of every such kernel.
+
+    Forward has two products; backward has four: what it computes again of the forward counts nothing.
+    """
+    operands: list[Any] = [v.aval for v in equation.invars]
+    q, k, v = [each.shape for each in operands if jnp.issubdtype(each.dtype, jnp.inexact)][:3]
+    if equation.params.get("layout") == CUDNN_BTNH:
+        q, k, v = ((B, N, T, K) for B, T, N, K in (q, k, v))
+    T, K, S, V = q[-2], q[-1], k[-2], v[-1]
+    once = math.prod(q[:-2]) * T * S * (K + V)  # the mean of a product with K and one with V, two FLOPs each
+    return _Shape("attention", products * once, (T,), (K,), (S,))
+
+
+PRIMITIVES: Mapping[str, Callable[[JaxprEqn], _Shape]] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+    "dot_product_attention_fwd_wrapper": partial(_attention, products=2),
+    "dot_product_attention_bwd_wrapper": partial(_attention, products=4),
+}
+"""Primitive → what it computes; the last two are cuDNN's attention."""
+
+KERNELS: Mapping[str, Callable[[JaxprEqn], _Shape]] = {
+    "splash_mha_fwd": partial(_attention, products=2),
+    "splash_mqa_fwd": partial(_attention, products=2),
+    "splash_mha_dkv": partial(_attention, products=4),
+    "splash_mqa_dkv": partial(_attention, products=4),
+    "splash_mha_dq": partial(_attention, products=0),
+    "splash_mqa_dq": partial(_attention, products=0),
+}
+"""Start of a Pallas kernel's name → what it computes. The queries' gradient has a kernel of its own or not: all four
+products of the backward pass are counted with dkv, which is always there."""

@@ -103,7 +103,7 @@ def test_the_compiler_counts_the_same_where_it_can(model, params, batch):
     assert model_flops(gradient.trace(params, jnp.zeros(batch)).jaxpr).total == pytest.approx(wanted, rel=0.01)
 
 
-def test_the_derivative_of_a_recomputation_is_the_models_own():
+def test_recomputation_does_not_count_in_second_derivatives():
     """A penalty on the input's gradient, as StyleGAN2's R1, with and without a checkpoint."""
 
     def network(w, x):

@@ -16,8 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
-from jax.extend.core.primitives import remat_p
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from tpuswarm.train.user_code import Place, is_recipe_file, recipe_place
@@ -86,7 +85,8 @@ def model_flops(program: ClosedJaxpr) -> Flops:
     """The FLOPs of one call of `program`, a traced function (`jax.jit(f).trace(...).jaxpr`).
 
     A `cond` counts its largest branch. A `while` loop, whose turns nobody knows, and a call that computes out of sight
-    are named in `unknown` and count nothing.
+    are named in `unknown` and count nothing. Where a checkpoint's gradient is used and its result is not, or where a
+    recomputation is itself differentiated apart from its first pass, the checkpoint counts less than it would without.
     """
     live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     unknown: dict[str, None] = {}
@@ -94,34 +94,28 @@ def model_flops(program: ClosedJaxpr) -> Flops:
     return Flops(products, tuple(unknown))
 
 
-def _products(
-    jaxpr: Jaxpr, times: int, caller: Place | None, unknown: dict[str, None], within: str = ""
-) -> Iterator[Product]:
-    """The products of `jaxpr` called `times` times.
-
-    caller: the recipe's line for all of it, where that is given; within: `checkpoint` for its body, `derivative` for a
-    body whose marks of recomputation say nothing, else empty.
-    """
-    own = ((e, True) for e in jaxpr.eqns) if within == "derivative" else _own(jaxpr, within == "checkpoint")
-    for equation, derived in own:
+def _products(jaxpr: Jaxpr, times: int, caller: Place | None, unknown: dict[str, None]) -> Iterator[Product]:
+    """The products of `jaxpr` called `times` times; the recipe's line for all of it is `caller` where that is given."""
+    for equation in jaxpr.eqns:
+        if RECOMPUTED in str(equation.source_info.name_stack):
+            continue
         name, params = equation.primitive.name, equation.params
-        inner = "derivative" if derived else "checkpoint" if equation.primitive is remat_p else ""
         count = _counter(equation)
         if count is not None:
             yield _product(equation, count(equation), times, caller)
         elif name == "pallas_call" or name in UNCOUNTED:
             unknown[f"{params.get('name') or params.get('target_name') or name}{_at(equation, caller)}"] = None
         elif name == "cond":
-            branches = [list(_products(branch.jaxpr, times, caller, unknown, inner)) for branch in params["branches"]]
+            branches = [list(_products(branch.jaxpr, times, caller, unknown)) for branch in params["branches"]]
             yield from max(branches, key=lambda products: sum(product.flops for product in products))
         elif name == "while":
             bodies = (params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr)
-            if any(list(_products(body, 1, caller, unknown, inner)) for body in bodies):
+            if any(list(_products(body, 1, caller, unknown)) for body in bodies):
                 unknown[f"a while loop with matrix products, its turns unknown{_at(equation, caller)}"] = None
         else:
             for body in jaxprs_in_params(params):
                 turns = times * _turns(name, params)
-                yield from _products(body, turns, _caller(body, equation, caller), unknown, inner)
+                yield from _products(body, turns, _caller(body, equation, caller), unknown)
 
 
 def _counter(equation: JaxprEqn) -> Callable[[JaxprEqn], "_Shape"] | None:
@@ -129,22 +123,6 @@ def _counter(equation: JaxprEqn) -> Callable[[JaxprEqn], "_Shape"] | None:
         return PRIMITIVES.get(equation.primitive.name)
     kernel = str(equation.params["name"])
     return next((count for start, count in KERNELS.items() if kernel.startswith(start)), None)
-
-
-def _own(jaxpr: Jaxpr, inside_checkpoint: bool) -> Iterator[tuple[JaxprEqn, bool]]:
-    """The equations of `jaxpr` that are the model's own, and whether they are so in spite of a mark.
-
-    In the body of a checkpoint, recomputation starts from the arguments. An equation that carries the mark and depends
-    on others is the derivative of a recomputation (second derivatives): the model's own, like any derivative. (Of a
-    checkpoint whose result nobody reads, only whose gradient is used, the forward pass is not counted at all.)
-    """
-    own: set[Any] = set()
-    for equation in jaxpr.eqns:
-        marked = RECOMPUTED in str(equation.source_info.name_stack)
-        derived = marked and inside_checkpoint and any(not isinstance(v, Literal) and v in own for v in equation.invars)
-        if not marked or derived:
-            own.update(equation.outvars)
-            yield equation, derived
 
 
 def _turns(name: str, params: Mapping[str, Any]) -> int:

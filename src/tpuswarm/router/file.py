@@ -2,7 +2,6 @@
 
 import re
 from ipaddress import IPv4Network, collapse_addresses
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
@@ -92,13 +91,16 @@ def mapping(file: RouterFile) -> Mapping:
     tables = file.tables()
     if not tables:
         raise InputError("there is neither a [[ranges]] nor a [[targets]], so nothing leads anywhere")
-    for (one, first), (other, second) in combinations(tables.items(), 2):
-        if shared := sorted(set(first.numbers()) & set(second.numbers())):
-            ports = ", ".join(map(show_ports, in_a_row(shared)))
-            raise InputError(f"{one} and {other} both have port {ports}: a port leads to one target")
+    owners: dict[int, str] = {}
     targets: dict[int, Target] = {}
-    for each in tables.values():
-        targets |= expand(each.numbers(), each.to)
+    for name, each in tables.items():
+        ports = each.numbers()
+        if taken := [port for port in ports if port in owners]:
+            owner = owners[taken[0]]
+            shared = ", ".join(map(show_ports, in_a_row(port for port in taken if owners[port] == owner)))
+            raise InputError(f"{owner} and {name} both have port {shared}: a port leads to one target")
+        owners |= dict.fromkeys(ports, name)
+        targets |= expand(ports, each.to)
     networks = collapse_addresses(IPv4Network(each) for each in file.sources)
     return Mapping(
         file.outside, file.inside, tuple(map(str, networks)), {port: targets[port] for port in sorted(targets)}

@@ -1,5 +1,6 @@
-"""Kill -9 before every single effect of an apply and of a remove; run on the router of `lab.py` with two files.
+"""Kill -9 before every single effect of an apply and of a remove, also inside the writing of a file.
 
+Run on the router of `lab.py` with two files.
 Prints a line for each kill: the effect, whether the rules were old or new then, and whether a remove undid everything.
 """
 
@@ -9,12 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from tpuswarm.errors import InputError
 from tpuswarm.router import apply as act
 from tpuswarm.router import machine
+from tpuswarm.router.settings import LIMITS, UNIT
+from tpuswarm.train.files import part
 
-EFFECTS = ("write_record", "write", "load", "delete")
+EFFECTS = ((machine, "write_record"), (machine, "write"), (machine, "load"), (machine, "delete"), (os, "fsync"))
+FILES = tuple(each for file in (machine.RECORD, Path(UNIT), Path(LIMITS)) for each in (file, part(file)))
 
 
 def in_child(work: Callable[[], None], kill_at: int | None = None) -> str | None:
@@ -24,8 +29,8 @@ def in_child(work: Callable[[], None], kill_at: int | None = None) -> str | None
     if child == 0:
         count = iter(range(1_000))
 
-        def wrap(name: str) -> Callable[..., object]:
-            effect = getattr(machine, name)
+        def wrap(module: ModuleType, name: str) -> Callable[..., object]:
+            effect = getattr(module, name)
 
             def wrapped(*words: object) -> object:
                 if next(count) == kill_at:
@@ -35,8 +40,8 @@ def in_child(work: Callable[[], None], kill_at: int | None = None) -> str | None
 
             return wrapped
 
-        for name in EFFECTS:
-            setattr(machine, name, wrap(name))
+        for module, name in EFFECTS:
+            setattr(module, name, wrap(module, name))
         work()
         os._exit(0)
     os.close(writer)
@@ -68,21 +73,21 @@ def main() -> None:
     def settings() -> list[str | None]:
         return [machine.read(path) for path in paths]
 
-    def record() -> bool:
-        return machine.RECORD.exists()
+    def files() -> list[Path]:
+        return [file for file in FILES if file.exists()]
 
-    nothing = rules(), settings(), record()
+    nothing = rules(), settings(), files()
     apply(new_file, tune=True)
     new = rules()
     remove()
-    assert (rules(), settings(), record()) == nothing
+    assert (rules(), settings(), files()) == nothing
     for number in range(1_000):
         apply(old_file, tune=False)
         old = rules()
         died = in_child(lambda: apply(new_file, tune=True), number)
         state = {old: "old", new: "new"}.get(rules(), "half")
         remove()
-        print(f"apply, before {died}: {state} rules, undone: {(rules(), settings(), record()) == nothing}")
+        print(f"apply, before {died}: {state} rules, undone: {(rules(), settings(), files()) == nothing}")
         if died is None:
             break
     for number in range(1_000):
@@ -90,7 +95,7 @@ def main() -> None:
         died = in_child(remove, number)
         state = {new: "old", nothing[0]: "new"}.get(rules(), "half")
         remove()
-        print(f"remove, before {died}: {state} rules, undone: {(rules(), settings(), record()) == nothing}")
+        print(f"remove, before {died}: {state} rules, undone: {(rules(), settings(), files()) == nothing}")
         if died is None:
             break
 

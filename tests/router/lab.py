@@ -105,10 +105,11 @@ class Lab:
         self.router.sh(WIRES, **pids)
         self.client.sh(ADDRESSES["client"])
         self.targets.sh(ADDRESSES["targets"])
-        self._serve(self.targets, 8470)
-        self._serve(self.router, 5001)
+        self.serve(self.targets, 8470)
+        self.serve(self.router, 5001)
 
-    def _serve(self, space: Machine, port: int) -> None:
+    def serve(self, space: Machine, port: int) -> None:
+        """Answer there."""
         server: socket.socket = space.call(lambda: socket.create_server(("0.0.0.0", port), backlog=4096))
         threading.Thread(target=self._accept, args=(server,), daemon=True).start()
         self._servers.append(server)

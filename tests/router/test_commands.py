@@ -62,6 +62,19 @@ def test_a_dry_run_needs_no_rights(call):
     assert "nothing reaches a target" not in err
 
 
+@pytest.mark.skipif(not HAS_NFT, reason="there is no nft on this machine")
+def test_a_dry_run_that_may_not_read_says_the_command(call, monkeypatch):
+    def refuse():
+        raise PermissionError(13, "Permission denied", "/var/lib/tpuswarm/router.json")
+
+    monkeypatch.setattr("tpuswarm.router.machine.read_record", refuse)
+    code, out, err = call("apply ROUTER.toml --dry-run")
+    assert (
+        code == 2 and out == "" and err.startswith("error: only root may read /var/lib/tpuswarm/router.json; run: sudo")
+    )
+    assert err.endswith("/tpuswarm router apply ROUTER.toml --dry-run\n")
+
+
 def test_help(call):
     assert all(each in call("--help")[1] for each in ("show", "apply", "status", "remove"))
     for command in ("show", "apply", "status", "remove"):

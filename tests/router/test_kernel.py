@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.lab import DOOR, STRANGER, TARGETS, ask
+from tests.router.lab import DOOR, PROGRAM, STRANGER, TARGETS, ask
+from tpuswarm.router.settings import LIMITS, UNIT
 
 OTHERS = """
 table inet others {
@@ -25,6 +27,17 @@ table ip nat {
 	chain PREROUTING {
 		type nat hook prerouting priority dstnat; policy accept;
 		tcp dport 47000 dnat to 10.48.0.9:8470
+	}
+}
+"""
+
+DROPPING = """
+table inet fire {
+	chain in.side {
+		type filter hook forward priority filter; policy drop;
+	}
+	chain input {
+		type filter hook input priority filter; policy accept;
 	}
 }
 """
@@ -94,6 +107,10 @@ def test_a_change_of_mapping_keeps_open_connections(lab, tmp_path):
             [ask(each) for each in (old, kept, own)] == before == ["10.48.7.2:8470", "10.48.8.2:8470", f"{DOOR}:5001"]
         )
         assert "1 open, 2 open to targets of an earlier mapping" in lab.tpuswarm("status")
+        text = Path(file).read_text()
+        Path(file).write_text(text[: text.index("[[targets]]")])
+        lab.tpuswarm("apply", file)  # a port that leads nowhere now
+        assert "0 open, 3 open to targets of an earlier mapping" in lab.tpuswarm("status")
         lab.tpuswarm("remove")
         with pytest.raises(ConnectionResetError):  # nothing translates it any more
             ask(old)
@@ -101,22 +118,67 @@ def test_a_change_of_mapping_keeps_open_connections(lab, tmp_path):
 
 def test_what_a_person_should_know(lab, tmp_path):
     file = write(tmp_path / "r.toml", more='[[targets]]\nport = 5001\nto = "10.48.0.2:8470"\n')
-    for words in (["--dry-run"], []):
-        _, err = lab.popen("apply", file, *words).communicate()
-        assert (
-            "nothing reaches a target before this host forwards packets: /proc/sys/net/ipv4/conf/eth0/forwarding" in err
-        )
-        assert "note: this host itself listens at 5001" in err
-    lab.router.sh("echo 1 > /proc/sys/net/ipv4/ip_forward")
+    lab.router.sh(f"nft -f - <<'END'\n{DROPPING}END\niptables -P FORWARD DROP")
+    lines = ["nft insert rule inet fire in.side ct status dnat accept"]
+    lines += ["iptables -I FORWARD -m conntrack --ctstate DNAT -j ACCEPT"]
+    with lab.open(5001) as before:
+        for words in (["--dry-run"], []):
+            _, err = lab.popen("apply", file, *words).communicate()
+            assert "before this host forwards packets: /proc/sys/net/ipv4/conf/eth0/forwarding" in err
+            assert "note: this host itself listens at 5001" in err and err.count("drops what no rule") == 2
+            assert all(line in err for line in lines)
+        assert ask(before) == f"{DOOR}:5001"  # what the router itself serves goes on: a person's own SSH
+    lab.router.sh(f"echo 1 > /proc/sys/net/ipv4/ip_forward; {'; '.join(lines)}; iptables -S")
     assert lab.reach(5001) == "10.48.0.2:8470" and lab.reach(48009) == "10.48.9.2:8470"
+    assert "drops what no rule" not in lab.popen("apply", file, "--dry-run").communicate()[1]
+
+
+def test_what_others_translate_is_not_masqueraded(lab, tmp_path):
+    lab.router.sh(f"nft -f - <<'END'\n{OTHERS.replace('47000', '48007')}END")
+    lab.targets.sh("ip route add 10.1.0.0/24 via 10.9.0.1")
+    lab.tpuswarm("apply", write(tmp_path / "r.toml"), "--tune")
+    with lab.open(48007, STRANGER) as theirs, lab.open(48008) as ours:
+        assert [ask(theirs), ask(ours)] == ["10.48.0.9:8470", "10.48.8.2:8470"]
+        found = lab.router.sh("cat /proc/net/nf_conntrack")
+    assert f"src=10.48.0.9 dst={STRANGER} " in found and "src=10.48.8.2 dst=10.9.0.1 " in found
+
+
+def test_open_connections_outlive_their_rules_where_others_translate_too(lab, tmp_path):
+    lab.router.sh(f"nft -f - <<'END'\n{OTHERS}END\necho 1 > /proc/sys/net/ipv4/ip_forward")
+    file = write(tmp_path / "r.toml")
+    lab.tpuswarm("apply", file)
+    with lab.open(48007) as open_before:
+        Path(file).write_text(Path(file).read_text().replace("10.1.0.2", "10.1.0.9"))
+        lab.tpuswarm("apply", file)
+        with pytest.raises(ConnectionRefusedError):
+            lab.open(48007)
+        assert ask(open_before) == "10.48.7.2:8470"
+        lab.tpuswarm("remove")
+        assert ask(open_before) == "10.48.7.2:8470"
+
+
+def test_one_interface(lab, tmp_path):
+    """Nobody is told to go to a target without the router, which only the router can translate for."""
+    lab.router.sh("ip route replace 10.48.0.0/16 via 10.1.0.2 dev eth0")
+    lab.client.sh("ip route add local 10.48.0.0/16 dev lo")
+    lab.serve(lab.client, 8470)
+    file = Path(write(tmp_path / "r.toml"))
+    file.write_text(file.read_text().replace("eth1", "eth0"))
+    lab.tpuswarm("apply", str(file), "--tune")
+    assert [lab.reach(48000 + i) for i in range(4)] == [f"10.48.{i}.2:8470" for i in range(4)]
+    names, counts = (line.split() for line in lab.router.sh("grep Icmp: /proc/net/snmp").splitlines())
+    assert counts[names.index("OutRedirects")] == "0"
 
 
 def test_apply_twice_changes_nothing(lab, tmp_path):
     file = write(tmp_path / "r.toml")
-    lab.tpuswarm("apply", file, "--tune", "--persist")
+    lab.router.sh(f"rm -r /etc/security/limits.d; umask 077; {PROGRAM} router apply {file} --tune --persist")
+    modes = lab.router.sh(f"stat -c %a /var/lib/tpuswarm /var/lib/tpuswarm/router.json {LIMITS} {UNIT}")
+    assert modes.split() == ["755", "644", "644", "644"]  # a dry run without rights reads them
     lab.reach(48001)
     before = lab.router.sh("nft -a list ruleset"), lab.settings(), lab.router.sh("ls -l --full-time /var/lib/tpuswarm")
     assert "counter packets 1 " in before[0]
+    assert "1 attempt since" in (said := lab.tpuswarm("status")) and "the kernel follows " in said
     for words in (["--tune", "--persist"], [], ["--dry-run"]):
         assert "is applied already; there is nothing to do" in lab.tpuswarm("apply", file, *words)
     after = lab.router.sh("nft -a list ruleset"), lab.settings(), lab.router.sh("ls -l --full-time /var/lib/tpuswarm")
@@ -165,6 +227,9 @@ def test_what_others_changed_since_is_seen_and_left_alone(lab, tmp_path):
     assert len(found["rows"]) == TARGETS and len(found["drift"]) == 3
     text = " ".join(found["drift"])
     assert "not in the kernel: 1 port (48003)" in text and "not as they were applied" in text and "is 77, 65535" in text
+    lab.router.sh("mount -o remount,ro,bind /proc/sys/net/core")
+    assert "; remove, then apply without --tune" in lab.tpuswarm("apply", file, code=1)
+    lab.router.sh("mount -o remount,rw,bind /proc/sys/net/core")
     assert "left as it is: /proc/sys/net/core/somaxconn" in lab.tpuswarm("remove")
     assert lab.router.sh("cat /proc/sys/net/core/somaxconn") == "77\n"
 
@@ -172,7 +237,13 @@ def test_what_others_changed_since_is_seen_and_left_alone(lab, tmp_path):
 def test_after_a_start_of_the_machine(lab, tmp_path):
     """Rules and settings of the kernel are gone then, the record and the unit are not."""
     settings = lab.settings()
+    if systemctl := shutil.which("systemctl"):
+        lab.router.sh(
+            f"printf '#!/bin/sh\\necho $@ >> /run/asked' > /run/s; chmod +x /run/s; mount --bind /run/s {systemctl}"
+        )
     lab.tpuswarm("apply", write(tmp_path / "r.toml"), "--tune", "--persist")
+    if systemctl:
+        assert lab.router.sh("cat /run/asked; rm /run/asked") == "daemon-reload\n" * 2
     lab.router.sh(
         "nft flush ruleset; echo 0 > /proc/sys/net/ipv4/conf/eth0/forwarding;"
         "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
@@ -183,6 +254,7 @@ def test_after_a_start_of_the_machine(lab, tmp_path):
     assert lab.reach(48003) == "10.48.3.2:8470" and "drift" not in lab.tpuswarm("status")
     lab.tpuswarm("remove")
     assert lab.settings() == settings
+    assert not systemctl or lab.router.sh("cat /run/asked") == "daemon-reload\n" * 2
 
 
 def test_kill_9_before_every_effect(lab, tmp_path):
@@ -192,9 +264,9 @@ def test_kill_9_before_every_effect(lab, tmp_path):
     lines = lab.router.sh(f"{sys.executable} {script} {' '.join(files)}").splitlines()
     states = [re.fullmatch(r"(apply|remove), before .*: (old|new) rules, undone: True", line) for line in lines]
     assert all(states), "\n".join(lines)
-    # The record twice, 14 files, the rules; then as many less one record.
+    # The record, 14 files, the rules, the record; two more inside each of four writings. Then as many less one record.
     assert [f"{each[1]} {each[2]}" for each in states] == [
-        *["apply old"] * 16, *["apply new"] * 2, "remove old", *["remove new"] * 16
+        *["apply old"] * 22, *["apply new"] * 4, "remove old", *["remove new"] * 16
     ]  # fmt: skip
     assert lab.settings() == settings
 
@@ -244,17 +316,33 @@ def test_show_is_what_nft_reads_and_keeps(lab):
         ("mount --bind /dev/null $(command -v nft)", "there is no nft on this machine", 2),
         (
             REFUSING,
-            "nft -f failed, and nothing was changed by it: Error: Could not process rule",
+            "nft -f failed, and nothing was changed by it: Error: Could not process rule: No such file or directory; "
+            "the rules need nft 1.0.2 or newer",
             1,
         ),
         ("rm -r /run/systemd", "systemd does not run this machine", 2),
         ("rm /run/core/somaxconn", "has no /proc/sys/net/core/somaxconn: apply without --tune", 2),
-        ("rm -r /etc/security/limits.d", "limits.d/tpuswarm-router.conf cannot be set to * - nofile 1048576", 1),
+        (
+            "mount -t tmpfs -o ro tmpfs /etc/security/limits.d",
+            "tpuswarm-router.conf cannot be set to * - nofile 1048576 on this machine: Read-only file system; "
+            "apply without --tune",
+            1,
+        ),
+        (
+            "mount -t tmpfs -o ro tmpfs /etc/systemd/system",
+            "tpuswarm-router.service cannot be written on this machine: Read-only file system; apply without --persist",
+            1,
+        ),
         ("mount -o remount,ro,bind /proc/sys/net/core", "/proc/sys/net/core/somaxconn cannot be set to 65535", 1),
         (
             "(flock /run/tpuswarm-router.lock sleep 9 >/dev/null 2>&1 &); sleep 0.3",
             "another `tpuswarm router` changes",
             2,
+        ),
+        (
+            "mount -t tmpfs -o ro tmpfs /var/lib",
+            "router.json cannot be written: Read-only file system; make /var/lib/tpuswarm writable",
+            1,
         ),
         ("mkdir /var/lib/tpuswarm; echo {} > /var/lib/tpuswarm/router.json", "router.json is damaged", 2),
     ],
@@ -262,6 +350,9 @@ def test_show_is_what_nft_reads_and_keeps(lab):
 def test_what_the_machine_lacks_is_one_sentence_and_nothing_changes(lab, tmp_path, damage, words, code):
     lab.router.sh(damage)
     before = lab.rules() if "dev/null" not in damage else "", lab.settings()
-    error = lab.tpuswarm("apply", write(tmp_path / "r.toml"), "--tune", "--persist", code=code)
-    assert words in error and error.startswith("error: ") and len(error.splitlines()) == 1
+    process = lab.popen("apply", write(tmp_path / "r.toml"), "--tune", "--persist")
+    out, error = process.communicate()
+    assert process.returncode == code and words in error
+    assert error.startswith("error: ") and len(error.splitlines()) == 1
+    assert (". nft: table ip tpuswarm_router, 257 ports" in out) == (code == 1)  # what it set out to do
     assert (lab.rules() if "dev/null" not in damage else "", lab.settings()) == before

@@ -8,9 +8,9 @@ import pytest
 
 from tpuswarm.errors import InputError
 from tpuswarm.router.mapping import Mapping, Target
-from tpuswarm.router.plan import Asked, plan, restoring, same, undo
+from tpuswarm.router.plan import Asked, Change, plan, restoring, same, undo
 from tpuswarm.router.record import Kept, Record, parse_record
-from tpuswarm.router.ruleset import Listing, parse_listing, ruleset
+from tpuswarm.router.ruleset import Listing, dropping, parse_listing, ruleset
 from tpuswarm.router.settings import ENABLED, LIMITS, UNIT, at_boot, tuning
 from tpuswarm.router.sockets import listening_ports, open_connections
 from tpuswarm.router.status import status
@@ -95,11 +95,29 @@ def test_removing_leaves_alone_what_others_set():
     assert [each.path for each in foreign] == [path] and path not in [each.path for each in changes]
 
 
+def test_ports_of_earlier_mappings_stay_recorded():
+    smaller = replace(ASKED, mapping=replace(MAPPING, targets={90: Target("10.0.0.2", 8080)}))
+    made = plan(smaller, LISTING, AFTER, applied())
+    assert applied().ports == ("80-81",) and made.record.ports == ("80-81", "90")
+
+
+def test_the_limit_of_open_files_is_one_that_the_kernel_allows():
+    """A login under a limit above fs.nr_open fails."""
+    assert plan(replace(ASKED, open_files=4096), None, BEFORE, None).record.settings[-1].new == "* - nofile 4096"
+
+
 def test_undoing_by_hand():
     record = applied().model_copy(
-        update={"settings": (Kept(path="/a b", old="1\t2\n", new="3"), Kept(path=LIMITS, old=None, new="x"))}
+        update={"settings": (Kept(path="/a b", old="1\t2\n", new="3"), Kept(path=UNIT, old=None, new="x"))}
     )
-    assert undo(record) == ["nft delete table ip tpuswarm_router", f"rm {LIMITS}", "echo '1\t2' > '/a b'"]
+    assert undo(record) == [
+        "nft delete table ip tpuswarm_router", f"rm {UNIT}", "echo '1\t2' > '/a b'", "systemctl daemon-reload"
+    ]  # fmt: skip
+
+
+def test_a_step_names_a_file_of_several_lines_and_does_not_hold_it():
+    assert str(Change(LIMITS, "a\n", "b")) == f"{LIMITS}: a -> b"
+    assert str(Change(UNIT, "[Unit]\n[Service]\n", "[Unit]\n")) == f"rewrite {UNIT}"
 
 
 def test_the_kernel_writes_blanks_in_its_own_way():
@@ -117,6 +135,9 @@ def test_the_unit_applies_the_file_at_boot():
     assert unit.path == UNIT and link == (ENABLED, UNIT)
     assert "Type=oneshot" in unit.value and "WantedBy=multi-user.target" in unit.value
     assert ' -m tpuswarm router apply "/srv/50%% \\"a $$b/router.toml" --tune\n' in unit.value
+    # No interface yet, or another apply at work: systemd tries again until it is done, and never gives up.
+    assert {"StartLimitIntervalSec=0", "Restart=on-failure", "RestartSec=5"} < set(unit.value.splitlines())
+    assert unit.value.index("StartLimit") < unit.value.index("[Service]") < unit.value.index("Restart")
     assert "--tune" not in at_boot(Path("/router.toml"), tune=False)[0].value
 
 
@@ -146,9 +167,33 @@ TABLE = """table ip tpuswarm_router {
 def test_what_nft_lists_as_values():
     listing = parse_listing(TABLE % 3)
     assert listing.targets == {80: Target("10.0.0.2", 8080), 82: Target("10.0.0.3", 8080), 81: Target(None, 9090)}
-    assert listing.connections == {80: 3, 82: 0, 81: 1}
+    assert listing.attempts == {80: 3, 82: 0, 81: 1}
     assert listing.rest == parse_listing(TABLE % 99).rest and "10.0.0.0/8" in listing.rest
     assert parse_listing(TABLE.replace("10.0.0.0/8", "11.0.0.0/8") % 3).rest != listing.rest
+
+
+def test_chains_that_drop_what_is_forwarded():
+    text = """# Warning: table ip filter is managed by iptables-nft, do not touch!
+table ip filter {
+	chain INPUT {
+		type filter hook input priority filter; policy drop;
+	}
+	chain FORWARD {
+		type filter hook forward priority filter; policy drop;
+	}
+}
+table inet fire {
+	chain other {
+	}
+	chain between {
+		type filter hook forward priority filter + 10; policy accept;
+	}
+	chain inside {
+		type filter hook forward priority filter; policy drop;
+	}
+}
+"""
+    assert dropping(text) == ["ip filter FORWARD", "inet fire inside"]
 
 
 CONNTRACK = """\
@@ -185,13 +230,15 @@ def test_ports_at_which_a_machine_listens():
 
 
 def test_status_counts_and_finds_nothing_amiss():
-    found = status(applied(), LISTING, MAPPING, AFTER, open_connections(CONNTRACK))
-    assert [(row.port, row.to, row.connections, row.open) for row in found.rows] == [
+    found = status(applied(), LISTING, MAPPING, AFTER, open_connections(CONNTRACK), (9, 100))
+    assert [(row.port, row.to, row.attempts, row.open) for row in found.rows] == [
         (80, "10.0.0.2:8080", 3, 1),
         (81, ":9090", 0, 1),
     ]
-    assert found.kept == 1 and not found.drift
-    assert status(None, None, "", {}, Counter()).drift == ()
+    assert found.kept == 1 and found.followed == (9, 100) and not found.drift
+    without_80 = Listing({81: Target(None, 9090)}, {81: 0}, "rules")
+    assert status(applied(), without_80, MAPPING, AFTER, open_connections(CONNTRACK), None).kept == 2
+    assert status(None, None, "", {}, Counter(), None).drift == ()
 
 
 @pytest.mark.parametrize(
@@ -219,10 +266,19 @@ def test_status_counts_and_finds_nothing_amiss():
             {"asked": replace(MAPPING, targets=MAPPING.targets | {80: Target("10.0.0.9", 1)})},
             "leading elsewhere than in /etc/router.toml: 1 port (80); 80 leads to 10.0.0.2:8080, not 10.0.0.9:1",
         ),
-        ({"values": AFTER | {LIMITS: None}}, f"{LIMITS} is gone"),
+        ({"values": AFTER | {LIMITS: None}}, f"{LIMITS} is gone: apply again"),
+        ({"values": AFTER | {LIMITS: "x\n"}}, f"{LIMITS} is x, * - nofile 1048576 was applied: apply again"),
+        ({"values": AFTER | {LIMITS: "x\ny\n"}}, f"{LIMITS} is not as it was applied: apply again"),
     ],
 )
 def test_status_says_what_drifted(change, words):
-    there = {"record": applied(), "listing": LISTING, "asked": MAPPING, "values": AFTER, "open_now": None} | change
+    there = {
+        "record": applied(),
+        "listing": LISTING,
+        "asked": MAPPING,
+        "values": AFTER,
+        "open_now": None,
+        "followed": None,
+    } | change
     [sentence] = status(**there).drift
     assert words in sentence

@@ -55,7 +55,11 @@ def apply(
 
     if dry_run:
         root = os.geteuid() == 0
-        _print_plan(file, act.prepare(file, tune, persist, root))
+        try:
+            prepared = act.prepare(file, tune, persist, root)
+        except PermissionError as error:
+            raise InputError(f"only root may read {error.filename}; run: {_with_rights()}") from None
+        _print_plan(file, prepared)
         print(
             "nothing was changed"
             if root
@@ -65,8 +69,9 @@ def apply(
     _need_root()
     with machine.alone():
         prepared = act.prepare(file, tune, persist, root=True)
+        changes = _print_plan(file, prepared)
         record = act.apply(prepared)
-    if not _print_plan(file, prepared):
+    if not changes:
         return
     print(f"`tpuswarm router remove` undoes it; what that takes is kept in {machine.RECORD}:")
     for line in undo(record):
@@ -75,7 +80,7 @@ def apply(
 
 @app.command()
 def status(as_json: Json = False) -> None:
-    """Show connections by port, and what differs between the file, the kernel and the settings applied."""
+    """Show attempts and connections by port, and what differs between the file, the kernel and the settings applied."""
     from tpuswarm.router.apply import look
 
     _need_root()
@@ -94,18 +99,18 @@ def status(as_json: Json = False) -> None:
 
 @app.command()
 def remove(dry_run: DryRun = False) -> None:
-    """Delete the rules and put every setting back that apply changed. Open connections through it end."""
+    """Delete the rules and put every setting back that apply changed."""
     from tpuswarm.router import apply as act
     from tpuswarm.router import machine
 
     _need_root()
     with machine.alone():
         removal = act.prepare_removal()
+        _print_numbered(removal.steps())
+        for each in removal.foreign:
+            print(f"left as it is: {each.path}, which holds neither what was applied nor what it held before")
         if not dry_run:
             act.remove(removal)
-    _print_numbered(removal.steps())
-    for each in removal.foreign:
-        print(f"left as it is: {each.path}, which holds neither {each.new}, as applied, nor what it held before")
     if dry_run:
         print("nothing was changed")
     else:
@@ -114,22 +119,24 @@ def remove(dry_run: DryRun = False) -> None:
 
 def _counters(found: "Status") -> list[str]:
     """All ports in a sentence, and a line for each that is or was in use."""
-    opened = sum(each.connections for each in found.rows)
-    said = (
-        f"{found.file or 'no record'}: {len(found.rows):,} ports; {opened:,} connections since the rules were applied"
-    )
+    tried = sum(each.attempts for each in found.rows)
+    attempts = f"{tried:,} attempt{'s' * (tried != 1)}"
+    said = f"{found.file or 'no record'}: {len(found.rows):,} ports; {attempts} since the rules were applied"
     if found.kept is not None:
         said += f", {sum(each.open or 0 for each in found.rows):,} open"
     if found.kept:
         said += f", {found.kept:,} open to targets of an earlier mapping"
-    busy = [each for each in found.rows if each.connections or each.open]
+    lines = [said]
+    if found.followed:
+        lines.append(f"the kernel follows {found.followed[0]:,} connections in all, of {found.followed[1]:,} at most")
+    busy = [each for each in found.rows if each.attempts or each.open]
     if not busy:
-        return [said]
+        return lines
     width = max(len(each.to) for each in busy)
-    lines = [said, f"port   {'to':{width}}  connections  open"]
+    lines.append(f"port   {'to':{width}}  attempts  open")
     for each in busy:
         now = "–" if each.open is None else f"{each.open:,}"
-        lines.append(f"{each.port:<5}  {each.to:{width}}  {each.connections:11,}  {now:>4}")
+        lines.append(f"{each.port:<5}  {each.to:{width}}  {each.attempts:8,}  {now:>4}")
     return lines
 
 
@@ -169,6 +176,9 @@ def _print_numbered(steps: list[str]) -> None:
 
 def _need_root() -> None:
     if os.geteuid() != 0:
-        program = shutil.which("tpuswarm", path=str(Path(sys.executable).parent)) or "tpuswarm"
-        command = shlex.join(["sudo", program, *sys.argv[1:]])
-        raise InputError(f"only root may see or change this machine's rules; run: {command}")
+        raise InputError(f"only root may see or change this machine's rules; run: {_with_rights()}")
+
+
+def _with_rights() -> str:
+    program = shutil.which("tpuswarm", path=str(Path(sys.executable).parent)) or "tpuswarm"
+    return shlex.join(["sudo", program, *sys.argv[1:]])

@@ -11,11 +11,9 @@ from tpuswarm.router.mapping import Mapping
 from tpuswarm.router.plan import Asked, Change, Plan, plan, restoring, same
 from tpuswarm.router.record import Kept, Record
 from tpuswarm.router.ruleset import TABLE
-from tpuswarm.router.settings import forwarding
+from tpuswarm.router.settings import ENABLED, KERNEL, UNIT, forwarding
 from tpuswarm.router.sockets import listening_ports, open_connections
 from tpuswarm.router.status import Status, status
-
-KERNEL = ("/proc/", "/sys/")
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Prepared:
 def prepare(file: Path, tune: bool, persist: bool, root: bool) -> Prepared:
     """Read the file and the machine, changing nothing; without `root` the rules that are there cannot be seen.
 
-    Raises InputError for what is not right in the file or missing on the machine.
+    Raises InputError for what is not right in the file or missing on the machine, and PermissionError.
     """
     _, mapping = read_router(file)
     before = machine.read_record()
@@ -40,6 +38,7 @@ def prepare(file: Path, tune: bool, persist: bool, root: bool) -> Prepared:
         mapping,
         tune or (before is not None and before.tune),
         persist or (before is not None and before.persist),
+        machine.open_files(),
     )
     machine.check_interfaces(mapping.outside, mapping.inside)
     machine.find_nft()
@@ -48,16 +47,30 @@ def prepare(file: Path, tune: bool, persist: bool, root: bool) -> Prepared:
     values = {path: machine.read(path) for path, _ in asked.settings()}
     for path, value in values.items():
         if value is None and path.startswith(KERNEL):
-            raise InputError(f"this kernel, or container, has no {path}: apply without --tune")
+            raise InputError(f"this kernel, or container, has no {path}: {_without(path, before)}")
     made = plan(asked, machine.listing() if root else None, values, before)
-    return Prepared(before, made, tuple(_notes(asked)))
+    return Prepared(before, made, tuple(_notes(asked, root)))
 
 
-def _notes(asked: Asked) -> list[str]:
+def _without(path: str, before: Record | None) -> str:
+    """The way out where a setting cannot be set."""
+    persist = path in (UNIT, ENABLED)
+    holds = before is not None and (before.persist if persist else before.tune)
+    return f"{'remove, then ' if holds else ''}apply without {'--persist' if persist else '--tune'}"
+
+
+def _notes(asked: Asked, root: bool) -> list[str]:
     mapping, notes = asked.mapping, []
-    closed = [each.path for each in forwarding(mapping) if (machine.read(each.path) or "").strip() != each.value]
-    if closed and not asked.tune and any(target.address for target in mapping.targets.values()):
-        notes.append(f"nothing reaches a target before this host forwards packets: {', '.join(closed)}; --tune sets it")
+    remote = any(target.address for target in mapping.targets.values())
+    off = [each.path for each in forwarding(mapping) if (machine.read(each.path) or "").strip() != each.value]
+    if off and not asked.tune and remote:
+        notes.append(f"nothing reaches a target before this host forwards packets: {', '.join(off)}; --tune sets it")
+    for chain in machine.closed() if remote and root else ():
+        # That chain is managed by iptables, which refuses the whole table after a rule that nft has put there.
+        add = "iptables -I FORWARD -m conntrack --ctstate DNAT -j ACCEPT"
+        if chain != "ip filter FORWARD":
+            add = f"nft insert rule {chain} ct status dnat accept"
+        notes.append(f"the chain {chain} drops what no rule of it accepts; to let through what is translated: {add}")
     if taken := sorted(mapping.targets.keys() & listening_ports(machine.listening())):
         notes.append(
             f"this host itself listens at {', '.join(map(str, taken))}: from {', '.join(mapping.sources)} through "
@@ -75,7 +88,10 @@ def apply(prepared: Prepared) -> Record:
     try:
         for change in wanted.changes:
             done.append(change)
-            machine.write(change.path, change.then)
+            try:
+                machine.write(change.path, change.then)
+            except RunFailed as error:
+                raise RunFailed(f"{error}; {_without(change.path, before)}") from error
         if wanted.ruleset:
             machine.load(wanted.ruleset)
     except BaseException:
@@ -142,4 +158,5 @@ def look() -> Status:
         asked,
         {each.path: machine.read(each.path) for each in record.settings} if record else {},
         None if text is None else open_connections(text),
+        machine.followed(),
     )

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -11,14 +12,19 @@ from pathlib import Path
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.router.plan import one_line
 from tpuswarm.router.record import Record, parse_record
-from tpuswarm.router.ruleset import MARK, TABLE, Listing, is_ours, parse_listing
-from tpuswarm.train.files import write_atomically
+from tpuswarm.router.ruleset import MARK, TABLE, Listing, dropping, is_ours, parse_listing
+from tpuswarm.router.settings import ENABLED, KERNEL, LIMITS, OPEN_FILES, SYSCTL, UNIT
+from tpuswarm.train.files import part, write_atomically
 
 RECORD = Path("/var/lib/tpuswarm/router.json")
 LOCK = Path("/run/tpuswarm-router.lock")
 LISTENING = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 CONNTRACK = Path("/proc/net/nf_conntrack")
+NR_OPEN = "/proc/sys/fs/nr_open"
+OLDEST_NFT = "1.0.2"
+"""Of those tried: Debian 11's 0.9.8 does not read a map with counters, Ubuntu 22.04's 1.0.2 does."""
 SYSTEMD = Path("/run/systemd/system")
 """There while systemd runs the machine (sd_booted(3))."""
 
@@ -53,14 +59,23 @@ def listing() -> Listing | None:
     if not is_ours(text):
         raise InputError(
             f'the table ip {TABLE} is not ours, it lacks the comment "{MARK}": nothing was changed; '
-            f"rename it, or delete it with `nft delete table ip {TABLE}`"
+            f"if nobody needs it, `nft delete table ip {TABLE}` deletes it"
         )
     return parse_listing(text)
 
 
 def load(ruleset: str) -> None:
     """Give a ruleset to the kernel, which takes all of it or nothing. Raises RunFailed."""
-    _nft("-f", "-", text=ruleset)
+    try:
+        _nft("-f", "-", text=ruleset)
+    except RunFailed as error:
+        raise RunFailed(f"{error}; the rules need nft {OLDEST_NFT} or newer, `nft --version` says yours") from error
+
+
+def closed() -> list[str]:
+    """The chains, as `ip filter FORWARD`, that drop by their policy what is forwarded, what we translate included."""
+    chains = dropping(_nft("list", "chains"))
+    return [each for each in chains if not re.search(r"ct status dnat .*accept", _nft("list", "chain", *each.split()))]
 
 
 def delete() -> None:
@@ -77,7 +92,7 @@ def _nft(*words: str, text: str | None = None) -> str:
 
 
 def read(path: str) -> str | None:
-    """The text of a setting; of a link where it leads; None where there is no such file."""
+    """The text of a setting; of a link where it leads; None where there is no such file. Raises PermissionError."""
     file = Path(path)
     try:
         return str(file.readlink()) if file.is_symlink() else file.read_text()
@@ -91,15 +106,20 @@ def write(path: str, text: str | None) -> None:
     try:
         if text is None:
             file.unlink(missing_ok=True)
-        elif file.parent.suffix == ".wants":  # where systemd wants links
-            file.parent.mkdir(exist_ok=True)
-            file.unlink(missing_ok=True)
-            file.symlink_to(text)
+        elif path.startswith(KERNEL):
+            file.write_text(text)
         else:
-            file.write_text(text if text.endswith("\n") else f"{text}\n")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if path == ENABLED:
+                file.unlink(missing_ok=True)
+                file.symlink_to(text)
+            else:
+                write_atomically(file, text if text.endswith("\n") else f"{text}\n")
     except OSError as error:
-        wanted = "deleted" if text is None else f"set to {' '.join(text.split())}"
+        wanted = "deleted" if text is None else f"set to {one_line(text)}" if one_line(text) else "written"
         raise RunFailed(f"{path} cannot be {wanted} on this machine: {error.strerror}") from error
+    if path in (UNIT, ENABLED):  # for whoever asks systemd now; when the machine starts it reads all anyway
+        subprocess.run(["systemctl", "daemon-reload"], capture_output=True, check=False)
 
 
 def read_record() -> Record | None:
@@ -111,13 +131,20 @@ def read_record() -> Record | None:
 
 
 def write_record(record: Record | None) -> None:
-    """Keep it, whole, on the disk; None leaves no trace of it."""
+    """Keep it, whole, on the disk; None leaves no trace of it. Raises RunFailed."""
     if record:
-        RECORD.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(RECORD, record.model_dump_json(indent=1))
+        try:
+            RECORD.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(RECORD, record.model_dump_json(indent=1))
+        except OSError as error:
+            said = f"{RECORD} cannot be written: {error.strerror}"
+            raise RunFailed(
+                f"{said}; make {RECORD.parent} writable, since what undoes an apply is kept there"
+            ) from error
     else:
-        for each in RECORD.parent.glob(f"{RECORD.name}*"):  # also the part of one that a kill left
-            each.unlink()
+        for each in (part(Path(UNIT)), part(Path(LIMITS)), part(RECORD), RECORD):  # a kill leaves parts
+            if each.exists():
+                each.unlink()
         with suppress(OSError):  # there never was one, or others keep something there
             RECORD.parent.rmdir()
 
@@ -125,12 +152,16 @@ def write_record(record: Record | None) -> None:
 @contextmanager
 def alone() -> Iterator[None]:
     """For as long as rules and record are changed: no other does. Raises InputError where another does."""
-    with LOCK.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError("another `tpuswarm router` changes this machine just now: wait for its end") from None
-        yield
+    mask = os.umask(0o022)  # everybody may read what is written: a dry run does without rights
+    try:
+        with LOCK.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError("another `tpuswarm router` changes this machine just now: wait for its end") from None
+            yield
+    finally:
+        os.umask(mask)
 
 
 def connections() -> str | None:
@@ -139,6 +170,17 @@ def connections() -> str | None:
         return CONNTRACK.read_text()
     except OSError:
         return None
+
+
+def followed() -> tuple[int, int] | None:
+    """How many connections the kernel follows, and how many it can; None where it follows none."""
+    count, most = (read(f"{SYSCTL}/netfilter/nf_conntrack_{each}") for each in ("count", "max"))
+    return (int(count), int(most)) if count and most else None
+
+
+def open_files() -> int:
+    """The most that a process may have, as far as `--tune` goes."""
+    return min(OPEN_FILES, int(read(NR_OPEN) or OPEN_FILES))
 
 
 def listening() -> str:

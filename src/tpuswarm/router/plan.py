@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tpuswarm.router.mapping import Mapping
+from tpuswarm.router.mapping import Mapping, in_a_row, parse_ports, show_ports
 from tpuswarm.router.record import Kept, Record
 from tpuswarm.router.ruleset import TABLE, Listing, ruleset
-from tpuswarm.router.settings import Setting, at_boot, tuning
+from tpuswarm.router.settings import OPEN_FILES, UNIT, Setting, at_boot, tuning
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,13 @@ class Asked:
     mapping: Mapping
     tune: bool
     persist: bool
+    open_files: int = OPEN_FILES
+    """The most that this kernel allows a process."""
 
     def settings(self) -> tuple[Setting, ...]:
         """Those that should hold."""
         return (
-            *(tuning(self.mapping) if self.tune else ()),
+            *(tuning(self.mapping, self.open_files) if self.tune else ()),
             *(at_boot(self.file, self.tune) if self.persist else ()),
         )
 
@@ -41,7 +43,9 @@ class Change(NamedTuple):
             return f"write {self.path}"
         if self.then is None:
             return f"delete {self.path}"
-        return f"{self.path}: {_line(self.now or '')} -> {_line(self.then)}"
+        if (now := one_line(self.now)) and (then := one_line(self.then)):
+            return f"{self.path}: {now} -> {then}"
+        return f"rewrite {self.path}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ def plan(asked: Asked, listing: Listing | None, values: Values[str, str | None],
         and (record.ruleset, record.rest) == (text, listing.rest)
         and listing.targets == asked.mapping.targets
     )
+    ports = set(asked.mapping.targets) | (earlier_ports(record) if record else set())
     kept = {each.path: each for each in record.settings} if record else {}
     for path, value in asked.settings():
         old = values[path]
@@ -88,6 +93,7 @@ def plan(asked: Asked, listing: Listing | None, values: Values[str, str | None],
             tune=asked.tune,
             persist=asked.persist,
             ruleset=text,
+            ports=tuple(map(show_ports, in_a_row(sorted(ports)))),
             rest=record.rest if record and loaded else None,
             settings=tuple(kept.values()),
         ),
@@ -117,7 +123,14 @@ def undo(record: Record) -> list[str]:
     for each in reversed(record.settings):
         path = shlex.quote(each.path)
         lines.append(f"rm {path}" if each.old is None else f"echo {shlex.quote(each.old.strip())} > {path}")
+    if any(each.path == UNIT for each in record.settings):
+        lines.append("systemctl daemon-reload")
     return lines
+
+
+def earlier_ports(record: Record) -> set[int]:
+    """Those of all mappings since the last remove."""
+    return {port for text in record.ports for port in parse_ports(text)}
 
 
 def same(one: str | None, other: str | None) -> bool:
@@ -125,5 +138,6 @@ def same(one: str | None, other: str | None) -> bool:
     return one == other if one is None or other is None else one.split() == other.split()
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())
+def one_line(text: str | None) -> str:
+    """A text as a sentence can hold it; empty for one of several lines, or none."""
+    return "" if text is None or "\n" in text.strip() else " ".join(text.split())

@@ -24,6 +24,8 @@ class Record(Strict):
     persist: bool
     ruleset: str
     """The text that was given to nft."""
+    ports: tuple[str, ...] = ()
+    """All that led somewhere since the last remove, as ranges: connections through them may still be open."""
     rest: str | None
     """`Listing.rest` right after that; None until it is known that the kernel took the ruleset."""
     settings: tuple[Kept, ...]

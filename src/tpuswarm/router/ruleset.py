@@ -12,17 +12,19 @@ MARK = "made by tpuswarm router"
 
 ELEMENT = re.compile(r"(\d+) counter packets (\d+) bytes \d+ : (?:([\d.]+) \. )?(\d+)")
 ELEMENTS = re.compile(r"\s*elements = \{[^}]*\}")
+FORWARDING = re.compile(r"chain (\S+) \{\s*type filter hook forward [^}]*policy drop;")
 
 
 def ruleset(mapping: Mapping) -> str:
     """One transaction that puts the table in the place of one that may be there, and touches no other.
 
     The look-up of a port is one in a hash table, by the first packet of a connection only: the kernel's record of
-    connections translates all others, also when the table changes.
+    connections translates all others, also when the table changes. The first packet is one that opens a connection: for
+    the kernel, any is the first of what went on before it kept records, such as your own SSH.
     """
     remote = {port: target for port, target in mapping.targets.items() if target.address}
     own = {port: target for port, target in mapping.targets.items() if not target.address}
-    new = f'iifname "{mapping.outside}" ip saddr @sources fib daddr type local'
+    new = f'iifname "{mapping.outside}" ip saddr @sources fib daddr type local tcp flags syn / fin,syn,rst,ack'
     elements = [f"{port} : {target.address} . {target.port}" for port, target in remote.items()]
     lines = [
         f"table ip {TABLE}",  # so that there is one to delete
@@ -37,11 +39,12 @@ def ruleset(mapping: Mapping) -> str:
     if own:
         elements = [f"{port} : {target.port}" for port, target in own.items()]
         lines += _block("map own", "type inet_service : inet_service", "counter", elements=elements)
-        look_ups.append(f"{new} meta l4proto tcp redirect to :tcp dport map @own")
+        look_ups.append(f"{new} redirect to :tcp dport map @own")
     lines += _block("chain prerouting", "type nat hook prerouting priority dstnat; policy accept;", *look_ups)
-    # Answers have to come back through the router. Connections that others translated are left alone.
-    ours = "ct status dnat meta l4proto tcp ct original proto-dst @ports"
-    masquerade = f'oifname "{mapping.inside}" {ours} masquerade'
+    # Answers have to come back through the router. What others translate is left alone, unless it is the same port, for
+    # the same sources, at the same interface.
+    ours = "ct status dnat meta l4proto tcp ct original ip saddr @sources ct original proto-dst @ports"
+    masquerade = f'iifname "{mapping.outside}" oifname "{mapping.inside}" {ours} masquerade'
     lines += _block("chain postrouting", "type nat hook postrouting priority srcnat; policy accept;", masquerade)
     return "\n".join([*lines, "}"]) + "\n"
 
@@ -58,10 +61,19 @@ class Listing:
     """Our table as the kernel has it."""
 
     targets: dict[int, Target]
-    connections: dict[int, int]
-    """By port: those that were opened since the table was made."""
+    attempts: dict[int, int]
+    """By port: first packets since the table was made; one that is refused, or sent again, counts too."""
     rest: str
     """All but the elements of the maps, as nft prints it: the same as long as nobody touches the rules."""
+
+
+def dropping(text: str) -> list[str]:
+    """The chains, as `ip filter FORWARD`, that drop forwarded packets by their policy, from `nft list chains`."""
+    found = []
+    for table in re.split(r"^(?=table )", text, flags=re.MULTILINE):
+        for name in FORWARDING.findall(table):
+            found.append(f"{table.split()[1]} {table.split()[2]} {name}")
+    return found
 
 
 def is_ours(text: str) -> bool:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from tpuswarm.router.mapping import Mapping
 
+KERNEL = ("/proc/", "/sys/")
+"""Where the files are not the system's but the kernel's."""
 SYSCTL = "/proc/sys/net"
 LIMITS = "/etc/security/limits.d/tpuswarm-router.conf"
 UNIT = "/etc/systemd/system/tpuswarm-router.service"
@@ -13,7 +15,7 @@ ENABLED = "/etc/systemd/system/multi-user.target.wants/tpuswarm-router.service"
 """A link to the unit: what `systemctl enable` makes."""
 
 OPEN_FILES = 1_048_576
-"""The kernel's own limit for one process (fs.nr_open); a number, since `unlimited` would lock everybody out."""
+"""The kernel's own limit for one process (fs.nr_open), unless it was lowered; above it nobody could log in any more."""
 BUFFER = 128 * 2**20
 BACKLOG = 100_000
 LISTEN = 65_535
@@ -35,10 +37,14 @@ def forwarding(mapping: Mapping) -> tuple[Setting, ...]:
     return tuple(Setting(f"{SYSCTL}/ipv4/conf/{each}/forwarding", "1") for each in _interfaces(mapping))
 
 
-def tuning(mapping: Mapping) -> tuple[Setting, ...]:
+def tuning(mapping: Mapping, open_files: int = OPEN_FILES) -> tuple[Setting, ...]:
     """What `--tune` sets: forwarding, and room for bursts of packets and for connections that end on this host."""
+    # Where packets leave as they came, the router would tell machines to pass it by. The kernel sends that if either
+    # of the two says so (ip-sysctl.txt, send_redirects).
+    one_armed = ("all", mapping.outside) if mapping.outside == mapping.inside else ()
     return (
         *forwarding(mapping),
+        *(Setting(f"{SYSCTL}/ipv4/conf/{each}/send_redirects", "0") for each in one_armed),
         Setting(f"{SYSCTL}/ipv4/tcp_congestion_control", "bbr"),
         Setting(f"{SYSCTL}/core/somaxconn", str(LISTEN)),
         Setting(f"{SYSCTL}/core/netdev_max_backlog", str(BACKLOG)),
@@ -47,7 +53,7 @@ def tuning(mapping: Mapping) -> tuple[Setting, ...]:
         Setting(f"{SYSCTL}/ipv4/tcp_rmem", f"4096 131072 {BUFFER}"),  # TCP heeds the third, not rmem_max
         Setting(f"{SYSCTL}/ipv4/tcp_wmem", f"4096 16384 {BUFFER}"),
         *(Setting(f"/sys/class/net/{each}/tx_queue_len", str(QUEUE)) for each in _interfaces(mapping)),
-        Setting(LIMITS, f"* - nofile {OPEN_FILES}"),
+        Setting(LIMITS, f"* - nofile {open_files}"),
     )
 
 
@@ -59,10 +65,13 @@ def at_boot(file: Path, tune: bool) -> tuple[Setting, ...]:
 Description=Router of {_unit_text(str(file))}
 Wants=network-online.target
 After=network-online.target
+StartLimitIntervalSec=0
 
 [Service]
 Type=oneshot
 RemainAfterExit=yes
+Restart=on-failure
+RestartSec=5
 ExecStart={" ".join(map(_unit_word, words))}
 
 [Install]

@@ -5,7 +5,7 @@ from collections.abc import Mapping as Values
 from dataclasses import dataclass
 
 from tpuswarm.router.mapping import Mapping, Target, in_a_row, show_ports
-from tpuswarm.router.plan import same
+from tpuswarm.router.plan import earlier_ports, one_line, same
 from tpuswarm.router.record import Record
 from tpuswarm.router.ruleset import Listing, ruleset
 
@@ -16,10 +16,10 @@ class Row:
 
     port: int
     to: str
-    connections: int
-    """Opened since the rules were last changed."""
+    attempts: int
+    """To connect, since the rules were last changed; one that is refused, or tried again, counts too."""
     open: int | None
-    """Established now; None where the kernel does not say."""
+    """Connections established now; None where the kernel does not say."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Status:
     rows: tuple[Row, ...]
     kept: int | None
     """Established connections that an earlier mapping sent elsewhere; None where the kernel does not say."""
+    followed: tuple[int, int] | None
+    """Connections of all kinds that the kernel follows, and how many it can; beyond, it drops their packets."""
     drift: tuple[str, ...]
     """What is not as it was asked for, in sentences."""
 
@@ -40,18 +42,23 @@ def status(
     asked: Mapping | str,
     values: Values[str, str | None],
     open_now: Counter[tuple[int, Target]] | None,
+    followed: tuple[int, int] | None,
 ) -> Status:
     """`asked` is what the recorded file means now, or why it means nothing; `values`: of all recorded settings."""
     rows, kept = [], None
     if listing:
         for port, target in sorted(listing.targets.items()):
             count = None if open_now is None else open_now[port, target]
-            rows.append(Row(port, str(target), listing.connections[port], count))
+            rows.append(Row(port, str(target), listing.attempts[port], count))
         if open_now is not None:
-            ours = {(port, target) for port, target in listing.targets.items()}
-            mapped = {port for port, _ in ours}
-            kept = sum(count for key, count in open_now.items() if key[0] in mapped and key not in ours)
-    return Status(record.file if record else None, tuple(rows), kept, tuple(_drift(record, listing, asked, values)))
+            ports = listing.targets.keys() | (earlier_ports(record) if record else set())
+            kept = sum(
+                count
+                for (port, target), count in open_now.items()
+                if port in ports and listing.targets.get(port) != target
+            )
+    drift = tuple(_drift(record, listing, asked, values))
+    return Status(record.file if record else None, tuple(rows), kept, followed, drift)
 
 
 def _drift(
@@ -75,7 +82,10 @@ def _drift(
         found += there
     for each in record.settings:
         if not same(now := values[each.path], each.new):
-            found.append(f"{each.path} is {'gone' if now is None else ' '.join(now.split())}, {each.new} was applied")
+            said = "is gone" if now is None else "is not as it was applied"
+            if (value := one_line(now)) and (new := one_line(each.new)):
+                said = f"is {value}, {new} was applied"
+            found.append(f"{each.path} {said}: apply again")
     return found
 
 

@@ -6,13 +6,17 @@ from pathlib import Path
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file, in the place of one that may be there."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
+    with part(path).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    part.replace(path)
+    part(path).replace(path)
     sync(path.parent)
+
+
+def part(path: Path) -> Path:
+    """Where a file is written before it is whole; a kill leaves it there."""
+    return path.with_name(path.name + ".part")
 
 
 def sync(path: Path) -> None:

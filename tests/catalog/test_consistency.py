@@ -22,7 +22,7 @@ def test_sizes_of_a_slice_agree(tpu: catalog.Accelerator):
     counted = {"cores": tpu.cores, "chips": tpu.chips}[tpu.generation.name_counts]
     assert tpu.name == f"{tpu.generation.name}-{counted}", "the number in the name counts cores or chips"
     assert tpu.compiler.name.split(":")[1] == "x".join(map(str, tpu.topology))
-    assert tpu.host.machine is None or tpu.host.machine.endswith(f"-{tpu.chips_per_host}t")
+    assert tpu.gke is None or tpu.gke.machine.endswith(f"-{tpu.chips_per_host}t")
     assert (tpu.api_name is None) == ("TPU API" not in tpu.generation.apis)
     assert (tpu.gke is None) == ("GKE" not in tpu.generation.apis)
 

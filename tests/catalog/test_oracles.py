@@ -27,16 +27,22 @@ ASKED = (
 """One host and several, of each generation."""
 
 ASK = """
-import json, sys
+import json, re, sys
+import jax, jax.numpy as jnp
 from jax.experimental import topologies
 for name, options in json.load(sys.stdin):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    far_too_much = jax.ShapeDtypeStruct((2**40,), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(devices[0]))
+    try:
+        jax.jit(lambda x: x + 1).lower(far_too_much).compile()
+    except jax.errors.JaxRuntimeError as error:
+        granted = float(re.search(r"exceeds available HBM \\(([0-9.]+)G\\)", str(error))[1])
     hosts = {each.process_index for each in devices}
-    print(json.dumps([len(devices), len(hosts), devices[0].device_kind, devices[0].num_cores]))
+    print(json.dumps([len(devices), len(hosts), devices[0].device_kind, devices[0].num_cores, granted]))
 """
 
 
-def test_the_compiler_sees_the_same_devices_hosts_and_kinds():
+def test_the_compiler_sees_the_same_devices_hosts_kinds_and_memory():
     tpus = [catalog.find(each) for each in ASKED]
     assert {each.generation for each in tpus} == set(catalog.generations())
     done = subprocess.run(
@@ -49,10 +55,11 @@ def test_the_compiler_sees_the_same_devices_hosts_and_kinds():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for tpu, line in zip(tpus, done.stdout.splitlines(), strict=True):
-        devices, hosts, kind, cores = json.loads(line)
+        devices, hosts, kind, cores, granted = json.loads(line)
         assert (devices, hosts) == (tpu.devices, tpu.hosts), tpu.name
         assert kind == tpu.generation.device_kind and catalog.generation_of(kind) is tpu.generation
         assert cores * devices == tpu.cores, tpu.name
+        assert granted == tpu.generation.figures["compiler_hbm_gib_per_device"].value, tpu.name
 
 
 @pytest.mark.parametrize("generation", catalog.generations(), ids=lambda each: each.name)

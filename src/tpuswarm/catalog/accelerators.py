@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from tpuswarm.catalog.figures import Source, data, source
 from tpuswarm.catalog.generations import Generation, Host, generations
@@ -13,14 +13,25 @@ from tpuswarm.config.nearest import nearest
 from tpuswarm.errors import InputError
 
 Access = Literal["open", "single tenant", "sold"]
+"""Who gets it in a zone: anyone with quota; one tenant; nobody knows, but a price list has it."""
+ACCESSES: tuple[Access, ...] = get_args(Access)
 
 
 class Gke(NamedTuple):
-    """How GKE asks for a slice: two labels, and the machine type of its nodes."""
+    """How GKE asks for a slice: two labels, the machine type of its nodes; and who says so."""
 
     accelerator: str
     topology: str
     machine: str
+    source: Source
+
+
+class Offer(NamedTuple):
+    """Zones that offer a slice, and who says so."""
+
+    access: Access
+    zones: tuple[str, ...]
+    source: Source
 
 
 class Compiler(NamedTuple):
@@ -48,6 +59,8 @@ class Accelerator:
     chips: int
     hosts: int
     compiler_name: str
+    gke: Gke | None
+    """None where GKE does not have it."""
     source: Source
 
     @property
@@ -68,14 +81,7 @@ class Accelerator:
     @property
     def host(self) -> Host:
         """Each of its hosts."""
-        return self.generation.hosts[self.chips_per_host]
-
-    @property
-    def gke(self) -> Gke | None:
-        """None where GKE does not have it."""
-        if self.generation.gke is None or self.host.machine is None:
-            return None
-        return Gke(self.generation.gke, shape(self.topology), self.host.machine)
+        return self.generation.hosts.get(self.chips_per_host, Host(None, None, {}))
 
     @property
     def compiler(self) -> Compiler:
@@ -97,16 +103,18 @@ class Accelerator:
         found += [gke.machine] if gke and self.hosts == 1 else []
         return tuple(dict.fromkeys(each for each in found if each))
 
-    def zones(self, access: Access = "open") -> tuple[str, ...]:
-        """Zones that offer it: to anyone with quota (`open`), to one tenant, or by the price list alone (`sold`)."""
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """Where it is offered."""
         return tuple(
-            zone
+            Offer(block["access"], tuple(block["zones"]), source(block["source"]))
             for block in data("zones")["zones"]
-            if block["generation"] == self.generation.name
-            and block["access"] == access
-            and self.name in block.get("types", [self.name])
-            for zone in block["zones"]
+            if block["generation"] == self.generation.name and self.name in block.get("types", [self.name])
         )
+
+    def zones(self, access: Access = "open") -> tuple[str, ...]:
+        """Zones that offer it to anyone with quota, or in another way."""
+        return tuple(zone for offer in self.offers if offer.access == access for zone in offer.zones)
 
     def prices(self) -> tuple[Price, ...]:
         """Dollars an hour for all of it in every region with a known price, cheapest first."""
@@ -130,7 +138,7 @@ def accelerators() -> tuple[Accelerator, ...]:
     """All of them, by generation and size."""
     by_name = {each.name: each for each in generations()}
     return tuple(
-        _accelerator(by_name[generation], entry, source(section["source"]))
+        _accelerator(by_name[generation], entry, section)
         for generation, section in data("types").items()
         for entry in section["types"]
     )
@@ -145,9 +153,9 @@ def find(name: str) -> Accelerator:
     if wanted in _by_name():
         return _by_name()[wanted]
     prefix, _, topology = wanted.partition(":")
-    siblings = [each for each in accelerators() if prefix in (each.compiler_name.split(":")[0], each.generation.gke)]
+    siblings = [known.partition(":")[2] for known in _by_name() if known.startswith(f"{prefix}:")]
     if topology and siblings:
-        there = ", ".join(shape(each.topology) for each in siblings)
+        there = ", ".join(siblings)
         raise InputError(f"{name}: the catalogue has no {prefix} of topology {topology}; it has {there}")
     raise InputError(f"unknown TPU {name!r}: {_nearest(wanted)}")
 
@@ -166,7 +174,10 @@ def _by_name() -> Mapping[str, Accelerator]:
     return {name: each for each in accelerators() for name in each.names}
 
 
-def _accelerator(generation: Generation, entry: Mapping[str, Any], origin: Source) -> Accelerator:
+def _accelerator(generation: Generation, entry: Mapping[str, Any], section: Mapping[str, Any]) -> Accelerator:
+    gke = None
+    if "gke" in entry:
+        gke = Gke(entry["gke"], entry["topology"], entry["machine"], source(section["gke_source"]))
     return Accelerator(
         name=entry["name"],
         api_name=entry.get("api"),
@@ -177,7 +188,8 @@ def _accelerator(generation: Generation, entry: Mapping[str, Any], origin: Sourc
         chips=entry["chips"],
         hosts=entry["hosts"],
         compiler_name=entry["compiler"],
-        source=origin,
+        gke=gke,
+        source=source(section["source"]),
     )
 
 

@@ -12,9 +12,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Host:
-    """One TPU VM: its machine type at GKE and Compute Engine, vCPUs, memory in GB; None where no source says."""
+    """One TPU VM: vCPUs, memory in GB; None where no source says."""
 
-    machine: str | None
     vcpus: int | None
     memory_gb: float | None
     figures: Mapping[str, Figure] = field(hash=False, repr=False)
@@ -52,8 +51,6 @@ class Generation:
     """The TPU VM's image; None: machines of Compute Engine, with images of their own."""
     apis: tuple[str, ...]
     frameworks: tuple[str, ...]
-    gke: str | None
-    """GKE's `cloud.google.com/gke-tpu-accelerator`."""
     hosts: Mapping[int, Host] = field(hash=False, repr=False)
     """By chips a host."""
     figures: Mapping[str, Figure] = field(hash=False, repr=False)
@@ -116,7 +113,6 @@ def _generation(name: str, section: Mapping[str, Any]) -> Generation:
         runtime=value("runtime"),
         apis=value("apis"),
         frameworks=value("frameworks"),
-        gke=value("gke"),
         hosts={int(chips): _host(host, own) for chips, host in section["hosts"].items()},
         figures=figures,
     )
@@ -124,6 +120,6 @@ def _generation(name: str, section: Mapping[str, Any]) -> Generation:
 
 def _host(entry: Mapping[str, Any], default: str) -> Host:
     default = entry.get("source", default)
-    figures = {key: figure(entry[key], default) for key in ("machine", "vcpus", "memory_gb") if key in entry}
+    figures = {key: figure(entry[key], default) for key in ("vcpus", "memory_gb") if key in entry}
     values = {key: each.value for key, each in figures.items()}
-    return Host(values.get("machine"), values.get("vcpus"), values.get("memory_gb"), figures)
+    return Host(values.get("vcpus"), values.get("memory_gb"), figures)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tpuswarm.cli import control, learn, ledger, router, runs, simulate, swarm, train
+from tpuswarm.cli import catalog, control, learn, ledger, router, runs, simulate, swarm, train
 from tpuswarm.errors import TpuswarmError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 UsageError: Any = typer.BadParameter.__base__
 COMMANDS: dict[str, Any] = {
     "demo": learn.demo,
+    "catalog": catalog.catalog,
     "simulate": simulate.simulate,
     "train": train.train,
     "join": swarm.join,

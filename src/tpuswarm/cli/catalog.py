@@ -1,0 +1,272 @@
+"""`tpuswarm catalog`: which TPUs there are, what they are called, what they cost, and who says so."""
+
+import json
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuswarm.cli.runs import make_console
+from tpuswarm.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tpuswarm.catalog import Accelerator, Figure, Generation, Source
+
+GIB = 2**30
+
+
+def catalog(
+    name: Annotated[
+        str | None, typer.Argument(help="A TPU type under any of its names (v3-8, v5litepod-8, v5e:2x4), or v5e.")
+    ] = None,
+    zone: Annotated[str | None, typer.Option("--zone", help="Only what this zone or region offers.")] = None,
+    max_chips: Annotated[
+        int | None, typer.Option("--max-chips", min=1, help="Only slices up to so many chips.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One object on stdout.")] = False,
+) -> None:
+    """List TPU generations and types: names, chips, memory, speed, zones, prices; of one type all, with sources."""
+    from tpuswarm.catalog import find, generations
+
+    wanted = [each for each in generations() if name and each.name == name.strip().lower()]
+    if name and not wanted:
+        if zone or max_chips:
+            raise InputError(f"--zone and --max-chips choose from a list, and {name} is one type: leave them out")
+        one = find(name)
+        print(json.dumps(_described(one))) if as_json else _print_one(one)
+        return
+    chosen = _chosen(wanted or generations(), zone, max_chips)
+    shown = [each for each in generations() if any(tpu.generation is each for tpu in chosen)]
+    if as_json:
+        types = [_type_object(each, zone) for each in chosen]
+        print(json.dumps({"generations": [_generation_object(each) for each in shown], "types": types}))
+        return
+    console = make_console()
+    console.print(_generations_table(shown))
+    console.print(_types_table(chosen, zone))
+    dates = {price.source.read for each in chosen for price in each.prices()}
+    if dates:
+        console.print(f"Prices are of public lists as of {max(dates)}, and move; free TPUs (TRC) cost nothing.")
+    console.print("`tpuswarm catalog TYPE` shows all about one type, with the source of every figure.")
+
+
+def _chosen(among: Iterable["Generation"], zone: str | None, max_chips: int | None) -> list["Accelerator"]:
+    from tpuswarm.catalog import accelerators
+    from tpuswarm.config.nearest import did_you_mean
+
+    names = {each.name for each in among}
+    chosen = [each for each in accelerators() if each.generation.name in names]
+    if zone:
+        known = {place for each in chosen for open_zone in each.zones() for place in (open_zone, _region(open_zone))}
+        if zone not in known:
+            raise InputError(f"no TPU of the catalogue is offered in {zone!r}: {did_you_mean(zone, known)}")
+        chosen = [each for each in chosen if any(zone in (place, _region(place)) for place in each.zones())]
+    found = [each for each in chosen if max_chips is None or each.chips <= max_chips]
+    if not found:
+        smallest = min(chosen, key=lambda each: each.chips)
+        raise InputError(
+            f"no TPU there has {max_chips} chips or fewer: the smallest is {smallest.name}, {smallest.chips}"
+        )
+    return found
+
+
+def _region(zone: str) -> str:
+    from tpuswarm.catalog.prices import region_of
+
+    return region_of(zone)
+
+
+def _generations_table(shown: list["Generation"]) -> "Table":
+    rows = [
+        (
+            each.name,
+            _flops(each.peak_bf16),
+            _gib(each.hbm_bytes),
+            f"{each.bandwidth / 1e9:,.0f} GB/s",
+            str(each.cores_per_chip),
+            str(each.devices_per_chip),
+            each.runtime or "–",
+            ", ".join(_open_zones(each)),
+        )
+        for each in shown
+    ]
+    columns = ("a chip of", "peak bf16", "HBM", "bandwidth", "cores", "devices", "runtime", "zones")
+    return _table(columns, rows, right=range(1, 6))
+
+
+def _open_zones(generation: "Generation") -> list[str]:
+    from tpuswarm.catalog import accelerators
+
+    types = [each for each in accelerators() if each.generation is generation]
+    return list(dict.fromkeys(zone for each in types for zone in each.zones()))
+
+
+def _types_table(chosen: list["Accelerator"], zone: str | None) -> "Table":
+    sizes = ("type", "TPU API", "topology", "chips", "cores", "devices", "hosts", "HBM", "peak bf16")
+    rows = []
+    for each in chosen:
+        price = each.price(zone)
+        rows.append(
+            (
+                each.name,
+                each.api_name or "–",
+                _topology(each),
+                *(f"{count:,}" for count in (each.chips, each.cores, each.devices, each.hosts)),
+                _hbm(each),
+                _peak(each),
+                *(
+                    (_dollars(price.on_demand), _dollars(price.spot), price.region)
+                    if price
+                    else ("unknown", "unknown", "–")
+                ),
+            )
+        )
+    return _table((*sizes, "$/h on demand", "$/h spot", "in"), rows, right=range(3, 11))
+
+
+def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number in right else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _print_one(one: "Accelerator") -> None:
+    sources: list[Source] = []
+    rows = []
+    for fact, text, origins in _facts(one):
+        sources += [each for each in dict.fromkeys(origins) if each not in sources]
+        rows.append((fact, text, " ".join(f"[{sources.index(each) + 1}]" for each in dict.fromkeys(origins))))
+    console = make_console()
+    console.print(_table((one.name, "", "source"), rows))
+    for number, each in enumerate(sources, 1):
+        console.print(f"[{number}] {each.title}: {each.url}, read {each.read}", soft_wrap=True)
+
+
+def _facts(one: "Accelerator") -> list[tuple[str, str, list["Source"]]]:
+    """What is known of one type: what, in words, and who says so."""
+    generation, host, gke = one.generation, one.host, one.gke
+    rows: list[tuple[str, str, list[Source]]] = []
+
+    def add(fact: str, text: str, *sources: "Source") -> None:
+        rows.append((fact, text, list(sources)))
+
+    def stated(fact: str, figure: "Figure | None", text: Callable[[Any], str]) -> None:
+        if figure:
+            others = [text(each.value) for each in figure.other if text(each.value) != text(figure.value)]
+            differ = f" (others say {', '.join(dict.fromkeys(others))})" if others else ""
+            add(fact, text(figure.value) + differ, figure.source, *(each.source for each in figure.other))
+
+    figures = generation.figures
+    add("also called", ", ".join(one.names[1:]), one.source)
+    add("slice", f"{one.chips:,} chips, {_topology(one)}, on {one.hosts:,} host{'s' * (one.hosts > 1)}", one.source)
+    add("in all", f"{one.cores:,} TensorCores, {one.devices:,} JAX devices, {_hbm(one)} of HBM, {_peak(one)} bf16")
+    stated("peak, bf16", figures["peak_bf16"], lambda value: f"{_flops(value)} a chip")
+    stated("HBM", figures["hbm_gib"], lambda value: f"{value:.3g} GiB a chip")
+    stated("for a program", figures["compiler_hbm_gib_per_device"], lambda value: f"{value:.2f} GiB a JAX device")
+    stated("HBM bandwidth", figures["bandwidth"], lambda value: f"{value / 1e9:,.0f} GB/s a chip")
+    stated("matrix unit", figures["matrix_unit"], lambda value: f"{value} x {value}")
+    stated("interconnect", figures["interconnect"], str)
+    stated("a host", host.figures.get("vcpus"), lambda value: f"{value} vCPUs")
+    stated("", host.figures.get("memory_gb"), lambda value: f"{value:g} GB of memory")
+    stated("runtime", figures.get("runtime"), str)
+    stated("asked for through", figures["apis"], ", ".join)
+    stated("frameworks", figures["frameworks"], ", ".join)
+    stated("device kind in JAX", figures["device_kinds"], " or ".join)
+    options = ", ".join(f"{key}={value!r}" for key, value in one.compiler.options.items())
+    add("for the compiler", f"{one.compiler.name}, {options}", figures["devices_per_chip"].source)
+    if gke:
+        add("at GKE", f"{gke.accelerator}, topology {gke.topology}, {gke.machine}", gke.source)
+    for offer in one.offers:
+        add(f"zones, {offer.access}", ", ".join(offer.zones), offer.source)
+    for price in one.prices():
+        text = f"{_dollars(price.on_demand)} on demand, {_dollars(price.spot)} spot"
+        add(f"$/h in {price.region}", text, price.source)
+    if not one.prices():
+        add("price", "unknown")
+    return rows
+
+
+def _described(one: "Accelerator") -> dict[str, Any]:
+    return {**_type_object(one), "generation": _generation_object(one.generation)}
+
+
+def _type_object(one: "Accelerator", zone: str | None = None) -> dict[str, Any]:
+    from tpuswarm.catalog.accelerators import ACCESSES
+
+    prices = [price for price in one.prices() if zone is None or price.region == _region(zone)]
+    return {
+        "name": one.name,
+        "names": one.names,
+        "api_name": one.api_name,
+        "gke": one.gke and {**one.gke._asdict(), **_source_object(one.gke.source)},
+        "compiler": one.compiler._asdict(),
+        "generation": one.generation.name,
+        "topology": one.topology,
+        "chips": one.chips,
+        "cores": one.cores,
+        "devices": one.devices,
+        "hosts": one.hosts,
+        "chips_per_host": one.chips_per_host,
+        "host": {key: getattr(one.host, key) for key in ("vcpus", "memory_gb")},
+        "zones": {access: one.zones(access) for access in ACCESSES},
+        "prices": [
+            {"region": each.region, "on_demand": each.on_demand, "spot": each.spot, **_source_object(each.source)}
+            for each in prices
+        ],
+        **_source_object(one.source),
+    }
+
+
+def _generation_object(generation: "Generation") -> dict[str, Any]:
+    return {
+        "name": generation.name,
+        "hbm_bytes": generation.hbm_bytes,
+        "hbm_bytes_per_device": generation.hbm_bytes_per_device,
+        "compiler_hbm_bytes": generation.compiler_hbm_bytes,
+        "peak_bf16_per_device": generation.peak_bf16_per_device,
+        "bandwidth_per_device": generation.bandwidth_per_device,
+        "figures": {key: _figure_object(figure) for key, figure in generation.figures.items()},
+    }
+
+
+def _figure_object(figure: "Figure") -> dict[str, Any]:
+    other = [_figure_object(each) for each in figure.other]
+    return {"value": figure.value, **_source_object(figure.source), **({"other": other} if other else {})}
+
+
+def _source_object(source: "Source") -> dict[str, str]:
+    return {"source": source.title, "url": source.url, "date": source.read.isoformat()}
+
+
+def _topology(one: "Accelerator") -> str:
+    from tpuswarm.catalog.accelerators import shape
+
+    return shape(one.topology)
+
+
+def _hbm(one: "Accelerator") -> str:
+    return _gib(one.chips * one.generation.hbm_bytes)
+
+
+def _peak(one: "Accelerator") -> str:
+    return _flops(one.chips * one.generation.peak_bf16)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.0f} GiB"
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:,.0f} TFLOP/s"
+
+
+def _dollars(amount: float | None) -> str:
+    return "unknown" if amount is None else f"{amount:,.2f}"

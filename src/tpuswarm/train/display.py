@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpuswarm.train.describe import ParameterRow
+from tpuswarm.train.diagnose.summary import rows as summary_rows
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
@@ -67,6 +68,11 @@ class Display:
     def show(self, label: str, text: str) -> None:
         """Show a text under a label, for example a sample."""
         self.note(f"{label}: {text}")
+
+    def summary(self, facts: Mapping[str, Any]) -> None:
+        """Say where the time went; facts: of diagnose.summary.Summary."""
+        self.close()
+        self.console.print(summary_table(facts))
 
     def close(self) -> None:
         """Leave the screen; may be called twice."""
@@ -159,6 +165,16 @@ def parameter_table(rows: Sequence[ParameterRow]) -> Table:
         marks = ["yes" if flag else "" for flag in (row.frozen, row.decayed)]
         shape = "x".join(map(str, row.shape)) or "scalar"
         table.add_row(row.path, shape, row.dtype, row.sharding, *marks, row.tied, f"{row.bytes_per_device / 1024:,.1f}")
+    return table
+
+
+def summary_table(facts: Mapping[str, Any]) -> Table:
+    """Where the time went, tokens/s and MFU."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("where the time went", "", "share"):
+        table.add_column(name, justify="left" if name.startswith("where") else "right")
+    for row in summary_rows(facts):
+        table.add_row(*row)
     return table
 
 

@@ -17,9 +17,14 @@ def cache_folder(name: str) -> Path:
     return Path(base).expanduser() / name
 
 
+def tpu_chips() -> list[Path]:
+    """Device files of this machine's TPU chips: /dev/accel* (v2 to v4) or /dev/vfio/N (v5e and later)."""
+    return sorted([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
+
+
 def has_tpu() -> bool:
-    """Whether this machine shows TPU chips: /dev/accel* (v2 to v4) or /dev/vfio/N (v5e and later)."""
-    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    """Whether this machine shows TPU chips."""
+    return bool(tpu_chips())
 
 
 def has_gpu() -> bool:

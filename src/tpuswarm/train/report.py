@@ -10,6 +10,7 @@ from typing import Any
 import tomli_w
 from matplotlib.figure import Figure
 
+from tpuswarm.train.diagnose.summary import rows
 from tpuswarm.train.run import EVENTS, METRICS, read_config, read_rows
 
 STYLE = (
@@ -21,9 +22,9 @@ STYLE = (
 
 def write_report(folder: Path) -> Path:
     """Write loss.png and report.html of the run in `folder` from its own files; the page's path."""
-    rows = list(read_rows(folder / METRICS))
-    updates = [row for row in rows if "loss" in row]
-    evaluations = [row for row in rows if "eval_loss" in row]
+    metrics = list(read_rows(folder / METRICS))
+    updates = [row for row in metrics if "loss" in row]
+    evaluations = [row for row in metrics if "eval_loss" in row]
     picture = loss_picture(updates, evaluations)
     (folder / "loss.png").write_bytes(picture)
     made = folder / "report.html"
@@ -88,19 +89,33 @@ def configuration(config: dict[str, Any]) -> tuple[str, str]:
 def _page(
     folder: Path, updates: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], picture: bytes
 ) -> str:
-    config = read_config(folder)
+    config, events = read_config(folder), list(read_rows(folder / EVENTS))
     samples = "".join(
         f"<h3>step {event['step']}</h3><pre>{html.escape(event['text'])}</pre>"
-        for event in read_rows(folder / EVENTS)
+        for event in events
         if event["event"] == "sample"
     )
     sections = [
         ("", facts_table(_facts(config, updates, evaluations))),
         ("Loss", image("loss against tokens", picture)),
+        *_time_and_findings(events),
         *([("Samples", samples)] if samples else []),
         configuration(config),
     ]
     return page(f"{config['recipe']['name']} · {folder.name}", sections)
+
+
+def _time_and_findings(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Where the time of the newest process went, and what was found in all of them, with the newest counts."""
+    summaries = [event for event in events if event["event"] == "summary"]
+    said = [event for event in events if event["event"] == "diagnostic"]
+    said += [finding for summary in summaries for finding in summary["findings"]]
+    newest = {(each["kind"], each.get("place", each["message"])): each["message"] for each in said}
+    items = "".join(f"<li>{html.escape(message)}</li>" for message in newest.values())
+    return [
+        *[("Where the time went", table(("", "", "share"), rows(summary))) for summary in summaries[-1:]],
+        *([("Found on the way", f"<ul>{items}</ul>")] if items else []),
+    ]
 
 
 def _facts(

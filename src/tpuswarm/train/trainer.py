@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +10,21 @@ from signal import Signals
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+from jax.profiler import StepTraceAnnotation
 
 from tpuswarm.config.units import Every, parse_every
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.train.board import Board
 from tpuswarm.train.checkpoint import Checkpoints
 from tpuswarm.train.describe import memory_sentence, parameter_rows
+from tpuswarm.train.diagnose import times
+from tpuswarm.train.diagnose.finding import Finding
+from tpuswarm.train.diagnose.watch import Watch
 from tpuswarm.train.display import Display, Opening, auto_display
 from tpuswarm.train.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.feed import Feed
+from tpuswarm.train.finite import not_finite
 from tpuswarm.train.mesh import batch_sharding
-from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Metrics, Recipe, State
 from tpuswarm.train.report import write_report
 from tpuswarm.train.run import METRICS, read_rows, writing
@@ -130,15 +133,17 @@ class Trainer:
         eval_every = Every() if self.eval_every is None else parse_every(self.eval_every, "eval_every")
         if self.keep < 1:
             raise InputError(f"keep must be 1 or more, not {self.keep}")
-        session = prepare(recipe, asked, tokens, epochs, Path(run) if run else None)
-        return (yield from _Loop(session, self.display or auto_display(), save_every, eval_every).run())
+        with Watch() as watch:
+            session = prepare(recipe, asked, tokens, epochs, Path(run) if run else None)
+            loop = _Loop(session, watch, self.display or auto_display(), save_every, eval_every)
+            return (yield from watch.hand_out(loop.run()))
 
 
 class _Loop:
     """One process's work on one run."""
 
-    def __init__(self, session: Session, display: Display, save_every: Every, eval_every: Every):
-        self._session, self._display = session, display
+    def __init__(self, session: Session, watch: Watch, display: Display, save_every: Every, eval_every: Every):
+        self._session, self._watch, self._display = session, watch, display
         self._save_every, self._eval_every = save_every, eval_every
         self._checkpoints = Checkpoints(session.run.checkpoints, session.settings["keep"], session.save_seconds)
         self._board = Board(session.run.folder / "tensorboard", session.first_step)
@@ -208,6 +213,7 @@ class _Loop:
         self._event("started", f"from step {self._done}")
         for note in session.notes:
             self._event("note", note)
+        self._say(self._watch.at_start(fitted))
         if self._done == 0:
             self._save(wait=False)  # there is always one to go back to, and what a save takes is known early
 
@@ -220,7 +226,8 @@ class _Loop:
             yield from self._evaluate()  # the process before this one saved here and ended before it evaluated
         spec = session.fitted.program.batch_spec(session.settings["batch"])
         sharding = batch_sharding(session.fitted.mesh)
-        with Feed(session.source, spec, sharding, self._done, session.steps) as feed:
+        feed = Feed(session.source, spec, sharding, self._done, session.steps)
+        with self._watch.times.during(times.STEPS), feed:
             self._read_at = time.monotonic()
             # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
             # wait; and everything up to a checkpoint's step is written before the checkpoint.
@@ -230,8 +237,10 @@ class _Loop:
                     break
                 batch, waited = fed
                 self._waited += waited
-                self._state, metrics = step(self._state, batch, session.clock(self._done))
+                with StepTraceAnnotation("train", step_num=self._done + 1):
+                    self._state, metrics = step(self._state, batch, session.clock(self._done))
                 self._done += 1
+                self._say(self._watch.after_step(self._done, waited))
                 before, self._pending = self._pending, (self._done, metrics)
                 if before:
                     yield self._record(*before)
@@ -258,6 +267,7 @@ class _Loop:
         if self._stopping():
             return
         if to_evaluate or self._done > session.first_step:
+            self._sum_up()
             with writing(session.run.folder / "report.html"):
                 write_report(session.run.folder)
         else:
@@ -271,7 +281,8 @@ class _Loop:
         decision = decide_stop(asked, self._checkpoints.seconds, self._checkpoints.busy, left)
         if decision.save and self._saved < self._done:
             self._save(wait=True)
-        self._checkpoints.wait()
+        with self._watch.times.during(times.CHECKPOINTS):
+            self._checkpoints.wait()
         message = f"{decision.reason}: " + (
             f"saved at step {self._done}"
             if self._saved == self._done
@@ -279,6 +290,7 @@ class _Loop:
         )
         self._event("stopped", message)
         self._display.note(f"{message}; the same command goes on from there")
+        self._sum_up()
         return message
 
     def _flush(self) -> list[Step]:
@@ -309,7 +321,8 @@ class _Loop:
         session, start = self._session, time.monotonic()
         assert session.validation is not None
         batch = session.settings["batch"]
-        found = evaluate(session.fitted, self._state, session.validation, batch, EVAL_BATCHES, leave=self._stopping)
+        with self._watch.times.during(times.EVALUATION):
+            found = evaluate(session.fitted, self._state, session.validation, batch, EVAL_BATCHES, leave=self._stopping)
         if found is None:
             return []
         values, rows = found
@@ -338,6 +351,10 @@ class _Loop:
         return bool(found)
 
     def _save(self, wait: bool) -> None:
+        with self._watch.times.during(times.CHECKPOINTS):
+            self._save_now(wait)
+
+    def _save_now(self, wait: bool) -> None:
         start = time.monotonic()
         bad = not_finite(self._session.fitted.program.exchange().get(self._state))
         if bad:
@@ -360,8 +377,19 @@ class _Loop:
             "a lower learning rate or --clip may help"
         )
 
-    def _event(self, event: str, message: str) -> None:
-        self._session.run.write_event(event, step=self._done, message=message)
+    def _say(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self._event("diagnostic", finding.message, kind=finding.kind, **finding.numbers)
+            self._display.note(finding.message)
+
+    def _sum_up(self) -> None:
+        """Where the time went: an event, which the report reads, and a table on the display."""
+        facts = self._watch.summary(self._session.fitted, self._session.tokens_per_step).facts()
+        self._event("summary", "where the time went", **facts)
+        self._display.summary(facts)
+
+    def _event(self, event: str, message: str, **facts: Any) -> None:
+        self._session.run.write_event(event, step=self._done, message=message, **facts)
 
     def _result(self, ended: str, message: str, signal: int | None) -> Result:
         return Result(
@@ -372,15 +400,3 @@ class _Loop:
 def last_row(folder: Path) -> dict[str, Any]:
     """The newest row of an update in a run's metrics; empty where there is none."""
     return max((row for row in read_rows(folder / METRICS) if "loss" in row), key=lambda row: row["step"], default={})
-
-
-def not_finite(tree: Any) -> list[str]:
-    """Paths of the leaves that hold a NaN or an infinity."""
-    floats = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(tree)]
-    flags = jax.device_get(_all_finite(tree))
-    return [path for path, ok, real in zip(leaf_paths(tree), flags, floats, strict=True) if real and not ok]
-
-
-@jax.jit
-def _all_finite(tree: Any) -> list[jax.Array]:
-    return [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -52,20 +52,23 @@ def _user_line(error: Exception) -> str | None:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users_file(frame.filename):
+        if owner(frame.filename) == "user":
             return f"{frame.filename}:{frame.lineno}"
     return None
 
 
 @functools.cache
-def _is_users_file(file: str) -> bool:
-    return not Path(file).is_relative_to(OUR_FOLDER) and not any(part in file for part in INSTALLED)
+def owner(file: str) -> Literal["user", "us", "installed"]:
+    """Whose code a file is: the user's, ours, or that of an installed package or of Python."""
+    if Path(file).is_relative_to(OUR_FOLDER):
+        return "us"
+    return "installed" if any(part in file for part in INSTALLED) else "user"
 
 
 @functools.cache
 def is_recipe_file(file: str) -> bool:
     """Whether a file can hold a recipe: a user's, or one of our own recipes; not a library's."""
-    return Path(file).is_relative_to(OUR_RECIPES) or _is_users_file(file)
+    return Path(file).is_relative_to(OUR_RECIPES) or owner(file) == "user"
 
 
 def recipe_place(trace: Any) -> Place | None:

@@ -30,12 +30,15 @@ def catalog(
     """List TPU generations and types: names, chips, memory, speed, zones, prices; of one type all, with sources."""
     from tpuswarm.catalog import find, generations
 
-    wanted = [each for each in generations() if name and each.name == name.strip().lower()]
-    if name and not wanted:
-        if zone or max_chips:
-            raise InputError(f"--zone and --max-chips choose from a list, and {name} is one type: leave them out")
+    wanted = [each for each in generations() if name is not None and each.name == name.strip().lower()]
+    if name is not None and not wanted:
         one = find(name)
-        print(json.dumps(_described(one))) if as_json else _print_one(one)
+        if zone or max_chips:
+            raise InputError(f"--zone and --max-chips choose from a list, and {one.name} is one type: leave them out")
+        if as_json:
+            print(json.dumps({**_type_object(one), "generation": _generation_object(one.generation)}))
+        else:
+            _print_one(one)
         return
     chosen = _chosen(wanted or generations(), zone, max_chips)
     shown = [each for each in generations() if any(tpu.generation is each for tpu in chosen)]
@@ -48,8 +51,8 @@ def catalog(
     console.print(_types_table(chosen, zone))
     dates = {price.source.read for each in chosen for price in each.prices()}
     if dates:
-        console.print(f"Prices are of public lists as of {max(dates)}, and move; free TPUs (TRC) cost nothing.")
-    console.print("`tpuswarm catalog TYPE` shows all about one type, with the source of every figure.")
+        console.print(f"Prices are of public lists as of {max(dates)}, and move; traffic is billed beside them.")
+    console.print("TFLOP/s: peak in bf16; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
 
 
 def _chosen(among: Iterable["Generation"], zone: str | None, max_chips: int | None) -> list["Accelerator"]:
@@ -79,12 +82,13 @@ def _region(zone: str) -> str:
 
 
 def _generations_table(shown: list["Generation"]) -> "Table":
+    columns = ("chip", "TFLOP/s", "GiB", "GB/s", "cores", "devices", "runtime", "zones")
     rows = [
         (
             each.name,
-            _flops(each.peak_bf16),
-            _gib(each.hbm_bytes),
-            f"{each.bandwidth / 1e9:,.0f} GB/s",
+            f"{each.peak_bf16 / 1e12:,.0f}",
+            f"{each.hbm_bytes / GIB:,.0f}",
+            f"{each.bandwidth / 1e9:,.0f}",
             str(each.cores_per_chip),
             str(each.devices_per_chip),
             each.runtime or "–",
@@ -92,7 +96,6 @@ def _generations_table(shown: list["Generation"]) -> "Table":
         )
         for each in shown
     ]
-    columns = ("a chip of", "peak bf16", "HBM", "bandwidth", "cores", "devices", "runtime", "zones")
     return _table(columns, rows, right=range(1, 6))
 
 
@@ -104,35 +107,26 @@ def _open_zones(generation: "Generation") -> list[str]:
 
 
 def _types_table(chosen: list["Accelerator"], zone: str | None) -> "Table":
-    sizes = ("type", "TPU API", "topology", "chips", "cores", "devices", "hosts", "HBM", "peak bf16")
+    columns = ("type", "topology", "chips", "cores", "hosts", "GiB", "TFLOP/s", "$/h", "spot", "in")
     rows = []
     for each in chosen:
         price = each.price(zone)
-        rows.append(
-            (
-                each.name,
-                each.api_name or "–",
-                _topology(each),
-                *(f"{count:,}" for count in (each.chips, each.cores, each.devices, each.hosts)),
-                _hbm(each),
-                _peak(each),
-                *(
-                    (_dollars(price.on_demand), _dollars(price.spot), price.region)
-                    if price
-                    else ("unknown", "unknown", "–")
-                ),
-            )
-        )
-    return _table((*sizes, "$/h on demand", "$/h spot", "in"), rows, right=range(3, 11))
+        sizes = (each.chips, each.cores, each.hosts, _hbm(each) / GIB, _peak(each) / 1e12)
+        dollars = (_dollars(price.on_demand), _dollars(price.spot), price.region) if price else ("unknown", "unknown")
+        rows.append((each.name, _topology(each), *(f"{size:,.0f}" for size in sizes), *dollars))
+    return _table(columns, rows, right=range(2, 9))
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> "Table":
+    """A table of at most 80 columns for types of common size; the last column takes what width there is left."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number in right else "left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    *fixed, last = columns
+    for number, column in enumerate(fixed):
+        table.add_column(column, justify="right" if number in right else "left", no_wrap=True)
+    table.add_column(last, overflow="fold", min_width=12)
     for row in rows:
         table.add_row(*row)
     return table
@@ -143,9 +137,9 @@ def _print_one(one: "Accelerator") -> None:
     rows = []
     for fact, text, origins in _facts(one):
         sources += [each for each in dict.fromkeys(origins) if each not in sources]
-        rows.append((fact, text, " ".join(f"[{sources.index(each) + 1}]" for each in dict.fromkeys(origins))))
+        rows.append((fact, " ".join(f"[{sources.index(each) + 1}]" for each in dict.fromkeys(origins)), text))
     console = make_console()
-    console.print(_table((one.name, "", "source"), rows))
+    console.print(_table((one.name, "source", ""), rows))
     for number, each in enumerate(sources, 1):
         console.print(f"[{number}] {each.title}: {each.url}, read {each.read}", soft_wrap=True)
 
@@ -167,8 +161,8 @@ def _facts(one: "Accelerator") -> list[tuple[str, str, list["Source"]]]:
     figures = generation.figures
     add("also called", ", ".join(one.names[1:]), one.source)
     add("slice", f"{one.chips:,} chips, {_topology(one)}, on {one.hosts:,} host{'s' * (one.hosts > 1)}", one.source)
-    add("in all", f"{one.cores:,} TensorCores, {one.devices:,} JAX devices, {_hbm(one)} of HBM, {_peak(one)} bf16")
-    stated("peak, bf16", figures["peak_bf16"], lambda value: f"{_flops(value)} a chip")
+    add("in all", f"{one.cores:,} TensorCores, {one.devices:,} JAX devices, {_hbm(one) / GIB:,.0f} GiB of HBM")
+    stated("peak, bf16", figures["peak_bf16"], lambda value: f"{value / 1e12:,.0f} TFLOP/s a chip")
     stated("HBM", figures["hbm_gib"], lambda value: f"{value:.3g} GiB a chip")
     stated("for a program", figures["compiler_hbm_gib_per_device"], lambda value: f"{value:.2f} GiB a JAX device")
     stated("HBM bandwidth", figures["bandwidth"], lambda value: f"{value / 1e9:,.0f} GB/s a chip")
@@ -192,10 +186,6 @@ def _facts(one: "Accelerator") -> list[tuple[str, str, list["Source"]]]:
     if not one.prices():
         add("price", "unknown")
     return rows
-
-
-def _described(one: "Accelerator") -> dict[str, Any]:
-    return {**_type_object(one), "generation": _generation_object(one.generation)}
 
 
 def _type_object(one: "Accelerator", zone: str | None = None) -> dict[str, Any]:
@@ -252,20 +242,12 @@ def _topology(one: "Accelerator") -> str:
     return shape(one.topology)
 
 
-def _hbm(one: "Accelerator") -> str:
-    return _gib(one.chips * one.generation.hbm_bytes)
+def _hbm(one: "Accelerator") -> int:
+    return one.chips * one.generation.hbm_bytes
 
 
-def _peak(one: "Accelerator") -> str:
-    return _flops(one.chips * one.generation.peak_bf16)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.0f} GiB"
-
-
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:,.0f} TFLOP/s"
+def _peak(one: "Accelerator") -> float:
+    return one.chips * one.generation.peak_bf16
 
 
 def _dollars(amount: float | None) -> str:

@@ -73,16 +73,17 @@ def test_memory_decides_between_the_ways_to_run(devices):
         fit(recipe, Request(batch=16), devices, memory_bytes=2**20)
 
 
-def test_what_a_program_does_not_do_is_not_tried(devices):
-    tried = list(choices(Request(batch=64), [], "cpu", devices, 1, None))
+def test_what_a_program_does_not_do_is_not_tried():
+    tried = list(choices(Request(batch=64), [], "cpu", "cpu", 8, 1, None))
     assert [(choice.shard, choice.remat, choice.accumulate) for choice in tried] == [
         ("replicate", False, 1),
         ("fsdp", False, 1),
     ]
 
 
-def test_what_is_asked_is_not_changed(devices):
-    tried = list(choices(Request(batch=64, shard="replicate", accumulate=2), ["remat"], "cpu", devices, 2**40, 2**30))
+def test_what_is_asked_is_not_changed():
+    request = Request(batch=64, shard="replicate", accumulate=2)
+    tried = list(choices(request, ["remat"], "cpu", "cpu", 8, 2**40, 2**30))
     assert {(choice.shard, choice.accumulate) for choice in tried} == {("replicate", 2)}
     assert [choice.remat for choice in tried] == [False, True]
 

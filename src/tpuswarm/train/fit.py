@@ -6,10 +6,11 @@ of a described topology that is not there.
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -51,13 +52,12 @@ class Request:
     decay: str | None = None
     ema: float | None = None
 
-    def options(self, devices: Sequence[Any]) -> Options:
-        """The program's options on these devices, before any choice that depends on their memory."""
-        platform = devices[0].platform
+    def options(self, platform: str, kind: str) -> Options:
+        """The program's options on devices of this platform and kind, before any choice that depends on memory."""
         precision = self.precision or default_precision(platform)
         if precision not in PRECISIONS:
             raise InputError(f"unknown precision {precision!r}; {did_you_mean(precision, PRECISIONS)}")
-        attention, loop = forms(platform, devices[0].device_kind)
+        attention, loop = forms(platform, kind)
         return Options(
             precision=precision,
             clip=self.clip,
@@ -86,6 +86,7 @@ class Memory:
 
     arguments: int
     temporaries: int
+    """At the moment when most is needed."""
     code: int
 
     @property
@@ -143,44 +144,79 @@ def fit(recipe: Recipe, request: Request, devices: Sequence[Any], memory_bytes: 
     that the devices do not divide, an unknown choice, an option the recipe does not honour, a metric that is no scalar,
     and where nothing fits.
     """
+    memory_bytes = memory_bytes or device_memory(devices[0])
+    platform, kind = devices[0].platform, devices[0].device_kind
+    for choice in ways(recipe, request, platform, kind, len(devices), memory_bytes):
+        tried = attempt(recipe, request, devices, choice, memory_bytes)
+        if isinstance(tried, Fitted):
+            return tried
+        last = tried
+    raise DoesNotFit(recipe.name, request.batch, devices, last, memory_bytes)
+
+
+def ways(
+    recipe: Recipe, request: Request, platform: str, kind: str, devices: int, memory_bytes: int | None
+) -> Iterator[Choice]:
+    """What `fit` tries for a request, best first. Raises InputError for what cannot be tried at all."""
     if request.shard not in SHARDS:
         raise InputError(f"unknown shard {request.shard!r}; {did_you_mean(request.shard, SHARDS)}")
-    check_batch(request.batch, len(devices), request.accumulate or 1)
-    options = request.options(devices)
-    platform = options.platform
-    memory_bytes = memory_bytes or device_memory(devices[0])
-    mesh = meshes.make_mesh(devices)
+    check_batch(request.batch, devices, request.accumulate or 1)
     with blame(f"{recipe.name} does not trace"):
+        state_bytes = _state_bytes(recipe, request.options(platform, kind))
+    return choices(request, recipe.forms, platform, kind, devices, state_bytes, memory_bytes)
+
+
+class TooLarge(NamedTuple):
+    """A way to run that one device's memory does not hold; `needed` bytes a device, 0 where the compiler is silent."""
+
+    choice: Choice
+    needed: int
+    state: int
+    """Bytes of the state that one device holds, of those needed."""
+
+
+def attempt(
+    recipe: Recipe, request: Request, devices: Sequence[Any], choice: Choice, memory_bytes: int | None = None
+) -> Fitted | TooLarge:
+    """Compile one step in the way `choice`, whose micro-batches win over the request's."""
+    options = request.options(devices[0].platform, devices[0].device_kind)
+    with blame(f"{recipe.name} does not trace"):
+        placed, traced = trace(recipe, options, choice, request.batch, meshes.make_mesh(devices))
         needed = 0
-        state_bytes = _state_bytes(recipe, options)
-        for choice in choices(request, recipe.forms, platform, devices, state_bytes, memory_bytes):
-            asked = replace(options, remat=choice.remat, accumulate=choice.accumulate)
-            fitted = _compile(recipe, asked, choice, request.batch, mesh)
-            if fitted is not None and (memory_bytes is None or fitted.memory.total <= memory_bytes):
-                return fitted
-            needed = fitted.memory.total if fitted else 0
-    raise DoesNotFit(recipe.name, request.batch, devices, choice, needed, memory_bytes)
+        try:
+            compiled = traced.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            needed = _needed_bytes(str(error))
+        else:
+            memory = _memory(compiled, options.platform)
+            # A TPU's compiler knows the memory, and refuses what it does not hold.
+            if memory_bytes is None or options.platform == "tpu" or memory.total <= memory_bytes:
+                fields = placed.program, placed.options, placed.mesh, placed.state
+                return Fitted(*fields, choice, compiled, memory, traced.jaxpr)
+            needed = memory.total
+    return TooLarge(choice, needed, meshes.bytes_per_device(placed.state, placed.shardings))
 
 
 class DoesNotFit(InputError):
-    """No way of running fits; `choice` was the last one tried, it needs `needed` bytes a device (0: unknown)."""
+    """No way of running fits; `last` is the smallest, tried last."""
 
-    def __init__(
-        self, name: str, batch: int, devices: Sequence[Any], choice: Choice, needed: int, memory_bytes: int | None
-    ):
-        self.choice, self.needed, self.memory_bytes = choice, needed, memory_bytes
-        need = f"needs {needed / 2**30:.2f} GiB a device" if needed else "is more than the compiler can place"
+    def __init__(self, name: str, batch: int, devices: Sequence[Any], last: TooLarge, memory_bytes: int | None):
+        self.last, self.memory_bytes = last, memory_bytes
+        need = f"needs {last.needed / 2**30:.2f} GiB a device" if last.needed else "is more than the compiler can place"
         have = f" of {memory_bytes / 2**30:.2f}" if memory_bytes else ""
         super().__init__(
             f"{name} with batch {batch} does not fit {len(devices)} x {devices[0].device_kind}: even its smallest form "
-            f"({choice.why}) {need}{have}; use a smaller batch, a smaller model or more devices"
+            f"({last.choice.why}) {need}{have}; use a smaller batch, a smaller model or more devices"
         )
 
 
 def place(recipe: Recipe, request: Request, devices: Sequence[Any]) -> Placed:
     """A program on `devices` without compiling its step, its large leaves sharded; for evaluation and sampling."""
     with blame(f"{recipe.name} does not trace"):
-        return _place(recipe, request.options(devices), meshes.make_mesh(devices), "fsdp")
+        options = request.options(devices[0].platform, devices[0].device_kind)
+        return _place(recipe, options, meshes.make_mesh(devices), "fsdp")
 
 
 def check_batch(batch: int, devices: int, accumulate: int) -> None:
@@ -219,7 +255,8 @@ def choices(
     request: Request,
     honoured: Sequence[str],
     platform: str,
-    devices: Sequence[Any],
+    kind: str,
+    devices: int,
     state_bytes: int,
     memory_bytes: int | None,
 ) -> Iterator[Choice]:
@@ -227,7 +264,7 @@ def choices(
 
     honoured: `Recipe.forms`; what a program does not do is not tried.
     """
-    many = len(devices) > 1
+    many = devices > 1
     held = f"{state_bytes / 2**30:.2f} GiB of state"
     shards: list[tuple[Literal["replicate", "fsdp"], str]]
     if request.shard == "replicate" or not many:
@@ -240,7 +277,7 @@ def choices(
         shards = [("fsdp", f"sharded: {held} is over {STATE_SHARE:.0%} of {memory_bytes / 2**30:.2f} GiB")]
     if "remat" not in honoured:
         remats = [False]
-    elif platform == "tpu" and devices[0].device_kind in ("TPU v2", "TPU v3"):
+    elif platform == "tpu" and kind in ("TPU v2", "TPU v3"):
         remats = [True]
     else:
         remats = [False, True]
@@ -250,7 +287,7 @@ def choices(
             yield Choice(shard, remat, accumulate, why + (", layers recomputed" if remat else ""))
     if request.accumulate is None and "accumulate" in honoured:
         recomputed = ", layers recomputed" if remats[-1] else ""
-        rows = request.batch // len(devices)
+        rows = request.batch // devices
         for count in range(2, rows + 1):
             if rows % count == 0:
                 yield Choice(shard, remats[-1], count, f"{why}{recomputed}, {count} micro-batches")
@@ -295,35 +332,44 @@ def _place(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
     return Placed(program, options, mesh, _with_sharding(state, meshes.state_shardings(state, mesh, shard)))
 
 
-def _compile(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Mesh) -> Fitted | None:
-    """The compiled step; None where the compiler says that it does not fit."""
+def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Mesh) -> tuple[Placed, Any]:
+    """The program placed on `mesh` in the way `choice`, and its step traced (a `jax.stages.Traced`)."""
+    options = replace(options, remat=choice.remat, accumulate=choice.accumulate)
     placed = _place(recipe, options, mesh, choice.shard)
-    program, state, shardings = placed.program, placed.state, placed.shardings
     everywhere = meshes.replicated(mesh)
-    rows = _with_sharding(dict(program.batch_spec(batch)), meshes.batch_sharding(mesh))
+    rows = _with_sharding(dict(placed.program.batch_spec(batch)), meshes.batch_sharding(mesh))
     clock = Clock(jax.eval_shape(lambda: jax.random.key(0)), np.int32(0), np.float32(0))
     step = jax.jit(
-        _seeing(mesh, program.step),
-        in_shardings=(shardings, meshes.batch_sharding(mesh), everywhere),
-        out_shardings=(shardings, everywhere),
+        _seeing(mesh, placed.program.step),
+        in_shardings=(placed.shardings, meshes.batch_sharding(mesh), everywhere),
+        out_shardings=(placed.shardings, everywhere),
         donate_argnums=0,
     )
-    traced = step.trace(state, rows, _with_sharding(clock, everywhere))
+    traced = step.trace(placed.state, rows, _with_sharding(clock, everywhere))
     _, metrics = traced.out_info
     for name, value in metrics.items():
         if value.shape:
             raise InputError(
                 f"metric {name} of {recipe.name} has shape {value.shape}, it must be a scalar: give its mean"
             )
-    try:
-        compiled = traced.lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            return None
-        raise
+    return placed, traced
+
+
+def _memory(compiled: Any, platform: str) -> Memory:
     stats = compiled.memory_analysis()
-    memory = Memory(stats.argument_size_in_bytes, stats.temp_size_in_bytes, stats.generated_code_size_in_bytes)
-    return Fitted(program, options, mesh, state, choice, compiled, memory, traced.jaxpr)
+    arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+    if platform == "tpu":  # there the temporaries have the donated arguments among them; its peak is of both together
+        temporaries = max(0, stats.peak_memory_in_bytes - arguments)
+    return Memory(arguments, temporaries, stats.generated_code_size_in_bytes)
+
+
+def _needed_bytes(refusal: str) -> int:
+    """Bytes a device in a compiler's words `(15.92G) exceeds available` or `Used 15.92G of 15.75G`; else 0."""
+    found = re.search(r"\(([\d.]+)([KMG])\) exceeds available|Used ([\d.]+)([KMG]) of", refusal)
+    if not found:
+        return 0
+    amount, unit = (each for each in found.groups() if each)
+    return int(float(amount) * {"K": 2**10, "M": 2**20, "G": 2**30}[unit])
 
 
 def _with_sharding(tree: Any, sharding: Any) -> Any:

@@ -43,6 +43,8 @@ class Product:
     contracted: tuple[int, ...]
     columns: tuple[int, ...]
     """Sizes of the axes that make each dimension, as the program has them: of the whole batch, before any sharding."""
+    leading: tuple[int, int, int]
+    """Of rows, contracted and columns: length of an operand's first axis where it is part of them, else 0."""
     dtypes: tuple[Any, ...]
     """Of the operands."""
     precision: Any
@@ -158,13 +160,14 @@ class _Shape:
     rows: tuple[int, ...]
     contracted: tuple[int, ...]
     columns: tuple[int, ...]
+    leading: tuple[int, int, int] = (0, 0, 0)
 
 
 def _product(equation: JaxprEqn, shape: _Shape, times: int, caller: Place | None) -> Product:
     dtypes = tuple(v.aval.dtype for v in equation.invars if hasattr(v.aval, "dtype"))
     outputs = tuple(_shape(v) for v in equation.outvars)
     return Product(
-        shape.kind, shape.flops * times, shape.rows, shape.contracted, shape.columns,
+        shape.kind, shape.flops * times, shape.rows, shape.contracted, shape.columns, shape.leading,
         dtypes, equation.params.get("precision"), outputs, equation, caller,
     )  # fmt: skip
 
@@ -189,7 +192,12 @@ def _dot_shape(equation: JaxprEqn, numbers: Any, groups: tuple[int, ...]) -> _Sh
     contracted = tuple(lhs[axis] for axis in left)
     rows = tuple(size for axis, size in enumerate(lhs) if axis not in (*left, *left_batch))
     columns = tuple(size for axis, size in enumerate(rhs) if axis not in (*right, *right_batch, *groups))
-    return _Shape("dot", 2 * math.prod(lhs) * math.prod(columns), rows, contracted, columns)
+    first = (
+        lhs[0] if 0 not in (*left, *left_batch) else 0,
+        lhs[0] if 0 in left else 0,
+        rhs[0] if 0 not in (*right, *right_batch) else 0,
+    )
+    return _Shape("dot", 2 * math.prod(lhs) * math.prod(columns), rows, contracted, columns, first)
 
 
 def _convolution(equation: JaxprEqn) -> _Shape:
@@ -212,7 +220,7 @@ def _convolution(equation: JaxprEqn) -> _Shape:
     )  # fmt: skip
     flops = 2 * batch * features * inputs * taps
     groups = params["feature_group_count"] * params["batch_group_count"]
-    return _Shape("convolution", flops, (batch, *space), (inputs, *kernel), (features // groups,))
+    return _Shape("convolution", flops, (batch, *space), (inputs, *kernel), (features // groups,), (batch, inputs, 0))
 
 
 def _taps(size: int, kernel: int, out: int, stride: int, padding: tuple[int, int], spread: int, dilation: int) -> int:

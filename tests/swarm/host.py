@@ -23,7 +23,7 @@ from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.store import Store
-from tpuswarm.train import hosts
+from tpuswarm.train import hosts, placing
 from tpuswarm.train.fit import Request, fit
 
 
@@ -48,7 +48,7 @@ def main() -> None:
             )  # fmt: skip
             return made[-1]
 
-        fresh = hosts.to_host(fitted.program.exchange().get(fitted.init(init_key)))  # a program over both hosts
+        fresh = placing.to_host(fitted.program.exchange().get(fitted.init(init_key)))  # a program over both hosts
         if index:
             follow(group, make_holder)
         else:

@@ -11,7 +11,7 @@ import optax
 
 from tests.hosts import SECRET
 from tpuswarm import supervised
-from tpuswarm.train import hosts, mesh
+from tpuswarm.train import hosts, mesh, placing
 from tpuswarm.train.feed import read_rows
 from tpuswarm.train.fit import Request, fit
 from tpuswarm.train.recipe import Clock
@@ -57,13 +57,13 @@ def train(shard: str, steps: int, took=lambda step, loss: None):
             read.append(count)
             return read_rows(source, fitted.program.batch_spec(count), step * BATCH + first, count)
 
-        batch = hosts.place_batch(mine, BATCH, mesh.batch_sharding(fitted.mesh))
+        batch = placing.place_batch(mine, BATCH, mesh.batch_sharding(fitted.mesh))
         state, metrics = fitted.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
         losses.append(float(metrics["loss"]))
         took(step, losses[-1])
     shared = fitted.program.exchange().get(state)
     split = any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(shared))
-    params = {name: np.asarray(leaf).tolist() for name, leaf in hosts.to_host(shared).items()}
+    params = {name: np.asarray(leaf).tolist() for name, leaf in placing.to_host(shared).items()}
     return {"losses": losses, "params": params, "split": split, "read": sorted(set(read))}
 
 

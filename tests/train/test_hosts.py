@@ -14,7 +14,7 @@ import pytest
 from tests.hosts import SECRET, err, finished, sentence_after, start_hosts
 from tests.train import host
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train import hosts, line, mesh
+from tpuswarm.train import hosts, line, mesh, placing
 
 MODULE = "tests.train.host"
 
@@ -172,11 +172,11 @@ def test_on_one_host_arrays_are_placed_and_fetched_as_ever(devices):
     made = mesh.make_mesh(devices)
     sharding = mesh.batch_sharding(made)
     array = np.arange(48, dtype=np.float32).reshape(16, 3)
-    placed = hosts.place_batch(lambda first, count: {"x": array[first : first + count]}, 16, sharding)["x"]
-    assert placed.sharding == sharding == hosts.within_host(sharding)
-    assert hosts.on_every_host([placed])[0] is placed
-    assert np.array_equal(hosts.to_host({"x": placed})["x"], array)
-    assert np.array_equal(hosts.place(array, mesh.replicated(made)), array)
+    placed = placing.place_batch(lambda first, count: {"x": array[first : first + count]}, 16, sharding)["x"]
+    assert placed.sharding == sharding == placing.within_host(sharding)
+    assert placing.on_every_host([placed])[0] is placed
+    assert np.array_equal(placing.to_host({"x": placed})["x"], array)
+    assert np.array_equal(placing.place(array, mesh.replicated(made)), array)
     with hosts.initialize("127.0.0.1:1", 1, 0, b"") as alone:
         alone.agree({"data": "any"})
         assert (alone.index, alone.count, jax.process_count()) == (0, 1, 1)

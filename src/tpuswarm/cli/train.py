@@ -1,6 +1,8 @@
 """`tpuswarm train`: one recipe on this machine's devices."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +48,11 @@ def train(
     deterministic: Annotated[
         bool | None, typer.Option("--deterministic", help="GPU kernels that repeat bit for bit.")
     ] = None,
+    hosts: Annotated[int | None, option("--hosts", "Machines that train together as one program; all of them.")] = None,
+    host: Annotated[int | None, option("--host", "Which of these this is, from 0. Default: $TPU_WORKER_ID.")] = None,
+    hosts_at: Annotated[
+        str | None, option("--hosts-at", "HOST:PORT of host 0. Default: the first of $TPU_WORKER_HOSTNAMES, port 8490.")
+    ] = None,
     as_json: Annotated[bool, option("--json", "One object on stdout at the end.")] = False,
     members: Annotated[int | None, option("--members", "Train as a swarm of so many members.")] = None,
     devices_per_member: Annotated[
@@ -86,7 +93,7 @@ def train(
         devices=devices, shard=shard, precision=precision, clip=clip, freeze=freeze, decay=decay, ema=ema, seed=seed,
         accumulate=parse_count(accumulate, "accumulate") if accumulate is not None else None,
         save_every=save_every, eval_every=eval_every, keep=keep, notice=parse_seconds(notice, "notice"),
-        deterministic=deterministic,
+        deterministic=deterministic, hosts=hosts, host=host, hosts_at=hosts_at,
     )  # fmt: skip
     count = parse_count(tokens, "tokens") if tokens is not None else None
     given = {
@@ -96,6 +103,8 @@ def train(
     if members is None and folder is not None and (folder / CONFIG).exists() and "swarm" in read_config(folder):
         members = read_config(folder)["swarm"]["members"]
     if members is not None:
+        if hosts is not None:
+            raise InputError("--hosts is of one program and --members of a swarm, which `tpuswarm join --hosts` joins")
         from tpuswarm.cli.swarm import train_swarm
 
         asked_all = trainer.settings(**length, init_from=parent)
@@ -107,6 +116,8 @@ def train(
         raise InputError(f"--{alone.replace('_', '-')} is of a swarm; give --members as well, or leave it out")
     if accept_code:
         raise InputError("--accept-code is of a swarm; a plain run goes on with any code and with its own settings")
+    if hosts is not None:
+        _alone_on_stdout()
     result = trainer.fit(made, tokens=count, epochs=epochs, run=folder, init_from=parent, **length)
     print_result(result, as_json)
     if result.signal is not None:
@@ -114,6 +125,13 @@ def train(
 
 
 train.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
+
+
+def _alone_on_stdout() -> None:
+    """What libraries print there, as JAX's connections of CPUs do, goes to stderr; our prints still come to stdout."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
 
 
 def recipe_options(words: list[str]) -> dict[str, str]:

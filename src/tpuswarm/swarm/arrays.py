@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from tpuswarm.train import hosts
+from tpuswarm.train import placing
 from tpuswarm.train.mesh import AXIS, batch_sharding
 from tpuswarm.train.recipe import Batch
 
@@ -19,7 +19,7 @@ def split_sharding(mesh: Mesh) -> NamedSharding:
 
 def batch_to_devices(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int, mesh: Mesh) -> Batch:
     """`size` rows of a step, divided among the devices; `read(first, count)` gives those that this host is to bring."""
-    return hosts.place_batch(read, size, batch_sharding(mesh))
+    return placing.place_batch(read, size, batch_sharding(mesh))
 
 
 def fragment_to_devices(fragment: np.ndarray, length: int, mesh: Mesh) -> jax.Array:
@@ -36,7 +36,7 @@ def fragment_to_devices(fragment: np.ndarray, length: int, mesh: Mesh) -> jax.Ar
 
 def leaf_to_devices(leaf: np.ndarray, sharding: Sharding) -> jax.Array:
     """One array of a state, to where it lies."""
-    return hosts.place(leaf, sharding)
+    return placing.place(leaf, sharding)
 
 
 def to_host(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
@@ -44,7 +44,7 @@ def to_host(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
 
     With several hosts it is a program over all of them, except for arrays divided as `within_host` says.
     """
-    return hosts.to_host(list(arrays))
+    return placing.to_host(list(arrays))
 
 
 def wait(arrays: Any) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from tpuswarm.swarm.arrays import leaf_to_devices, to_host
 from tpuswarm.train.fit import Placed
-from tpuswarm.train.hosts import within_host
 from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.placing import within_host
 from tpuswarm.train.recipe import State
 
 PIECE = 2**25

@@ -38,10 +38,14 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints of one run; one save at a time is under way."""
+    """The checkpoints of one run; one save at a time is under way.
 
-    def __init__(self, folder: Path, keep: int, seconds: float | None = None):
-        self._folder, self._keep = folder, keep
+    Several hosts save together, each its part of the state, all of them at the same steps.
+    """
+
+    def __init__(self, folder: Path, keep: int, seconds: float | None = None, leads: bool = True):
+        """leads: of several hosts, the one that makes and proves the folders."""
+        self._folder, self._keep, self._leads = folder, keep, leads
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise in words
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self._thread: threading.Thread | None = None
@@ -55,9 +59,10 @@ class Checkpoints:
         start = time.monotonic()
         folder = self._folder / f"{step:08d}"
         try:
-            shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
-            folder.mkdir(parents=True)
-            _require_room(folder, state)
+            if self._leads:
+                shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
+                folder.mkdir(parents=True)
+                _require_room(folder, state)
             self._orbax.save((folder / "state").absolute(), args=ocp.args.PyTreeSave(state))
         except RunFailed:
             folder.rmdir()
@@ -95,7 +100,9 @@ class Checkpoints:
 
     def _finish(self, step: int, folder: Path, about: dict[str, Any], start: float) -> None:
         try:
-            self._orbax.wait_until_finished()
+            self._orbax.wait_until_finished()  # of all hosts
+            if not self._leads:
+                return
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             digests = {str(path.relative_to(folder)): _digest(path) for path in files}
             for path in files:
@@ -205,8 +212,7 @@ def _digest(path: Path) -> str:
 
 def _require_room(folder: Path, state: Any) -> None:
     """Raise RunFailed before anything is written, if the disk cannot hold the state."""
-    shards = [shard for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
-    needed = sum(shard.data.nbytes for shard in shards if shard.replica_id == 0)
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RunFailed(

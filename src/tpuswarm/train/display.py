@@ -150,8 +150,10 @@ class LiveDisplay(Display):
         return Panel(Group(*parts), title="tpuswarm", subtitle=opening.run)
 
 
-def auto_display() -> Display:
-    """The live view on a terminal or in a notebook, else lines."""
+def auto_display(quiet: bool = False) -> Display:
+    """The live view on a terminal or in a notebook, else lines; or nothing, at a host that another one speaks for."""
+    if quiet:
+        return Display(Console(quiet=True))
     console = Console(stderr=True, highlight=False)
     return LiveDisplay(console) if console.is_terminal or console.is_jupyter else Display()
 

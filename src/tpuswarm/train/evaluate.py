@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tpuswarm.train.feed import read_rows
+from tpuswarm.train.feed import read_batch
 from tpuswarm.train.fit import Placed
 from tpuswarm.train.mesh import batch_sharding
 from tpuswarm.train.recipe import State
@@ -45,8 +45,7 @@ def evaluate(
     for index in range(count):
         if leave():
             return None
-        rows = jax.device_put(read_rows(source, spec, index * batch, batch), sharding)
-        found.append(placed.evaluate(state, rows))
+        found.append(placed.evaluate(state, read_batch(source, spec, sharding, index)))
         if index >= 2:
             jax.block_until_ready(found[index - 2])  # at most two batches wait on the devices
     values = jax.device_get(found)

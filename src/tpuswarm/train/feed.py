@@ -8,11 +8,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.placing import place_batch
 from tpuswarm.train.recipe import Batch, Source
 from tpuswarm.train.user_code import blame
 
@@ -31,7 +31,6 @@ class Feed:
     def __init__(self, source: Source, spec: Mapping[str, Any], sharding: Sharding, first_step: int, last_step: int):
         self._source, self._spec, self._sharding = source, dict(spec), sharding
         self._steps = range(first_step, last_step)
-        self._size = next(iter(self._spec.values())).shape[0]
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=DEPTH)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
@@ -71,18 +70,30 @@ class Feed:
             for step in self._steps:
                 if self._stopped.is_set():
                     return
-                rows = read_rows(self._source, self._spec, step * self._size, self._size)
-                self._ready.put(jax.device_put(rows, self._sharding))
+                self._ready.put(read_batch(self._source, self._spec, self._sharding, step))
         except BaseException as error:  # noqa: BLE001  # whatever it is, the training thread raises it
             self._ready.put(error)
 
 
+def read_batch(source: Source, spec: Mapping[str, Any], sharding: Sharding, step: int) -> Batch:
+    """The batch of a step, as Feed has it, on the devices; each host reads the rows of its own."""
+    size = next(iter(spec.values())).shape[0]
+
+    def read(first: int, count: int) -> Mapping[str, np.ndarray]:
+        return read_rows(source, spec, step * size + first, count)
+
+    return place_batch(read, size, sharding)
+
+
 def read_rows(source: Source, spec: Mapping[str, Any], start: int, count: int) -> dict[str, np.ndarray]:
-    """Rows of a source; InputError if their names, shapes or dtypes are not those the program was compiled for."""
+    """Rows of a source; InputError if their names, shapes or dtypes are not those the program was compiled for.
+
+    spec: of a batch of any size.
+    """
     with blame("the data source failed"):
         rows = source.rows(start, count)
     got = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in rows.items()}
-    want = {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in spec.items()}
+    want = {name: ((count, *leaf.shape[1:]), np.dtype(leaf.dtype).name) for name, leaf in spec.items()}
     if got != want:
         raise InputError(f"rows {start} to {start + count} of the data are {got}, the program takes {want}")
     return rows

@@ -144,7 +144,8 @@ def fit(recipe: Recipe, request: Request, devices: Sequence[Any], memory_bytes: 
     that the devices do not divide, an unknown choice, an option the recipe does not honour, a metric that is no scalar,
     and where nothing fits.
     """
-    memory_bytes = memory_bytes or device_memory(devices[0])
+    mine = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
+    memory_bytes = memory_bytes or device_memory(mine)  # another host's does not say
     platform, kind = devices[0].platform, devices[0].device_kind
     for choice in ways(recipe, request, platform, kind, len(devices), memory_bytes):
         tried = attempt(recipe, request, devices, choice, memory_bytes)

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,16 +20,11 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
 
 from tpuswarm.errors import InputError
 from tpuswarm.train import platform
 from tpuswarm.train.line import LEFT, LOST, TAKEN, Line, Message, WrongSecret, authenticate, end_process, relay
-from tpuswarm.train.recipe import Batch
 
-HOST = "host"
-"""The mesh axis of `within_host`, over which nothing is divided."""
 PATIENCE = 120.0
 """Seconds for all hosts of a program to come."""
 RUNTIME_SILENCE = 25
@@ -38,6 +33,10 @@ FAREWELL = 10
 """Seconds that a host which ends waits for the others to end."""
 LOOK = 2.0
 """Seconds between two looks at whether others are still awaited."""
+
+
+Secret = bytes | Callable[[], bytes]
+"""What all hosts know, or a function that reads it once host 0 listens."""
 
 
 class Absent(InputError):
@@ -75,6 +74,15 @@ class Hosts:
         """The next message from host 0; None once that said farewell. Not for host 0."""
         return self._lines[0].receive()
 
+    def pending(self) -> list[Message]:
+        """The messages of the other hosts that are there already."""
+        return [message for line in self._lines.values() for message in line.pending()]
+
+    def wait(self) -> None:
+        """Until the other hosts end, for a moment."""
+        for line in self._lines.values():
+            line.wait(FAREWELL)
+
     def answers(self) -> list[Message]:
         """At host 0, the next message of each other host, all of which have to send one."""
         return [message for line in self._lines.values() if (message := line.receive())]
@@ -109,16 +117,24 @@ class Hosts:
                 where = f"{name}:{free.getsockname()[1]}"
             self.send({"port": int(where.rpartition(":")[2])})
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
-        jax.distributed.initialize(
-            where,
-            self.count,
-            self.index,
-            cluster_detection_method="deactivate",  # all that it could find out is known
-            initialization_timeout=int(PATIENCE),
-            heartbeat_timeout_seconds=RUNTIME_SILENCE,
-            shutdown_timeout_seconds=FAREWELL,
-            coordinator_bind_address=where,
-        )
+        try:
+            jax.distributed.initialize(
+                where,
+                self.count,
+                self.index,
+                cluster_detection_method="deactivate",  # all that it could find out is known
+                initialization_timeout=int(PATIENCE),
+                heartbeat_timeout_seconds=RUNTIME_SILENCE,
+                shutdown_timeout_seconds=FAREWELL,
+                coordinator_bind_address=where,
+            )
+        except RuntimeError as error:
+            if "before any JAX calls" in str(error):
+                raise InputError(
+                    f"JAX has started at host {self.index} before the hosts came together; let nothing use JAX "
+                    "before that, and start a new process for another run"
+                ) from error
+            raise
         self._runtime = True
         atexit.register(self._exit)
 
@@ -148,7 +164,7 @@ def initialize(
     address: str,
     count: int,
     index: int,
-    secret: bytes,
+    secret: Secret,
     seconds: float = PATIENCE,
     awaited: Callable[[], bool] = lambda: True,
 ) -> Hosts:
@@ -201,7 +217,7 @@ def listen(name: str, port: int) -> socket.socket:
 
 
 def _gather(
-    name: str, port: int, count: int, secret: bytes, end: float, awaited: Callable[[], bool]
+    name: str, port: int, count: int, secret: Secret, end: float, awaited: Callable[[], bool]
 ) -> dict[int, Line]:
     """At host 0: the lines of all others. One that goes before all have come is awaited again."""
     seconds = end - time.monotonic()
@@ -241,7 +257,7 @@ def _gather(
             except TimeoutError:
                 continue
             try:
-                index = authenticate(connection, secret, 0)
+                index = authenticate(connection, _known(secret), 0)
             except (OSError, WrongSecret):
                 strangers += 1
                 connection.close()
@@ -256,13 +272,13 @@ def _gather(
                     lines[index] = Line(connection, partial(lost, index))
 
 
-def _dial(name: str, port: int, index: int, secret: bytes, end: float) -> dict[int, Line]:
+def _dial(name: str, port: int, index: int, secret: Secret, end: float) -> dict[int, Line]:
     """At any other host: the line to host 0."""
     seconds = end - time.monotonic()
     while True:
         try:
             connection = socket.create_connection((name, port), max(0.1, end - time.monotonic()))
-            authenticate(connection, secret, index)
+            authenticate(connection, _known(secret), index)
             return {0: Line(connection, partial(_lost, 0, {}))}
         except WrongSecret:
             raise InputError(f"host 0 at {name}:{port} has another secret; give all hosts the same") from None
@@ -273,6 +289,10 @@ def _dial(name: str, port: int, index: int, secret: bytes, end: float) -> dict[i
                     "start it, or give this host its address"
                 ) from error
             time.sleep(0.1)
+
+
+def _known(secret: Secret) -> bytes:
+    return secret if isinstance(secret, bytes) else secret()
 
 
 def _lost(index: int, lines: Mapping[int, Line], why: str, status: int) -> NoReturn:
@@ -300,76 +320,3 @@ def _code() -> str:
     for path in sorted(package.rglob("*.py")):
         found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return found.hexdigest()
-
-
-def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    """An array that every host holds, on the devices; no program, and no host waits for another."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def place_batch(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int, sharding: Sharding) -> Batch:
-    """A batch of `size` rows, of which each host reads its own: `read(first, count)` gives rows of the batch."""
-    mine = sharding.addressable_devices_indices_map((size,)).values()
-    bounds = [index[0].indices(size)[:2] for index in mine if index is not None]
-    first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
-    rows = read(first, last - first)
-    if sharding.is_fully_addressable:
-        return jax.device_put(dict(rows), sharding)
-
-    def placed(array: np.ndarray) -> jax.Array:
-        def part(index: Any) -> np.ndarray:
-            start, stop, _ = index[0].indices(size)
-            return array[start - first : stop - first]
-
-        return jax.make_array_from_callback((size, *array.shape[1:]), sharding, part)
-
-    return {name: placed(array) for name, array in rows.items()}
-
-
-def within_host(sharding: Sharding) -> Sharding:
-    """The same division among the devices of each host alone, so that every host holds the whole.
-
-    Of a sharding on a mesh of make_mesh; where every host holds the whole already, nothing changes.
-    """
-    if sharding.is_fully_addressable or sharding.is_fully_replicated:
-        return sharding
-    assert isinstance(sharding, NamedSharding)
-    mesh = sharding.mesh
-    if HOST in mesh.axis_names:
-        return sharding
-    count = len({device.process_index for device in mesh.devices.flat})
-    return NamedSharding(Mesh(mesh.devices.reshape(count, -1), (HOST, *mesh.axis_names)), sharding.spec)
-
-
-def on_every_host(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays, divided as `within_host` says; a program over all hosts where they are not."""
-    wanted = [within_host(array.sharding) for array in arrays]
-    if all(array.sharding == sharding for array, sharding in zip(arrays, wanted, strict=True)):
-        return list(arrays)
-    return jax.jit(_same, out_shardings=wanted)(list(arrays))
-
-
-def to_host(tree: Any) -> Any:
-    """Every array of a tree whole on every host: `on_every_host`, then copied off the devices."""
-    leaves, structure = jax.tree.flatten(tree)
-    leaves = on_every_host(leaves)
-    for leaf in leaves:
-        for shard in leaf.addressable_shards:
-            shard.data.copy_to_host_async()
-    return jax.tree.unflatten(structure, [_assembled(leaf) for leaf in leaves])
-
-
-def _assembled(array: jax.Array) -> np.ndarray:
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    whole = np.empty(array.shape, array.dtype)
-    for shard in array.addressable_shards:
-        whole[shard.index] = shard.data
-    return whole
-
-
-def _same(arrays: list[jax.Array]) -> list[jax.Array]:
-    """A function of the module, so that jit does not compile it again."""
-    return arrays

@@ -37,12 +37,18 @@ HEAD = struct.Struct("!IQ")
 Message = tuple[dict[str, Any], bytearray]
 """What JSON holds, and bytes."""
 
+witnesses: list[Callable[[str], None]] = []
+"""Told the sentence with which `end_process` ends this process."""
+
 _last_words = threading.Lock()
 
 
 def end_process(sentence: str, status: int = LOST) -> NoReturn:
     """Say why and end with a status, whatever the other threads wait for; only the first sentence is said."""
     _last_words.acquire()  # and never let go
+    for witness in witnesses:
+        with suppress(Exception):  # whatever is wrong with it, the process has to end
+            witness(sentence)
     with suppress(OSError, ValueError):
         sys.stderr.write(f"{sentence}\n")
         sys.stderr.flush()
@@ -112,15 +118,23 @@ class Line:
         """The next message, however long it takes; None once the other host has said farewell or is gone."""
         return self._inbox.get()
 
+    def pending(self) -> list[Message]:
+        """The messages that are there already."""
+        found = []
+        with suppress(queue.Empty):
+            while message := self._inbox.get_nowait():
+                found.append(message)
+        return found
+
     def farewell(self, reason: str | None = None, status: int = LOST) -> None:
         """The last message. A reason, a sentence, is the end of the other host, with a status; nobody waits for it."""
         self._left = reason is not None
         with suppress(OSError):  # the reading thread says what is wrong
             self._write(json.dumps({"farewell": reason, "status": status}).encode(), b"")
 
-    def wait(self) -> None:
-        """Until the other host says farewell, or is gone."""
-        self._ended.wait()
+    def wait(self, seconds: float | None = None) -> None:
+        """Until the other host says farewell, or is gone; so many seconds at most, where given."""
+        self._ended.wait(seconds)
 
     def _write(self, about: bytes, data: bytes | memoryview) -> None:
         view = memoryview(data)

@@ -26,6 +26,9 @@ LAST = ("finished", "stopped", "failed")
 class Run:
     """A run directory held by this process."""
 
+    writes = True
+    """Whether this process is the one that writes it."""
+
     def __init__(self, folder: Path):
         """Make or take the directory; InputError if a living process has it, naming its pid."""
         if folder.exists() and not folder.is_dir():
@@ -107,6 +110,35 @@ class Run:
         if self._metrics is not None:
             self._metrics.close()
         self._lock.close()
+
+
+class FollowedRun(Run):
+    """A run directory that host 0 of several holds and writes, as another host sees it: reading is all that it does."""
+
+    writes = False
+
+    def __init__(self, folder: Path):
+        """The directory may not be there before host 0 has come."""
+        self.folder = folder
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def cut_metrics(self, step: int) -> int:
+        """Nothing."""
+        return 0
+
+    def write_metrics(self, row: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def write_event(self, event: str, **facts: Any) -> None:
+        """Nothing."""
+
+    def abandon(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def append_event(folder: Path, event: str, **facts: Any) -> None:

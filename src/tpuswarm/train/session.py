@@ -1,7 +1,9 @@
 """Everything a training loop needs, made ready: directory, settings, program, data, state."""
 
+import hashlib
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,11 +18,11 @@ from tpuswarm.train import checkpoint, platform
 from tpuswarm.train.evaluate import FiniteSource
 from tpuswarm.train.fit import Fitted, Request, fit
 from tpuswarm.train.load import load_parameters
-from tpuswarm.train.mesh import select_devices
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
-from tpuswarm.train.run import Run, new_folder
+from tpuswarm.train.run import FollowedRun, Run, new_folder
 from tpuswarm.train.settings import FIXED, FREE, count_steps, differences, refuse_differences
-from tpuswarm.train.user_code import blame
+from tpuswarm.train.together import Several, Together, join
+from tpuswarm.train.user_code import blame, file_digest
 
 BATCH, STEPS = 32, 1_000
 """For a recipe that wants nothing else."""
@@ -31,6 +33,7 @@ class Session:
     """A run made ready, held by this process until `run.close()`."""
 
     run: Run
+    together: Together
     recipe: Recipe
     settings: dict[str, Any]
     fitted: Fitted
@@ -63,19 +66,31 @@ class Session:
 
 
 def prepare(
-    recipe: Recipe, asked: Mapping[str, Any], tokens: int | None, epochs: float | None, folder: Path | None
+    recipe: Recipe,
+    asked: Mapping[str, Any],
+    tokens: int | None,
+    epochs: float | None,
+    folder: Path | None,
+    hosts: Several | None = None,
 ) -> Session:
     """Take the run directory, resolve every setting, compile, and restore or make the state.
 
     asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
-    that cannot be done as asked; the directory is let go then.
+    that cannot be done as asked; the directory is let go then, and the other hosts end.
     """
-    run = Run(folder or new_folder(recipe.name))
+    if hosts and folder is None:
+        raise InputError("a run over several hosts needs --run, a directory on a disk that they share")
+    follows = hosts is not None and hosts.index > 0
+    run = FollowedRun(folder) if folder and follows else Run(folder or new_folder(recipe.name))
+    together = Together()
     try:
         stored = (run.config() or {}).get("train", {})
         platform.prepare(bool(_first(asked.get("deterministic"), stored.get("deterministic"))))
-        return _prepare(run, recipe, dict(asked), tokens, epochs)
+        if hosts:
+            together = join(hosts, run.folder, lambda why: run.write_event("failed", message=why))
+        return _prepare(run, together, recipe, dict(asked), tokens, epochs)
     except BaseException:
+        together.__exit__(*sys.exc_info())
         run.abandon()
         raise
 
@@ -124,23 +139,26 @@ def resolve(
     return Resolved(settings, source, tokens_per_row, config, changed)
 
 
-def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None) -> Session:
-    devices = select_devices(asked["devices"], platform.local_devices())
+def _prepare(
+    run: Run, together: Together, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
+) -> Session:
+    devices = together.devices(asked["devices"])
     resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices))
     refuse_differences(run.folder, resolved.changed)
     settings, source, config = resolved.settings, resolved.source, resolved.config
     batch = settings["batch"]
+    together.agree(lambda: facts(recipe, settings, source))
     fitted = fit(recipe, request(settings), devices)
+    together.agree(lambda: {"form of the program": f"{fitted.choice.why}, {fitted.choice.accumulate} micro-batches"})
     validation = held_out(recipe, required=asked["eval_every"] is not None)
     _write_config(run, recipe, settings, fitted)
 
     notes = [f"{fitted.choice.why}; {fitted.options.precision}"]
     if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
         notes.append(f"batch {batch}, so that {len(devices)} devices divide it")
-    saved, damaged = checkpoint.newest(run.checkpoints)
+    saved, damaged = _last_saved(run, together)
     notes += damaged
     init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
-    checkpoint.set_aside(run.checkpoints, saved)
     first_step, wall_s, save_seconds = 0, 0.0, None
     if saved is not None:
         state = checkpoint.restore(saved, fitted.state)
@@ -155,8 +173,36 @@ def _prepare(run: Run, recipe: Recipe, asked: dict[str, Any], tokens: int | None
             notes.append(f"parameters from {settings['init_from']}")
         state = fitted.init(init_key, shared)
     return Session(
-        run, recipe, settings, fitted, source, validation, state, first_step, wall_s, save_seconds, step_key, notes
-    )
+        run, together, recipe, settings, fitted, source, validation, state, first_step, wall_s, save_seconds, step_key,
+        notes,
+    )  # fmt: skip
+
+
+def _last_saved(run: Run, together: Together) -> tuple[checkpoint.Saved | None, list[str]]:
+    """The checkpoint to go on from, what is newer put out of its way; and sentences about damaged ones."""
+    if not together.leads:
+        there = together.same("the checkpoint to go on from", dict[str, Any]())
+        return (checkpoint.Saved(**there | {"folder": run.checkpoints / there["folder"]}) if there else None), []
+    saved, damaged = checkpoint.newest(run.checkpoints)
+    checkpoint.set_aside(run.checkpoints, saved)
+    together.same("the checkpoint to go on from", {**vars(saved), "folder": saved.folder.name} if saved else {})
+    return saved, damaged
+
+
+def facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[str, str]:
+    """What the hosts of one run have to agree on, by name."""
+    options = {name: value for name, value in recipe.options().items() if name != "data"}  # what is in it counts
+    row = hashlib.sha256()
+    with blame("the data source failed"):
+        for name, array in sorted(source.rows(0, 1).items()):  # a source need not give a digest
+            row.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return {
+        "recipe": recipe.name,
+        "recipe file": file_digest(recipe.target),
+        **{f"{name} of {recipe.name}": str(value) for name, value in options.items()},
+        **{name: str(value) for name, value in settings.items()},
+        "first row of the data": row.hexdigest(),
+    }
 
 
 def _first(*values: Any) -> Any:
@@ -227,6 +273,7 @@ def chosen(fitted: Fitted) -> dict[str, Any]:
         "platform": device.platform,
         "device": device.device_kind,
         "devices": fitted.mesh.size,
+        "hosts": len({each.process_index for each in fitted.mesh.devices.flat}),
         "sharding": fitted.choice.shard,
         "remat": fitted.choice.remat,
         "attention": fitted.options.attention,

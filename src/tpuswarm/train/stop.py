@@ -34,7 +34,11 @@ class StopSignals:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked, self._asked_at = signal.Signals(number), time.monotonic()
+        self.ask(signal.Signals(number))
+
+    def ask(self, wish: signal.Signals) -> None:
+        """Ask to stop, as the signal does."""
+        self.asked, self._asked_at = wish, time.monotonic()
 
     def since(self) -> float:
         """Seconds since it was asked."""

@@ -1,4 +1,4 @@
-"""The trainer: one loop over the steps of a recipe, on the devices of one process."""
+"""The trainer: one loop over the steps of a recipe, on the devices of one process, or of several hosts' together."""
 
 import math
 import time
@@ -30,7 +30,8 @@ from tpuswarm.train.report import write_report
 from tpuswarm.train.run import METRICS, read_rows, writing
 from tpuswarm.train.session import Session, prepare
 from tpuswarm.train.settings import FIXED, FREE
-from tpuswarm.train.stop import StopSignals, decide_stop
+from tpuswarm.train.stop import StopDecision, decide_stop
+from tpuswarm.train.together import several
 
 
 class Step(NamedTuple):
@@ -63,7 +64,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains recipes on this process's devices.
+    """Trains recipes on this process's devices, or on those of several hosts.
 
     - devices: `all`, a number (8), or indices from 0 ([5]); shard: `auto`, `replicate` or `fsdp`.
     - precision: `bf16`, `f32`, `highest`; None is bf16 on TPU and GPU, f32 on CPU.
@@ -72,6 +73,8 @@ class Trainer:
     - notice: seconds from SIGTERM to the end of the machine.
     - deterministic: GPU kernels that repeat bit for bit (CPU and TPU do without being asked).
     - display: where progress goes; None chooses by the terminal.
+    - hosts, host, hosts_at: how many processes make this call to train together, which of them this is, from 0, and
+      HOST:PORT where host 0 listens for the others (docs/hosts.md). Once in a process, before anything else uses JAX.
     """
 
     devices: str | int | list[int] = "all"
@@ -89,6 +92,9 @@ class Trainer:
     notice: float = 10.0
     deterministic: bool | None = None
     display: Display | None = None
+    hosts: int | None = None
+    host: int | None = None
+    hosts_at: str | None = None
 
     def settings(
         self, steps: int | None = None, batch: int | None = None, init_from: str | Path | None = None
@@ -133,9 +139,11 @@ class Trainer:
         eval_every = Every() if self.eval_every is None else parse_every(self.eval_every, "eval_every")
         if self.keep < 1:
             raise InputError(f"keep must be 1 or more, not {self.keep}")
+        hosts = several(self.hosts, self.host, self.hosts_at)
         with Watch() as watch:
-            session = prepare(recipe, asked, tokens, epochs, Path(run) if run else None)
-            loop = _Loop(session, watch, self.display or auto_display(), save_every, eval_every)
+            session = prepare(recipe, asked, tokens, epochs, Path(run) if run else None, hosts)
+            display = self.display or auto_display(quiet=not session.together.leads)
+            loop = _Loop(session, watch, display, save_every, eval_every)
             return (yield from watch.hand_out(loop.run()))
 
 
@@ -143,11 +151,11 @@ class _Loop:
     """One process's work on one run."""
 
     def __init__(self, session: Session, watch: Watch, display: Display, save_every: Every, eval_every: Every):
-        self._session, self._watch, self._display = session, watch, display
+        self._session, self._watch, self._display, self._together = session, watch, display, session.together
         self._save_every, self._eval_every = save_every, eval_every
-        self._checkpoints = Checkpoints(session.run.checkpoints, session.settings["keep"], session.save_seconds)
-        self._board = Board(session.run.folder / "tensorboard", session.first_step)
-        self._stop = StopSignals()
+        writes, keep = session.run.writes, session.settings["keep"]
+        self._checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_seconds, writes)
+        self._board = Board(session.run.folder / "tensorboard", session.first_step) if writes else None
         self._state = session.state
         session.state = None  # its buffers are donated to the first step
         self._done = self._saved = session.first_step
@@ -158,17 +166,22 @@ class _Loop:
 
     def run(self) -> Generator[Step, None, Result]:
         """All steps, from the opening to the result."""
+        with self._together:
+            return (yield from self._run())
+
+    def _run(self) -> Generator[Step, None, Result]:
         try:
             self._open()
-            with self._stop:
-                yield from self._train()
-                if self._done == self._session.steps:
-                    yield from self._finish()
-                if self._done == self._session.steps and not self._stopping():
-                    return self._result("finished", f"finished: {self._session.steps} steps", None)
-                assert self._stop.asked is not None
-                return self._result("stopped", self._end_early(self._stop.asked), int(self._stop.asked))
+            yield from self._train()
+            if self._done == self._session.steps:
+                yield from self._finish()
+            if self._done == self._session.steps and not self._stopping():
+                return self._result("finished", f"finished: {self._session.steps} steps", None)
+            asked = self._together.asked
+            assert asked is not None
+            return self._result("stopped", self._end_early(asked), int(asked))
         except GeneratorExit:
+            self._together.same("leaving the loop", True)
             self._flush()
             if self._saved < self._done:
                 self._save(wait=True)
@@ -193,7 +206,8 @@ class _Loop:
         finally:
             with ExitStack() as ends:
                 ends.callback(self._session.run.close)
-                ends.callback(self._board.close)
+                if self._board:
+                    ends.callback(self._board.close)
                 ends.callback(self._checkpoints.close)
                 ends.callback(self._display.close)
 
@@ -218,7 +232,7 @@ class _Loop:
             self._save(wait=False)  # there is always one to go back to, and what a save takes is known early
 
     def _stopping(self) -> bool:
-        return self._stop.asked is not None
+        return self._together.stopping()
 
     def _train(self) -> Iterator[Step]:
         session, step = self._session, self._session.fitted.step
@@ -232,7 +246,7 @@ class _Loop:
             # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
             # wait; and everything up to a checkpoint's step is written before the checkpoint.
             while self._done < session.steps and not self._stopping():
-                fed = feed.next(leave=self._stopping)
+                fed = feed.next(leave=self._together.leaves_feed)
                 if fed is None:
                     break
                 batch, waited = fed
@@ -246,8 +260,9 @@ class _Loop:
                     yield self._record(*before)
                 self._checkpoints.check()
                 now = time.monotonic()
-                save = self._save_every.due(self._done, now - self._saved_at)
-                evaluate = self._evaluation_due(now - self._evaluated_at)
+                due = [self._save_every.due(self._done, now - self._saved_at)]
+                due.append(self._evaluation_due(now - self._evaluated_at))
+                save, evaluate = self._together.same("what is due", due)
                 if (save or evaluate) and self._done < session.steps and not self._stopping():
                     yield from self._flush()
                     if save:
@@ -266,7 +281,9 @@ class _Loop:
             yield from self._evaluate()
         if self._stopping():
             return
-        if to_evaluate or self._done > session.first_step:
+        if not session.run.writes:
+            self._last = last_row(session.run.folder) | self._last
+        elif to_evaluate or self._done > session.first_step:
             self._sum_up()
             with writing(session.run.folder / "report.html"):
                 write_report(session.run.folder)
@@ -277,8 +294,9 @@ class _Loop:
 
     def _end_early(self, asked: Signals) -> str:
         """Save or not, as the notice allows; what happened in words."""
-        left = max(0.0, self._session.settings["notice"] - self._stop.since())
+        left = max(0.0, self._session.settings["notice"] - self._together.since())
         decision = decide_stop(asked, self._checkpoints.seconds, self._checkpoints.busy, left)
+        decision = StopDecision(*self._together.same("how to stop", decision))
         if decision.save and self._saved < self._done:
             self._save(wait=True)
         with self._watch.times.during(times.CHECKPOINTS):
@@ -337,7 +355,8 @@ class _Loop:
 
     def _write(self, row: dict[str, Any]) -> Step:
         self._session.run.write_metrics(row)
-        self._board.write(row)
+        if self._board:
+            self._board.write(row)
         self._display.row(row)
         return Step(row, self._state)
 
@@ -346,8 +365,9 @@ class _Loop:
 
     def _evaluated(self) -> bool:
         rows = read_rows(self._session.run.folder / METRICS)
-        found = [row for row in rows if row["step"] == self._done and "eval_loss" in row]
-        self._last |= {"eval_loss": found[-1]["eval_loss"]} if found else {}
+        found = [row["eval_loss"] for row in rows if row["step"] == self._done and "eval_loss" in row]
+        found = self._together.same("evaluations", found[-1:])
+        self._last |= {"eval_loss": found[-1]} if found else {}
         return bool(found)
 
     def _save(self, wait: bool) -> None:

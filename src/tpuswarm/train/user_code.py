@@ -1,6 +1,7 @@
 """Code that is not ours: finding a recipe by name, and telling its errors from ours."""
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -84,6 +85,12 @@ def absolute_target(target: str) -> str:
     """`file.py:Name` with the file's absolute path; a `module:Name` as it is."""
     place, _, name = target.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target
+
+
+def file_digest(target: str) -> str:
+    """SHA-256 of the file that a recipe comes from: the running program's, where `target` is empty; "" for a module."""
+    place = target.rpartition(":")[0] if target else getattr(sys.modules["__main__"], "__file__", None) or ""
+    return hashlib.sha256(Path(place).read_bytes()).hexdigest() if place.endswith(".py") else ""
 
 
 def find_maker(target: str) -> Any:

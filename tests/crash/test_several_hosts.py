@@ -1,0 +1,121 @@
+"""`tpuswarm train` over two hosts, processes of four virtual devices each: killed, stopped, resumed elsewhere."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.processes import updates, wait_for
+from tests.train import wide
+from tpuswarm import Trainer
+from tpuswarm.train.hosts import listen
+from tpuswarm.train.run import METRICS, read_rows, status
+from tpuswarm.train.together import SECRET
+from tpuswarm.train.user_code import build_recipe
+
+STEPS, SAVE = 100, 20
+TARGET = f"{wide.__file__}:wide"
+FOUR_DEVICES = {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"])}
+
+
+class Hosts:
+    """Two processes of `tpuswarm train`."""
+
+    def __init__(self, folder: Path, *words: str, of_host_1: tuple[str, ...] = ()):
+        self.folder = folder
+        with listen("127.0.0.1", 0) as free:
+            at = f"127.0.0.1:{free.getsockname()[1]}"
+        line = [sys.executable, "-m", "tpuswarm", "train", TARGET, "--steps", str(STEPS), "--batch", "16",
+                "--shard", "fsdp", "--save-every", str(SAVE), "--eval-every", "30", "--run", str(folder), *words,
+                "--json", "--hosts", "2", "--hosts-at", at]  # fmt: skip
+        self.processes = [
+            subprocess.Popen(
+                [*line, *(of_host_1 if index else ()), "--host", str(index)],
+                env={**os.environ, **FOUR_DEVICES}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for index in range(2)
+        ]  # fmt: skip
+
+    def reach(self, step: int) -> "Hosts":
+        """Wait until the run has so many updates."""
+        wait_for(lambda: updates(self.folder) >= step, self.processes[0])
+        return self
+
+    def end(self, *codes: int) -> list[tuple[str, str]]:
+        """What each printed, once they have ended with these codes."""
+        try:
+            said = [process.communicate(timeout=120) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+        assert [process.returncode for process in self.processes] == list(codes), said
+        return said
+
+
+def losses(folder: Path) -> dict[str, list[float]]:
+    """Each column of a run, by step; every step has to be there once."""
+    found = list(read_rows(folder / METRICS))
+    assert [row["step"] for row in found if "loss" in row] == list(range(1, STEPS + 1))
+    return {name: [row[name] for row in found if name in row] for name in ("loss", "eval_loss")}
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory):
+    """The losses of one process with eight devices that nobody disturbed."""
+    return losses(go_on(tmp_path_factory.mktemp("whole") / "run", shard="fsdp"))
+
+
+def go_on(folder: Path, **options) -> Path:
+    """Train to the end in this process."""
+    trainer = Trainer(save_every=SAVE, eval_every=30, **options)
+    trainer.fit(build_recipe(TARGET, {}), steps=STEPS, batch=16, run=folder)
+    return folder
+
+
+def check(folder: Path, wanted: dict[str, list[float]]) -> None:
+    """The losses are those wanted, up to the order of sums: within a process and between processes it differs."""
+    for name, values in losses(folder).items():
+        np.testing.assert_allclose(values, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_host_that_is_killed_ends_the_other_and_the_run_goes_on_with_other_devices(tmp_path, wanted):
+    folder = tmp_path / "run"
+    hosts = Hosts(folder).reach(SAVE + 10)
+    hosts.processes[1].kill()
+    (_, said), _ = hosts.end(1, -signal.SIGKILL)
+    sentence = "host 1 is gone (its connection is closed), so this host ends too; start all of them together again"
+    assert said.endswith(f"{sentence}\n") and "Traceback" not in said
+    assert (status(folder).state, status(folder).message) == ("failed", sentence)
+    assert not (folder / SECRET).exists()
+    files = [path.name for path in (folder / f"checkpoints/{SAVE:08d}").rglob("ocdbt.process_*")]
+    assert sorted(files) == ["ocdbt.process_0", "ocdbt.process_1"], "each host writes its part"
+    for devices in (8, 4):
+        shutil.copytree(folder, tmp_path / f"on-{devices}")
+        check(go_on(tmp_path / f"on-{devices}", devices=devices), wanted)
+    assert wanted["loss"][-1] < 0.5 * wanted["loss"][0] and len(wanted["eval_loss"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("host", "number"), [(1, signal.SIGTERM), (0, signal.SIGINT)])
+def test_a_stop_at_one_host_stops_all_at_the_same_step_and_they_go_on(tmp_path, wanted, host, number):
+    folder = tmp_path / "run"
+    hosts = Hosts(folder).reach(SAVE + 5)
+    hosts.processes[host].send_signal(number)
+    ends = hosts.end(128 + number, 128 + number)
+    zero, one = (json.loads(out) for out, _ in ends)
+    assert zero == one | {"metrics": zero["metrics"]}
+    assert f"saved at step {zero['step']}" in zero["message"] and SAVE < zero["step"] < STEPS
+    assert status(folder).state == "stopped"
+    ends = Hosts(folder).end(0, 0)
+    assert f"resumed from the checkpoint of step {zero['step']}" in ends[0][1]
+    check(folder, wanted)
+    before = (folder / METRICS).read_bytes()
+    Hosts(folder).end(0, 0)
+    assert (folder / METRICS).read_bytes() == before, "a finished run is finished"

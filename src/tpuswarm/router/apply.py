@@ -73,8 +73,8 @@ def _notes(asked: Asked, root: bool) -> list[str]:
         notes.append(f"the chain {chain} drops what no rule of it accepts; to let through what is translated: {add}")
     if taken := sorted(mapping.targets.keys() & listening_ports(machine.listening())):
         notes.append(
-            f"this host itself listens at {', '.join(map(str, taken))}: from {', '.join(mapping.sources)} through "
-            f"{mapping.outside} it will not be reached there any more"
+            f"this host itself listens at {', '.join(map(str, taken))}: no new connection from "
+            f"{', '.join(mapping.sources)} through {mapping.outside} will reach it there"
         )
     return notes
 

@@ -118,7 +118,8 @@ def write(path: str, text: str | None) -> None:
     except OSError as error:
         wanted = "deleted" if text is None else f"set to {one_line(text)}" if one_line(text) else "written"
         raise RunFailed(f"{path} cannot be {wanted} on this machine: {error.strerror}") from error
-    if path in (UNIT, ENABLED):  # for whoever asks systemd now; when the machine starts it reads all anyway
+    # For whoever asks systemd now; when the machine starts it reads all anyway.
+    if path in (UNIT, ENABLED) and shutil.which("systemctl"):
         subprocess.run(["systemctl", "daemon-reload"], capture_output=True, check=False)
 
 

@@ -19,8 +19,8 @@ def ruleset(mapping: Mapping) -> str:
     """One transaction that puts the table in the place of one that may be there, and touches no other.
 
     The look-up of a port is one in a hash table, by the first packet of a connection only: the kernel's record of
-    connections translates all others, also when the table changes. The first packet is one that opens a connection: for
-    the kernel, any is the first of what went on before it kept records, such as your own SSH.
+    connections translates all others, also when the table changes. It has to be a packet that opens a connection: when
+    the kernel begins to keep records, any packet of an older connection, such as your own SSH, is a first one too.
     """
     remote = {port: target for port, target in mapping.targets.items() if target.address}
     own = {port: target for port, target in mapping.targets.items() if not target.address}

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tpuswarm import Clock, Recipe
-from tpuswarm.train.fit import Fitted, Request, fit
+from tpuswarm.train.fit import Fitted, fit, usual_request
 from tpuswarm.train.mesh import batch_sharding
 from tpuswarm.train.recipe import Batch, Metrics
 
@@ -32,11 +32,6 @@ class Bare:
         self.state, metrics = self.fitted.step(self.state, batch, clock)
         self.done += 1
         return metrics
-
-
-def usual_request(recipe: Recipe, **asked: Any) -> Request:
-    """What the trainer asks of `fit` when the user names nothing, with `asked` over it."""
-    return Request(**{name: recipe.defaults[name] for name in ("batch", "clip", "decay")} | asked)
 
 
 def usual(recipe: Recipe, devices: Sequence[Any]) -> Bare:

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bare import Bare, usual_request
+from benchmarks.bare import Bare
 from benchmarks.report import Settings, Skipped, Table, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import Fitted, fit
+from tpuswarm.train.fit import Fitted, fit, usual_request
 from tpuswarm.train.platform import local_devices
 
 DEVICES, BATCH, STEPS = 8, 8, 2

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.bare import usual_request
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.swarm.aggregator import Aggregator
@@ -35,7 +34,7 @@ from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.fit import Fitted, fit
+from tpuswarm.train.fit import Fitted, fit, usual_request
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.platform import local_devices
 

@@ -35,6 +35,8 @@ from tpuswarm.train.recipe import (
 from tpuswarm.train.user_code import blame
 
 SHARDS = ("auto", "replicate", "fsdp")
+BATCH = 32
+"""Rows of a step for a recipe that wants no number of its own."""
 STATE_SHARE = 0.6
 """With `auto`, a replicated state may take this share of a device's memory; activations need the rest."""
 
@@ -68,6 +70,13 @@ class Request:
             attention=attention,
             loop=loop,
         )
+
+
+def usual_request(recipe: Recipe, **asked: Any) -> Request:
+    """What the trainer asks for: what is asked (None is not), and what the recipe wants where nothing is."""
+    wanted = ("batch", "accumulate", "clip", "freeze", "decay", "ema")
+    usual = {"batch": BATCH} | {name: recipe.defaults[name] for name in wanted if name in recipe.defaults}
+    return Request(**usual | {name: value for name, value in asked.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.train import checkpoint, platform
 from tpuswarm.train.evaluate import FiniteSource
-from tpuswarm.train.fit import Fitted, Request, fit
+from tpuswarm.train.fit import BATCH, Fitted, Request, fit
 from tpuswarm.train.load import load_parameters
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
 from tpuswarm.train.run import FollowedRun, Run, new_folder
@@ -24,7 +24,7 @@ from tpuswarm.train.settings import FIXED, FREE, count_steps, differences, refus
 from tpuswarm.train.together import Several, Together, join
 from tpuswarm.train.user_code import blame, file_digest
 
-BATCH, STEPS = 32, 1_000
+STEPS = 1_000
 """For a recipe that wants nothing else."""
 
 

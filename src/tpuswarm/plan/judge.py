@@ -1,0 +1,162 @@
+"""Does it fit, and how: the answer for one described slice, from `train/fit.py` and the TPU compiler."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from tpuswarm.plan.largest import largest
+from tpuswarm.plan.order import Found, Order, Place, Program
+from tpuswarm.train import fit as fitting
+from tpuswarm.train.fit import Choice, DoesNotFit, Fitted, Placed, Request
+from tpuswarm.train.flops import Flops, model_flops
+from tpuswarm.train.mesh import bytes_per_device, make_mesh
+from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.user_code import build_recipe
+
+Say = Callable[[str], None]
+
+
+def judge(order: Order, say: Say) -> Found:
+    """The answer to one order; InputError for what cannot be done as asked, on any slice."""
+    asked, place = order.asked, order.place
+    recipe = build_recipe(asked.target, asked.options)
+    request = fitting.usual_request(
+        recipe,
+        batch=asked.batch,
+        precision=asked.precision,
+        shard=asked.shard,
+        accumulate=asked.accumulate,
+        freeze=asked.freeze,
+        ema=asked.ema,
+    )
+    if order.lower_only:
+        return _lowered(recipe, request, order)
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=place.compiler, **place.compiler_options)
+    except jax.errors.JaxRuntimeError as error:
+        return Found(None, problem=f"the compiler has no topology {place.compiler}: {_first_line(error)}")
+    compiler = _Compiler(recipe, request, described.devices, place, say)
+    try:
+        return compiler.batch() if asked.batch else compiler.largest()
+    except DoesNotFit as error:
+        last = error.last
+        return Found(
+            False, needed=last.needed or None, held=last.state, smallest=last.choice.why, problem=str(error),
+            compilations=compiler.count,
+        )  # fmt: skip
+    except jax.errors.JaxRuntimeError as error:
+        return Found(None, problem=f"the compiler refuses this program: {_first_line(error)}")
+
+
+class _Sized(NamedTuple):
+    """A compiled step, and the rows of one micro-batch on one device."""
+
+    rows: int
+    fitted: Fitted
+
+
+class _Compiler:
+    """Compiles one program for one slice, in several sizes."""
+
+    def __init__(self, recipe: Recipe, request: Request, devices: Sequence[Any], place: Place, say: Say):
+        self._recipe, self._request, self._devices, self._place, self._say = recipe, request, devices, place, say
+        self._count = request.accumulate or 1
+        self.count = 0
+
+    def batch(self) -> Found:
+        """The batch that was asked for, in as many micro-batches as it takes."""
+        self.count += 1
+        fitted = fitting.fit(self._recipe, self._request, self._devices, self._place.hbm_bytes)
+        rows = self._request.batch // len(self._devices) // fitted.choice.accumulate
+        return self._found(_Sized(rows, fitted), None)
+
+    def largest(self) -> Found:
+        """The largest micro-batch, run in the way that the recipe's usual batch takes on this slice."""
+        best = self._usual()
+        memory = self._place.hbm_bytes
+
+        def used(rows: int) -> int | None:
+            nonlocal best
+            self.count += 1
+            tried = fitting.attempt(self._recipe, self._sized(rows), self._devices, best.fitted.choice, memory)
+            if not isinstance(tried, Fitted):
+                self._say(f"{rows} rows a device are too many")
+                return None
+            self._say(f"{rows} rows a device fit")
+            best = _Sized(rows, tried)
+            return tried.memory.total
+
+        _, above = largest(used, best.rows, best.fitted.memory.total, memory)
+        return self._found(best, above)
+
+    def _usual(self) -> _Sized:
+        """The recipe's usual batch, or half of it, and so on until it fits."""
+        rows = max(1, self._request.batch // self._count // len(self._devices))
+        while True:
+            self.count += 1
+            try:
+                fitted = fitting.fit(self._recipe, self._sized(rows), self._devices, self._place.hbm_bytes)
+            except DoesNotFit:
+                if rows == 1:
+                    raise
+                self._say(f"{rows} rows a device are too many")
+                rows //= 2
+            else:
+                self._say(f"{rows} rows a device fit")
+                return _Sized(rows, fitted)
+
+    def _sized(self, rows: int) -> Request:
+        return replace(self._request, batch=rows * len(self._devices) * self._count, accumulate=self._count)
+
+    def _found(self, sized: _Sized, above: int | None) -> Found:
+        memory, fitted = sized.fitted.memory, sized.fitted
+        return Found(
+            True, _program(fitted, fitted.choice, sized.rows, fitted.flops),
+            memory.arguments, memory.temporaries, memory.code, above, compilations=self.count,
+        )  # fmt: skip
+
+
+def _lowered(recipe: Recipe, request: Request, order: Order) -> Found:
+    """What can be said without a TPU compiler: that the program lowers for TPU, its state and its FLOPs.
+
+    It runs on as many virtual CPU devices as the slice has; what depends on memory is taken from the state alone.
+    """
+    place, devices = order.place, jax.devices()
+    options = request.options("tpu", place.kind)
+    rows = max(1, request.batch // len(devices))
+    if order.asked.batch is None:
+        request = replace(request, batch=rows * len(devices))
+    choice = next(fitting.ways(recipe, request, "tpu", place.kind, len(devices), place.hbm_bytes))
+    placed, traced = fitting.trace(recipe, options, choice, request.batch, make_mesh(devices))
+    try:
+        traced.lower(lowering_platforms=("tpu",))
+    except Exception as error:  # noqa: BLE001  # whatever a kernel or an op raises when it has no form for TPU
+        return Found(None, problem=f"the program does not lower for TPU: {_first_line(error)}")
+    program = _program(placed, choice, rows // choice.accumulate, model_flops(traced.jaxpr))
+    return Found(None, program, problem=order.lower_only, compilations=0)
+
+
+def _program(placed: Placed, choice: Choice, rows: int, flops: Flops) -> Program:
+    state = jax.tree.leaves(placed.state)
+    return Program(
+        batch=rows * choice.accumulate * placed.mesh.size,
+        micro_batch=rows,
+        micro_batches=choice.accumulate,
+        sharding=choice.shard,
+        remat=choice.remat,
+        why=choice.why,
+        precision=placed.options.precision,
+        attention=placed.options.attention,
+        tokens_per_row=placed.program.tokens_per_row,
+        model_flops=flops.total,
+        flops_unknown=flops.unknown,
+        state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in state),
+        held_bytes=bytes_per_device(placed.state, placed.shardings),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

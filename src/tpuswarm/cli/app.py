@@ -6,7 +6,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tpuswarm.cli import catalog, control, learn, ledger, router, runs, simulate, swarm, train
+from tpuswarm.cli import catalog, control, learn, ledger, plan, router, runs, simulate, swarm, train
 from tpuswarm.errors import TpuswarmError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ UsageError: Any = typer.BadParameter.__base__
 COMMANDS: dict[str, Any] = {
     "demo": learn.demo,
     "catalog": catalog.catalog,
+    "plan": plan.plan,
     "simulate": simulate.simulate,
     "train": train.train,
     "join": swarm.join,

@@ -37,7 +37,7 @@ class Rests:
             and isinstance(args[0], str | os.PathLike)
             and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)
         ):
-            self._opened.add(os.fspath(args[0]))  # type: ignore[arg-type]
+            self._opened.add(os.fspath(args[0]))
 
     def all(self, but: Path) -> dict[str, dict[str, str]]:
         """Stamps of files and versions of packages by name; nothing under the folder `but`."""

@@ -1,14 +1,19 @@
-"""What must be set before JAX starts its backends, and where this user's caches live."""
+"""What must be set before JAX starts its backends, and where this user's caches live.
+
+JAX is imported where it is needed: who asks for a cache's folder does not wait for it.
+"""
 
 import ctypes
 import importlib.util
 import os
 import sys
 from pathlib import Path
-
-import jax
+from typing import TYPE_CHECKING
 
 from tpuswarm.errors import InputError
+
+if TYPE_CHECKING:
+    import jax
 
 
 def cache_folder(name: str) -> Path:
@@ -39,6 +44,8 @@ def prepare(deterministic: bool = False) -> None:
     An installed libtpu prints errors on a machine without a TPU unless JAX is told not to look for one; a platform
     chosen by the user (JAX_PLATFORMS) stands. `deterministic` makes GPU kernels repeat bit for bit.
     """
+    import jax
+
     if deterministic and "--xla_gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     if not jax.config.values["jax_platforms"] and importlib.util.find_spec("libtpu") and not has_tpu():
@@ -65,8 +72,10 @@ def keep_freed_memory() -> None:
         mallopt(arena_max, 1)
 
 
-def local_devices() -> list[jax.Device]:
+def local_devices() -> "list[jax.Device]":
     """This process's devices; InputError in one sentence where the chosen platform does not start."""
+    import jax
+
     prepare()
     try:
         return list(jax.local_devices())

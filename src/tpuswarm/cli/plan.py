@@ -1,0 +1,146 @@
+"""`tpuswarm plan`: does it fit, how fast at best, at what price, on TPUs that nobody has rented yet."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuswarm.cli.runs import make_console
+from tpuswarm.cli.train import option, recipe_options
+from tpuswarm.config.units import parse_count
+from tpuswarm.errors import InputError, RunFailed
+
+if TYPE_CHECKING:
+    from tpuswarm.plan.order import Order
+    from tpuswarm.plan.row import Row
+
+USUAL = ("v2-8", "v3-8", "v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8")
+"""Without --on: of each generation the slice called 8, which is one host."""
+
+
+def plan(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A built-in recipe (gpt2-tiny, gpt2-124m, …) or file.py:Recipe.")],
+    on: Annotated[
+        list[str] | None, option("--on", "A TPU under any of its names; may be repeated. Default: an 8 of each kind.")
+    ] = None,
+    batch: Annotated[
+        str, option("--batch", "Rows of one step over all devices, or auto: the largest micro-batch. Default: auto.")
+    ] = "auto",
+    precision: Annotated[str | None, option("--precision", "bf16, f32 or highest. Default: bf16.")] = None,
+    shard: Annotated[str | None, option("--shard", "auto, replicate or fsdp. Default: auto.")] = None,
+    accumulate: Annotated[
+        str | None, option("--accumulate", "Micro-batches of one step. Default: as few as fit.")
+    ] = None,
+    freeze: Annotated[str | None, option("--freeze", "Regular expression of parameters that stay as they are.")] = None,
+    ema: Annotated[float | None, option("--ema", "Moving average of the parameters, such as 0.999.")] = None,
+    as_json: Annotated[bool, option("--json", "One object on stdout.")] = False,
+) -> None:
+    """Compile a recipe's training step for TPUs without having one: what fits, how fast at best, at what price.
+
+    The options of the recipe itself are given the same way: --context 512.
+    """
+    from tpuswarm import catalog, recipes
+    from tpuswarm.plan.cache import Cache
+    from tpuswarm.plan.children import Children, no_compiler, other_libtpu
+    from tpuswarm.plan.order import Asked, Order, place_of
+    from tpuswarm.plan.row import Row, document
+    from tpuswarm.train.platform import cache_folder
+
+    if recipe.startswith("-"):
+        raise InputError(f"the recipe comes first: tpuswarm plan RECIPE {recipe} …")
+    target, preset = recipes.find(recipe)
+    asked = Asked(
+        target,
+        {**preset, **recipe_options(context.args)},
+        batch=None if batch == "auto" else parse_count(batch, "batch"),
+        precision=precision,
+        shard=shard,
+        accumulate=None if accumulate is None else parse_count(accumulate, "accumulate"),
+        freeze=freeze,
+        ema=ema,
+    )
+    reason = no_compiler()
+    slices = {each.name: each for each in map(catalog.find, on or USUAL)}
+    orders = [Order(asked, place_of(each), reason) for each in slices.values()]
+    rows: dict[str, Row] = {}
+    with _shown(recipe, orders, as_json) as show:
+        children = Children(Cache(cache_folder("plan")), show.say)
+        for order, found in children.answers(orders):
+            rows[order.place.name] = row = Row(slices[order.place.name], found)
+            show.row(row)
+    for note in (reason, "" if reason else other_libtpu(), children.unkept):
+        if note:
+            print(f"note: {note}", file=sys.stderr)
+    ordered = [rows[name] for name in slices]
+    if as_json:
+        print(json.dumps(document(recipe, asked, ordered)))
+    if all(each.found.fits is None and each.found.program is None for each in ordered):
+        raise RunFailed(f"nothing could be said of {recipe} on any of these: {ordered[0].found.problem}")
+
+
+plan.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
+
+
+class _Show:
+    """Lines on stderr as answers come, the whole table on stdout at the end."""
+
+    def __init__(self, title: str, orders: list["Order"], as_json: bool):
+        self._title, self._orders, self._as_json = title, orders, as_json
+        self._rows: dict[str, Row] = {}
+        self._doing: dict[str, str] = {order.place.name: "waits" for order in orders}
+
+    def say(self, order: "Order", text: str) -> None:
+        """What a compilation is at."""
+        print(f"{order.place.name}: {text}", file=sys.stderr, flush=True)
+
+    def row(self, row: "Row") -> None:
+        """An answer."""
+        self._rows[row.accelerator.name] = row
+        print(f"{row.accelerator.name}: {row.sentence}", file=sys.stderr, flush=True)
+
+    def draw(self) -> Any:
+        """The table with what is known so far."""
+        from tpuswarm.plan.table import table
+
+        return table(self._title, [(name, self._rows.get(name), doing) for name, doing in self._doing.items()])
+
+    def close(self) -> None:
+        """The last word."""
+        if not self._as_json and self._rows:
+            make_console().print(self.draw())
+
+
+class _LiveShow(_Show):
+    """On a terminal: the table, drawn anew as answers come."""
+
+    def __init__(self, title: str, orders: list["Order"]):
+        from rich.live import Live
+
+        super().__init__(title, orders, False)
+        self._live = Live(get_renderable=self.draw, console=make_console(), refresh_per_second=2)
+        self._live.start()
+
+    def say(self, order: "Order", text: str) -> None:
+        """What a compilation is at."""
+        self._doing[order.place.name] = text
+
+    def row(self, row: "Row") -> None:
+        """An answer."""
+        self._rows[row.accelerator.name] = row
+
+    def close(self) -> None:
+        """Leave the table on the screen."""
+        self._live.stop()
+
+
+@contextmanager
+def _shown(title: str, orders: list["Order"], as_json: bool) -> Iterator[_Show]:
+    show = _LiveShow(title, orders) if make_console().is_terminal and not as_json else _Show(title, orders, as_json)
+    try:
+        yield show
+    finally:
+        show.close()

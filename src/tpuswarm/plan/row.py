@@ -1,0 +1,75 @@
+"""One line of a plan: a slice, the compiler's answer, and what follows from it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tpuswarm.catalog import Accelerator
+from tpuswarm.plan.advice import advice
+from tpuswarm.plan.order import Asked, Found
+
+GIB = 2**30
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A slice and what was found for it."""
+
+    accelerator: Accelerator
+    found: Found
+
+    @property
+    def verdict(self) -> str:
+        """yes, no or unknown."""
+        return {True: "yes", False: "no", None: UNKNOWN}[self.found.fits]
+
+    @property
+    def sentence(self) -> str:
+        """The answer and its reasons in words."""
+        found, program = self.found, self.found.program
+        if found.fits is False:
+            return f"does not fit: {advice(self.accelerator, found)}"
+        if program is None:
+            return f"{UNKNOWN}: {found.problem}"
+        rows = f"{program.micro_batch} rows a device"
+        if program.micro_batches > 1:
+            rows += f" at a time, {program.micro_batches} times a step"
+        if found.too_large is not None:
+            rows += f" ({found.too_large} do not fit)"
+        return f"{'fits' if found.fits else UNKNOWN}: {rows}; {program.why}"
+
+    def document(self) -> dict[str, Any]:
+        """For JSON; "unknown" where nobody can say."""
+        found, program = self.found, self.found.program
+        facts: dict[str, Any] = {
+            "accelerator": self.accelerator.name,
+            "devices": self.accelerator.devices,
+            "fits": found.fits,
+            "sentence": self.sentence,
+            "hbm_used_bytes": found.used,
+            "hbm_bytes": self.accelerator.generation.compiler_hbm_bytes,
+            "memory": {"arguments": found.arguments, "temporaries": found.temporaries, "code": found.code},
+            "micro_batch_too_large": found.too_large,
+            "compilations": found.compilations,
+            "compile_seconds": found.seconds,
+            "hazards": list(found.hazards),
+        }
+        names = ("batch", "micro_batch", "micro_batches", "sharding", "remat", "why", "precision", "attention")
+        for name in (*names, "tokens_per_row", "model_flops", "flops_unknown", "state_bytes"):
+            facts[name] = getattr(program, name) if program else None
+        if found.fits is not True:
+            facts["problem"] = found.problem
+        return _known(facts)
+
+
+def document(recipe: str, asked: Asked, rows: Sequence[Row]) -> dict[str, Any]:
+    """The whole plan for JSON."""
+    return {"recipe": recipe, "asked": asdict(asked), "rows": [row.document() for row in rows]}
+
+
+def _known(value: Any) -> Any:
+    """`value` with every None as the word."""
+    if isinstance(value, dict):
+        return {name: _known(each) for name, each in value.items()}
+    return UNKNOWN if value is None else value

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tpuswarm.cli import catalog, control, learn, ledger, plan, router, runs, simulate, swarm, train
+from tpuswarm.cli import catalog, control, learn, ledger, plan, profile, router, runs, simulate, swarm, train
 from tpuswarm.errors import TpuswarmError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ COMMANDS: dict[str, Any] = {
     "stop": control.stop,
     "sample": runs.sample,
     "evaluate": runs.evaluate,
+    "profile": profile.profile,
 }
 
 

@@ -53,6 +53,8 @@ def train(
     hosts_at: Annotated[
         str | None, option("--hosts-at", "HOST:PORT of host 0. Default: the first of $TPU_WORKER_HOSTNAMES, port 8490.")
     ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps for xprof and TensorBoard.")] = False,
+    wandb: Annotated[str | None, option("--wandb", "Project of Weights & Biases that gets every row.")] = None,
     as_json: Annotated[bool, option("--json", "One object on stdout at the end.")] = False,
     members: Annotated[int | None, option("--members", "Train as a swarm of so many members.")] = None,
     devices_per_member: Annotated[
@@ -93,7 +95,7 @@ def train(
         devices=devices, shard=shard, precision=precision, clip=clip, freeze=freeze, decay=decay, ema=ema, seed=seed,
         accumulate=parse_count(accumulate, "accumulate") if accumulate is not None else None,
         save_every=save_every, eval_every=eval_every, keep=keep, notice=parse_seconds(notice, "notice"),
-        deterministic=deterministic, hosts=hosts, host=host, hosts_at=hosts_at,
+        deterministic=deterministic, hosts=hosts, host=host, hosts_at=hosts_at, profile=profile, wandb=wandb,
     )  # fmt: skip
     count = parse_count(tokens, "tokens") if tokens is not None else None
     given = {
@@ -105,6 +107,8 @@ def train(
     if members is not None:
         if hosts is not None:
             raise InputError("--hosts is of one program and --members of a swarm, which `tpuswarm join --hosts` joins")
+        if profile or wandb is not None:
+            raise InputError("--profile and --wandb are of a plain run; they are not built for a swarm")
         from tpuswarm.cli.swarm import train_swarm
 
         asked_all = trainer.settings(**length, init_from=parent)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +14,18 @@ from jax.profiler import StepTraceAnnotation
 
 from tpuswarm.config.units import Every, parse_every
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-from tpuswarm.train.board import Board
+from tpuswarm.train import profile, wandb_log
 from tpuswarm.train.checkpoint import Checkpoints
 from tpuswarm.train.describe import memory_sentence, parameter_rows
 from tpuswarm.train.diagnose import times
-from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.watch import Watch
 from tpuswarm.train.display import Display, Opening, auto_display
 from tpuswarm.train.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.feed import Feed
 from tpuswarm.train.finite import not_finite
 from tpuswarm.train.mesh import batch_sharding
+from tpuswarm.train.outputs import Outputs
+from tpuswarm.train.profile import Profiler
 from tpuswarm.train.recipe import Metrics, Recipe, State
 from tpuswarm.train.report import write_report
 from tpuswarm.train.run import METRICS, read_rows, writing
@@ -72,6 +73,7 @@ class Trainer:
     - save_every, eval_every: steps (500) or time (`5m`); keep: checkpoints that stay.
     - notice: seconds from SIGTERM to the end of the machine.
     - deterministic: GPU kernels that repeat bit for bit (CPU and TPU do without being asked).
+    - profile: trace a few steps for xprof and TensorBoard; wandb: project of Weights & Biases that gets every row.
     - display: where progress goes; None chooses by the terminal.
     - hosts, host, hosts_at: how many processes make this call to train together, which of them this is, from 0, and
       HOST:PORT where host 0 listens for the others (docs/hosts.md). Once in a process, before anything else uses JAX.
@@ -91,6 +93,8 @@ class Trainer:
     keep: int = 3
     notice: float = 10.0
     deterministic: bool | None = None
+    profile: bool = False
+    wandb: str | None = None
     display: Display | None = None
     hosts: int | None = None
     host: int | None = None
@@ -139,23 +143,26 @@ class Trainer:
         eval_every = Every() if self.eval_every is None else parse_every(self.eval_every, "eval_every")
         if self.keep < 1:
             raise InputError(f"keep must be 1 or more, not {self.keep}")
+        if self.wandb is not None:
+            wandb_log.require()
         hosts = several(self.hosts, self.host, self.hosts_at)
         with Watch() as watch:
             session = prepare(recipe, asked, tokens, epochs, Path(run) if run else None, hosts)
-            display = self.display or auto_display(quiet=not session.together.leads)
-            loop = _Loop(session, watch, display, save_every, eval_every)
+            loop = _Loop(self, session, watch, save_every, eval_every)
             return (yield from watch.hand_out(loop.run()))
 
 
 class _Loop:
     """One process's work on one run."""
 
-    def __init__(self, session: Session, watch: Watch, display: Display, save_every: Every, eval_every: Every):
-        self._session, self._watch, self._display, self._together = session, watch, display, session.together
+    def __init__(self, trainer: Trainer, session: Session, watch: Watch, save_every: Every, eval_every: Every):
+        self._session, self._watch, self._together, self._wandb = session, watch, session.together, trainer.wandb
+        self._display = trainer.display or auto_display(quiet=not session.together.leads)
         self._save_every, self._eval_every = save_every, eval_every
         writes, keep = session.run.writes, session.settings["keep"]
         self._checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_seconds, writes)
-        self._board = Board(session.run.folder / "tensorboard", session.first_step) if writes else None
+        self._outputs = Outputs(session.run, self._display, session.first_step)
+        self._profiler = Profiler(session.run, session.first_step, session.steps, trainer.profile)
         self._state = session.state
         session.state = None  # its buffers are donated to the first step
         self._done = self._saved = session.first_step
@@ -206,10 +213,8 @@ class _Loop:
         finally:
             with ExitStack() as ends:
                 ends.callback(self._session.run.close)
-                if self._board:
-                    ends.callback(self._board.close)
+                ends.callback(self._outputs.close)
                 ends.callback(self._checkpoints.close)
-                ends.callback(self._display.close)
 
     def _open(self) -> None:
         session, fitted = self._session, self._session.fitted
@@ -227,7 +232,9 @@ class _Loop:
         self._event("started", f"from step {self._done}")
         for note in session.notes:
             self._event("note", note)
-        self._say(self._watch.at_start(fitted))
+        self._outputs.findings(self._done, self._watch.at_start(fitted))
+        if self._wandb is not None:
+            self._outputs.open_wandb(self._done, self._wandb)
         if self._done == 0:
             self._save(wait=False)  # there is always one to go back to, and what a save takes is known early
 
@@ -251,10 +258,12 @@ class _Loop:
                     break
                 batch, waited = fed
                 self._waited += waited
+                self._traced(self._profiler.before(self._done))
                 with StepTraceAnnotation("train", step_num=self._done + 1):
                     self._state, metrics = step(self._state, batch, session.clock(self._done))
                 self._done += 1
-                self._say(self._watch.after_step(self._done, waited))
+                self._traced(self._profiler.after(self._done, metrics))
+                self._outputs.findings(self._done, self._watch.after_step(self._done, waited))
                 before, self._pending = self._pending, (self._done, metrics)
                 if before:
                     yield self._record(*before)
@@ -270,6 +279,7 @@ class _Loop:
                     if evaluate:
                         yield from self._evaluate()
             yield from self._flush()
+            self._traced(self._profiler.close())
 
     def _finish(self) -> Iterator[Step]:
         """The last checkpoint, evaluation and report; each only if it is not there from before."""
@@ -354,10 +364,7 @@ class _Loop:
         return [self._write(row)]
 
     def _write(self, row: dict[str, Any]) -> Step:
-        self._session.run.write_metrics(row)
-        if self._board:
-            self._board.write(row)
-        self._display.row(row)
+        self._outputs.row(row)
         return Step(row, self._state)
 
     def _evaluation_due(self, elapsed: float) -> bool:
@@ -397,19 +404,16 @@ class _Loop:
             "a lower learning rate or --clip may help"
         )
 
-    def _say(self, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            self._event("diagnostic", finding.message, kind=finding.kind, **finding.numbers)
-            self._display.note(finding.message)
-
     def _sum_up(self) -> None:
         """Where the time went: an event, which the report reads, and a table on the display."""
-        facts = self._watch.summary(self._session.fitted, self._session.tokens_per_step).facts()
-        self._event("summary", "where the time went", **facts)
-        self._display.summary(facts)
+        summary = self._watch.summary(self._session.fitted, self._session.tokens_per_step)
+        self._outputs.summary(self._done, summary.facts())
 
-    def _event(self, event: str, message: str, **facts: Any) -> None:
-        self._session.run.write_event(event, step=self._done, message=message, **facts)
+    def _traced(self, message: str | None) -> None:
+        self._outputs.tell(self._done, profile.EVENT, message)
+
+    def _event(self, event: str, message: str) -> None:
+        self._outputs.event(self._done, event, message)
 
     def _result(self, ended: str, message: str, signal: int | None) -> Result:
         return Result(

@@ -74,3 +74,10 @@ def rows(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         made.append(("tokens/s while training", f"{facts['tokens_per_s']:,.0f}", ""))
     made.append(("MFU (model FLOPs utilisation)", "–" if facts["mfu"] is None else f"{facts['mfu']:.1%}", ""))
     return made
+
+
+def sentence(facts: Mapping[str, Any]) -> str:
+    """The three largest parts of the time, in words."""
+    whole = sum(facts["seconds"].values())
+    largest = sorted(facts["seconds"].items(), key=lambda part: -part[1])[:3]
+    return f"of {whole:,.1f} s: " + ", ".join(f"{place} {seconds / whole:.0%}" for place, seconds in largest)

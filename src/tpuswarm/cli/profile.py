@@ -1,0 +1,66 @@
+"""`tpuswarm profile`: a trace of a run's steps."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpuswarm.cli.runs import Run
+from tpuswarm.errors import InputError, RunFailed
+
+LOOK = 0.2
+"""Seconds between two looks at a run's files."""
+
+
+def profile(
+    run: Run,
+    steps: Annotated[int | None, typer.Option(help="Steps in the trace. Default: 5.", show_default=False)] = None,
+) -> None:
+    """Trace a few steps of a running run; of one that has ended, show where its traces lie and how to open them."""
+    from tpuswarm.train import profile as profiling
+    from tpuswarm.train.run import EVENTS, find_run, holder, read_config, read_rows
+
+    folder = Path(find_run(run))
+    if "swarm" in read_config(folder):
+        raise InputError(f"{folder} is a swarm; traces are of plain runs, those of a swarm are not built")
+    if steps is not None and steps < 1:
+        raise InputError(f"--steps must be 1 or more, not {steps}")
+    pid = holder(folder)
+    if pid is None:
+        _show(folder, steps)
+        return
+
+    def told() -> list[str]:
+        return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == profiling.EVENT]
+
+    before = len(told())
+    profiling.request(folder, steps or profiling.STEPS)
+    print(f"asked process {pid} to trace {steps or profiling.STEPS} steps; Ctrl-C takes that back", file=sys.stderr)
+    try:
+        while len(told()) == before:
+            if holder(folder) is None and len(told()) == before:
+                raise RunFailed(f"{folder} ended before the trace was taken; `tpuswarm status {folder}` says why")
+            time.sleep(LOOK)
+    finally:
+        profiling.withdraw(folder)
+    message = told()[before]
+    if not message.startswith("trace of"):
+        raise RunFailed(message)
+    print(message)
+
+
+def _show(folder: Path, steps: int | None) -> None:
+    from tpuswarm.train.profile import HOW_TO_OPEN, traces
+
+    if steps is not None:
+        raise InputError(f"{folder} is not running, so no steps can be traced; leave --steps out to see its traces")
+    found = traces(folder)
+    if not found:
+        raise InputError(
+            f"{folder} is not running and has no trace; give `tpuswarm train` --profile, or ask while it runs"
+        )
+    for trace in found:
+        print(trace)
+    print(f"to see them: {HOW_TO_OPEN.format(folder=folder / 'tensorboard')}")

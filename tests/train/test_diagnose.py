@@ -19,8 +19,10 @@ from tpuswarm import ArraySource, Trainer, recipes, supervised
 from tpuswarm.train.diagnose import times
 from tpuswarm.train.diagnose.cpu_fallback import Machine, cpu_fallback, holders
 from tpuswarm.train.diagnose.environment import DEAD, dead_variables
+from tpuswarm.train.diagnose.matrix_unit import half_empty
 from tpuswarm.train.diagnose.tied_weights import tied_weights
 from tpuswarm.train.diagnose.times import Times
+from tpuswarm.train.flops import model_flops
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run import EVENTS, METRICS, read_rows
 from tpuswarm.train.user_code import build_recipe
@@ -233,6 +235,21 @@ def test_the_run_says_so_before_its_first_step(tmp_path, monkeypatch, capsys):
     page = (tmp_path / "report.html").read_text()
     for text in (capsys.readouterr().err, page):
         assert "embed and head begin as one 3x4 array" in text and "XRT_TPU_CONFIG does nothing" in text
+
+
+def narrow(width):
+    """The step of two layers, `width` between them."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 512), (512, width), (width, 512))]
+    return model_flops(jax.jit(lambda x, down, up: x @ down @ up).trace(*shapes).jaxpr)
+
+
+def test_a_width_that_fills_half_a_matrix_unit_is_named_where_there_is_one():
+    [found] = half_empty(narrow(64), "TPU v3", 1024, 1)
+    assert found.numbers["fill"] == 0.5 and found.numbers["size"] == 64
+    assert found.message.startswith(f"{__file__}:{line_of('x @ down @ up')}: a dimension of 64 fills 50%")
+    assert half_empty(narrow(128), "TPU v3", 1024, 1) == []
+    assert half_empty(narrow(128), "TPU v6 lite", 1024, 1)[0].numbers["unit"] == 256
+    assert half_empty(narrow(64), "cpu", 1024, 1) == []
 
 
 TPU_VM = Machine(chips=["/dev/accel0", "/dev/accel1"], environ={}, asked="", libtpu=True, error="", holders=[])

@@ -7,6 +7,7 @@ import struct
 import pytest
 from wandb.proto import wandb_internal_pb2 as messages
 
+from tests.processes import finish, start
 from tests.train import toy
 from tpuswarm import InputError, Trainer
 from tpuswarm.train.run import EVENTS, METRICS, read_rows
@@ -84,5 +85,7 @@ def test_without_a_key_the_command_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(InputError, match=r"No API key.*WANDB_MODE=offline"):
-        Trainer(devices=1, wandb="project").fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "run")
+    (tmp_path / "mine.py").write_text("from tests.train.toy import toy\n")
+    words = ["train", "mine.py:toy", "--steps", "2", "--batch", "8", "--wandb", "project"]
+    _, err = finish(start(words, tmp_path), 2)
+    assert "No API key" in err and "WANDB_MODE=offline" in err and "Traceback" not in err

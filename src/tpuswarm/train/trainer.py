@@ -232,7 +232,7 @@ class _Loop:
         self._event("started", f"from step {self._done}")
         for note in session.notes:
             self._event("note", note)
-        self._outputs.findings(self._done, self._watch.at_start(fitted))
+        self._outputs.findings(self._done, self._watch.at_start(fitted, session.settings["batch"]))
         if self._wandb is not None:
             self._outputs.open_wandb(self._done, self._wandb)
         if self._done == 0:

@@ -10,6 +10,7 @@ from tpuswarm.train.diagnose import cpu_fallback, times
 from tpuswarm.train.diagnose.environment import dead_variables
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.host_sync import HostSync
+from tpuswarm.train.diagnose.matrix_unit import half_empty
 from tpuswarm.train.diagnose.recompilation import Recompilation
 from tpuswarm.train.diagnose.starvation import Starvation
 from tpuswarm.train.diagnose.summary import Summary
@@ -44,12 +45,14 @@ class Watch:
         self._host_sync.stop()
         self._recompilation.stop()
 
-    def at_start(self, fitted: Fitted) -> list[Finding]:
-        """What can be seen before the first step."""
+    def at_start(self, fitted: Fitted, batch: int) -> list[Finding]:
+        """What can be seen before the first step; batch: rows of a step."""
+        device, micro_batch = fitted.mesh.devices.flat[0], batch // fitted.choice.accumulate
         found = [
-            *cpu_fallback.look(fitted.mesh.devices.flat[0]),
+            *cpu_fallback.look(device),
             *dead_variables(os.environ),
             *tied_weights(fitted.program),
+            *half_empty(fitted.flops, device.device_kind, micro_batch, fitted.mesh.size),
         ]
         self._said += found
         return found

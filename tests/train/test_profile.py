@@ -55,6 +55,7 @@ def test_another_trace_under_way_is_left_alone(tmp_path):
 
 FULL = """
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 import jax
@@ -66,6 +67,8 @@ disk = Path(sys.argv[1])
 run, filler = disk / "run", disk / "filler"
 loop = Trainer(devices=1, profile=True, save_every=10**9).steps(toy.recipe(), steps=40, batch=8, run=run)
 list(islice(loop, 12))
+while not (run / "checkpoints/00000000/manifest.json").exists():  # the first save needs its room
+    time.sleep(0.01)
 with filler.open("wb", buffering=0) as file:  # all but four pages, for the rows
     try:
         while True:

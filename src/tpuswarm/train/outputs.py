@@ -13,7 +13,7 @@ from tpuswarm.train.run import Run
 
 
 class Outputs:
-    """Rows and events, each to everyone whom it concerns; of several hosts only the one that writes the run is heard."""
+    """Rows and events, each to everyone whom it concerns; of several hosts only the one that writes is heard."""
 
     def __init__(self, run: Run, display: Display, first_step: int):
         self._run, self._display = run, display

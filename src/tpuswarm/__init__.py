@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpuswarm.errors import InputError, RunFailed, TpuswarmError
     from tpuswarm.train.arrays import cpu_keys, shapes, to_jax, to_numpy, to_torch
+    from tpuswarm.train.loop import Result, Step
     from tpuswarm.train.recipe import Clock, Exchange, Options, Program, Recipe, Source
     from tpuswarm.train.source import ArraySource
     from tpuswarm.train.supervised import supervised
-    from tpuswarm.train.trainer import Result, Step, Trainer
+    from tpuswarm.train.trainer import Trainer
 
 _HOME = {
     "ArraySource": "train.source",
@@ -22,10 +23,10 @@ _HOME = {
     "Options": "train.recipe",
     "Program": "train.recipe",
     "Recipe": "train.recipe",
-    "Result": "train.trainer",
+    "Result": "train.loop",
     "RunFailed": "errors",
     "Source": "train.recipe",
-    "Step": "train.trainer",
+    "Step": "train.loop",
     "TpuswarmError": "errors",
     "Trainer": "train.trainer",
     "cpu_keys": "train.arrays",

@@ -27,7 +27,7 @@ def steps_in(folder):
 
 
 def told(folder):
-    return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == profile.EVENT]
+    return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == profile.TRACE]
 
 
 @pytest.mark.parametrize(("steps", "traced"), [(30, [11, 12, 13, 14, 15]), (3, [1, 2, 3])])

@@ -33,7 +33,7 @@ def profile(
         return
 
     def told() -> list[str]:
-        return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == profiling.EVENT]
+        return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == profiling.TRACE]
 
     before = len(told())
     profiling.request(folder, steps or profiling.STEPS)

@@ -13,8 +13,8 @@ from tpuswarm.config.units import parse_count, parse_seconds
 from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
+    from tpuswarm.train.loop import Result
     from tpuswarm.train.recipe import Recipe
-    from tpuswarm.train.trainer import Result
 
 
 def option(flag: str, text: str) -> Any:

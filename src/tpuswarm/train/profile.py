@@ -19,7 +19,8 @@ WARM_UP = 10
 LOOK = 0.5
 """Seconds between looks for a request."""
 REQUEST = "profile-request.json"
-EVENT = "profile"
+TRACE = "profile"
+"""The event of a trace, or of why there is none."""
 HOW_TO_OPEN = "pip install tensorboard xprof, then tensorboard --logdir {folder} (Profile), or xprof {folder}"
 
 

@@ -1,0 +1,344 @@
+"""The loop over the steps of a run: one process's work, alone or as one of several hosts."""
+
+import math
+import time
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any, NamedTuple
+
+import jax
+from jax.profiler import StepTraceAnnotation
+
+from tpuswarm.config.units import Every
+from tpuswarm.errors import RunFailed, TpuswarmError
+from tpuswarm.train.checkpoint import Checkpoints
+from tpuswarm.train.describe import memory_sentence, parameter_rows
+from tpuswarm.train.diagnose import times
+from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.display import Display, Opening
+from tpuswarm.train.evaluate import EVAL_BATCHES, evaluate
+from tpuswarm.train.feed import Feed
+from tpuswarm.train.finite import not_finite
+from tpuswarm.train.mesh import batch_sharding
+from tpuswarm.train.outputs import Outputs
+from tpuswarm.train.profile import TRACE, Profiler
+from tpuswarm.train.recipe import Metrics, State
+from tpuswarm.train.report import write_report
+from tpuswarm.train.run import METRICS, read_rows, writing
+from tpuswarm.train.session import Session
+from tpuswarm.train.stop import StopDecision, decide_stop
+
+
+class Step(NamedTuple):
+    """What a training loop yields: a row of metrics.jsonl, and the newest state.
+
+    `row` of an update has step, tokens, loss, …; of an evaluation, step and eval_loss. The devices run ahead: `state`
+    is that of the row's step or of the one after. It is only good until the next step is asked for.
+    """
+
+    row: dict[str, Any]
+    state: State
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of `fit`."""
+
+    run: Path
+    state: State
+    step: int
+    steps: int
+    metrics: dict[str, Any]
+    """The last row of an update, with the newest eval_loss."""
+    ended: str
+    """finished or stopped."""
+    message: str
+    signal: int | None
+    """The signal that stopped it."""
+
+
+class Loop:
+    """One process's work on one run."""
+
+    def __init__(
+        self,
+        session: Session,
+        watch: Watch,
+        display: Display,
+        *,
+        save_every: Every,
+        eval_every: Every,
+        profile: bool,
+        wandb: str | None,
+    ):
+        self._session, self._watch, self._display, self._together = session, watch, display, session.together
+        self._wandb = wandb
+        self._save_every, self._eval_every = save_every, eval_every
+        writes, keep = session.run.writes, session.settings["keep"]
+        self._checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_seconds, writes)
+        self._outputs = Outputs(session.run, self._display, session.first_step)
+        self._profiler = Profiler(session.run, session.first_step, session.steps, profile)
+        self._state = session.state
+        session.state = None  # its buffers are donated to the first step
+        self._done = self._saved = session.first_step
+        self._pending: tuple[int, Metrics] | None = None
+        self._last: dict[str, Any] = {}
+        self._began = self._read_at = self._saved_at = self._evaluated_at = time.monotonic()
+        self._waited = 0.0
+
+    def run(self) -> Generator[Step, None, Result]:
+        """All steps, from the opening to the result."""
+        with self._together:
+            return (yield from self._run())
+
+    def _run(self) -> Generator[Step, None, Result]:
+        try:
+            self._open()
+            yield from self._train()
+            if self._done == self._session.steps:
+                yield from self._finish()
+            if self._done == self._session.steps and not self._stopping():
+                return self._result("finished", f"finished: {self._session.steps} steps", None)
+            asked = self._together.asked
+            assert asked is not None
+            return self._result("stopped", self._end_early(asked), int(asked))
+        except GeneratorExit:
+            self._together.same("leaving the loop", True)
+            self._flush()
+            if self._saved < self._done:
+                self._save(wait=True)
+            self._checkpoints.wait()
+            self._event("stopped", f"the loop was left after step {self._done}; the same command goes on from there")
+            raise
+        except TpuswarmError as error:
+            with suppress(RunFailed):  # the disk may be what failed
+                self._event("failed", str(error))
+            raise
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._event("failed", reason)
+            raise RunFailed(
+                f"the devices failed around step {self._done} ({reason}); the checkpoint of step {self._saved} "
+                "stands: the same command goes on from there"
+            ) from error
+        except BaseException as error:  # whatever ended it, the run should say so
+            with suppress(RunFailed):
+                self._event("failed", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            with ExitStack() as ends:
+                ends.callback(self._session.run.close)
+                ends.callback(self._outputs.close)
+                ends.callback(self._checkpoints.close)
+
+    def _open(self) -> None:
+        session, fitted = self._session, self._session.fitted
+        mesh = fitted.mesh
+        self._display.open(
+            Opening(
+                title=session.recipe.name,
+                devices=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+                run=str(session.run.folder),
+                steps=session.steps,
+                parameters=parameter_rows(fitted),
+                sentences=[memory_sentence(fitted), *session.notes],
+            )
+        )
+        self._event("started", f"from step {self._done}")
+        for note in session.notes:
+            self._event("note", note)
+        self._outputs.findings(self._done, self._watch.at_start(fitted, session.settings["batch"]))
+        if self._wandb is not None:
+            self._outputs.open_wandb(self._done, self._wandb)
+        if self._done == 0:
+            self._save(wait=False)  # there is always one to go back to, and what a save takes is known early
+
+    def _stopping(self) -> bool:
+        return self._together.stopping()
+
+    def _train(self) -> Iterator[Step]:
+        session, step = self._session, self._session.fitted.step
+        if self._evaluation_due(0.0) and 0 < self._done < session.steps and not self._evaluated():
+            yield from self._evaluate()  # the process before this one saved here and ended before it evaluated
+        spec = session.fitted.program.batch_spec(session.settings["batch"])
+        sharding = batch_sharding(session.fitted.mesh)
+        feed = Feed(session.source, spec, sharding, self._done, session.steps)
+        with self._watch.times.during(times.STEPS), feed:
+            self._read_at = time.monotonic()
+            # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
+            # wait; and everything up to a checkpoint's step is written before the checkpoint.
+            while self._done < session.steps and not self._stopping():
+                fed = feed.next(leave=self._together.leaves_feed)
+                if fed is None:
+                    break
+                batch, waited = fed
+                self._waited += waited
+                self._traced(self._profiler.before(self._done))
+                with StepTraceAnnotation("train", step_num=self._done + 1):
+                    self._state, metrics = step(self._state, batch, session.clock(self._done))
+                self._done += 1
+                self._traced(self._profiler.after(self._done, metrics))
+                self._outputs.findings(self._done, self._watch.after_step(self._done, waited))
+                before, self._pending = self._pending, (self._done, metrics)
+                if before:
+                    yield self._record(*before)
+                self._checkpoints.check()
+                now = time.monotonic()
+                due = [self._save_every.due(self._done, now - self._saved_at)]
+                due.append(self._evaluation_due(now - self._evaluated_at))
+                save, evaluate = self._together.same("what is due", due)
+                if (save or evaluate) and self._done < session.steps and not self._stopping():
+                    yield from self._flush()
+                    if save:
+                        self._save(wait=False)
+                    if evaluate:
+                        yield from self._evaluate()
+            yield from self._flush()
+            self._traced(self._profiler.close())
+
+    def _finish(self) -> Iterator[Step]:
+        """The last checkpoint, evaluation and report; each only if it is not there from before."""
+        session = self._session
+        if self._saved < self._done:
+            self._save(wait=True)
+        to_evaluate = session.validation is not None and not self._evaluated()
+        if to_evaluate:
+            yield from self._evaluate()
+        if self._stopping():
+            return
+        if not session.run.writes:
+            self._last = last_row(session.run.folder) | self._last
+        elif to_evaluate or self._done > session.first_step:
+            self._sum_up()
+            with writing(session.run.folder / "report.html"):
+                write_report(session.run.folder)
+        else:
+            self._display.note(f"{session.run.folder} is finished: nothing is left to do")
+            self._last = last_row(session.run.folder) | self._last
+        self._event("finished", f"{self._done} steps")
+
+    def _end_early(self, asked: Signals) -> str:
+        """Save or not, as the notice allows; what happened in words."""
+        left = max(0.0, self._session.settings["notice"] - self._together.since())
+        decision = decide_stop(asked, self._checkpoints.seconds, self._checkpoints.busy, left)
+        decision = StopDecision(*self._together.same("how to stop", decision))
+        if decision.save and self._saved < self._done:
+            self._save(wait=True)
+        with self._watch.times.during(times.CHECKPOINTS):
+            self._checkpoints.wait()
+        message = f"{decision.reason}: " + (
+            f"saved at step {self._done}"
+            if self._saved == self._done
+            else f"step {self._done} is not saved, the checkpoint of step {self._saved} stands"
+        )
+        self._event("stopped", message)
+        self._display.note(f"{message}; the same command goes on from there")
+        self._sum_up()
+        return message
+
+    def _flush(self) -> list[Step]:
+        """Read and write the metrics that are still on the devices."""
+        before, self._pending = self._pending, None
+        return [self._record(*before)] if before else []
+
+    def _record(self, step: int, metrics: Metrics) -> Step:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")):
+            self._fail_not_finite(step, f"loss {values['loss']}, gradient norm {values.get('grad_norm', 'unknown')}")
+        now = time.monotonic()
+        tokens = self._session.tokens_per_step
+        row = {
+            "step": step,
+            "tokens": step * tokens,
+            **{name: value if math.isfinite(value) else None for name, value in values.items()},
+            "tokens_per_s": tokens / max(now - self._read_at, 1e-9),
+            "wait_s": self._waited,
+            "wall_s": self._session.wall_s + now - self._began,
+        }
+        self._read_at, self._waited = now, 0.0
+        self._last |= row
+        return self._write(row)
+
+    def _evaluate(self) -> list[Step]:
+        """One row; none where the run is asked to stop meanwhile: the next process evaluates."""
+        session, start = self._session, time.monotonic()
+        assert session.validation is not None
+        batch = session.settings["batch"]
+        with self._watch.times.during(times.EVALUATION):
+            found = evaluate(session.fitted, self._state, session.validation, batch, EVAL_BATCHES, leave=self._stopping)
+        if found is None:
+            return []
+        values, rows = found
+        if not math.isfinite(values["loss"]):
+            self._fail_not_finite(self._done, f"held-out loss {values['loss']}")
+        self._evaluated_at = time.monotonic()
+        self._read_at += self._evaluated_at - start  # speed is that of training alone
+        row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
+        row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
+        self._last["eval_loss"] = values["loss"]
+        return [self._write(row)]
+
+    def _write(self, row: dict[str, Any]) -> Step:
+        self._outputs.row(row)
+        return Step(row, self._state)
+
+    def _evaluation_due(self, elapsed: float) -> bool:
+        return self._session.validation is not None and self._eval_every.due(self._done, elapsed)
+
+    def _evaluated(self) -> bool:
+        rows = read_rows(self._session.run.folder / METRICS)
+        found = [row["eval_loss"] for row in rows if row["step"] == self._done and "eval_loss" in row]
+        found = self._together.same("evaluations", found[-1:])
+        self._last |= {"eval_loss": found[-1]} if found else {}
+        return bool(found)
+
+    def _save(self, wait: bool) -> None:
+        with self._watch.times.during(times.CHECKPOINTS):
+            self._save_now(wait)
+
+    def _save_now(self, wait: bool) -> None:
+        start = time.monotonic()
+        bad = not_finite(self._session.fitted.program.exchange().get(self._state))
+        if bad:
+            self._fail_not_finite(self._done, "the parameters")
+        wall_s = self._session.wall_s + start - self._began
+        self._checkpoints.save(self._done, self._state, {"wall_s": wall_s})
+        if wait:
+            self._checkpoints.wait()
+        self._saved = self._done
+        self._saved_at = time.monotonic()
+        self._read_at += self._saved_at - start
+
+    def _fail_not_finite(self, step: int, what: str) -> None:
+        bad = not_finite(self._session.fitted.program.exchange().get(self._state))
+        names = f"parameters not finite: {', '.join(bad[:3])}" if bad else "all parameters are finite"
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        self._checkpoints.wait()
+        raise RunFailed(
+            f"not a finite number at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} stands: "
+            "a lower learning rate or --clip may help"
+        )
+
+    def _sum_up(self) -> None:
+        """Where the time went: an event, which the report reads, and a table on the display."""
+        summary = self._watch.summary(self._session.fitted, self._session.tokens_per_step)
+        self._outputs.summary(self._done, summary.facts())
+
+    def _traced(self, message: str | None) -> None:
+        self._outputs.tell(self._done, TRACE, message)
+
+    def _event(self, event: str, message: str) -> None:
+        self._outputs.event(self._done, event, message)
+
+    def _result(self, ended: str, message: str, signal: int | None) -> Result:
+        return Result(
+            self._session.run.folder, self._state, self._done, self._session.steps, self._last, ended, message, signal
+        )
+
+
+def last_row(folder: Path) -> dict[str, Any]:
+    """The newest row of an update in a run's metrics; empty where there is none."""
+    return max((row for row in read_rows(folder / METRICS) if "loss" in row), key=lambda row: row["step"], default={})

@@ -27,7 +27,11 @@ NAMES = (
     "merge",
     "traffic",
     "router",
+    "gpu",
+    "gpu_changes",
+    "shakespeare_gpu",
 )
+READ_DATA = ("shakespeare", "shakespeare_gpu", "quality")
 DATA = Path("../shared/data/tinyshakespeare.txt")
 
 
@@ -44,7 +48,7 @@ def main() -> None:
     print(machine(), flush=True)
     for name in asked.names or NAMES:
         command = ["python", "-m", "benchmarks", name, *(["--quick"] if asked.quick else [])]
-        command += ["--data", str(asked.data)] if name in ("shakespeare", "quality") and asked.data != DATA else []
+        command += ["--data", str(asked.data)] if name in READ_DATA and asked.data != DATA else []
         command += ["--device-size", asked.device_size] if name == "quality" and asked.device_size != "small" else []
         print(f"{name} …", file=sys.stderr)
         start = time.perf_counter()

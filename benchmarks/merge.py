@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Settings, Skipped, Table, median
-from benchmarks.torch_speed import ORACLE, make_oracle
+from benchmarks.torch_speed import torch_python
 from tpuswarm.swarm.aggregator import Aggregator
 from tpuswarm.swarm.core.messages import Merge, Part
 from tpuswarm.swarm.core.outer import Outer, first_state
@@ -196,12 +196,12 @@ def memcpy(size: int) -> float:
 
 def all_reduce(parameters: int, rounds: int) -> list[float]:
     """Seconds of each all-reduce of a float32 vector among four processes."""
-    make_oracle()
+    python = torch_python("cpu")
     script = Path(__file__).with_name("torch_reduce.py")
     port = random.randrange(20_000, 60_000)
     asked = [str(MEMBERS), str(parameters), str(rounds), str(port)]
     processes = [
-        subprocess.Popen([ORACLE / "bin" / "python", script, str(rank), *asked], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([python, script, str(rank), *asked], stdout=subprocess.PIPE, text=True)
         for rank in range(MEMBERS)
     ]
     outputs = [process.communicate()[0] for process in processes]

@@ -1,6 +1,8 @@
-"""gpt2-tiny's step in plain PyTorch, for `torch_speed.py`; runs under the oracle's Python, which has no tpuswarm.
+"""GPT-2's step in plain PyTorch, for `torch_speed.py` and `gpu.py`; runs under a Python that need have no tpuswarm.
 
-    python torch_model.py eager|compile '{"layers": 4, "heads": 4, "width": 128, "context": 64, …}'
+    python torch_model.py eager|compile cpu|cuda '{"layers": 4, "heads": 4, "width": 128, "context": 64, …}'
+
+On CUDA as nanoGPT trains: bfloat16 autocast over float32 weights, TF32 for what stays float32, fused AdamW.
 
 Prints one JSON line when it is ready; then, for each number of steps on a line of stdin, the seconds they took.
 """
@@ -47,34 +49,41 @@ class GPT2(nn.Module):  # type: ignore[misc]
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """tokens, targets: B, T."""
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.ln_f(x), self.wte.weight)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(form: str, shape: dict[str, int]) -> None:
+def main(form: str, device: str, shape: dict[str, int]) -> None:
     """Serve blocks of steps on one random batch."""
     batch = shape.pop("batch")
     torch.manual_seed(0)
-    model = GPT2(**shape)
+    torch.set_float32_matmul_precision("high" if device == "cuda" else "highest")
+    model = GPT2(**shape).to(device)
     large = [p for p in model.parameters() if p.dim() == 2]
     small = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": large, "weight_decay": 0.1}, {"params": small, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=device == "cuda" or None)
     loss_of = torch.compile(model) if form == "compile" else model
-    rows = torch.randint(shape["vocab"] // 2, (batch, shape["context"] + 1))
+    rows = torch.randint(shape["vocab"] // 2, (batch, shape["context"] + 1)).to(device)
     tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def step() -> None:
-        loss = loss_of(tokens, targets)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = loss_of(tokens, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
     step()  # compiles, where asked
+    wait()
     ready = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -85,8 +94,9 @@ def main(form: str, shape: dict[str, int]) -> None:
         start = time.perf_counter()
         for _ in range(int(line)):
             step()
+        wait()
         print(time.perf_counter() - start, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

@@ -8,7 +8,6 @@ lives in `.venv-oracle`, which the first run makes (1 GB): it is no part of the 
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 
 from benchmarks.bare import Bare, usual
 from benchmarks.report import Settings, Skipped, Table, median
+from benchmarks.turns import Worker
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.platform import local_devices
 
@@ -27,43 +27,15 @@ PACKAGES = ("torch==2.13.0", "numpy")
 OURS = "tpuswarm"
 
 
-class Torch:
-    """A child process that runs blocks of steps when asked."""
-
-    def __init__(self, form: str, shape: dict[str, int]):
-        script = Path(__file__).with_name("torch_model.py")
-        command = [str(ORACLE / "bin" / "python"), str(script), form, json.dumps(shape)]
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the child
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
-        self.about: dict[str, Any] = json.loads(self._answer() or "{}")
-        """Empty where this form does not work here."""
-
-    def run(self, steps: int) -> float:
-        """Seconds of a block."""
-        assert self._child.stdin is not None
-        self._child.stdin.write(f"{steps}\n")
-        self._child.stdin.flush()
-        return float(self._answer())
-
-    def close(self) -> str:
-        """End the child; the last line it wrote to stderr."""
-        self._child.communicate()
-        self._errors.seek(0)
-        lines = self._errors.read().split("\n")
-        self._errors.close()
-        return next((line for line in reversed(lines) if line.strip()), "")
-
-    def _answer(self) -> str:
-        assert self._child.stdout is not None
-        return self._child.stdout.readline()
+def torch_worker(form: str, shape: dict[str, int], device: str = "cpu") -> Worker:
+    """The model in torch, `eager` or through torch.compile (`compile`)."""
+    script = Path(__file__).with_name("torch_model.py")
+    return Worker([torch_python(device), script, form, device, json.dumps(shape)])
 
 
 def run(settings: Settings) -> Table:
     """Blocks of ours, torch, torch compiled, ours, …"""
     rounds, steps = (3, 10) if settings.quick else (ROUNDS, STEPS)
-    make_oracle()
     local_devices()  # chooses JAX's platforms
     recipe = GPT2(size="tiny", data="fake")  # 65 characters, as tinyshakespeare has
     bare = usual(recipe, jax.devices("cpu")[:1])
@@ -71,7 +43,7 @@ def run(settings: Settings) -> Table:
     shape = {name: getattr(config, name) for name in ("layers", "heads", "width", "context")}
     shape |= {"vocab": config.padded_vocab, "batch": rows_a_step}
     batch = bare.put(recipe.data("train").rows(0, rows_a_step))
-    torches = {f"torch, {form}": Torch(form, shape) for form in ("eager", "compile")}
+    torches = {f"torch, {form}": torch_worker(form, shape) for form in ("eager", "compile")}
     working = {name: torch for name, torch in torches.items() if torch.about}
     took: dict[str, list[float]] = {name: [] for name in (OURS, *working)}
     for turn in range(-1, rounds):  # one round warms up
@@ -112,14 +84,28 @@ def _ours(bare: Bare, batch: Any, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def make_oracle() -> None:
-    """Make `.venv-oracle` if it is not there; Skipped where its packages cannot be had."""
-    python = ORACLE / "bin" / "python"
-    wanted = "import torch; assert torch.__version__.startswith('2.13.0')"
-    if python.exists() and subprocess.run([python, "-c", wanted], capture_output=True).returncode == 0:
-        return
+def torch_python(device: str) -> Path:
+    """A Python whose torch works on the device: for CUDA this one, if it can, else that of `.venv-oracle`.
+
+    That is made if it is not there; Skipped where its packages cannot be had, or do not see the GPU.
+    """
+    python, version = ORACLE / "bin" / "python", PACKAGES[0].partition("==")[2]
+    wanted = f"import torch; assert torch.__version__.startswith('{version}')"
+    if device == "cuda":
+        wanted = "import torch; assert torch.cuda.is_available()"
+        if _runs(Path(sys.executable), wanted):
+            return Path(sys.executable)
+    if _runs(python, wanted):
+        return python
     print(f"making {ORACLE.name} with {', '.join(PACKAGES)} …", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", ORACLE], check=True)
     pip = subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], stdout=sys.stderr)
     if pip.returncode:
         raise Skipped(f"{PACKAGES[0]} could not be installed in {ORACLE.name}")
+    if not _runs(python, wanted):
+        raise Skipped(f"the torch in {ORACLE.name} sees no GPU: remove it, or install a torch for CUDA beside tpuswarm")
+    return python
+
+
+def _runs(python: Path, program: str) -> bool:
+    return python.exists() and subprocess.run([python, "-c", program], capture_output=True).returncode == 0

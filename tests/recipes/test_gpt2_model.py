@@ -13,6 +13,7 @@ from tpuswarm.recipes import find
 from tpuswarm.recipes.gpt2 import attention, loss, model, sample
 from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.fit import usual_request
 from tpuswarm.train.recipe import Clock, Options
 from tpuswarm.train.user_code import find_maker
 
@@ -34,6 +35,26 @@ def params():
 def ours(params, options=Options(), config=CONFIG, key=None):  # noqa: B008  # frozen
     x_BxTxD = model.hidden(params, TOKENS[:, :-1], config, options, key)
     return loss.mean_loss(x_BxTxD, params["wte"], TOKENS[:, 1:], config), x_BxTxD
+
+
+def test_the_124m_step_lowers_for_cuda_unrolled_with_cudnns_attention_and_8192_tokens_a_chunk(monkeypatch):
+    """Lowering alone: no GPU has compiled it."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91_300)  # asked of the GPU's library, which is not here
+    recipe = GPT2(size="124m", data="fake")
+    program = recipe.program(usual_request(recipe).options("gpu", "NVIDIA H200"))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state, clock = jax.eval_shape(program.init, key), Clock(key, np.int32(0), np.float32(0))
+    traced = jax.jit(program.step).trace(state, dict(program.batch_spec(64)), clock)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        layer = next(part for part in text.split("func.func ") if f"custom_call @{call}(" in part)
+        name = re.search(r"@(\w+)\(", layer)[1]
+        assert len(re.findall(rf"call @{name}\(", text)) == recipe.config.layers
+    assert "tensor<64x128x50304xf32>" in text and text.count("stablehlo.while") == 2, (
+        "loops over the head's chunks only"
+    )
 
 
 def in_double(params):

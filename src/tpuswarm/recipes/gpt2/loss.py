@@ -8,6 +8,11 @@ from tpuswarm.train.mesh import gathered
 
 CHUNK_BYTES = 2**27
 """Float32 logits that one device holds at a time."""
+GPU_CHUNK_BYTES = 2**31
+"""The same on a GPU, which has the memory, and where kernels that work on some hundred tokens are over before the next
+one is launched. 2 GiB are 8,192 tokens of GPT-2's vocabulary: the tile that marin-community/marin, pull request 6572,
+chose on an H100. Not measured here.
+"""
 
 
 def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int) -> jax.Array:
@@ -19,7 +24,9 @@ def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int) -> jax.Array:
     return jnp.where(real_V[None, None], logits_BxTxV, jnp.float32(-1e30))
 
 
-def mean_loss(x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, config: Config) -> jax.Array:
+def mean_loss(
+    x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, config: Config, chunk_bytes: int | None = None
+) -> jax.Array:
     """Mean cross-entropy in nats, over chunks of the token axis with the whole vocabulary.
 
     A chunk's logits are recomputed in the backward pass. Chunking tokens rather than the vocabulary keeps the matmuls
@@ -28,7 +35,7 @@ def mean_loss(x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, co
     B, T, D = x_BxTxD.shape
     wte_VxD = gathered(wte_VxD.astype(x_BxTxD.dtype))
     devices = max(1, jax.sharding.get_abstract_mesh().size)
-    count = chunk_count(-(-B // devices), T, wte_VxD.shape[0])
+    count = chunk_count(-(-B // devices), T, wte_VxD.shape[0], chunk_bytes)
 
     def chunk_sum(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> jax.Array:
         logits_BxCxV = logits(x_BxCxD, wte_VxD, config.vocab)
@@ -47,10 +54,9 @@ def mean_loss(x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, co
     return total / jnp.float32(B * T)
 
 
-def chunk_count(rows: int, T: int, V: int) -> int:
-    """The fewest equal chunks of T tokens whose float32 logits stay within CHUNK_BYTES, one token at least."""
+def chunk_count(rows: int, T: int, V: int, most: int | None = None) -> int:
+    """The fewest equal chunks of T tokens whose float32 logits stay within `most` bytes, one token at least."""
+    most = most or CHUNK_BYTES
     return next(
-        count
-        for count in range(1, T + 1)
-        if T % count == 0 and (rows * (T // count) * V * 4 <= CHUNK_BYTES or count == T)
+        count for count in range(1, T + 1) if T % count == 0 and (rows * (T // count) * V * 4 <= most or count == T)
     )

@@ -20,7 +20,7 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2 import model
 from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, SIZES, Config
-from tpuswarm.recipes.gpt2.loss import mean_loss
+from tpuswarm.recipes.gpt2.loss import GPU_CHUNK_BYTES, mean_loss
 from tpuswarm.recipes.gpt2.sample import generate
 from tpuswarm.recipes.gpt2.tokenizer import Kind, Tokenizer, make_tokenizer
 from tpuswarm.recipes.gpt2.tokens import FakeTokens, Tokens, TokenSource, prepare_tokens, share_tokens, split_tokens
@@ -163,11 +163,12 @@ class GPT2(Recipe):
     def program(self, options: Options) -> SupervisedProgram:
         """The program; honours every option."""
         config = self.config
+        chunk_bytes = GPU_CHUNK_BYTES if options.platform == "gpu" else None
 
         def loss(params: model.Params, batch: Batch, key: jax.Array | None) -> jax.Array:
             tokens_BxT1 = batch["tokens"]
             x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], config, options, key)
-            return mean_loss(x_BxTxD, params["wte"], tokens_BxT1[:, 1:], config)
+            return mean_loss(x_BxTxD, params["wte"], tokens_BxT1[:, 1:], config, chunk_bytes)
 
         def optimizer(rate: Any, decay_mask: Any) -> optax.GradientTransformation:
             return optax.adamw(rate, b2=self._beta2, weight_decay=self._weight_decay, mask=decay_mask)

@@ -1,0 +1,81 @@
+"""Single changes to the 124M step on one GPU: what each should give, and gave. GPU only.
+
+Each changed step takes turns with the unchanged one, as in `gpu.py`. A row is also printed to stderr as soon as it is
+measured, the likeliest to help first.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from benchmarks.gpu import QUICK_BATCH, options_of, ours, require_gpu
+from benchmarks.report import Settings, Skipped, Table, median
+from benchmarks.turns import Worker, in_turns
+from tpuswarm.train.platform import has_gpu
+
+ROUNDS, STEPS = 6, 10
+
+
+class Change(NamedTuple):
+    """One thing changed."""
+
+    name: str
+    expected: str
+    """What it should give, before it was measured."""
+    options: Mapping[str, Any]
+    """Of `benchmarks.step`."""
+    flags: str = ""
+    """For XLA_FLAGS."""
+
+
+CHANGES = (
+    Change("logits all at once", "1.1: nothing is computed twice; 13 GB are held", {"chunk_bytes": 2**40}),
+    Change("logits, 8 GiB at a time", "the same or faster", {"chunk_bytes": 2**33}),
+    Change("logits in bfloat16", "1.05: half of the logits' traffic", {"bf16_logits": True}),
+    Change("batch 128", "1.03: half of the optimizer's share", {"batch": 128}),
+    Change("no Triton products", "1.0: cuBLAS is as good at these sizes", {}, "--xla_gpu_enable_triton_gemm=false"),
+    Change("cuDNN's fused products", "1.0 or more: fewer passes over activations", {},
+           "--xla_gpu_cudnn_gemm_fusion_level=2"),
+    Change("latency-hiding scheduler", "1.0: there is nothing to hide on one GPU", {},
+           "--xla_gpu_enable_latency_hiding_scheduler=true"),
+    Change("attention by XLA", "0.6: it writes 64 x 12 x 1024 x 1024 scores a layer", {"attention": "xla"}),
+    Change("layers in a loop", "0.9: activations are copied into and out of stacks", {"loop": "scan"}),
+    Change("logits, 128 MiB at a time", "0.9: 128 turns with small products", {"chunk_bytes": 2**27}),
+    Change("no CUDA graphs", "0.98: a step launches some hundred kernels", {}, "--xla_gpu_enable_command_buffer="),
+    Change("batch 32", "0.97: twice the optimizer's share", {"batch": 32}),
+    Change("layers recomputed", "0.78: a forward pass more", {"remat": True}),
+)  # fmt: skip
+
+
+def run(settings: Settings) -> Table:
+    """All changes, one after the other."""
+    require_gpu(settings)
+    options, rows, notes = options_of("124m", settings.quick), [], []
+    usual = ours(options)
+    if not usual.about:
+        raise Skipped(f"the unchanged step failed: {usual.close()}")
+    for change in CHANGES:
+        if change.flags and not has_gpu():
+            notes.append(f"{change.name}: only on a GPU")
+            continue
+        asked = {**options, **change.options} | ({"batch": QUICK_BATCH} if settings.quick else {})
+        rows.append(_row(change, usual, ours(asked, change.flags), (2, 2) if settings.quick else (ROUNDS, STEPS)))
+        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    usual.close()
+    return Table(
+        f"Single changes to the step of GPT-2 124M on {usual.about['device']}",
+        ("change", "should give, an estimate", "gave: its tokens/s over the step's (95% interval)", "temporaries, GiB"),
+        rows,
+        ["each in turns with the unchanged step; above 1 is faster", *notes],
+    )
+
+
+def _row(change: Change, usual: Worker, changed: Worker, counts: tuple[int, int]) -> tuple[str, ...]:
+    about = changed.about
+    if not about:
+        return change.name, change.expected, f"does not run: {changed.close()}", ""
+    took = in_turns({"usual": usual, "changed": changed}, *counts)
+    changed.close()
+    scale = about["tokens"] / usual.about["tokens"]
+    ratio = median([scale * one / other for one, other in zip(took["usual"], took["changed"], strict=True)])
+    return change.name, change.expected, ratio.show(".3f"), f"{about['temporaries'] / 2**30:.1f}"

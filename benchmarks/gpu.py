@@ -1,7 +1,7 @@
 """GPT-2 on one GPU beside torch.compile with SDPA. GPU only.
 
 Each of the two is a process of its own that holds its own part of the GPU's memory; they take turns, block by block, so
-that only one works at a time. bfloat16, context 1024, one batch of random tokens; gradient, clipping, AdamW. The aims, on
+that only one works at a time. bfloat16, context 1024, one batch of random tokens; gradient, clipping, AdamW. Aims on
 an H200 or H100: 550,000 tokens/s with the 124M model, and 1.2 times torch.
 
 It needs a machine with an NVIDIA GPU, tpuswarm with its extra `cuda`, and beside it (or in `.venv-oracle`) a torch that

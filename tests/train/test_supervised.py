@@ -200,3 +200,10 @@ def test_loss_passes_strict_dtype_promotion():
         program = toy.recipe().program(Options(clip=1.0, ema=0.9, accumulate=2, decay="w"))
         state = jax.eval_shape(program.init, jax.random.key(0))
         jax.eval_shape(program.step, state, BATCH, CLOCK)
+
+
+def test_wishes_for_a_run_are_settings_of_a_run():
+    wishes = {"steps": 7, "batch": 16}
+    assert supervised(toy.init, toy.loss, optax.sgd(0.1), toy.data(), defaults=wishes).defaults == wishes
+    with pytest.raises(InputError, match=r"defaults takes no step; did you mean steps\?"):
+        supervised(toy.init, toy.loss, optax.sgd(0.1), toy.data(), defaults={"step": 7})

@@ -67,6 +67,10 @@ def test_a_run_leaves_what_it_promises(whole):
     evaluations = [row for row in read_rows(folder / "metrics.jsonl") if "eval_loss" in row]
     assert [row["step"] for row in evaluations] == [5, 10, 15, 20]
     assert not any("loss" in row for row in evaluations)
+    assert (
+        result.metrics["worst"] == updates[-1]["worst"]
+        and result.metrics["eval_worst"] == evaluations[-1]["eval_worst"]
+    )
     names = {path.name for path in folder.iterdir()}
     assert {"config.toml", "events.jsonl", "checkpoints", "report.html", "loss.png", "tensorboard"} <= names
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ class Result:
     step: int
     steps: int
     metrics: dict[str, Any]
-    """The last row of an update, with the newest eval_loss."""
+    """The last row of an update, with the figures of the newest evaluation: eval_loss, …"""
     ended: str
     """finished or stopped."""
     message: str
@@ -278,7 +278,7 @@ class Loop:
         self._read_at += self._evaluated_at - start  # speed is that of training alone
         row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
         row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
-        self._last["eval_loss"] = values["loss"]
+        self._last |= _figures(row)
         return [self._write(row)]
 
     def _write(self, row: dict[str, Any]) -> Step:
@@ -290,9 +290,9 @@ class Loop:
 
     def _evaluated(self) -> bool:
         rows = read_rows(self._session.run.folder / METRICS)
-        found = [row["eval_loss"] for row in rows if row["step"] == self._done and "eval_loss" in row]
+        found = [_figures(row) for row in rows if row["step"] == self._done and "eval_loss" in row]
         found = self._together.same("evaluations", found[-1:])
-        self._last |= {"eval_loss": found[-1]} if found else {}
+        self._last |= found[-1] if found else {}
         return bool(found)
 
     def _save(self, wait: bool) -> None:
@@ -337,6 +337,10 @@ class Loop:
         return Result(
             self._session.run.folder, self._state, self._done, self._session.steps, self._last, ended, message, signal
         )
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name.startswith("eval_")}
 
 
 def last_row(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.train import paths
 from tpuswarm.train.recipe import (
@@ -32,6 +33,9 @@ Loss = Callable[[Any, Batch, jax.Array | None], Any]
 
 RESERVED = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version")
 """Columns of metrics.jsonl that a loss's own metrics cannot have."""
+
+DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema")
+"""Settings of a run that a recipe may have wishes for."""
 
 
 @jax.tree_util.register_dataclass
@@ -216,7 +220,13 @@ class Supervised(Recipe):
 
     forms = ("accumulate",)
 
-    def __init__(self, init: Any, loss: Loss, optimizer: Any, data: Any, schedule: Any):
+    def __init__(
+        self, init: Any, loss: Loss, optimizer: Any, data: Any, schedule: Any, defaults: Mapping[str, Any] | None
+    ):
+        self.defaults = dict(defaults or {})
+        for name in self.defaults:
+            if name not in DEFAULTS:
+                raise InputError(f"defaults takes no {name}; {did_you_mean(name, DEFAULTS)}")
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self._data = functools.cache(data if callable(data) else {"train": data}.get)
         module = sys.modules.get(getattr(loss, "__module__", ""))
@@ -246,6 +256,7 @@ def supervised(
     optimizer: Any,
     data: Any,
     schedule: Callable[[jax.Array], Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Supervised:
     """A recipe from one loss.
 
@@ -256,5 +267,6 @@ def supervised(
       (learning_rate, decay_mask) that returns one.
     - data: a mapping of arrays with a common first axis, a Source, or a function from a split's name to either (None
       where there is no such split).
+    - defaults: settings of a run when the user names none, such as {"steps": 400, "batch": 64}.
     """
-    return Supervised(init, loss, optimizer, data, schedule)
+    return Supervised(init, loss, optimizer, data, schedule, defaults)

@@ -15,6 +15,7 @@ NAMES = (
     "feed",
     "memory",
     "overhead",
+    "diagnostics",
     "torch_speed",
     "shakespeare",
     "compile_124m",

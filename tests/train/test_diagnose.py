@@ -172,6 +172,18 @@ def test_the_hooks_are_gone_after_a_run_however_it_ended(tmp_path):
     assert [vars(owner)[name] for owner, name in HOOKS] == before
 
 
+def test_a_step_that_calls_back_to_python_is_named_with_its_line(tmp_path):
+    def loss(params, batch, key):
+        mean, metrics = toy.loss(params, batch, key)
+        jax.debug.print("loss {}", mean)  # the planted call
+        return mean, metrics
+
+    list(loop(tmp_path, supervised(toy.init, loss, optax.sgd(0.01), toy.data())))
+    [found] = said(tmp_path)
+    assert (found["kind"], found["call"]) == ("host-callback", "jax.debug.print")
+    assert found["place"] == f"{__file__}:{line_of('# the planted call')}"
+
+
 def test_devices_that_wait_for_data_are_found_with_their_share(tmp_path):
     class Slow(ArraySource):
         def rows(self, start, count):

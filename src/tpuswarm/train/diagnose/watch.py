@@ -7,6 +7,7 @@ from typing import Any
 
 from tpuswarm.catalog import peak_flops
 from tpuswarm.train.diagnose import cpu_fallback, times
+from tpuswarm.train.diagnose.callbacks import host_callbacks
 from tpuswarm.train.diagnose.environment import dead_variables
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.host_sync import HostSync
@@ -52,6 +53,7 @@ class Watch:
             *cpu_fallback.look(device),
             *dead_variables(os.environ),
             *tied_weights(fitted.program),
+            *host_callbacks(fitted.jaxpr),
             *half_empty(fitted.flops, device.device_kind, micro_batch, fitted.mesh.size),
         ]
         self._said += found

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup demo test test-slow soak lint bench bench-router
+.PHONY: setup demo test test-slow oracle soak lint bench bench-router
 
 setup: .venv/installed
 
@@ -22,6 +22,14 @@ test: setup
 
 test-slow: setup
 	$(BIN)/pytest -m slow
+
+oracle: setup .venv-oracle/installed
+	$(BIN)/pytest -m oracle
+
+.venv-oracle/installed: Makefile constraints.txt
+	$(PYTHON) -m venv .venv-oracle
+	.venv-oracle/bin/pip install --quiet --constraint constraints.txt numpy regex safetensors torch==2.13.0 transformers==5.23.0
+	@touch $@
 
 soak: setup
 	$(BIN)/python -m benchmarks soak

@@ -42,8 +42,8 @@ def test_unknown_characters_are_named():
 def test_a_file_becomes_tokens_and_back(tmp_path):
     (tmp_path / "play.txt").write_text(PLAY)
     tokens = prepare_tokens(str(tmp_path / "play.txt"), "characters")
-    assert tokens.array.dtype == np.uint16 and tokens.alphabet == "".join(sorted(set(PLAY)))
-    assert Characters(tokens.alphabet).decode(tokens.array.tolist()) == PLAY
+    assert tokens.array.dtype == np.uint16 and tokens.tokenizer.alphabet == "".join(sorted(set(PLAY)))
+    assert tokens.tokenizer.decode(tokens.array.tolist()) == PLAY
     assert tokens.digest == hashlib.sha256(tokens.array.tobytes()).hexdigest()
 
 
@@ -54,7 +54,7 @@ def test_small_pieces_make_the_same_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "PIECE", 3)
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "other"))
     cut = prepare_tokens(str(tmp_path / "play.txt"), "characters")
-    assert cut.digest == whole.digest and cut.alphabet == whole.alphabet
+    assert cut.digest == whole.digest and cut.tokenizer.key == whole.tokenizer.key
 
 
 def test_a_folder_is_its_files_in_order_without_the_hidden(tmp_path):

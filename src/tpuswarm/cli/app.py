@@ -6,7 +6,20 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tpuswarm.cli import catalog, control, learn, ledger, plan, profile, router, runs, simulate, swarm, train
+from tpuswarm.cli import (
+    catalog,
+    control,
+    export,
+    learn,
+    ledger,
+    plan,
+    profile,
+    router,
+    runs,
+    simulate,
+    swarm,
+    train,
+)
 from tpuswarm.errors import TpuswarmError
 
 app = typer.Typer(
@@ -29,6 +42,7 @@ COMMANDS: dict[str, Any] = {
     "sample": runs.sample,
     "evaluate": runs.evaluate,
     "profile": profile.profile,
+    "export": export.export,
 }
 
 

@@ -133,7 +133,7 @@ def sample(
     """Let a trained model write."""
     if tokens < 1 or temperature < 0:
         raise InputError(f"tokens must be above 0 and temperature not below 0, not {tokens} and {temperature}")
-    loaded = _load(run, None)
+    loaded = load(run, None)
     text = loaded.recipe.sample(loaded.state, prompt, tokens=tokens, temperature=temperature, seed=seed)
     if as_json:
         print(json.dumps({"run": run, "step": loaded.step, "prompt": prompt, "text": text}))
@@ -147,7 +147,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure a trained model on data."""
-    loaded = _load(run, data)
+    loaded = load(run, data)
     from tpuswarm.train.evaluate import evaluate as measure
     from tpuswarm.train.user_code import blame
 
@@ -167,15 +167,16 @@ def evaluate(
         print(f"{run} at step {loaded.step}: {shown} over {rows:,} rows of {data or 'the held-out data'}")
 
 
-def _load(run: str, data: str | None) -> Any:
+def load(run: str, data: str | None) -> Any:
+    """A run's newest state on all devices, with `data` in the place of its own."""
     from tpuswarm.swarm.load import is_swarm, load_swarm
     from tpuswarm.train import platform
     from tpuswarm.train.load import load_run
     from tpuswarm.train.run import find_run
 
     folder = Path(find_run(run))
-    load = load_swarm if is_swarm(folder) else load_run
-    loaded = load(folder, platform.local_devices(), {"data": data} if data else None)
+    read = load_swarm if is_swarm(folder) else load_run
+    loaded = read(folder, platform.local_devices(), {"data": data} if data else None)
     for note in loaded.notes:
         typer.echo(note, err=True)
     return loaded

@@ -42,7 +42,9 @@ def train(
     save_every: Annotated[str, option("--save-every", "Steps (500) or time between checkpoints. Default: 5m.")] = "5m",
     keep: Annotated[int, option("--keep", "Checkpoints that stay. Default: 3.")] = 3,
     notice: Annotated[str, option("--notice", "Time from SIGTERM to the machine's end. Default: 10s.")] = "10s",
-    init_from: Annotated[str | None, option("--init-from", "Run whose parameters to start from.")] = None,
+    init_from: Annotated[
+        str | None, option("--init-from", "Parameters to start from: RUN, gpt2, hf:ORG/NAME, hf:DIR.")
+    ] = None,
     run: Annotated[str | None, option("--run", "Directory of the run; an existing one is resumed.")] = None,
     seed: Annotated[int | None, option("--seed", "Of parameters, data order and dropout. Default: 0.")] = None,
     deterministic: Annotated[
@@ -75,7 +77,8 @@ def train(
 
     The same --run directory goes on where it stood. With --members it is a swarm: any member may die at any moment.
     """
-    from tpuswarm.train.run import CONFIG, find_run, read_config
+    from tpuswarm.train.load import find_parent
+    from tpuswarm.train.run import CONFIG, read_config
     from tpuswarm.train.trainer import Trainer
 
     if recipe.startswith("-"):
@@ -84,7 +87,7 @@ def train(
     if run and "://" in run:
         raise InputError(f"--run takes a local directory, not {run}: a run in a bucket is not built yet")
     folder = Path(run) if run else None
-    parent = find_run(init_from) if init_from else None
+    parent = find_parent(init_from) if init_from else None
     flags = {flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")}
     made = make_recipe(recipe, asked, recipe_options(context.args), flags, folder, parent)
     length = {
@@ -156,14 +159,15 @@ def recipe_options(words: list[str]) -> dict[str, str]:
 
 
 def make_recipe(
-    name: str, asked: dict[str, Any], extra: dict[str, str], flags: set[str], folder: Path | None, parent: Path | None
+    name: str, asked: dict[str, Any], extra: dict[str, str], flags: set[str], folder: Path | None, parent: str | None
 ) -> "Recipe":
     """The recipe by name with its options; `flags` are those of the command itself.
 
     What is not asked is as it was in `folder`, where that is a run already; else what gives parameters their meaning is
-    as in `parent`, the run whose parameters are taken over.
+    as in `parent`, the run or published model whose parameters are taken over.
     """
     from tpuswarm import recipes
+    from tpuswarm.train.load import parent_options
     from tpuswarm.train.run import CONFIG, read_config
     from tpuswarm.train.settings import differences, refuse_differences
     from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types
@@ -181,16 +185,15 @@ def make_recipe(
         flag = f"--{wrong.replace('_', '-')}"
         raise InputError(f"neither train nor {name} has an option {flag}; {did_you_mean(flag, known)}")
     stored: dict[str, Any] = {}
+    home = None
     ours = {"recipe": absolute_target(target)}
     if folder is not None and (folder / CONFIG).exists():
         config = read_config(folder)["recipe"]
         refuse_differences(folder, differences({"recipe": config["target"]}, ours))
-        stored = config["options"]
+        stored, home = config["options"], folder
     elif parent is not None:
-        options = read_config(parent)["recipe"]["options"]
-        identity = getattr(maker, "identity", ())
-        stored = {name: value for name, value in options.items() if name in identity}
-    return build_recipe(target, {**stored, **preset, **asked, **extra})
+        stored, home = parent_options(parent, maker), Path(parent)
+    return build_recipe(target, {**stored, **preset, **asked, **extra}, home)
 
 
 def print_result(result: "Result", as_json: bool) -> None:

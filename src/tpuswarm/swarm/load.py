@@ -46,7 +46,7 @@ def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] 
         record = ledger.record(newest_whole(store))
         notes.append(f"{error}; version {record.version} is whole and was taken")
         fragments = [objects.get_array(digest) for digest in record.state]
-    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})})
+    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     placed = place(recipe, request(config["train"]), devices)
     state = placed.init(jax.random.key(0), on_devices(placed, founding.layout, fragments))
     tokens_per_step = config["train"]["batch"] * placed.program.tokens_per_row

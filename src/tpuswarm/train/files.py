@@ -1,7 +1,13 @@
 """Files that are there whole or not at all, also after a power cut."""
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from tpuswarm.errors import InputError
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -26,3 +32,22 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder that gets the name `path` when all is in it; InputError where something is there already."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"{path} is there already; name a folder that is new or empty")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
+    try:
+        yield making
+        for file in making.iterdir():
+            file.chmod(0o644)  # some libraries write for their user alone
+            sync(file)
+        making.chmod(0o755)
+        making.replace(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)

@@ -12,7 +12,7 @@ from tpuswarm.train import checkpoint
 from tpuswarm.train.fit import Placed, Request, place
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Recipe, State
-from tpuswarm.train.run import read_config
+from tpuswarm.train.run import CONFIG, find_run, read_config
 from tpuswarm.train.settings import differences
 from tpuswarm.train.user_code import build_recipe
 
@@ -44,19 +44,42 @@ def load_run(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | 
     saved, notes = checkpoint.newest(folder / "checkpoints")
     if saved is None:
         raise InputError(f"{folder} has no whole checkpoint" + "".join(f"; {note}" for note in notes))
-    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})})
+    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     train = config["train"]
     names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
     placed = place(recipe, Request(**{name: train.get(name) for name in names}), devices)
     return LoadedRun(config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
 
 
-def load_parameters(folder: Path, recipe: Recipe, onto: Placed) -> Any:
-    """The exchanged leaves of another run, in the shardings of `onto`.
+def find_parent(name: str | Path) -> str:
+    """What --init-from means: the absolute path of a run; a published model, for the recipe to read, as it is written.
+
+    A folder within it (hf:DIR) is made absolute.
+    """
+    folder = find_run(str(name))
+    if (folder / CONFIG).exists():
+        return str(folder.resolve())
+    kind, colon, place = str(name).partition(":")
+    return f"{kind}:{Path(place).expanduser().resolve()}" if colon and Path(place).expanduser().is_dir() else str(name)
+
+
+def parent_options(parent: str, maker: Any) -> dict[str, Any]:
+    """The options that give the parameters at `parent` (of `find_parent`) their meaning, for a recipe of `maker`."""
+    if not (Path(parent) / CONFIG).exists():
+        return maker.options_at(parent) if hasattr(maker, "options_at") else {}
+    options = read_config(Path(parent))["recipe"]["options"]
+    return {name: value for name, value in options.items() if name in getattr(maker, "identity", ())}
+
+
+def load_parameters(parent: str, recipe: Recipe, onto: Placed) -> Any:
+    """The exchanged leaves of another run, or of a published model that the recipe reads, in the shardings of `onto`.
 
     Raises InputError where a leaf is missing, extra or of another shape, and where it means something else (another
     tokenizer), naming the first.
     """
+    if not (Path(parent) / CONFIG).exists():
+        return recipe.load_shared(parent, onto.program.exchange().get(onto.state))
+    folder = Path(parent)
     loaded = load_run(folder, list(onto.mesh.devices.flat))
     meant = [{name: each.options().get(name) for name in recipe.identity} for each in (loaded.recipe, recipe)]
     if found := differences(*meant):

@@ -158,6 +158,8 @@ class Recipe(ABC):
     """Which of fit.py's ways out of too little memory its programs honour: `remat`, `accumulate`."""
     identity: tuple[str, ...] = ()
     """Options that give the parameters their meaning, a tokenizer for example: equal wherever they are taken over."""
+    home: Path | None = None
+    """The run it is built again for, or whose parameters it takes over: there lies what `keep` wrote."""
     defaults: Mapping[str, Any] = MappingProxyType({})
     """Run settings this recipe wants when the user names none: `batch`, `steps`, `clip`, `decay`, …"""
 
@@ -181,6 +183,30 @@ class Recipe(ABC):
         """
         return {}
 
+    def keep(self, folder: Path) -> None:
+        """Write into a run's folder what is too large for `options()` and is needed to build this recipe again."""
+        return
+
+    @classmethod
+    def options_at(cls, place: str) -> dict[str, Any]:
+        """The options that give parameters at `place`, which is no run, their meaning; InputError for an unknown one.
+
+        A recipe that reads parameters of others, with `load_shared`, may take their tokenizer with them in this way.
+        """
+        raise InputError(
+            f"{place} is no run of tpuswarm (it has no config.toml), and {cls.name} takes parameters from nothing else"
+        )
+
+    def load_shared(self, place: str, like: Any) -> Any:
+        """Parameters at `place`, which is no run: what `exchange().get` gives, in the shardings of `like`."""
+        raise InputError(
+            f"{place} is no run of tpuswarm (it has no config.toml), and {self.name} takes parameters from nothing else"
+        )
+
     def sample(self, state: State, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """A continuation of `prompt` by a trained state, where the model can make one."""
         raise InputError(f"{self.name} does not make samples")
+
+    def export(self, state: State, folder: Path) -> None:
+        """Write a trained state into `folder` in Hugging Face's form, where the model has one."""
+        raise InputError(f"{self.name} has no form of Hugging Face")

@@ -151,12 +151,15 @@ def _prepare(
     fitted = fit(recipe, request(settings), devices)
     together.agree(lambda: {"form of the program": f"{fitted.choice.why}, {fitted.choice.accumulate} micro-batches"})
     validation = held_out(recipe, required=asked["eval_every"] is not None)
+    saved, damaged = _last_saved(run, together)
+    shared = None
+    if saved is None and settings["init_from"]:
+        shared = load_parameters(settings["init_from"], recipe, fitted)
     _write_config(run, recipe, settings, fitted)
 
     notes = [f"{fitted.choice.why}; {fitted.options.precision}"]
     if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
         notes.append(f"batch {batch}, so that {len(devices)} devices divide it")
-    saved, damaged = _last_saved(run, together)
     notes += damaged
     init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
     first_step, wall_s, save_seconds = 0, 0.0, None
@@ -167,9 +170,7 @@ def _prepare(
         notes.append(f"resumed from the checkpoint of step {first_step}" + (f"; {cut} later rows cut" if cut else ""))
     else:
         run.cut_metrics(0)
-        shared = None
-        if settings["init_from"]:
-            shared = load_parameters(Path(settings["init_from"]), recipe, fitted)
+        if shared is not None:
             notes.append(f"parameters from {settings['init_from']}")
         state = fitted.init(init_key, shared)
     return Session(
@@ -249,6 +250,8 @@ def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
 
 
 def _write_config(run: Run, recipe: Recipe, settings: Mapping[str, Any], fitted: Fitted) -> None:
+    if run.writes:
+        recipe.keep(run.folder)
     run.write_config(configuration(recipe, settings) | {"chosen": chosen(fitted)})
 
 

@@ -10,6 +10,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train import wandb_log
 from tpuswarm.train.diagnose.watch import Watch
 from tpuswarm.train.display import Display, auto_display
+from tpuswarm.train.load import find_parent
 from tpuswarm.train.loop import Loop, Result, Step
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.session import prepare
@@ -59,7 +60,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """What was asked, by the names of train/settings.py; None for what was not."""
         named = {name: getattr(self, name) for name in (*FIXED, *FREE) if name in self.__dataclass_fields__}
-        parent = str(Path(init_from).resolve()) if init_from else None
+        parent = find_parent(init_from) if init_from else None
         return named | {"steps": steps, "batch": batch, "init_from": parent}
 
     def fit(self, recipe: Recipe, **options: Any) -> Result:

@@ -137,8 +137,11 @@ def option_types(maker: Any) -> dict[str, Any]:
     return {p.name: Any if p.annotation is p.empty else p.annotation for p in parameters}
 
 
-def build_recipe(target: str, options: Mapping[str, Any]) -> Recipe:
-    """The recipe at `target` with `options`; strings are read as the option's type, unknown names refused."""
+def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = None) -> Recipe:
+    """The recipe at `target` with `options`; strings are read as the option's type, unknown names refused.
+
+    home: the run in which it kept what options cannot hold.
+    """
     maker = find_maker(target)
     types = option_types(maker)
     values = {}
@@ -157,7 +160,7 @@ def build_recipe(target: str, options: Mapping[str, Any]) -> Recipe:
         recipe = maker(**values)
     if not isinstance(recipe, Recipe):
         raise InputError(f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; return supervised(...)")
-    recipe.target = absolute_target(target)
+    recipe.target, recipe.home = absolute_target(target), home
     recipe.given = values | {
         name: value for name, value in call.arguments.items() if isinstance(value, bool | int | float | str)
     }

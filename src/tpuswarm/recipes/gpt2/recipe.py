@@ -9,7 +9,7 @@ tinyshakespeare). The others are OpenAI's released sizes with GPT-3's learning r
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,23 @@ import optax
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2 import model
+from tpuswarm.recipes.gpt2 import export, model, pretrained
+from tpuswarm.recipes.gpt2.bpe import FILE, Bpe, read_bpe
 from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, SIZES, Config
+from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_place
 from tpuswarm.recipes.gpt2.loss import GPU_CHUNK_BYTES, mean_loss
 from tpuswarm.recipes.gpt2.sample import generate
-from tpuswarm.recipes.gpt2.tokenizer import Kind, Tokenizer, make_tokenizer
+from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters, Kind, Tokenizer
 from tpuswarm.recipes.gpt2.tokens import FakeTokens, Tokens, TokenSource, prepare_tokens, share_tokens, split_tokens
+from tpuswarm.train.files import write_atomically
 from tpuswarm.train.recipe import Batch, Options, Recipe, Source
+from tpuswarm.train.run import writing
 from tpuswarm.train.supervised import SupervisedProgram, in_precision, inference_params
 
 PEAK_LR = {"tiny": 1e-3, "124m": 6e-4, "355m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}
 FAKE_VOCAB = 65
+BPE_VOCAB = 4096
+"""Of a BPE that is trained for the tiny size; the others have GPT-2's."""
 FAKE = "fake"
 
 
@@ -36,13 +42,14 @@ class GPT2(Recipe):
     """One GPT-2 and its text; what is None follows from `size` or from the data.
 
     - data: path or URL of text, `fake` for random tokens, None for the Python standard library's source.
-    - tokenizer: characters (of the data, or `alphabet`) or bytes.
+    - tokenizer: characters (of the data, or `alphabet`), bytes, bpe (trained on the data for a vocabulary of `vocab`;
+      a known one has its fingerprint in `tokenizer_digest`), or that of a published model (gpt2, hf:ORG/NAME, hf:DIR).
     - lr: peak learning rate, reached after the share `warmup` of the run and lowered by a cosine to lr_end.
     - seed: of the order of the rows.
     """
 
     forms = ("remat", "accumulate")
-    identity = ("tokenizer", "alphabet")
+    identity = ("tokenizer", "alphabet", "tokenizer_digest")
     target = "tpuswarm.recipes.gpt2.recipe:GPT2"
 
     def __init__(
@@ -50,8 +57,9 @@ class GPT2(Recipe):
         *,
         size: str = "tiny",
         data: str | None = None,
-        tokenizer: Literal["characters", "bytes"] | None = None,
+        tokenizer: str | None = None,
         alphabet: str | None = None,
+        tokenizer_digest: str | None = None,
         layers: int | None = None,
         heads: int | None = None,
         width: int | None = None,
@@ -75,9 +83,12 @@ class GPT2(Recipe):
         self._data = str(Path(str(data)).expanduser().absolute()) if local else data
         self._size, self._seed = size, seed
         self._shape = {name: usual[name] if value is None else value for name, value in given.items()}
-        self._kind: Kind = tokenizer or ("characters" if tiny else "bytes")
-        self._alphabet = alphabet
-        self._vocab = vocab if vocab is not None or tiny else GPT2_VOCAB
+        tokenizer = tokenizer or ("characters" if tiny else "bytes")
+        self._published = _absolute(tokenizer) if is_place(tokenizer) else None
+        self._kind: Kind = "bpe" if self._published else _kind(tokenizer)
+        self._alphabet, self._tokenizer_digest = alphabet, tokenizer_digest
+        own = None if self._published or self._kind != "bpe" else BPE_VOCAB
+        self._vocab = vocab if vocab is not None else own if tiny else GPT2_VOCAB
         self._dropout = dropout
         self._lr = PEAK_LR[size] if lr is None else lr
         self._lr_end = self._lr / 10 if lr_end is None else lr_end
@@ -117,7 +128,8 @@ class GPT2(Recipe):
             "size": self._size,
             "data": self._data,
             "tokenizer": self._kind,
-            "alphabet": getattr(self.tokenizer, "alphabet", None),
+            "alphabet": self.tokenizer.alphabet if isinstance(self.tokenizer, Characters) else None,
+            "tokenizer_digest": self.tokenizer.key if isinstance(self.tokenizer, Bpe) else None,
             **self._shape,
             "vocab": self.config.vocab,
             "dropout": self._dropout,
@@ -137,17 +149,45 @@ class GPT2(Recipe):
         share_tokens(self._tokens, folder)
         return {"data": str(folder)}
 
+    def keep(self, folder: Path) -> None:
+        """A BPE, as tokenizer.json."""
+        if isinstance(self.tokenizer, Bpe):
+            with writing(folder / FILE):
+                write_atomically(folder / FILE, self.tokenizer.text)
+
     @cached_property
     def _tokens(self) -> Tokens:
-        return prepare_tokens(self._data, self._kind, self._alphabet)
+        digest = None if self._published else self._tokenizer_digest
+        return prepare_tokens(self._data, self._kind, given=self._given, key=digest, vocab=self._vocab or 0)
+
+    @cached_property
+    def _given(self) -> Tokenizer | None:
+        """The tokenizer where the text is not needed to know it."""
+        if self._kind == "bytes":
+            return Bytes()
+        if self._kind == "characters":
+            return Characters(self._alphabet) if self._alphabet is not None else None
+        if self._published:
+            found = pretrained.read_tokenizer(open_place(self._published))
+            if not isinstance(found, Bpe):
+                raise InputError(f"{self._published} brings no BPE; give --tokenizer gpt2 or another hf:… of one")
+            return found
+        if self._tokenizer_digest is None or self.home is None or not (self.home / FILE).exists():
+            return None
+        kept = read_bpe(self.home / FILE)
+        if kept.key != self._tokenizer_digest:
+            raise InputError(
+                f"{self.home / FILE} is another tokenizer ({kept.key[:12]}…) than the run was trained with "
+                f"({self._tokenizer_digest[:12]}…); bring that one back"
+            )
+        return kept
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Of the alphabet given, else of the data; None for fake data."""
+        """The one given, else that of the data; None for fake data."""
         if self._data == FAKE:
             return None
-        known = self._alphabet is not None or self._kind == "bytes"
-        return make_tokenizer(self._kind, self._alphabet if known else self._tokens.alphabet)
+        return self._given or self._tokens.tokenizer
 
     @cached_property
     def config(self) -> Config:
@@ -212,3 +252,43 @@ class GPT2(Recipe):
         start = self.tokenizer.encode(prompt or "\n").tolist()
         params = inference_params(state)
         return self.tokenizer.decode(generate(params, start, tokens, temperature, seed, self.config, Options()))
+
+    @classmethod
+    def options_at(cls, place: str) -> dict[str, Any]:
+        """A published model's tokenizer, where it brings one, and the size of its vocabulary."""
+        found = open_place(place)
+        theirs = pretrained.read_tokenizer(found)
+        brought = {"tokenizer": place} if theirs else {}
+        if isinstance(theirs, Characters):
+            brought = {"tokenizer": theirs.kind, "alphabet": theirs.alphabet}
+        return {**brought, "vocab": pretrained.read_config(found).vocab}
+
+    def load_shared(self, place: str, like: Any) -> Any:
+        """The weights of a published model of this shape; a shorter context takes the first of its positions."""
+        found = open_place(place)
+        pretrained.check_shape(found, self.config)
+        theirs = pretrained.read_tokenizer(found) if self.tokenizer else None
+        if theirs and self.tokenizer and theirs.key != self.tokenizer.key:
+            raise InputError(
+                f"the weights of {place} belong to another tokenizer ({theirs.vocab} tokens) than this one "
+                f"({self.tokenizer.kind}, {self.tokenizer.vocab} tokens); leave out --tokenizer, or give {place} as it"
+            )
+        return pretrained.load(found, self.config, like)
+
+    def export(self, state: Any, folder: Path) -> None:
+        """model.safetensors, config.json and the tokenizer, as transformers reads them."""
+        export.write(inference_params(state), self.config, self.tokenizer, folder)
+
+
+def _kind(name: str) -> Kind:
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    if name not in kinds:
+        names = [*kinds, *RELEASED]
+        raise InputError(f"unknown tokenizer {name!r}; {did_you_mean(name, names)}, or hf:ORG/NAME or hf:DIR")
+    return next(kind for kind in kinds if kind == name)
+
+
+def _absolute(place: str) -> str:
+    """A published model's name that means the same in every folder."""
+    folder = Path(place.removeprefix(PREFIX)).expanduser()
+    return f"{PREFIX}{folder.absolute()}" if place.startswith(PREFIX) and folder.is_dir() else place

@@ -1,4 +1,4 @@
-"""Text to token numbers and back: characters or bytes."""
+"""Text to token numbers and back: characters or bytes; byte-pair encoding is in bpe.py."""
 
 from collections import Counter
 from typing import Literal, Protocol
@@ -7,7 +7,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 
-Kind = Literal["characters", "bytes"]
+Kind = Literal["characters", "bytes", "bpe"]
 CODE_POINTS = 0x110000
 
 
@@ -16,6 +16,8 @@ class Tokenizer(Protocol):
 
     vocab: int
     kind: Kind
+    key: str
+    """What tells it from others of its kind: the alphabet, the fingerprint of a BPE; empty for bytes."""
 
     def encode(self, text: str) -> np.ndarray:
         """Token numbers; InputError for text it cannot write."""
@@ -30,6 +32,7 @@ class Bytes:
     """The 256 bytes of UTF-8; writes any text."""
 
     kind: Kind = "bytes"
+    key = ""
     vocab = 256
 
     def encode(self, text: str) -> np.ndarray:
@@ -49,7 +52,8 @@ class Characters:
     def __init__(self, alphabet: str):
         if not alphabet or len(set(alphabet)) != len(alphabet):
             raise InputError(f"an alphabet needs characters, each once; got {len(alphabet)}")
-        self.alphabet, self.vocab = alphabet, len(alphabet)
+        self.key = self.alphabet = alphabet
+        self.vocab = len(alphabet)
         self._number = np.full(CODE_POINTS, -1, np.int32)
         self._number[_code_points(alphabet)] = np.arange(len(alphabet))
 
@@ -88,10 +92,3 @@ class AlphabetCount:
     def alphabet(self) -> str:
         """All characters seen, sorted."""
         return "".join(chr(point) for point in np.flatnonzero(self._seen))
-
-
-def make_tokenizer(kind: Kind, alphabet: str | None) -> Tokenizer:
-    """The tokenizer of a kind; characters need their alphabet."""
-    if kind == "bytes":
-        return Bytes()
-    return Characters(alphabet or "")

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2.bpe import FILE, Bpe, read_bpe, train_bpe, whole_words
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
-from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Kind, Tokenizer, make_tokenizer
+from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Bytes, Characters, Kind, Tokenizer
 from tpuswarm.train.files import write_atomically
 from tpuswarm.train.platform import cache_folder
 from tpuswarm.train.run import writing
@@ -34,38 +35,37 @@ class Tokens:
 
     array: np.ndarray
     digest: str
-    alphabet: str | None
+    tokenizer: Tokenizer
     folder: Path
     """Where its files lie."""
 
 
-def prepare_tokens(place: str | None, kind: Kind, alphabet: str | None = None) -> Tokens:
+def prepare_tokens(
+    place: str | None, kind: Kind, *, given: Tokenizer | None = None, key: str | None = None, vocab: int = 0
+) -> Tokens:
     """The memory map of the text at `place`, made in the user's cache if it is not there yet.
 
-    Two processes may do it at once: each writes a folder of its own and the first to finish gives it its name.
-    `alphabet` fixes the characters; without it they are those of the text. A folder that `share_tokens` filled is taken
-    as it is.
+    Two processes may do it at once: each writes a folder of its own and the first to finish gives it its name. Without
+    a tokenizer `given`, that of the text is made: its characters, or a BPE of at most `vocab` tokens; InputError if
+    `key` is given and it comes out as another. A folder that `share_tokens` filled is taken as it is.
     """
+    key = given.key if given else key
     if place is not None and "://" not in place and (Path(place) / "tokens.bin").is_file() and _is_made(Path(place)):
-        return _open(Path(place))
-    text = open_text(place)
-    folder = _folder(text, kind, None)
-    if alphabet is not None and not (_is_made(folder) and _about(folder)["alphabet"] == alphabet):
-        folder = _folder(text, kind, alphabet)
-    if not _is_made(folder):
-        with writing(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-            try:
-                _write(making, text, kind, alphabet)
-                try:
-                    making.rename(folder)
-                except OSError:
-                    if not _is_made(folder):
-                        raise
-            finally:
-                shutil.rmtree(making, ignore_errors=True)
-    return _open(folder)
+        folder = Path(place)
+    else:
+        text = open_text(place)
+        folder = _folder(text, kind, vocab, None)
+        if given and not (_is_made(folder) and _about(folder)["key"] == given.key):
+            folder = _folder(text, kind, vocab, given.key)
+        if not _is_made(folder):
+            _make(folder, text, kind, given, vocab)
+    tokens = _open(folder)
+    if key is not None and tokens.tokenizer.key != key:
+        raise InputError(
+            f"a BPE made from {place} is another tokenizer ({tokens.tokenizer.key[:12]}…) than the one asked for "
+            f"({key[:12]}…), which lies as {FILE} in the folder of the run that was trained with it"
+        )
+    return tokens
 
 
 def share_tokens(tokens: Tokens, folder: Path) -> None:
@@ -74,18 +74,25 @@ def share_tokens(tokens: Tokens, folder: Path) -> None:
     with writing(folder):
         if not _is_made(folder):
             shutil.copyfile(tokens.folder / "tokens.bin", folder / "tokens.bin")
+            if isinstance(tokens.tokenizer, Bpe):
+                write_atomically(folder / FILE, tokens.tokenizer.text)
             write_atomically(folder / "about.json", (tokens.folder / "about.json").read_text())
 
 
 def _open(folder: Path) -> Tokens:
     about = _about(folder)
     array = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r", shape=(about["count"],))
-    return Tokens(array, about["digest"], about["alphabet"], folder)
+    tokenizer: Tokenizer
+    if about["kind"] == "bpe":
+        tokenizer = read_bpe(folder / FILE)
+    else:
+        tokenizer = Bytes() if about["kind"] == "bytes" else Characters(about["key"])
+    return Tokens(array, about["digest"], tokenizer, folder)
 
 
-def _folder(text: Text, kind: Kind, alphabet: str | None) -> Path:
-    key = hashlib.sha256(json.dumps([text.key, kind, alphabet]).encode()).hexdigest()[:32]
-    return cache_folder("tokens") / key
+def _folder(text: Text, kind: Kind, vocab: int, key: str | None) -> Path:
+    name = hashlib.sha256(json.dumps([text.key, kind, vocab if kind == "bpe" and key is None else 0, key]).encode())
+    return cache_folder("tokens") / name.hexdigest()[:32]
 
 
 def _is_made(folder: Path) -> bool:
@@ -96,20 +103,30 @@ def _about(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "about.json").read_text())
 
 
-def _write(folder: Path, text: Text, kind: Kind, alphabet: str | None) -> None:
-    passes = 1 + (kind == "characters" and alphabet is None)
+def _make(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int) -> None:
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        try:
+            _write(making, text, kind, given, vocab)
+            try:
+                making.rename(folder)
+            except OSError:
+                if not _is_made(folder):
+                    raise
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+
+
+def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int) -> None:
+    passes = 1 + (kind != "bytes" and given is None)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
         bar = bars.add_task(f"tokenising {text.name}", total=sum(text.sizes) * passes)
 
         def advance(count: int) -> None:
             bars.advance(bar, count)
 
-        if kind == "characters" and alphabet is None:
-            seen = AlphabetCount()
-            for piece in text.pieces(advance):
-                seen.add(piece)
-            alphabet = seen.alphabet()
-        tokenizer = make_tokenizer(kind, alphabet)
+        tokenizer = given or _tokenizer_of(text, kind, vocab, advance)
         dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
         digest, count = hashlib.sha256(), 0
         with (folder / "tokens.bin").open("wb") as file:
@@ -120,8 +137,23 @@ def _write(folder: Path, text: Text, kind: Kind, alphabet: str | None) -> None:
                 count += len(numbers)
             file.flush()
             os.fsync(file.fileno())
-    about = {"dtype": dtype.name, "count": count, "digest": digest.hexdigest(), "alphabet": alphabet}
+    if isinstance(tokenizer, Bpe):
+        write_atomically(folder / FILE, tokenizer.text)
+    about = {
+        "kind": kind, "key": tokenizer.key, "dtype": dtype.name, "count": count, "digest": digest.hexdigest()
+    }  # fmt: skip
     write_atomically(folder / "about.json", json.dumps(about))
+
+
+def _tokenizer_of(text: Text, kind: Kind, vocab: int, advance: Advance) -> Tokenizer:
+    if kind == "bytes":
+        return Bytes()
+    if kind == "bpe":
+        return train_bpe(text.pieces(advance), vocab)
+    seen = AlphabetCount()
+    for piece in text.pieces(advance):
+        seen.add(piece)
+    return Characters(seen.alphabet())
 
 
 def _numbers(text: Text, tokenizer: Tokenizer, advance: Advance) -> Iterator[np.ndarray]:
@@ -129,7 +161,8 @@ def _numbers(text: Text, tokenizer: Tokenizer, advance: Advance) -> Iterator[np.
         for raw in text.raw_pieces(advance):
             yield np.frombuffer(raw, np.uint8)
     else:
-        for piece in text.pieces(advance):
+        pieces = text.pieces(advance)
+        for piece in whole_words(pieces) if tokenizer.kind == "bpe" else pieces:
             yield tokenizer.encode(piece)
 
 

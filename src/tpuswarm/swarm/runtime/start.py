@@ -196,6 +196,7 @@ def _prepare(run: Run, recipe: Recipe, decided: _Decided, ray_address: str | Non
         "code": decided.code,
     }
     chosen = {"platform": kind, "devices": decided.per_member, "tokens_per_row": plan.tokens_per_row}
+    recipe.keep(run.folder)
     run.write_config(configuration(recipe, settings) | {"swarm": table, "chosen": chosen})
     for each in decided.changed:
         run.write_event("note", message=f"accepted: {each}")

@@ -1,0 +1,121 @@
+"""Where published models lie: a folder, or a repository of a Hugging Face hub (`HF_ENDPOINT`, `HF_HUB_OFFLINE`)."""
+
+import errno
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.errors import InputError, RunFailed
+
+PREFIX = "hf:"
+RELEASED = {
+    "gpt2": "openai-community/gpt2",
+    "117m": "openai-community/gpt2",
+    "124m": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
+    "345m": "openai-community/gpt2-medium",
+    "355m": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large",
+    "774m": "openai-community/gpt2-large",
+    "gpt2-xl": "openai-community/gpt2-xl",
+    "1558m": "openai-community/gpt2-xl",
+}
+"""OpenAI's released models by name; 117M and 345M are its labels of those that have 124 and 355 million parameters."""
+REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The files of one model."""
+
+    name: str
+    """As the user wrote it."""
+    folder: Path | None
+    repository: str = ""
+    commit: str = ""
+    """All files of a repository are taken from this one."""
+
+    def find(self, file: str) -> Path | None:
+        """A file, fetched where it is not here yet; None where the model has none of that name."""
+        if self.folder is not None:
+            path = self.folder / file
+            return path if path.is_file() else None
+        return _fetch(self.repository, file, self.commit)
+
+    def get(self, file: str, what: str) -> Path:
+        """The same; InputError where there is none."""
+        path = self.find(file)
+        if path is None:
+            raise InputError(f"{self.name} has no {file}, so no {what}")
+        return path
+
+
+def is_place(name: str) -> bool:
+    """Whether a name is meant for a hub: `hf:…`, or one of OpenAI's models."""
+    return name.startswith(PREFIX) or name.lower() in RELEASED
+
+
+def open_place(name: str) -> Place:
+    """The model called `name`: one of RELEASED, `hf:ORG/NAME` or `hf:DIR`.
+
+    Raises InputError for a name that is none, a model that is not there or not open to this user, and RunFailed where
+    the hub does not answer and the files are not in its cache.
+    """
+    repository = RELEASED.get(name.lower())
+    if repository is None:
+        if not name.startswith(PREFIX):
+            raise InputError(
+                f"{name} is neither a run nor a published model (hf:ORG/NAME, hf:DIR or a released GPT-2); "
+                f"{did_you_mean(name, RELEASED)}"
+            )
+        repository = name.removeprefix(PREFIX)
+        folder = Path(repository).expanduser()
+        if folder.is_dir():
+            return Place(name, folder.absolute())
+        if not REPOSITORY.fullmatch(repository):
+            raise InputError(f"there is no folder {folder}, and {repository!r} is no ORG/NAME of a hub")
+    config = _fetch(repository, "config.json", "main")
+    if config is None:
+        raise InputError(f"{name} has no config.json, so it is no model that can be read")
+    return Place(name, None, repository, config.parent.name)
+
+
+def _fetch(repository: str, file: str, revision: str) -> Path | None:
+    """A file of a repository in the hub's own cache, where it is resumed and verified; None where there is none."""
+    from huggingface_hub import constants, errors, hf_hub_download
+
+    where = f"{repository} at {constants.ENDPOINT}"
+    try:
+        return Path(hf_hub_download(repository, file, revision=revision))
+    except errors.RemoteEntryNotFoundError:
+        return None
+    except errors.LocalEntryNotFoundError as error:
+        if constants.is_offline_mode():
+            if revision != "main":
+                return None  # its config.json is here, and this file was not fetched with it
+            raise InputError(
+                f"{where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set; unset it, or put "
+                "its files into a folder and give hf:DIR"
+            ) from error
+        raise RunFailed(_not_fetched(file, where, error.__cause__ or error)) from error
+    except errors.GatedRepoError as error:
+        raise InputError(f"{where} is only for those its owners accept: ask there, then set HF_TOKEN") from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(f"there is no model {where}, or it is private and HF_TOKEN is not set") from error
+    except errors.HFValidationError as error:
+        raise InputError(f"{repository} is no ORG/NAME of a hub: {error}") from error
+    except Exception as error:  # what a broken transfer raises belongs to the hub's HTTP library, not to its API
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise RunFailed(
+                f"the disk of {constants.HF_HUB_CACHE} is full: make room for {file} of {repository}, or set HF_HOME"
+            ) from error
+        raise RunFailed(_not_fetched(file, where, error)) from error
+
+
+def _not_fetched(file: str, where: str, error: BaseException) -> str:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return (
+        f"{file} of {where} did not arrive ({reason[0][:200]}); try again, set HF_ENDPOINT to another hub, or put the "
+        "files into a folder and give hf:DIR"
+    )

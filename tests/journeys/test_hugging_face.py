@@ -1,0 +1,82 @@
+"""From a hub on loopback to a fine-tuned model and out again, as whole commands in processes of their own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests import processes
+from tests.recipes.hub import serving
+from tpuswarm.train.load import load_run
+
+GOLDEN = Path(__file__).resolve().parents[1] / "recipes" / "golden" / "model"
+SHAPE = "--layers 2 --heads 2 --width 16 --context 12"
+LEARNS = 0.2
+
+
+def test_a_published_model_is_tuned_and_given_out_again(tmp_path, text_file, monkeypatch):
+    """Fetched once; then, without the hub, gone on with, exported, and the export read: the same parameters."""
+    shutil.copytree(GOLDEN, tmp_path / "hub" / "org" / "small")
+    for name, folder in (("HF_HUB_CACHE", "hub-cache"), ("TPUSWARM_CACHE", "cache")):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    train = f"train gpt2-tiny --data {text_file} {SHAPE} --steps 60 --lr 1e-2 --json"
+    with serving(tmp_path / "hub") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        out, err = processes.run([*train.split(), "--init-from", "hf:org/small", "--run", "run"], tmp_path)
+    assert "parameters from hf:org/small" in err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert json.loads(out)["metrics"]["eval_loss"] < rows[0]["loss"] - LEARNS
+    shutil.rmtree(tmp_path / "cache" / "tokens")  # what the run needs lies in its folder
+    _, err = processes.run([*train.split(), "--run", "run"], tmp_path)
+    assert "nothing is left to do" in err
+    processes.run(["export", "run", "out/model", "--format", "hf"], tmp_path)
+    files = {path.name for path in (tmp_path / "out" / "model").iterdir()}
+    assert files == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    before = load_file(GOLDEN / "model.safetensors")
+    assert {name: each.shape for name, each in weights.items()} == {name: each.shape for name, each in before.items()}
+    run = load_run(tmp_path / "run", jax.devices()[:1])
+    again = run.recipe.load_shared(f"hf:{tmp_path / 'out' / 'model'}", run.placed.state.params)
+    jax.tree.map(np.testing.assert_array_equal, again["blocks"], run.state.params["blocks"])
+    np.testing.assert_array_equal(again["wte"][:300], run.state.params["wte"][:300])
+
+
+@pytest.mark.slow
+def test_a_swarm_trains_with_a_bpe_of_its_own(tmp_path, text_file):
+    """Its members get the tokenizer with the data; its run has it when the text and the cache are gone."""
+    shutil.copyfile(text_file, tmp_path / "text.txt")
+    words = "train gpt2-tiny --data text.txt --tokenizer bpe --vocab 300 --layers 1 --steps 12 --run run"
+    processes.run([*words.split(), "--members", "2", "--cycle", "6"], tmp_path)
+    (tmp_path / "text.txt").unlink()
+    out, _ = processes.run(["sample", "run", "--prompt", "line", "--tokens", "5"], tmp_path)
+    assert out.startswith("line")
+    out, _ = processes.run(["export", "run", "model", "--format", "hf", "--json"], tmp_path)
+    assert json.loads(out)["step"] == 12 and load_file(tmp_path / "model" / "model.safetensors")
+
+
+def test_an_export_is_whole_or_not_at_all(on_small_disk):
+    said = on_small_disk("""
+import os, sys
+from pathlib import Path
+import numpy as np
+from tpuswarm.cli import export, main
+from tpuswarm.recipes.gpt2.recipe import GPT2
+
+class Loaded:
+    recipe = GPT2(data="fake", width=256)
+    state = recipe.program(__import__("tpuswarm").Options()).init(__import__("jax").random.key(0))
+
+export.load = lambda run, data: Loaded
+sys.argv = ["tpuswarm", "export", "run", sys.argv[1] + "/out", "--format", "hf"]
+sys.stderr = sys.stdout
+try:
+    main()
+except SystemExit as end:
+    print(end.code, os.listdir(Path(sys.argv[3]).parent))
+""")
+    assert "out could not be written: " in said[-2] and "No space left" in said[-2]
+    assert said[-1] == "1 []"

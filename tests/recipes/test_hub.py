@@ -1,0 +1,137 @@
+"""Models fetched from a hub on loopback that is well, down, slow, or sends half of a file."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tests.recipes.hub import COMMIT, serving
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.recipes.gpt2.hub import RELEASED, open_place
+from tpuswarm.recipes.gpt2.pretrained import read_config, read_tokenizer
+
+GOLDEN = Path(__file__).with_name("golden") / "model"
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub that has the golden model as openai-community/gpt2, an empty cache, and no patience."""
+    shutil.copytree(GOLDEN, tmp_path / "hub" / "openai-community" / "gpt2")
+    with serving(tmp_path / "hub") as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1024)
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        yield hub
+
+
+def test_all_files_come_from_one_commit_once(hub):
+    for name in ("gpt2", "117M", "hf:openai-community/gpt2"):
+        place = open_place(name)
+        for file in FILES:
+            path = place.get(file, "model")
+            assert path.read_bytes() == (GOLDEN / file).read_bytes() and path.parent.name == COMMIT
+    fetched = [file for method, file, _ in hub.seen if method == "GET"]
+    assert sorted(fetched) == sorted(FILES)
+    assert place.find("no-such-file") is None
+    assert read_config(place).width == 16 and read_tokenizer(place).vocab <= 300
+
+
+def test_every_released_name_is_one_of_four_models():
+    assert {RELEASED[name] for name in ("gpt2", "117m", "124m")} == {"openai-community/gpt2"}
+    assert RELEASED["345m"] == RELEASED["355m"] == RELEASED["gpt2-medium"] == "openai-community/gpt2-medium"
+    assert RELEASED["774m"] == RELEASED["gpt2-large"] and RELEASED["1558m"] == RELEASED["gpt2-xl"]
+
+
+def test_offline_takes_the_cache_and_says_what_is_not_in_it(hub, monkeypatch):
+    place = open_place("gpt2")
+    place.get("model.safetensors", "weights")
+    asked = len(hub.seen)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    again = open_place("gpt2")
+    assert again.commit == COMMIT and again.get("model.safetensors", "weights").exists()
+    assert again.find("tokenizer.json") is None and len(hub.seen) == asked
+    with pytest.raises(InputError, match=r"gpt2-medium at http.* is not in the cache .* HF_HUB_OFFLINE is set"):
+        open_place("gpt2-medium")
+
+
+def test_a_hub_that_is_down_is_a_failure_unless_the_files_are_here(hub):
+    hub.broken = True
+    with pytest.raises(
+        RunFailed, match=r"config.json of openai-community/gpt2 at http.* did not arrive .*503.*HF_ENDPOINT"
+    ):
+        open_place("gpt2")
+    hub.broken = False
+    open_place("gpt2").get("model.safetensors", "weights")
+    hub.broken = True
+    assert open_place("gpt2").get("model.safetensors", "weights").exists()
+
+
+def test_nothing_listens_there(hub):
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(RunFailed, match=r"did not arrive \(.*refused\); try again"):
+        open_place("gpt2")
+
+
+def test_a_slow_hub_is_given_up(hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
+    hub.slow = 0.5
+    with pytest.raises(RunFailed, match=r"did not arrive \(.*timed out\)"):
+        open_place("gpt2")
+
+
+def test_half_a_file_is_resumed(hub):
+    place = open_place("gpt2")
+    hub.cuts["model.safetensors"] = 2
+    path = place.get("model.safetensors", "weights")
+    assert path.read_bytes() == (GOLDEN / "model.safetensors").read_bytes()
+    received = path.stat().st_size // 2 // 1024 * 1024  # in whole chunks
+    ranges = [asked for method, file, asked in hub.seen if (method, file) == ("GET", "model.safetensors")]
+    assert ranges == [None, f"bytes={received}-", f"bytes={received}-"]
+
+
+def test_half_a_file_for_ever_is_said_and_leaves_nothing(hub, tmp_path):
+    place = open_place("gpt2")
+    hub.cuts["model.safetensors"] = 100
+    with pytest.raises(
+        RunFailed, match=r"model.safetensors of openai-community/gpt2 at http.* did not arrive \(.*closed"
+    ):
+        place.get("model.safetensors", "weights")
+    assert not list((tmp_path / "hub-cache").rglob("*.incomplete"))
+    hub.cuts.clear()
+    assert place.get("model.safetensors", "weights").exists()
+
+
+def test_a_model_that_is_not_there(hub, tmp_path):
+    with pytest.raises(InputError, match=r"there is no model nobody/nothing at http.*, or it is private"):
+        open_place("hf:nobody/nothing")
+    (tmp_path / "hub" / "org" / "empty").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"hf:org/empty has no config.json"):
+        open_place("hf:org/empty")
+    with pytest.raises(InputError, match=r"is no ORG/NAME of a hub"):
+        open_place("hf:org/--bad..name")
+
+
+def test_a_full_disk_is_said(on_small_disk, hub):
+    weights = hub.root / "org" / "large" / "model.safetensors"
+    shutil.copytree(GOLDEN, weights.parent)
+    weights.write_bytes(bytes(6 * 2**20))
+    said = on_small_disk(f"""
+import os, sys
+os.environ |= {{"HF_ENDPOINT": {hub.url!r}, "HF_HUB_CACHE": sys.argv[1]}}
+from tpuswarm.errors import RunFailed
+from tpuswarm.recipes.gpt2.hub import open_place
+try:
+    open_place("hf:org/large").get("model.safetensors", "weights")
+except RunFailed as error:
+    print(error)
+""")
+    assert "is full: make room for model.safetensors of org/large, or set HF_HOME" in said[-1]

@@ -1,0 +1,217 @@
+"""Published weights: read as transformers wrote them, refused where they are not what they should be."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2 import loss, model, pretrained
+from tpuswarm.recipes.gpt2.export import tensors
+from tpuswarm.recipes.gpt2.hub import open_place
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.recipe import Options
+
+GOLDEN = Path(__file__).with_name("golden")
+SHAPE = {"layers": 2, "heads": 2, "width": 16, "context": 12, "vocab": 300}
+PLACE = f"hf:{GOLDEN / 'model'}"
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A copy of the golden model, to be damaged."""
+    return Path(shutil.copytree(GOLDEN / "model", tmp_path / "model"))
+
+
+def recipe(text_file, **options) -> GPT2:
+    return GPT2(**{**SHAPE, "data": str(text_file), "tokenizer": PLACE, **options})
+
+
+def like(made: GPT2, spec=PartitionSpec, devices=1):
+    """Shapes of the parameters, each with the sharding that `spec` gives for its shape."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    shapes = jax.eval_shape(partial(model.init, config=made.config), jax.random.key(0))
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec(*leaf.shape))),
+        shapes,
+    )
+
+
+def whole(*shape):
+    return PartitionSpec()
+
+
+def first_that_divides(*shape):
+    axis = next((axis for axis, size in enumerate(shape) if size % 4 == 0), None)
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "data")
+
+
+def test_logits_loss_and_gradients_are_transformers(text_file):
+    check_results(recipe(text_file), GOLDEN)
+
+
+def check_results(made: GPT2, folder: Path) -> None:
+    """Our logits, loss and gradients of the weights in `folder`/model against transformers' beside it."""
+    config = made.config
+    params = made.load_shared(f"hf:{folder / 'model'}", like(made, whole))
+    golden = load_file(folder / "results.safetensors")
+    inputs, targets = golden["tokens"][:, :-1], golden["tokens"][:, 1:]
+
+    def loss_of(params):
+        x_BxTxD = model.hidden(params, inputs, config, Options(), None)
+        return loss.mean_loss(x_BxTxD, params["wte"], targets, config), x_BxTxD
+
+    (value, x_BxTxD), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+    logits = np.asarray(loss.logits(x_BxTxD, params["wte"], config.vocab))[..., : config.vocab]
+    assert relative(logits, golden["logits"]) < 1e-4
+    np.testing.assert_allclose(value, golden["loss"], rtol=1e-4)
+    ours = tensors(grads, config)
+    theirs = {name.removeprefix("grad/"): each for name, each in golden.items() if name.startswith("grad/")}
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        assert relative(ours[name], grad) < 1e-4, name
+
+
+def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Largest difference over the largest value."""
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def test_shards_are_parts_of_the_whole_and_padding_is_zero(text_file):
+    made = recipe(text_file)
+    one, four = (made.load_shared(PLACE, like(made, *each)) for each in ((whole, 1), (first_that_divides, 4)))
+    assert four["wte"].sharding.shard_shape(four["wte"].shape) == (96, 16)  # the last is of padding alone
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.asarray(one["wte"])[300:].any() and np.asarray(one["wte"])[:300].all()
+
+
+def test_without_prefix_in_half_precision_in_several_files_with_masks(copy, text_file):
+    """All the forms that published files have."""
+    stored = load_file(copy / "model.safetensors")
+    other = {name.removeprefix("transformer."): each.astype(np.float16) for name, each in stored.items()}
+    other["h.0.attn.bias"] = np.ones((1, 1, 12, 12), np.float16)
+    other["h.1.attn.masked_bias"] = np.full((), -1e4, np.float16)
+    other["lm_head.weight"] = other["wte.weight"].copy()
+    (copy / "model.safetensors").unlink()
+    parts = {"a.safetensors": sorted(other)[:9], "b.safetensors": sorted(other)[9:]}
+    for part, names in parts.items():
+        save_file({name: other[name] for name in names}, copy / part)
+    index = {"weight_map": {name: part for part, names in parts.items() for name in names}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    made = recipe(text_file)
+    for a, b in zip(
+        *(jax.tree.leaves(made.load_shared(place, like(made, whole))) for place in (PLACE, f"hf:{copy}")), strict=True
+    ):
+        assert b.dtype == np.float32
+        np.testing.assert_array_equal(np.asarray(a).astype(np.float16), np.asarray(b).astype(np.float16))
+
+
+def test_a_shorter_context_takes_the_first_positions(text_file):
+    made = recipe(text_file, context=8)
+    params = made.load_shared(PLACE, like(made, whole))
+    np.testing.assert_array_equal(
+        params["wpe"], load_file(GOLDEN / "model/model.safetensors")["transformer.wpe.weight"][:8]
+    )
+
+
+def change(weights, name, array):
+    name = f"transformer.{name}"
+    return {key: each for key, each in weights.items() if key != name} | ({} if array is None else {name: array})
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "words"),
+    [
+        ("h.1.mlp.c_fc.bias", None, r"lacks h.1.mlp.c_fc.bias; a GPT-2 has 28 tensors"),
+        ("h.2.ln_1.bias", np.zeros(16, np.float32), r"has too much: h.2.ln_1.bias"),
+        ("h.0.attn.c_attn.weight", np.zeros((48, 16), np.float32), r"c_attn.weight of .* is \(48, 16\), .* \(16, 48\)"),
+        ("wpe.weight", np.zeros((13, 16), np.float32), r"wpe.weight of .* is \(13, 16\), .* asks for \(12, 16\)"),
+        ("ln_f.weight", np.zeros(16, np.int32), r"ln_f.weight of .* is I32, not one of F64"),
+    ],
+)
+def test_a_wrong_tensor_is_named(copy, text_file, name, array, words):
+    save_file(change(load_file(copy / "model.safetensors"), name, array), copy / "model.safetensors")
+    made = recipe(text_file)
+    with pytest.raises(InputError, match=words):
+        made.load_shared(f"hf:{copy}", like(made, whole))
+
+
+def test_a_head_that_came_apart_is_refused(copy, text_file):
+    weights = load_file(copy / "model.safetensors")
+    head = weights["transformer.wte.weight"].copy()
+    head[-1, -1] += 1
+    save_file({**weights, "lm_head.weight": head}, copy / "model.safetensors")
+    made = recipe(text_file)
+    with pytest.raises(InputError, match=r"lm_head.weight of .* is not its wte.weight"):
+        made.load_shared(f"hf:{copy}", like(made, whole))
+
+
+def test_half_a_file_in_a_folder_is_damaged(copy, text_file):
+    data = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
+    made = recipe(text_file)
+    with pytest.raises(InputError, match=r"model.safetensors is damaged or no safetensors file"):
+        made.load_shared(f"hf:{copy}", like(made, whole))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model_type": "llama"}, "of the architecture llama, not gpt2"),
+        ({"activation_function": "relu"}, r"has activation_function relu, .* \(it has gelu_new\)"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx True"),
+        ({"layer_norm_epsilon": 1e-6}, "has layer_norm_epsilon 1e-06"),
+        ({"tie_word_embeddings": False}, "has tie_word_embeddings False"),
+        ({"n_inner": 48}, "has n_inner 48; this GPT-2 has 4 x width, 64"),
+        ({"n_layer": "two"}, "config.json of .* cannot be read"),
+        (
+            {"n_layer": 3, "n_positions": 8},
+            r"has layers 3, context 8, .* layers 2, context 12; give --layers 3 --context 8",
+        ),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}, "train gpt2-124m"),
+        ({"vocab_size": 299}, "has vocab 299, this one has vocab 300; give --vocab 299"),
+    ],
+)
+def test_another_architecture_or_size_is_refused_with_the_way_out(copy, text_file, settings, words):
+    facts = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(facts | settings))
+    made = recipe(text_file)
+    with pytest.raises(InputError, match=words):
+        made.load_shared(f"hf:{copy}", like(made, whole))
+
+
+def test_a_tokenizer_that_is_not_that_of_the_weights_is_refused(text_file):
+    for options in ({"tokenizer": "bytes"}, {"tokenizer": "bpe"}):
+        made = recipe(text_file, **options)
+        with pytest.raises(InputError, match=r"belong to another tokenizer .* leave out --tokenizer"):
+            made.load_shared(PLACE, like(made, whole))
+    with pytest.raises(InputError, match=r"need a vocabulary of \d+, not 260; use --vocab"):
+        recipe(text_file, vocab=260).config
+
+
+def test_a_model_without_weights_or_with_pickles_only(copy, text_file):
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    made = recipe(text_file)
+    with pytest.raises(InputError, match=r"has no model.safetensors, so no weights \(pickles are not read"):
+        made.load_shared(f"hf:{copy}", like(made, whole))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gtp2", "neither a run nor a published model .* did you mean gpt2"),
+        ("hf:no/such/folder/here", "there is no folder no/such/folder/here, and .* is no ORG/NAME"),
+        ("hf:", "cannot be read|has no config.json|no ORG/NAME"),
+    ],
+)
+def test_names_that_are_none(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=words):
+        pretrained.read_config(open_place(name))

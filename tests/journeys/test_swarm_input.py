@@ -46,6 +46,8 @@ def call(monkeypatch, capsys, tmp_path):
         ("--members 2 --eval-every 5m", "a swarm evaluates every so many steps"),
         ("--members 2 --ema 0.9", "--ema is not built for a swarm yet"),
         ("--members 10000", "members need about"),
+        ("--members 2 --profile", "--profile and --wandb are of a plain run"),
+        ("--members 2 --wandb project", "--profile and --wandb are of a plain run"),
         ("--cycle 20", "--cycle is of a swarm; give --members as well"),
         ("--accept-code", "--accept-code is of a swarm"),
     ],

@@ -8,7 +8,8 @@ import pytest
 
 from tests.processes import finish, start, updates, wait_for
 from tests.train import toy
-from tpuswarm import ArraySource, Trainer, supervised
+from tpuswarm import ArraySource, InputError, Trainer, supervised
+from tpuswarm.cli.profile import profile as command
 from tpuswarm.train import profile
 from tpuswarm.train.run import EVENTS, read_rows
 
@@ -43,6 +44,17 @@ def test_a_profiled_run_leaves_a_trace_of_its_middle(tmp_path, steps, traced):
 def test_without_being_asked_nothing_is_traced(tmp_path):
     Trainer(devices=1).fit(toy.recipe(), steps=20, batch=8, run=tmp_path)
     assert profile.traces(tmp_path) == [] and told(tmp_path) == []
+
+
+def test_a_loop_left_in_a_trace_leaves_the_steps_so_far_and_no_trace_under_way(tmp_path):
+    loop = Trainer(devices=1, profile=True).steps(toy.recipe(), steps=30, batch=8, run=tmp_path / "run")
+    for _ in range(12):
+        next(loop)
+    loop.close()
+    [folder] = profile.traces(tmp_path / "run")
+    assert steps_in(folder) == [11, 12, 13]
+    with jax.profiler.trace(tmp_path / "mine"):
+        pass
 
 
 def test_another_trace_under_way_is_left_alone(tmp_path):
@@ -119,6 +131,17 @@ def test_a_living_run_is_traced_when_asked(tmp_path):
     assert str(trace.name) in out
     _, err = finish(start(["profile", "run", "--steps", "3"], tmp_path), 2)
     assert "is not running" in err
+
+
+def test_a_swarm_and_no_steps_are_refused(tmp_path):
+    run = tmp_path / "run"
+    Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=run)
+    with pytest.raises(InputError, match="--steps must be 1 or more, not 0"):
+        command(str(run), 0)
+    with (run / "config.toml").open("a") as file:
+        file.write("[swarm]\nmembers = 2\n")
+    with pytest.raises(InputError, match="is a swarm"):
+        command(str(run))
 
 
 def test_an_ended_run_without_a_trace_says_what_to_do(tmp_path):

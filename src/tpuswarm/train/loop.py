@@ -132,6 +132,7 @@ class Loop:
             with ExitStack() as ends:
                 ends.callback(self._session.run.close)
                 ends.callback(self._outputs.close)
+                ends.callback(self._profiler.close)
                 ends.callback(self._checkpoints.close)
 
     def _open(self) -> None:

@@ -54,7 +54,7 @@ class Profiler:
         self._start_after = max(first_step, min(first_step + WARM_UP, last_step - STEPS)) if asked else None
         self._steps = STEPS
         self._end_after: int | None = None
-        self._began = 0
+        self._began = self._done = 0
         self._looked_at = time.monotonic()
 
     @property
@@ -79,6 +79,7 @@ class Profiler:
 
     def after(self, done: int, metrics: Any) -> str | None:
         """After step `done` was dispatched: stop, if it was the last one of a trace. What came of it, in words."""
+        self._done = done
         if self._end_after is None or done < self._end_after:
             return None
         jax.block_until_ready(metrics)
@@ -88,7 +89,7 @@ class Profiler:
         """Stop the trace under way, if there is one, and write it. What came of it, in words."""
         if self._end_after is None:
             return None
-        steps, self._end_after = f"steps {self._began} to {self._end_after}", None
+        steps, self._end_after = f"steps {self._began} to {self._done}", None
         before = set(self._made())
         try:
             jax.profiler.stop_trace()

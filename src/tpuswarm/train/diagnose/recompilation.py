@@ -129,7 +129,7 @@ def changed(before: Mapping[str, str], now: Mapping[str, str], another: bool) ->
 def _called() -> tuple[Any, dict[str, str]] | None:
     """The function that JAX is compiling for a call, and its arguments in words; None where JAX hides them.
 
-    They are in the frame in which jax.jit notices that it has to compile (`cache_miss` in JAX 0.10 and 0.11).
+    They are in the frame in which jax.jit notices that it has to compile (`cache_miss` in JAX 0.10).
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "cache_miss":

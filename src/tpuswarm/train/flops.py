@@ -51,14 +51,15 @@ class Product:
     """What the equation asks of the hardware: None, a `jax.lax.Precision` for each operand, or an algorithm."""
     outputs: tuple[tuple[int, ...], ...]
     """Shapes of the results."""
-    equation: JaxprEqn
-    caller: Place | None
-    """Line of the recipe that called the library function around the equation; None where the recipe wrote it."""
+    trace: Any
+    """JAX's traceback of the call that the recipe made."""
+    scope: str
+    """JAX's name for where it belongs: forward (`jvp()`), backward (`transpose(jvp())`), named scopes."""
 
     @property
     def place(self) -> Place | None:
         """Line of the recipe; None where no line of a recipe led to it."""
-        return self.caller or recipe_place(self.equation.source_info.traceback)
+        return recipe_place(self.trace)
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def model_flops(program: ClosedJaxpr) -> Flops:
     return Flops(products, tuple(unknown))
 
 
-def _products(jaxpr: Jaxpr, times: int, caller: Place | None, unknown: dict[str, None]) -> Iterator[Product]:
-    """The products of `jaxpr` called `times` times; the recipe's line for all of it is `caller` where that is given."""
+def _products(jaxpr: Jaxpr, times: int, caller: Any, unknown: dict[str, None]) -> Iterator[Product]:
+    """The products of `jaxpr` called `times` times; `caller`, where given, is the traceback of them all."""
     for equation in jaxpr.eqns:
         if RECOMPUTED in str(equation.source_info.name_stack):
             continue
@@ -117,7 +118,7 @@ def _products(jaxpr: Jaxpr, times: int, caller: Place | None, unknown: dict[str,
         else:
             for body in jaxprs_in_params(params):
                 turns = times * _turns(name, params)
-                yield from _products(body, turns, _caller(body, equation, caller), unknown)
+                yield from _products(body, turns, library_caller(body, equation, caller), unknown)
 
 
 def _counter(equation: JaxprEqn) -> Callable[[JaxprEqn], "_Shape"] | None:
@@ -136,18 +137,18 @@ def _turns(name: str, params: Mapping[str, Any]) -> int:
     return 1
 
 
-def _caller(body: Jaxpr, equation: JaxprEqn, caller: Place | None) -> Place | None:
-    """The recipe's line for a body that a library wrote.
+def library_caller(body: Jaxpr, equation: JaxprEqn, caller: Any) -> Any:
+    """The traceback of a call into a library, for the equations of its `body`; None where the recipe wrote them.
 
     JAX traces a jitted library function (jnp.einsum) once for all its callers: lines inside it may be another's.
     """
     file = body.debug_info.func_filename
     library = equation.primitive.name in ("jit", "pjit") and not (file and is_recipe_file(file))
-    return recipe_place(equation.source_info.traceback) if caller is None and library else caller
+    return equation.source_info.traceback if caller is None and library else caller
 
 
-def _at(equation: JaxprEqn, caller: Place | None) -> str:
-    place = caller or recipe_place(equation.source_info.traceback)
+def _at(equation: JaxprEqn, caller: Any) -> str:
+    place = recipe_place(caller or equation.source_info.traceback)
     return f" ({place})" if place else ""
 
 
@@ -163,12 +164,13 @@ class _Shape:
     leading: tuple[int, int, int] = (0, 0, 0)
 
 
-def _product(equation: JaxprEqn, shape: _Shape, times: int, caller: Place | None) -> Product:
+def _product(equation: JaxprEqn, shape: _Shape, times: int, caller: Any) -> Product:
     dtypes = tuple(v.aval.dtype for v in equation.invars if hasattr(v.aval, "dtype"))
     outputs = tuple(_shape(v) for v in equation.outvars)
     return Product(
         shape.kind, shape.flops * times, shape.rows, shape.contracted, shape.columns, shape.leading,
-        dtypes, equation.params.get("precision"), outputs, equation, caller,
+        dtypes, equation.params.get("precision"), outputs,
+        caller or equation.source_info.traceback, str(equation.source_info.name_stack),
     )  # fmt: skip
 
 

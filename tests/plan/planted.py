@@ -1,0 +1,116 @@
+"""Recipes with one hazard each; `# planted: KIND` marks its line. Run, prints what is found in each, as JSON."""
+
+import json
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import pallas, topologies
+
+from tpuswarm import catalog, supervised
+from tpuswarm.plan.hlo import hazards, refusal
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.fit import Choice, Request, fit, trace
+from tpuswarm.train.mesh import make_mesh
+
+WIDTH = 256
+
+
+def clean(w, x):
+    return jnp.tanh(x @ w["a"]) @ w["b"]
+
+
+def narrow(w, x):
+    return jnp.tanh(x @ w["a"][:, :64]) @ w["b"][:64]  # planted: matrix unit
+
+
+def prints(w, x):
+    h = clean(w, x)
+    jax.debug.print("{norm}", norm=h.astype(jnp.float32).sum())  # planted: host transfer
+    return h
+
+
+def calls_back(w, x):
+    return clean(w, jax.pure_callback(np.tanh, x, x))  # planted: host transfer
+
+
+def casts(w, x):
+    return clean(w, x) + (x.astype(jnp.float32) @ w["c"].astype(jnp.float32)).astype(x.dtype)  # planted: float32
+
+
+def mirrors(w, x):
+    h = clean(w, x)
+    return h - h[::-1]  # planted: collective
+
+
+def contrasts(w, x):
+    h = clean(w, x)
+    return h @ h.T  # planted: collective
+
+
+def repeats(w, x):
+    for _ in range(8):
+        x = jnp.tanh(x @ w["a"])  # planted: unrolled
+    return x
+
+
+def scans(w, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w["a"]), None), x, length=8)[0]
+
+
+def unknown_to_tpus(w, x):
+    return clean(w, x) + jnp.linalg.eigvals(w["a"].astype(jnp.float32)).real.sum()  # planted: refused
+
+
+def kernel_of_a_later_tpu(w, x):
+    fixed = jax.lax.stop_gradient(w["a"].astype(x.dtype))
+    return clean(w, x) + pallas.pallas_call(multiply, out_shape=x)(x, fixed)  # planted: refused
+
+
+def multiply(x, w, out):
+    out[...] = jnp.dot(x[...], w[...].T, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def recipe(model):
+    shape = jax.random.normal
+    return supervised(
+        lambda key: {name: shape(key, (WIDTH, WIDTH)) for name in "abc"},
+        lambda w, batch, key: jnp.square(model(w, batch["x"]).astype(jnp.float32)).mean(),
+        optax.adam(1e-3),
+        {"x": np.ones((8, WIDTH), np.float32)},
+    )
+
+
+SPLASH = GPT2(data="fake", layers=2, heads=1, width=128, context=128, vocab=256)
+CASES = {model.__name__: (partial(recipe, model), "v5e-1") for model in (clean, narrow, prints, calls_back, casts)}
+CASES |= {model.__name__: (partial(recipe, model), "v5e-1") for model in (repeats, scans, unknown_to_tpus)}
+CASES |= {model.__name__: (partial(recipe, model), "v5e-4") for model in (mirrors, contrasts)}
+CASES |= {
+    "kernel_of_a_later_tpu": (partial(recipe, kernel_of_a_later_tpu), "v3-8"),
+    "gpt2 on four": (lambda: SPLASH, "v5e-4"),
+    "clean on four": (partial(recipe, clean), "v5e-4"),
+}
+
+
+def found(make, where):
+    slice_ = catalog.find(where)
+    compiler = slice_.compiler
+    devices = topologies.get_topology_desc(compiler.name, "tpu", **compiler.options).devices
+    made = make()
+    batch = 512 * len(devices) if made.name == "planted" else 4 * len(devices)
+    request = Request(batch=batch, shard="replicate", accumulate=1)
+    try:
+        fitted = fit(made, request, devices, 2**34)
+    except Exception as error:  # noqa: BLE001  # whatever the compiler says
+        options, choice = request.options("tpu", devices[0].device_kind), Choice("replicate", False, 1, "")
+        _, traced = trace(made, options, choice, batch, make_mesh(devices))
+        return [refusal(error, traced.jaxpr)]
+    return hazards(fitted, batch, slice_.generation.matrix_unit)
+
+
+if __name__ == "__main__":
+    for name, case in CASES.items():
+        print(json.dumps([name, [[each.kind, each.sentence, each.place] for each in found(*case)]]), file=sys.stdout)

@@ -173,6 +173,7 @@ def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Together:
         return Together(initialize(asked.at, asked.count, asked.index, lambda: _read(place, asked)))
     _say(f"this is host 0 of {asked.count}: the others come to {asked.at}")
     secret = secrets.token_hex(32).encode()
+    line.witnesses.append(lambda why: place.unlink(missing_ok=True))  # where the process ends within `initialize`
     try:
         place.unlink(missing_ok=True)  # a killed process may have left it
         place.touch(mode=0o600)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup demo test test-slow oracle soak lint bench bench-router
+.PHONY: setup demo test test-slow test-tpu-compiler oracle soak lint bench bench-router
 
 setup: .venv/installed
 
@@ -22,6 +22,9 @@ test: setup
 
 test-slow: setup
 	$(BIN)/pytest -m slow
+
+test-tpu-compiler: setup
+	$(BIN)/pytest -m tpu_compiler
 
 oracle: setup .venv-oracle/installed
 	$(BIN)/pytest -m oracle

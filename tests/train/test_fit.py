@@ -12,9 +12,10 @@ from tests.train import toy
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import Request, check_batch, choices, fit, forms
+from tpuswarm.train.fit import Request, choices, fit, forms
 from tpuswarm.train.mesh import bytes_per_device
 from tpuswarm.train.recipe import Clock
+from tpuswarm.train.settings import check_batch
 from tpuswarm.train.supervised import SupervisedProgram
 
 

@@ -7,20 +7,14 @@ GIB = 2**30
 
 
 def advice(accelerator: Accelerator, found: Found) -> str:
-    """A sentence for a program whose smallest form does not fit.
-
-    Its state is spread over all devices, the rest is one row's work; what other slices or rows would need follows from
-    that and is an estimate.
-    """
+    """A sentence for a program whose smallest form does not fit; what has not been compiled is marked."""
     have, held = accelerator.generation.compiler_hbm_bytes, found.held or 0
     if not found.needed:
         return f"even its smallest form ({found.smallest}) does not fit, and the compiler does not say by how much"
-    work = found.needed - held
-    ways = [_more_chips(accelerator, held, work, have)]
+    ways = [_more_chips(accelerator, found.needed, have)]
     if held < have:
-        ways.append(
-            f"rows of at most {(have - held) / work:.0%} of this length, such as a smaller --context (estimate)"
-        )
+        share = (have - held) / (found.needed - held)
+        ways.append(f"rows of at most {share:.0%} of this length, such as a smaller --context (estimate)")
     if "recomputed" not in found.smallest:
         ways.append("layers that are recomputed, which this recipe does not offer (Recipe.forms)")
     return (
@@ -30,11 +24,11 @@ def advice(accelerator: Accelerator, found: Found) -> str:
     )
 
 
-def _more_chips(accelerator: Accelerator, held: int, work: int, have: int) -> str:
+def _more_chips(accelerator: Accelerator, needed: int, have: int) -> str:
+    """The smallest slice that could hold it if all of it were split over the devices."""
     same = [each for each in accelerators() if each.generation is accelerator.generation]
-    larger = sorted((each for each in same if each.chips > accelerator.chips), key=lambda each: each.chips)
-    for each in larger:
-        if held * accelerator.devices / each.devices + work <= have:
-            return f"more chips, {each.name} or larger (estimate)"
-    bigger = sorted({each.generation.name for each in accelerators() if each.generation.compiler_hbm_bytes > have})
-    return f"more memory a chip ({', '.join(bigger)}); more chips of this kind do not help"
+    for each in sorted(same, key=lambda each: each.chips):
+        if each.chips > accelerator.chips and needed * accelerator.devices <= have * each.devices:
+            return f"more chips, {each.name} at the least (estimate: plan it with --on {each.name})"
+    bigger = dict.fromkeys(each.generation.name for each in accelerators() if each.generation.compiler_hbm_bytes > have)
+    return f"chips with more memory ({', '.join(bigger)}), as no slice of these has enough"

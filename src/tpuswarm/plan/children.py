@@ -20,6 +20,7 @@ from typing import Any
 from tpuswarm.errors import InputError
 from tpuswarm.plan.cache import SETTINGS, Cache
 from tpuswarm.plan.order import Found, Order
+from tpuswarm.train.settings import check_batch
 
 SECONDS = 3600.0
 """One slice may take so long; GPT-2 1558M with its largest batch takes a few minutes."""
@@ -37,18 +38,21 @@ class Children:
     def __init__(self, cache: Cache, say: Say, seconds: float = SECONDS):
         self._cache, self._say, self._seconds = cache, say, seconds
         self._running: set[subprocess.Popen[bytes]] = set()
-        self._stopped = threading.Event()
         self.unkept = ""
         """Why answers could not be kept, in words."""
 
-    def answers(self, orders: Sequence[Order], refresh: bool = False) -> Iterator[tuple[Order, Found]]:
+    def answers(self, orders: Sequence[Order]) -> Iterator[tuple[Order, Found]]:
         """Each order with its answer, in the order in which they come.
 
-        Raises InputError for what is wrong with all of them: a recipe that does not import or trace.
+        Raises InputError for what is wrong with all of them: a recipe that does not import or trace, a batch that the
+        devices of none of them divide.
         """
+        wrong = [_indivisible(order) for order in orders]
+        if all(wrong):
+            raise InputError(wrong[0])
         waiting = []
-        for order in orders:
-            found = self._cache.get(order, _settings(order))
+        for order, problem in zip(orders, wrong, strict=True):
+            found = Found(None, problem=problem) if problem else self._cache.get(order, _settings(order))
             if found is None:
                 waiting.append(order)
             else:
@@ -59,7 +63,6 @@ class Children:
             for done in as_completed(asked):
                 yield asked[done], done.result()
         finally:
-            self._stopped.set()
             for process in list(self._running):
                 process.kill()
             pool.shutdown(cancel_futures=True)
@@ -108,6 +111,15 @@ class Children:
                 return answer
             self._say(order, answer["say"])
         return {}
+
+
+def _indivisible(order: Order) -> str:
+    """Why the batch that was asked for cannot be split over the slice's devices; empty where it can."""
+    try:
+        check_batch(order.asked.batch or order.place.devices, order.place.devices, 1)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def workers(orders: int) -> int:

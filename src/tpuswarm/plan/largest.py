@@ -1,5 +1,6 @@
 """The largest micro-batch that fits, by few compilations: a pure search over what a compiler answers."""
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 
@@ -26,7 +27,7 @@ def largest(used: Callable[[int], int | None], start: int, start_used: int, memo
     """
     points = [(start, start_used)]
     high: int | None = None
-    size = 2 * start
+    size = above(2 * start - 1)
     while size <= MOST:
         found = used(size)
         if found is None:
@@ -42,14 +43,18 @@ def largest(used: Callable[[int], int | None], start: int, start_used: int, memo
 
 def _next(points: list[tuple[int, int]], high: int | None, memory: int) -> int:
     low, used = points[-1]
-    if high is not None:
-        between = list(takewhile(lambda size: size < high, _sizes_above(low)))
-        return between[len(between) * 3 // 4]
-    before, used_before = points[-2]
-    slope = (used - used_before) / (low - before)
-    predicted = low + (memory - used) / slope if slope > 0 else GROWTH * low
-    wanted = min(max(predicted, low * 1.25), GROWTH * low)
-    return next(size for size in _sizes_above(low) if size > wanted)
+    predicted = math.inf
+    if len(points) > 1:
+        before, used_before = points[-2]
+        slope = (used - used_before) / (low - before)
+        predicted = low + (memory - used) / slope if slope > 0 else math.inf
+    if high is None:
+        wanted = min(max(predicted, 1.25 * low), GROWTH * low)
+        return next(size for size in _sizes_above(low) if size > wanted)
+    between = list(takewhile(lambda size: size < high, _sizes_above(low)))
+    if between[0] <= predicted < high:
+        return max(size for size in between if size <= predicted)
+    return between[len(between) * 3 // 4]
 
 
 def _sizes_above(size: int) -> Iterator[int]:

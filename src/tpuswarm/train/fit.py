@@ -32,6 +32,7 @@ from tpuswarm.train.recipe import (
     State,
     default_precision,
 )
+from tpuswarm.train.settings import check_batch
 from tpuswarm.train.user_code import blame
 
 SHARDS = ("auto", "replicate", "fsdp")
@@ -227,25 +228,6 @@ def place(recipe: Recipe, request: Request, devices: Sequence[Any]) -> Placed:
     with blame(f"{recipe.name} does not trace"):
         options = request.options(devices[0].platform, devices[0].device_kind)
         return _place(recipe, options, meshes.make_mesh(devices), "fsdp")
-
-
-def check_batch(batch: int, devices: int, accumulate: int) -> None:
-    """Raise InputError, with two ways out, unless every device gets whole rows in every micro-batch."""
-    for name, value in (("batch", batch), ("accumulate", accumulate)):
-        if value < 1:
-            raise InputError(f"{name} must be 1 or more, not {value}")
-    unit = devices * accumulate
-    if batch % unit == 0:
-        return
-    ways = ((d, a) for d in range(devices, 0, -1) for a in range(accumulate, 0, -1) if batch % (d * a) == 0)
-    fewer, smaller = next(ways)
-    other = " ".join(
-        [f"--devices {fewer}"] * (fewer != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
-    )
-    raise InputError(
-        f"a batch of {batch} rows does not divide over devices ({devices}) x micro-batches ({accumulate}) = {unit}; "
-        f"use --batch {math.ceil(batch / unit) * unit} or {other}"
-    )
 
 
 def forms(platform: str, kind: str) -> tuple[Literal["xla", "cudnn", "splash"], Literal["scan", "unroll"]]:

@@ -76,3 +76,22 @@ def count_steps(
             raise InputError("this data has no epochs (its source gives no rows_per_epoch); use --steps")
         return max(1, -(-int(epochs * rows_per_epoch) // batch))
     return steps
+
+
+def check_batch(batch: int, devices: int, accumulate: int) -> None:
+    """Raise InputError, with two ways out, unless every device gets whole rows in every micro-batch."""
+    for name, value in (("batch", batch), ("accumulate", accumulate)):
+        if value < 1:
+            raise InputError(f"{name} must be 1 or more, not {value}")
+    unit = devices * accumulate
+    if batch % unit == 0:
+        return
+    ways = ((d, a) for d in range(devices, 0, -1) for a in range(accumulate, 0, -1) if batch % (d * a) == 0)
+    fewer, smaller = next(ways)
+    other = " ".join(
+        [f"--devices {fewer}"] * (fewer != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
+    )
+    raise InputError(
+        f"a batch of {batch} rows does not divide over devices ({devices}) x micro-batches ({accumulate}) = {unit}; "
+        f"use --batch {math.ceil(batch / unit) * unit} or {other}"
+    )

@@ -25,11 +25,10 @@ from tpuswarm.swarm.runtime.screen import Screen, auto_screen
 from tpuswarm.swarm.runtime.supervisor import Ended, Supervisor
 from tpuswarm.swarm.status import FILE as STATUS
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.fit import check_batch
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run import CONFIG, EVENTS, LAST, METRICS, Run, new_folder, read_rows, writing
 from tpuswarm.train.session import Resolved, configuration, held_out, resolve
-from tpuswarm.train.settings import differences
+from tpuswarm.train.settings import check_batch, differences
 
 CYCLE = 50
 """Steps between two pushes, where nothing else is asked."""

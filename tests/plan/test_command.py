@@ -1,0 +1,152 @@
+"""`tpuswarm plan` as it is typed, with the real TPU compiler on small programs."""
+
+import json
+import sys
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from tests import processes
+from tpuswarm import catalog
+from tpuswarm.cli import main
+from tpuswarm.plan.order import Found
+from tpuswarm.plan.row import Row
+from tpuswarm.plan.table import table
+
+pytest.importorskip("libtpu", reason="the plan extra is not installed")
+
+RECIPE = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tpuswarm import supervised
+
+def wide(width: int = 16384):
+    return supervised(
+        lambda key: {"w": jnp.zeros(width)},
+        lambda params, batch, key: jnp.mean(jnp.square(batch["x"] @ params["w"] - 1.0)),
+        optax.sgd(0.1),
+        {"x": np.zeros((2, width), np.float32)},
+    )
+
+def bad_trace():
+    def loss(params, batch, key):
+        return jnp.mean(batch["x"] @ jnp.ones((7, 7)))
+    return supervised(lambda key: {"w": jnp.zeros(3)}, loss, optax.sgd(0.1), {"x": np.ones((8, 3), np.float32)})
+"""
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run a command in this process, in an empty directory with my_recipe.py; (code, out, err)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "my_recipe.py").write_text(RECIPE)
+
+    def run(line: str):
+        monkeypatch.setattr(sys, "argv", ["tpuswarm", *line.split()])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+def test_gpt2_trains_on_every_generation(call):
+    line = "plan gpt2-tiny --data fake --layers 2 --context 128 --batch 64 --json"
+    code, out, err = call(line)
+    assert code == 0
+    rows = {row["accelerator"]: row for row in json.loads(out)["rows"]}
+    assert list(rows) == ["v2-8", "v3-8", "v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8"]
+    assert {row["fits"] for row in rows.values()} == {True}
+    for name, row in rows.items():
+        assert row["hbm_used_bytes"] == sum(row["memory"].values()) < row["hbm_bytes"]
+        assert row["batch"] == 64 == row["micro_batch"] * catalog.find(name).devices
+        assert row["precision"] == "bf16" and row["sharding"] == "replicate"
+    assert [name for name, row in rows.items() if row["remat"]] == ["v2-8", "v3-8"]
+    flops = [row["model_flops"] for row in rows.values()]
+    assert max(flops) < 1.001 * min(flops)  # in whatever form the attention is computed
+    assert "v6e-8: fits: 8 rows a device" in err
+
+    again = call(line)
+    assert (again[0], again[1]) == (0, out)  # times of compilation included: nothing was compiled
+
+
+def test_the_largest_micro_batch_fits_and_the_next_one_was_refused(call):
+    code, out, err = call("plan my_recipe.py:wide --on v5litepod-1 --json")
+    [row] = json.loads(out)["rows"]
+    assert code == 0 and row["accelerator"] == "v5e-1" and row["fits"] is True
+    bytes_a_row = 16384 * 4
+    assert 0.8 < row["micro_batch"] * bytes_a_row / row["hbm_bytes"] <= 1
+    assert row["hbm_bytes"] < row["micro_batch_too_large"] * bytes_a_row * 1.02
+    assert row["micro_batch"] < row["micro_batch_too_large"] <= row["micro_batch"] * 1.125
+    assert f"v5e-1: {row['micro_batch_too_large']} rows a device are too many" in err
+
+
+def test_what_fits_nowhere_says_by_how_much_and_what_would(call):
+    code, out, _ = call("plan gpt2-1558m --data fake --layers 800 --on v2-8 --batch 8")
+    assert code == 0 and " no " in out
+    sentence = " ".join(out.split()).split("v2-8: does not fit: ")[1]
+    assert "even its smallest form (sharded: " in sentence and "layers recomputed) needs " in sentence
+    assert "GiB a device of 7.48" in sentence and "too many" in sentence and "of it is the state" in sentence
+    assert "more chips, v2-128 at the least (estimate: plan it with --on v2-128)" in sentence
+    _, out, _ = call("plan gpt2-1558m --data fake --layers 800 --on v2-8 --batch 8 --json")
+    [row] = json.loads(out)["rows"]
+    assert row["fits"] is False and row["hbm_used_bytes"] == "unknown" and "needs" in row["problem"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("gpt2-tiny --on v9-8", "unknown TPU 'v9-8': "),
+        ("gpt2-tiny --on v5lite-8", "did you mean v5litepod-8 (also called v5e-8, "),
+        ("gpt2-tiny --on v4:3x3x3", "v4:3x3x3: the catalogue has no v4 of topology 3x3x3; it has "),
+        ("gpt2-tini --on v5e-1", "unknown recipe 'gpt2-tini'; did you mean gpt2-tiny?"),
+        ("missing.py:Recipe --on v5e-1", "there is no recipe file missing.py"),
+        ("my_recipe.py:wyde --on v5e-1", "my_recipe.py has no wyde; did you mean wide?"),
+        ("my_recipe.py:wide --on v5e-1 --widht 3", "wide has no option widht; did you mean width?"),
+        ("my_recipe.py:bad_trace --on v5e-1", "my_recipe does not trace: TypeError: dot_general"),
+        ("gpt2-tiny --on v5e-8 --batch 12", "a batch of 12 rows does not divide over devices (8)"),
+        ("gpt2-tiny --on v5e-1 --batch many", "batch is a number such as 500, 20K or 10M, not 'many'"),
+        ("gpt2-tiny --on v5e-1 --precision bf61 --data fake", "unknown precision 'bf61'; did you mean bf16?"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_sentence(call, line, words):
+    code, out, err = call(f"plan {line}")
+    assert code == 2 and out == ""
+    assert words in err and err.count("error: ") == 1 and "Traceback" not in err
+    if "bad_trace" in line:
+        assert "my_recipe.py:18)" in err
+
+
+def test_a_slice_that_the_batch_does_not_fit_into_leaves_the_others(call):
+    code, out, _ = call("plan my_recipe.py:wide --on v5e-1 --on v5e-8 --batch 4 --json")
+    one, eight = json.loads(out)["rows"]
+    assert code == 0 and one["fits"] is True
+    assert eight["fits"] == "unknown" and "does not divide over devices (8)" in eight["problem"]
+
+
+def test_without_libtpu_the_program_is_lowered_and_the_rest_is_unknown(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['libtpu'] = None")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    words = ["plan", "gpt2-tiny", "--data", "fake", "--context", "128", "--on", "v5e-8", "--on", "v3-8", "--json"]
+    out, err = processes.run(words, tmp_path)
+    rows = json.loads(out)["rows"]
+    assert [row["fits"] for row in rows] == ["unknown", "unknown"]
+    for row in rows:
+        assert row["hbm_used_bytes"] == "unknown" and row["model_flops"] > 0 and row["sharding"] == "replicate"
+        assert "libtpu, the TPU compiler, is not installed" in row["problem"]
+    assert "pip install 'tpuswarm[plan]'" in err
+
+
+def test_the_table_shows_what_is_known_so_far():
+    v3, v5e = catalog.find("v3-8"), catalog.find("v5e-8")
+    row = Row(v3, Found(None, problem="the compiler was not done after 6 s, and was stopped"))
+    console = Console(width=200, file=StringIO())
+    console.print(table("a recipe", [("v3-8", row, ""), ("v5e-8", None, "8 rows a device fit")]))
+    text = console.file.getvalue()
+    assert "v3-8: unknown: the compiler was not done after 6 s" in text
+    assert f"{v5e.name}  8 rows a device fit" in text

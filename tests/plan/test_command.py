@@ -6,8 +6,8 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-
 from tests import processes
+
 from tpuswarm import catalog
 from tpuswarm.cli import main
 from tpuswarm.plan.order import Found

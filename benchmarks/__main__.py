@@ -28,6 +28,7 @@ NAMES = (
     "merge",
     "traffic",
     "router",
+    "calibration",
     "gpu",
     "gpu_changes",
     "shakespeare_gpu",

@@ -27,6 +27,9 @@ RECOMPUTED = "rematted_computation"
 UNCOUNTED = ("ffi_call", "cholesky", "eigh", "lu", "qr", "svd", "triangular_solve", "scaled_matmul", "cudnn_fusion")
 """Primitives that may hold matrix products and do not say how many."""
 
+ATTENTION = "attention"
+"""The kind of products inside an attention kernel."""
+
 CUDNN_BTNH = 0
 """The layout of cuDNN's attention in which heads come after tokens."""
 
@@ -36,7 +39,7 @@ class Product:
     """One matrix product or convolution of a program: `rows` x `contracted` times `contracted` x `columns`."""
 
     kind: str
-    """`dot`, `convolution`, or the name of a kernel."""
+    """`dot`, `convolution` or `attention` (in a kernel)."""
     flops: int
     """Of one step, over all devices and all turns of the loops around it."""
     rows: tuple[int, ...]
@@ -76,8 +79,13 @@ class Flops:
         return sum(product.flops for product in self.products)
 
     @cached_property
+    def least(self) -> int:
+        """FLOPs that no program can skip: of an attention kernel half, for it leaves out what a causal mask hides."""
+        return sum(product.flops // (2 if product.kind == ATTENTION else 1) for product in self.products)
+
+    @cached_property
     def by_kind(self) -> Mapping[str, int]:
-        """Model FLOPs of dots, convolutions and each kernel."""
+        """Model FLOPs of dots, convolutions and attention kernels."""
         kinds: Counter[str] = Counter()
         for product in self.products:
             kinds[product.kind] += product.flops
@@ -242,7 +250,7 @@ def _attention(equation: JaxprEqn, products: int) -> _Shape:
         q, k, v = ((B, N, T, K) for B, T, N, K in (q, k, v))
     T, K, S, V = q[-2], q[-1], k[-2], v[-1]
     once = math.prod(q[:-2]) * T * S * (K + V)  # the mean of a product with K and one with V, two FLOPs each
-    return _Shape("attention", products * once, (T,), (K,), (S,))
+    return _Shape(ATTENTION, products * once, (T,), (K,), (S,))
 
 
 PRIMITIVES: Mapping[str, Callable[[JaxprEqn], _Shape]] = {

@@ -1,0 +1,50 @@
+import pytest
+from benchmarks.calibration import run
+from benchmarks.report import Settings
+
+from tpuswarm import catalog
+from tpuswarm.catalog import Price
+from tpuswarm.plan.published import band
+from tpuswarm.plan.roofline import Range, cost, speed
+
+V5E = catalog.find("v5e-8").generation
+PRICE = Price("us-central1", 10.0, None, V5E.figures["peak_bf16"].source)
+
+
+def test_the_slower_of_two_numbers_is_the_floor():
+    compute = speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12 / 2, state_bytes=0.819e9, tokens=1000)
+    assert (compute.floor_seconds, compute.bound, compute.floor_tokens_per_s) == (0.5, "compute", 2000)
+    memory = speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, state_bytes=8.19e9, tokens=1000)
+    assert memory.bound == "memory" and memory.floor_seconds == pytest.approx(2 * 8.19 / 819, rel=0.03)
+
+
+def test_what_is_expected_lies_above_the_floor():
+    found = speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12, state_bytes=0, tokens=1000)
+    guess = band("v5e")
+    assert found.seconds == Range(1 / guess.high, 1 / guess.low) and found.source == guess.source
+    assert found.tokens_per_s.low == pytest.approx(1000 * guess.low)
+    bound = speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, state_bytes=819e9, tokens=1000)
+    assert bound.seconds.low == bound.seconds.high == bound.floor_seconds  # memory alone takes longer than all guesses
+
+
+def test_a_generation_has_a_band_of_its_own_where_enough_is_known():
+    assert (band("v3").low, band("v3").high) == (0.351, 0.417) and "3 published figures of v3: Levanter" in band(
+        "v3"
+    ).source
+    assert band("v2").low < band("v3").low and "any TPU, as only 0 on v2" in band("v2").source
+
+
+def test_hours_and_dollars_and_what_is_not_known():
+    found = cost(Range(1e6, 2e6), 7.2e9, PRICE, members=3)
+    assert found.hours == Range(1, 2) and found.on_demand == Range(30, 60)
+    assert found.spot is None  # no source has a price: never a guess
+    assert cost(Range(1e6, 2e6), 7.2e9, PRICE, free=True).on_demand == Range(0, 0)
+    assert cost(Range(1e6, 2e6), 7.2e9, None).on_demand is None
+
+
+def test_published_runs_have_the_share_of_the_peak_that_we_count(tmp_path):
+    """MaxText's own tokens a second and share of peak agree by our FLOPs: the convention is theirs."""
+    shown = {row[1]: row for row in run(Settings(False, tmp_path)).rows}
+    for model in ("Llama 8B", "Llama 70B"):
+        published, ours = (float(each.strip("%")) for each in shown[model][7].split(", "))
+        assert abs(published - ours) <= 0.15

@@ -103,11 +103,12 @@ def test_a_host_that_is_killed_ends_the_other_and_the_run_goes_on_with_other_dev
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("host", "number"), [(1, signal.SIGTERM), (0, signal.SIGINT)])
-def test_a_stop_at_one_host_stops_all_at_the_same_step_and_they_go_on(tmp_path, wanted, host, number):
+@pytest.mark.parametrize(("asked", "number"), [((1,), signal.SIGTERM), ((0,), signal.SIGINT), ((1, 0), signal.SIGTERM)])
+def test_a_stop_at_any_host_stops_all_at_the_same_step_and_they_go_on(tmp_path, wanted, asked, number):
     folder = tmp_path / "run"
     hosts = Hosts(folder).reach(SAVE + 5)
-    hosts.processes[host].send_signal(number)
+    for host in asked:
+        hosts.processes[host].send_signal(number)
     ends = hosts.end(128 + number, 128 + number)
     zero, one = (json.loads(out) for out, _ in ends)
     assert zero == one | {"metrics": zero["metrics"]}

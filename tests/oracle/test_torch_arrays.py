@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.journeys.then_and_now import check, names, rows
 
 from tpuswarm import InputError, to_jax, to_numpy, to_torch
 from tpuswarm.train.mesh import make_mesh
@@ -105,3 +106,8 @@ def test_types_that_torch_lacks_are_refused():
 def test_numpy_shows_torch_without_a_copy():
     tensor = torch.rand(8)
     assert to_numpy(tensor).ctypes.data == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if row.needs_torch], ids=lambda row: row.now)
+def test_lines_of_the_page_on_modern_jax(row):
+    check(row, {**names(), "torch": torch, "tensor": torch.rand(3)})

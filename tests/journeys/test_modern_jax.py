@@ -1,0 +1,16 @@
+"""docs/modern-jax.md: old lines end as it says, new ones work; those of torch: tests/oracle/test_torch_arrays.py."""
+
+import jax
+import pytest
+
+from tests.journeys.then_and_now import CODE, check, names, rows
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if not row.needs_torch], ids=lambda row: CODE.match(row.now)[1])
+def test_the_old_line_ends_as_the_page_says_and_the_new_one_works(row):
+    with jax.numpy_rank_promotion("allow"):
+        check(row, names())
+
+
+def test_no_row_is_left_out():
+    assert len(rows()) >= 35 and sum(row.needs_torch for row in rows()) == 2

@@ -1,0 +1,23 @@
+"""The notebook in examples/ runs from top to bottom, in a kernel of its own, and is kept without outputs."""
+
+import re
+
+import nbformat
+import numpy as np
+from nbclient import NotebookClient
+
+from tests.journeys.documents import ROOT
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    notebook = nbformat.read(ROOT / "examples" / "tour.ipynb", as_version=4)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    monkeypatch.delenv("XLA_FLAGS")  # a user's machine, not 8 virtual devices
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    NotebookClient(notebook, timeout=240, kernel_name="python3").execute(cwd=tmp_path)
+    outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    curves, sample, line = outputs[-3:]
+    assert any("image/png" in output.get("data", {}) for output in curves)
+    assert re.search(r"12 squared.{50}", sample[0].text, flags=re.DOTALL)
+    found = [float(number) for number in re.findall(r"-?\d+\.\d+", line[-1].data["text/plain"])]
+    np.testing.assert_allclose(found, [0.5, 1, -2, 3], atol=0.05)

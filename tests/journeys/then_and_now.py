@@ -1,0 +1,76 @@
+"""docs/modern-jax.md as something to run: what was written once, how that ends today, what to write instead."""
+
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.journeys.documents import ROOT, blocks
+
+PAGE = ROOT / "docs" / "modern-jax.md"
+CODE = re.compile(r"^`(.*?)(?:  # (.*?))?`")
+"""A cell's code, and after two blanks and a hash the value that it gives."""
+WARNINGS = {"DeprecationWarning", "UserWarning"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of one of the page's tables of three columns."""
+
+    then: str
+    ends: str
+    now: str
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether only an environment that has torch can run it."""
+        return re.search(r"`(torch|jnp\.asarray\(tensor)", self.then) is not None
+
+
+def rows() -> list[Row]:
+    """All rows of the tables whose header is then, today that, write."""
+    found: list[Row] = []
+    inside = False
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        inside = line == "| then | today that | write |" or (inside and line.startswith("|"))
+        if inside and not line.startswith(("| then", "|--")):
+            then, ends, now = (cell.strip() for cell in line[1:-1].split(" | "))
+            found.append(Row(then, ends, now))
+    return found
+
+
+def names() -> dict[str, Any]:
+    """What the page's first block defines."""
+    found: dict[str, Any] = {}
+    exec(blocks(PAGE)[0].text, found)
+    return found
+
+
+def check(row: Row, names: dict[str, Any]) -> None:
+    """Run both lines: the old one has to end as the row says, the new one has to work."""
+    _run(row.now, dict(names))
+    kind = match[1] if (match := CODE.match(row.ends)) else None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if kind is None or kind in WARNINGS:
+            _run(row.then, names)
+        else:
+            with pytest.raises(Exception) as error:
+                _run(row.then, names)
+            assert type(error.value).__name__ == kind
+    if kind is None:
+        assert row.ends.startswith("works") and not said
+    elif kind in WARNINGS:
+        assert kind in {warning.category.__name__ for warning in said}
+
+
+def _run(cell: str, names: dict[str, Any]) -> None:
+    match = CODE.match(cell)
+    assert match, f"no code in {cell!r}"
+    code, shown = match.groups()
+    if shown is None:
+        exec(code, names)
+    else:
+        assert repr(eval(code, names)) == shown

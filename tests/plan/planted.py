@@ -13,8 +13,7 @@ from jax.experimental import pallas, topologies
 from tpuswarm import catalog, supervised
 from tpuswarm.plan.hlo import hazards, refusal
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import Choice, Request, fit, trace
-from tpuswarm.train.mesh import make_mesh
+from tpuswarm.train.fit import Refused, Request, fit
 
 WIDTH = 256
 
@@ -104,10 +103,8 @@ def found(make, where):
     request = Request(batch=batch, shard="replicate", accumulate=1)
     try:
         fitted = fit(made, request, devices, 2**34)
-    except Exception as error:  # noqa: BLE001  # whatever the compiler says
-        options, choice = request.options("tpu", devices[0].device_kind), Choice("replicate", False, 1, "")
-        _, traced = trace(made, options, choice, batch, make_mesh(devices))
-        return [refusal(error, traced.jaxpr)]
+    except Refused as error:
+        return [refusal(error.__cause__, error.jaxpr)]
     return hazards(fitted, batch, slice_.generation.matrix_unit)
 
 

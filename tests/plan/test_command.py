@@ -6,8 +6,8 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-from tests import processes
 
+from tests import processes
 from tpuswarm import catalog
 from tpuswarm.cli import main
 from tpuswarm.plan.order import Found
@@ -31,11 +31,30 @@ def wide(width: int = 16384):
         {"x": np.zeros((2, width), np.float32)},
     )
 
+def loss_of(model):
+    def loss(params, batch, key):
+        return jnp.mean(model(batch["x"] @ params["w"]))
+    return supervised(
+        lambda key: {"w": jnp.zeros((128, 128))}, loss, optax.sgd(0.1), {"x": np.ones((8, 128), np.float32)}
+    )
+
+def prints(h):
+    jax.debug.print("{h}", h=h.sum())
+    return h
+
+def talks(): return loss_of(prints)
+
+def refused(): return loss_of(lambda h: jnp.linalg.eigvals(h.astype(jnp.float32)).real)
+
 def bad_trace():
     def loss(params, batch, key):
         return jnp.mean(batch["x"] @ jnp.ones((7, 7)))
     return supervised(lambda key: {"w": jnp.zeros(3)}, loss, optax.sgd(0.1), {"x": np.ones((8, 3), np.float32)})
 """
+
+
+def line_of(words: str) -> int:
+    return next(number for number, line in enumerate(RECIPE.splitlines(), 1) if words in line)
 
 
 @pytest.fixture
@@ -86,6 +105,19 @@ def test_the_largest_micro_batch_fits_and_the_next_one_was_refused(call):
     assert f"v5e-1: {row['micro_batch_too_large']} rows a device are too many" in err
 
 
+def test_hazards_have_the_line_of_the_recipe(call):
+    code, out, _ = call("plan my_recipe.py:talks --on v5e-1 --batch 128")
+    assert code == 0
+    assert f"my_recipe.py:{line_of('debug.print')})" in " ".join(out.split()).split("v5e-1: hazard: ")[1]
+
+    code, out, _ = call("plan my_recipe.py:refused --on v5e-1 --batch 128 --json")
+    [row] = json.loads(out)["rows"]
+    assert code == 0 and row["fits"] is False and "the compiler refuses my_recipe for TPU v5" in row["problem"]
+    [hazard] = row["hazards"]
+    assert hazard["kind"] == "refused" and hazard["file"].endswith("my_recipe.py")
+    assert hazard["line"] == line_of("eigvals")
+
+
 def test_what_fits_nowhere_says_by_how_much_and_what_would(call):
     code, out, _ = call("plan gpt2-1558m --data fake --layers 800 --on v2-8 --batch 8")
     assert code == 0 and " no " in out
@@ -119,7 +151,7 @@ def test_wrong_input_is_one_sentence(call, line, words):
     assert code == 2 and out == ""
     assert words in err and err.count("error: ") == 1 and "Traceback" not in err
     if "bad_trace" in line:
-        assert "my_recipe.py:18)" in err
+        assert f"my_recipe.py:{line_of('jnp.ones((7, 7))')})" in err
 
 
 def test_a_slice_that_the_batch_does_not_fit_into_leaves_the_others(call):

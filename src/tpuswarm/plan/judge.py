@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from tpuswarm.plan.hlo import Hazard, hazards, refusal
 from tpuswarm.plan.largest import largest
 from tpuswarm.plan.order import Found, Order, Place, Program
 from tpuswarm.train import fit as fitting
@@ -47,8 +48,10 @@ def judge(order: Order, say: Say) -> Found:
             False, needed=last.needed or None, held=last.state, smallest=last.choice.why, problem=str(error),
             compilations=compiler.count,
         )  # fmt: skip
-    except jax.errors.JaxRuntimeError as error:
-        return Found(None, problem=f"the compiler refuses this program: {_first_line(error)}")
+    except fitting.Refused as error:
+        assert error.__cause__ is not None
+        hazard = refusal(error.__cause__, error.jaxpr)
+        return Found(False, problem=f"{error}", hazards=_plain([hazard]), compilations=compiler.count)
 
 
 class _Sized(NamedTuple):
@@ -113,9 +116,10 @@ class _Compiler:
 
     def _found(self, sized: _Sized, above: int | None) -> Found:
         memory, fitted = sized.fitted.memory, sized.fitted
+        program = _program(fitted, fitted.choice, sized.rows, fitted.flops)
         return Found(
-            True, _program(fitted, fitted.choice, sized.rows, fitted.flops),
-            memory.arguments, memory.temporaries, memory.code, above, compilations=self.count,
+            True, program, memory.arguments, memory.temporaries, memory.code, above,
+            hazards=_plain(hazards(fitted, program.batch, self._place.matrix_unit)), compilations=self.count,
         )  # fmt: skip
 
 
@@ -155,6 +159,18 @@ def _program(placed: Placed, choice: Choice, rows: int, flops: Flops) -> Program
         flops_unknown=flops.unknown,
         state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in state),
         held_bytes=bytes_per_device(placed.state, placed.shardings),
+    )
+
+
+def _plain(found: Sequence[Hazard]) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        {
+            "kind": each.kind,
+            "sentence": each.sentence,
+            "file": each.place.file if each.place else None,
+            "line": each.place.line if each.place else None,
+        }
+        for each in found
     )
 
 

@@ -113,7 +113,8 @@ class Found:
     smallest: str = ""
     """Where nothing fits: the smallest form in words."""
     problem: str = ""
-    hazards: tuple[Mapping[str, Any], ...] = ()
+    hazards: tuple[Mapping[str, Any], ...] | None = None
+    """kind, sentence, file and line of each; None where the compiled program was not seen."""
     compilations: int = 0
     seconds: float = 0.0
 
@@ -130,4 +131,5 @@ class Found:
         program = values["program"]
         if program is not None:
             program = Program(**{**program, "flops_unknown": tuple(program["flops_unknown"])})
-        return Found(**{**values, "program": program, "hazards": tuple(values["hazards"])})
+        hazards = None if values["hazards"] is None else tuple(values["hazards"])
+        return Found(**{**values, "program": program, "hazards": hazards})

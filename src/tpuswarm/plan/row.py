@@ -29,7 +29,7 @@ class Row:
         """The answer and its reasons in words."""
         found, program = self.found, self.found.program
         if found.fits is False:
-            return f"does not fit: {advice(self.accelerator, found)}"
+            return f"does not fit: {advice(self.accelerator, found)}" if found.smallest else found.problem
         if program is None:
             return f"{UNKNOWN}: {found.problem}"
         rows = f"{program.micro_batch} rows a device"
@@ -38,6 +38,14 @@ class Row:
         if found.too_large is not None:
             rows += f" ({found.too_large} do not fit)"
         return f"{'fits' if found.fits else UNKNOWN}: {rows}; {program.why}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """Each hazard in a sentence, with its place."""
+        return [
+            each["sentence"] + (f" ({each['file']}:{each['line']})" if each["file"] else "")
+            for each in self.found.hazards or ()
+        ]
 
     def document(self) -> dict[str, Any]:
         """For JSON; "unknown" where nobody can say."""
@@ -53,7 +61,7 @@ class Row:
             "micro_batch_too_large": found.too_large,
             "compilations": found.compilations,
             "compile_seconds": found.seconds,
-            "hazards": list(found.hazards),
+            "hazards": None if found.hazards is None else [_known(dict(each)) for each in found.hazards],
         }
         names = ("batch", "micro_batch", "micro_batches", "sharding", "remat", "why", "precision", "attention")
         for name in (*names, "tokens_per_row", "model_flops", "flops_unknown", "state_bytes"):

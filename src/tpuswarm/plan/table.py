@@ -22,10 +22,12 @@ def table(title: str, lines: Sequence[Line]) -> RenderableType:
     for name, row, doing in lines:
         memory.add_row(name, *(_memory(row) if row else (doing,)))
     said = [Text(f"{name}: {row.sentence}") for name, row, _ in lines if row]
-    hazards = [
-        Text(f"{name}: hazard: {each['sentence']}") for name, row, _ in lines if row for each in row.found.hazards
-    ]
-    return Group(memory, "", *said, *hazards)
+    hazards: dict[str, list[str]] = {}
+    for name, row, _ in lines:
+        for each in row.warnings if row else ():
+            hazards.setdefault(each, []).append(name)
+    warned = [Text(f"{', '.join(names)}: hazard: {each}") for each, names in hazards.items()]
+    return Group(memory, "", *said, *warned)
 
 
 def _memory(row: Row) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import mesh as meshes
 from tpuswarm.train.flops import Flops, model_flops
 from tpuswarm.train.recipe import (
@@ -196,9 +196,9 @@ def attempt(
         needed = 0
         try:
             compiled = traced.lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):  # whatever an op or a kernel raises that has no form there
+                raise Refused(recipe.name, devices[0].device_kind, error, traced.jaxpr) from error
             needed = _needed_bytes(str(error))
         else:
             memory = _memory(compiled, options.platform)
@@ -221,6 +221,15 @@ class DoesNotFit(InputError):
             f"{name} with batch {batch} does not fit {len(devices)} x {devices[0].device_kind}: even its smallest form "
             f"({last.choice.why}) {need}{have}; use a smaller batch, a smaller model or more devices"
         )
+
+
+class Refused(RunFailed):
+    """The compiler does not take the program, for another reason than its size; `jaxpr` is the program."""
+
+    def __init__(self, name: str, kind: str, error: Exception, jaxpr: ClosedJaxpr):
+        self.jaxpr = jaxpr
+        first = " ".join(str(error).split())[:300] or "no message"
+        super().__init__(f"the compiler refuses {name} for {kind}: {type(error).__name__}: {first}")
 
 
 def place(recipe: Recipe, request: Request, devices: Sequence[Any]) -> Placed:

@@ -244,7 +244,7 @@ def test_help_is_there_for_every_command(call):
     code, out, _ = call("")
     assert code == 0
     for command in (
-        "demo", "simulate", "train", "join", "status", "logs", "stop", "sample", "evaluate", "ledger",
+        "demo", "simulate", "train", "join", "status", "logs", "stop", "sample", "evaluate", "export", "ledger",
         "ledger show", "ledger verify",
     ):  # fmt: skip
         assert command.split()[0] in out

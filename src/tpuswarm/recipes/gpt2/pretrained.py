@@ -124,17 +124,18 @@ def _shown(shape: Mapping[str, int], names: list[str]) -> str:
 def load(place: Place, config: Config, like: Any) -> Any:
     """The weights at `place` as parameters in the shapes, dtypes and shardings of `like`; config fits them.
 
-    Each device's part of each leaf is read by itself, so no more than that is held besides the parameters. Raises
-    InputError for a tensor that is missing, extra, of another shape or no float, naming the first.
+    The devices' parts are read one leaf after the other, so no more than one leaf is held besides the parameters.
+    Raises InputError for a tensor that is missing, extra, of another shape or no float, naming the first.
     """
     with ExitStack() as files:
         tensors = _Tensors(place, files)
         tensors.check(_expected(config, read_config(place).context))
-        leaves = [
-            jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(tensors.read, path, leaf, config))
-            for path, leaf in zip(leaf_paths(like), jax.tree.leaves(like), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(like), jax.block_until_ready(leaves))
+        leaves = []
+        for path, leaf in zip(leaf_paths(like), jax.tree.leaves(like), strict=True):
+            read = partial(tensors.read, path, leaf, config)
+            made = jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
+            leaves.append(jax.block_until_ready(made))  # else several wait beside their copies on the host
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def names(config: Config) -> Iterator[tuple[str, int | None, str]]:

@@ -23,6 +23,7 @@ from tpuswarm.train.diagnose import times
 from tpuswarm.train.diagnose.cpu_fallback import Machine, cpu_fallback, holders
 from tpuswarm.train.diagnose.environment import DEAD, dead_variables
 from tpuswarm.train.diagnose.matrix_unit import half_empty
+from tpuswarm.train.diagnose.summary import Summary, rows
 from tpuswarm.train.diagnose.tied_weights import tied_weights
 from tpuswarm.train.diagnose.times import Times
 from tpuswarm.train.flops import model_flops
@@ -351,6 +352,21 @@ def test_a_run_ends_with_where_its_time_went(tmp_path, capsys):
     assert facts["tokens_per_s"] == pytest.approx(STEPS * 8 / training)
     for text in (capsys.readouterr().err, (tmp_path / "report.html").read_text()):
         assert "your code between steps" in text and "MFU" in text
+
+
+def test_mfu_is_the_models_flops_over_the_peak_of_all_devices():
+    seconds = dict.fromkeys(times.PLACES, 0.0) | {times.STEPS: 6.0, times.WAITING: 2.0, times.COMPILING: 100.0}
+    made = Summary(seconds, steps=10, tokens=4_000, flops_per_step=10**12, peak=0.5e12, devices=5)
+    assert made.facts()["tokens_per_s"] == 500 and made.facts()["mfu"] == 0.5  # 10 TFLOP in 8 s, of 2.5 TFLOP/s
+    assert ("MFU (model FLOPs utilisation)", "50.0%", "") in rows(made.facts())
+    assert replace(made, peak=None).mfu is None and replace(made, flops_per_step=None).mfu is None
+
+
+def test_a_diagnostic_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("tpuswarm.train.diagnose.watch.tied_weights", lambda program: 1 / 0)
+    list(loop(tmp_path))
+    [found] = said(tmp_path)
+    assert "a diagnostic failed, and training goes on: ZeroDivisionError" in found["message"]
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2-124m", "gpt2-1558m"])

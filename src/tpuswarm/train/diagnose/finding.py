@@ -10,7 +10,7 @@ class Finding:
     """Something that costs time or is not what the user believes, with the way out; said once."""
 
     kind: str
-    """recompilation, host-sync, host-callback, starvation, matrix-unit, tied-weights, cpu-fallback or environment."""
+    """A row of the table in docs/slow-tpu.md; `unknown` for a diagnostic that failed itself."""
     message: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
     """What the sentence rests on, as plain values."""

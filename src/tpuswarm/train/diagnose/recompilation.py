@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -64,7 +65,8 @@ class Recompilation:
 
     def stop(self) -> None:
         """Listen no more."""
-        jax.monitoring.unregister_event_duration_listener(self._listen)
+        with suppress(AssertionError):  # somebody cleared all listeners
+            jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def look(self, step: int) -> list[Finding]:
         """Functions that have now been compiled too often, each once; `step` is the one that comes next."""
@@ -82,7 +84,9 @@ class Recompilation:
         if threading.get_ident() == self._thread:
             self._tell(duration_secs)
         frame = users_frame(sys._getframe(1)) if self._step and event.endswith(COMPILED) else None
-        if frame is not None:
+        if frame is None:
+            return
+        with suppress(Exception):  # arguments are of all kinds, and advice must not end the call that it is about
             self._count(frame, str(facts.get("fun_name", "a function")), duration_secs)
 
     def _tell(self, seconds: float) -> None:

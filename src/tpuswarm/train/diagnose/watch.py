@@ -1,7 +1,7 @@
 """All diagnostics of one run in one object: what the training loop talks to."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +32,7 @@ class Watch:
         self._host_sync = HostSync(lambda seconds: self.times.move(seconds, times.READING))
         self._starvation = Starvation()
         self._steps = 0
+        self._flops: int | None = None
         self._said: list[Finding] = []
         """What does not grow; the others count on."""
 
@@ -49,15 +50,21 @@ class Watch:
     def at_start(self, fitted: Fitted, batch: int) -> list[Finding]:
         """What can be seen before the first step; batch: rows of a step."""
         device, micro_batch = fitted.mesh.devices.flat[0], batch // fitted.choice.accumulate
-        found = [
-            *cpu_fallback.look(device),
-            *dead_variables(os.environ),
-            *tied_weights(fitted.program),
-            *host_callbacks(fitted.jaxpr),
-            *half_empty(fitted.flops, device.device_kind, micro_batch, fitted.mesh.size),
-        ]
+        looks: tuple[Callable[[], list[Finding]], ...] = (
+            lambda: cpu_fallback.look(device),
+            lambda: dead_variables(os.environ),
+            lambda: tied_weights(fitted.program),
+            lambda: host_callbacks(fitted.jaxpr),
+            lambda: half_empty(fitted.flops, device.device_kind, micro_batch, fitted.mesh.size),
+            lambda: self._count_flops(fitted),
+        )
+        found = [finding for look in looks for finding in _unharmed(look)]
         self._said += found
         return found
+
+    def _count_flops(self, fitted: Fitted) -> list[Finding]:
+        self._flops = fitted.flops.total if not fitted.flops.unknown else None
+        return []
 
     def after_step(self, step: int, waited: float) -> list[Finding]:
         """What can be said now that `step` was dispatched, for whose batch `waited` seconds passed."""
@@ -97,8 +104,16 @@ class Watch:
             seconds=self.times.all(),
             steps=self._steps,
             tokens=self._steps * tokens_per_step,
-            flops_per_step=fitted.flops.total if not fitted.flops.unknown else None,
+            flops_per_step=self._flops,
             peak=peak_flops(device.device_kind, fitted.options.precision),
             devices=fitted.mesh.size,
             findings=[*self._said, *self._recompilation.totals(), *self._host_sync.totals()],
         )
+
+
+def _unharmed(look: Callable[[], list[Finding]]) -> list[Finding]:
+    """What a look finds; where it fails itself, that: it must not end the run that it is to help."""
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001  # programs and machines are of all kinds, and this is only advice
+        return [Finding("unknown", f"a diagnostic failed, and training goes on: {type(error).__name__}: {error}")]

@@ -1,9 +1,12 @@
 """docs/modern-jax.md: old lines end as it says, new ones work; those of torch: tests/oracle/test_torch_arrays.py."""
 
+import re
+
 import jax
 import pytest
 
-from tests.journeys.then_and_now import CODE, check, names, rows
+from tests.journeys.then_and_now import CODE, PAGE, check, names, rows
+from tpuswarm import Trainer
 
 
 @pytest.mark.parametrize("row", [row for row in rows() if not row.needs_torch], ids=lambda row: CODE.match(row.now)[1])
@@ -14,3 +17,8 @@ def test_the_old_line_ends_as_the_page_says_and_the_new_one_works(row):
 
 def test_no_row_is_left_out():
     assert len(rows()) >= 35 and sum(row.needs_torch for row in rows()) == 2
+
+
+def test_what_stands_beside_lightnings_trainers_are_trainers_of_ours():
+    ours = re.findall(r"^\| `Trainer.* \| .*`(Trainer\(.*?\))`", PAGE.read_text(), flags=re.MULTILINE)
+    assert [eval(code) for code in ours] == [Trainer(devices=8), Trainer(devices=[4]), Trainer(precision="bf16")]

@@ -1,4 +1,7 @@
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +110,14 @@ def test_targets_of_files_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert absolute_target("a.py:B") == f"{tmp_path}/a.py:B"
     assert absolute_target("module:B") == "module:B"
+
+
+def test_a_file_that_uses_jax_as_it_is_read_finds_it_prepared(tmp_path):
+    (tmp_path / "mine.py").write_text("import jax\nfrom tests.train.toy import toy\nKEY = jax.random.key(0)\n")
+    program = "import sys; from tpuswarm.train.user_code import build_recipe; build_recipe(sys.argv[1], {})"
+    root = Path(__file__).resolve().parents[2]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src")])
+    words = [sys.executable, "-c", program, f"{tmp_path}/mine.py:toy"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")  # an installed libtpu complains where there is no TPU

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.train.platform import prepare
 from tpuswarm.train.recipe import Recipe
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
@@ -98,6 +99,7 @@ def find_maker(target: str) -> Any:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise InputError(f"a recipe is a name, module:Recipe or file.py:Recipe, not {target!r}")
+    prepare()  # the file may use JAX as it is read
     with blame(f"{place} does not import"):
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     maker = getattr(module, name, None)

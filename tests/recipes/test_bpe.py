@@ -44,6 +44,7 @@ def test_the_released_form_is_the_same_tokenizer(golden):
     assert released.key == golden.key and released.vocab == golden.vocab
     facts = json.loads(golden.text)
     facts["model"]["merges"] = [" ".join(pair) for pair in facts["model"]["merges"]]  # as older files have them
+    del facts["pre_tokenizer"]["use_regex"]
     assert Bpe(json.dumps(facts), "older").key == golden.key
     facts["model"]["merges"].pop()
     assert Bpe(json.dumps(facts), "another").key != golden.key

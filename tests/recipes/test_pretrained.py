@@ -201,6 +201,9 @@ def test_a_model_without_weights_or_with_pickles_only(copy, text_file):
     made = recipe(text_file)
     with pytest.raises(InputError, match=r"has no model.safetensors, so no weights \(pickles are not read"):
         made.load_shared(f"hf:{copy}", like(made, whole))
+    (copy / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(InputError, match=r"index.json does not say which files hold the weights"):
+        made.load_shared(f"hf:{copy}", like(made, whole))
 
 
 @pytest.mark.parametrize(

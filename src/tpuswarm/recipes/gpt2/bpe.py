@@ -38,7 +38,7 @@ class Bpe:
             self._library = Library.from_str(text)
         except Exception as error:  # the library raises Exception itself
             raise InputError(f"{name} is no tokenizer: {error}") from error
-        facts = json.loads(text)
+        facts = json.loads(self._library.to_str())  # with what older files leave out
         if reason := _unlike(facts):
             raise InputError(f"{name} is not GPT-2's kind of tokenizer, a byte-level BPE: {reason}")
         self._library.no_truncation()

@@ -163,10 +163,8 @@ class _Tensors:
 
     def __init__(self, place: Place, files: ExitStack):
         self._place = place
-        index = None if place.find(WEIGHTS) else place.find(INDEX)
-        parts = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else [WEIGHTS]
         self._slices: dict[str, Any] = {}
-        for part in parts:
+        for part in _parts(place):
             path = place.get(part, "weights (pickles are not read: save them as safetensors)")
             try:
                 file = files.enter_context(safe_open(str(path), framework="numpy"))
@@ -216,3 +214,14 @@ class _Tensors:
             if stop > first.start:
                 part[: stop - first.start] = self._slices[ONCE[path]][(slice(first.start, stop), *index[1:])]
         return part
+
+
+def _parts(place: Place) -> list[str]:
+    """The files of a model's weights."""
+    index = None if place.find(WEIGHTS) else place.find(INDEX)
+    if index is None:
+        return [WEIGHTS]
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index} does not say which files hold the weights: {error!r}") from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tpuswarm.swarm.core.outer import follow
-from tpuswarm.swarm.core.quantize import BITS, BLOCK, Quantized
+from tpuswarm.swarm.core.quantize import Quantized, bytes_per_element
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.objects import Objects, array_digest
@@ -52,6 +52,6 @@ def chain(ledger: Ledger, objects: Objects, fragment: int, size: int, base: int,
 def bytes_of(record: Record) -> float:
     """Bytes of an element that members are sent for this version."""
     if record.updates:
-        return BITS[record.downlink] / 8 + 4 / BLOCK
+        return bytes_per_element(record.downlink)
     changed = any(decision.fate == "applied" for decision in record.decisions)
     return WHOLE if changed else 0.0

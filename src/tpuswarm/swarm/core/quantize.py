@@ -24,6 +24,12 @@ BLOCK = 256
 BITS: dict[Form, int] = {"int8": 8, "int4": 4}
 """Of a code, in each form that is not plain."""
 
+
+def bytes_per_element(form: Form) -> float:
+    """What an element takes on the wire: its code and its share of a scale, or a float32."""
+    return 4.0 if form == "plain" else BITS[form] / 8 + 4 / BLOCK
+
+
 LEAST = np.float32(2.0**-100)
 """Scales below it count as 0 and all of the block stays in the feedback: far above the subnormal numbers, which
 devices flush to 0 and NumPy does not."""

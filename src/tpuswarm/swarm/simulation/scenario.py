@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Po
 
 from tpuswarm.config.toml_file import Count, Strict
 from tpuswarm.swarm.core.fragments import fragments_for, shards_for
-from tpuswarm.swarm.core.quantize import BITS, BLOCK
+from tpuswarm.swarm.core.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form
 
 MOST = 10_000
@@ -119,4 +119,4 @@ class Scenario(Strict):
     @property
     def pushed_bytes(self) -> float:
         """Bytes of a parameter that a member sends in a push."""
-        return 4.0 if self.form == "plain" else BITS[self.form] / 8 + 4 / BLOCK
+        return bytes_per_element(self.form)

@@ -1,0 +1,85 @@
+"""The head of a swarm: what its coordinator and aggregators need, and the cheapest machines that have it."""
+
+import math
+from dataclasses import dataclass
+
+from tpuswarm.catalog import Accelerator, Price, machines
+from tpuswarm.plan.swarm import DAY, GIB, Exchanged, Traffic
+from tpuswarm.swarm.core.fragments import shards_for
+from tpuswarm.swarm.core.quantize import bytes_per_element
+from tpuswarm.swarm.core.values import Rule
+from tpuswarm.swarm.retention import COMMITS, EVERY
+from tpuswarm.swarm.runtime.machine import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
+from tpuswarm.swarm.simulation.shard import MERGE
+
+ROOM = 2.0
+"""Times the average traffic that a head's network carries: exchanges come in bursts."""
+MERGING_CORES = 2
+"""Of the machine on which MERGE was measured."""
+RECORD_BYTES = 512.0
+"""A contribution takes in the ledger, its header and its line in a record: 410 KB are a record of 980 (`python -m
+benchmarks scale`), a header is about 100 bytes more."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a head needs; all of it is computed."""
+
+    memory_bytes: float
+    """Processes, and the arrays of one commit: a head with less reads them from its disk each time."""
+    disk_bytes: float
+    """Held at any time: the last 20 versions and contributions, and an inner state for each member."""
+    disk_bytes_a_day: float
+    """What stays for ever of a day: every 50th version, and the ledger."""
+    mbit_in: float
+    mbit_out: float
+    """Megabits a second, on average."""
+    cores: int
+
+
+def head(members: int, exchanged: Exchanged, member: Traffic, rule: Rule) -> Head:
+    """For so many members, each with this traffic."""
+    sent = exchanged.elements * bytes_per_element(exchanged.form)
+    rows = 1 + 2 * (rule == "nesterov") + (exchanged.form != "plain")  # the state; momentum and buffer; what is unsent
+    version = 4.0 * rows * exchanged.elements
+    update = sent if exchanged.form != "plain" else 0.0
+    versions = DAY / exchanged.cycle_seconds
+    merging = members * exchanged.elements / exchanged.cycle_seconds / (MERGE / MERGING_CORES)
+    return Head(
+        RAY_BYTES + (shards_for(members) - 1) * PROCESS_BYTES + 2 * version + update + members * sent,
+        COMMITS * (version + update + members * sent) + members * exchanged.inner_bytes,
+        versions * ((version + update) / EVERY + members * RECORD_BYTES),
+        members * member.mbit_up,
+        members * sum(member.received.values()) * 8 / DAY / 1e6,
+        1 + math.ceil(merging),
+    )
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A machine that can be the head."""
+
+    name: str
+    price: Price | None
+    """Dollars an hour; None: unknown."""
+    own: bool
+    """It is the host of a member: it costs nothing more, and goes when that member's TPU is preempted."""
+
+
+def holders(needed: Head, accelerator: Accelerator, exchanged: Exchanged, place: str, most: int = 3) -> list[Holder]:
+    """The host of a member, where it has room for both; then the cheapest machines at `place` (region or zone)."""
+    found = []
+    host = accelerator.host
+    member = PROCESS_BYTES + HOST_COPIES * 4.0 * exchanged.elements
+    if host.memory_gb is not None and host.memory_gb * 1e9 >= member + needed.memory_bytes:
+        found.append(Holder(f"a host of {accelerator.name}", None, own=True))
+    mbit = ROOM * max(needed.mbit_in, needed.mbit_out)
+    large = [
+        each
+        for each in machines()
+        if each.memory_gib * GIB >= needed.memory_bytes
+        and each.vcpus >= needed.cores
+        and each.network_gbps * 1000 >= mbit
+    ]
+    priced = [(price.on_demand, each.name, price) for each in large if (price := each.price(place)) and price.on_demand]
+    return found + [Holder(name, price, own=False) for _, name, price in sorted(priced)[:most]]

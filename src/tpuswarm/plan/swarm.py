@@ -1,0 +1,143 @@
+"""What members of a swarm send and receive, and what that costs between places.
+
+All of it is computed, for members that are equally fast and never preempted; each preemption adds the whole model and
+the inner state once. `tpuswarm simulate` is the tool for anything less even.
+"""
+
+from dataclasses import dataclass, field
+from typing import get_args
+
+from tpuswarm.catalog import Figure, accelerators, network
+from tpuswarm.swarm.core.quantize import bytes_per_element
+from tpuswarm.swarm.core.values import Form
+from tpuswarm.swarm.inner import INNER_SAVE
+
+DAY = 86_400.0
+GIB = 2**30
+MESSAGES = (1_700.0, 1_100.0)
+"""Bytes a second that a member sends and receives in heartbeats, headers and leases: 2.2 and 1.4 bytes a token at 768
+tokens a second, `python -m benchmarks traffic` (docs/benchmarks.md)."""
+TOKEN_BYTES = 2
+"""Of a token as it is stored (uint16)."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What a member shares, and how often."""
+
+    elements: int
+    """Float32 numbers that the swarm exchanges: the parameters."""
+    inner_bytes: int
+    """Of the member's own state, saved for its next incarnation: the optimizer's."""
+    step_seconds: float
+    cycle: int
+    """Steps between two exchanges."""
+    form: Form = "plain"
+    """Of both links."""
+    tokens_per_step: int = 0
+    """Of one member, where its data is read over the network; 0: it has the data."""
+
+    @property
+    def cycle_seconds(self) -> float:
+        """Between two exchanges of a member."""
+        return self.cycle * self.step_seconds
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes a day of one member, each by what they are for."""
+
+    sent: dict[str, float] = field(hash=False)
+    received: dict[str, float] = field(hash=False)
+    data: float
+    """Read from a bucket, or wherever the data lies."""
+
+    @property
+    def mbit_up(self) -> float:
+        """Megabits a second that a member sends, over the whole time."""
+        return sum(self.sent.values()) * 8 / DAY / 1e6
+
+    @property
+    def mbit_down(self) -> float:
+        """Megabits a second that a member receives, its data included."""
+        return (sum(self.received.values()) + self.data) * 8 / DAY / 1e6
+
+
+def traffic(exchanged: Exchanged) -> Traffic:
+    """Of one member.
+
+    In each cycle it sends one contribution and receives one version. At one of its pushes every ten minutes
+    (INNER_SAVE), or at every one where the cycle is longer, it saves its inner state: with AdamW twice the parameters,
+    in float32. That is its checkpoint.
+    """
+    once = exchanged.elements * bytes_per_element(exchanged.form)
+    cycles = DAY / exchanged.cycle_seconds
+    pushes_per_save = max(1.0, -(-INNER_SAVE // exchanged.cycle_seconds))
+    beats_up, beats_down = (each * DAY for each in MESSAGES)
+    return Traffic(
+        {
+            "contributions": cycles * once,
+            "checkpoints": cycles / pushes_per_save * exchanged.inner_bytes,
+            "messages": beats_up,
+        },
+        {"versions": cycles * once, "messages": beats_down},
+        exchanged.tokens_per_step / exchanged.step_seconds * DAY * TOKEN_BYTES,
+    )
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Dollars a day of one member's traffic with a head at some distance; None: a price is unknown."""
+
+    relation: str
+    head: str
+    """Zone of the head, or `internet`."""
+    exchange: float | None
+    checkpoints: float | None
+    data: float | None
+    """Of a bucket beside the head."""
+
+    @property
+    def total(self) -> float | None:
+        """None where a part is unknown."""
+        if self.exchange is None or self.checkpoints is None or self.data is None:
+            return None
+        return self.exchange + self.checkpoints + self.data
+
+
+def bill(member: Traffic, place: str, head: str) -> Bill:
+    """Traffic of a member in the zone `place` with a head in the zone `head`, or on the `internet`, a day.
+
+    What leaves a machine of Google's is paid for at the price of its way; what arrives is free, and what a head
+    elsewhere sends costs what its owner pays there, which is not in it.
+    """
+    up = _dollars(network.transfer_price(place, head))
+    down = 0.0 if head == network.INTERNET else _dollars(network.transfer_price(head, place))
+    checkpoints = member.sent["checkpoints"] / GIB
+    contributions = sum(member.sent.values()) / GIB - checkpoints
+    versions = sum(member.received.values()) / GIB
+    read: float | None = 0.0
+    if member.data and head != network.INTERNET:
+        read = _dollars(network.read_price(head, place))
+    return Bill(
+        network.relation(place, head),
+        head,
+        None if up is None or down is None else up * contributions + down * versions,
+        None if up is None else up * checkpoints,
+        None if read is None else read * member.data / GIB,
+    )
+
+
+def bills(member: Traffic, place: str) -> list[Bill]:
+    """One for each distance of a head from the zone `place`, nearest first; it is in some zone with TPUs."""
+    found: dict[str, Bill] = {}
+    zones = sorted({zone for each in accelerators() for zone in each.zones()})
+    for head in (place, *zones, network.INTERNET):
+        relation = network.relation(place, head)
+        if relation not in found:
+            found[relation] = bill(member, place, head)
+    return [found[each] for each in get_args(network.Relation) if each in found]
+
+
+def _dollars(price: Figure | None) -> float | None:
+    return None if price is None else float(price.value)

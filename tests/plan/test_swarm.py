@@ -1,0 +1,87 @@
+import pytest
+from benchmarks.traffic import MEMBERS, Swarm
+
+from tpuswarm import catalog
+from tpuswarm.plan.head import head, holders
+from tpuswarm.plan.swarm import DAY, GIB, Exchanged, bill, bills, traffic
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.swarm.simulation.cluster import Cluster
+from tpuswarm.swarm.simulation.scenario import Scenario
+from tpuswarm.train.fit import fit, usual_request
+
+GPT2_124M = Exchanged(124_475_904, 2 * 4 * 124_475_904, step_seconds=1.0, cycle=100, form="int8")
+
+
+def test_a_real_swarm_sends_and_receives_what_is_predicted(devices):
+    """Four members with real programs, counted at the member; pushes at the end of the run are for shorter cycles."""
+    recipe = GPT2(data="fake", layers=1, heads=1, width=64, context=16)
+    swarm = Swarm(recipe, fit(recipe, usual_request(recipe), devices[:1]), "int8", 5, 4)
+    swarm.run()
+    steps = swarm._tokens / (swarm.terms.batch * swarm.terms.tokens_per_row) / MEMBERS
+    predicted = traffic(Exchanged(swarm.parameters, 0, step_seconds=1.0, cycle=5, form="int8"))
+    share = MEMBERS * steps / DAY
+    sent, received = swarm.sent["put"], swarm.received["updates"] + swarm.received["fetch"]
+    assert sent == pytest.approx(predicted.sent["contributions"] * share, rel=0.25)
+    assert received == pytest.approx(predicted.received["versions"] * share, rel=0.1)
+
+
+@pytest.mark.parametrize(("form", "step_s", "cycle"), [("int8", 30.0, 21), (None, 30.0, 5)])
+def test_a_simulated_swarm_saves_its_checkpoints_as_predicted(form, step_s, cycle):
+    """Every ten minutes at most: with each push where a cycle is as long, with every fourth here where it is not."""
+    hours, members, elements = 4, 2, 124_000_000
+    scenario = Scenario.model_validate(
+        {
+            "hours": hours,
+            "model": {"parameters": elements, "batch": 64, "tokens_per_row": 1024, "inner_bytes": 8},
+            "exchange": {"cycle": cycle, "quantize": form},
+            "members": [{"count": members, "step_s": step_s, "mbit_up": 1000, "mbit_down": 1000}],
+        }
+    )
+    cluster = Cluster(scenario)
+    cluster.simulate()
+    sent = sum(shard.received for shard in cluster.shards.values()) / members
+    predicted = traffic(Exchanged(elements, 8 * elements, step_s, cycle, form or "plain"))
+    without_messages = predicted.sent["contributions"] + predicted.sent["checkpoints"]
+    assert sent == pytest.approx(without_messages * hours / 24, rel=0.07)
+
+
+def test_paid_traffic_by_distance():
+    """GPT-2 124M: 864 exchanges of 0.118 GiB and 144 inner states of 0.93 GiB a day."""
+    member = traffic(GPT2_124M)
+    assert member.sent["contributions"] / GIB == pytest.approx(864 * 124_475_904 * (1 + 1 / 64) / GIB)
+    assert member.sent["checkpoints"] / GIB == pytest.approx(144 * 8 * 124_475_904 / GIB)
+    found = {each.relation: each for each in bills(member, "us-central1-a")}
+    assert list(found) == ["same zone", "same region", "same continent", "other continent", "internet"]
+    assert found["same zone"].total == 0
+    totals = [found[each].total for each in ("same zone", "same region", "same continent", "other continent")]
+    assert totals == sorted(totals) and totals[-1] > 10
+    price = catalog.network.transfer_price("us-central1-a", "us-east1-d").value
+    up, down = sum(member.sent.values()), sum(member.received.values())
+    assert found["same continent"].total == pytest.approx(price * (up + down) / GIB)
+    assert found["internet"].exchange < bill(member, "us-central1-a", "europe-west4-a").exchange * 10
+
+
+def test_data_read_elsewhere_is_paid_for():
+    reader = Exchanged(**{**vars(GPT2_124M), "tokens_per_step": 65_536})
+    there, price = traffic(reader), catalog.network.read_price("us-east1", "us-central1-a")
+    assert there.data == 65_536 * 2 * DAY
+    assert bill(there, "us-central1-a", "us-east1-d").data == pytest.approx(price.value * there.data / GIB)
+    assert bill(there, "us-central1-a", "europe-west4-a").total is None  # no source has that price: never a guess
+
+
+def test_the_head_grows_with_its_swarm_and_runs_where_it_has_room():
+    slice_ = catalog.find("v3-8")
+    member = traffic(GPT2_124M)
+    small, large = (head(members, GPT2_124M, member, "nesterov") for members in (4, 400))
+    assert small.memory_bytes < 16 * GIB < large.memory_bytes and small.cores == 2 < large.cores
+    assert large.mbit_in == pytest.approx(100 * small.mbit_in)
+    state = 4 * 124_475_904 * 4  # parameters, momentum, its buffer, what a quantized link has not sent
+    assert small.disk_bytes > 20 * state and small.disk_bytes_a_day > 864 / 50 * state
+    found = holders(small, slice_, GPT2_124M, "us-central1-a")
+    assert found[0].own and found[0].name == "a host of v3-8"
+    prices = [each.price.on_demand for each in found[1:]]
+    assert prices == sorted(prices) and len(prices) == 3
+    by_name = {each.name: each for each in catalog.machines()}
+    assert all(by_name[each.name].memory_gib * GIB >= small.memory_bytes for each in found[1:])
+    huge = head(4000, GPT2_124M, member, "nesterov")
+    assert not any(each.own for each in holders(huge, slice_, GPT2_124M, "us-central1-a"))

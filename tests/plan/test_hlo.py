@@ -8,7 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from tpuswarm.plan.hlo import collectives, gradient_sizes
+
 PLANTED = Path(__file__).with_name("planted.py")
+
+
+ALL_REDUCE = "  %sum.1 = f32[512,512]{1,0:T(8,128)} all-reduce(%y), channel_id=1, to_apply=%add"
+
+
+def test_a_program_of_one_device_has_no_collectives_and_a_replicated_one_only_its_gradients():
+    gradients = gradient_sizes([(4, 512, 512), (512,)], devices=4)
+    assert (
+        "1.0 MiB between devices at every step, in a program of one device" in collectives(ALL_REDUCE, ())[0].sentence
+    )
+    assert collectives(ALL_REDUCE, gradients) == []  # the gradient of one layer of a stack
+    assert collectives(ALL_REDUCE.replace("512,512", "512,511"), gradients)
+    assert collectives(ALL_REDUCE.replace("512,512", "64"), ()) == []  # a norm
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
 """How fast at best, how fast to expect, and for how many dollars.
 
-The floor is a time that no program for the same model can beat, from two numbers that can be trusted without a TPU:
+The floor is a time that this program cannot beat, from two numbers that can be trusted without a TPU:
 
 - model FLOPs over the chips' peak. Of an attention kernel only half is asked: a causal mask hides the rest, and the
   kernel skips it. The peak is that of bf16; float32 products are no faster.
 - bytes over the bandwidth of the HBM. Counted is what one device holds of the state (parameters and the optimizer's),
-  read once and written once: every update needs that. Activations, and weights read again by each micro-batch, come on
-  top; the compiler's own count of bytes will not do, for it counts a loop's body once.
+  read once and written once: every update of all parameters needs that (of frozen ones, only the reading). Activations,
+  and weights read again by each micro-batch, come on top; the compiler's own count of bytes will not do, for it counts
+  a loop's body once.
 
 What is expected lies above it by what others have published (`published.py`): a guess, and marked as one.
 """

@@ -28,6 +28,7 @@ NAMES = (
     "merge",
     "traffic",
     "router",
+    "plan",
     "calibration",
     "gpu",
     "gpu_changes",

@@ -37,6 +37,8 @@ def plan(
     ] = None,
     freeze: Annotated[str | None, option("--freeze", "Regular expression of parameters that stay as they are.")] = None,
     ema: Annotated[float | None, option("--ema", "Moving average of the parameters, such as 0.999.")] = None,
+    tokens: Annotated[str | None, option("--tokens", "To train for, such as 10B: hours and dollars.")] = None,
+    free: Annotated[bool, typer.Option("--free", help="The TPUs cost nothing, as under a grant.")] = False,
     as_json: Annotated[bool, option("--json", "One object on stdout.")] = False,
 ) -> None:
     """Compile a recipe's training step for TPUs without having one: what fits, how fast at best, at what price.
@@ -66,11 +68,12 @@ def plan(
     reason = no_compiler()
     slices = {each.name: each for each in map(catalog.find, on or USUAL)}
     orders = [Order(asked, place_of(each), reason) for each in slices.values()]
+    wanted = None if tokens is None else parse_count(tokens, "tokens")
     rows: dict[str, Row] = {}
     with _shown(recipe, orders, as_json) as show:
         children = Children(Cache(cache_folder("plan")), show.say)
         for order, found in children.answers(orders):
-            rows[order.place.name] = row = Row(slices[order.place.name], found)
+            rows[order.place.name] = row = Row(slices[order.place.name], found, wanted, free)
             show.row(row)
     for note in (reason, "" if reason else other_libtpu(), children.unkept):
         if note:

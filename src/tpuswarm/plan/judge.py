@@ -156,6 +156,7 @@ def _program(placed: Placed, choice: Choice, rows: int, flops: Flops) -> Program
         attention=placed.options.attention,
         tokens_per_row=placed.program.tokens_per_row,
         model_flops=flops.total,
+        least_flops=flops.least,
         flops_unknown=flops.unknown,
         state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in state),
         held_bytes=bytes_per_device(placed.state, placed.shardings),

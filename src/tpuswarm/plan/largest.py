@@ -6,7 +6,7 @@ from itertools import takewhile
 
 BITS = 4
 """Sizes tried have this many significant bits: 1 to 16 one by one, then in steps of an eighth to a sixteenth."""
-GROWTH = 8
+GROWTH = 64
 """A line through two points is not followed further than this many times the larger one."""
 MOST = 2**20
 """Rows a device; larger ones are not looked for."""

@@ -84,6 +84,8 @@ class Program:
     tokens_per_row: int
     model_flops: int
     """Of one step, over all devices."""
+    least_flops: int
+    """Of these, what no program can skip: a causal mask hides half of the attention."""
     flops_unknown: tuple[str, ...]
     """What could not be counted; the FLOPs are a lower bound then."""
     state_bytes: int

@@ -7,9 +7,14 @@ from typing import Any
 from tpuswarm.catalog import Accelerator
 from tpuswarm.plan.advice import advice
 from tpuswarm.plan.order import Asked, Found
+from tpuswarm.plan.roofline import Cost, Range, Speed, cost, speed
 
 GIB = 2**30
 UNKNOWN = "unknown"
+
+
+ESTIMATES = ("step_seconds", "tokens_per_s", "hours", "dollars")
+"""What rests on a guess, or on one of these."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,28 @@ class Row:
 
     accelerator: Accelerator
     found: Found
+    tokens: int | None = None
+    """To train for; None: nobody asked."""
+    free: bool = False
+    """The slice costs nothing."""
+
+    @property
+    def speed(self) -> Speed | None:
+        """Of one step; None where no program was found that fits, or may fit."""
+        program = self.found.program
+        if program is None:
+            return None
+        tokens = program.batch * program.tokens_per_row
+        devices, generation = self.accelerator.devices, self.accelerator.generation
+        return speed(generation, devices, program.model_flops, program.least_flops, program.held_bytes, tokens)
+
+    @property
+    def cost(self) -> Cost | None:
+        """Of the tokens asked for."""
+        fast = self.speed
+        if fast is None or self.tokens is None:
+            return None
+        return cost(fast.tokens_per_s, self.tokens, self.accelerator.price(), free=self.free)
 
     @property
     def verdict(self) -> str:
@@ -66,9 +93,30 @@ class Row:
         names = ("batch", "micro_batch", "micro_batches", "sharding", "remat", "why", "precision", "attention")
         for name in (*names, "tokens_per_row", "model_flops", "flops_unknown", "state_bytes"):
             facts[name] = getattr(program, name) if program else None
+        facts |= self._money()
         if found.fits is not True:
             facts["problem"] = found.problem
         return _known(facts)
+
+    def _money(self) -> dict[str, Any]:
+        fast, price = self.speed, self.cost
+        spent = {name: _range(getattr(price, name)) if price else None for name in ("on_demand", "spot")}
+        return {
+            "floor_seconds": fast.floor_seconds if fast else None,
+            "floor_by": fast.bound if fast else None,
+            "floor_tokens_per_s": fast.floor_tokens_per_s if fast else None,
+            "step_seconds": _range(fast.seconds if fast else None),
+            "tokens_per_s": _range(fast.tokens_per_s if fast else None),
+            "tokens": self.tokens,
+            "hours": _range(price.hours if price else None),
+            "dollars": {**spent, "region": price.region if price else None},
+            "expected_from": fast.source if fast else None,
+            "estimates": list(ESTIMATES),
+        }
+
+
+def _range(each: Range | None) -> dict[str, float] | None:
+    return None if each is None else {"low": each.low, "high": each.high}
 
 
 def document(recipe: str, asked: Asked, rows: Sequence[Row]) -> dict[str, Any]:

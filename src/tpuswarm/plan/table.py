@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tpuswarm.plan.roofline import Range
 from tpuswarm.plan.row import GIB, UNKNOWN, Row
 
 Line = tuple[str, Row | None, str]
@@ -13,21 +14,25 @@ Line = tuple[str, Row | None, str]
 
 
 def table(title: str, lines: Sequence[Line]) -> RenderableType:
-    """What fits, and under it a sentence for each slice."""
-    memory = Table(box=None, pad_edge=False, title=f"{title}: memory of one device, GiB", title_justify="left")
+    """What fits, how fast, at what price, and under it a sentence for each slice."""
+    memory = Table(box=None, pad_edge=False, title=f"{title}: memory of one device in GiB", title_justify="left")
     for name in ("TPU", "fits", "batch", "rows", "times", "sharding", "remat"):
         memory.add_column(name, no_wrap=True, justify="right" if name in ("batch", "rows", "times") else "left")
     for name in ("used", "of", "arguments", "temporaries", "code"):
         memory.add_column(name, no_wrap=True, justify="right")
     for name, row, doing in lines:
         memory.add_row(name, *(_memory(row) if row else (doing,)))
-    said = [Text(f"{name}: {row.sentence}") for name, row, _ in lines if row]
+    rows = [row for _, row, _ in lines if row]
+    parts: list[RenderableType] = [memory]
+    if any(row.speed for row in rows):
+        parts += ["", _speeds([row for row in rows if row.speed])]
+    said = [Text(f"{row.accelerator.name}: {row.sentence}") for row in rows]
     hazards: dict[str, list[str]] = {}
-    for name, row, _ in lines:
-        for each in row.warnings if row else ():
-            hazards.setdefault(each, []).append(name)
+    for row in rows:
+        for each in row.warnings:
+            hazards.setdefault(each, []).append(row.accelerator.name)
     warned = [Text(f"{', '.join(names)}: hazard: {each}") for each, names in hazards.items()]
-    return Group(memory, "", *said, *warned)
+    return Group(*parts, "", *said, *warned)
 
 
 def _memory(row: Row) -> tuple[str, ...]:
@@ -42,10 +47,43 @@ def _memory(row: Row) -> tuple[str, ...]:
         f"{program.micro_batches:,}",
         program.sharding,
         "yes" if program.remat else "no",
-        *(_gib(each) for each in (found.used,)),
+        _gib(found.used),
         of,
         *(_gib(each) for each in (found.arguments, found.temporaries, found.code)),
     )
+
+
+def _speeds(rows: Sequence[Row]) -> Table:
+    """Floors are computed; all that is called expected is an estimate, and so is what follows from it."""
+    priced = any(row.cost for row in rows)
+    tokens = f" for {rows[0].tokens:,} tokens" if priced else ""
+    title = f"one step, floor and expected (estimate){tokens}"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    names = ["TPU", "floor, ms", "by", "expected, ms", "tokens/s expected"]
+    for name in names + (["hours", "$ on demand", "$ spot", "in"] if priced else []):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("TPU", "by", "in") else "right")
+    for row in rows:
+        speed, cost = row.speed, row.cost
+        assert speed is not None
+        cells = [_short(speed.floor_seconds * 1e3), speed.bound, _span(speed.seconds, 1e3)]
+        cells += [_span(speed.tokens_per_s)]
+        if cost is not None:
+            cells += [_span(cost.hours), *(_span(each) for each in (cost.on_demand, cost.spot))]
+            cells += [cost.region or UNKNOWN]
+        table.add_row(row.accelerator.name, *cells)
+    sources = dict.fromkeys(row.speed.source for row in rows if row.speed)
+    table.caption = f"expected by {'; '.join(sources)}"
+    table.caption_justify = "left"
+    return table
+
+
+def _span(each: Range | None, times: float = 1.0) -> str:
+    return UNKNOWN if each is None else f"{_short(each.low * times)} to {_short(each.high * times)}"
+
+
+def _short(value: float) -> str:
+    """Three digits where that is enough."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _gib(count: int | None) -> str:

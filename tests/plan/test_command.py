@@ -154,6 +154,34 @@ def test_wrong_input_is_one_sentence(call, line, words):
         assert f"my_recipe.py:{line_of('jnp.ones((7, 7))')})" in err
 
 
+def test_speed_price_and_a_swarm_of_them(call):
+    line = "plan my_recipe.py:talks --on v5e-1 --on v6e-1 --batch 4096 --tokens 10B --members 20"
+    code, out, _ = call(f"{line} --json")
+    rows = json.loads(out)["rows"]
+    assert code == 0
+    for row in rows:
+        chip = catalog.find(row["accelerator"]).generation
+        assert row["model_flops"] == 2 * 2 * 4096 * 128 * 128  # forward, and backward to the weights
+        compute = row["model_flops"] / chip.peak_bf16
+        assert row["floor_seconds"] == pytest.approx(max(compute, 2 * row["state_bytes"] / chip.bandwidth))
+        assert row["floor_seconds"] <= row["step_seconds"]["low"] < row["step_seconds"]["high"]
+        rate = catalog.find(row["accelerator"]).price()
+        assert row["dollars"]["on_demand"]["low"] == pytest.approx(row["hours"]["low"] * rate.on_demand)
+        assert {"step_seconds", "tokens_per_s", "hours", "dollars"} == set(row["estimates"])
+        swarm = row["swarm"]
+        assert swarm["tokens_per_s"]["low"] == pytest.approx(20 * row["tokens_per_s"]["low"])
+        assert swarm["dollars"]["on_demand"]["low"] == pytest.approx(row["dollars"]["on_demand"]["low"])
+        assert swarm["traffic_dollars_a_day"]["same zone"] == 0 < swarm["traffic_dollars_a_day"]["same continent"]
+        assert swarm["estimate"] is True and swarm["head"]["memory_bytes"] > 2**30
+
+    code, out, _ = call(f"{line} --free")
+    assert code == 0 and "a swarm of 20 members (estimate)" in out and "expected (estimate) for 10,000,000,000" in out
+    _, out, _ = call(f"{line} --free --json")
+    free = json.loads(out)["rows"][0]
+    assert free["dollars"]["on_demand"] == {"low": 0, "high": 0} == free["dollars"]["spot"]
+    assert free["swarm"]["traffic_dollars_a_day"] == rows[0]["swarm"]["traffic_dollars_a_day"]
+
+
 def test_a_slice_that_the_batch_does_not_fit_into_leaves_the_others(call):
     code, out, _ = call("plan my_recipe.py:wide --on v5e-1 --on v5e-8 --batch 4 --json")
     one, eight = json.loads(out)["rows"]

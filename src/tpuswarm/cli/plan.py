@@ -16,6 +16,7 @@ from tpuswarm.errors import InputError, RunFailed
 if TYPE_CHECKING:
     from tpuswarm.plan.order import Order
     from tpuswarm.plan.row import Row
+    from tpuswarm.plan.together import Together
 
 USUAL = ("v2-8", "v3-8", "v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8")
 """Without --on: of each generation the slice called 8, which is one host."""
@@ -37,6 +38,7 @@ def plan(
     ] = None,
     freeze: Annotated[str | None, option("--freeze", "Regular expression of parameters that stay as they are.")] = None,
     ema: Annotated[float | None, option("--ema", "Moving average of the parameters, such as 0.999.")] = None,
+    members: Annotated[int | None, option("--members", "A swarm of so many: traffic, its price, the head.")] = None,
     tokens: Annotated[str | None, option("--tokens", "To train for, such as 10B: hours and dollars.")] = None,
     free: Annotated[bool, typer.Option("--free", help="The TPUs cost nothing, as under a grant.")] = False,
     as_json: Annotated[bool, option("--json", "One object on stdout.")] = False,
@@ -79,13 +81,31 @@ def plan(
         if note:
             print(f"note: {note}", file=sys.stderr)
     ordered = [rows[name] for name in slices]
+    swarms = _swarms(ordered, members) if members is not None else {}
     if as_json:
-        print(json.dumps(document(recipe, asked, ordered)))
+        whole = document(recipe, asked, ordered)
+        for row_object in whole["rows"]:
+            if swarm := swarms.get(row_object["accelerator"]):
+                row_object["swarm"] = swarm.document()
+        print(json.dumps(whole))
+    elif swarms:
+        from tpuswarm.plan.together import tables
+
+        for each in tables(list(swarms.values())):
+            make_console().print("", each)
     if all(each.found.fits is None and each.found.program is None for each in ordered):
         raise RunFailed(f"nothing could be said of {recipe} on any of these: {ordered[0].found.problem}")
 
 
 plan.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
+
+
+def _swarms(rows: list["Row"], members: int) -> dict[str, "Together"]:
+    from tpuswarm.plan.together import together
+
+    if members < 1:
+        raise InputError(f"members must be 1 or more, not {members}")
+    return {row.accelerator.name: swarm for row in rows if (swarm := together(row, members))}
 
 
 class _Show:

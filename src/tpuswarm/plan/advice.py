@@ -2,8 +2,7 @@
 
 from tpuswarm.catalog import Accelerator, accelerators
 from tpuswarm.plan.order import Found
-
-GIB = 2**30
+from tpuswarm.plan.words import GIB
 
 
 def advice(accelerator: Accelerator, found: Found) -> str:

@@ -116,7 +116,7 @@ class _Compiler:
 
     def _found(self, sized: _Sized, above: int | None) -> Found:
         memory, fitted = sized.fitted.memory, sized.fitted
-        program = _program(fitted, fitted.choice, sized.rows, fitted.flops)
+        program = _program(self._recipe, fitted, fitted.choice, sized.rows, fitted.flops)
         return Found(
             True, program, memory.arguments, memory.temporaries, memory.code, above,
             hazards=_plain(hazards(fitted, program.batch, self._place.matrix_unit)), compilations=self.count,
@@ -139,11 +139,11 @@ def _lowered(recipe: Recipe, request: Request, order: Order) -> Found:
         traced.lower(lowering_platforms=("tpu",))
     except Exception as error:  # noqa: BLE001  # whatever a kernel or an op raises when it has no form for TPU
         return Found(None, problem=f"the program does not lower for TPU: {_first_line(error)}")
-    program = _program(placed, choice, rows // choice.accumulate, model_flops(traced.jaxpr))
+    program = _program(recipe, placed, choice, rows // choice.accumulate, model_flops(traced.jaxpr))
     return Found(None, program, problem=order.lower_only, compilations=0)
 
 
-def _program(placed: Placed, choice: Choice, rows: int, flops: Flops) -> Program:
+def _program(recipe: Recipe, placed: Placed, choice: Choice, rows: int, flops: Flops) -> Program:
     state = jax.tree.leaves(placed.state)
     return Program(
         batch=rows * choice.accumulate * placed.mesh.size,
@@ -160,6 +160,8 @@ def _program(placed: Placed, choice: Choice, rows: int, flops: Flops) -> Program
         flops_unknown=flops.unknown,
         state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in state),
         held_bytes=bytes_per_device(placed.state, placed.shardings),
+        exchanged=sum(leaf.size for leaf in jax.tree.leaves(placed.program.exchange().get(placed.state))),
+        outer=recipe.defaults.get("outer", "nesterov"),
     )
 
 

@@ -92,6 +92,10 @@ class Program:
     """Of the whole state, over all devices once."""
     held_bytes: int
     """Of the state, on one device."""
+    exchanged: int
+    """Numbers that the members of a swarm share: the parameters."""
+    outer: str
+    """The rule by which a swarm of this recipe changes them."""
 
 
 @dataclass(frozen=True)

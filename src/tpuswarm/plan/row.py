@@ -8,10 +8,7 @@ from tpuswarm.catalog import Accelerator
 from tpuswarm.plan.advice import advice
 from tpuswarm.plan.order import Asked, Found
 from tpuswarm.plan.roofline import Cost, Range, Speed, cost, speed
-
-GIB = 2**30
-UNKNOWN = "unknown"
-
+from tpuswarm.plan.words import UNKNOWN
 
 ESTIMATES = ("step_seconds", "tokens_per_s", "hours", "dollars")
 """What rests on a guess, or on one of these."""
@@ -88,7 +85,7 @@ class Row:
             "micro_batch_too_large": found.too_large,
             "compilations": found.compilations,
             "compile_seconds": found.seconds,
-            "hazards": None if found.hazards is None else [_known(dict(each)) for each in found.hazards],
+            "hazards": None if found.hazards is None else [known(dict(each)) for each in found.hazards],
         }
         names = ("batch", "micro_batch", "micro_batches", "sharding", "remat", "why", "precision", "attention")
         for name in (*names, "tokens_per_row", "model_flops", "flops_unknown", "state_bytes"):
@@ -96,26 +93,27 @@ class Row:
         facts |= self._money()
         if found.fits is not True:
             facts["problem"] = found.problem
-        return _known(facts)
+        return known(facts)
 
     def _money(self) -> dict[str, Any]:
         fast, price = self.speed, self.cost
-        spent = {name: _range(getattr(price, name)) if price else None for name in ("on_demand", "spot")}
+        spent = {name: span_object(getattr(price, name)) if price else None for name in ("on_demand", "spot")}
         return {
             "floor_seconds": fast.floor_seconds if fast else None,
             "floor_by": fast.bound if fast else None,
             "floor_tokens_per_s": fast.floor_tokens_per_s if fast else None,
-            "step_seconds": _range(fast.seconds if fast else None),
-            "tokens_per_s": _range(fast.tokens_per_s if fast else None),
+            "step_seconds": span_object(fast.seconds if fast else None),
+            "tokens_per_s": span_object(fast.tokens_per_s if fast else None),
             "tokens": self.tokens,
-            "hours": _range(price.hours if price else None),
+            "hours": span_object(price.hours if price else None),
             "dollars": {**spent, "region": price.region if price else None},
             "expected_from": fast.source if fast else None,
             "estimates": list(ESTIMATES),
         }
 
 
-def _range(each: Range | None) -> dict[str, float] | None:
+def span_object(each: Range | None) -> dict[str, float] | None:
+    """A range for JSON."""
     return None if each is None else {"low": each.low, "high": each.high}
 
 
@@ -124,8 +122,8 @@ def document(recipe: str, asked: Asked, rows: Sequence[Row]) -> dict[str, Any]:
     return {"recipe": recipe, "asked": asdict(asked), "rows": [row.document() for row in rows]}
 
 
-def _known(value: Any) -> Any:
+def known(value: Any) -> Any:
     """`value` with every None as the word."""
     if isinstance(value, dict):
-        return {name: _known(each) for name, each in value.items()}
+        return {name: known(each) for name, each in value.items()}
     return UNKNOWN if value is None else value

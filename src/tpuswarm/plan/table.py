@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tpuswarm.plan.roofline import Range
-from tpuswarm.plan.row import GIB, UNKNOWN, Row
+from tpuswarm.plan.row import Row
+from tpuswarm.plan.words import UNKNOWN, gib, short, span
 
 Line = tuple[str, Row | None, str]
 """A slice's name, its row, and what is done for it while there is none."""
@@ -37,9 +37,9 @@ def table(title: str, lines: Sequence[Line]) -> RenderableType:
 
 def _memory(row: Row) -> tuple[str, ...]:
     found, program = row.found, row.found.program
-    of = _gib(row.accelerator.generation.compiler_hbm_bytes)
+    of = gib(row.accelerator.generation.compiler_hbm_bytes)
     if program is None:
-        return row.verdict, "", "", "", "", "", _gib(found.needed), of
+        return row.verdict, "", "", "", "", "", gib(found.needed), of
     return (
         row.verdict,
         f"{program.batch:,}",
@@ -47,9 +47,9 @@ def _memory(row: Row) -> tuple[str, ...]:
         f"{program.micro_batches:,}",
         program.sharding,
         "yes" if program.remat else "no",
-        _gib(found.used),
+        gib(found.used),
         of,
-        *(_gib(each) for each in (found.arguments, found.temporaries, found.code)),
+        *(gib(each) for each in (found.arguments, found.temporaries, found.code)),
     )
 
 
@@ -65,26 +65,13 @@ def _speeds(rows: Sequence[Row]) -> Table:
     for row in rows:
         speed, cost = row.speed, row.cost
         assert speed is not None
-        cells = [_short(speed.floor_seconds * 1e3), speed.bound, _span(speed.seconds, 1e3)]
-        cells += [_span(speed.tokens_per_s)]
+        cells = [short(speed.floor_seconds * 1e3), speed.bound, span(speed.seconds, 1e3)]
+        cells += [span(speed.tokens_per_s)]
         if cost is not None:
-            cells += [_span(cost.hours), *(_span(each) for each in (cost.on_demand, cost.spot))]
+            cells += [span(cost.hours), *(span(each) for each in (cost.on_demand, cost.spot))]
             cells += [cost.region or UNKNOWN]
         table.add_row(row.accelerator.name, *cells)
     sources = dict.fromkeys(row.speed.source for row in rows if row.speed)
     table.caption = f"expected by {'; '.join(sources)}"
     table.caption_justify = "left"
     return table
-
-
-def _span(each: Range | None, times: float = 1.0) -> str:
-    return UNKNOWN if each is None else f"{_short(each.low * times)} to {_short(each.high * times)}"
-
-
-def _short(value: float) -> str:
-    """Three digits where that is enough."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _gib(count: int | None) -> str:
-    return UNKNOWN if count is None else f"{count / GIB:.2f}"

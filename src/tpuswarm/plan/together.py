@@ -1,0 +1,178 @@
+"""A swarm of equal members, each on the slice of a row: speed, price, traffic, and the head that serves them."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from rich.table import Table
+
+from tpuswarm.catalog import network
+from tpuswarm.plan.head import Head, Holder, head, holders
+from tpuswarm.plan.roofline import Cost, Range, cost
+from tpuswarm.plan.row import Row, known, span_object
+from tpuswarm.plan.swarm import GIB, Bill, Exchanged, Traffic, bills, traffic
+from tpuswarm.plan.words import UNKNOWN, short, span
+from tpuswarm.swarm.runtime.start import CYCLE
+
+RELATIONS = get_args(network.Relation)
+
+
+@dataclass(frozen=True)
+class Together:
+    """What a swarm of `members` such slices does; all of it is an estimate."""
+
+    row: Row
+    members: int
+    exchanged: Exchanged
+    tokens_per_s: Range
+    cost: Cost | None
+    traffic: Traffic
+    """Of one member."""
+    bills: Sequence[Bill]
+    """Dollars a day of one member's traffic, by the distance of its head; none where no zone has the slice."""
+    head: Head
+    holders: Sequence[Holder]
+
+    def document(self) -> dict[str, Any]:
+        """For JSON; traffic and bills are of all members together, a day."""
+        members, one = self.members, self.traffic
+        return known(
+            {
+                "members": members,
+                "cycle": self.exchanged.cycle,
+                "quantize": self.exchanged.form,
+                "tokens_per_s": span_object(self.tokens_per_s),
+                "hours": span_object(self.cost.hours if self.cost else None),
+                "dollars": {
+                    "on_demand": span_object(self.cost.on_demand if self.cost else None),
+                    "spot": span_object(self.cost.spot if self.cost else None),
+                },
+                "member_bytes_a_day": {"sent": dict(one.sent), "received": dict(one.received), "data": one.data},
+                "traffic_dollars_a_day": {
+                    each.relation: None if each.total is None else members * each.total for each in self.bills
+                },
+                "head": asdict(self.head),
+                "head_machines": [
+                    {
+                        "name": each.name,
+                        "dollars_an_hour": each.price.on_demand if each.price else 0.0 if each.own else None,
+                    }
+                    for each in self.holders
+                ],
+                "estimate": True,
+            }
+        )
+
+
+def together(row: Row, members: int) -> Together | None:
+    """The swarm of a row; None for a row without a program.
+
+    Members are as fast as the best that is expected, so that the traffic is the most there can be; a push every 50
+    steps, in full precision; data is read from a bucket beside the head.
+    """
+    program, speed, slice_ = row.found.program, row.speed, row.accelerator
+    if program is None or speed is None:
+        return None
+    exchanged = Exchanged(
+        program.exchanged,
+        program.state_bytes - 4 * program.exchanged,
+        speed.seconds.low,
+        CYCLE,
+        tokens_per_step=program.batch * program.tokens_per_row,
+    )
+    one, rate = traffic(exchanged), speed.tokens_per_s
+    all_rates = Range(members * rate.low, members * rate.high)
+    price, zones = slice_.price(), slice_.zones()
+    place = next((zone for zone in zones if price and zone.startswith(price.region)), zones[0] if zones else None)
+    serving = head(members, exchanged, one, "average" if program.outer == "average" else "nesterov")
+    return Together(
+        row,
+        members,
+        exchanged,
+        all_rates,
+        cost(all_rates, row.tokens, price, members=members, free=row.free) if row.tokens else None,
+        one,
+        bills(one, place) if place else (),
+        serving,
+        holders(serving, slice_, exchanged, place) if place else (),
+    )
+
+
+def tables(swarms: Sequence[Together]) -> list[Table]:
+    """Speed and price of each swarm, its traffic and what that costs, its head."""
+    first = swarms[0]
+    speeds = _table(
+        f"a swarm of {first.members} members (estimate)",
+        ("each on", "tokens/s", *(("hours", "$ on demand", "$ spot") if first.cost else ())),
+        [
+            (
+                each.row.accelerator.name,
+                span(each.tokens_per_s),
+                *([span(each.cost.hours), span(each.cost.on_demand), span(each.cost.spot)] if each.cost else []),
+            )
+            for each in swarms
+        ],
+    )
+    money = _table(
+        f"traffic of one member in GiB a day, and of all {first.members} in $ a day by the distance of their head",
+        ("each on", "sends", "receives", "data", *RELATIONS),
+        [
+            (
+                each.row.accelerator.name,
+                *(short(part / GIB) for part in _parts(each.traffic)),
+                *(_dollars(each, relation) for relation in RELATIONS),
+            )
+            for each in swarms
+        ],
+    )
+    money.caption = (
+        f"at the fastest speed expected, a push every {first.exchanged.cycle} steps in full precision, checkpoints "
+        "included; data read from a bucket beside the head"
+    )
+    money.caption_justify = "left"
+    heads = _table(
+        "its head",
+        ("each on", "RAM, GiB", "disk, GiB", "more a day", "Mbit/s in", "out", "cores", "cheapest machines, $ an hour"),
+        [
+            (
+                each.row.accelerator.name,
+                *(short(getattr(each.head, name) / GIB) for name in ("memory_bytes", "disk_bytes", "disk_bytes_a_day")),
+                short(each.head.mbit_in),
+                short(each.head.mbit_out),
+                str(each.head.cores),
+                ", ".join(_machine(holder) for holder in each.holders) or "none of the catalogue",
+            )
+            for each in swarms
+        ],
+    )  # fmt: skip
+    return [speeds, money, heads]
+
+
+def _parts(one: Traffic) -> tuple[float, float, float]:
+    return sum(one.sent.values()), sum(one.received.values()), one.data
+
+
+def _dollars(swarm: Together, relation: str) -> str:
+    total = next((each.total for each in swarm.bills if each.relation == relation), None)
+    return UNKNOWN if total is None else short(swarm.members * total)
+
+
+def _machine(holder: Holder) -> str:
+    dollars = _hourly(holder)
+    if holder.own:
+        return f"{holder.name} (nothing more)"
+    return f"{holder.name} {UNKNOWN if dollars is None else f'{dollars:.2f}'}"
+
+
+def _hourly(holder: Holder) -> float | None:
+    return 0.0 if holder.own else holder.price.on_demand if holder.price else None
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        left = number == 0 or column.startswith("cheapest")
+        table.add_column(column, no_wrap=True, justify="left" if left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table

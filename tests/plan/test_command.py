@@ -13,6 +13,7 @@ from tpuswarm.cli import main
 from tpuswarm.plan.order import Found
 from tpuswarm.plan.row import Row
 from tpuswarm.plan.table import table
+from tpuswarm.plan.words import short
 
 pytest.importorskip("libtpu", reason="the plan extra is not installed")
 
@@ -210,3 +211,12 @@ def test_the_table_shows_what_is_known_so_far():
     text = console.file.getvalue()
     assert "v3-8: unknown: the compiler was not done after 6 s" in text
     assert f"{v5e.name}  8 rows a device fit" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "three", "two"),
+    [(0.0271, "0.0271", "0.027"), (9.96, "9.96", "10"), (99.4, "99.4", "99"), (269_701, "270,000", "270,000"),
+     (999_999, "1M", "1M"), (7_388_466, "7.39M", "7.4M"), (177e6, "177M", "180M"), (4_178_781_062, "4.18B", "4.2B")],
+)  # fmt: skip
+def test_numbers_have_as_many_digits_as_they_mean(value, three, two):
+    assert (short(value), short(value, 2)) == (three, two)

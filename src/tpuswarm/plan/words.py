@@ -7,13 +7,17 @@ GIB = 2**30
 
 
 def span(each: Range | None, times: float = 1.0) -> str:
-    """`low to high`; unknown where nobody can say."""
-    return UNKNOWN if each is None else f"{short(each.low * times)} to {short(each.high * times)}"
+    """`low to high` in two digits, for no estimate has more; unknown where nobody can say."""
+    return UNKNOWN if each is None else f"{short(each.low * times, 2)} to {short(each.high * times, 2)}"
 
 
-def short(value: float) -> str:
-    """Three digits where that is enough."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def short(value: float, digits: int = 3) -> str:
+    """So many digits; from millions on with M or B."""
+    rounded = float(f"{value:.{digits}g}")
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if rounded >= size:
+            return short(rounded / size, digits) + unit
+    return f"{rounded:,.0f}" if rounded >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
 
 
 def gib(count: int | None) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.swarm.chains import Run as Chain
 from tpuswarm.cli import main
-from tpuswarm.swarm.runtime import machine, start
+from tpuswarm.swarm.runtime import memory, start
 from tpuswarm.swarm.runtime.head import FOUNDING
 from tpuswarm.swarm.runtime.supervisor import Ended
 from tpuswarm.swarm.store import Store
@@ -87,7 +87,7 @@ def test_the_same_command_after_the_end_says_the_same_and_changes_nothing(call, 
     def full(*needs):
         raise AssertionError("memory was asked for, and nothing will be started")
 
-    monkeypatch.setattr(machine, "check_memory", full)
+    monkeypatch.setattr(memory, "check_memory", full)
     for options in ("--steps 4", "--steps 4 --members 300", "--steps 2 --accept-code"):
         code, out, err = call(f"{options} --json")
         assert (code, json.loads(out)) == (0, first) and "is finished: nothing is left to do" in err

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tpuswarm.cli import main
-from tpuswarm.swarm.runtime import machine, start
+from tpuswarm.swarm.runtime import machine, memory, start
 
 TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --steps 4"
 
@@ -59,12 +59,12 @@ def test_wrong_options(call, tmp_path, options, sentence):
 
 
 def test_memory_names_what_fits(monkeypatch):
-    monkeypatch.setattr(machine, "available_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(memory, "available_memory", lambda: 8 * 2**30)
     with pytest.raises(
-        machine.InputError, match=r"9 members need about [\d.]+ GiB .* has 8.0 GiB free; use --members 2"
+        memory.InputError, match=r"9 members need about [\d.]+ GiB .* has 8.0 GiB free; use --members 2"
     ):
-        machine.check_memory(9, exchanged=2**28, state=3 * 2**28, kind="cpu")
-    machine.check_memory(2, exchanged=2**28, state=3 * 2**28, kind="cpu")
+        memory.check_memory(9, exchanged=2**28, state=3 * 2**28, kind="cpu")
+    memory.check_memory(2, exchanged=2**28, state=3 * 2**28, kind="cpu")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tpuswarm.swarm.core.fragments import shards_for
 from tpuswarm.swarm.core.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Rule
 from tpuswarm.swarm.retention import COMMITS, EVERY
-from tpuswarm.swarm.runtime.machine import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
+from tpuswarm.swarm.runtime.memory import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
 from tpuswarm.swarm.simulation.shard import MERGE
 
 ROOM = 2.0

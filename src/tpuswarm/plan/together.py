@@ -12,7 +12,7 @@ from tpuswarm.plan.roofline import Cost, Range, cost
 from tpuswarm.plan.row import Row, known, span_object
 from tpuswarm.plan.swarm import GIB, Bill, Exchanged, Traffic, bills, traffic
 from tpuswarm.plan.words import UNKNOWN, short, span
-from tpuswarm.swarm.runtime.start import CYCLE
+from tpuswarm.swarm.runtime.plan import CYCLE
 
 RELATIONS = get_args(network.Relation)
 

@@ -1,4 +1,4 @@
-"""What this machine has for members: devices, shared out among them, and memory."""
+"""What this machine has for members: devices, shared out among them."""
 
 import math
 import os
@@ -14,14 +14,6 @@ from tpuswarm.train.mesh import select_devices
 from tpuswarm.train.platform import has_gpu, has_tpu
 from tpuswarm.train.recipe import Options, Recipe
 
-PROCESS_BYTES = 700 * 2**20
-"""Of a member's process before any parameter: Python, JAX, Ray, compiled code (seen: 550 to 650 MiB on CPU)."""
-RAY_BYTES = 800 * 2**20
-"""Of Ray's own processes, the coordinator and one aggregator on this machine (seen: 700 MiB)."""
-HOST_COPIES = 4
-"""Of the exchanged state that a member's host holds: anchor, snapshot, payload, a version under way."""
-STEP_COPIES = 3
-"""Of the exchanged state that a step on CPU needs besides its own: gradients, and results before they replace it."""
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """How the chips of one process lie; https://docs.jax.dev/en/latest/multi_process.html."""
 
@@ -87,8 +79,6 @@ def environments(kind: str, devices: Sequence[int], each: int) -> Callable[[int 
             "TPU_VISIBLE_CHIPS": mine,
             "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS.get(each, f"1,{each},1"),
             "TPU_PROCESS_BOUNDS": "1,1,1",
-            "TPU_MESH_CONTROLLER_ADDRESS": f"localhost:{8476 + number}",
-            "TPU_MESH_CONTROLLER_PORT": str(8476 + number),
         }
 
     return environment
@@ -110,32 +100,6 @@ def sizes(recipe: Recipe) -> Sizes:
     state = jax.eval_shape(lambda: program.init(jax.random.key(0)))
     shared = [_bytes(leaf) for leaf in jax.tree.leaves(program.exchange().get(state))]
     return Sizes(sum(shared), max(shared), sum(_bytes(leaf) for leaf in jax.tree.leaves(state)))
-
-
-def check_memory(members: int, exchanged: int, state: int, kind: str) -> None:
-    """Raise InputError, with the memory needed, for more members than this machine can hold."""
-    each = PROCESS_BYTES + HOST_COPIES * exchanged
-    if kind == "cpu":
-        each += state + STEP_COPIES * exchanged
-    have = available_memory()
-    need = RAY_BYTES + members * each
-    if have is not None and need > have:
-        fit = max(0, int((have - RAY_BYTES) // each))
-        way = f"use --members {fit}" if fit else "use a smaller model"
-        raise InputError(
-            f"{members} members need about {need / 2**30:.1f} GiB of memory, {each / 2**30:.2f} each, and this machine "
-            f"has {have / 2**30:.1f} GiB free; {way}"
-        )
-
-
-def available_memory() -> int | None:
-    """Bytes that processes can still have, by Linux; None elsewhere."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else None
 
 
 def _bytes(leaf: Any) -> int:

@@ -14,6 +14,8 @@ from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.values import Digests, Form, Rule
 
+CYCLE = 50
+"""Steps between two pushes, where nothing else is asked."""
 HEAD = "coordinator"
 """Address of the coordinator's process."""
 NEVER_CODE = ("data",)

@@ -18,9 +18,9 @@ from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.engines.ray import Cluster
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.report import write_report
-from tpuswarm.swarm.runtime import machine
+from tpuswarm.swarm.runtime import machine, memory
 from tpuswarm.swarm.runtime.head import FOUNDING
-from tpuswarm.swarm.runtime.plan import Plan, Swarm, code_digest, member_name
+from tpuswarm.swarm.runtime.plan import CYCLE, Plan, Swarm, code_digest, member_name
 from tpuswarm.swarm.runtime.screen import Screen, auto_screen
 from tpuswarm.swarm.runtime.supervisor import Ended, Supervisor
 from tpuswarm.swarm.status import FILE as STATUS
@@ -30,8 +30,6 @@ from tpuswarm.train.run import CONFIG, EVENTS, LAST, METRICS, Run, new_folder, r
 from tpuswarm.train.session import Resolved, configuration, held_out, resolve
 from tpuswarm.train.settings import check_batch, differences
 
-CYCLE = 50
-"""Steps between two pushes, where nothing else is asked."""
 Environment = Callable[[int | None], dict[str, str]]
 OUTERS = ("average", "nesterov")
 FORMS = ("int8", "int4")
@@ -175,7 +173,7 @@ def _decide(
 def _prepare(run: Run, recipe: Recipe, decided: _Decided, ray_address: str | None) -> _Ready:
     """Write down what was decided, and the data."""
     made, kind, sizes = decided.swarm, decided.kind, decided.sizes
-    machine.check_memory(made.members, sizes.exchanged, sizes.state, kind)
+    memory.check_memory(made.members, sizes.exchanged, sizes.state, kind)
     shared = recipe.share(run.folder / "data")
     settings = decided.resolved.settings
     plan = Plan(

@@ -38,6 +38,7 @@ class Children:
     def __init__(self, cache: Cache, say: Say, seconds: float = SECONDS):
         self._cache, self._say, self._seconds = cache, say, seconds
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._unwanted = False
         self.unkept = ""
         """Why answers could not be kept, in words."""
 
@@ -63,6 +64,7 @@ class Children:
             for done in as_completed(asked):
                 yield asked[done], done.result()
         finally:
+            self._unwanted = True
             for process in list(self._running):
                 process.kill()
             pool.shutdown(cancel_futures=True)
@@ -75,12 +77,12 @@ class Children:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
             )  # fmt: skip
             self._running.add(process)
-            slow = threading.Timer(self._seconds, process.kill)
+            late = threading.Event()
+            slow = threading.Timer(self._seconds, lambda: (late.set(), process.kill()))
             slow.start()
             try:
-                answer = self._listen(process, order)
+                answer = {} if self._unwanted else self._listen(process, order)
             finally:
-                late = slow.finished.is_set()
                 slow.cancel()
                 process.kill()
                 code = process.wait()
@@ -89,7 +91,8 @@ class Children:
                 raise InputError(answer["refused"])
             if "found" not in answer:
                 words.seek(0)
-                return Found(None, problem=_ended(code, late, self._seconds, words.read().decode(errors="replace")))
+                last = words.read().decode(errors="replace")
+                return Found(None, problem=_ended(code, late.is_set(), self._seconds, last))
         found = Found.of(answer["found"])
         try:
             self._cache.put(order, _settings(order), found, answer["rests"])

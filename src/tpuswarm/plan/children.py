@@ -78,7 +78,12 @@ class Children:
             )  # fmt: skip
             self._running.add(process)
             late = threading.Event()
-            slow = threading.Timer(self._seconds, lambda: (late.set(), process.kill()))
+
+            def stop() -> None:
+                late.set()
+                process.kill()
+
+            slow = threading.Timer(self._seconds, stop)
             slow.start()
             try:
                 answer = {} if self._unwanted else self._listen(process, order)

@@ -158,6 +158,7 @@ def test_a_secret_has_to_be_known_at_both_ends():
     ("address", "count", "index", "words"),
     [
         ("nowhere", 2, 0, "no address"),
+        ("127.0.0.1:84900", 2, 0, "give HOST:PORT, a port up to 65535"),
         ("127.0.0.1:1", 2, 2, "no host 2 of 2"),
         ("127.0.0.1:1", 2, 1, "host 0 did not answer at 127.0.0.1:1 within 0 s"),
         ("127.0.0.1:0", 3, 0, "hosts 1, 2 did not come to 127.0.0.1:0 within 0 s; start all 3"),

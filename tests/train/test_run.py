@@ -84,6 +84,15 @@ def test_status_after_the_end(tmp_path, event):
     assert holder(tmp_path) is None
 
 
+def test_a_run_that_ends_at_once_leaves_its_reason_or_nothing(tmp_path):
+    begun, new = make_run(tmp_path / "begun"), Run(tmp_path / "new")
+    for run in (begun, new):
+        run.fail("host 1 is gone")
+        run.abandon()  # what another thread may do at the same time
+    assert (status(begun.folder).state, status(begun.folder).message) == ("failed", "host 1 is gone")
+    assert not new.folder.exists()
+
+
 def test_an_event_after_a_torn_one_is_read(tmp_path):
     run = make_run(tmp_path)
     (tmp_path / "events.jsonl").write_bytes(b'{"event": "started"}\n{"event": "sto')

@@ -31,6 +31,7 @@ RUNTIME_SILENCE = 25
 """Seconds after which JAX's runtime takes a host for dead; the lines are quicker, and say it in a sentence."""
 FAREWELL = 10
 """Seconds that a host which ends waits for the others to end."""
+LAST_PORT = 2**16 - 1
 LOOK = 2.0
 """Seconds between two looks at whether others are still awaited."""
 
@@ -201,8 +202,8 @@ def initialize(
 def host_0(address: str, count: int, index: int) -> tuple[str, int]:
     """Its name and port; InputError for what is no address, and for a host that is not of `count`."""
     name, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        raise InputError(f"{address!r} is no address of host 0: give HOST:PORT")
+    if not colon or not port.isdigit() or int(port) > LAST_PORT:
+        raise InputError(f"{address!r} is no address of host 0: give HOST:PORT, a port up to {LAST_PORT}")
     if not 0 <= index < count:
         raise InputError(f"there is no host {index} of {count}: they are counted from 0")
     return name, int(port)

@@ -97,10 +97,17 @@ class Run:
         """Append one thing that happened to events.jsonl."""
         append_event(self.folder, event, **facts)
 
+    def fail(self, why: str) -> None:
+        """What a process that has to end at once leaves: its last event, or no directory if nothing came of it."""
+        if (self.folder / CONFIG).exists():
+            self.write_event("failed", message=why)
+        else:
+            self.abandon()
+
     def abandon(self) -> None:
         """Let the directory go, and remove it if nothing came of it."""
         if not (self.folder / CONFIG).exists():
-            (self.folder / LOCK).unlink()
+            (self.folder / LOCK).unlink(missing_ok=True)  # two threads may come to the end of a run
             with suppress(OSError):  # it holds something else
                 self.folder.rmdir()
         self.close()

@@ -87,7 +87,7 @@ def prepare(
         stored = (run.config() or {}).get("train", {})
         platform.prepare(bool(_first(asked.get("deterministic"), stored.get("deterministic"))))
         if hosts:
-            together = join(hosts, run.folder, lambda why: run.write_event("failed", message=why))
+            together = join(hosts, run.folder, run.fail)
         return _prepare(run, together, recipe, dict(asked), tokens, epochs)
     except BaseException:
         together.__exit__(*sys.exc_info())

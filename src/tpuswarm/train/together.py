@@ -174,6 +174,7 @@ def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Together:
     _say(f"this is host 0 of {asked.count}: the others come to {asked.at}")
     secret = secrets.token_hex(32).encode()
     line.witnesses.append(lambda why: place.unlink(missing_ok=True))  # where the process ends within `initialize`
+    line.witnesses.append(lost)
     try:
         place.unlink(missing_ok=True)  # a killed process may have left it
         place.touch(mode=0o600)
@@ -181,7 +182,6 @@ def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Together:
         hosts = initialize(asked.at, asked.count, 0, secret)
     finally:
         place.unlink(missing_ok=True)
-    line.witnesses.append(lost)
     return Together(hosts)
 
 

@@ -1,15 +1,11 @@
-"""Every diagnostic with its fault planted, and without it.
+"""What is found in the steps of a run, with its fault planted and without it; the table at its end.
 
-That a shipped recipe raises none is asserted where one is trained: journeys/test_commands.py and test_examples.py.
+That a shipped recipe raises no finding is asserted where one is trained: journeys/test_commands.py and
+test_examples.py.
 """
 
-import importlib.util
-import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,43 +14,18 @@ import optax
 import pytest
 
 from tests.train import toy
-from tpuswarm import ArraySource, Trainer, recipes, supervised
+from tests.train.findings import STEPS, line_of, loop, said
+from tpuswarm import ArraySource, supervised
 from tpuswarm.train.diagnose import times
-from tpuswarm.train.diagnose.cpu_fallback import Machine, cpu_fallback, holders
-from tpuswarm.train.diagnose.environment import DEAD, dead_variables
-from tpuswarm.train.diagnose.matrix_unit import half_empty
+from tpuswarm.train.diagnose.starvation import Starvation
 from tpuswarm.train.diagnose.summary import Summary, rows
-from tpuswarm.train.diagnose.tied_weights import tied_weights
 from tpuswarm.train.diagnose.times import Times
-from tpuswarm.train.flops import model_flops
-from tpuswarm.train.recipe import Options
 from tpuswarm.train.run import EVENTS, METRICS, read_rows
-from tpuswarm.train.user_code import build_recipe
-
-STEPS = 30
-
-
-def loop(folder, recipe=None, **options):
-    return Trainer(**{"devices": 1, "save_every": 10, **options}).steps(
-        recipe or toy.recipe(), steps=STEPS, batch=8, run=folder
-    )
-
-
-def said(folder, kind=None):
-    """What was said on the way, each with its numbers."""
-    found = [row for row in read_rows(folder / EVENTS) if row["event"] == "diagnostic"]
-    return [row for row in found if kind in (None, row["kind"])]
 
 
 def summary(folder):
     [row] = [row for row in read_rows(folder / EVENTS) if row["event"] == "summary"]
     return row
-
-
-def line_of(text):
-    """The first line of this file that holds `text`."""
-    lines = Path(__file__).read_text().splitlines()
-    return next(number for number, line in enumerate(lines, start=1) if text in line)
 
 
 @pytest.fixture
@@ -73,7 +44,7 @@ def test_a_changing_shape_is_named_with_its_argument_and_line(tmp_path, capsys, 
         total(np.ones(number % 7), 2.0)  # the changing shape
     [found] = said(tmp_path, "recompilation")
     assert found["function"] == "total" and found["place"].endswith(
-        f"test_diagnose.py:{line_of('# the changing shape')}"
+        f"test_diagnose.py:{line_of(__file__, '# the changing shape')}"
     )
     assert found["change"] == "its argument x was float64[1], now float64[2]"
     assert capsys.readouterr().err.count("total, called at") == 1
@@ -141,7 +112,7 @@ def test_a_read_in_every_step_is_named_with_its_line(tmp_path, read):
     for step in loop(tmp_path):
         read(step.state)
     [found] = said(tmp_path, "host-sync")
-    assert found["place"].endswith(f"test_diagnose.py:{line_of(f'def {read.__name__}') + 1}")
+    assert found["place"].endswith(f"test_diagnose.py:{line_of(__file__, f'def {read.__name__}') + 1}")
     assert found["steps"] == 10 and found["seconds"] > 0
     facts = summary(tmp_path)
     assert facts["findings"][-1]["steps"] >= STEPS and facts["seconds"][times.READING] > 0
@@ -176,18 +147,6 @@ def test_the_hooks_are_gone_after_a_run_however_it_ended(tmp_path):
     assert [vars(owner)[name] for owner, name in HOOKS] == before
 
 
-def test_a_step_that_calls_back_to_python_is_named_with_its_line(tmp_path):
-    def loss(params, batch, key):
-        mean, metrics = toy.loss(params, batch, key)
-        jax.debug.print("loss {}", mean)  # the planted call
-        return mean, metrics
-
-    list(loop(tmp_path, supervised(toy.init, loss, optax.sgd(0.01), toy.data())))
-    [found] = said(tmp_path)
-    assert (found["kind"], found["call"]) == ("host-callback", "jax.debug.print")
-    assert found["place"] == f"{__file__}:{line_of('# the planted call')}"
-
-
 def test_devices_that_wait_for_data_are_found_with_their_share(tmp_path):
     class Slow(ArraySource):
         def rows(self, start, count):
@@ -202,126 +161,12 @@ def test_devices_that_wait_for_data_are_found_with_their_share(tmp_path):
     assert summary(tmp_path)["seconds"][times.WAITING] == pytest.approx(waited)
 
 
-def program(init):
-    data = {"x": np.zeros((8, 2), np.float32)}
-    return supervised(init, lambda params, batch, key: 0.0, optax.sgd(0.1), data).program(Options())
-
-
-LOADED = np.arange(12, dtype=np.float32).reshape(3, 4)
-
-
-def twice(key):
-    table = jax.random.normal(key, (3, 4))
-    return {"embed": table, "head": table, "other": jax.random.normal(key, (3, 4))}
-
-
-@pytest.mark.parametrize(
-    "init",
-    [
-        twice,
-        lambda key: {"embed": LOADED, "head": LOADED, "other": LOADED + 1},
-        lambda key: {"embed": jnp.asarray(LOADED), "head": jnp.asarray(LOADED.copy()), "other": LOADED * 2},
-    ],
-    ids=["made", "one loaded array", "two loaded copies"],
-)
-def test_weights_that_begin_as_one_array_are_named(init):
-    [found] = tied_weights(program(init))
-    assert found.numbers == {"parameters": ["embed", "head"], "shape": [3, 4]}
-
-
-def test_equal_vectors_and_matrices_of_zeros_are_usual():
-    def init(key):
-        zeros, ones = jnp.zeros((3, 4)), jnp.ones(4)
-        return {"a": zeros, "b": zeros, "c": ones, "d": ones, "e": np.zeros((3, 4)), "f": np.zeros((3, 4))}
-
-    assert tied_weights(program(init)) == []
-
-
-def test_the_run_says_so_before_its_first_step(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XRT_TPU_CONFIG", "localservice;0;localhost:51011")
-
-    def init(key):
-        return twice(key) | toy.init(key)
-
-    def loss(params, batch, key):
-        return toy.loss(params, batch, key)
-
-    list(loop(tmp_path, supervised(init, loss, optax.sgd(0.01), toy.data())))
-    assert [(found["kind"], found["step"]) for found in said(tmp_path)] == [("environment", 0), ("tied-weights", 0)]
-    page = (tmp_path / "report.html").read_text()
-    for text in (capsys.readouterr().err, page):
-        assert "embed and head begin as one 3x4 array" in text and "XRT_TPU_CONFIG does nothing" in text
-
-
-def narrow(width):
-    """The step of two layers, `width` between them."""
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 512), (512, width), (width, 512))]
-    return model_flops(jax.jit(lambda x, down, up: x @ down @ up).trace(*shapes).jaxpr)
-
-
-def test_a_width_that_fills_half_a_matrix_unit_is_named_where_there_is_one():
-    [found] = half_empty(narrow(64), "TPU v3", 1024, 1)
-    assert found.numbers["fill"] == 0.5 and found.numbers["size"] == 64
-    assert found.message.startswith(f"{__file__}:{line_of('x @ down @ up')}: a dimension of 64 fills 50%")
-    assert half_empty(narrow(128), "TPU v3", 1024, 1) == []
-    assert half_empty(narrow(128), "TPU v6 lite", 1024, 1)[0].numbers["unit"] == 256
-    assert half_empty(narrow(64), "cpu", 1024, 1) == []
-
-
-TPU_VM = Machine(chips=["/dev/accel0", "/dev/accel1"], environ={}, asked="", libtpu=True, error="", holders=[])
-
-
-@pytest.mark.parametrize(
-    ("machine", "words"),
-    [
-        (replace(TPU_VM, libtpu=False), r"pip install 'tpuswarm\[tpu\]'"),
-        (replace(TPU_VM, holders=[4711]), "held by process 4711"),
-        (replace(TPU_VM, error="ABORTED: The TPU is already in use"), "ABORTED.*libtpu_lockfile"),
-        (replace(TPU_VM, asked="cpu"), "JAX_PLATFORMS=cpu keeps JAX away from /dev/accel0"),
-        (replace(TPU_VM, asked="cpu,tpu", chips=[]), "JAX_PLATFORMS=cpu,tpu puts another platform first"),
-        (replace(TPU_VM, chips=[], environ={"TPU_WORKER_ID": "0"}), "TPU_WORKER_ID=0 says TPU.*--privileged"),
-    ],
-)
-def test_a_tpu_machine_that_trains_on_its_cpu_is_told_why(machine, words):
-    found = cpu_fallback("cpu", machine)
-    assert found is not None
-    assert re.search(words, found.message)
-    assert cpu_fallback("tpu", machine) is None
-
-
-def test_a_machine_without_a_tpu_trains_on_its_cpu_in_silence():
-    nothing = Machine(chips=[], environ={"TPU_NAME": "node-1"}, asked="", libtpu=True, error="", holders=[])
-    assert cpu_fallback("cpu", nothing) is None
-    assert cpu_fallback("cpu", replace(nothing, asked="cpu", environ={"TPU_WORKER_ID": "0"})) is None
-
-
-def test_who_holds_a_device_file_is_found(tmp_path):
-    file = tmp_path / "accel0"
-    file.touch()
-    assert holders([file]) == []
-    program = f"import sys; file = open({str(file)!r}); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        assert holders([file]) == [process.pid]
-        process.stdin.close()
-
-
-def test_dead_variables_are_grouped_by_what_replaces_them():
-    found = dead_variables({"XRT_WORKERS": "x", "XRT_TPU_CONFIG": "y", "XLA_USE_BF16": "1", "XLA_FLAGS": ""})
-    assert [each.numbers["variables"] for each in found] == [["XLA_USE_BF16"], ["XRT_TPU_CONFIG", "XRT_WORKERS"]]
-    assert "--precision bf16" in found[0].message
-
-
-def test_nothing_that_is_installed_reads_them():
-    """Oracle: the bytes of libtpu, of jaxlib and of jax's own source."""
-    patterns = [part for name in (*DEAD, "XRT_TPU_CONFIG", "XRT_WORKERS") for part in ("-e", name)]
-    files = [Path(jax.__file__).parent / "_src" / name for name in ("cloud_tpu_init.py", "xla_bridge.py", "config.py")]
-    for package in ("libtpu", "jaxlib"):
-        if spec := importlib.util.find_spec(package):
-            files += Path(spec.origin).parent.glob("lib*.so")
-    assert len(files) > 3
-    done = subprocess.run(["grep", "-aoF", *patterns, *files], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("", "")
+def test_a_batch_that_is_late_now_and_then_is_usual():
+    """Ten seconds of steps of 0.1 s, a fifth of their time waited, and a little less."""
+    for wait, says in ((0.021, True), (0.019, False)):
+        starvation = Starvation()
+        found = [starvation.look(step, step * wait, step * 0.1) for step in range(1, 101)]
+        assert [each.kind for each in found if each] == ["starvation"] * says
 
 
 def test_the_places_of_a_run_add_up_to_its_time(monkeypatch):
@@ -354,6 +199,13 @@ def test_a_run_ends_with_where_its_time_went(tmp_path, capsys):
         assert "your code between steps" in text and "MFU" in text
 
 
+def test_a_loop_that_was_left_ends_with_it_too(tmp_path):
+    for step in loop(tmp_path):
+        if step.row["step"] == 5:
+            break
+    assert summary(tmp_path)["steps"] == 6, "the devices are one step ahead"
+
+
 def test_mfu_is_the_models_flops_over_the_peak_of_all_devices():
     seconds = dict.fromkeys(times.PLACES, 0.0) | {times.STEPS: 6.0, times.WAITING: 2.0, times.COMPILING: 100.0}
     made = Summary(seconds, steps=10, tokens=4_000, flops_per_step=10**12, peak=0.5e12, devices=5)
@@ -367,9 +219,3 @@ def test_a_diagnostic_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     list(loop(tmp_path))
     [found] = said(tmp_path)
     assert "a diagnostic failed, and training goes on: ZeroDivisionError" in found["message"]
-
-
-@pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2-124m", "gpt2-1558m"])
-def test_no_shipped_recipe_is_blamed_for_its_weights(name):
-    target, preset = recipes.find(name)
-    assert tied_weights(build_recipe(target, {**preset, "data": "fake"}).program(Options())) == []

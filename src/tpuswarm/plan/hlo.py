@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 from tpuswarm.train.fit import Fitted
+from tpuswarm.train.float32 import float32_products
 from tpuswarm.train.flops import Flops, library_caller
 from tpuswarm.train.matrix_unit import underfilled
 from tpuswarm.train.user_code import Place, is_recipe_file, recipe_place
@@ -20,8 +20,6 @@ Kind = Literal["refused", "float32", "matrix unit", "host transfer", "collective
 
 REPEATS = 6
 """Copies of a block from which on a scan pays: compile time grows with each."""
-FLOAT32_SHARE = 0.01
-"""Of all FLOPs: float32 products that are less are no hazard."""
 SMALL_BYTES = 2**16
 """A collective that moves less is no hazard: norms, means, metrics."""
 
@@ -49,7 +47,7 @@ def hazards(fitted: Fitted, batch: int, unit: int) -> list[Hazard]:
     found = [Hazard("matrix unit", str(each), each.place) for each in underfilled(
         fitted.flops, unit, batch // fitted.choice.accumulate, fitted.mesh.size)]  # fmt: skip
     if fitted.options.precision == "bf16":
-        found += float32_products(fitted.flops)
+        found += [Hazard("float32", str(each), each.place) for each in float32_products(fitted.flops)]
     if fitted.mesh.size == 1:
         found += collectives(text, ())
     elif fitted.choice.shard == "replicate":
@@ -81,24 +79,6 @@ def _places(jaxpr: Jaxpr, primitive: str, caller: Any) -> list[Place]:
             for body in jaxprs_in_params(equation.params):
                 found += _places(body, primitive, library_caller(body, equation, caller))
     return found
-
-
-def float32_products(flops: Flops) -> list[Hazard]:
-    """Products of two float32 operands; of one is what bf16 training has where its losses are float32."""
-    shares: Counter[Place | None] = Counter()
-    for product in flops.products:
-        if product.dtypes and all(dtype == jnp.float32 for dtype in product.dtypes):
-            shares[product.place] += product.flops
-    return [
-        Hazard(
-            "float32",
-            f"products of float32 operands, {share / flops.total:.0%} of all FLOPs, where bf16 was asked: twice the "
-            "bytes, and several passes of the matrix unit at a higher precision; cast the operands to bfloat16",
-            place,
-        )
-        for place, share in shares.most_common()
-        if share >= FLOAT32_SHARE * flops.total
-    ]
 
 
 def unrolled(flops: Flops) -> list[Hazard]:

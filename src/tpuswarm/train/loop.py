@@ -112,6 +112,7 @@ class Loop:
                 self._save(wait=True)
             self._checkpoints.wait()
             self._event("stopped", f"the loop was left after step {self._done}; the same command goes on from there")
+            self._sum_up()
             raise
         except TpuswarmError as error:
             with suppress(RunFailed):  # the disk may be what failed

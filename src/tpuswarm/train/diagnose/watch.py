@@ -12,6 +12,7 @@ from tpuswarm.train.diagnose.environment import dead_variables
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.host_sync import HostSync
 from tpuswarm.train.diagnose.matrix_unit import half_empty
+from tpuswarm.train.diagnose.precision import float32_in_bf16
 from tpuswarm.train.diagnose.recompilation import Recompilation
 from tpuswarm.train.diagnose.starvation import Starvation
 from tpuswarm.train.diagnose.summary import Summary
@@ -55,6 +56,7 @@ class Watch:
             lambda: dead_variables(os.environ),
             lambda: tied_weights(fitted.program),
             lambda: host_callbacks(fitted.jaxpr),
+            lambda: float32_in_bf16(fitted.flops, fitted.options.precision),
             lambda: half_empty(fitted.flops, device.device_kind, micro_batch, fitted.mesh.size),
             lambda: self._count_flops(fitted),
         )

@@ -1,0 +1,18 @@
+"""Float32 where bf16 was asked: a layer that keeps its own dtype passes it on to all that follows."""
+
+from tpuswarm.train.diagnose.finding import Finding
+from tpuswarm.train.float32 import float32_products
+from tpuswarm.train.flops import Flops
+
+MOST = 3
+"""Places that are named; they come in the order of their FLOPs."""
+
+
+def float32_in_bf16(flops: Flops, precision: str) -> list[Finding]:
+    """The places that compute most in float32; none where that was asked."""
+    if precision != "bf16":
+        return []
+    return [
+        Finding("precision", f"{each.place or 'the step'}: {each}", {"place": str(each.place), "share": each.share})
+        for each in float32_products(flops)[:MOST]
+    ]

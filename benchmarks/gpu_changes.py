@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu import QUICK_BATCH, options_of, ours, require_gpu
 from benchmarks.report import Settings, Skipped, Table, median
-from benchmarks.turns import Worker, in_turns
+from benchmarks.turns import Ended, Worker, in_turns
 from tpuswarm.train.platform import has_gpu
 
 ROUNDS, STEPS = 6, 10
@@ -74,7 +74,10 @@ def _row(change: Change, usual: Worker, changed: Worker, counts: tuple[int, int]
     about = changed.about
     if not about:
         return change.name, change.expected, f"does not run: {changed.close()}", ""
-    took = in_turns({"usual": usual, "changed": changed}, *counts)
+    try:
+        took = in_turns({"usual": usual, "changed": changed}, *counts)
+    except Ended as last:
+        return change.name, change.expected, f"broke off: {last}", ""
     changed.close()
     scale = about["tokens"] / usual.about["tokens"]
     ratio = median([scale * one / other for one, other in zip(took["usual"], took["changed"], strict=True)])

@@ -5,8 +5,13 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+
+class Ended(Exception):
+    """A worker ended while it had work, out of memory for example; its last line."""
 
 
 class Worker:
@@ -27,13 +32,17 @@ class Worker:
     def run(self, steps: int) -> float:
         """Seconds of a block."""
         assert self._child.stdin is not None
-        self._child.stdin.write(f"{steps}\n")
-        self._child.stdin.flush()
-        return float(self._answer())
+        try:
+            self._child.stdin.write(f"{steps}\n")
+            self._child.stdin.flush()
+            return float(self._answer())
+        except (BrokenPipeError, ValueError) as error:  # no answer
+            raise Ended(self.close()) from error
 
     def close(self) -> str:
         """End the child; the last line it wrote to stderr."""
-        self._child.communicate()
+        with suppress(BrokenPipeError):
+            self._child.communicate()
         self._errors.seek(0)
         lines = self._errors.read().split("\n")
         self._errors.close()

@@ -103,6 +103,7 @@ TRAIN = "train my_recipe.py:line --steps 4 --batch 8"
         ),
         ("export nowhere out --format hf", "nowhere does not exist"),
         ("export nowhere . --format hf", ". is there already; name a folder that is new or empty"),
+        ("export nowhere gs://bucket/out --format hf", "gs:/bucket/out is no local folder; name one"),
         ("export nowhere out --format onnx", "'onnx' is not one of 'hf'"),
         ("status nowhere", "nowhere does not exist"),
         ("status .", ". is no run"),

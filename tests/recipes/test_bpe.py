@@ -118,6 +118,7 @@ def test_members_of_a_swarm_get_it_with_the_tokens(tmp_path, monkeypatch):
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}, "add_prefix_space"),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "its model is WordLevel"),
         ({"version": "x"}, "is no tokenizer"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "256 of the 256 bytes have no token"),
     ],
 )
 def test_another_kind_of_tokenizer_is_refused(golden, change, words):

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -92,10 +93,11 @@ def test_shards_are_parts_of_the_whole_and_padding_is_zero(text_file):
     assert not np.asarray(one["wte"])[300:].any() and np.asarray(one["wte"])[:300].all()
 
 
-def test_without_prefix_in_half_precision_in_several_files_with_masks(copy, text_file):
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_without_prefix_in_other_floats_in_several_files_with_masks(copy, text_file, dtype):
     """All the forms that published files have."""
     stored = load_file(copy / "model.safetensors")
-    other = {name.removeprefix("transformer."): each.astype(np.float16) for name, each in stored.items()}
+    other = {name.removeprefix("transformer."): each.astype(dtype) for name, each in stored.items()}
     other["h.0.attn.bias"] = np.ones((1, 1, 12, 12), np.float16)
     other["h.1.attn.masked_bias"] = np.full((), -1e4, np.float16)
     other["lm_head.weight"] = other["wte.weight"].copy()
@@ -110,7 +112,7 @@ def test_without_prefix_in_half_precision_in_several_files_with_masks(copy, text
         *(jax.tree.leaves(made.load_shared(place, like(made, whole))) for place in (PLACE, f"hf:{copy}")), strict=True
     ):
         assert b.dtype == np.float32
-        np.testing.assert_array_equal(np.asarray(a).astype(np.float16), np.asarray(b).astype(np.float16))
+        np.testing.assert_array_equal(np.asarray(a).astype(dtype), np.asarray(b).astype(dtype))
 
 
 def test_a_shorter_context_takes_the_first_positions(text_file):
@@ -192,8 +194,23 @@ def test_a_tokenizer_that_is_not_that_of_the_weights_is_refused(text_file):
         made = recipe(text_file, **options)
         with pytest.raises(InputError, match=r"belong to another tokenizer .* leave out --tokenizer"):
             made.load_shared(PLACE, like(made, whole))
-    with pytest.raises(InputError, match=r"need a vocabulary of \d+, not 260; use --vocab"):
+    with pytest.raises(InputError, match=r"needs a vocabulary of \d+, not 260; use --vocab"):
         recipe(text_file, vocab=260).config
+
+
+def test_a_tokenizer_that_outgrew_the_weights_is_refused(copy):
+    facts = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(facts | {"vocab_size": 299}))
+    with pytest.raises(InputError, match=r"does not match its weights: it has 300 tokens, they 299; bring back"):
+        GPT2.options_at(f"hf:{copy}")
+
+
+def test_another_architecture_is_said_before_its_tokenizer(copy):
+    facts = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(facts | {"model_type": "llama"}))
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match="of the architecture llama, not gpt2"):
+        GPT2.options_at(f"hf:{copy}")
 
 
 def test_a_model_without_weights_or_with_pickles_only(copy, text_file):

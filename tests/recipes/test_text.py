@@ -171,5 +171,5 @@ def test_an_alphabet_of_its_own_is_kept_and_checked(tmp_path):
     (tmp_path / "other.txt").write_text(PLAY + "ß")
     with pytest.raises(InputError, match="'ß'"):
         GPT2(**{**recipe.options(), "data": str(tmp_path / "other.txt")}).data("all")
-    with pytest.raises(InputError, match="need a vocabulary of"):
+    with pytest.raises(InputError, match="needs a vocabulary of"):
         GPT2(data=str(tmp_path / "play.txt"), vocab=5).config

@@ -179,6 +179,10 @@ def test_a_state_around_given_parameters_starts_its_average_with_them():
     ("loss", "words"),
     [
         (lambda params, batch, key: batch["x"] @ params["w"], r"the loss has shape \(16,\), it must be a scalar"),
+        (lambda params, batch, key: None, r"the loss is a NoneType: a loss returns a scalar, or \(scalar, dict"),
+        (lambda params, batch, key: (jnp.sum(params["w"]), 1, 2), "the loss is a tuple"),
+        (lambda params, batch, key: (jnp.sum(params["w"]), [1]), "the loss is a tuple"),
+        (lambda params, batch, key: (jnp.sum(params["w"]), {"best": [1]}), "best is a list"),
         (lambda params, batch, key: (params["w"].sum(), {"all": params["w"]}), r"all has shape \(5,\)"),
         (lambda params, batch, key: (params["w"].sum(), {"step": params["w"].sum()}), "cannot be called step"),
     ],

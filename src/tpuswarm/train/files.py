@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, also after a power cut."""
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tpuswarm.errors import InputError
+
+URL = re.compile(r"\w+:/")
+"""How a path looks that was a URL."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -37,8 +41,13 @@ def sync(path: Path) -> None:
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder that gets the name `path` when all is in it; InputError where something is there already."""
+    if URL.match(str(path)):
+        raise InputError(f"{path} is no local folder; name one, and copy it there afterwards")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise InputError(f"{path} is there already; name a folder that is new or empty")
+    path = path.resolve()  # what a link names is replaced, not the link
+    if path == Path.cwd():
+        raise InputError(f"{path} is the folder you are in; name a new one within it")
     path.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
     try:

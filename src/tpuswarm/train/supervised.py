@@ -34,6 +34,9 @@ Loss = Callable[[Any, Batch, jax.Array | None], Any]
 RESERVED = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version")
 """Columns of metrics.jsonl that a loss's own metrics cannot have."""
 
+NUMERIC = (jax.Array, np.ndarray, np.generic, float, int)
+"""What a loss or a metric may be, before its shape is looked at."""
+
 DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema")
 """Settings of a run that a recipe may have wishes for."""
 
@@ -155,8 +158,13 @@ class SupervisedProgram(Program):
 
     def _loss_and_metrics(self, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         out = self._loss(params, batch, key)
-        loss, metrics = out if isinstance(out, tuple) else (out, {})
+        pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
+        loss, metrics = out if pair else (out, {})
         for name, value in {"the loss": loss, **metrics}.items():
+            if not isinstance(value, NUMERIC):
+                raise InputError(
+                    f"{name} is a {type(value).__name__}: a loss returns a scalar, or (scalar, dict of scalar metrics)"
+                )
             if jnp.shape(value) != ():
                 raise InputError(
                     f"{name} has shape {jnp.shape(value)}, it must be a scalar: take its mean over the batch"

@@ -127,6 +127,8 @@ def _unlike(facts: dict[str, Any]) -> str | None:
         return f"it changes the text first, by {facts['normalizer'].get('type')}"
     if cut.get("type") != "ByteLevel" or cut.get("add_prefix_space") or not cut.get("use_regex", True):
         return f"it cuts text by {json.dumps(cut)[:100]}"
+    if missing := set(pre_tokenizers.ByteLevel.alphabet()) - model["vocab"].keys():
+        return f"{len(missing)} of the 256 bytes have no token, so it would leave out text without a word"
     for token in facts["added_tokens"]:
         if token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\s", token["content"]):
             return f"its token {token['content']!r} takes in spaces or whole words"

@@ -84,7 +84,9 @@ def open_place(name: str) -> Place:
 def _fetch(repository: str, file: str, revision: str) -> Path | None:
     """A file of a repository in the hub's own cache, where it is resumed and verified; None where there is none."""
     from huggingface_hub import constants, errors, hf_hub_download
+    from huggingface_hub.utils.logging import disable_propagation
 
+    disable_propagation()  # it writes its warnings itself; others' handlers would write each a second time
     where = f"{repository} at {constants.ENDPOINT}"
     try:
         return Path(hf_hub_download(repository, file, revision=revision))

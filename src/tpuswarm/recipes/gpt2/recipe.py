@@ -196,7 +196,7 @@ class GPT2(Recipe):
         vocab = self._vocab if self._vocab is not None else have or FAKE_VOCAB
         if have > vocab:
             raise InputError(
-                f"the {self._kind} of this text need a vocabulary of {have}, not {vocab}; use --vocab {have}"
+                f"the tokenizer ({self._kind}) needs a vocabulary of {have}, not {vocab}; use --vocab {have}"
             )
         return Config(**self._shape, vocab=vocab, dropout=self._dropout)
 
@@ -257,11 +257,17 @@ class GPT2(Recipe):
     def options_at(cls, place: str) -> dict[str, Any]:
         """A published model's tokenizer, where it brings one, and the size of its vocabulary."""
         found = open_place(place)
+        vocab = pretrained.read_config(found).vocab  # before the tokenizer: another architecture is said as such
         theirs = pretrained.read_tokenizer(found)
+        if theirs and theirs.vocab > vocab:
+            raise InputError(
+                f"the tokenizer of {place} does not match its weights: it has {theirs.vocab} tokens, they {vocab}; "
+                "bring back theirs, or take out the tokens that were added"
+            )
         brought = {"tokenizer": place} if theirs else {}
         if isinstance(theirs, Characters):
             brought = {"tokenizer": theirs.kind, "alphabet": theirs.alphabet}
-        return {**brought, "vocab": pretrained.read_config(found).vocab}
+        return {**brought, "vocab": vocab}
 
     def load_shared(self, place: str, like: Any) -> Any:
         """The weights of a published model of this shape; a shorter context takes the first of its positions."""

@@ -220,6 +220,8 @@ def test_temperature_and_seed(params):
         ("gpt2-117m", "124m"),
         ("GPT2-345M", "355m"),
         ("gpt2-355m", "355m"),
+        ("gpt2", "124m"),
+        ("gpt2-xl", "1558m"),
         ("gpt2-1558m", "1558m"),
     ],
 )

@@ -177,7 +177,10 @@ def test_half_a_file_in_a_folder_is_damaged(copy, text_file):
             {"n_layer": 3, "n_positions": 8},
             r"has layers 3, context 8, .* layers 2, context 12; give --layers 3 --context 8",
         ),
-        ({"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}, "train gpt2-124m"),
+        (
+            {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
+            "; train gpt2-124m with its own layers, heads, width$",
+        ),
         ({"vocab_size": 299}, "has vocab 299, this one has vocab 300; give --vocab 299"),
     ],
 )

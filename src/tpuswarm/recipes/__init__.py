@@ -14,8 +14,11 @@ BUILT_IN: dict[str, tuple[str, dict[str, str]]] = {
 }
 """Name → where the recipe is made and the options that name stands for."""
 
-ALIASES = {"gpt2-117m": "gpt2-124m", "gpt2-345m": "gpt2-355m"}
-"""OpenAI's labels for the two sizes whose true count is another."""
+ALIASES = {
+    "gpt2-117m": "gpt2-124m", "gpt2-345m": "gpt2-355m",
+    "gpt2": "gpt2-124m", "gpt2-medium": "gpt2-355m", "gpt2-large": "gpt2-774m", "gpt2-xl": "gpt2-1558m",
+}  # fmt: skip
+"""OpenAI's labels for the two sizes whose true count is another, and the names that the released models have."""
 
 
 def find(name: str) -> tuple[str, dict[str, str]]:

@@ -113,7 +113,7 @@ def check_shape(place: Place, config: Config) -> None:
     options = " ".join(f"--{name} {found[name]}" for name in wrong)
     raise InputError(
         f"{place.name} is another GPT-2: it has {_shown(found, wrong)}, this one has {_shown(wanted, wrong)}; "
-        + (f"train gpt2-{size}" if size and wrong != ["vocab"] else f"give {options}")
+        + (f"train gpt2-{size} with its own {', '.join(wrong)}" if size and wrong != ["vocab"] else f"give {options}")
     )
 
 

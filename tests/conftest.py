@@ -21,6 +21,8 @@ if "TPUSWARM_CACHE" not in os.environ:  # parallel workers inherit the one of th
 import jax
 import pytest
 
+from tests.processes import THESE_TESTS
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -47,7 +49,10 @@ def on_small_disk(tmp_path):
         disk.mkdir()
         file.write_text(script)
         mount = f"mount -t tmpfs -o size={mebibytes}m none {disk} && exec {sys.executable} {file} {disk}"
-        done = subprocess.run(["unshare", "-r", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            ["unshare", "-r", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=120,
+            env={**os.environ, **THESE_TESTS},
+        )  # fmt: skip
         if done.returncode != 0 and ("unshare" in done.stderr or "mount" in done.stderr):
             pytest.skip(f"this machine does not allow mount namespaces: {done.stderr.strip()}")
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]

@@ -1,5 +1,7 @@
 """Wrong input to `train --members` and `join`: one sentence, before anything is started."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -75,12 +77,19 @@ def test_devices_are_shared_out(kind, devices, members, asked, each):
     assert machine.share_out(kind, devices, members, asked) == each
     made = machine.environments(kind, devices, each)
     if kind == "cpu":
-        assert f"--xla_force_host_platform_device_count={each}" in made(0)["XLA_FLAGS"]
+        assert made(0) == {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(each)}
     else:
         name = {"gpu": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}[kind]
         shares = [[int(index) for index in made(number)[name].split(",")] for number in range(members)]
         assert [index for share in shares for index in share] == devices and all(len(share) == each for share in shares)
     assert made(None) == {}  # a machine that joins has devices of its own
+
+
+def test_a_member_has_its_share_whatever_the_shell_had_set():
+    eight = {"JAX_NUM_CPU_DEVICES": "8", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, **eight, **machine.environments("cpu", [], 2)(0)}
+    command = [sys.executable, "-c", "import jax; print(jax.device_count())"]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "2\n"
 
 
 def test_too_few_devices_are_refused():

@@ -1,9 +1,11 @@
 """docs/modern-jax.md as something to run: what was written once, how that ends today, what to write instead."""
 
+import os
 import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -44,7 +46,8 @@ def rows() -> list[Row]:
 def names() -> dict[str, Any]:
     """What the page's first block defines."""
     found: dict[str, Any] = {}
-    exec(blocks(PAGE)[0].text, found)
+    with mock.patch.dict(os.environ):  # it sets some, which the processes of later tests would inherit
+        exec(blocks(PAGE)[0].text, found)
     return found
 
 

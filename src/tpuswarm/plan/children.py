@@ -172,18 +172,14 @@ def other_libtpu() -> str:
 
 def _environment(order: Order) -> dict[str, str]:
     """A compiling process's: it looks for no TPU, needs no lock, and keeps quiet."""
-    environment = os.environ | {
+    return os.environ | {
         "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(order.place.devices if order.lower_only else 1),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    flags = environment.get("XLA_FLAGS", "").split()
-    flags = [flag for flag in flags if not flag.startswith("--xla_force_host_platform_device_count")]
-    if order.lower_only:
-        flags.append(f"--xla_force_host_platform_device_count={order.place.devices}")
-    return environment | {"XLA_FLAGS": " ".join(flags)}
 
 
 def _settings(order: Order) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """What this machine has for members: devices, shared out among them."""
 
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,11 +66,7 @@ def environments(kind: str, devices: Sequence[int], each: int) -> Callable[[int 
         if number is None:
             return {}
         if kind == "cpu":
-            flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
-            return {
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={each}".strip(),
-            }
+            return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(each)}
         mine = ",".join(str(index) for index in devices[number * each : (number + 1) * each])
         if kind == "gpu":
             return {"CUDA_VISIBLE_DEVICES": mine}

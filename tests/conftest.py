@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Few cores must not look like dead devices: collectives of 8 virtual devices may wait long for a thread.
@@ -14,14 +15,13 @@ os.environ["XLA_FLAGS"] = (
     " --xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
     " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # code that a test writes elsewhere may import the tests
 if "TPUSWARM_CACHE" not in os.environ:  # parallel workers inherit the one of the process that starts them
     os.environ["TPUSWARM_CACHE"] = tempfile.mkdtemp(prefix="tpuswarm-tests-")
     atexit.register(shutil.rmtree, os.environ["TPUSWARM_CACHE"], ignore_errors=True)
 
 import jax
 import pytest
-
-from tests.processes import THESE_TESTS
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -49,10 +49,7 @@ def on_small_disk(tmp_path):
         disk.mkdir()
         file.write_text(script)
         mount = f"mount -t tmpfs -o size={mebibytes}m none {disk} && exec {sys.executable} {file} {disk}"
-        done = subprocess.run(
-            ["unshare", "-r", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=120,
-            env={**os.environ, **THESE_TESTS},
-        )  # fmt: skip
+        done = subprocess.run(["unshare", "-r", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=120)
         if done.returncode != 0 and ("unshare" in done.stderr or "mount" in done.stderr):
             pytest.skip(f"this machine does not allow mount namespaces: {done.stderr.strip()}")
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]

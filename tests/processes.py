@@ -12,15 +12,13 @@ from tpuswarm.train.run import METRICS, read_rows
 
 TIMES = ("tokens_per_s", "wait_s", "wall_s")
 ONE_DEVICE = {"XLA_FLAGS": "", "JAX_PLATFORMS": ""}
-THESE_TESTS = {"PYTHONPATH": str(Path(__file__).parents[1])}
-"""For a process elsewhere whose code imports some of theirs."""
 
 
 def start(words: list[str], cwd: Path, program: list[str] | None = None) -> subprocess.Popen[str]:
     """A process of the command line, in `cwd`, on the one device that a machine without accelerators has."""
     command = program or [str(Path(sys.executable).with_name("tpuswarm"))]
     return subprocess.Popen(
-        [*command, *words], cwd=cwd, env={**os.environ, **ONE_DEVICE, **THESE_TESTS}, text=True,
+        [*command, *words], cwd=cwd, env={**os.environ, **ONE_DEVICE}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Files of the system, written as root would, elsewhere."""
 
-import os
-import resource
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -10,18 +10,20 @@ from tpuswarm.errors import RunFailed
 from tpuswarm.router import machine
 
 TEXT = "[Unit]\n" * 100
+KILLED = """
+import resource, signal, sys
+from tpuswarm.router import machine
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+machine.write(sys.argv[1], sys.argv[2])
+"""
 
 
 def killed_inside_write(path: str) -> None:
     """Write in a process that the kernel ends at its 64th byte."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        machine.write(path, TEXT)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGXFSZ
+    done = subprocess.run([sys.executable, "-B", "-c", KILLED, path, TEXT], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGXFSZ, done.stderr
 
 
 def test_a_kill_inside_a_write_leaves_no_half_file(tmp_path):

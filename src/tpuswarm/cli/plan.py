@@ -59,7 +59,7 @@ def plan(
     target, preset = recipes.find(recipe)
     asked = Asked(
         target,
-        {**preset, **recipe_options(context.args)},
+        {**preset, **recipe_options(context.args, "plan")},
         batch=None if batch == "auto" else parse_count(batch, "batch"),
         precision=precision,
         shard=shard,
@@ -67,6 +67,8 @@ def plan(
         freeze=freeze,
         ema=ema,
     )
+    if members is not None and members < 1:
+        raise InputError(f"members must be 1 or more, not {members}")
     reason = no_compiler()
     slices = {each.name: each for each in map(catalog.find, on or USUAL)}
     orders = [Order(asked, place_of(each), reason) for each in slices.values()]
@@ -103,8 +105,6 @@ plan.context_settings = {"allow_extra_args": True, "ignore_unknown_options": Tru
 def _swarms(rows: list["Row"], members: int) -> dict[str, "Together"]:
     from tpuswarm.plan.together import together
 
-    if members < 1:
-        raise InputError(f"members must be 1 or more, not {members}")
     return {row.accelerator.name: swarm for row in rows if (swarm := together(row, members))}
 
 

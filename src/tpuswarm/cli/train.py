@@ -89,7 +89,7 @@ def train(
     folder = Path(run) if run else None
     parent = find_parent(init_from) if init_from else None
     flags = {flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")}
-    made = make_recipe(recipe, asked, recipe_options(context.args), flags, folder, parent)
+    made = make_recipe(recipe, asked, recipe_options(context.args, "train"), flags, folder, parent)
     length = {
         "steps": parse_count(steps, "steps") if steps is not None else None,
         "batch": parse_count(batch, "batch") if batch is not None else None,
@@ -141,7 +141,7 @@ def _alone_on_stdout() -> None:
     os.dup2(2, 1)
 
 
-def recipe_options(words: list[str]) -> dict[str, str]:
+def recipe_options(words: list[str], command: str) -> dict[str, str]:
     """`--name value` and `--name=value` pairs that are not the command's own; InputError for anything else."""
     found: dict[str, str] = {}
     rest = list(words)
@@ -152,7 +152,7 @@ def recipe_options(words: list[str]) -> dict[str, str]:
             raise InputError(f"unexpected argument {word!r}; options are written --name value")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise InputError(f"{name} needs a value, or is no option; see `tpuswarm train --help`")
+                raise InputError(f"{name} needs a value, or is no option; see `tpuswarm {command} --help`")
             value = rest.pop(0)
         found[name.removeprefix("--").replace("-", "_")] = value
     return found

@@ -28,6 +28,8 @@ BYTES = 2.5 * 2**30
 """What one compilation of a large program takes at its worst (docs/plan.md)."""
 MOST = 8
 """Compilations at the same time; each keeps one core or two busy."""
+MISSING = "whether it fits, its largest micro-batch, its memory and its hazards are unknown"
+"""What only the compiler says."""
 
 Say = Callable[[Order, str], None]
 
@@ -123,8 +125,11 @@ class Children:
 
 def _indivisible(order: Order) -> str:
     """Why the batch that was asked for cannot be split over the slice's devices; empty where it can."""
+    asked = order.asked
+    if asked.batch is None:
+        return ""
     try:
-        check_batch(order.asked.batch or order.place.devices, order.place.devices, 1)
+        check_batch(asked.batch, order.place.devices, asked.accumulate or 1, fewer=False)
     except InputError as error:
         return str(error)
     return ""
@@ -146,10 +151,10 @@ def no_compiler() -> str:
     if importlib.util.find_spec("libtpu"):
         return ""
     if sys.platform == "linux" and platform.machine() == "x86_64":
-        return "libtpu, the TPU compiler, is not installed: pip install 'tpuswarm[plan]'"
+        return f"libtpu, the TPU compiler, is not installed: {MISSING}; pip install 'tpuswarm[plan]'"
     return (
         f"libtpu, the TPU compiler, does not exist for {platform.system()} on {platform.machine()}, only for Linux on "
-        "x86_64"
+        f"x86_64: {MISSING}"
     )
 
 

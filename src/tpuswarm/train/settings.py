@@ -78,20 +78,22 @@ def count_steps(
     return steps
 
 
-def check_batch(batch: int, devices: int, accumulate: int) -> None:
-    """Raise InputError, with two ways out, unless every device gets whole rows in every micro-batch."""
+def check_batch(batch: int, devices: int, accumulate: int, fewer: bool = True) -> None:
+    """Raise InputError, with the ways out, unless every device gets whole rows in every micro-batch.
+
+    fewer: whether some of the devices may be left out.
+    """
     for name, value in (("batch", batch), ("accumulate", accumulate)):
         if value < 1:
             raise InputError(f"{name} must be 1 or more, not {value}")
     unit = devices * accumulate
     if batch % unit == 0:
         return
-    ways = ((d, a) for d in range(devices, 0, -1) for a in range(accumulate, 0, -1) if batch % (d * a) == 0)
-    fewer, smaller = next(ways)
-    other = " ".join(
-        [f"--devices {fewer}"] * (fewer != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
-    )
+    counts = range(devices, 0 if fewer else devices - 1, -1)
+    ways = ((d, a) for d in counts for a in range(accumulate, 0, -1) if batch % (d * a) == 0)
+    some, smaller = next(ways, (devices, accumulate))
+    other = [f"--devices {some}"] * (some != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
     raise InputError(
         f"a batch of {batch} rows does not divide over devices ({devices}) x micro-batches ({accumulate}) = {unit}; "
-        f"use --batch {math.ceil(batch / unit) * unit} or {other}"
+        f"use --batch {math.ceil(batch / unit) * unit}{' or ' * bool(other)}{' '.join(other)}"
     )

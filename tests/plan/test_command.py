@@ -10,9 +10,10 @@ from rich.console import Console
 from tests import processes
 from tpuswarm import catalog
 from tpuswarm.cli import main
-from tpuswarm.plan.order import Found
+from tpuswarm.plan.order import Found, Program
 from tpuswarm.plan.row import Row
 from tpuswarm.plan.table import table
+from tpuswarm.plan.together import tables, together
 from tpuswarm.plan.words import short
 
 pytest.importorskip("libtpu", reason="the plan extra is not installed")
@@ -42,6 +43,14 @@ def loss_of(model):
 def prints(h):
     jax.debug.print("{h}", h=h.sum())
     return h
+
+def two_layers():
+    return supervised(
+        lambda key: {"first": jnp.zeros((1024, 1024)), "second": jnp.zeros(1024)},
+        lambda params, batch, key: jnp.mean(batch["x"] @ params["first"] @ params["second"]),
+        optax.sgd(0.1),
+        {"x": np.ones((8, 1024), np.float32)},
+    )
 
 def talks(): return loss_of(prints)
 
@@ -176,10 +185,12 @@ def test_speed_price_and_a_swarm_of_them(call):
         assert swarm["tokens_per_s"]["low"] == pytest.approx(20 * row["tokens_per_s"]["low"])
         assert swarm["dollars"]["on_demand"]["low"] == pytest.approx(row["dollars"]["on_demand"]["low"])
         assert swarm["traffic_dollars_a_day"]["same zone"] == 0 < swarm["traffic_dollars_a_day"]["same continent"]
+        data = 4096 * 128 * 4 * 86_400 / row["step_seconds"]["low"]  # rows that are no text count as they are
+        assert swarm["member_bytes_a_day"]["data"] == pytest.approx(data)
         assert swarm["estimate"] is True and swarm["head"]["memory_bytes"] > 2**30
 
     code, out, _ = call(f"{line} --free")
-    assert code == 0 and "a swarm of 20 members (estimate)" in out and "expected (estimate) for 10,000,000,000" in out
+    assert code == 0 and "a swarm of 20 members (estimate)" in out and "10,000,000,000 tokens (estimate)" in out
     _, out, _ = call(f"{line} --free --json")
     free = json.loads(out)["rows"][0]
     assert free["dollars"]["on_demand"] == {"low": 0, "high": 0} == free["dollars"]["spot"]
@@ -192,17 +203,32 @@ def test_a_slice_that_the_batch_does_not_fit_into_leaves_the_others(call):
     assert code == 0 and one["fits"] is True
     assert eight["fits"] == "unknown" and "does not divide over devices (8)" in eight["problem"]
 
+    code, out, _ = call("plan my_recipe.py:wide --on v5e-1 --on v5e-8 --batch 16 --accumulate 4 --json")
+    one, eight = json.loads(out)["rows"]
+    assert code == 0 and one["fits"] is True and one["micro_batches"] == 4
+    assert eight["problem"].endswith("micro-batches (4) = 32; use --batch 32 or --accumulate 2")
+
+
+def test_what_is_frozen_is_read_and_not_written(call):
+    code, out, _ = call("plan my_recipe.py:two_layers --on v5e-1 --batch 1 --freeze first --json")
+    [row] = json.loads(out)["rows"]
+    moved = 4 * (1024**2 + 2 * 1024)
+    assert code == 0 and row["floor_by"] == "memory"
+    assert row["floor_seconds"] == pytest.approx(moved / catalog.find("v5e-1").generation.bandwidth, rel=1e-3)
+
 
 def test_without_libtpu_the_program_is_lowered_and_the_rest_is_unknown(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['libtpu'] = None")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    words = ["plan", "gpt2-tiny", "--data", "fake", "--context", "128", "--on", "v5e-8", "--on", "v3-8", "--json"]
+    words = ["plan", "gpt2-tiny", "--data", "fake", "--context", "128", "--on", "v5e-8", "--on", "v3-8"]
+    words += ["--accumulate", "3", "--json"]
     out, err = processes.run(words, tmp_path)
     rows = json.loads(out)["rows"]
     assert [row["fits"] for row in rows] == ["unknown", "unknown"]
     for row in rows:
         assert row["hbm_used_bytes"] == "unknown" and row["model_flops"] > 0 and row["sharding"] == "replicate"
-        assert "libtpu, the TPU compiler, is not installed" in row["problem"]
+        assert row["micro_batches"] == 3 and row["batch"] == 3 * row["micro_batch"] * row["devices"]
+        assert "libtpu, the TPU compiler, is not installed: whether it fits, its largest" in row["problem"]
     assert "pip install 'tpuswarm[plan]'" in err
 
 
@@ -213,7 +239,34 @@ def test_the_table_shows_what_is_known_so_far():
     console.print(table("a recipe", [("v3-8", row, ""), ("v5e-8", None, "8 rows a device fit")]))
     text = console.file.getvalue()
     assert "v3-8: unknown: the compiler was not done after 6 s" in text
-    assert f"{v5e.name}  8 rows a device fit" in text
+    assert f"{v5e.name} 8 rows a device fit" in text
+
+
+def test_a_terminal_of_80_columns_holds_every_figure():
+    v5p, gib = catalog.find("v5p-12288"), 2**30
+    program = Program(
+        batch=98_304, micro_batch=16, micro_batches=1, sharding="replicate", remat=False, why="", precision="bf16",
+        attention="splash", tokens_per_row=1024, model_flops=10**18, least_flops=10**18, flops_unknown=(),
+        state_bytes=24 * gib, moved_bytes=48 * gib, row_bytes=2048, exchanged=1_558_000_000, outer="nesterov",
+    )  # fmt: skip
+    found = Found(True, program, 30 * gib, 55 * gib, gib // 4, 18, hazards=())
+    row, small = (Row(each, found, 10_000_000_000) for each in (v5p, catalog.find("v3-8")))
+    swarm, few = together(row, 200), together(small, 2)
+    console = Console(width=80, file=StringIO())
+    console.print(table("a recipe", [(v5p.name, row, "")]), *tables([swarm, few]))
+    text = console.file.getvalue()
+    assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
+    assert len(few.holders) == 4
+    for shown in (
+        *(each.name.split()[-1] for each in few.holders),
+        "98,304",
+        "85.25",
+        "95.74",
+        "us-central1",
+        short(swarm.traffic.data / gib),
+        str(swarm.head.cores),
+    ):
+        assert shown in text, shown
 
 
 @pytest.mark.parametrize(

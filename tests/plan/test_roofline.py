@@ -12,19 +12,25 @@ PRICE = Price("us-central1", 10.0, None, V5E.figures["peak_bf16"].source)
 
 
 def test_the_slower_of_two_numbers_is_the_floor():
-    compute = speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12 / 2, state_bytes=0.819e9, tokens=1000)
+    compute = speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12 / 2, moved_bytes=2 * 0.819e9, tokens=1000)
     assert (compute.floor_seconds, compute.bound, compute.floor_tokens_per_s) == (0.5, "compute", 2000)
-    memory = speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, state_bytes=8.19e9, tokens=1000)
+    memory = speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, moved_bytes=2 * 8.19e9, tokens=1000)
     assert memory.bound == "memory" and memory.floor_seconds == pytest.approx(2 * 8.19 / 819, rel=0.03)
 
 
 def test_what_is_expected_lies_above_the_floor():
-    found = speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12, state_bytes=0, tokens=1000)
+    found = speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12, moved_bytes=0, tokens=1000)
     guess = band("v5e")
     assert found.seconds == Range(1 / guess.high, 1 / guess.low) and found.source == guess.source
     assert found.tokens_per_s.low == pytest.approx(1000 * guess.low)
-    bound = speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, state_bytes=819e9, tokens=1000)
-    assert bound.seconds.low == bound.seconds.high == bound.floor_seconds  # memory alone takes longer than all guesses
+    bound = speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, moved_bytes=V5E.bandwidth, tokens=1000)
+    assert bound.bound == "memory" and bound.floor_seconds == 1
+    assert bound.seconds == Range(1 / guess.high, 1 / guess.low)  # no program reaches the whole bandwidth either
+
+
+def test_a_guess_from_bf16_says_so_for_other_precisions():
+    of = {name: speed(V5E, 8, 1e15, 1e15, 0, 1000, precision=name).source for name in ("bf16", "highest")}
+    assert of["bf16"] == band("v5e").source and "in bf16, and highest takes longer" in of["highest"]
 
 
 def test_a_generation_has_a_band_of_its_own_where_enough_is_known():

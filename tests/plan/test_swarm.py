@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from benchmarks.traffic import MEMBERS, Swarm
 
@@ -62,7 +64,7 @@ def test_paid_traffic_by_distance():
 
 
 def test_data_read_elsewhere_is_paid_for():
-    reader = Exchanged(**{**vars(GPT2_124M), "tokens_per_step": 65_536})
+    reader = Exchanged(**{**vars(GPT2_124M), "data_bytes": 2 * 65_536})
     there, price = traffic(reader), catalog.network.read_price("us-east1", "us-central1-a")
     assert there.data == 65_536 * 2 * DAY
     assert bill(there, "us-central1-a", "us-east1-d").data == pytest.approx(price.value * there.data / GIB)
@@ -83,5 +85,12 @@ def test_the_head_grows_with_its_swarm_and_runs_where_it_has_room():
     assert prices == sorted(prices) and len(prices) == 3
     by_name = {each.name: each for each in catalog.machines()}
     assert all(by_name[each.name].memory_gib * GIB >= small.memory_bytes for each in found[1:])
+    busy = replace(small, cores=96)  # of its 96, a member wants some
+    assert not any(each.own for each in holders(busy, slice_, GPT2_124M, "us-central1-a"))
+    assert not found[0].network_known  # no source says what network a v3-8 has; of a v6e-1, 100 Gbit/s
+    [known, *_] = holders(small, catalog.find("v6e-1"), GPT2_124M, "us-central1-b")
+    assert known.own and known.network_known
+    torrent = replace(small, mbit_out=60_000.0)
+    assert not any(each.own for each in holders(torrent, catalog.find("v6e-1"), GPT2_124M, "us-central1-b"))
     huge = head(4000, GPT2_124M, member, "nesterov")
     assert not any(each.own for each in holders(huge, slice_, GPT2_124M, "us-central1-a"))

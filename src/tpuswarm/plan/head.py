@@ -64,16 +64,24 @@ class Holder:
     """Dollars an hour; None: unknown."""
     own: bool
     """It is the host of a member: it costs nothing more, and goes when that member's TPU is preempted."""
+    network_known: bool = True
+    """Whether a source says that its network carries the traffic."""
+
+    @property
+    def dollars(self) -> float | None:
+        """An hour, beside what the swarm costs already."""
+        return 0.0 if self.own else self.price.on_demand if self.price else None
 
 
 def holders(needed: Head, accelerator: Accelerator, exchanged: Exchanged, place: str, most: int = 3) -> list[Holder]:
     """The host of a member, where it has room for both; then the cheapest machines at `place` (region or zone)."""
     found = []
-    host = accelerator.host
+    host, mbit = accelerator.host, ROOM * max(needed.mbit_in, needed.mbit_out)
     member = PROCESS_BYTES + HOST_COPIES * 4.0 * exchanged.elements
-    if host.memory_gb is not None and host.memory_gb * 1e9 >= member + needed.memory_bytes:
-        found.append(Holder(f"a host of {accelerator.name}", None, own=True))
-    mbit = ROOM * max(needed.mbit_in, needed.mbit_out)
+    room = (host.memory_gb or 0.0) * 1e9 >= member + needed.memory_bytes and (host.vcpus or 0) > needed.cores
+    gbps = accelerator.generation.network_gbps
+    if room and (gbps is None or gbps * accelerator.chips_per_host * 1000 >= mbit):
+        found.append(Holder(f"a host of {accelerator.name}", None, own=True, network_known=gbps is not None))
     large = [
         each
         for each in machines()

@@ -19,6 +19,9 @@ from tpuswarm.train.user_code import build_recipe
 
 Say = Callable[[str], None]
 
+TOKEN_BYTES = 2
+"""Of a token as it is kept (uint16)."""
+
 
 def judge(order: Order, say: Say) -> Found:
     """The answer to one order; InputError for what cannot be done as asked, on any slice."""
@@ -130,21 +133,25 @@ def _lowered(recipe: Recipe, request: Request, order: Order) -> Found:
     """
     place, devices = order.place, jax.devices()
     options = request.options("tpu", place.kind)
-    rows = max(1, request.batch // len(devices))
     if order.asked.batch is None:
-        request = replace(request, batch=rows * len(devices))
+        unit = len(devices) * (request.accumulate or 1)
+        request = replace(request, batch=max(1, request.batch // unit) * unit)
     choice = next(fitting.ways(recipe, request, "tpu", place.kind, len(devices), place.hbm_bytes))
     placed, traced = fitting.trace(recipe, options, choice, request.batch, make_mesh(devices))
     try:
         traced.lower(lowering_platforms=("tpu",))
     except Exception as error:  # noqa: BLE001  # whatever a kernel or an op raises when it has no form for TPU
         return Found(None, problem=f"the program does not lower for TPU: {_first_line(error)}")
-    program = _program(recipe, placed, choice, rows // choice.accumulate, model_flops(traced.jaxpr))
+    rows = request.batch // len(devices) // choice.accumulate
+    program = _program(recipe, placed, choice, rows, model_flops(traced.jaxpr))
     return Found(None, program, problem=order.lower_only, compilations=0)
 
 
 def _program(recipe: Recipe, placed: Placed, choice: Choice, rows: int, flops: Flops) -> Program:
     state = jax.tree.leaves(placed.state)
+    shared = jax.tree.leaves(placed.program.exchange().get(placed.state))
+    told = placed.program.parameters(placed.state)
+    frozen = [leaf for leaf, each in zip(shared, told, strict=True) if each.frozen]
     return Program(
         batch=rows * choice.accumulate * placed.mesh.size,
         micro_batch=rows,
@@ -159,10 +166,20 @@ def _program(recipe: Recipe, placed: Placed, choice: Choice, rows: int, flops: F
         least_flops=flops.least,
         flops_unknown=flops.unknown,
         state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in state),
-        held_bytes=bytes_per_device(placed.state, placed.shardings),
-        exchanged=sum(leaf.size for leaf in jax.tree.leaves(placed.program.exchange().get(placed.state))),
+        moved_bytes=2 * bytes_per_device(placed.state, placed.shardings)
+        - bytes_per_device(frozen, [leaf.sharding for leaf in frozen]),
+        row_bytes=_row_bytes(placed),
+        exchanged=sum(leaf.size for leaf in shared),
         outer=recipe.defaults.get("outer", "nesterov"),
     )
+
+
+def _row_bytes(placed: Placed) -> int:
+    """Of text by its tokens; of anything else as the step takes it, though it may be kept in a smaller form."""
+    tokens = placed.program.tokens_per_row
+    if tokens > 1:
+        return TOKEN_BYTES * tokens
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(placed.program.batch_spec(1))))
 
 
 def _plain(found: Sequence[Hazard]) -> tuple[dict[str, Any], ...]:

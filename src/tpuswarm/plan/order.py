@@ -90,8 +90,10 @@ class Program:
     """What could not be counted; the FLOPs are a lower bound then."""
     state_bytes: int
     """Of the whole state, over all devices once."""
-    held_bytes: int
-    """Of the state, on one device."""
+    moved_bytes: int
+    """That a step must read and write of the state on one device: all of it twice, what is frozen once."""
+    row_bytes: int
+    """Of one row where it is kept."""
     exchanged: int
     """Numbers that the members of a swarm share: the parameters."""
     outer: str

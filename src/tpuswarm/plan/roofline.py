@@ -9,7 +9,8 @@ The floor is a time that this program cannot beat, from two numbers that can be 
   and weights read again by each micro-batch, come on top; the compiler's own count of bytes will not do, for it counts
   a loop's body once.
 
-What is expected lies above it by what others have published (`published.py`): a guess, and marked as one.
+What is expected lies above it by what others have published (`published.py`): a guess, and marked as one. They have
+published shares of the peak; where the bandwidth is what limits, the same share of it is the guess.
 """
 
 from dataclasses import dataclass
@@ -45,26 +46,33 @@ class Speed:
 
 
 def speed(
-    generation: Generation, devices: int, flops: float, least_flops: float, state_bytes: float, tokens: float
+    generation: Generation,
+    devices: int,
+    flops: float,
+    least_flops: float,
+    moved_bytes: float,
+    tokens: float,
+    precision: str = "bf16",
 ) -> Speed:
     """Of a step over `devices`.
 
     flops: of the model, over all devices (`Flops.total`); least_flops: those that nothing can skip (`Flops.least`);
-    state_bytes: what one device holds of the state; tokens: of a step.
+    moved_bytes: what one device must read and write of the state; tokens: of a step.
     """
     rate = devices * generation.peak_bf16_per_device
     compute = least_flops / rate
-    memory = 2 * state_bytes / generation.bandwidth_per_device
+    memory = moved_bytes / generation.bandwidth_per_device
     floor = max(compute, memory)
     guess = band(generation.name)
-    fast, slow = (max(floor, flops / rate / share) for share in (guess.high, guess.low))
+    fast, slow = (max(memory, flops / rate) / share for share in (guess.high, guess.low))
+    slower = "" if precision == "bf16" else f"; all of them in bf16, and {precision} takes longer"
     return Speed(
         floor,
         "memory" if memory > compute else "compute",
         Range(fast, slow),
         Range(tokens / slow, tokens / fast),
         tokens / floor,
-        guess.source,
+        guess.source + slower,
     )
 
 

@@ -31,9 +31,15 @@ class Row:
         program = self.found.program
         if program is None:
             return None
-        tokens = program.batch * program.tokens_per_row
-        devices, generation = self.accelerator.devices, self.accelerator.generation
-        return speed(generation, devices, program.model_flops, program.least_flops, program.held_bytes, tokens)
+        return speed(
+            self.accelerator.generation,
+            self.accelerator.devices,
+            program.model_flops,
+            program.least_flops,
+            program.moved_bytes,
+            program.batch * program.tokens_per_row,
+            program.precision,
+        )
 
     @property
     def cost(self) -> Cost | None:

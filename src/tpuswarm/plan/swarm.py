@@ -17,8 +17,6 @@ GIB = 2**30
 MESSAGES = (1_700.0, 1_100.0)
 """Bytes a second that a member sends and receives in heartbeats, headers and leases: 2.2 and 1.4 bytes a token at 768
 tokens a second, `python -m benchmarks traffic` (docs/benchmarks.md)."""
-TOKEN_BYTES = 2
-"""Of a token as it is stored (uint16)."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Exchanged:
     """Steps between two exchanges."""
     form: Form = "plain"
     """Of both links."""
-    tokens_per_step: int = 0
-    """Of one member, where its data is read over the network; 0: it has the data."""
+    data_bytes: int = 0
+    """Of one member's step, where its data is read over the network; 0: it has the data."""
 
     @property
     def cycle_seconds(self) -> float:
@@ -81,7 +79,7 @@ def traffic(exchanged: Exchanged) -> Traffic:
             "messages": beats_up,
         },
         {"versions": cycles * once, "messages": beats_down},
-        exchanged.tokens_per_step / exchanged.step_seconds * DAY * TOKEN_BYTES,
+        exchanged.data_bytes / exchanged.step_seconds * DAY,
     )
 
 

@@ -11,7 +11,7 @@ from tpuswarm.plan.head import Head, Holder, head, holders
 from tpuswarm.plan.roofline import Cost, Range, cost
 from tpuswarm.plan.row import Row, known, span_object
 from tpuswarm.plan.swarm import GIB, Bill, Exchanged, Traffic, bills, traffic
-from tpuswarm.plan.words import UNKNOWN, short, span
+from tpuswarm.plan.words import UNKNOWN, columns, short, span
 from tpuswarm.swarm.runtime.plan import CYCLE
 
 RELATIONS = get_args(network.Relation)
@@ -53,10 +53,7 @@ class Together:
                 },
                 "head": asdict(self.head),
                 "head_machines": [
-                    {
-                        "name": each.name,
-                        "dollars_an_hour": each.price.on_demand if each.price else 0.0 if each.own else None,
-                    }
+                    {"name": each.name, "dollars_an_hour": each.dollars, "network_known": each.network_known}
                     for each in self.holders
                 ],
                 "estimate": True,
@@ -78,7 +75,7 @@ def together(row: Row, members: int) -> Together | None:
         program.state_bytes - 4 * program.exchanged,
         speed.seconds.low,
         CYCLE,
-        tokens_per_step=program.batch * program.tokens_per_row,
+        data_bytes=program.batch * program.row_bytes,
     )
     one, rate = traffic(exchanged), speed.tokens_per_s
     all_rates = Range(members * rate.low, members * rate.high)
@@ -101,7 +98,7 @@ def together(row: Row, members: int) -> Together | None:
 def tables(swarms: Sequence[Together]) -> list[Table]:
     """Speed and price of each swarm, its traffic and what that costs, its head."""
     first = swarms[0]
-    speeds = _table(
+    speeds = columns(
         f"a swarm of {first.members} members (estimate)",
         ("each on", "tokens/s", *(("hours", "$ on demand", "$ spot") if first.cost else ())),
         [
@@ -113,9 +110,9 @@ def tables(swarms: Sequence[Together]) -> list[Table]:
             for each in swarms
         ],
     )
-    money = _table(
+    money = columns(
         f"traffic of one member in GiB a day, and of all {first.members} in $ a day by the distance of their head",
-        ("each on", "sends", "receives", "data", *RELATIONS),
+        ("each on", "sends", "receives", "data", *(each.replace(" ", "\n") for each in RELATIONS)),
         [
             (
                 each.row.accelerator.name,
@@ -129,10 +126,9 @@ def tables(swarms: Sequence[Together]) -> list[Table]:
         f"at the fastest speed expected, a push every {first.exchanged.cycle} steps in full precision, checkpoints "
         "included; data read from a bucket beside the head"
     )
-    money.caption_justify = "left"
-    heads = _table(
+    heads = columns(
         "its head",
-        ("each on", "RAM, GiB", "disk, GiB", "more a day", "Mbit/s in", "out", "cores", "cheapest machines, $ an hour"),
+        ("each on", "RAM,\nGiB", "disk,\nGiB", "more\na day", "Mbit/s\nin", "\nout", "cores"),
         [
             (
                 each.row.accelerator.name,
@@ -140,12 +136,25 @@ def tables(swarms: Sequence[Together]) -> list[Table]:
                 short(each.head.mbit_in),
                 short(each.head.mbit_out),
                 str(each.head.cores),
-                ", ".join(_machine(holder) for holder in each.holders) or "none of the catalogue",
             )
             for each in swarms
         ],
-    )  # fmt: skip
-    return [speeds, money, heads]
+    )
+    machines = columns(
+        "the cheapest machines, $ an hour",
+        ("each on", "machines"),
+        [
+            (each.row.accelerator.name, ", ".join(_machine(holder) for holder in each.holders) or "none we know")
+            for each in swarms
+        ],
+        left=("machines",),
+    )
+    machines.columns[-1].no_wrap = False
+    if unknown := [
+        each.row.accelerator.name for each in swarms if not all(part.network_known for part in each.holders)
+    ]:
+        machines.caption = f"no source says what network a host of {', '.join(unknown)} has"
+    return [speeds, money, heads, machines]
 
 
 def _parts(one: Traffic) -> tuple[float, float, float]:
@@ -158,21 +167,6 @@ def _dollars(swarm: Together, relation: str) -> str:
 
 
 def _machine(holder: Holder) -> str:
-    dollars = _hourly(holder)
     if holder.own:
         return f"{holder.name} (nothing more)"
-    return f"{holder.name} {UNKNOWN if dollars is None else f'{dollars:.2f}'}"
-
-
-def _hourly(holder: Holder) -> float | None:
-    return 0.0 if holder.own else holder.price.on_demand if holder.price else None
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        left = number == 0 or column.startswith("cheapest")
-        table.add_column(column, no_wrap=True, justify="left" if left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return f"{holder.name} {UNKNOWN if holder.dollars is None else f'{holder.dollars:.2f}'}"

@@ -1,9 +1,25 @@
 """Numbers of a plan in words."""
 
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
 from tpuswarm.plan.roofline import Range
 
 UNKNOWN = "unknown"
 GIB = 2**30
+
+
+def columns(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[str] = ()) -> Table:
+    """A table that a terminal of 80 columns holds; figures to the right, the first column and those of `left` not."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table.caption_justify = "left"
+    for name in names:
+        leftwards = name == names[0] or name in left
+        table.add_column(name, no_wrap=True, justify="left" if leftwards else "right", vertical="bottom")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def span(each: Range | None, times: float = 1.0) -> str:

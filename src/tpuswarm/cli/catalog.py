@@ -160,7 +160,7 @@ def _facts(one: "Accelerator") -> list[tuple[str, str, list["Source"]]]:
 
     figures = generation.figures
     add("also called", ", ".join(one.names[1:]), one.source)
-    add("slice", f"{one.chips:,} chips, {_topology(one)}, on {one.hosts:,} host{'s' * (one.hosts > 1)}", one.source)
+    add("slice", f"{_count(one.chips, 'chip')}, {_topology(one)}, on {_count(one.hosts, 'host')}", one.source)
     add("in all", f"{one.cores:,} TensorCores, {one.devices:,} JAX devices, {_hbm(one) / GIB:,.0f} GiB of HBM")
     stated("peak, bf16", figures["peak_bf16"], lambda value: f"{value / 1e12:,.0f} TFLOP/s a chip")
     stated("HBM", figures["hbm_gib"], lambda value: f"{value:.3g} GiB a chip")
@@ -248,6 +248,10 @@ def _hbm(one: "Accelerator") -> int:
 
 def _peak(one: "Accelerator") -> float:
     return one.chips * one.generation.peak_bf16
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number > 1)}"
 
 
 def _dollars(amount: float | None) -> str:

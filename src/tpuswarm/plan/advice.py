@@ -29,5 +29,10 @@ def _more_chips(accelerator: Accelerator, needed: int, have: int) -> str:
     for each in sorted(same, key=lambda each: each.chips):
         if each.chips > accelerator.chips and needed * accelerator.devices <= have * each.devices:
             return f"more chips, {each.name} at the least (estimate: plan it with --on {each.name})"
-    bigger = dict.fromkeys(each.generation.name for each in accelerators() if each.generation.compiler_hbm_bytes > have)
-    return f"chips with more memory ({', '.join(bigger)}), as no slice of these has enough"
+    more = [each for each in accelerators() if each.generation.compiler_hbm_bytes > have]
+    enough = (
+        each for each in more if needed * accelerator.devices <= each.devices * each.generation.compiler_hbm_bytes
+    )
+    if bigger := dict.fromkeys(each.generation.name for each in enough):
+        return f"chips with more memory ({', '.join(bigger)}; estimate), as no slice of these has enough"
+    return "a smaller model, as no slice of any TPU has enough (estimate)"

@@ -366,11 +366,11 @@ def _memory(compiled: Any, platform: str) -> Memory:
 
 def _needed_bytes(refusal: str) -> int:
     """Bytes a device in a compiler's words `(15.92G) exceeds available` or `Used 15.92G of 15.75G`; else 0."""
-    found = re.search(r"\(([\d.]+)([KMG])\) exceeds available|Used ([\d.]+)([KMG]) of", refusal)
+    found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available|Used ([\d.]+)([KMGT]) of", refusal)
     if not found:
         return 0
     amount, unit = (each for each in found.groups() if each)
-    return int(float(amount) * {"K": 2**10, "M": 2**20, "G": 2**30}[unit])
+    return int(float(amount) * {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[unit])
 
 
 def _with_sharding(tree: Any, sharding: Any) -> Any:

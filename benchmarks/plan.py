@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Settings, Skipped, Table, verdict
+from tpuswarm.config.units import GIB
 from tpuswarm.plan.children import no_compiler
-from tpuswarm.plan.words import GIB
 
 BATCH = "64"
 LIMITS = {"with a batch": 240.0, "largest micro-batch": 720.0, "the same again": 2.0}

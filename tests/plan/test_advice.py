@@ -3,9 +3,9 @@
 import pytest
 
 from tpuswarm import catalog
+from tpuswarm.config.units import GIB
 from tpuswarm.plan.advice import advice
 from tpuswarm.plan.order import Found
-from tpuswarm.plan.words import GIB
 from tpuswarm.train import fit
 
 

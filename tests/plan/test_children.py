@@ -124,7 +124,7 @@ class Answers(Children):
     def _listen(self, process, order):
         from dataclasses import asdict
         return {"found": asdict(Found(True)), "rests": {"files": {str(n): "x" * 99 for n in range(99)}, "packages": {}}}
-compiling = Answers(Cache(disk / "plan"), print)
+compiling = Answers(Cache(disk / "plan"), lambda order, text: None)
 order = Order(Asked("x:y"), place_of(catalog.find("v5e-1")))
 print([found.fits for _, found in compiling.answers([order])], compiling.unkept, sep="|")
 print([path.name for path in disk.rglob("*.part")])

@@ -129,8 +129,9 @@ def test_hazards_have_the_line_of_the_recipe(call):
 
 
 def test_what_fits_nowhere_says_by_how_much_and_what_would(call):
-    code, out, _ = call("plan gpt2-1558m --data fake --layers 800 --on v2-8 --batch 8")
+    code, out, err = call("plan gpt2-1558m --data fake --layers 800 --on v2-8 --batch 8")
     assert code == 0 and " no " in out
+    assert err.splitlines()[0] == "v2-8: compiles" and err.splitlines()[1].startswith("v2-8: too large: sharded: ")
     sentence = " ".join(out.split()).split("v2-8: does not fit: ")[1]
     assert "even its smallest form (sharded: " in sentence and "layers recomputed) needs " in sentence
     assert "GiB a device of 7.48" in sentence and "too many" in sentence and "of it is the state" in sentence

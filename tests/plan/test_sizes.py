@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tpuswarm.plan.words import GIB
+from tpuswarm.config.units import GIB
 
 pytestmark = pytest.mark.tpu_compiler
 TPUS = ("v2-8", "v3-8", "v4-8", "v5e-8", "v5p-8", "v6e-8")

@@ -4,8 +4,9 @@ import pytest
 from benchmarks.traffic import MEMBERS, Swarm
 
 from tpuswarm import catalog
+from tpuswarm.config.units import GIB
 from tpuswarm.plan.head import head, holders
-from tpuswarm.plan.swarm import DAY, GIB, Exchanged, bill, bills, traffic
+from tpuswarm.plan.swarm import DAY, Exchanged, bill, bills, traffic
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.swarm.simulation.cluster import Cluster
 from tpuswarm.swarm.simulation.scenario import Scenario

@@ -6,8 +6,7 @@ from functools import cache
 from typing import Any, Literal
 
 from tpuswarm.catalog.figures import Figure, data, figure
-
-GIB = 2**30
+from tpuswarm.config.units import GIB
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuswarm.cli.runs import make_console
+from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tpuswarm.catalog import Accelerator, Figure, Generation, Source
-
-GIB = 2**30
 
 
 def catalog(

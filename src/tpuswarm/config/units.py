@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tpuswarm.errors import InputError
 
+GIB = 2**30
 COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 

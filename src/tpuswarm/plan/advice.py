@@ -1,8 +1,8 @@
 """What would fit, where nothing does: by how much it is too large, and the ways out that there are."""
 
 from tpuswarm.catalog import Accelerator, accelerators
+from tpuswarm.config.units import GIB
 from tpuswarm.plan.order import Found
-from tpuswarm.plan.words import GIB
 
 
 def advice(accelerator: Accelerator, found: Found) -> str:

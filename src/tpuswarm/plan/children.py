@@ -79,6 +79,7 @@ class Children:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
             )  # fmt: skip
             self._running.add(process)
+            self._say(order, "compiles")
             late = threading.Event()
 
             def stop() -> None:

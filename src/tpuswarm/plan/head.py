@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from tpuswarm.catalog import Accelerator, Price, machines
-from tpuswarm.plan.swarm import DAY, GIB, Exchanged, Traffic
+from tpuswarm.config.units import GIB
+from tpuswarm.plan.swarm import DAY, Exchanged, Traffic
 from tpuswarm.swarm.core.fragments import shards_for
 from tpuswarm.swarm.core.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Rule

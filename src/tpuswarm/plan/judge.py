@@ -11,7 +11,7 @@ from tpuswarm.plan.hlo import Hazard, hazards, refusal
 from tpuswarm.plan.largest import largest
 from tpuswarm.plan.order import Found, Order, Place, Program
 from tpuswarm.train import fit as fitting
-from tpuswarm.train.fit import Choice, DoesNotFit, Fitted, Placed, Request
+from tpuswarm.train.fit import Choice, DoesNotFit, Fitted, Placed, Request, TooLarge
 from tpuswarm.train.flops import Flops, model_flops
 from tpuswarm.train.mesh import bytes_per_device, make_mesh
 from tpuswarm.train.recipe import Recipe
@@ -74,8 +74,7 @@ class _Compiler:
 
     def batch(self) -> Found:
         """The batch that was asked for, in as many micro-batches as it takes."""
-        self.count += 1
-        fitted = fitting.fit(self._recipe, self._request, self._devices, self._place.hbm_bytes)
+        fitted = self._fit(self._request)
         rows = self._request.batch // len(self._devices) // fitted.choice.accumulate
         return self._found(_Sized(rows, fitted), None)
 
@@ -102,9 +101,8 @@ class _Compiler:
         """The recipe's usual batch, or half of it, and so on until it fits."""
         rows = max(1, self._request.batch // self._count // len(self._devices))
         while True:
-            self.count += 1
             try:
-                fitted = fitting.fit(self._recipe, self._sized(rows), self._devices, self._place.hbm_bytes)
+                fitted = self._fit(self._sized(rows))
             except DoesNotFit:
                 if rows == 1:
                     raise
@@ -113,6 +111,17 @@ class _Compiler:
             else:
                 self._say(f"{rows} rows a device fit")
                 return _Sized(rows, fitted)
+
+    def _fit(self, request: Request) -> Fitted:
+        """What the trainer's own search finds; each way that it leaves behind is told, and counted."""
+
+        def refused(tried: TooLarge) -> None:
+            self.count += 1
+            self._say(f"too large: {tried.choice.why}")
+
+        fitted = fitting.fit(self._recipe, request, self._devices, self._place.hbm_bytes, refused)
+        self.count += 1
+        return fitted
 
     def _sized(self, rows: int) -> Request:
         return replace(self._request, batch=rows * len(self._devices) * self._count, accumulate=self._count)

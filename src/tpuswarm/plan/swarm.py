@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from tpuswarm.catalog import Figure, accelerators, network
+from tpuswarm.config.units import GIB
 from tpuswarm.swarm.core.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form
 from tpuswarm.swarm.inner import INNER_SAVE
 
 DAY = 86_400.0
-GIB = 2**30
 MESSAGES = (1_700.0, 1_100.0)
 """Bytes a second that a member sends and receives in heartbeats, headers and leases: 2.2 and 1.4 bytes a token at 768
 tokens a second, `python -m benchmarks traffic` (docs/benchmarks.md)."""

@@ -7,10 +7,11 @@ from typing import Any, get_args
 from rich.table import Table
 
 from tpuswarm.catalog import network
+from tpuswarm.config.units import GIB
 from tpuswarm.plan.head import Head, Holder, head, holders
 from tpuswarm.plan.roofline import Cost, Range, cost
 from tpuswarm.plan.row import Row, known, span_object
-from tpuswarm.plan.swarm import GIB, Bill, Exchanged, Traffic, bills, traffic
+from tpuswarm.plan.swarm import Bill, Exchanged, Traffic, bills, traffic
 from tpuswarm.plan.words import UNKNOWN, columns, short, span
 from tpuswarm.swarm.runtime.plan import CYCLE
 

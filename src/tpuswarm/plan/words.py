@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from tpuswarm.config.units import GIB
 from tpuswarm.plan.roofline import Range
 
 UNKNOWN = "unknown"
-GIB = 2**30
 
 
 def columns(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[str] = ()) -> Table:

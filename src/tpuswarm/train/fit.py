@@ -147,12 +147,18 @@ class Fitted(Placed):
         return model_flops(self.jaxpr)
 
 
-def fit(recipe: Recipe, request: Request, devices: Sequence[Any], memory_bytes: int | None = None) -> Fitted:
+def fit(
+    recipe: Recipe,
+    request: Request,
+    devices: Sequence[Any],
+    memory_bytes: int | None = None,
+    refused: Callable[["TooLarge"], None] = lambda _: None,
+) -> Fitted:
     """Compile one step of `recipe` for `devices`, in the first way of running it that their memory holds.
 
-    memory_bytes: what one device has, where neither the device nor its compiler says. Raises InputError for a batch
-    that the devices do not divide, an unknown choice, an option the recipe does not honour, a metric that is no scalar,
-    and where nothing fits.
+    memory_bytes: what one device has, where neither the device nor its compiler says; refused is told of each way that
+    was compiled and does not fit. Raises InputError for a batch that the devices do not divide, an unknown choice, an
+    option the recipe does not honour, a metric that is no scalar, and where nothing fits.
     """
     mine = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
     memory_bytes = memory_bytes or device_memory(mine)  # another host's does not say
@@ -161,6 +167,7 @@ def fit(recipe: Recipe, request: Request, devices: Sequence[Any], memory_bytes: 
         tried = attempt(recipe, request, devices, choice, memory_bytes)
         if isinstance(tried, Fitted):
             return tried
+        refused(tried)
         last = tried
     raise DoesNotFit(recipe.name, request.batch, devices, last, memory_bytes)
 

@@ -26,6 +26,19 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""By pytest; by scikit-learn when it is imported."""
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_environment():
+    """What one test sets, the processes of the next would inherit."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name, _ in before.items() ^ os.environ.items()} - SET_BY_OTHERS
+    assert not changed, f"this test leaves {', '.join(sorted(changed))} changed"
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory):
     """A small text with a structure that can be learnt."""

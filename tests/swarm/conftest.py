@@ -9,11 +9,16 @@ from tpuswarm.swarm.store import Store
 
 
 @pytest.fixture(scope="session")
-def loopback():
-    """A bucket of the name `bucket`."""
-    with bucket("bucket") as made, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STORAGE_EMULATOR_HOST", made.endpoint)
+def served():
+    with bucket("bucket") as made:
         yield made
+
+
+@pytest.fixture
+def loopback(served, monkeypatch):
+    """A bucket of the name `bucket`."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", served.endpoint)
+    return served
 
 
 @pytest.fixture(params=["folder", "memory", "bucket"])

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from itertools import islice
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -278,7 +279,8 @@ def test_slow_data_does_not_keep_a_stop_waiting(tmp_path):
 
 
 def test_a_resumed_deterministic_run_is_deterministic(tmp_path, monkeypatch):
-    stopped_run(tmp_path / "run", deterministic=True)
+    with mock.patch.dict(os.environ):
+        stopped_run(tmp_path / "run", deterministic=True)
     asked = []
     monkeypatch.setattr("tpuswarm.train.platform.prepare", lambda deterministic=False: asked.append(deterministic))
     trainer().fit(toy.recipe(), run=tmp_path / "run")

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import struct
+from unittest import mock
 
 import pytest
 from wandb.proto import wandb_internal_pb2 as messages
@@ -17,11 +19,10 @@ BLOCK, HEADER = 32 * 1024, 7
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+def offline(tmp_path):
+    folders = {f"WANDB_{name}_DIR": str(tmp_path / name.lower()) for name in ("CONFIG", "CACHE", "DATA")}
+    with mock.patch.dict(os.environ, {"WANDB_MODE": "offline", **folders}):  # W&B sets more
+        yield
 
 
 def records(path):

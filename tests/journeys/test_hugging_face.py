@@ -11,6 +11,10 @@ from safetensors.numpy import load_file
 
 from tests import processes
 from tests.recipes.hub import serving
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.objects import Objects
+from tpuswarm.swarm.runtime.head import read_founding
+from tpuswarm.swarm.store import Store
 from tpuswarm.train.load import load_run
 
 GOLDEN = Path(__file__).resolve().parents[1] / "recipes" / "golden" / "model"
@@ -56,7 +60,20 @@ def test_a_swarm_trains_with_a_bpe_of_its_own(tmp_path, text_file):
     out, _ = processes.run(["sample", "run", "--prompt", "line", "--tokens", "5"], tmp_path)
     assert out.startswith("line")
     out, _ = processes.run(["export", "run", "model", "--format", "hf", "--json"], tmp_path)
-    assert json.loads(out)["step"] == 12 and load_file(tmp_path / "model" / "model.safetensors")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert json.loads(out)["step"] == 12 and exported
+
+    begin = f"train gpt2-tiny --data {text_file} --layers 1 --steps 6 --init-from"
+    _, err = processes.run([*begin.split(), "run", "--members", "2", "--run", "no"], tmp_path, 2)
+    assert "is the run of a swarm" in err and "tpuswarm export" in err and not (tmp_path / "no").exists()
+    _, err = processes.run([*begin.split(), "hf:model", "--members", "2", "--cycle", "6", "--run", "tuned"], tmp_path)
+    assert f"parameters from hf:{tmp_path / 'model'}" in err
+    store = Store(tmp_path / "tuned")
+    layout, first = read_founding(store).layout, Ledger(store).record(0)
+    began = layout.join([Objects(store).get_array(digest) for digest in first.state])
+    for path, name in {"wte": "wte.weight", "blocks/mlp/fc/w": "h.0.mlp.c_fc.weight"}.items():
+        there = began[path] if path == "wte" else began[path][0]
+        np.testing.assert_array_equal(there[: len(exported[f"transformer.{name}"])], exported[f"transformer.{name}"])
 
 
 def test_an_export_is_whole_or_not_at_all(on_small_disk):

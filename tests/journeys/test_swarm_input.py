@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
+from tests.journeys.documents import ROOT
 from tpuswarm.cli import main
 from tpuswarm.swarm.runtime import machine, memory, start
 
+MODEL = ROOT / "tests" / "recipes" / "golden" / "model"
 TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --steps 4"
 
 
@@ -47,6 +49,10 @@ def call(monkeypatch, capsys, tmp_path):
         ("--members 2 --batch 12 --devices-per-member 5", "a batch of 12 rows does not divide over devices (5)"),
         ("--members 2 --eval-every 5m", "a swarm evaluates every so many steps"),
         ("--members 2 --ema 0.9", "--ema is not built for a swarm yet"),
+        (
+            f"--members 2 --init-from hf:{MODEL}",
+            "is another GPT-2: it has layers 2, heads 2, this one has layers 1, heads 1",
+        ),
         ("--members 10000", "members need about"),
         ("--members 2 --profile", "--profile and --wandb are of a plain run"),
         ("--members 2 --wandb project", "--profile and --wandb are of a plain run"),

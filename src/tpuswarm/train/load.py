@@ -80,6 +80,11 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed) -> Any:
     if not (Path(parent) / CONFIG).exists():
         return recipe.load_shared(parent, onto.program.exchange().get(onto.state))
     folder = Path(parent)
+    if "swarm" in read_config(folder):
+        raise InputError(
+            f"{folder} is the run of a swarm, which --init-from does not read: write its model with `tpuswarm export "
+            f"{folder} OUT --format hf`, and begin with --init-from hf:OUT"
+        )
     loaded = load_run(folder, list(onto.mesh.devices.flat))
     meant = [{name: each.options().get(name) for name in recipe.identity} for each in (loaded.recipe, recipe)]
     if found := differences(*meant):

@@ -14,8 +14,9 @@ from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.runtime.plan import Plan, code_digest, fill
 from tpuswarm.train.evaluate import FiniteSource
 from tpuswarm.train.fit import Fitted, fit
+from tpuswarm.train.load import load_parameters
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.recipe import Metrics, Source
+from tpuswarm.train.recipe import Metrics, Recipe, Source
 from tpuswarm.train.session import held_out, request
 from tpuswarm.train.user_code import blame, build_recipe
 
@@ -32,6 +33,7 @@ class Ready:
     digests: Digests
     validation: FiniteSource | None
     """The held-out rows, where there are any and this member evaluates."""
+    _recipe: Recipe
     _plan: Plan
     _source: Source
     _took: Took
@@ -48,8 +50,10 @@ class Ready:
         }
 
     def begin(self) -> list[np.ndarray]:
-        """Float32[size] of each fragment of a fresh state."""
-        shared = self.fitted.program.exchange().get(self.fitted.init(self._keys()[0]))
+        """Float32[size] of each fragment of a first state: a fresh one, or around the parameters of --init-from."""
+        parent = self._plan.settings["init_from"]
+        given = load_parameters(parent, self._recipe, self.fitted) if parent else None
+        shared = self.fitted.program.exchange().get(self.fitted.init(self._keys()[0], given))
         return self.layout.split(dict(zip(leaf_paths(shared), to_host(jax.tree.leaves(shared)), strict=True)))
 
     def holder(self, fragments: Sequence[np.ndarray]) -> ProgramHolder:
@@ -79,4 +83,4 @@ def make_ready(
     digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
     say(f"compiled: {fitted.choice.why}")
     validation = held_out(recipe, required=False) if evaluates else None
-    return Ready(fitted, layout, digests, validation, plan, source, took)
+    return Ready(fitted, layout, digests, validation, recipe, plan, source, took)

@@ -25,9 +25,11 @@ from tpuswarm.swarm.runtime.screen import Screen, auto_screen
 from tpuswarm.swarm.runtime.supervisor import Ended, Supervisor
 from tpuswarm.swarm.status import FILE as STATUS
 from tpuswarm.swarm.store import Store
+from tpuswarm.train.fit import place
+from tpuswarm.train.load import load_parameters
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run import CONFIG, EVENTS, LAST, METRICS, Run, new_folder, read_rows, writing
-from tpuswarm.train.session import Resolved, configuration, held_out, resolve
+from tpuswarm.train.session import Resolved, configuration, held_out, request, resolve
 from tpuswarm.train.settings import check_batch, differences
 
 Environment = Callable[[int | None], dict[str, str]]
@@ -147,8 +149,6 @@ def _decide(
             raise InputError(f"{name} must be 1 or more, not {value}")
     if asked["ema"] or recipe.defaults.get("ema"):
         raise InputError("--ema is not built for a swarm yet: leave it out")
-    if asked["init_from"]:
-        raise InputError("--init-from is not built for a swarm yet: leave it out")
     jax.config.update("jax_platforms", "cpu")  # the devices are for the members
     config = run.config()
     if config and "swarm" in config and not (run.folder / FOUNDING).exists():
@@ -174,8 +174,13 @@ def _prepare(run: Run, recipe: Recipe, decided: _Decided, ray_address: str | Non
     """Write down what was decided, and the data."""
     made, kind, sizes = decided.swarm, decided.kind, decided.sizes
     memory.check_memory(made.members, sizes.exchanged, sizes.state, kind)
+    settings, notes = decided.resolved.settings, [f"changed: {each}" for each in decided.changed]
+    if (parent := settings["init_from"]) and not (run.folder / FOUNDING).exists():
+        load_parameters(
+            parent, recipe, place(recipe, request(settings), jax.devices())
+        )  # or an error, before any start
+        notes.append(f"parameters from {parent}")
     shared = recipe.share(run.folder / "data")
-    settings = decided.resolved.settings
     plan = Plan(
         swarm=made,
         target=recipe.target,
@@ -199,7 +204,7 @@ def _prepare(run: Run, recipe: Recipe, decided: _Decided, ray_address: str | Non
         run.write_event("note", message=f"accepted: {each}")
     environment = machine.environments(kind, decided.devices, decided.per_member)
     cluster = Cluster(made.run, run.folder / TOKEN, ray_address, decided.per_member, sizes.largest)
-    return _Ready(plan, environment, cluster, [f"changed: {each}" for each in decided.changed])
+    return _Ready(plan, environment, cluster, notes)
 
 
 def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:

@@ -23,6 +23,8 @@ if "TPUSWARM_CACHE" not in os.environ:  # parallel workers inherit the one of th
 import jax
 import pytest
 
+from tpuswarm.cli import main
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -51,6 +53,20 @@ def text_file(tmp_path_factory: pytest.TempPathFactory):
 def devices():
     """The 8 virtual devices."""
     return jax.devices()
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """Runs a command in this process: its words; (code, out, err)."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tpuswarm", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
 
 
 @pytest.fixture

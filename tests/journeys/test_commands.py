@@ -38,20 +38,13 @@ def data_fails():
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path, text_file):
+def call(monkeypatch, typed, tmp_path, text_file):
     """Run a command in this process, in an empty directory with my_recipe.py and text.txt; (code, out, err)."""
     monkeypatch.chdir(tmp_path)
     Path("my_recipe.py").write_text(RECIPE)
     Path("text.txt").write_text(text_file.read_text())
 
-    def run(line: str):
-        monkeypatch.setattr(sys, "argv", ["tpuswarm", *line.split()])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return run
+    return lambda line: typed(*line.split())
 
 
 TRAIN = "train my_recipe.py:line --steps 4 --batch 8"

@@ -16,7 +16,7 @@ import tomli_w
 
 from tests.swarm.chains import PER_ROW
 from tests.swarm.chains import Run as Chain
-from tpuswarm.cli import control, main
+from tpuswarm.cli import control
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.events import commit_event
 from tpuswarm.swarm.ledger import commit_name
@@ -34,19 +34,12 @@ CONFIG = {
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
+def call(monkeypatch, typed, tmp_path):
     """Run a command in this process, in an empty directory; (code, out, err)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(control, "LOOK", 0.02)
 
-    def run(line: str):
-        monkeypatch.setattr(sys, "argv", ["tpuswarm", *line.split()])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return run
+    return lambda line: typed(*line.split())
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests.journeys.documents import ROOT
-from tpuswarm.cli import main
 from tpuswarm.swarm.runtime import machine, memory, start
 
 MODEL = ROOT / "tests" / "recipes" / "golden" / "model"
@@ -15,7 +14,7 @@ TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
+def call(monkeypatch, typed, tmp_path):
     """Run a command in this process, in an empty directory, without a cluster; (code, out, err)."""
     monkeypatch.chdir(tmp_path)
 
@@ -24,14 +23,7 @@ def call(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(start, "Cluster", none)
 
-    def run(line: str):
-        monkeypatch.setattr(sys, "argv", ["tpuswarm", *line.split()])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return run
+    return lambda line: typed(*line.split())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`tpuswarm plan` as it is typed, with the real TPU compiler on small programs."""
 
 import json
-import sys
 from io import StringIO
 
 import pytest
@@ -9,7 +8,6 @@ from rich.console import Console
 
 from tests import processes
 from tpuswarm import catalog
-from tpuswarm.cli import main
 from tpuswarm.plan.order import Found, Program
 from tpuswarm.plan.row import Row
 from tpuswarm.plan.table import table
@@ -68,20 +66,13 @@ def line_of(words: str) -> int:
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
+def call(monkeypatch, typed, tmp_path):
     """Run a command in this process, in an empty directory with my_recipe.py; (code, out, err)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "my_recipe.py").write_text(RECIPE)
 
-    def run(line: str):
-        monkeypatch.setattr(sys, "argv", ["tpuswarm", *line.split()])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return run
+    return lambda line: typed(*line.split())
 
 
 def test_gpt2_trains_on_every_generation(call):

@@ -2,11 +2,8 @@
 
 import os
 import shutil
-import sys
 
 import pytest
-
-from tpuswarm.cli import main
 
 FILE = """outside = "lo"
 inside = "lo"
@@ -20,20 +17,13 @@ HAS_NFT = shutil.which("nft", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
+def call(monkeypatch, typed, tmp_path):
     """Run `tpuswarm router …` in this process, as somebody without rights, beside ROUTER.toml; (code, out, err)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
     (tmp_path / "ROUTER.toml").write_text(FILE)
 
-    def run(line: str):
-        monkeypatch.setattr(sys, "argv", ["tpuswarm", "router", *line.split()])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return run
+    return lambda line: typed("router", *line.split())
 
 
 @pytest.mark.parametrize("line", ["apply ROUTER.toml --tune", "status", "remove"])

@@ -154,17 +154,13 @@ mbit_down = 100
 
 
 @pytest.fixture
-def simulate(monkeypatch, capsys, tmp_path):
+def simulate(typed, tmp_path):
     """`tpuswarm simulate` of a file with this text; (code, out, err)."""
 
     def run(text: str, *options: str):
         path = tmp_path / "fleet.toml"
         path.write_text(text)
-        monkeypatch.setattr(sys, "argv", ["tpuswarm", "simulate", str(path), *options])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
+        return typed("simulate", str(path), *options)
 
     return run
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.hosts import SECRET
 from tpuswarm import supervised
@@ -67,6 +69,16 @@ def train(shard: str, steps: int, took=lambda step, loss: None):
     return {"losses": losses, "params": params, "split": split, "read": sorted(set(read))}
 
 
+def exchange(shift: int) -> None:
+    """Between pairs of devices that had no connection before, and not awaited: JAX itself awaits one device of some."""
+    zero, one = np.asarray(jax.devices()).reshape(2, -1)
+    pairs = Mesh(np.stack([zero, np.roll(one, shift)], axis=1), ("pair", "host"))
+    x = jax.make_array_from_callback(
+        (len(zero), 2), NamedSharding(pairs, P("pair", "host")), lambda index: np.ones((1, 1))
+    )
+    jax.jit(lambda x: x.sum(axis=1), out_shardings=NamedSharding(pairs, P("pair")))(x)
+
+
 def main() -> None:
     index, about = int(sys.argv[1]), json.loads(sys.argv[2])
     folder = Path(about["folder"])
@@ -75,6 +87,9 @@ def main() -> None:
     with hosts.initialize(about["address"], 2, index, SECRET, 60) as group:
         if "differ" in about:
             group.agree({"configuration": "same", about["differ"]: f"digest of {index}"})
+        elif "exchanges" in about:
+            for shift in range(about["exchanges"]):
+                exchange(shift)
         elif about["steps"]:
             (folder / f"{index}.json").write_text(json.dumps(train(about["shard"], about["steps"])))
         else:

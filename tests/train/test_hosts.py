@@ -51,6 +51,11 @@ def test_a_host_that_dies_ends_the_other_with_one_sentence(tmp_path, victim, how
     assert said == f"host {victim} is gone ({why}), so this host ends too; start all of them together again\n"
 
 
+def test_no_host_ends_before_what_its_devices_owe_the_others(tmp_path):
+    """Else the other waits for them for ever, at the end of its process."""
+    finished(start_hosts(MODULE, tmp_path, exchanges=4), tmp_path)
+
+
 def test_hosts_with_other_data_are_refused_by_name(tmp_path):
     started = start_hosts(MODULE, tmp_path, differ="data")
     finished(started, tmp_path, code=1)

@@ -20,6 +20,9 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpuswarm.errors import InputError
 from tpuswarm.train import platform
@@ -144,6 +147,8 @@ class Hosts:
 
         A reason, a sentence, ends the others at once, with a status.
         """
+        if self._runtime and reason is None:
+            _settle()
         lines, self._lines = self._lines, {}
         for line in lines.values():
             line.farewell(reason, status)
@@ -294,6 +299,20 @@ def _dial(name: str, port: int, index: int, secret: Secret, end: float) -> dict[
 
 def _known(secret: Secret) -> bytes:
     return secret if isinstance(secret, bytes) else secret()
+
+
+def _settle() -> None:
+    """Wait until nothing runs on this host's devices that needs another host; all hosts have to call it.
+
+    JAX's own exchanges between hosts (one of them in a restore) are awaited on the first device only. A host that ends
+    before the others of its devices are through leaves the other host waiting for them for ever, at the end of its
+    process. Collectives run in the order of their dispatch, so the last one's end is the end of all.
+    """
+    mesh = Mesh(np.asarray(jax.devices()), ("all",))
+    ones = jax.make_array_from_callback(
+        (mesh.size,), NamedSharding(mesh, PartitionSpec("all")), lambda index: np.ones(1, np.float32)
+    )
+    jax.block_until_ready(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(ones))
 
 
 def _lost(index: int, lines: Mapping[int, Line], why: str, status: int) -> NoReturn:

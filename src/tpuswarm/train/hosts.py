@@ -147,8 +147,6 @@ class Hosts:
 
         A reason, a sentence, ends the others at once, with a status.
         """
-        if self._runtime and reason is None:
-            _settle()
         lines, self._lines = self._lines, {}
         for line in lines.values():
             line.farewell(reason, status)
@@ -156,6 +154,7 @@ class Hosts:
             line.wait()
         if self._runtime and reason is None:
             self._runtime = False
+            _settle()
             jax.distributed.shutdown()
 
     def _exit(self) -> None:

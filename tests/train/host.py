@@ -70,7 +70,7 @@ def train(shard: str, steps: int, took=lambda step, loss: None):
 
 
 def exchange(shift: int) -> None:
-    """Between pairs of devices that had no connection before, and not awaited: JAX itself awaits one device of some."""
+    """Between pairs of devices that had no connection before; not awaited, as JAX awaits one device of its own only."""
     zero, one = np.asarray(jax.devices()).reshape(2, -1)
     pairs = Mesh(np.stack([zero, np.roll(one, shift)], axis=1), ("pair", "host"))
     x = jax.make_array_from_callback(

@@ -303,9 +303,10 @@ def _known(secret: Secret) -> bytes:
 def _settle() -> None:
     """Wait until nothing runs on this host's devices that needs another host; all hosts have to call it.
 
-    JAX's own exchanges between hosts (one of them in a restore) are awaited on the first device only. A host that ends
-    before the others of its devices are through leaves the other host waiting for them for ever, at the end of its
-    process. Collectives run in the order of their dispatch, so the last one's end is the end of all.
+    JAX's own exchanges between hosts (`multihost_utils.process_allgather`, which a restore runs too) are awaited on the
+    first device only. A host that ends before its other devices are through leaves the other host waiting for them for
+    ever, at the end of its process. Collectives run in the order of their dispatch, so the last one's end is that of
+    all.
     """
     mesh = Mesh(np.asarray(jax.devices()), ("all",))
     ones = jax.make_array_from_callback(

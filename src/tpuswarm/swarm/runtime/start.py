@@ -176,9 +176,8 @@ def _prepare(run: Run, recipe: Recipe, decided: _Decided, ray_address: str | Non
     memory.check_memory(made.members, sizes.exchanged, sizes.state, kind)
     settings, notes = decided.resolved.settings, [f"changed: {each}" for each in decided.changed]
     if (parent := settings["init_from"]) and not (run.folder / FOUNDING).exists():
-        load_parameters(
-            parent, recipe, place(recipe, request(settings), jax.devices())
-        )  # or an error, before any start
+        # A member reads them again: here they are only found to be wrong before anything is started.
+        load_parameters(parent, recipe, place(recipe, request(settings), jax.devices()))
         notes.append(f"parameters from {parent}")
     shared = recipe.share(run.folder / "data")
     plan = Plan(

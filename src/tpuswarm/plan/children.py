@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ class Children:
                 slow.cancel()
                 process.kill()
                 code = process.wait()
+                with suppress(BrokenPipeError), process:  # closes its pipes; in one may be an order that nobody read
+                    pass
                 self._running.discard(process)
             if "refused" in answer:
                 raise InputError(answer["refused"])

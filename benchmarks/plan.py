@@ -48,7 +48,7 @@ def run(settings: Settings) -> Iterator[Table]:
                     f"{memory / GIB:.1f}",
                     f"{MEMORY:.0f}",
                     verdict(memory <= MEMORY * GIB),
-                    str(0 if name == "the same again" else sum(row["compilations"] for row in rows)),
+                    "–" if name == "the same again" else str(sum(row["compilations"] for row in rows)),
                 )
                 for name, (rows, seconds, memory) in took.items()
             ],

@@ -73,6 +73,15 @@ def multiply(x, w, out):
     out[...] = jnp.dot(x[...], w[...].T, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
+def too_large_for_the_chips_own_memory(w, x):
+    tiled = jax.lax.stop_gradient(jnp.tile(w["a"].astype(jnp.float32), (32, 32)))
+    return clean(w, x) + pallas.pallas_call(double, out_shape=tiled)(tiled).sum().astype(x.dtype)  # planted: refused
+
+
+def double(x, out):
+    out[...] = 2 * x[...]
+
+
 def recipe(model):
     shape = jax.random.normal
     return supervised(
@@ -89,6 +98,7 @@ CASES |= {model.__name__: (partial(recipe, model), "v5e-1") for model in (repeat
 CASES |= {model.__name__: (partial(recipe, model), "v5e-4") for model in (mirrors, contrasts)}
 CASES |= {
     "kernel_of_a_later_tpu": (partial(recipe, kernel_of_a_later_tpu), "v3-8"),
+    "too_large_for_the_chips_own_memory": (partial(recipe, too_large_for_the_chips_own_memory), "v5e-1"),
     "gpt2 on four": (lambda: SPLASH, "v5e-4"),
     "clean on four": (partial(recipe, clean), "v5e-4"),
 }

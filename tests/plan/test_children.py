@@ -3,15 +3,16 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tpuswarm import catalog
 from tpuswarm.errors import InputError
 from tpuswarm.plan import children
-from tpuswarm.plan.cache import Cache
+from tpuswarm.plan.cache import Cache, question
 from tpuswarm.plan.children import Children, other_libtpu, workers
-from tpuswarm.plan.order import Asked, Order, place_of
+from tpuswarm.plan.order import Asked, Found, Order, place_of
 
 RECIPE = """
 import os, time
@@ -59,6 +60,12 @@ def silent(order, text):
     pass
 
 
+def kept(asked: Order | None = None, **settings: str) -> Found | None:
+    """The answer that the cache in the working folder still gives."""
+    asked = asked or order()
+    return Cache(Path("cache")).get(question(asked, children._environment(asked) | settings))
+
+
 def test_a_process_that_ends_badly_is_one_row_and_the_others_stand(folder):
     compiling = Children(Cache(folder / "cache"), silent)
     answers = compiling.answers([order("killed"), order("exit"), order()])
@@ -67,35 +74,69 @@ def test_a_process_that_ends_badly_is_one_row_and_the_others_stand(folder):
     assert "killed (signal 9)" in found["killed"].problem and "memory" in found["killed"].problem
     assert "status 3" in found["exit"].problem and "the disk is on fire" in found["exit"].problem
     assert found["killed"].fits is None
-    assert Cache(folder / "cache").get(order("killed"), children._settings(order("killed"))) is None
-
-    settings = children._settings(order())
-    kept = Cache(folder / "cache").get(order(), settings)
-    assert kept == found["well"]
-    assert Cache(folder / "cache").get(order(tpu="v6e-1"), settings) is None
-    assert Cache(folder / "cache").get(order(), settings | {"LIBTPU_INIT_ARGS": "--other"}) is None
+    assert kept(order("killed")) is None
+    assert kept() == found["well"]
+    assert kept(order(tpu="v6e-1")) is None
+    assert kept(LIBTPU_INIT_ARGS="--other") is None and kept(PYTHONPATH="/elsewhere") is None
     for name, text in (("recipe.py", RECIPE + "\n"), ("beside.py", "WIDTH = 256\n"), ("rows.txt", "1\n" * 24)):
         before = (folder / name).stat()
         text_before = (folder / name).read_text()
         (folder / name).write_text(text)
-        assert Cache(folder / "cache").get(order(), settings) is None, f"{name} changed"
+        assert kept() is None, f"{name} changed"
         (folder / name).write_text(text_before)
         os.utime(folder / name, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert Cache(folder / "cache").get(order(), settings) == kept
+        assert kept() == found["well"]
+
+
+def test_the_answer_of_another_folder_is_of_other_files(folder, tmp_path_factory, monkeypatch):
+    """The recipe reads `rows.txt` of the folder that it is asked for from."""
+    here = Order(Asked(f"{folder}/recipe.py:make", {"end": "well"}, batch=16), order().place)
+    key = question(here, {})
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert question(here, {}) != key
+    ours = Order(Asked("tpuswarm.recipes.gpt2:make"), order().place)
+    key = question(ours, {})
+    monkeypatch.chdir(folder)
+    assert question(ours, {}) == key
+
+
+def test_a_file_that_is_named_is_known_by_what_is_in_it(folder):
+    """A recipe may have what it made of the file in a cache of its own, and open only that."""
+    named = Order(Asked("recipe.py:make", {"data": "rows.txt", "more": "texts"}), order().place)
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_text("a")
+    asked = {question(named, {})}
+    for name in ("rows.txt", "texts/a.txt", "texts/b.txt"):
+        (folder / name).write_text(f"another text of {name}")
+        asked.add(question(named, {}))
+    assert len(asked) == 4
+
+
+def test_an_answer_to_a_recipe_that_changed_meanwhile_is_not_kept(folder):
+    (folder / "recipe.py").write_text(RECIPE + "open('beside.py', 'a').close()\nos.utime('beside.py')\n")
+    [(_, found)] = Children(Cache(folder / "cache"), silent).answers([order()])
+    assert found.fits
+    assert kept() is None
+
+
+def test_what_lies_beside_a_recipe_is_no_library(folder):
+    (folder / "random.py").write_text("raise SystemError('not the one that is meant')\n")
+    [(_, found)] = Children(Cache(folder / "cache"), silent).answers([order()])
+    assert found.fits
 
 
 def test_a_kept_answer_is_of_the_same_versions_and_whole(folder):
-    cache, here = Cache(folder / "cache"), order()
-    found = replace(children.Found(True), seconds=3.0)
-    cache.put(here, {}, found, {"files": {}, "packages": {"numpy": "0.1"}})
-    assert cache.get(here, {}) is None
-    cache.put(here, {}, found, {"files": {}, "packages": {"no-such-package": ""}})
-    assert cache.get(here, {}) == found
+    cache, here = Cache(folder / "cache"), question(order(), {})
+    found = replace(Found(True), seconds=3.0)
+    cache.put(here, found, {"files": {}, "packages": {"numpy": "0.1"}})
+    assert cache.get(here) is None
+    cache.put(here, found, {"files": {}, "packages": {"no-such-package": ""}})
+    assert cache.get(here) == found
     [path] = (folder / "cache").iterdir()
     path.write_text(path.read_text()[:-20])
-    assert cache.get(here, {}) is None
+    assert cache.get(here) is None
     path.write_text(json.dumps({"found": {"fits": True}, "rests": {"files": {}, "packages": {}}}))
-    assert cache.get(here, {}) is None
+    assert cache.get(here) is None
 
 
 def test_one_that_hangs_is_stopped(folder):

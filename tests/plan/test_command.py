@@ -42,6 +42,15 @@ def prints(h):
     jax.debug.print("{h}", h=h.sum())
     return h
 
+def halves():
+    return supervised(
+        lambda key: {"w": jnp.zeros((128, 128))},
+        lambda params, batch, key: jnp.mean(batch["x"] @ params["w"]),
+        optax.sgd(0.1),
+        {"x": np.ones((8, 128), np.float32)},
+        defaults={"accumulate": 2},
+    )
+
 def two_layers():
     return supervised(
         lambda key: {"first": jnp.zeros((1024, 1024)), "second": jnp.zeros(1024)},
@@ -126,7 +135,7 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would(call):
     sentence = " ".join(out.split()).split("v2-8: does not fit: ")[1]
     assert "even its smallest form (sharded: " in sentence and "layers recomputed) needs " in sentence
     assert "GiB a device of 7.48" in sentence and "too many" in sentence and "of it is the state" in sentence
-    assert "more chips, v2-128 at the least (estimate: plan it with --on v2-128)" in sentence
+    assert "chips with more memory (v4, v5p, v6e, tpu7x; estimate), as no slice of these has enough" in sentence
     _, out, _ = call("plan gpt2-1558m --data fake --layers 800 --on v2-8 --batch 8 --json")
     [row] = json.loads(out)["rows"]
     assert row["fits"] is False and row["hbm_used_bytes"] == "unknown" and "needs" in row["problem"]
@@ -199,6 +208,11 @@ def test_a_slice_that_the_batch_does_not_fit_into_leaves_the_others(call):
     one, eight = json.loads(out)["rows"]
     assert code == 0 and one["fits"] is True and one["micro_batches"] == 4
     assert eight["problem"].endswith("micro-batches (4) = 32; use --batch 32 or --accumulate 2")
+
+    code, out, _ = call("plan my_recipe.py:halves --on v5e-1 --on v5e-8 --batch 8 --json")
+    one, eight = json.loads(out)["rows"]
+    assert code == 0 and one["fits"] is True and one["micro_batches"] == 2
+    assert eight["problem"].endswith("micro-batches (2) = 16; use --batch 16 or --accumulate 1")
 
 
 def test_what_is_frozen_is_read_and_not_written(call):

@@ -10,7 +10,12 @@ def advice(accelerator: Accelerator, found: Found) -> str:
     have, held = accelerator.generation.compiler_hbm_bytes, found.held or 0
     if not found.needed:
         return f"even its smallest form ({found.smallest}) does not fit, and the compiler does not say by how much"
-    ways = [_more_chips(accelerator, found.needed, have)]
+    ways = []
+    if not found.spread and accelerator.devices > 1:
+        ways.append("a state that is split over the devices (leave --shard out)")
+    if found.rows > 1:
+        ways.append(f"fewer rows at a time than {found.rows} a device (a larger --accumulate, or a smaller --batch)")
+    ways.append(_more_chips(accelerator, found))
     if held < have:
         share = (have - held) / (found.needed - held)
         ways.append(f"rows of at most {share:.0%} of this length, such as a smaller --context (estimate)")
@@ -23,16 +28,26 @@ def advice(accelerator: Accelerator, found: Found) -> str:
     )
 
 
-def _more_chips(accelerator: Accelerator, needed: int, have: int) -> str:
-    """The smallest slice that could hold it if all of it were split over the devices."""
+def _more_chips(accelerator: Accelerator, found: Found) -> str:
+    """The smallest slice that could hold it."""
+
+    def holds(other: Accelerator) -> bool:
+        return _needed(found, accelerator.devices, other.devices) <= other.generation.compiler_hbm_bytes
+
     same = [each for each in accelerators() if each.generation is accelerator.generation]
     for each in sorted(same, key=lambda each: each.chips):
-        if each.chips > accelerator.chips and needed * accelerator.devices <= have * each.devices:
+        if each.chips > accelerator.chips and holds(each):
             return f"more chips, {each.name} at the least (estimate: plan it with --on {each.name})"
-    more = [each for each in accelerators() if each.generation.compiler_hbm_bytes > have]
-    enough = (
-        each for each in more if needed * accelerator.devices <= each.devices * each.generation.compiler_hbm_bytes
-    )
-    if bigger := dict.fromkeys(each.generation.name for each in enough):
+    have = accelerator.generation.compiler_hbm_bytes
+    more = [each for each in accelerators() if each.generation.compiler_hbm_bytes > have and holds(each)]
+    if bigger := dict.fromkeys(each.generation.name for each in more):
         return f"chips with more memory ({', '.join(bigger)}; estimate), as no slice of these has enough"
-    return "a smaller model, as no slice of any TPU has enough (estimate)"
+    return "a smaller model or shorter rows, as no slice of any TPU has enough (estimate)"
+
+
+def _needed(found: Found, devices: int, others: int) -> float:
+    """Bytes a device on `others` devices: the state is split further, but one row's activations never are."""
+    assert found.needed is not None and found.held is not None
+    split = devices / others if found.spread or devices == 1 else 1
+    rows = min(found.rows, max(1, found.rows * devices / others))
+    return found.held * split + (found.needed - found.held) * rows / found.rows

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.plan.cache import SETTINGS, Cache
+from tpuswarm.plan.cache import Cache, question
 from tpuswarm.plan.order import Found, Order
 from tpuswarm.train.settings import check_batch
 
@@ -56,27 +56,28 @@ class Children:
             raise InputError(wrong[0])
         waiting = []
         for order, problem in zip(orders, wrong, strict=True):
-            found = Found(None, problem=problem) if problem else self._cache.get(order, _settings(order))
+            key = question(order, _environment(order))
+            found = Found(None, problem=problem) if problem else self._cache.get(key)
             if found is None:
-                waiting.append(order)
+                waiting.append((order, key))
             else:
                 yield order, found
         pool = ThreadPoolExecutor(workers(len(waiting)))
         try:
-            asked = {pool.submit(self._compile, order): order for order in waiting}
-            for done in as_completed(asked):
-                yield asked[done], done.result()
+            answered = {pool.submit(self._compile, order, key): order for order, key in waiting}
+            for done in as_completed(answered):
+                yield answered[done], done.result()
         finally:
             self._unwanted = True
             for process in list(self._running):
                 process.kill()
             pool.shutdown(cancel_futures=True)
 
-    def _compile(self, order: Order) -> Found:
-        environment = _environment(order)
+    def _compile(self, order: Order, key: str) -> Found:
         with tempfile.TemporaryFile() as words:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tpuswarm.plan.child"], env=environment, start_new_session=True,
+                [sys.executable, "-P", "-m", "tpuswarm.plan.child"],  # -P: what lies here is no library
+                env=_environment(order), start_new_session=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
             )  # fmt: skip
             self._running.add(process)
@@ -106,7 +107,7 @@ class Children:
                 return Found(None, problem=_ended(code, late.is_set(), self._seconds, last))
         found = Found.of(answer["found"])
         try:
-            self._cache.put(order, _settings(order), found, answer["rests"])
+            self._cache.put(key, found, answer["rests"])
         except OSError as error:
             self.unkept = f"the answers are not kept for the next time: {error}"
         return found
@@ -189,10 +190,6 @@ def _environment(order: Order) -> dict[str, str]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-
-
-def _settings(order: Order) -> dict[str, str]:
-    return {name: value for name, value in _environment(order).items() if name.startswith(SETTINGS)}
 
 
 def _ended(code: int, late: bool, seconds: float, words: str) -> str:

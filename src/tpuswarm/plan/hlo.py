@@ -58,11 +58,12 @@ def hazards(fitted: Fitted, batch: int, unit: int) -> list[Hazard]:
 def refusal(error: BaseException, program: ClosedJaxpr) -> Hazard:
     """Why a traced program does not lower or compile, in the compiler's first line; the place is the call it means."""
     message = str(error)
-    sentence = f"the compiler refuses it: {' '.join(message.splitlines()[0].split())}"
+    first = next(iter(message.splitlines()), type(error).__name__)
+    sentence = f"the compiler refuses it: {' '.join(first.split())}"
     suspected = re.findall(r"^\s+(\S+?):(\d+)(?::\d+)? \[", message, re.MULTILINE)
     places = [Place(file, int(line)) for file, line in suspected if is_recipe_file(file)]
     named = re.search(r"rule for primitive '(\w+)'", message)
-    kernel = "Mosaic" in message or "Pallas" in message
+    kernel = re.search("Mosaic|Pallas|space=vmem", message)
     if not places and (named or kernel):
         places = _places(program.jaxpr, named[1] if named else "pallas_call", None)
     return Hazard("refused", sentence, places[0] if places else None)
@@ -102,7 +103,7 @@ def unrolled(flops: Flops) -> list[Hazard]:
             "parameters and use jax.lax.scan",
             place,
         )
-        for place, count in list(worst.items())[:1]
+        for place, count in sorted(worst.items(), key=lambda item: -item[1])[:1]
     ]
 
 

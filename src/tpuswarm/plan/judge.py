@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from tpuswarm.errors import InputError
 from tpuswarm.plan.hlo import Hazard, hazards, refusal
 from tpuswarm.plan.largest import largest
 from tpuswarm.plan.order import Found, Order, Place, Program
@@ -15,6 +16,7 @@ from tpuswarm.train.fit import Choice, DoesNotFit, Fitted, Placed, Request, TooL
 from tpuswarm.train.flops import Flops, model_flops
 from tpuswarm.train.mesh import bytes_per_device, make_mesh
 from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.settings import check_batch
 from tpuswarm.train.user_code import build_recipe
 
 Say = Callable[[str], None]
@@ -36,6 +38,11 @@ def judge(order: Order, say: Say) -> Found:
         freeze=asked.freeze,
         ema=asked.ema,
     )
+    if asked.batch is not None:
+        try:
+            check_batch(asked.batch, place.devices, request.accumulate or 1, fewer=False)
+        except InputError as error:  # the micro-batches are the recipe's: only here are they known
+            return Found(None, problem=str(error))
     if order.lower_only:
         return _lowered(recipe, request, order)
     try:
@@ -48,7 +55,9 @@ def judge(order: Order, say: Say) -> Found:
     except DoesNotFit as error:
         last = error.last
         return Found(
-            False, needed=last.needed or None, held=last.state, smallest=last.choice.why, problem=str(error),
+            False, needed=last.needed or None, held=last.state, smallest=last.choice.why,
+            spread=last.choice.shard == "fsdp",
+            rows=error.batch // place.devices // last.choice.accumulate, problem=str(error),
             compilations=compiler.count,
         )  # fmt: skip
     except fitting.Refused as error:
@@ -86,7 +95,11 @@ class _Compiler:
         def used(rows: int) -> int | None:
             nonlocal best
             self.count += 1
-            tried = fitting.attempt(self._recipe, self._sized(rows), self._devices, best.fitted.choice, memory)
+            try:
+                tried = fitting.attempt(self._recipe, self._sized(rows), self._devices, best.fitted.choice, memory)
+            except fitting.Refused as error:  # a kernel that is too large at this size, where a smaller one was not
+                self._say(f"{rows} rows a device: {error}")
+                return None
             if not isinstance(tried, Fitted):
                 self._say(f"{rows} rows a device are too many")
                 return None

@@ -120,6 +120,10 @@ class Found:
     """Where nothing fits: bytes of these that are the smallest form's state."""
     smallest: str = ""
     """Where nothing fits: the smallest form in words."""
+    spread: bool = False
+    """Where nothing fits: whether each device holds only a part of the smallest form's state."""
+    rows: int = 1
+    """Where nothing fits: rows of the smallest form's micro-batch on one device."""
     problem: str = ""
     hazards: tuple[Mapping[str, Any], ...] | None = None
     """kind, sentence, file and line of each; None where the compiled program was not seen."""

@@ -38,7 +38,7 @@ PUBLISHED = (
 )
 
 ENOUGH = 3
-"""Figures of one generation that make a band of its own."""
+"""Systems with figures of one generation that make a band of its own."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ def band(generation: str, without: str = "") -> Band:
     """Of a generation where enough was published on it, else of all TPUs; `without` one system's figures."""
     known = [each for each in PUBLISHED if each.system != without]
     own = [each for each in known if each.generation == generation]
-    used = own if len(own) >= ENOUGH else known
+    owners = len({each.system for each in own})
+    used = own if owners >= ENOUGH else known
     shares = [each.share for each in used]
-    of = generation if used is own else f"any TPU, as only {len(own)} on {generation}"
+    of = generation if used is own else f"any TPU, as only {owners} of these systems published on {generation}"
     systems = ", ".join(dict.fromkeys(each.system for each in used))
     return Band(min(shares), max(shares), f"{len(used)} published figures of {of}: {systems}")

@@ -204,7 +204,7 @@ def attempt(
         try:
             compiled = traced.lower().compile()
         except Exception as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):  # whatever an op or a kernel raises that has no form there
+            if not _lacks_memory(str(error), options.platform):  # whatever an op or a kernel raises that has no form
                 raise Refused(recipe.name, devices[0].device_kind, error, traced.jaxpr) from error
             needed = _needed_bytes(str(error))
         else:
@@ -221,7 +221,7 @@ class DoesNotFit(InputError):
     """No way of running fits; `last` is the smallest, tried last."""
 
     def __init__(self, name: str, batch: int, devices: Sequence[Any], last: TooLarge, memory_bytes: int | None):
-        self.last, self.memory_bytes = last, memory_bytes
+        self.batch, self.last, self.memory_bytes = batch, last, memory_bytes
         need = f"needs {last.needed / 2**30:.2f} GiB a device" if last.needed else "is more than the compiler can place"
         have = f" of {memory_bytes / 2**30:.2f}" if memory_bytes else ""
         super().__init__(
@@ -369,6 +369,11 @@ def _memory(compiled: Any, platform: str) -> Memory:
     if platform == "tpu":  # there the temporaries have the donated arguments among them; its peak is of both together
         temporaries = max(0, stats.peak_memory_in_bytes - arguments)
     return Memory(arguments, temporaries, stats.generated_code_size_in_bytes)
+
+
+def _lacks_memory(refusal: str, platform: str) -> bool:
+    """Whether a compiler lacks a device's main memory; a kernel on TPU may lack another, the chip's own (VMEM)."""
+    return "RESOURCE_EXHAUSTED" in refusal and (platform != "tpu" or "hbm" in refusal.lower())
 
 
 def _needed_bytes(refusal: str) -> int:

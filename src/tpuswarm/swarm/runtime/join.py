@@ -97,7 +97,7 @@ def _follow(group: Group, address: str, say: Say) -> None:
 
 def _live(group: Group, stop: StopSignals, say: Say) -> _Life:
     """One process, to its end."""
-    command = [sys.executable, "-m", "tpuswarm.swarm.runtime.follower"]
+    command = [sys.executable, "-P", "-m", "tpuswarm.swarm.runtime.follower"]  # -P: what lies here is no library
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), stderr=errors,

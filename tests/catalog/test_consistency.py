@@ -9,6 +9,7 @@ import pytest
 
 from tpuswarm import catalog
 from tpuswarm.catalog.figures import Figure
+from tpuswarm.catalog.prices import region_of
 
 ZONE = re.compile(r"[a-z]+-[a-z]+\d+-([a-z]|ai\d+[a-z]?)")
 ALL = catalog.accelerators()
@@ -40,14 +41,51 @@ def test_zones_and_prices():
     for tpu in ALL:
         zones = tpu.zones()
         assert zones and len(zones) == len(set(zones)) and all(ZONE.fullmatch(each) for each in zones)
-        assert not set(zones) & set(tpu.zones("single tenant"))
+        offered = [zone for offer in tpu.offers for zone in offer.zones]
+        assert len(offered) == len(set(offered)), "a zone offers a type in one way"
+        assert {price.region for price in tpu.prices()} <= {region_of(zone) for zone in offered}
         for price in tpu.prices():
             assert price.on_demand and price.on_demand > 0
             assert price.spot is None or 0 < price.spot <= price.on_demand
             assert price.on_demand / tpu.chips < 20, "the price list writes 700.0 where it knows none"
     assert catalog.find("v2-8").price("europe-west4-a") == catalog.find("v2-8").price("europe-west4")
     assert catalog.find("v5e-8").price().on_demand == pytest.approx(8 * 1.20)  # 1.2 $/chip-hour, us-central1
-    assert catalog.find("tpu7x-8").price() is None and catalog.find("v5e-8").price("us-east1") is None
+    assert catalog.find("tpu7x-8").price() is None and catalog.find("v5e-8").price("us-east7") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "zone", "on_demand", "spot"),
+    [  # rows of the list; in these zones the documentation has no such TPU, or a single tenant has it
+        ("v3-8", "us-central1-f", 8.0, 2.04),
+        ("v5e-8", "us-east1-b", 9.6, 1.95941),
+        ("v5e-8", "us-east4-b", 9.6, 4.8),
+        ("v5e-8", "us-east5-c", 9.6, 4.8),
+        ("v5e-16", "asia-northeast1-b", 24.65664, 6.79045),
+        ("v5e-256", "asia-east1-c", 355.70688, 142.28275),
+        ("v5e-128", "asia-southeast1-b", 199.68, 99.84),
+        ("v5e-64", "europe-north1-c", 84.56448, 42.28224),
+        ("v5e-64", "europe-west1-b", 84.56448, 33.82579),
+        ("v5e-64", "europe-west3-c", 90.624, 24.95782),
+        ("v5e-64", "europe-west4-a", 99.84, 28.47891),
+        ("v5e-64", "northamerica-northeast1-b", 84.56448, 23.28909),
+        ("v5e-256", "southamerica-west1-b", 439.296, 120.98202),
+        ("v5e-256", "southamerica-west1-c", 439.296, 120.98202),
+        ("v5p-1024", "us-east1-d", 2150.4, 427.87891),
+        ("v5p-12288", "europe-west1-d", 27398.89152, 10959.55661),
+        ("v6e-256", "us-south1-c", 691.2, 345.6),
+    ],
+)
+def test_what_is_only_sold_has_the_price_of_the_list(name: str, zone: str, on_demand: float, spot: float):
+    tpu = catalog.find(name)
+    assert zone in {*tpu.zones("sold"), *tpu.zones("single tenant")}
+    price = tpu.price(zone)
+    assert price and (price.on_demand, price.spot) == pytest.approx((on_demand, spot), rel=1e-4)
+
+
+def test_a_zone_of_the_list_without_a_price():
+    tpu = catalog.find("v6e-8")
+    assert "asia-east1-c" in tpu.zones("sold") and tpu.price("asia-east1-c") is None
+    assert catalog.find("tpu7x-8").zones() == ("us-central1-c", "us-central1-ai1a")
 
 
 def test_every_figure_has_source_and_date():
@@ -60,6 +98,11 @@ def test_every_figure_has_source_and_date():
         assert figure.source.title and figure.source.url.startswith("https://")
     for source in [each.source for each in ALL] + [price.source for each in ALL for price in each.prices()]:
         assert isinstance(source.read, date)
+
+
+def test_what_a_page_once_said_is_beside_what_it_says():
+    bandwidth = catalog.find("v6e-8").generation.figures["bandwidth"]
+    assert [each.value for each in _all([bandwidth])] == [1638e9, 1600e9, 1640e9]
 
 
 def _all(figures: list[Figure]) -> Iterator[Figure]:

@@ -55,7 +55,15 @@ def test_filters():
     [
         (("v5e-9",), "did you mean v5e-8"),
         (("v4:3x3x3",), "it has 2x2x1, 2x2x2"),
-        (("--zone", "us-west9"), "offered in 'us-west9': did you mean us-west4?"),
+        (("--zone", "us-west9"), "no TPU of the catalogue is offered in 'us-west9': did you mean us-west4?"),
+        (("v4", "--zone", "us-central1"), "v4 is not offered in 'us-central1': `tpuswarm catalog v4` lists open zones"),
+        (("v4", "--zone", "us-central3"), "v4 is not offered in 'us-central3': did you mean us-central2?"),
+        (
+            ("--zone", "us-east5-c"),
+            "no TPU of the catalogue is offered to everyone in 'us-east5-c' (single tenant only: v5e, v5p, v6e): `tpus",
+        ),
+        (("v5e", "--zone", "us-east5-a"), "v5e is not offered to everyone in 'us-east5-a' (single tenant only: v5e): "),
+        (("--zone", "us-east4-b"), "in 'us-east4-b' (single tenant only: v6e; only a price list has it: v5e): "),
         (("v4", "--max-chips", "2"), "the smallest is v4-8, 4"),
         (("v3-8", "--zone", "us-central1"), "v3-8 is one type: leave them out"),
         (("--max-chips", "0"), "--max-chips"),

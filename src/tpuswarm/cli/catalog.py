@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tpuswarm.catalog import Accelerator, Figure, Generation, Source
+    from tpuswarm.catalog.accelerators import Access
+
+RESTRICTED: dict["Access", str] = {"single tenant": "single tenant only", "sold": "only a price list has it"}
+"""Ways of being offered that are not to everyone, in words."""
 
 
 def catalog(
@@ -56,15 +60,12 @@ def catalog(
 
 def _chosen(among: Iterable["Generation"], zone: str | None, max_chips: int | None) -> list["Accelerator"]:
     from tpuswarm.catalog import accelerators
-    from tpuswarm.config.nearest import did_you_mean
 
     names = {each.name for each in among}
-    chosen = [each for each in accelerators() if each.generation.name in names]
-    if zone:
-        known = {place for each in chosen for open_zone in each.zones() for place in (open_zone, _region(open_zone))}
-        if zone not in known:
-            raise InputError(f"no TPU of the catalogue is offered in {zone!r}: {did_you_mean(zone, known)}")
-        chosen = [each for each in chosen if any(zone in (place, _region(place)) for place in each.zones())]
+    asked = [each for each in accelerators() if each.generation.name in names]
+    chosen = [each for each in asked if zone is None or zone in _places(each)]
+    if zone and not chosen:
+        raise InputError(_nothing_in(zone, asked))
     found = [each for each in chosen if max_chips is None or each.chips <= max_chips]
     if not found:
         smallest = min(chosen, key=lambda each: each.chips)
@@ -72,6 +73,32 @@ def _chosen(among: Iterable["Generation"], zone: str | None, max_chips: int | No
             f"no TPU there has {max_chips} chips or fewer: the smallest is {smallest.name}, {smallest.chips}"
         )
     return found
+
+
+def _nothing_in(zone: str, asked: Iterable["Accelerator"]) -> str:
+    """Why none of these types is listed for a zone or region, and where to look."""
+    from tpuswarm.catalog import accelerators
+    from tpuswarm.catalog.accelerators import ACCESSES
+    from tpuswarm.config.nearest import did_you_mean
+
+    names = list(dict.fromkeys(each.generation.name for each in asked))
+    what, command = f"{names[0]} is not", f"tpuswarm catalog {names[0]}"
+    if len(names) > 1:
+        what, command = "no TPU of the catalogue is", "tpuswarm catalog"
+    some = {
+        access: dict.fromkeys(each.generation.name for each in asked if zone in _places(each, access))
+        for access in ACCESSES[1:]
+    }
+    if who := "; ".join(f"{RESTRICTED[access]}: {', '.join(which)}" for access, which in some.items() if which):
+        return f"{what} offered to everyone in {zone!r} ({who}): `{command}` lists open zones"
+    if any(zone in _places(each, access) for each in accelerators() for access in ACCESSES):
+        return f"{what} offered in {zone!r}: `{command}` lists open zones"
+    return f"{what} offered in {zone!r}: {did_you_mean(zone, {place for each in asked for place in _places(each)})}"
+
+
+def _places(tpu: "Accelerator", access: "Access" = "open") -> set[str]:
+    """Zones that offer it in this way, and their regions."""
+    return {place for zone in tpu.zones(access) for place in (zone, _region(zone))}
 
 
 def _region(zone: str) -> str:

@@ -52,6 +52,13 @@ def test_a_place_that_is_none_is_refused():
         network.transfer_price("mars-1", "us-east1")
 
 
+def test_a_distance_is_priced_without_its_other_end():
+    assert network.transfer_price_over("other continent", "europe").value == 0.08
+    assert network.transfer_price_over("other continent", "oceania").value == 0.15
+    assert network.transfer_price_over("same continent", "africa") is None
+    assert network.read_price_over("same zone").value == 0 and network.read_price_over("internet").value == 0.12
+
+
 def test_reading_a_bucket():
     assert network.read_price("us-central1", "us-central1-a").value == 0
     assert network.read_price("us-central1", "us-east5-a").value == 0.02

@@ -185,7 +185,11 @@ def test_speed_price_and_a_swarm_of_them(call):
         swarm = row["swarm"]
         assert swarm["tokens_per_s"]["low"] == pytest.approx(20 * row["tokens_per_s"]["low"])
         assert swarm["dollars"]["on_demand"]["low"] == pytest.approx(row["dollars"]["on_demand"]["low"])
-        assert swarm["traffic_dollars_a_day"]["same zone"] == 0 < swarm["traffic_dollars_a_day"]["same continent"]
+        dollars = swarm["traffic_dollars_a_day"]
+        assert set(dollars) == {"same zone", "same region", "same continent", "other continent", "internet"}
+        assert dollars["same zone"] == {"exchange": 0, "checkpoints": 0, "data": 0}
+        assert dollars["other continent"]["exchange"] > dollars["same continent"]["exchange"] > 0
+        assert dollars["other continent"]["data"] == "unknown" and dollars["same continent"]["data"] > 0
         data = 4096 * 128 * 4 * 86_400 / row["step_seconds"]["low"]  # rows that are no text count as they are
         assert swarm["member_bytes_a_day"]["data"] == pytest.approx(data)
         assert swarm["estimate"] is True and swarm["head"]["memory_bytes"] > 2**30
@@ -263,6 +267,7 @@ def test_a_terminal_of_80_columns_holds_every_figure():
     text = console.file.getvalue()
     assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
     assert len(few.holders) == 4
+    [far] = [each for each in swarm.bills if each.relation == "other continent"]
     for shown in (
         *(each.name.split()[-1] for each in few.holders),
         "98,304",
@@ -270,6 +275,7 @@ def test_a_terminal_of_80_columns_holds_every_figure():
         "95.74",
         "us-central1",
         short(swarm.traffic.data / gib),
+        f"{short(200 * (far.exchange + far.checkpoints))} + data",
         str(swarm.head.cores),
     ):
         assert shown in text, shown

@@ -41,9 +41,17 @@ def transfer_price(origin: str, destination: str) -> Figure | None:
     To `internet` it is the price of the first TiB of a month to North America. None: unknown.
     """
     how = relation(origin, destination)
+    return transfer_price_over(how, *(continent_of(each) for each in (origin, destination) if each != INTERNET))
+
+
+def transfer_price_over(how: Relation, *continents: str) -> Figure | None:
+    """As `transfer_price`, by distance, between any two places so far apart on these continents.
+
+    With one of two continents alone, the other is any but Oceania, which costs more.
+    """
     if how == "same continent":
-        entry = _prices("transfer")["same_continent"].get(continent_of(origin))
-    elif how == "other continent" and "oceania" in (continent_of(origin), continent_of(destination)):
+        entry = _prices("transfer")["same_continent"].get(continents[0])
+    elif how == "other continent" and "oceania" in continents:
         entry = _prices("transfer")["oceania"]
     else:
         entry = _prices("transfer")[how.replace(" ", "_")]
@@ -55,7 +63,13 @@ def read_price(bucket: str, reader: str) -> Figure | None:
 
     None: unknown, as between continents.
     """
-    entry = _prices("storage").get(f"read_{relation(region_of(bucket), reader).replace(' ', '_')}")
+    return read_price_over(relation(region_of(bucket), reader))
+
+
+def read_price_over(how: Relation) -> Figure | None:
+    """As `read_price`, by distance. A bucket lies in a region: no reader is nearer than the same region."""
+    wide = "same region" if how == "same zone" else how
+    entry = _prices("storage").get(f"read_{wide.replace(' ', '_')}")
     return None if entry is None else figure(entry, _prices("storage")["source"])
 
 

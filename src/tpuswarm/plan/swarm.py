@@ -7,7 +7,7 @@ the inner state once. `tpuswarm simulate` is the tool for anything less even.
 from dataclasses import dataclass, field
 from typing import get_args
 
-from tpuswarm.catalog import Figure, accelerators, network
+from tpuswarm.catalog import Figure, network
 from tpuswarm.config.units import GIB
 from tpuswarm.swarm.core.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form
@@ -87,39 +87,34 @@ def traffic(exchanged: Exchanged) -> Traffic:
 class Bill:
     """Dollars a day of one member's traffic with a head at some distance; None: a price is unknown."""
 
-    relation: str
-    head: str
-    """Zone of the head, or `internet`."""
+    relation: network.Relation
     exchange: float | None
     checkpoints: float | None
     data: float | None
     """Of a bucket beside the head."""
 
     @property
-    def total(self) -> float | None:
-        """None where a part is unknown."""
-        if self.exchange is None or self.checkpoints is None or self.data is None:
-            return None
-        return self.exchange + self.checkpoints + self.data
+    def parts(self) -> dict[str, float | None]:
+        """By what they are for."""
+        return {"exchange": self.exchange, "checkpoints": self.checkpoints, "data": self.data}
 
 
-def bill(member: Traffic, place: str, head: str) -> Bill:
-    """Traffic of a member in the zone `place` with a head in the zone `head`, or on the `internet`, a day.
+def bill(member: Traffic, place: str, relation: network.Relation) -> Bill:
+    """Traffic of a member in the zone `place` with a head so far away, a day; no other continent is Oceania.
 
-    What leaves a machine of Google's is paid for at the price of its way; what arrives is free, and what a head
-    elsewhere sends costs what its owner pays there, which is not in it.
+    What leaves a machine of Google's is paid for at the price of its way; what arrives is free, and what a head on the
+    internet sends costs what its owner pays there, which is not in it.
     """
-    up = _dollars(network.transfer_price(place, head))
-    down = 0.0 if head == network.INTERNET else _dollars(network.transfer_price(head, place))
+    up = _dollars(network.transfer_price_over(relation, network.continent_of(place)))
+    down = 0.0 if relation == "internet" else up  # between two places of Google's a GiB costs the same in both ways
     checkpoints = member.sent["checkpoints"] / GIB
     contributions = sum(member.sent.values()) / GIB - checkpoints
     versions = sum(member.received.values()) / GIB
     read: float | None = 0.0
-    if member.data and head != network.INTERNET:
-        read = _dollars(network.read_price(head, place))
+    if member.data and relation != "internet":
+        read = _dollars(network.read_price_over(relation))
     return Bill(
-        network.relation(place, head),
-        head,
+        relation,
         None if up is None or down is None else up * contributions + down * versions,
         None if up is None else up * checkpoints,
         None if read is None else read * member.data / GIB,
@@ -127,14 +122,8 @@ def bill(member: Traffic, place: str, head: str) -> Bill:
 
 
 def bills(member: Traffic, place: str) -> list[Bill]:
-    """One for each distance of a head from the zone `place`, nearest first; it is in some zone with TPUs."""
-    found: dict[str, Bill] = {}
-    zones = sorted({zone for each in accelerators() for zone in each.zones()})
-    for head in (place, *zones, network.INTERNET):
-        relation = network.relation(place, head)
-        if relation not in found:
-            found[relation] = bill(member, place, head)
-    return [found[each] for each in get_args(network.Relation) if each in found]
+    """One for each distance of a head from the zone `place`, nearest first."""
+    return [bill(member, place, each) for each in get_args(network.Relation)]
 
 
 def _dollars(price: Figure | None) -> float | None:

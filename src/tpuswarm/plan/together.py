@@ -50,7 +50,8 @@ class Together:
                 },
                 "member_bytes_a_day": {"sent": dict(one.sent), "received": dict(one.received), "data": one.data},
                 "traffic_dollars_a_day": {
-                    each.relation: None if each.total is None else members * each.total for each in self.bills
+                    each.relation: {name: None if part is None else members * part for name, part in each.parts.items()}
+                    for each in self.bills
                 },
                 "head": asdict(self.head),
                 "head_machines": [
@@ -111,21 +112,19 @@ def tables(swarms: Sequence[Together]) -> list[Table]:
             for each in swarms
         ],
     )
+    sizes = columns(
+        "traffic of one member, GiB a day",
+        ("each on", "sends", "receives", "data"),
+        [(each.row.accelerator.name, *(short(part / GIB) for part in _parts(each.traffic))) for each in swarms],
+    )
     money = columns(
-        f"traffic of one member in GiB a day, and of all {first.members} in $ a day by the distance of their head",
-        ("each on", "sends", "receives", "data", *(each.replace(" ", "\n") for each in RELATIONS)),
-        [
-            (
-                each.row.accelerator.name,
-                *(short(part / GIB) for part in _parts(each.traffic)),
-                *(_dollars(each, relation) for relation in RELATIONS),
-            )
-            for each in swarms
-        ],
+        f"traffic of all {first.members}, $ a day by the distance of their head",
+        ("each on", *RELATIONS),
+        [(each.row.accelerator.name, *(_dollars(each, relation) for relation in RELATIONS)) for each in swarms],
     )
     money.caption = (
         f"at the fastest speed expected, a push every {first.exchanged.cycle} steps in full precision, checkpoints "
-        "included; data read from a bucket beside the head"
+        "included; data read from a bucket beside the head; what no source prices stands by name after a +"
     )
     heads = columns(
         "its head",
@@ -155,7 +154,7 @@ def tables(swarms: Sequence[Together]) -> list[Table]:
         each.row.accelerator.name for each in swarms if not all(part.network_known for part in each.holders)
     ]:
         machines.caption = f"no source says what network a host of {', '.join(unknown)} has"
-    return [speeds, money, heads, machines]
+    return [speeds, sizes, money, heads, machines]
 
 
 def _parts(one: Traffic) -> tuple[float, float, float]:
@@ -163,8 +162,13 @@ def _parts(one: Traffic) -> tuple[float, float, float]:
 
 
 def _dollars(swarm: Together, relation: str) -> str:
-    total = next((each.total for each in swarm.bills if each.relation == relation), None)
-    return UNKNOWN if total is None else short(swarm.members * total)
+    """What is known, and by name what is not."""
+    parts = next((each.parts for each in swarm.bills if each.relation == relation), {})
+    unknown = [name for name, part in parts.items() if part is None]
+    dollars = sum(part or 0.0 for part in parts.values())
+    if not parts or (unknown and not dollars):
+        return UNKNOWN
+    return " + ".join([short(swarm.members * dollars), *unknown])
 
 
 def _machine(holder: Holder) -> str:

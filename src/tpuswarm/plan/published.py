@@ -54,9 +54,8 @@ def band(generation: str, without: str = "") -> Band:
     """Of a generation where enough was published on it, else of all TPUs; `without` one system's figures."""
     known = [each for each in PUBLISHED if each.system != without]
     own = [each for each in known if each.generation == generation]
-    owners = len({each.system for each in own})
-    used = own if owners >= ENOUGH else known
+    used = own if len({each.system for each in own}) >= ENOUGH else known
     shares = [each.share for each in used]
-    of = generation if used is own else f"any TPU, as only {owners} of these systems published on {generation}"
+    of = generation if used is own else "any TPU"
     systems = ", ".join(dict.fromkeys(each.system for each in used))
     return Band(min(shares), max(shares), f"{len(used)} published figures of {of}: {systems}")

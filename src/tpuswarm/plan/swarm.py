@@ -105,14 +105,14 @@ def bill(member: Traffic, place: str, relation: network.Relation) -> Bill:
     What leaves a machine of Google's is paid for at the price of its way; what arrives is free, and what a head on the
     internet sends costs what its owner pays there, which is not in it.
     """
-    up = _dollars(network.transfer_price_over(relation, network.continent_of(place)))
+    up = _dollars(network.transfer_price(relation, place))
     down = 0.0 if relation == "internet" else up  # between two places of Google's a GiB costs the same in both ways
     checkpoints = member.sent["checkpoints"] / GIB
     contributions = sum(member.sent.values()) / GIB - checkpoints
     versions = sum(member.received.values()) / GIB
     read: float | None = 0.0
     if member.data and relation != "internet":
-        read = _dollars(network.read_price_over(relation))
+        read = _dollars(network.read_price(relation))
     return Bill(
         relation,
         None if up is None or down is None else up * contributions + down * versions,

@@ -117,11 +117,15 @@ def test_hosts_that_go_and_doubles_while_the_others_are_awaited(monkeypatch):
         assert again.ended.wait(20) and again.told == ["it ended: it waits no longer", line.LEFT]
 
 
-@pytest.mark.parametrize(("error", "status"), [(InputError, line.WRONG), (RunFailed, line.LOST), (KeyError, line.LOST)])
-def test_the_others_are_told_how_host_0_ended(error, status):
+def connected() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
-        near, _ = server.accept()
+        return server.accept()[0], far
+
+
+@pytest.mark.parametrize(("error", "status"), [(InputError, line.WRONG), (RunFailed, line.LOST), (KeyError, line.LOST)])
+def test_the_others_are_told_how_host_0_ended(error, status):
+    near, far = connected()
     told, ended = [], threading.Event()
 
     def lost(*how):
@@ -132,6 +136,22 @@ def test_the_others_are_told_how_host_0_ended(error, status):
     with pytest.raises(error), hosts.Hosts(0, 2, {1: line.Line(near, pytest.fail)}):
         raise error("why")
     assert ended.wait(20) and told[1] == status and "why" in told[0]
+
+
+def test_a_host_gives_signs_of_life_until_its_own_farewell(monkeypatch):
+    """The other has said its own and waits; in a silence it would take this one for dead."""
+    monkeypatch.setattr(line, "BEAT", 0.05)
+    near, far = connected()
+    far.settimeout(20)
+    about = json.dumps({"farewell": None, "status": line.LOST}).encode()
+    far.sendall(line.HEAD.pack(len(about), 0) + about)
+    this = line.Line(near, lambda why, status: pytest.fail(why))
+    assert this.receive() is None
+    for _ in range(5):
+        assert line.HEAD.unpack(line._exactly(far, line.HEAD.size)) == (0, 0)
+    this.farewell()
+    said = b"".join(iter(lambda: far.recv(4096), b""))  # up to the end of the connection
+    assert about in said
 
 
 def test_a_secret_has_to_be_known_at_both_ends():

@@ -101,6 +101,8 @@ class Line:
         self._sending = threading.Lock()
         self._left = False
         """Gone without waiting for the other host."""
+        self._said = threading.Event()
+        """This host said farewell, or the other is gone."""
         self._ended = threading.Event()
         """The other host said farewell, or is gone."""
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -131,6 +133,7 @@ class Line:
         self._left = reason is not None
         with suppress(OSError):  # the reading thread says what is wrong
             self._write(json.dumps({"farewell": reason, "status": status}).encode(), b"")
+        self._said.set()
 
     def wait(self, seconds: float | None = None) -> None:
         """Until the other host says farewell, or is gone; so many seconds at most, where given."""
@@ -144,9 +147,11 @@ class Line:
                 self._connection.sendall(view[start : start + PART])
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT):
+        while not self._said.wait(BEAT):  # the other host, which may have said farewell, waits for this one's
             with suppress(OSError):  # the reading thread says what is wrong
                 self._write(b"", b"")
+        self._ended.wait()
+        self._connection.close()
 
     def _read(self) -> None:
         try:
@@ -171,9 +176,9 @@ class Line:
     def _gone(self, why: str, status: int = LOST) -> None:
         if not self._left:
             self._lost(why, status)
-        self._ended.set()  # this process lives on without it
+        self._said.set()  # this process lives on without it
+        self._ended.set()
         self._inbox.put(None)
-        self._connection.close()
 
 
 def relay(host: str, port: int) -> int:

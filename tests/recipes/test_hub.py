@@ -10,6 +10,7 @@ from tests.recipes.hub import COMMIT, serving
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.recipes.gpt2.hub import RELEASED, open_place
 from tpuswarm.recipes.gpt2.pretrained import read_config, read_tokenizer
+from tpuswarm.recipes.gpt2.recipe import GPT2
 
 GOLDEN = Path(__file__).with_name("golden") / "model"
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -41,6 +42,7 @@ def test_all_files_come_from_one_commit_once(hub):
     fetched = [file for method, file, _ in hub.seen if method == "GET"]
     assert sorted(fetched) == sorted(FILES)
     assert place.find("no-such-file") is None
+    assert GPT2(data="fake").shared_digest("gpt2") == COMMIT
     assert read_config(place).width == 16 and read_tokenizer(place).vocab <= 300
 
 

@@ -155,6 +155,18 @@ def test_a_head_that_came_apart_is_refused(copy, text_file):
         made.load_shared(f"hf:{copy}", like(made, whole))
 
 
+def test_other_weights_in_a_folder_of_the_same_name_are_told_apart(copy, text_file):
+    made = recipe(text_file)
+    before = made.shared_digest(f"hf:{copy}")
+    assert before == made.shared_digest(PLACE), "the same weights may lie elsewhere"
+    weights = load_file(copy / "model.safetensors")
+    save_file({name: array * 0 for name, array in weights.items()}, copy / "model.safetensors")
+    assert made.shared_digest(f"hf:{copy}") != before
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"has no model.safetensors, so no weights"):
+        made.shared_digest(f"hf:{copy}")
+
+
 def test_half_a_file_in_a_folder_is_damaged(copy, text_file):
     data = (copy / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes(data[: len(data) // 2])

@@ -1,5 +1,6 @@
 """What hosts of a run decide together and refuse each other for; here over real lines within one process."""
 
+import shutil
 import signal
 import socket
 import threading
@@ -15,7 +16,9 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train import hosts, line, session, together
 from tpuswarm.train.hosts import Hosts
 from tpuswarm.train.line import Line
+from tpuswarm.train.load import load_parameters
 from tpuswarm.train.together import PORT, SECRET, Several, Together, several
+from tpuswarm.train.user_code import build_recipe
 
 
 @pytest.fixture
@@ -79,6 +82,48 @@ def test_data_without_a_digest_are_told_apart_by_their_first_row():
 
     mine, theirs = (session.facts(toy.recipe(), {"data": None}, Source(seed)) for seed in (0, 1))
     assert hosts._difference(mine, theirs, 1).startswith("host 1 does not have host 0's first row of the data")
+
+
+def test_hosts_that_begin_with_other_parameters_are_refused_by_name(pair, tmp_path, monkeypatch):
+    """Under the same name, which may mean a disk of each host's own."""
+    (tmp_path / "made.py").write_text("from tests.train.toy import toy\n")
+    parent, given = tmp_path / "parent", []
+
+    class Heard(Together):
+        def agree(self, facts):
+            given.append(facts())
+
+    def train(steps: int) -> dict[str, str]:
+        shutil.rmtree(parent, ignore_errors=True)
+        Trainer().fit(build_recipe(f"{tmp_path / 'made.py'}:toy", {}), steps=steps, batch=8, run=parent)
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "Together", Heard)
+            Trainer().fit(toy.recipe(), steps=1, batch=8, run=tmp_path / f"child-{steps}", init_from=parent)
+        return given[-1]
+
+    mine, theirs = train(1), train(2)
+    told = both(lambda: pair[0].agree(lambda: mine), lambda: pair[1].agree(lambda: theirs))
+    digests = [facts[f"parameters at {parent}"][:16] for facts in (theirs, mine)]
+    words = f"parameters at {parent} ({digests[0]}, not {digests[1]})"
+    assert [str(error) for error in told] == [f"host 1 does not have host 0's {words}; give all hosts the same"] * 2
+
+
+def test_hosts_compare_a_published_model_before_they_read_it():
+    class Reads(GPT2):
+        def shared_digest(self, place):
+            return f"digest of {place}"
+
+        def load_shared(self, place, like):
+            pytest.fail("was read")
+
+    def agree(facts):
+        assert facts() == {"parameters at hf:small": "digest of hf:small"}
+        raise InputError("another")
+
+    with pytest.raises(InputError, match="another"):
+        load_parameters("hf:small", Reads(data="fake"), None, agree)
+    with pytest.raises(InputError, match="toy has no shared_digest, by which hosts compare their hf:small"):
+        load_parameters("hf:small", toy.recipe(), None, lambda facts: facts())
 
 
 def test_another_version_is_refused_before_jax_starts():

@@ -35,6 +35,8 @@ class Saved:
     about: dict[str, Any]
     seconds: float
     """What saving it took."""
+    digest: str
+    """SHA-256 of its manifest, and so of all its files."""
 
 
 class Checkpoints:
@@ -166,13 +168,15 @@ def set_aside(folder: Path, restored: Saved | None) -> None:
 def inspect(folder: Path) -> Saved | str:
     """The checkpoint in a folder, or what is wrong with it in words."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        written = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(written)
         for name, digest in manifest["files"].items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
             if _digest(folder / name) != digest:
                 return f"{name} does not have the digest in its manifest"
-        return Saved(manifest["step"], folder, manifest["about"], manifest["seconds"])
+        digest = hashlib.sha256(written).hexdigest()
+        return Saved(manifest["step"], folder, manifest["about"], manifest["seconds"], digest)
     except FileNotFoundError:
         return "it has no manifest: its save did not finish"
     except (ValueError, KeyError, TypeError, AttributeError):

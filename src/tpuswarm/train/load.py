@@ -1,6 +1,6 @@
 """A run read back: its recipe rebuilt, its parameters on devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,13 @@ from tpuswarm.train.run import CONFIG, find_run, read_config
 from tpuswarm.train.settings import differences
 from tpuswarm.train.user_code import build_recipe
 
+Agree = Callable[[Callable[[], Mapping[str, str]]], None]
+"""Raises InputError unless all hosts of a program give the same facts, as `Together.agree` does."""
+
+
+def alone(facts: Callable[[], Mapping[str, str]]) -> None:
+    """Agree with nobody: there is one host."""
+
 
 @dataclass(frozen=True)
 class LoadedRun:
@@ -30,7 +37,9 @@ class LoadedRun:
     """A sentence for each damaged checkpoint passed over."""
 
 
-def load_run(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> LoadedRun:
+def load_run(
+    folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | None = None, agree: Agree = alone
+) -> LoadedRun:
     """The recipe (with `options` in place of its own) and newest state of the run in `folder`.
 
     Raises InputError where it is no run, cannot be rebuilt, or has no whole checkpoint.
@@ -44,6 +53,7 @@ def load_run(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | 
     saved, notes = checkpoint.newest(folder / "checkpoints")
     if saved is None:
         raise InputError(f"{folder} has no whole checkpoint" + "".join(f"; {note}" for note in notes))
+    agree(lambda: _begun_with(folder, saved.digest))
     recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     train = config["train"]
     names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
@@ -71,13 +81,15 @@ def parent_options(parent: str, maker: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in getattr(maker, "identity", ())}
 
 
-def load_parameters(parent: str, recipe: Recipe, onto: Placed) -> Any:
+def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = alone) -> Any:
     """The exchanged leaves of another run, or of a published model that the recipe reads, in the shardings of `onto`.
 
+    What one name means may differ from host to host (a disk of its own, an older cache): they agree on what they read.
     Raises InputError where a leaf is missing, extra or of another shape, and where it means something else (another
     tokenizer), naming the first.
     """
     if not (Path(parent) / CONFIG).exists():
+        agree(lambda: _begun_with(parent, recipe.shared_digest(parent)))
         return recipe.load_shared(parent, onto.program.exchange().get(onto.state))
     folder = Path(parent)
     if "swarm" in read_config(folder):
@@ -85,7 +97,7 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed) -> Any:
             f"{folder} is the run of a swarm, which --init-from does not read: write its model with `tpuswarm export "
             f"{folder} OUT --format hf`, and begin with --init-from hf:OUT"
         )
-    loaded = load_run(folder, list(onto.mesh.devices.flat))
+    loaded = load_run(folder, list(onto.mesh.devices.flat), agree=agree)
     meant = [{name: each.options().get(name) for name in recipe.identity} for each in (loaded.recipe, recipe)]
     if found := differences(*meant):
         raise InputError(f"the parameters of {folder} do not fit this recipe: {'; '.join(found)}")
@@ -99,6 +111,10 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed) -> Any:
             f"({shapes[0].get(name, 'missing')} there, {shapes[1].get(name, 'missing')} here)"
         )
     return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)
+
+
+def _begun_with(parent: str | Path, digest: str) -> dict[str, str]:
+    return {f"parameters at {parent}": digest}
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:

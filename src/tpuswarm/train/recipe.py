@@ -203,6 +203,16 @@ class Recipe(ABC):
             f"{place} is no run of tpuswarm (it has no config.toml), and {self.name} takes parameters from nothing else"
         )
 
+    def shared_digest(self, place: str) -> str:
+        """What tells the parameters of `load_shared` from others at the same place, on another host's disk for example.
+
+        Only asked for where a program runs over several hosts.
+        """
+        raise InputError(
+            f"{self.name} has no shared_digest, by which hosts compare their {place}: write one beside load_shared, or "
+            "begin with a run"
+        )
+
     def sample(self, state: State, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """A continuation of `prompt` by a trained state, where the model can make one."""
         raise InputError(f"{self.name} does not make samples")

@@ -154,7 +154,7 @@ def _prepare(
     saved, damaged = _last_saved(run, together)
     shared = None
     if saved is None and settings["init_from"]:
-        shared = load_parameters(settings["init_from"], recipe, fitted)
+        shared = load_parameters(settings["init_from"], recipe, fitted, together.agree)
     _write_config(run, recipe, settings, fitted)
 
     notes = [f"{fitted.choice.why}; {fitted.options.precision}"]

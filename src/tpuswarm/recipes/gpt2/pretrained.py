@@ -1,5 +1,6 @@
 """Weights and tokenizers of GPT-2 as Hugging Face stores them, read into our parameters."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -40,6 +41,8 @@ PREFIX = "transformer."
 MASKS = (".attn.bias", ".attn.masked_bias")
 """Causal masks that older files store as if they were weights."""
 FLOATS = ("F64", "F32", "F16", "BF16")
+WITHOUT = "weights (pickles are not read: save them as safetensors)"
+"""What a model has none of that lacks a file of its weights."""
 ROWS = 4096
 """Rows of a head that are compared with the embedding at a time."""
 SHAPE = {"layers": "n_layer", "heads": "n_head", "width": "n_embd", "context": "n_positions", "vocab": "vocab_size"}
@@ -138,6 +141,19 @@ def load(place: Place, config: Config, like: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
+def digest(place: Place) -> str:
+    """SHA-256 of a model's weight files, and of their names."""
+    found = hashlib.sha256()
+    for part in _parts(place):
+        path = place.get(part, WITHOUT)
+        try:
+            with path.open("rb") as file:
+                found.update(f"{part} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error}") from error
+    return found.hexdigest()
+
+
 def names(config: Config) -> Iterator[tuple[str, int | None, str]]:
     """Path of ours, layer (None where there is one for all), their name; of every tensor."""
     for path, name in ONCE.items():
@@ -165,7 +181,7 @@ class _Tensors:
         self._place = place
         self._slices: dict[str, Any] = {}
         for part in _parts(place):
-            path = place.get(part, "weights (pickles are not read: save them as safetensors)")
+            path = place.get(part, WITHOUT)
             try:
                 file = files.enter_context(safe_open(str(path), framework="numpy"))
             except (SafetensorError, OSError) as error:

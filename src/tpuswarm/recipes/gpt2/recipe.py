@@ -281,6 +281,11 @@ class GPT2(Recipe):
             )
         return pretrained.load(found, self.config, like)
 
+    def shared_digest(self, place: str) -> str:
+        """The commit of a hub's model; SHA-256 of the weights in a folder."""
+        found = open_place(place)
+        return found.commit or pretrained.digest(found)
+
     def export(self, state: Any, folder: Path) -> None:
         """model.safetensors, config.json and the tokenizer, as transformers reads them."""
         export.write(inference_params(state), self.config, self.tokenizer, folder)

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from tests import processes
 from tests.recipes.hub import serving
+from tpuswarm.cli.train import make_recipe
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.runtime.head import read_founding
@@ -48,6 +49,24 @@ def test_a_published_model_is_tuned_and_given_out_again(tmp_path, text_file, mon
     again = run.recipe.load_shared(f"hf:{tmp_path / 'out' / 'model'}", run.placed.state.params)
     jax.tree.map(np.testing.assert_array_equal, again["blocks"], run.state.params["blocks"])
     np.testing.assert_array_equal(again["wte"][:300], run.state.params["wte"][:300])
+
+
+def test_a_model_that_brings_no_tokenizer_is_noted(tmp_path, capsys):
+    """Else the text becomes something that its weights never saw, without a word."""
+    copy = Path(shutil.copytree(GOLDEN, tmp_path / "model"))
+
+    def note(**options: str) -> str:
+        make_recipe("gpt2-tiny", {"data": "fake"}, options, set(), None, f"hf:{copy}")
+        return capsys.readouterr().err
+
+    assert note() == ""
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        (copy / name).unlink(missing_ok=True)
+    assert note() == (
+        f"note: hf:{copy} brings no tokenizer, so gpt2-tiny takes its usual one; give --tokenizer if the parameters "
+        "were trained with another\n"
+    )
+    assert note(tokenizer="bytes") == ""
 
 
 @pytest.mark.slow

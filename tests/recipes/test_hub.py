@@ -59,9 +59,23 @@ def test_offline_takes_the_cache_and_says_what_is_not_in_it(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     again = open_place("gpt2")
     assert again.commit == COMMIT and again.get("model.safetensors", "weights").exists()
-    assert again.find("tokenizer.json") is None and len(hub.seen) == asked
-    with pytest.raises(InputError, match=r"gpt2-medium at http.* is not in the cache .* HF_HUB_OFFLINE is set"):
+    with pytest.raises(InputError, match=r"config.json of .*gpt2-medium at http.* is not in the cache"):
         open_place("gpt2-medium")
+    words = r"tokenizer.json of openai-community/gpt2 at http.* is not in the cache .* HF_HUB_OFFLINE is set; unset it"
+    with pytest.raises(InputError, match=words):  # it was not fetched, which does not mean that there is none
+        GPT2.options_at("gpt2")
+    assert len(hub.seen) == asked
+
+
+@pytest.mark.parametrize("how", ["offline", "down"])
+def test_what_the_hub_once_did_not_have_is_known_without_it(hub, monkeypatch, how):
+    (hub.root / "openai-community" / "gpt2" / "tokenizer.json").unlink()
+    options = GPT2.options_at("gpt2")
+    assert options == {"tokenizer": "gpt2", "vocab": 300}, "vocab.json and merges.txt are there"
+    if how == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.broken = True
+    assert GPT2.options_at("gpt2") == options
 
 
 def test_a_hub_that_is_down_is_a_failure_unless_the_files_are_here(hub):

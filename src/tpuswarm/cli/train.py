@@ -185,7 +185,7 @@ def make_recipe(
         flag = f"--{wrong.replace('_', '-')}"
         raise InputError(f"neither train nor {name} has an option {flag}; {did_you_mean(flag, known)}")
     stored: dict[str, Any] = {}
-    home = None
+    home, lacking = None, None
     ours = {"recipe": absolute_target(target)}
     if folder is not None and (folder / CONFIG).exists():
         config = read_config(folder)["recipe"]
@@ -193,7 +193,15 @@ def make_recipe(
         stored, home = config["options"], folder
     elif parent is not None:
         stored, home = parent_options(parent, maker), Path(parent)
-    return build_recipe(target, {**stored, **preset, **asked, **extra}, home)
+        lacking = next(iter(getattr(maker, "identity", ())), None)
+    options = {**stored, **preset, **asked, **extra}
+    if lacking and lacking not in options:
+        print(
+            f"note: {parent} brings no {lacking}, so {name} takes its usual one; give --{lacking} if the parameters "
+            "were trained with another",
+            file=sys.stderr,
+        )
+    return build_recipe(target, options, home)
 
 
 def print_result(result: "Result", as_json: bool) -> None:

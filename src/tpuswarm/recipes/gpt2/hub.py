@@ -82,8 +82,8 @@ def open_place(name: str) -> Place:
 
 
 def _fetch(repository: str, file: str, revision: str) -> Path | None:
-    """A file of a repository in the hub's own cache, where it is resumed and verified; None where there is none."""
-    from huggingface_hub import constants, errors, hf_hub_download
+    """A file of a repository in the hub's own cache, where it is verified; None where there is none."""
+    from huggingface_hub import _CACHED_NO_EXIST, constants, errors, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.utils.logging import disable_propagation
 
     disable_propagation()  # it writes its warnings itself; others' handlers would write each a second time
@@ -93,12 +93,12 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
     except errors.RemoteEntryNotFoundError:
         return None
     except errors.LocalEntryNotFoundError as error:
+        if try_to_load_from_cache(repository, file, revision=revision) is _CACHED_NO_EXIST:
+            return None  # as the hub once said
         if constants.is_offline_mode():
-            if revision != "main":
-                return None  # its config.json is here, and this file was not fetched with it
             raise InputError(
-                f"{where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set; unset it, or put "
-                "its files into a folder and give hf:DIR"
+                f"{file} of {where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set; unset it "
+                "once, or put the model's files into a folder and give hf:DIR"
             ) from error
         raise RunFailed(_not_fetched(file, where, error.__cause__ or error)) from error
     except errors.GatedRepoError as error:

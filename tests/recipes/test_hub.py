@@ -123,7 +123,9 @@ def test_half_a_file_for_ever_is_said_and_leaves_nothing(hub, tmp_path):
         place.get("model.safetensors", "weights")
     assert not list((tmp_path / "hub-cache").rglob("*.incomplete"))
     hub.cuts.clear()
+    tried = len(hub.seen)
     assert place.get("model.safetensors", "weights").exists()
+    assert [asked for method, _, asked in hub.seen[tried:] if method == "GET"] == [None], "from its beginning"
 
 
 def test_a_model_that_is_not_there(hub, tmp_path):

@@ -82,7 +82,10 @@ def open_place(name: str) -> Place:
 
 
 def _fetch(repository: str, file: str, revision: str) -> Path | None:
-    """A file of a repository in the hub's own cache, where it is verified; None where there is none."""
+    """A file of a repository in the hub's own cache, verified there; None where there is none.
+
+    A transfer that breaks off is resumed, but only within this call: huggingface_hub keeps no half file.
+    """
     from huggingface_hub import _CACHED_NO_EXIST, constants, errors, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.utils.logging import disable_propagation
 

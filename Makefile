@@ -33,7 +33,7 @@ oracle: setup .venv-oracle/installed
 # Any build of torch will do; pip prefers the one for the CPU, 2.13.0+cpu, where an index has it.
 .venv-oracle/installed: Makefile constraints.txt
 	$(PYTHON) -m venv .venv-oracle
-	.venv-oracle/bin/pip install --quiet --constraint constraints.txt jax numpy pytest regex safetensors torch==2.13.0 transformers==5.23.0
+	.venv-oracle/bin/pip install --quiet --constraint constraints.txt hypothesis jax numpy pytest regex safetensors torch==2.13.0 transformers==5.23.0
 	@touch $@
 
 soak: setup

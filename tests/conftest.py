@@ -22,10 +22,15 @@ if "TPUSWARM_CACHE" not in os.environ:  # parallel workers inherit the one of th
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tpuswarm.cli import main
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Seconds are no subject of these tests: an example may compile, and other processes may have the cores.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 OURS = ("HF_", "JAX_", "PYTHONPATH", "STORAGE_EMULATOR_HOST", "TPUSWARM_", "WANDB_", "XLA_")

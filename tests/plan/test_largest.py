@@ -1,7 +1,7 @@
 """The search for the largest micro-batch, against looking at every size."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuswarm.plan.largest import MOST, above, largest
@@ -21,7 +21,6 @@ def search(memory_of, start=1, memory=MEMORY):
     return largest(used, start, memory_of(start), memory), fits, refused
 
 
-@settings(deadline=None)
 @given(slope=st.integers(2, 200_000), fixed=st.integers(0, 700_000), start=st.integers(1, 40))
 def test_it_is_the_largest_of_the_sizes_and_the_next_one_was_refused(slope, fixed, start):
     def memory_of(size):

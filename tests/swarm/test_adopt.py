@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -41,7 +41,6 @@ def three(seed: int, shape: tuple[int, ...]) -> list[np.ndarray]:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(deadline=None)
 def test_elements_are_as_defined(seed):
     trees = [{"a": a, "b": [b]} for a, b in zip(three(seed, (7, 5)), three(seed + 1, ()), strict=True)]
     want = jax.tree.map(defined, *trees)

@@ -79,7 +79,7 @@ def test_without_what_is_left_over_small_steps_are_lost(form):
 
 @pytest.mark.parametrize("rule", ["average", "nesterov"])
 @given(seed=st.integers(0, 2**32 - 1), chunk=st.sampled_from([BLOCK, 3 * BLOCK, 2**15]), form=st.sampled_from([*BITS]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_members_come_to_the_bits_of_the_commits_whatever_the_chunk(rule, seed, chunk, form):
     numbers, outer = np.random.default_rng(seed), Outer(rule, downlink=form)
     anchor = theta = normal(numbers, 1000)

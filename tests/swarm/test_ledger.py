@@ -230,7 +230,7 @@ def counted_naively(records: list[Record]) -> dict:
     return books
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.randoms(use_true_random=False), st.integers(0, 10))
 def test_view_and_index_agree_with_a_naive_recount(source, commits):
     made = Run(Store(f"memory://{uuid.uuid4()}"), source, arrays=False).grow(commits)

@@ -60,7 +60,6 @@ def merged(theta: np.ndarray, contributions: list[Contribution]) -> tuple[np.nda
 
 
 @given(seeds, st.sampled_from([0, 1, 300, 1000]), st.integers(1, 5))
-@settings(deadline=None)
 def test_sums_are_those_of_the_definition(seed, size, count):
     theta, contributions = round_of(seed, size, count)
     for got, want in zip(merged(theta, contributions), exactly(theta, contributions), strict=True):
@@ -68,7 +67,6 @@ def test_sums_are_those_of_the_definition(seed, size, count):
 
 
 @given(seeds)
-@settings(deadline=None)
 def test_a_swarm_of_one_gets_its_snapshot_back_bit_for_bit(seed):
     random = np.random.default_rng(seed)
     theta, s = state(random, 700), state(random, 700)
@@ -85,7 +83,6 @@ def test_a_delta_would_not_give_the_snapshot_back():
 
 
 @given(seeds, st.integers(1, 4), st.sampled_from([BLOCK, 2 * BLOCK, 4 * BLOCK]))
-@settings(deadline=None)
 def test_the_size_of_a_chunk_does_not_change_a_bit(seed, count, chunk):
     theta, contributions = round_of(seed, 1000, count)
     whole = merged(theta, contributions)
@@ -98,7 +95,6 @@ def test_the_size_of_a_chunk_does_not_change_a_bit(seed, count, chunk):
 
 
 @given(seeds, st.integers(1, 4), st.integers(2, 6))
-@settings(deadline=None)
 def test_the_number_of_fragments_does_not_change_a_bit(seed, count, fragments):
     theta, contributions = round_of(seed, 1000, count, bits=(None,))
     sizes = {"a": 100, "b": 1, "c": 299, "d": 350, "e": 250}
@@ -169,7 +165,7 @@ def test_members_of_one_step_of_sgd_average_to_the_step_on_all_rows():
 
 
 @given(seeds, st.integers(1, 4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_twins_agree_up_to_rounding(seed, count):
     theta, contributions = round_of(seed, 300, count, bits=(None,))
     snapshots, bases = (np.stack([getattr(c, name) for c in contributions]) for name in ("payload", "base"))

@@ -61,7 +61,7 @@ def test_shares():
 
 
 @given(seed=seeds, rate=st.floats(0.1, 1.0), momentum=st.sampled_from([0.0, 0.5, 0.9]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_whole_quorum_is_the_step_of_optax_bit_for_bit(seed, rate, momentum):
     random = np.random.default_rng(seed)
     theta, outer_state = normal(random, 300), np.zeros((2, 300), f32)
@@ -78,7 +78,7 @@ def test_a_whole_quorum_is_the_step_of_optax_bit_for_bit(seed, rate, momentum):
 
 
 @given(seed=seeds, quorum=st.integers(1, 6), momentum=st.sampled_from([0.0, 0.9]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_partial_commits_move_as_far_as_one_step_on_their_mean(seed, quorum, momentum):
     random, outer = np.random.default_rng(seed), Outer("nesterov", momentum)
     start, before = normal(random, 300), np.stack([normal(random, 300), np.zeros(300, f32)])
@@ -136,7 +136,7 @@ def committed(theta, outer_state, contributions, outer, share=1.0, gathered=0.0)
 
 @pytest.mark.parametrize("momentum_step", [True, False])
 @given(seed=seeds, chunk=st.sampled_from([BLOCK, 3 * BLOCK, 2**16]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_commit_is_the_merge_and_then_the_step_whatever_the_chunk(momentum_step, seed, chunk):
     random, outer = np.random.default_rng(seed), Outer("nesterov")
     theta, outer_state = normal(random, 1000), normal(random, 2, 1000)

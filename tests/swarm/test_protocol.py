@@ -27,7 +27,7 @@ def test_one_member_is_the_plain_order_of_rows():
         assert [decision.weight for decision in record.decisions] == [1.0]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 10**9),
     members=st.integers(1, 5),
@@ -107,7 +107,7 @@ def test_a_member_that_leaves_with_notice_hands_in_what_it_has(at, overlap):
     assert sum(world.processed.values()) - world.horizon <= after[0] + 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**9), cycle=st.integers(1, 4), kills=st.integers(1, 6))
 def test_a_killed_member_loses_at_most_its_cycles_under_way(seed, cycle, kills):
     """Work since the last accepted push: one cycle before its snapshot is accepted and two beside it (invariant 6)."""

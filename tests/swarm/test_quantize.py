@@ -42,7 +42,7 @@ def same_bits(a, b) -> bool:
 
 @all_bits
 @given(seed=seeds, size=st.integers(0, 700))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_codes_are_the_nearest_ones_of_a_scale_of_16_bits(bits, seed, size):
     x = vector(seed, size)
     codes, scales = encode(x, bits)
@@ -70,7 +70,7 @@ def test_codes_are_the_nearest_ones_of_a_scale_of_16_bits(bits, seed, size):
 
 @all_bits
 @given(seed=seeds, size=sizes)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_feedback_is_exact_and_no_compiler_changes_a_bit(bits, seed, size):
     x = vector(seed, size)
 
@@ -86,7 +86,7 @@ def test_feedback_is_exact_and_no_compiler_changes_a_bit(bits, seed, size):
 
 @all_bits
 @given(seed=seeds)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_part_decodes_as_in_the_whole_and_a_repeat_has_the_same_bits(bits, seed):
     x = vector(seed, 1000)
     codes, scales = encode(x, bits)

@@ -25,7 +25,7 @@ def payloads_of(header):
     return {payload_name(header.identity, fragment) for fragment in range(len(SIZES))}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.randoms(use_true_random=False),
     st.integers(0, 90),

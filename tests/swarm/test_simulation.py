@@ -117,7 +117,7 @@ class Counting(World):
             assert state.room == self.horizon - len(state.view.counted) - len(held - state.view.decided)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**9), cycle=st.integers(1, 4), race_at=st.none() | st.floats(1, 30))
 def test_the_rows_that_a_coordinator_keeps_as_taken_are_those_that_somebody_has(seed, cycle, race_at):
     faults = Faults(lost=0.1, twice=0.2)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
@@ -20,6 +21,7 @@ from tpuswarm.cli import control
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.events import commit_event
 from tpuswarm.swarm.ledger import commit_name
+from tpuswarm.swarm.logs import stamped
 from tpuswarm.swarm.objects import object_name
 from tpuswarm.swarm.status import MemberStatus, compose, write_status
 from tpuswarm.swarm.store import Store
@@ -292,24 +294,24 @@ def test_logs_begin_days_ago(call, chain):
     assert days == ["2026-03-08 23:00", "2026-03-09 01:00", "2026-03-10 00:30"]
 
 
-def test_logs_follow_until_the_end(call, chain):
-    folder = Path("runs/a")
+def test_logs_follow_until_the_end(call, chain, monkeypatch):
+    """Between the looks, two members speak in turns within one second."""
+    folder, began = Path("runs/a"), time.time() // 1 - 30
     held = Run(folder)
     append_event(folder, "started", message="4 members")
+    steps = [range(3), range(3, 6), range(6, 9)]
 
-    def work():
-        for number in range(3):
-            time.sleep(0.1)
-            log(number % 2, f"{time.strftime('%H:%M:%S')} step {number}\n")
-        append_event(folder, "finished", message="100 steps")
-        held.close()
+    def between_looks(seconds):
+        for number in steps.pop(0):
+            log(number % 2, stamped(f"step {number}", began + number / 10))
+        if not steps:
+            append_event(folder, "finished", message="100 steps")
+            held.close()
 
-    worker = threading.Thread(target=work)
-    worker.start()
+    monkeypatch.setattr(control, "time", SimpleNamespace(sleep=between_looks))
     code, out, _ = call("logs runs/a -f")
-    worker.join()
     texts = [line[21:].split(maxsplit=1)[1] for line in out.splitlines()]
-    assert code == 0 and texts == ["started: 4 members", "step 0", "step 1", "step 2", "finished: 100 steps"]
+    assert code == 0 and texts == ["started: 4 members", *(f"step {n}" for n in range(9)), "finished: 100 steps"]
 
 
 def test_logs_into_a_pipe_that_closes(call, chain):

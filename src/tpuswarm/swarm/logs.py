@@ -17,7 +17,7 @@ RUN = "run"
 """The source of events."""
 SLACK = timedelta(seconds=1)
 """A file's clock is coarser than the one that is written into it."""
-_STAMP = re.compile(r"(\d\d):(\d\d):(\d\d) ")
+_STAMP = re.compile(r"(\d\d):(\d\d):(\d\d)(?:\.(\d{3}))? ")
 
 
 class Line(NamedTuple):
@@ -83,8 +83,16 @@ class Logs:
         return whole.decode(errors="replace").splitlines()
 
 
+def stamped(text: str, at: float) -> str:
+    """A line for a process's log; at: seconds since 1970.
+
+    Lines of several processes are put into order by it, and those have more than one thing to say in a second.
+    """
+    return f"{datetime.fromtimestamp(at).time().isoformat('milliseconds')} {text}\n"
+
+
 def dated(lines: Sequence[str], source: str, ended: float) -> list[Line]:
-    """Lines of a process with their times. Those that begin with HH:MM:SS have no date: it follows from the end.
+    """Lines of a process with their times. Those that begin with HH:MM:SS.mmm have no date: it follows from the end.
 
     Lines without a time, like those of a traceback, have the time of the one before; ended: when the last was written.
     """
@@ -96,8 +104,8 @@ def dated(lines: Sequence[str], source: str, ended: float) -> list[Line]:
         if stamp is None:
             undated.append(line)
             continue
-        hour, minute, second = map(int, stamp.groups())
-        said = at.replace(hour=hour, minute=minute, second=second, microsecond=0)
+        hour, minute, second, milli = (int(part or 0) for part in stamp.groups())
+        said = at.replace(hour=hour, minute=minute, second=second, microsecond=1000 * milli)
         at = said if said <= at + SLACK else said - timedelta(days=1)
         found += [Line(at.timestamp(), source, each) for each in undated]
         found.append(Line(at.timestamp(), source, line[stamp.end() :]))

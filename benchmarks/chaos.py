@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,9 @@ def torment(swarm: Swarm, rnd: random.Random, seconds: float, pause: Callable[[]
         found = sorted(name for name in there.keys() - away.keys() if name[0] in names)
         if now >= due and found:
             name = rnd.choice(found)
-            os.kill(there[name], signal.SIGKILL)
-            away[name], due = (there[name], now), now + pause()
+            with suppress(ProcessLookupError):  # the status may be older than the end of a process
+                os.kill(there[name], signal.SIGKILL)
+                away[name], due = (there[name], now), now + pause()
         return False
 
     swarm.wait(over, seconds + PATIENCE)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -51,8 +52,10 @@ def contributors(swarm: Swarm) -> set[str]:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all that it started, directly or not."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    """A process and all that it started, directly or not; some may have ended meanwhile."""
+    children: list[str] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(each for child in children for each in tree(int(child)))]
 
 
@@ -102,7 +105,8 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
         # One machine is preempted without a word: all that ran there is gone at once, and its disk.
         assert list(disk.iterdir())
         for pid in tree(joined[0].pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(disk)
         swarm.wait(lambda: vanished in {event["member"] for event in swarm.events("lost")})
         before = version(swarm)
@@ -155,10 +159,9 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
 
 def alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return open(f"/proc/{pid}/stat").read().split()[2] != "Z"  # noqa: PTH123
 
 
 @pytest.mark.slow

@@ -7,17 +7,29 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from random import randrange
 
 from tests.processes import wait_for
 
 SECRET = b"secret"
 
 
+def free_port() -> int:
+    """A port of loopback for what will listen there later.
+
+    It is above those of Ray's workers and below those that Linux gives out, so that nothing takes it meanwhile.
+    """
+    while True:
+        port = randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def start_hosts(module: str, folder: Path, **about) -> list[subprocess.Popen[str]]:
     """Two processes of `python -m module`, host 0 first; they read `about`, and print to files in `folder`."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        about = {"address": f"127.0.0.1:{free.getsockname()[1]}", "folder": str(folder), **about}
+    about = {"address": f"127.0.0.1:{free_port()}", "folder": str(folder), **about}
     flags = re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"])
     started = []
     for index in range(2):

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.hosts import free_port
 from tests.processes import updates, wait_for
 from tests.train import wide
 from tpuswarm import Trainer
-from tpuswarm.train.hosts import listen
 from tpuswarm.train.run import METRICS, read_rows, status
 from tpuswarm.train.together import SECRET
 from tpuswarm.train.user_code import build_recipe
@@ -30,8 +30,7 @@ class Hosts:
 
     def __init__(self, folder: Path, *words: str, of_host_1: tuple[str, ...] = ()):
         self.folder = folder
-        with listen("127.0.0.1", 0) as free:
-            at = f"127.0.0.1:{free.getsockname()[1]}"
+        at = f"127.0.0.1:{free_port()}"
         line = [sys.executable, "-m", "tpuswarm", "train", TARGET, "--steps", str(STEPS), "--batch", "16",
                 "--shard", "fsdp", "--save-every", str(SAVE), "--eval-every", "30", "--run", str(folder), *words,
                 "--json", "--hosts", "2", "--hosts-at", at]  # fmt: skip

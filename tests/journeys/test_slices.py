@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from benchmarks.chaos import SMALL, Swarm
 
+from tests.hosts import free_port
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.fragments import Leaf
 from tpuswarm.swarm.ledger import Ledger
@@ -68,8 +69,7 @@ class Host:
 def test_two_hosts_are_one_member_that_dies_with_either_and_comes_back(swarm, tmp_path):
     swarm.start()
     swarm.wait(lambda: (swarm.status().get("version") or 0) >= 2)
-    with hosts.listen("127.0.0.1", 0) as free:
-        at = f"127.0.0.1:{free.getsockname()[1]}"
+    at = f"127.0.0.1:{free_port()}"
     line = ["join", swarm.status()["address"], "--token-file", str(swarm.run / "token"), "--hosts", "2"]
     zero, one = started = [Host(tmp_path, [*line, "--hosts-at", at], index) for index in range(2)]
 
@@ -158,8 +158,7 @@ def test_a_number_given_twice_is_refused_and_the_others_leave_with_host_0(tmp_pa
     token, lines, leave, said = tmp_path / "token", [], threading.Event(), []
     token.write_text("token")
     monkeypatch.setattr(hosts, "Line", lambda *about: lines.append(Line(*about)) or lines[-1])
-    with hosts.listen("127.0.0.1", 0) as free:
-        at = f"127.0.0.1:{free.getsockname()[1]}"
+    at = f"127.0.0.1:{free_port()}"
     group = Group(at, 3, 0, str(token))
 
     def until(number: int) -> None:
@@ -259,8 +258,7 @@ PLAN = Plan(
 
 def waiting(answer: Joining) -> MemberHost:
     """Host 0 of two, to which nobody comes."""
-    with hosts.listen("127.0.0.1", 0) as free:
-        at = f"127.0.0.1:{free.getsockname()[1]}"
+    at = f"127.0.0.1:{free_port()}"
     group = Group(at, 2, 0, os.devnull)
     return MemberHost(Place("j0", PLAN, ("shard",), None, group, 0, False, lambda call: answer, lambda text: None))
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.hosts import SECRET, err, finished, sentence_after, start_hosts
+from tests.hosts import SECRET, err, finished, free_port, sentence_after, start_hosts
 from tests.train import host
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import hosts, line, mesh, placing
@@ -89,8 +89,7 @@ class Came:
 def test_hosts_that_go_and_doubles_while_the_others_are_awaited(monkeypatch):
     """One that goes is awaited again, a double is refused, and when host 0 goes the others leave with it."""
     monkeypatch.setattr(hosts, "LOOK", 0.1)
-    with hosts.listen("127.0.0.1", 0) as free:
-        at = free.getsockname()
+    at = ("127.0.0.1", free_port())
     leave = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         awaited = lambda: not leave.is_set()  # noqa: E731

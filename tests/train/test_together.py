@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import free_port
 from tests.train import toy
 from tpuswarm import InputError, RunFailed, Trainer
 from tpuswarm.recipes.gpt2.recipe import GPT2
@@ -127,8 +128,7 @@ def test_hosts_compare_a_published_model_before_they_read_it():
 
 
 def test_another_version_is_refused_before_jax_starts():
-    with hosts.listen("127.0.0.1", 0) as free:
-        at = free.getsockname()
+    at = ("127.0.0.1", free_port())
     with ThreadPoolExecutor(1) as pool:
         zero = pool.submit(hosts.initialize, f"{at[0]}:{at[1]}", 2, 0, b"secret", 20)
         while True:

@@ -18,7 +18,7 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub that has the golden model as openai-community/gpt2, an empty cache, and no patience."""
+    """A hub that has the golden model as openai-community/gpt2, an empty cache, and no pauses."""
     shutil.copytree(GOLDEN, tmp_path / "hub" / "openai-community" / "gpt2")
     with serving(tmp_path / "hub") as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
@@ -27,8 +27,6 @@ def hub(tmp_path, monkeypatch):
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1024)
-        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
-        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         yield hub
 
@@ -98,6 +96,8 @@ def test_nothing_listens_there(hub):
 
 
 def test_a_slow_hub_is_given_up(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     hub.slow = 0.5
     with pytest.raises(RunFailed, match=r"did not arrive \(.*timed out\)"):

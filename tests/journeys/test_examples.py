@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.journeys.documents import ROOT
+from tests.train.findings import complaints
 from tpuswarm import Clock, Options, Trainer
 from tpuswarm.cli import main
 from tpuswarm.train.user_code import build_recipe
@@ -64,8 +65,7 @@ def test_the_command_of_its_docstring_learns(example, tmp_path, monkeypatch, qui
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
-    found = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
-    assert {event["kind"] for event in found if event["event"] == "diagnostic"} <= {"starvation"}  # on a busy machine
+    assert complaints(Path("run")) == set()
     if example.stem == "digits":  # quick enough to be seen to the end; how good the others get is in their docstrings
         assert rows[-1]["eval_accuracy"] > 0.97
 

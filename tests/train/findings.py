@@ -1,4 +1,4 @@
-"""Runs of the toy, and what was said of them, for the tests of diagnostics."""
+"""Runs of the toy, and what was said of them and of other runs, for the tests of diagnostics."""
 
 from pathlib import Path
 
@@ -19,6 +19,11 @@ def said(folder, kind=None):
     """What was said on the way, each with its numbers."""
     found = [row for row in read_rows(folder / EVENTS) if row["event"] == "diagnostic"]
     return [row for row in found if kind in (None, row["kind"])]
+
+
+def complaints(folder):
+    """The kinds of what was said; but for starvation, which a busy machine may bring about."""
+    return {row["kind"] for row in said(folder)} - {"starvation"}
 
 
 def line_of(file, text):

@@ -12,11 +12,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from benchmarks.report import Settings, Skipped, Table, median, verdict
 from benchmarks.torch_speed import torch_worker
-from benchmarks.turns import Worker, in_turns
+from benchmarks.turns import Ended, Worker, in_turns
 from tpuswarm.catalog import peak_flops
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.platform import has_gpu
@@ -69,18 +70,21 @@ def _beside_torch(size: str, quick: bool) -> Table:
         workers[TORCH] = torch_worker("compile", shape, "cuda" if has_gpu() else "cpu")
     except Skipped as reason:
         notes.append(f"no torch: {reason}")
-    working = {name: worker for name, worker in workers.items() if worker.about}
-    took = in_turns(working, *((2, 2) if quick else (ROUNDS, STEPS)))
+    took: dict[str, list[float]] = {}
+    while not took and (working := {name: worker for name, worker in workers.items() if not worker.ended}):
+        with suppress(Ended):  # the others go on without it
+            took = in_turns(working, *((2, 2) if quick else (ROUNDS, STEPS)))
     ends = {name: worker.close() for name, worker in workers.items()}
-    notes += [f"{name} does not work here: {ends[name]}" for name in workers if name not in working]
-    if OURS not in working:
-        raise Skipped(f"a step of {size} failed: {ends[OURS]}")
+    for name in [each for each in workers if each not in took]:
+        notes.append(f"{name} {'broke off' if workers[name].about else 'does not work here'}: {ends[name]}")
     about = workers[OURS].about
-    rows = [_row(name, about, took[name]) for name in working]
-    if TORCH in working:
+    if not about:
+        raise Skipped(f"a step of {size} failed: {ends[OURS]}")
+    rows = [_row(name, about, seconds) for name, seconds in took.items()]
+    if len(took) == 2:
         ratio = median([theirs / mine for theirs, mine in zip(took[TORCH], took[OURS], strict=True)])
         rows.append(("tpuswarm over torch", ratio.show(".2f"), "", verdict(ratio.middle >= TIMES_TORCH)))
-    if size == "124m":
+    if size == "124m" and OURS in took:
         speed = median([about["tokens"] / seconds for seconds in took[OURS]]).middle
         rows.append(("aim", f"{TOKENS_A_SECOND:,}", "", verdict(speed >= TOKENS_A_SECOND)))
     return Table(

@@ -52,18 +52,21 @@ def run(settings: Settings) -> Table:
     require_gpu(settings)
     options, rows, notes = options_of("124m", settings.quick), [], []
     usual = ours(options)
-    if not usual.about:
+    if usual.ended:
         raise Skipped(f"the unchanged step failed: {usual.close()}")
+    device = usual.about["device"]
     for change in CHANGES:
         if change.flags and not has_gpu():
             notes.append(f"{change.name}: only on a GPU")
             continue
+        if usual.ended:
+            usual = ours(options)
         asked = {**options, **change.options} | ({"batch": QUICK_BATCH} if settings.quick else {})
         rows.append(_row(change, usual, ours(asked, change.flags), (2, 2) if settings.quick else (ROUNDS, STEPS)))
         print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     usual.close()
     return Table(
-        f"Single changes to the step of GPT-2 124M on {usual.about['device']}",
+        f"Single changes to the step of GPT-2 124M on {device}",
         ("change", "should give, an estimate", "gave: its tokens/s over the step's (95% interval)", "temporaries, GiB"),
         rows,
         ["each in turns with the unchanged step; above 1 is faster", *notes],
@@ -77,8 +80,10 @@ def _row(change: Change, usual: Worker, changed: Worker, counts: tuple[int, int]
     try:
         took = in_turns({"usual": usual, "changed": changed}, *counts)
     except Ended as last:
-        return change.name, change.expected, f"broke off: {last}", ""
-    changed.close()
+        which = "the unchanged step broke off" if usual.ended else "broke off"
+        return change.name, change.expected, f"{which}: {last}", ""
+    finally:
+        changed.close()
     scale = about["tokens"] / usual.about["tokens"]
     ratio = median([scale * one / other for one, other in zip(took["usual"], took["changed"], strict=True)])
     return change.name, change.expected, ratio.show(".3f"), f"{about['temporaries'] / 2**30:.1f}"

@@ -28,6 +28,9 @@ class Worker:
         )  # fmt: skip
         self.about: dict[str, Any] = json.loads(self._answer() or "{}")
         """Empty where it does not work here."""
+        self.ended = not self.about
+        """It has ended, or never worked."""
+        self._last = ""
 
     def run(self, steps: int) -> float:
         """Seconds of a block."""
@@ -40,13 +43,17 @@ class Worker:
             raise Ended(self.close()) from error
 
     def close(self) -> str:
-        """End the child; the last line it wrote to stderr."""
-        with suppress(BrokenPipeError):
-            self._child.communicate()
-        self._errors.seek(0)
-        lines = self._errors.read().split("\n")
-        self._errors.close()
-        return next((line for line in reversed(lines) if line.strip()), "")
+        """End the child; the last line it wrote to stderr, or its exit status. A second time, the same again."""
+        self.ended = True
+        if not self._errors.closed:
+            with suppress(BrokenPipeError):
+                self._child.communicate()
+            self._errors.seek(0)
+            lines = self._errors.read().split("\n")
+            self._errors.close()
+            status = f"exit status {self._child.returncode}"
+            self._last = next((line for line in reversed(lines) if line.strip()), status)
+        return self._last
 
     def _answer(self) -> str:
         assert self._child.stdout is not None
@@ -54,7 +61,7 @@ class Worker:
 
 
 def in_turns(workers: Mapping[str, Worker], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds a step of each in each round; a round before them warms up."""
+    """Seconds a step of each in each round; a round before them warms up. Raises Ended where one has `ended`."""
     took: dict[str, list[float]] = {name: [] for name in workers}
     for turn in range(-1, rounds):
         for name, worker in workers.items():

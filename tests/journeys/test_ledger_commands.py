@@ -220,11 +220,15 @@ def test_a_swarm_that_runs(call, chain, plain):
 
 def test_watching_ends_with_the_run(call, chain):
     status(chain)
-    held = Run(Path("runs/a"))
-    end = threading.Timer(0.3, held.close)
-    end.start()
+    held, ended = Run(Path("runs/a")), threading.Event()
+
+    def end():
+        ended.set()
+        held.close()
+
+    threading.Timer(0.3, end).start()
     code, out, _ = call("status runs/a --watch")
-    assert code == 0 and "m0" in out and not end.is_alive()
+    assert code == 0 and "m0" in out and ended.is_set()
 
 
 def test_logs_of_all_and_of_one(call, chain):

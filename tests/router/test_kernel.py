@@ -335,7 +335,7 @@ def test_show_is_what_nft_reads_and_keeps(lab):
         ),
         ("mount -o remount,ro,bind /proc/sys/net/core", "/proc/sys/net/core/somaxconn cannot be set to 65535", 1),
         (
-            "(flock /run/tpuswarm-router.lock sleep 9 >/dev/null 2>&1 &); sleep 0.3",
+            "exec 9>/run/tpuswarm-router.lock; flock 9; sleep 30 >/dev/null 2>&1 &",  # it is held when this returns
             "another `tpuswarm router` changes",
             2,
         ),

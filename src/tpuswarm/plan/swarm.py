@@ -106,16 +106,16 @@ def bill(member: Traffic, place: str, relation: network.Relation) -> Bill:
     internet sends costs what its owner pays there, which is not in it.
     """
     up = _dollars(network.transfer_price(relation, place))
-    down = 0.0 if relation == "internet" else up  # between two places of Google's a GiB costs the same in both ways
     checkpoints = member.sent["checkpoints"] / GIB
-    contributions = sum(member.sent.values()) / GIB - checkpoints
-    versions = sum(member.received.values()) / GIB
+    exchanged = sum(member.sent.values()) / GIB - checkpoints
+    if relation != "internet":  # between two places of Google's a GiB costs the same in both ways
+        exchanged += sum(member.received.values()) / GIB
     read: float | None = 0.0
     if member.data and relation != "internet":
         read = _dollars(network.read_price(relation))
     return Bill(
         relation,
-        None if up is None or down is None else up * contributions + down * versions,
+        None if up is None else up * exchanged,
         None if up is None else up * checkpoints,
         None if read is None else read * member.data / GIB,
     )

@@ -18,11 +18,13 @@ demo: setup
 	@$(BIN)/tpuswarm demo
 
 test: setup
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
+# Minutes each, most of them spent waiting: two at a time, handed out one by one.
 test-slow: setup
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow -n 2 --maxschedchunk 1
 
+# The whole table of docs/plan.md, a quarter of an hour: for changes to plan/, train/ and recipes/.
 test-tpu-compiler: setup
 	$(BIN)/pytest -m tpu_compiler
 
@@ -30,10 +32,13 @@ oracle: setup .venv-oracle/installed
 	$(BIN)/pytest -m oracle
 	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle
 
-# Any build of torch will do; pip prefers the one for the CPU, 2.13.0+cpu, where an index has it.
-.venv-oracle/installed: Makefile constraints.txt
+# The packages of .venv, and torch and transformers, which nothing but the oracle may import. Any build of torch will
+# do; pip prefers the one for the CPU, 2.13.0+cpu, where an index has it.
+.venv-oracle/installed: .venv/installed Makefile
 	$(PYTHON) -m venv .venv-oracle
-	.venv-oracle/bin/pip install --quiet --constraint constraints.txt hypothesis jax numpy pytest regex safetensors torch==2.13.0 transformers==5.23.0
+	site=$$(.venv-oracle/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "$${site/.venv-oracle/.venv}" > "$$site/packages_of_venv.pth"
+	.venv-oracle/bin/pip install --quiet --constraint constraints.txt torch==2.13.0 transformers==5.23.0
 	@touch $@
 
 soak: setup

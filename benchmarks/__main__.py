@@ -28,6 +28,7 @@ NAMES = (
     "merge",
     "traffic",
     "router",
+    "rehearsal",
     "plan",
     "calibration",
     "gpu",

@@ -65,7 +65,7 @@ def run(settings: Settings) -> Table:
             "form",
             "context",
             "compile, s",
-            "state a device, MiB",
+            "state per device, MiB",
             "temporaries, MiB",
             "peak of process, GiB",
             "reshards",

@@ -52,7 +52,7 @@ def run(settings: Settings) -> Table:
         ("", "median (95% interval)", "limit", ""),
         [
             ("step, ms", ms.show(".2f"), "", ""),
-            ("diagnostics, us a step", extra.show(".1f"), "", ""),
+            ("diagnostics, us per step", extra.show(".1f"), "", ""),
             ("diagnostics over step", f"{share:.3%}", f"at most {LIMIT:.1%}", verdict(share <= LIMIT)),
             ("once, before the first step, ms", f"{once * 1e3:.0f}", "", ""),
         ],

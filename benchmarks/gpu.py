@@ -93,7 +93,7 @@ def _beside_torch(size: str, quick: bool) -> Table:
         rows,
         [
             f"{about['parameters']:,} parameters, batch {options['batch']}, "
-            f"{about['flops'] / about['tokens'] / 1e6:,.0f} MFLOP a token",
+            f"{about['flops'] / about['tokens'] / 1e6:,.0f} MFLOP per token",
             f"attention {about['attention']}, layers {about['loop']}; ready in {about['ready_s']:.0f} s",
             *notes,
         ],

@@ -39,14 +39,14 @@ def run(settings: Settings) -> Table:
     ratio = median([kept["ms"] / back["ms"] for back, kept in zip(found["given back"], found["kept"], strict=True)])
     return Table(
         "Memory on CPU, gpt2-tiny",
-        ("", "ms a step: median (interval)", "page faults a step", "peak of process, MiB"),
+        ("", "ms per step: median (interval)", "page faults per step", "peak of process, MiB"),
         [*(row(kind) for kind in kinds), ("kept over given back", ratio.show(".2f"), "", "")],
         [f"{rounds} processes of each kind, {steps} steps after the first {WARM}"],
     )
 
 
 def measure(steps: int) -> dict[str, float]:
-    """Milliseconds and minor page faults a step of a bare loop in this process, and its peak of memory in MiB."""
+    """Milliseconds and minor page faults per step of a bare loop in this process, and its peak of memory in MiB."""
     recipe = GPT2(size="tiny")
     bare, batch = usual(recipe, platform.local_devices()[:1]), int(recipe.defaults["batch"])
     source = recipe.data("train")

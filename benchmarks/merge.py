@@ -82,7 +82,7 @@ def run(settings: Settings) -> Table:
     except Skipped as reason:
         notes.append(f"all-reduce: skipped: {reason}")
     return Table(
-        "Merging four contributions",
+        "Merging four pushes",
         ("", "GB read + written", "s: median (interval)", "GB/s", "memcpy of as many bytes, GB/s"),
         rows,
         notes,

@@ -54,8 +54,8 @@ def run(settings: Settings) -> Table:
         "Trainer over a bare jitted loop, gpt2-tiny",
         ("", "median (95% interval)", "limit", ""),
         [
-            ("bare loop, ms a step", ms["bare"].show(".3f"), "", ""),
-            ("trainer, ms a step", ms["trainer"].show(".3f"), "", ""),
+            ("bare loop, ms per step", ms["bare"].show(".3f"), "", ""),
+            ("trainer, ms per step", ms["trainer"].show(".3f"), "", ""),
             ("trainer over bare loop", extra.show("+.2%"), f"at most {LIMIT:.0%}", verdict(extra.middle <= LIMIT)),
         ],
         [

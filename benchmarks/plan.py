@@ -66,7 +66,7 @@ def _sizes(name: str, found: dict[str, list[dict[str, Any]]]) -> Table:
         ("", *slices),
         [(size, *(_cell(row) for row in rows)) for size, rows in found.items()],
         [
-            "sharding of the state, layers recomputed (remat), micro-batches x rows of one on a device, GiB used; "
+            "sharding of the state, layers recomputed (remat), micro-batches x rows of each per device, GiB used; "
             "all by the TPU compiler",
         ],
     )  # fmt: skip

@@ -188,7 +188,7 @@ def bits(runs: Runs) -> Table:
     notes = [
         "4 members, cycle 30, nesterov; published without feedback: Decoupled DiLoCo, with it: MuLoCo at 220 M",
     ]
-    return runs.table("bits of a contribution", arms, Arm(), "32 bits", notes)
+    return runs.table("bits of a push", arms, Arm(), "32 bits", notes)
 
 
 def speeds(runs: Runs) -> Table:

@@ -158,7 +158,7 @@ class Network:
 
 
 def run(settings: Settings) -> Iterator[Table]:
-    """New connections a second at the last target, throughput over all targets, and the aims."""
+    """New connections per second at the last target, throughput over all targets, and the aims."""
     if os.geteuid() != 0:
         raise Skipped("only root may make network namespaces")
     if missing := [name for name in ("ip", "nft", "unshare", "nsenter") if not shutil.which(name)]:
@@ -169,7 +169,7 @@ def run(settings: Settings) -> Iterator[Table]:
         arms = list(network.arms(counts))
         found = _measure(network, arms, at_once, rounds)
     notes = [f"{name}: skipped, it is not installed" for name in (IPTABLES, HAPROXY) if not shutil.which(name.lower())]
-    yield _table("A router: new connections a second", "opened together", OPENED, arms, at_once, found, [
+    yield _table("A router: new connections per second", "opened together", OPENED, arms, at_once, found, [
         f"median (interval) of {rounds} rounds of {OPENING} s; a connection counts when its target has said a byte",
         "at the last of the targets; the client resets each connection then",
         f"{_version('nft')}, {_version('iptables')}, {_version('haproxy', '-v')}",

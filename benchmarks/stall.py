@@ -74,15 +74,15 @@ def run(settings: Settings) -> Table:
                 shares = [f"{each:.2%}" for each in waited]
                 speed = median(bare).show(".1f")
                 rows.append((where, str(cycle), form, speed, share.show("+.2%"), *shares, str(commits), *limit))
-    columns = ("", "cycle", "payload", "bare loop, ms a step", "stall: median (95% interval)", "no rows", "calls")
+    columns = ("", "cycle", "payload", "bare loop, ms per step", "stall: median (95% interval)", "no rows", "calls")
     return Table(
-        "Stall of a member by the exchange, gpt2-tiny, overlap auto",
+        "Stall of a member caused by its pushes, gpt2-tiny, overlap auto",
         (*columns, "commits", "limit", ""),
         rows,
         [
             f"{pairs} interleaved pairs of blocks of 100 steps; stall = (member - bare) / member of each pair",
             "the training thread's share of time: no rows: had nothing to train; calls: for snapshots and adoptions",
-            "a core to spare: the steps have one core, the exchange, the coordinator and the aggregator another",
+            "a core to spare: the steps have one core, the pushes, the coordinator and the aggregator another",
         ],
     )
 
@@ -90,7 +90,7 @@ def run(settings: Settings) -> Table:
 def measure(
     form: Form, cycle: int, cycles: int, pairs: int, steps_on: Sequence[int], rest_on: Sequence[int]
 ) -> tuple[list[float], list[float], list[float], int]:
-    """Of each pair the stall and the bare loop's ms a step; the shares of waiting; the commits of all blocks."""
+    """Of each pair the stall and the bare loop's ms per step; the shares of waiting; the commits of all blocks."""
     os.sched_setaffinity(0, steps_on)  # before XLA starts its threads
     recipe = GPT2(size="tiny")
     bare, batch = usual(recipe, local_devices()[:1]), int(recipe.defaults["batch"])

@@ -67,7 +67,7 @@ def run(settings: Settings) -> Table:
         )
     return Table(
         "A step of gpt2-tiny beside torch, one CPU, float32",
-        ("", "ms a step: median (95% interval)", "over ours, median of rounds", "parameters"),
+        ("", "ms per step: median (95% interval)", "over ours, median of rounds", "parameters"),
         rows,
         [
             f"{rounds} rounds of {steps} steps each in turn; {shape}; gradient, clipping, AdamW; one batch, no feed",

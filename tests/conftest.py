@@ -1,8 +1,9 @@
-"""Every test runs on 8 virtual CPU devices, under strict rank promotion, with caches of its own."""
+"""Every test runs on 8 virtual CPU devices, under strict rank promotion, with caches of this session's own."""
 
 import atexit
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,14 +20,25 @@ os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # code that a test wr
 if "TPUSWARM_CACHE" not in os.environ:  # parallel workers inherit the one of the process that starts them
     os.environ["TPUSWARM_CACHE"] = tempfile.mkdtemp(prefix="tpuswarm-tests-")
     atexit.register(shutil.rmtree, os.environ["TPUSWARM_CACHE"], ignore_errors=True)
+# One compilation cache for a session, where commands look for it, whatever cache a test gives them for all else.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(os.environ["TPUSWARM_CACHE"]) / "xla")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
+# Never the cloud that a user rehearses on; the server of this one ends with its folder.
+os.environ.setdefault("TPUSWARM_REHEARSAL", f"{os.environ['TPUSWARM_CACHE']}/rehearsal")
 
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.runs import Finished, finished_once
 from tpuswarm.cli import main
+from tpuswarm.train.stop import SIGNALS
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# What runs for a moment in these processes is not worth optimising: LLVM does less, XLA's program and its memory stay
+# the same. Commands in processes of their own are compiled as a user's are.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # Seconds are no subject of these tests: an example may compile, and other processes may have the cores.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -46,12 +58,29 @@ def _leaves_the_environment():
     assert not changed, f"this test leaves {', '.join(sorted(changed))} changed"
 
 
+@pytest.fixture(autouse=True)
+def _leaves_the_signals():
+    """A command in this process takes them for good, as it may in its own."""
+    before, unraisable = {each: signal.getsignal(each) for each in SIGNALS}, sys.unraisablehook
+    yield
+    sys.unraisablehook = unraisable
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory):
     """A small text with a structure that can be learnt."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"line {n}: the quick brown fox jumps over {n * n} lazy dogs.\n" for n in range(400)))
     return path
+
+
+@pytest.fixture(scope="session")
+def finished_run(text_file) -> Finished:
+    """A small GPT-2, trained on the text by a real process; to look at, not to change."""
+    words = ["train", "gpt2-tiny", "--data", str(text_file), "--layers", "1", "--steps", "60", "--lr", "3e-3"]
+    return finished_once("plain", words)
 
 
 @pytest.fixture

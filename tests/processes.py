@@ -14,12 +14,14 @@ TIMES = ("tokens_per_s", "wait_s", "wall_s")
 ONE_DEVICE = {"XLA_FLAGS": "", "JAX_PLATFORMS": ""}
 
 
-def start(words: list[str], cwd: Path, program: list[str] | None = None) -> subprocess.Popen[str]:
+def start(
+    words: list[str], cwd: Path, program: list[str] | None = None, stdin: int | None = None
+) -> subprocess.Popen[str]:
     """A process of the command line, in `cwd`, on the one device that a machine without accelerators has."""
     command = program or [str(Path(sys.executable).with_name("tpuswarm"))]
     return subprocess.Popen(
         [*command, *words], cwd=cwd, env={**os.environ, **ONE_DEVICE}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 

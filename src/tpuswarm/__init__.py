@@ -3,10 +3,11 @@
 The public API, flat. Nothing heavy is imported before a name is used.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # nothing at all is imported: until the command has its first line, Ctrl-C shows a traceback
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from tpuswarm.errors import InputError, RunFailed, TpuswarmError
     from tpuswarm.train.arrays import cpu_keys, shapes, to_jax, to_numpy, to_torch
     from tpuswarm.train.loop import Result, Step
@@ -60,8 +61,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _HOME:
+        import importlib
+
         return getattr(importlib.import_module(f"tpuswarm.{_HOME[name]}"), name)
     raise AttributeError(f"module 'tpuswarm' has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""The errors that a user sees: one sentence with the numbers involved and the way out."""
+"""The errors a user sees: one sentence with the numbers involved and the way out."""
 
 
 class TpuswarmError(Exception):
@@ -14,6 +14,6 @@ class InputError(TpuswarmError):
 
 
 class RunFailed(TpuswarmError):
-    """A run that was asked for correctly came to an end it should not have had."""
+    """A valid run failed."""
 
     exit_code = 1

@@ -30,7 +30,7 @@ def test_lists_all_and_starts_without_jax():
 
 def test_all_about_one_type_with_sources():
     done = run("v5litepod-8")
-    for said in ("v5e:2x4", "ct5lp-hightpu-8t", "15.75 GiB a JAX device", "chips_per_host_bounds=(2, 4, 1)"):
+    for said in ("v5e:2x4", "ct5lp-hightpu-8t", "15.75 GiB per JAX device", "chips_per_host_bounds=(2, 4, 1)"):
         assert said in done.stdout
     assert "[1] Cloud TPU documentation, TPU v5e: https://" in done.stdout and "libtpu 0.0.42.1" in done.stdout
     assert "$/h in us-central1" in done.stdout and "9.60 on demand, 1.96 spot" in done.stdout
@@ -55,17 +55,17 @@ def test_filters():
     [
         (("v5e-9",), "did you mean v5e-8"),
         (("v4:3x3x3",), "it has 2x2x1, 2x2x2"),
-        (("--zone", "us-west9"), "no TPU of the catalogue is offered in 'us-west9': did you mean us-west4?"),
+        (("--zone", "us-west9"), "no TPU in the catalogue is offered in 'us-west9': did you mean us-west4?"),
         (("v4", "--zone", "us-central1"), "v4 is not offered in 'us-central1': `tpuswarm catalog v4` lists open zones"),
         (("v4", "--zone", "us-central3"), "v4 is not offered in 'us-central3': did you mean us-central2?"),
         (
             ("--zone", "us-east5-c"),
-            "no TPU of the catalogue is offered to everyone in 'us-east5-c' (single tenant only: v5e, v5p, v6e): `tpus",
+            "no TPU in the catalogue is offered to everyone in 'us-east5-c' (single tenant only: v5e, v5p, v6e): `tpus",
         ),
         (("v5e", "--zone", "us-east5-a"), "v5e is not offered to everyone in 'us-east5-a' (single tenant only: v5e): "),
-        (("--zone", "us-east4-b"), "in 'us-east4-b' (single tenant only: v6e; only a price list has it: v5e): "),
-        (("v4", "--max-chips", "2"), "the smallest is v4-8, 4"),
-        (("v3-8", "--zone", "us-central1"), "v3-8 is one type: leave them out"),
+        (("--zone", "us-east4-b"), "in 'us-east4-b' (single tenant only: v6e; only on a price list: v5e): "),
+        (("v4", "--max-chips", "2"), "the smallest is v4-8 with 4"),
+        (("v3-8", "--zone", "us-central1"), "v3-8 is a single type: leave them out"),
         (("--max-chips", "0"), "--max-chips"),
     ],
 )

@@ -46,7 +46,7 @@ def test_traffic_is_priced_by_distance(how: network.Relation, place: str, dollar
 
 
 def test_a_place_that_is_none_is_refused():
-    with pytest.raises(InputError, match="'mars-1' is no region or zone"):
+    with pytest.raises(InputError, match="'mars-1' is not a Google Cloud region or zone"):
         network.transfer_price("same zone", "mars-1")
 
 

@@ -26,7 +26,7 @@ def rows_of(*headings: str) -> dict[str, list[str]]:
 
 
 def test_generations():
-    rows = rows_of("peak bf16 a chip", "HBM a chip")
+    rows = rows_of("peak bf16 per chip", "HBM per chip")
     assert [name.lower() for name in rows] == [each.name for each in catalog.generations()]
     for row, generation in zip(rows.values(), catalog.generations(), strict=True):
         assert row[:3] == [
@@ -49,7 +49,7 @@ def test_names():
 def test_prices(row: str, name: str):
     tpu = catalog.find(name)
     price, peak = tpu.price(), tpu.chips * tpu.generation.peak_bf16 / 1e12
-    assert rows_of("$ a chip-hour on demand", "spot")[row] == [
+    assert rows_of("$ per chip-hour on demand", "spot")[row] == [
         f"{price.on_demand / tpu.chips:.3f}",
         f"{price.spot / tpu.chips:.3f}",
         f"{peak / price.on_demand:,.0f}",

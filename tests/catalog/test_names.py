@@ -15,8 +15,8 @@ from tpuswarm.errors import InputError
         ),
         ("v5litepd-16", "did you mean v5litepod-16 .*v5e-16, .*v5e:4x4"),
         ("ct6e-standard-2t", "did you mean ct6e-standard-[148]t .*v6e-"),
-        ("v4:3x3x3", "no v4 of topology 3x3x3; it has 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4"),
-        ("tpu-v6e-slice:3x3", "no tpu-v6e-slice of topology 3x3; it has 1x1, 2x2, 2x4, 4x4"),
+        ("v4:3x3x3", "no v4 with topology 3x3x3; it has 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4"),
+        ("tpu-v6e-slice:3x3", "no tpu-v6e-slice with topology 3x3; it has 1x1, 2x2, 2x4, 4x4"),
         (
             "NVIDIA H100 80GB HBM3",
             "v5litepod-8 \\(TPU API\\), tpu-v5-lite-podslice:2x4 \\(GKE\\) or v5e:2x4 \\(compiler\\)",

@@ -3,18 +3,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.config.units import Every, parse_count, parse_every, parse_seconds
+from tpuswarm.config.units import Every, check_number, parse_count, parse_every, parse_seconds
 from tpuswarm.errors import InputError
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("500", 500), ("10M", 10_000_000), ("1.5K", 1500), ("2b", 2_000_000_000), (7, 7)]
+    ("text", "value"), [("500", 500), ("10M", 10_000_000), ("1.5K", 1500), ("2b", 2_000_000_000), (7, 7), ("1e3", 1000)]
 )
 def test_counts(text, value):
     assert parse_count(text, "steps") == value
 
 
-@pytest.mark.parametrize("text", ["0", "-5", "many", "", "1.5", "10Q", "1e3"])
+@pytest.mark.parametrize("text", ["0", "-5", "many", "", "1.5", "10Q", "1e-3", "1e99", "9" * 5000, "nan"])
 def test_counts_that_are_none(text):
     with pytest.raises(InputError, match="steps"):
         parse_count(text, "steps")
@@ -33,9 +33,31 @@ def test_seconds(text, value):
 def test_every_is_steps_or_time():
     assert parse_every("500", "save_every") == Every(steps=500)
     assert parse_every("5m", "save_every") == Every(seconds=300.0)
-    for wrong in ("soon", "0m", "-3", "5 parsecs"):
-        with pytest.raises(InputError, match="save_every"):
+    for wrong in ("soon", "0m", "-3", "5 parsecs", "5x", "1e400d", ""):
+        with pytest.raises(InputError, match="save_every is steps such as 500, or a time such as 30s or 5m, not"):
             parse_every(wrong, "save_every")
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds", "words"),
+    [
+        (0, {"above": 0}, "lr must be above 0, not 0"),
+        (1.0, {"above": 0, "below": 1}, "lr must be above 0 and below 1, not 1.0"),
+        (-1, {"least": 0, "below": 2**32}, "lr must be at least 0 and below 4,294,967,296, not -1"),
+        (float("nan"), {"least": 0}, "lr must be at least 0, not nan"),
+        (float("inf"), {}, "lr must be a finite number, not inf"),
+    ],
+)
+def test_numbers_out_of_bounds_are_named_with_them(value, bounds, words):
+    with pytest.raises(InputError) as error:
+        check_number(value, "lr", **bounds)
+    assert str(error.value) == words
+
+
+def test_numbers_within_bounds():
+    for value in (1, 2, 2.5, 3):
+        check_number(value, "n", least=1, most=3)
+    check_number(1e-30, "n", above=0, below=1)
 
 
 def test_due():

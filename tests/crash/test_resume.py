@@ -3,13 +3,15 @@
 import json
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.processes import finish, kill_after, rows_without_times, run, start, updates, wait_for
-from tpuswarm.train.run import METRICS, read_rows, status
+from tpuswarm.train.listing import status
+from tpuswarm.train.run import METRICS, read_rows
 
 STEPS = 120
 SMALL = ["--layers", "1", "--heads", "2", "--width", "64"]
@@ -60,14 +62,14 @@ def test_asked_to_stop(words, whole, tmp_path, number):
 
 def test_a_notice_too_short_for_a_save_leaves_the_last_checkpoint(words, whole, tmp_path):
     folder = tmp_path / "run"
-    process = start([*words, "--notice", "0s"], tmp_path)
+    process = start([*words, "--grace", "0s"], tmp_path)
     wait_for(lambda: (folder / "checkpoints" / "00000010" / "manifest.json").exists(), process)
     process.send_signal(signal.SIGTERM)
     _, err = finish(process, 128 + signal.SIGTERM)
     done = updates(folder)
     kept = max(int(path.parent.name) for path in (folder / "checkpoints").glob("*/manifest.json"))
     if done > kept:
-        assert "more than the 0.0 s left" in err and f"checkpoint of step {kept} stands" in err
+        assert "more than the 0.0 s left" in err and f"checkpoint of step {kept} is safe" in err
     _, err = run(words, tmp_path)
     assert f"resumed from the checkpoint of step {kept}" in err
     assert rows_without_times(folder) == whole
@@ -93,8 +95,8 @@ import os, shutil, signal, sys
 from pathlib import Path
 import tpuswarm.train.checkpoint as checkpoint
 import tpuswarm.train.run as run
-point, folder = sys.argv[1], Path(sys.argv[2])
-sys.path.insert(0, os.getcwd())
+from tests.train import toy
+from tpuswarm import Trainer
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -108,40 +110,46 @@ def before(module, name, count):
         return real(*args, **kwargs)
     setattr(module, name, wrapped)
 
-if point == "before the first checkpoint":
-    before(checkpoint.Checkpoints, "save", 1)
-elif point == "before a save":
-    before(checkpoint.Checkpoints, "save", 3)
-elif point == "files written, not yet digested":
-    before(checkpoint, "_digest", 1)
-elif point == "digested, no manifest":
-    before(checkpoint, "sync", 20)
-elif point == "manifest written under its other name":
-    before(Path, "replace", 4)  # the configuration and two manifests come first
-elif point == "manifest there, old ones not removed":
-    before(checkpoint.Checkpoints, "_prune", 3)
-elif point == "half of the old one removed":
-    real = shutil.rmtree
-    def half(path, *args, **kwargs):
-        if path.exists():
-            next(file for file in sorted(path.rglob("*")) if file.is_file()).unlink()
-            die()
-        real(path, *args, **kwargs)
-    checkpoint.shutil.rmtree = half
-elif point == "half a line of metrics written":
-    real_write = run.Run.write_metrics
-    def torn(self, row):
-        real_write(self, row)
-        if row["step"] == 17:
-            os.truncate(self.folder / "metrics.jsonl", os.path.getsize(self.folder / "metrics.jsonl") - 9)
-            die()
-    run.Run.write_metrics = torn
-elif point == "finished but not said":
-    before(run.Run, "write_event", 2)
+def plant(point):
+    if point == "before the first checkpoint":
+        before(checkpoint.Checkpoints, "save", 1)
+    elif point == "before a save":
+        before(checkpoint.Checkpoints, "save", 3)
+    elif point == "files written, not yet digested":
+        before(checkpoint, "_digest", 1)
+    elif point == "digested, no manifest":
+        before(checkpoint, "sync", 20)
+    elif point == "manifest written under its other name":
+        before(Path, "replace", 4)  # the configuration and two manifests come first
+    elif point == "manifest there, old ones not removed":
+        before(checkpoint.Checkpoints, "_prune", 3)
+    elif point == "half of the old one removed":
+        real = shutil.rmtree
+        def half(path, *args, **kwargs):
+            if path.exists():
+                next(file for file in sorted(path.rglob("*")) if file.is_file()).unlink()
+                die()
+            real(path, *args, **kwargs)
+        checkpoint.shutil.rmtree = half
+    elif point == "half a line of metrics written":
+        real_write = run.Run.write_metrics
+        def torn(self, row):
+            real_write(self, row)
+            if row["step"] == 17:
+                os.truncate(self.folder / "metrics.jsonl", os.path.getsize(self.folder / "metrics.jsonl") - 9)
+                die()
+        run.Run.write_metrics = torn
+    elif point == "finished but not said":
+        before(run.Run, "write_event", 2)
 
-from tests.train import toy
-from tpuswarm import Trainer
-Trainer(devices=1, save_every=5, eval_every=7, keep=2).fit(toy.recipe(), steps=20, batch=8, run=folder)
+for line in sys.stdin:
+    point, folder = line.rstrip().split("|")
+    child = os.fork()
+    if child == 0:
+        plant(point)
+        Trainer(devices=1, save_every=5, eval_every=7, keep=2).fit(toy.recipe(), steps=20, batch=8, run=folder)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 POINTS = [
@@ -158,25 +166,32 @@ POINTS = [
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    path = tmp_path_factory.mktemp("driver") / "driver.py"
-    path.write_text(DRIVER)
-    return [sys.executable, str(path)]
+def driven():
+    """Trains in a process that dies at a point; its exit code. Each is a fork of one that has imported JAX."""
+    process = start([], Path.cwd(), [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE)
+
+    def drive(point: str, folder: Path) -> int:
+        process.stdin.write(f"{point}|{folder}\n")
+        process.stdin.flush()
+        return int(process.stdout.readline() or finish(process)[1])
+
+    yield drive
+    finish(process)
 
 
 @pytest.fixture(scope="module")
-def whole_toy(driver, tmp_path_factory):
+def whole_toy(driven, tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy") / "run"
-    finish(start(["nowhere", str(folder)], Path.cwd(), driver))
+    assert driven("nowhere", folder) == 0
     return rows_without_times(folder)
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_at_every_point_of_a_save(driver, whole_toy, tmp_path, point):
+def test_killed_at_every_point_of_a_save(driven, whole_toy, tmp_path, point):
     folder = tmp_path / "run"
-    finish(start([point, str(folder)], Path.cwd(), driver), -signal.SIGKILL)
+    assert driven(point, folder) == -signal.SIGKILL
     assert status(folder).state == "killed"
-    finish(start(["nowhere", str(folder)], Path.cwd(), driver))
+    assert driven("nowhere", folder) == 0
     assert rows_without_times(folder) == whole_toy
     assert status(folder).state == "finished"
 

@@ -16,7 +16,8 @@ from tests.hosts import free_port
 from tests.processes import updates, wait_for
 from tests.train import wide
 from tpuswarm import Trainer
-from tpuswarm.train.run import METRICS, read_rows, status
+from tpuswarm.train.listing import status
+from tpuswarm.train.run import METRICS, read_rows
 from tpuswarm.train.together import SECRET
 from tpuswarm.train.user_code import build_recipe
 
@@ -89,7 +90,7 @@ def test_a_host_that_is_killed_ends_the_other_and_the_run_goes_on_with_other_dev
     hosts = Hosts(folder).reach(SAVE + 10)
     hosts.processes[1].kill()
     (_, said), _ = hosts.end(1, -signal.SIGKILL)
-    sentence = "host 1 is gone (its connection is closed), so this host ends too; start all of them together again"
+    sentence = "host 1 is gone (connection closed), so this host stops too; start all hosts again"
     assert said.endswith(f"{sentence}\n") and "Traceback" not in said
     assert (status(folder).state, status(folder).message) == ("failed", sentence)
     assert not (folder / SECRET).exists()

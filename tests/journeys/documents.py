@@ -71,8 +71,9 @@ def anchors(document: Path) -> set[str]:
 
 
 def named_options(text: str) -> set[str]:
-    """All --options that a document names, in prose, tables and blocks."""
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-]*_)", text))
+    """All --options that a document names, in prose, tables and blocks. Lines of gcloud have options of its own."""
+    ours = re.sub(r"^.*\bgcloud \w+ .*$", "", text, flags=re.MULTILINE)
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-]*_)", ours))
 
 
 def named_commands(document: Path) -> set[str]:

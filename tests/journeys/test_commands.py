@@ -1,12 +1,14 @@
 """Whole commands, as a user types them: what they print, what they leave, how they end."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import processes
+from tests.terminal import terminal
 from tests.train.findings import complaints
 from tpuswarm.cli import main
 from tpuswarm.train.run import Run
@@ -31,6 +33,8 @@ def bad_trace():
     return supervised(lambda key: {"w": jnp.zeros(3)}, loss, optax.sgd(0.1), {"x": np.ones((8, 3), np.float32)})
 
 def needs(width: int): return line(width)
+
+def exits(): raise SystemExit(3)
 
 def data_fails():
     def rows(split): raise ConnectionError("no bucket") if split == "x" else KeyError("no such table")
@@ -63,6 +67,12 @@ TRAIN = "train my_recipe.py:line --steps 4 --batch 8"
         ("train --lr 1 gpt2-tiny", "the recipe comes first"),
         (f"{TRAIN} --stepz 5", "option --stepz; did you mean --steps"),
         (f"{TRAIN} --widht 5", "option --widht; did you mean --width"),
+        ("train gpt2-tiny --learning-rate 1", "option --learning-rate; did you mean --lr?"),
+        ("train gpt2-smal", "did you mean gpt2-small?"),
+        (
+            "train my_recipe.py:exits",
+            "my_recipe.py:exits fails to make a recipe: it ends the program with sys.exit (",
+        ),
         (f"{TRAIN} --jsn 5", "did you mean --json"),
         (f"{TRAIN} --width", "--width needs a value"),
         (f"{TRAIN} --width wide", "width=wide: Input should be a valid integer"),
@@ -71,39 +81,49 @@ TRAIN = "train my_recipe.py:line --steps 4 --batch 8"
         (f"{TRAIN} --steps -5", "steps must be a whole number above 0"),
         (f"{TRAIN} --steps many", "steps is a number such as"),
         (f"{TRAIN} --tokens 5", "one of steps, tokens and epochs"),
-        (f"{TRAIN} --batch 12", "a batch of 12 rows does not divide over devices (8)"),
+        (f"{TRAIN} --batch 12", "a batch of 12 rows does not divide evenly over devices (8)"),
         (f"{TRAIN} --devices 9", "9 devices were asked for, this machine has 8 (cpu)"),
-        (f"{TRAIN} --devices [8]", "device index 8 is out of range"),
+        (f"{TRAIN} --devices [8]", "devices: index 8 is out of range"),
         (f"{TRAIN} --precision fp61", "unknown precision 'fp61'; did you mean"),
         (f"{TRAIN} --shard replikate", "unknown shard 'replikate'; did you mean replicate"),
         (f"{TRAIN} --freeze nothing", "freeze 'nothing' matches none of the parameters: w"),
+        ("train gpt2-tiny --data fake --decay 0.1", "(its rate is --weight-decay)"),
         (f"{TRAIN} --save-every often", "save_every"),
         (f"{TRAIN} --run text.txt", "text.txt is a file, not a run directory"),
-        (f"{TRAIN} --run .", ". holds other things and is no run"),
+        (f"{TRAIN} --run text.txt/run", "text.txt/run cannot be a run directory: Not a directory"),
+        (f"{TRAIN} --run /proc/run", "/proc/run cannot be a run directory: No such file or directory"),
+        (f"{TRAIN} --run a/b --precision fp61", "unknown precision 'fp61'"),
+        (f"{TRAIN} --run .", ". is not empty and is not a run"),
         (f"{TRAIN} --run gs://bucket/run", "takes a local directory"),
-        (f"{TRAIN} --init-from nowhere", "nowhere is no run"),
+        (f"{TRAIN} --init-from nowhere", "nowhere is not a tpuswarm run"),
         ("train gpt2-tiny --init-from nowhere", "nowhere is neither a run nor a published model"),
         ("train my_recipe.py:needs --steps 4", "missing a required argument: 'width'"),
-        ("train my_recipe.py:bad_trace --steps 4 --batch 8", "does not trace: TypeError"),
+        ("train my_recipe.py:bad_trace --steps 4 --batch 8", "the loss of my_recipe fails: TypeError"),
         ("train my_recipe.py:data_fails --steps 4", "KeyError: 'no such table' ("),
         ("train gpt2-tiny --data nowhere.txt", "there is no file or folder /"),
         ("train gpt2-tiny --data http://127.0.0.1:1/text.txt", "cannot be read"),
         ("train gpt2-tiny --data text.txt --context 100000", "fewer than one row of context 100000"),
-        ("train gpt2-tiny --data text.txt --heads 3", "does not divide over 3 heads"),
+        ("train gpt2-tiny --data text.txt --heads 3", "does not divide evenly over 3 heads"),
         ("train gpt2-tiny --tokenizer words", "unknown tokenizer 'words'"),
         (
             "train gpt2-tiny --data text.txt --tokenizer bpe --vocab 100",
-            "a BPE needs a vocabulary of 257 or more, not 100",
+            "a BPE needs a vocabulary of at least 257, not 100",
         ),
-        ("export nowhere out --format hf", "nowhere does not exist"),
-        ("export nowhere . --format hf", ". is there already; name a folder that is new or empty"),
-        ("export nowhere gs://bucket/out --format hf", "gs:/bucket/out is no local folder; name one"),
+        ("export nowhere a/out", "nowhere does not exist"),
+        ("export nowhere .", ". already exists; use a new or empty folder"),
+        ("export nowhere gs://bucket/out --format hf", "gs:/bucket/out is not a local folder; use one"),
+        ("export nowhere", "Missing argument 'out'; see `tpuswarm export --help`"),
+        (
+            "status --jsn",
+            "No such option: --jsn Did you mean --json? See `tpuswarm status --help`|see `tpuswarm status",
+        ),
+        ("ledger shwo", "Did you mean 'show'? See `tpuswarm ledger --help`"),
         ("export nowhere out --format onnx", "'onnx' is not one of 'hf'"),
         ("status nowhere", "nowhere does not exist"),
-        ("status .", ". is no run"),
+        ("status .", ". is not a run"),
         ("status --watch --json", "use one of them"),
         ("sample nowhere", "nowhere does not exist"),
-        ("evaluate .", ". is no run"),
+        ("evaluate .", ". is not a run"),
         ("sample last", "there are no runs"),
     ],
 )
@@ -113,7 +133,7 @@ def test_wrong_input_is_one_sentence_and_exit_2(call, line, words):
     sentence = err.strip().splitlines()
     assert len(sentence) == 1 and sentence[0].startswith("error: ") and "Traceback" not in err
     assert any(each in sentence[0] for each in words.split("|")), sentence[0]
-    assert not Path("runs").exists() or not list(Path("runs").glob("*"))
+    assert sorted(path.name for path in Path().iterdir()) == ["my_recipe.py", "text.txt"]
 
 
 def test_a_recipes_own_error_is_shown_at_its_line(call):
@@ -136,8 +156,9 @@ def test_a_run_from_its_first_to_its_last_command(call):
     code, out, err = call(f"{TRAIN} --run runs/a --eval-every 2")
     assert code == 0 and out.startswith("runs/a finished at step 4 of 4: loss ")
     assert "parameter" in err and "step 4 of 4: held-out loss" in err
+    assert "rows/s" in err and "tokens/s" not in err  # a row of this recipe counts for one
     code, out, err = call(f"{TRAIN} --run runs/a --json")
-    assert code == 0 and "nothing is left to do" in err
+    assert code == 0 and "nothing left to do" in err
     assert json.loads(out)["ended"] == "finished" and json.loads(out)["metrics"]["step"] == 4
     code, out, _ = call("status --json")
     assert [(each["run"], each["state"], each["step"]) for each in json.loads(out)["runs"]] == [
@@ -147,13 +168,13 @@ def test_a_run_from_its_first_to_its_last_command(call):
     assert json.loads(out)["recipe"] == "my_recipe" and err == ""
     assert call("status")[1].splitlines()[1].split()[:3] == ["runs/a", "my_recipe", "finished"]
     code, out, _ = call("evaluate last --json")
-    assert code == 0 and json.loads(out)["rows"] == 24
+    assert code == 0 and (json.loads(out)["run"], json.loads(out)["rows"]) == ("runs/a", 24)
     code, out, err = call("sample runs/a")
-    assert code == 2 and "my_recipe does not make samples" in err
+    assert code == 2 and "my_recipe cannot generate text" in err
     code, _, err = call(f"{TRAIN} --run runs/a --lr 0.2")
-    assert code == 2 and "lr is 0.1 there, 0.2 was asked" in err
+    assert code == 2 and "lr was 0.1, now 0.2" in err
     code, _, err = call("train gpt2-tiny --run runs/a")
-    assert code == 2 and "runs/a is a run of another configuration: recipe is" in err
+    assert code == 2 and "runs/a has a different configuration: recipe was" in err
     Path("runs/a/checkpoints/00000004/manifest.json").unlink()
     code, _, err = call("evaluate runs/a")
     assert code == 0 and "checkpoint 00000004 is damaged" in err
@@ -175,31 +196,21 @@ def test_runs_without_a_name_get_one(call):
 
 def test_a_failed_run_exits_1(call):
     code, _, err = call("train my_recipe.py:line --lr 1e30 --steps 50 --batch 8 --run runs/nan")
-    assert code == 1 and "not a finite number at step" in err and "checkpoint of step 0 stands" in err
+    assert code == 1 and "NaN or infinity at step" in err and "checkpoint of step 0 is safe" in err
     assert json.loads(call("status runs/nan --json")[1])["state"] == "failed"
 
 
-@pytest.fixture(scope="module")
-def gpt2_run(tmp_path_factory, text_file):
-    """A small GPT-2, trained by a real process on the one device of this machine."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    words = ["train", "gpt2-tiny", "--data", str(text_file), "--layers", "1", "--steps", "60", "--lr", "3e-3"]
-    out, err = processes.run([*words, "--run", "run", "--json"], folder)
-    return folder, json.loads(out), err
-
-
-def test_training_on_text_learns_it(gpt2_run):
-    folder, result, err = gpt2_run
+def test_training_on_text_learns_it(finished_run):
+    run, result, err = finished_run
     assert result["ended"] == "finished" and result["metrics"]["eval_loss"] < 2.5 < 3.5
     assert "gpt2-tiny on 1 x cpu" in err and "blocks/attn/qkv/w" in err and "head" in err
-    first = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] > 3 * 0.9 and first["tokens"] == 12 * 64
-    assert complaints(folder / "run") == set() and "where the time went" in err
+    assert complaints(run) == set() and "where the time went" in err
 
 
-def test_samples_and_evaluations_of_a_trained_run(gpt2_run, call, text_file):
-    folder, result, _ = gpt2_run
-    run = folder / "run"
+def test_samples_and_evaluations_of_a_trained_run(finished_run, call, text_file):
+    run, result, _ = finished_run
     code, out, _ = call(f"sample {run} --prompt line --tokens 80 --seed 1")
     assert code == 0 and out.startswith("line") and len(out.rstrip("\n")) >= 70
     assert call(f"sample {run} --prompt line --tokens 80 --seed 1")[1] == out
@@ -214,18 +225,18 @@ def test_samples_and_evaluations_of_a_trained_run(gpt2_run, call, text_file):
     assert call(f"sample {run} --tokens 0")[0] == 2
 
 
-def test_fine_tuning_keeps_the_alphabet_of_its_parent(gpt2_run, call):
-    folder, _, _ = gpt2_run
+def test_fine_tuning_keeps_the_alphabet_of_its_parent(finished_run, call):
+    run = finished_run.run
     Path("more.txt").write_text("the lazy dogs jumps over 7 foxs.\n" * 60)
     shape = "--layers 1 --freeze wte|wpe --steps 2"
-    line = f"train gpt2-tiny --data more.txt --init-from {folder / 'run'} {shape} --run runs/tuned"
+    line = f"train gpt2-tiny --data more.txt --init-from {run} {shape} --run runs/tuned"
     code, _, err = call(line)
     assert code == 0 and "parameters from" in err
     config = Run(Path("runs/tuned")).config()
-    parent = json.loads(call(f"status {folder / 'run'} --json")[1])
+    parent = json.loads(call(f"status {run} --json")[1])
     assert config["recipe"]["options"]["layers"] == 1 and parent["steps"] == 60
     Path("foreign.txt").write_text("ключ " * 100)
-    code, _, err = call(f"train gpt2-tiny --data foreign.txt --init-from {folder / 'run'} --steps 2")
+    code, _, err = call(f"train gpt2-tiny --data foreign.txt --init-from {run} --steps 2")
     assert code == 2 and "alphabet" in err
 
 
@@ -248,12 +259,26 @@ def test_help_is_there_for_every_command(call):
         assert code == 0 and "Usage: tpuswarm" in text
 
 
+def test_the_demo_leaves_a_run_of_the_user_alone(call):
+    assert call(f"{TRAIN} --run runs/demo")[0] == 0
+    before = sorted(path for path in Path("runs").rglob("*"))
+    code, out, err = call("demo")
+    assert (code, out) == (2, "") and "runs/demo is a run of yours" in err and "mv runs/demo runs/mine" in err
+    assert before == sorted(path for path in Path("runs").rglob("*"))
+
+
 @pytest.mark.slow
 def test_the_demo(tmp_path):
-    out, err = processes.run(["demo"], tmp_path)
+    with terminal(["demo"], tmp_path) as opened:
+        opened.wait("(m1)")
+        opened.wait(lambda each: re.search(r"m1 +lost", each.screen))
+        opened.wait(lambda each: re.search(r"m1 +alive", each.screen))
+        out = opened.finish()
+    assert "runs/demo finished at commit" in out and "none twice" in out
+    assert (
+        "finished" in opened.screen and "what the model writes now" in opened.screen
+    )  # the end fits on a small screen
     folder = tmp_path / "runs" / "demo"
-    assert "runs/demo finished at version" in out and "none twice" in out and "the same bits" in out
-    assert "that was m1" in err and "m1 is lost (killed)" in err
     page = (folder / "report.html").read_text()
     assert "data:image/png;base64," in page and "kill" in page
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -265,3 +290,20 @@ def test_the_demo(tmp_path):
     assert f"in use by process {again.pid}" in err
     again.kill()
     again.communicate()
+
+
+def test_a_fault_of_the_programs_own_is_one_sentence_too(call, monkeypatch):
+    def broken(*_):
+        raise KeyError("this is not there")
+
+    monkeypatch.setattr("tpuswarm.train.listing.find_run", broken)
+    code, out, err = call("logs last")
+    assert (code, out) == (1, "") and err == (
+        "error: internal error: KeyError: 'this is not there'; `tpuswarm --debug logs last` shows where\n"
+    )
+
+
+def test_runs_that_is_a_file_is_no_place_for_runs(call):
+    Path("runs").touch()
+    code, out, err = call(TRAIN)
+    assert (code, out) == (2, "") and err == "error: no run can be made in ./runs: it is a file; say where with --run\n"

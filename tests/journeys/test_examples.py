@@ -32,14 +32,6 @@ def libraries_broadcast():
         yield
 
 
-@pytest.fixture
-def quick_compiles():
-    """What runs for a moment is not worth optimising."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def commands(example: Path) -> list[list[str]]:
     """The command lines of its docstring, as words."""
     lines = re.findall(r"^(?:python|tpuswarm) .*$", example.read_text(), flags=re.MULTILINE)
@@ -53,7 +45,7 @@ def test_it_is_a_page_that_begins_with_its_commands(example):
     assert command[:3] == ["tpuswarm", "train", f"examples/{example.name}:recipe"]
 
 
-def test_the_command_of_its_docstring_learns(example, tmp_path, monkeypatch, quick_compiles):
+def test_the_command_of_its_docstring_learns(example, tmp_path, monkeypatch):
     _, command = commands(example)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

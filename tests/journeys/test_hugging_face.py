@@ -7,11 +7,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import typer
 from safetensors.numpy import load_file
 
 from tests import processes
 from tests.recipes.hub import serving
-from tpuswarm.cli.train import make_recipe
+from tpuswarm.cli.app import app
+from tpuswarm.cli.recipe import make_recipe
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.runtime.head import read_founding
@@ -38,7 +40,7 @@ def test_a_published_model_is_tuned_and_given_out_again(tmp_path, text_file, mon
     assert json.loads(out)["metrics"]["eval_loss"] < rows[0]["loss"] - LEARNS
     shutil.rmtree(tmp_path / "cache" / "tokens")  # what the run needs lies in its folder
     _, err = processes.run([*train.split(), "--run", "run"], tmp_path)
-    assert "nothing is left to do" in err
+    assert "nothing left to do" in err
     processes.run(["export", "run", "out/model", "--format", "hf"], tmp_path)
     files = {path.name for path in (tmp_path / "out" / "model").iterdir()}
     assert files == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -54,17 +56,18 @@ def test_a_published_model_is_tuned_and_given_out_again(tmp_path, text_file, mon
 def test_a_model_that_brings_no_tokenizer_is_noted(tmp_path, capsys):
     """Else the text becomes something that its weights never saw, without a word."""
     copy = Path(shutil.copytree(GOLDEN, tmp_path / "model"))
+    context = typer.Context(typer.main.get_command(app))
 
     def note(**options: str) -> str:
-        make_recipe("gpt2-tiny", {"data": "fake"}, options, set(), None, f"hf:{copy}")
+        make_recipe("gpt2-tiny", {"data": "fake"}, options, context, parent=f"hf:{copy}")
         return capsys.readouterr().err
 
     assert note() == ""
     for name in ("tokenizer.json", "vocab.json", "merges.txt"):
         (copy / name).unlink(missing_ok=True)
     assert note() == (
-        f"note: hf:{copy} brings no tokenizer, so gpt2-tiny takes its usual one; give --tokenizer if the parameters "
-        "were trained with another\n"
+        f"note: hf:{copy} has no tokenizer, so gpt2-tiny uses its usual one; set --tokenizer if the parameters were "
+        "trained with another\n"
     )
     assert note(tokenizer="bytes") == ""
 

@@ -23,14 +23,14 @@ from tpuswarm.swarm.events import commit_event
 from tpuswarm.swarm.ledger import commit_name
 from tpuswarm.swarm.logs import stamped
 from tpuswarm.swarm.objects import object_name
-from tpuswarm.swarm.status import MemberStatus, compose, write_status
+from tpuswarm.swarm.status import MemberStatus, Progress, compose, write_status
 from tpuswarm.swarm.store import Store
 from tpuswarm.train.run import Run, append_event
 
 COMMITS = 9
 CONFIG = {
     "recipe": {"name": "toy", "target": "toy", "options": {}},
-    "train": {"steps": 1000, "batch": 2},
+    "train": {"steps": 1000, "batch": 2, "seed": 0},
     "chosen": {"tokens_per_row": PER_ROW, "devices": 1, "platform": "cpu"},
 }
 
@@ -65,7 +65,8 @@ def plain(call):
     """runs/plain: a run of the plain trainer."""
     folder = Path("runs/plain")
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(tomli_w.dumps(CONFIG))
+    chosen = {"tokens_per_row": 1, "devices": 1, "device": "cpu"}
+    (folder / "config.toml").write_text(tomli_w.dumps(CONFIG | {"chosen": chosen}))
     append_event(folder, "started")
     append_event(folder, "stopped", message="stopped at step 3", step=3)
 
@@ -89,7 +90,7 @@ def test_the_last_commits(call, chain):
             (one.identity.incarnation.member, one.identity.sequence): (one.fate, one.weight) for one in record.decisions
         }
     lines = show(call, "-n 3").splitlines()
-    assert lines[0].split()[:3] == ["version", "time", "epoch"] and len(lines) == 4
+    assert lines[0].split()[:3] == ["commit", "time", "epoch"] and len(lines) == 4
     for line, record in zip(lines[1:], chain.records[-3:], strict=True):
         assert line.split()[0] == str(record.version) and f"{record.tokens:,}" in line
         for one in record.decisions:
@@ -101,10 +102,10 @@ def test_the_last_commits(call, chain):
 
 def test_a_sound_ledger(call, chain):
     code, out, err = call("ledger verify a")
-    assert code == 0 and "reading the records" in err and "computing fragment 3 of 3 again" in err
-    assert f"versions 0 to {COMMITS}: their digests chain" in out and out.splitlines()[-1] == "a is sound"
+    assert code == 0 and "reading the records" in err and "recomputing fragment 3 of 3" in err
+    assert f"commits 0 to {COMMITS}: hash chain intact" in out and out.splitlines()[-1] == "a is sound"
     changed = [r.version for r in chain.records if any(d.fate == "applied" for d in r.decisions)]
-    ranges = re.search(r"to the same bits: (.*)", out)[1].split(", ")
+    ranges = re.search(r"bit-identical: (.*)", out)[1].split(", ")
     ends = [[int(number) for number in each.split(" to ")] for each in ranges]
     assert [version for each in ends for version in range(each[0], each[-1] + 1)] == changed
     found = json.loads(call("ledger verify runs/a --json")[1])
@@ -118,11 +119,12 @@ def test_what_could_not_be_computed_again_is_said(call, chain):
         if key.incarnation.name in str(path) and path.is_file():
             path.unlink()
     _, out, _ = call("ledger verify runs/a")
-    assert re.search(r"^not computed again: 1\b.*: its payloads are gone$", out, re.M)
+    assert re.search(r"^not recomputed: 1\b.*: its payloads are gone$", out, re.M)
 
 
 @pytest.mark.parametrize("harm", ["flip", "delete", "object"])
 def test_a_damaged_ledger_exits_1_and_names_the_file(call, chain, harm):
+    show(call)  # which leaves an index of the ledger as it was
     digest = chain.records[-1].state[2]
     name = object_name(digest) if harm == "object" else commit_name(5)
     path = Path("runs/a") / name
@@ -148,12 +150,12 @@ def test_a_ledger_by_its_url(call, chain):
     ("line", "words"),
     [
         ("ledger show nowhere", "nowhere does not exist"),
-        ("ledger verify .", ". is no run"),
-        ("ledger show runs/plain", "runs/plain is a run of the plain trainer and has no ledger"),
-        ("ledger verify plain", "is a run of the plain trainer and has no ledger"),
-        ("ledger show runs/young", "runs/young has no commits: its first version is still to be made"),
+        ("ledger verify .", ". is not a run"),
+        ("ledger show runs/plain", "runs/plain is a plain run and has no ledger"),
+        ("ledger verify plain", "is a plain run and has no ledger"),
+        ("ledger show runs/young", "runs/young has no commits: its first commit has not been made yet"),
         ("ledger verify runs/young", "has no commits"),
-        ("ledger show runs/a -n 0", "-n is a number of commits above 0, not 0"),
+        ("ledger show runs/a -n 0", "-n, a number of commits, must be at least 1, not 0"),
         ("ledger", "Missing command"),
         ("ledger shwo runs/a", "shwo"),
         ("logs nowhere", "nowhere does not exist"),
@@ -162,7 +164,7 @@ def test_a_ledger_by_its_url(call, chain):
         ("stop nowhere", "nowhere does not exist"),
         ("stop runs/plain", "runs/plain is not running: stopped"),
         ("stop runs/a", "runs/a is not running: killed"),
-        ("status runs/a", "runs/a/status.json is no status of a swarm"),
+        ("status runs/a", "runs/a/status.json is not a swarm status"),
     ],
 )
 def test_wrong_input(call, chain, plain, line, words):
@@ -191,8 +193,8 @@ MEMBERS = (
 def status(chain, age=0.0):
     tokens = Tokens(900, chain.records[-1].tokens, 8, 16, 876 - chain.records[-1].tokens)
     summary = Summary(COMMITS, 3, False, "grace", tokens, (), 1.0)
-    alarms = ["m1 is far [away]"]
-    write_status(Path("runs/a"), compose(summary, MEMBERS, 16_000, alarms, "host:1", {}, time.time() - age))
+    alarms, progress = ["m1 is far [away]"], Progress(time.time() - age - 60)
+    write_status(Path("runs/a"), compose(summary, MEMBERS, 16_000, alarms, "host:1", {}, time.time() - age, progress))
 
 
 def test_a_swarm_that_runs(call, chain, plain):
@@ -203,15 +205,16 @@ def test_a_swarm_that_runs(call, chain, plain):
     assert found["version"] == COMMITS and found["tokens"]["applied"] == chain.records[-1].tokens
     assert found["members"][0]["pid"] == 11 and found["alarms"] == ["m1 is far [away]"]
     code, out, err = call("status runs/a")
-    assert code == 0 and err == "" and "alarm: m1 is far [away]" in out and "no news" not in out
-    assert re.search(rf"version +{COMMITS} ", out) and "m0      alive, pid 11" in out and "m1      lost" in out
+    assert code == 0 and err == "" and "alarm: m1 is far [away]" in out and "no update" not in out
+    assert re.search(rf"commit +{COMMITS} ", out) and re.search("m0 +alive +11 ", out)
+    assert re.search("m1 +lost ", out) and "to add a machine: tpuswarm join host:1 --token-file runs/a/token\n" in out
     status(chain, age=60.0)
-    assert f"no news for 60 s: process {os.getpid()} does not answer" in call("status runs/a")[1]
+    assert f"no update for 60 s: process {os.getpid()} does not respond" in call("status runs/a")[1]
     both = {each["run"]: each for each in json.loads(call("status --json")[1])["runs"]}
     assert both["runs/plain"]["state"] == "stopped" and both["runs/a"]["version"] == COMMITS
     lines = call("status")[1].splitlines()
     steps = chain.records[-1].tokens // (2 * PER_ROW)
-    assert lines[1].split()[:6] == ["runs/a", "toy", "running,", "pid", str(os.getpid()), f"{steps}/1,000"]
+    assert lines[1].split()[:6] == ["runs/a", "toy", "running", str(os.getpid()), "now", f"{steps}/1,000"]
     with_lock.close()
     Path("runs/a/status.json").write_text("{")
     code, out, err = call("status")  # the others are still listed
@@ -239,7 +242,7 @@ def test_logs_of_all_and_of_one(call, chain):
             ("joined", {"member": "m0", "incarnation": "ab" * 16, "pid": 7}),
             ("commit", commit_event(chain.records[1])),
             ("lost", {"member": "m0", "incarnation": "ab" * 16, "pid": 7, "message": "killed", "tokens": 1234}),
-            ("coordinator", {"name": "coordinator", "message": "it is gone; another one takes its place"}),
+            ("coordinator", {"name": "coordinator", "message": "it died; restarting it"}),
         ]
     ):
         with (folder / "events.jsonl").open("a") as file:
@@ -258,34 +261,37 @@ def test_logs_of_all_and_of_one(call, chain):
     assert texts[:6] == [
         "started: 4 members",
         "compiling",
-        "m0 is abababab, pid 7",
+        "m0 joined (abababab, pid 7)",
         "failed",
         "Traceback:",
         "a line of it",
     ]
-    assert texts[7].startswith("commit 1: ") and "m0 is lost (killed), and with it about 1,234 tokens" in texts[8]
+    assert (
+        texts[7].startswith("commit 1: ")
+        and "m0 killed; about 1,234 uncommitted tokens lost, commits are safe" in texts[8]
+    )
     dates = [time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S")) for line in out.splitlines()]
     assert dates == sorted(dates) and abs(dates[0] - began) < 2
     assert [line[21:].split(maxsplit=1)[1] for line in call("logs runs/a m1")[1].splitlines()] == ["compiled"]
     mine = call("logs runs/a m0")[1]
-    assert "m0 is lost" in mine and "commit 1" not in mine and "compiled" not in mine
+    assert "m0 killed" in mine and "commit 1" not in mine and "compiled" not in mine
 
 
 def test_logs_of_a_machine_that_joined(call, chain):
     """It has no file here: the run's events are what there is."""
     facts = {"member": "j-tpu", "incarnation": "ab" * 16, "pid": 7}
-    append_event(Path("runs/a"), "note", member="j-tpu", message="a machine joined: j-tpu")
+    append_event(Path("runs/a"), "note", member="j-tpu", message="new machine: j-tpu")
     append_event(Path("runs/a"), "joined", **facts)
     append_event(Path("runs/a"), "lost", **facts, message="killed", tokens=5, own_machine=True)
     append_event(Path("runs/a"), "lost", **facts | {"member": "m0"}, message="killed", tokens=5, own_machine=False)
     log(0, "00:00:00 compiled\n")
     code, out, err = call("logs runs/a j-tpu")
     texts = [line[21:].split(maxsplit=1)[1] for line in out.splitlines()]
-    assert code == 0 and "its own words lie on its machine" in err and len(texts) == 3
-    assert texts[:2] == ["note: a machine joined: j-tpu", "j-tpu is abababab, pid 7"]
-    assert texts[2].endswith("it comes back as a new incarnation when its machine is there")
+    assert code == 0 and "its own log is on its machine" in err and len(texts) == 3
+    assert texts[:2] == ["note: new machine: j-tpu", "j-tpu joined (abababab, pid 7)"]
+    assert texts[2].endswith("commits are safe; it rejoins when its machine is back")
     code, out, err = call("logs runs/a m0")
-    assert (code, err) == (0, "") and "compiled" in out and "it comes back as a new incarnation\n" in out
+    assert (code, err) == (0, "") and "compiled" in out and "5 uncommitted tokens lost, commits are safe\n" in out
     assert "has no process 'j-tqu'; did you mean j-tpu" in call("logs runs/a j-tqu")[2]
 
 
@@ -338,7 +344,7 @@ while not asked:
 run.write_event("note", message="members hand in what they have done")
 time.sleep(0.1)
 if sys.argv[1] == "stopped":
-    run.write_event("stopped", message="stopped at version 9")
+    run.write_event("stopped", message="stopped at commit 9")
 """
 
 
@@ -350,7 +356,7 @@ def test_stopping_a_run(call, chain, ends):
     assert process.wait(10) == 0 and f"asked process {process.pid} to stop" in err
     assert "note: members hand in what they have done" in err and "started" not in err
     if ends == "stopped":
-        assert (code, out) == (0, "runs/a: stopped at version 9; the same `tpuswarm train` command goes on\n")
+        assert (code, out) == (0, "runs/a: stopped at commit 9; the same `tpuswarm train` command resumes it\n")
     else:
         assert (code, out) == (1, "") and err.endswith("error: runs/a killed\n")
 

@@ -99,7 +99,7 @@ def test_two_hosts_are_one_member_that_dies_with_either_and_comes_back(swarm, tm
         second = slice_()
         os.kill(second["pid"], signal.SIGKILL)  # host 0: the swarm's supervisor makes it again
         contributes(second["incarnation"])
-        assert "host 0 is gone (its connection is closed); this host waits" in one.said.read_text()
+        assert "host 0 is gone (connection closed); waiting for all hosts" in one.said.read_text()
 
         third, child = slice_(), one.child()
         one.end()  # the whole machine: nobody brings it back until it is joined again
@@ -133,11 +133,11 @@ def test_two_hosts_are_one_member_that_dies_with_either_and_comes_back(swarm, tm
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--hosts 2", "needs --hosts, --host, --hosts-at: give --host and --hosts-at as well"),
-        ("--hosts 2 --host 1", "give --hosts-at as well"),
-        ("--hosts 2 --host 2 --hosts-at 127.0.0.1:9", "there is no host 2 of 2: they are counted from 0"),
-        ("--hosts 2 --host 1 --hosts-at nowhere", "'nowhere' is no address of host 0: give HOST:PORT"),
-        ("--hosts 2 --host 0 --hosts-at 192.0.2.1:9", "host 0 cannot listen at 192.0.2.1:9"),
+        ("--hosts 2", "also needs --host and --hosts-at"),
+        ("--hosts 2 --host 1", "also needs --hosts-at"),
+        ("--hosts 2 --host 2 --hosts-at 127.0.0.1:9", "there is no host 2 of 2: hosts are numbered from 0"),
+        ("--hosts 2 --host 1 --hosts-at nowhere", "the address of host 0 is HOST:PORT"),
+        ("--hosts 2 --host 0 --hosts-at 192.0.2.1:9", "host 0 cannot listen on 192.0.2.1:9"),
         ("--hosts 2 --host 1 --hosts-at 127.0.0.1:9", "nothing answers at 127.0.0.1:1"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_number_given_twice_is_refused_and_the_others_leave_with_host_0(tmp_pa
                 assert not zero.done()
             first = pool.submit(join, at, one, token, said.append)
             until(1)
-            with pytest.raises(InputError, match="it waits for 2 others, each once, and not for another host 1"):
+            with pytest.raises(InputError, match="it expects hosts 1 to 2, each once, not another host 1"):
                 join(at, one, token, lambda text: None)
             assert not first.done()
         finally:
@@ -202,10 +202,10 @@ def test_a_host_with_another_token_is_refused(tmp_path):
         thread = threading.Thread(target=host_0)
         thread.start()
         said: list[str] = []
-        with pytest.raises(InputError, match=f"host 0 at {at} has another secret; give all hosts the same"):
+        with pytest.raises(InputError, match=f"host 0 at {at} has a different secret; all hosts need the same"):
             join(at, Group(at, 2, 1, str(other)), other, said.append)
         thread.join()
-    assert said == [f"this is host 1 of 2: it comes to {at}; Ctrl-C leaves"]
+    assert said == [f"this is host 1 of 2; connecting to {at}; Ctrl-C leaves"]
 
 
 def test_another_host_gets_the_files_that_it_lacks(tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ class Supervisor:
     def go(self):
         if not (RUN / FOUNDING).exists():
             self.view = Chain(Store(RUN), Random(3)).grow(9).view
-            (RUN / FOUNDING).write_text("{}")
+            (RUN / FOUNDING).write_text('{"fragments": [], "chosen": {}}')
         for member, loss in (("m0", 2.5), ("m1", 9.5)):
             rows = [{"step": 1, "tokens": 16, "loss": loss, "member": member, "version": 1}]
             if member == "m0":
@@ -60,6 +60,7 @@ def call(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "Cluster", Cluster)
     monkeypatch.setattr(start, "Supervisor", Supervisor)
+    monkeypatch.setattr(start, "SAMPLED_BYTES", 0)  # what it commits is no state of that recipe
 
     def run(options: str):
         monkeypatch.setattr(sys, "argv", ["tpuswarm", *TRAIN.split(), *options.split()])
@@ -81,6 +82,7 @@ def test_the_same_command_after_the_end_says_the_same_and_changes_nothing(call, 
     assert code == 0 and (first["ended"], first["version"]) == ("finished", 9)
     assert (first["metrics"]["loss"], first["metrics"]["eval_loss"]) == (2.5, 2.25)
     assert (RUN / "report.html").exists() and events() == ["started", "finished"]
+    assert list(read_rows(RUN / "events.jsonl"))[-1]["message"] == "4 steps"  # `finished: 4 steps`, with its event
 
     files = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"}
 
@@ -90,11 +92,11 @@ def test_the_same_command_after_the_end_says_the_same_and_changes_nothing(call, 
     monkeypatch.setattr(memory, "check_memory", full)
     for options in ("--steps 4", "--steps 4 --members 300", "--steps 2 --accept-code"):
         code, out, err = call(f"{options} --json")
-        assert (code, json.loads(out)) == (0, first) and "is finished: nothing is left to do" in err
+        assert (code, json.loads(out)) == (0, first) and "is finished; nothing left to do" in err
     for options, words in (
         ("--steps 4 --outer nesterof", "did you mean nesterov"),
-        ("--steps 2", "steps is 4 there, 2 was asked"),
-        ("--steps 4 --batch 4 --accept-code", "is another run: batch"),
+        ("--steps 2", "steps was 4, now 2"),
+        ("--steps 4 --batch 4 --accept-code", "is a different run: batch"),
     ):
         code, out, err = call(options)
         assert (code, out) == (2, "") and words in err
@@ -104,7 +106,7 @@ def test_the_same_command_after_the_end_says_the_same_and_changes_nothing(call, 
 def test_a_longer_run_is_no_longer_finished(call):
     call("--steps 4")
     code, _, err = call("--steps 1000 --accept-code")
-    assert code == 0 and "steps is 4 there, 1000 was asked" in err
+    assert code == 0 and "steps was 4, now 1000" in err
     assert events() == ["started", "finished", "note", "started", "finished"]
 
 
@@ -118,12 +120,35 @@ def test_a_report_that_could_not_be_written_is_written_by_the_same_command(call)
     assert "start the same command again" in err and not (RUN / "report.html").exists()
     part.unlink()
     code, out, _ = call("--steps 4")
-    assert code == 0 and "loss 2.5000, held-out loss 2.2500; a/report.html" in out
+    assert code == 0 and "training loss 2.500, held-out loss 2.250; a/report.html" in out
     assert (RUN / "report.html").read_text().endswith("</html>\n") and events().count("started") == 1
 
 
-def test_a_finished_run_without_its_commits_is_named(call):
+@pytest.mark.parametrize("lost", ["commits", "config.toml", "founding.json"])
+def test_a_run_that_has_lost_what_it_rests_on_is_refused(call, lost):
     call("--steps 4")
-    shutil.rmtree(RUN / "commits")
+    path = RUN / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"}
     code, out, err = call("--steps 4")
-    assert (code, out) == (1, "") and "a has finished and its commits are gone: bring back a copy" in err
+    assert (code, out) == (2, "") and "restore a copy of it, or use another --run to start over" in err
+    assert lost in err and err.count("\n") == 1
+    assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"} == before
+
+
+def test_a_damaged_founding_is_named_before_anything_is_started(call, monkeypatch):
+    call("--steps 4")
+    (RUN / FOUNDING).write_text('{"fragments": [')
+    monkeypatch.setattr(start, "Cluster", None)
+    code, out, err = call("--steps 4")
+    assert (code, out) == (1, "") and "founding.json in a is damaged" in err and "restore a copy" in err
+
+
+def test_a_swarm_killed_while_its_first_version_was_written_begins_again(call):
+    call("--steps 4")
+    for path in [RUN / "founding.json", RUN / "metrics.jsonl", *sorted(RUN.glob("commits/*"))[1:]]:
+        path.unlink()
+    for name in ("headers", "payloads"):
+        shutil.rmtree(RUN / name)
+    code, out, _ = call("--steps 4")
+    assert code == 0 and "finished" in out and events() == ["started", "finished"] * 2

@@ -32,11 +32,11 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """All rows of the tables whose header is then, today that, write."""
+    """All rows of the tables whose header is then, result today, write."""
     found: list[Row] = []
     inside = False
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        inside = line == "| then | today that | write |" or (inside and line.startswith("|"))
+        inside = line == "| then | result today | write |" or (inside and line.startswith("|"))
         if inside and not line.startswith(("| then", "|--")):
             then, ends, now = (cell.strip() for cell in line[1:-1].split(" | "))
             found.append(Row(then, ends, now))

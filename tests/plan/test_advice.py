@@ -12,14 +12,14 @@ from tpuswarm.train import fit
 @pytest.mark.parametrize(
     ("tpu", "gib", "of_state", "rows", "said"),
     [
-        ("v5e-8", 21, 1, 1, "needs 21.00 GiB a device of 15.75, 5.25 too many"),
-        ("v5e-8", 21, 1, 2, "more chips, v5e-16 at the least (estimate: plan it with --on v5e-16)"),
-        ("v5e-8", 21, 1, 1, "chips with more memory (v4, v5p, v6e, tpu7x; estimate), as no slice of these has enough"),
-        ("v5e-8", 21, 20, 1, "more chips, v5e-16 at the least"),
-        ("v5e-1", 17, 16, 1, "more chips, v5e-4 at the least"),
+        ("v5e-8", 21, 1, 1, "needs 21.00 GiB per device, 5.25 more than the 15.75 available"),
+        ("v5e-8", 21, 1, 2, "more chips, at least v5e-16 (estimate; check with --on v5e-16)"),
+        ("v5e-8", 21, 1, 1, "chips with more memory (v4, v5p, v6e, tpu7x; estimate): no slice of these has enough"),
+        ("v5e-8", 21, 20, 1, "more chips, at least v5e-16"),
+        ("v5e-1", 17, 16, 1, "more chips, at least v5e-4"),
         ("v5e-8", 100, 60, 1, "chips with more memory (v5p, tpu7x; estimate)"),
-        ("v5p-12288", 2000, 1, 1, "a smaller model or shorter rows, as no slice of any TPU has enough (estimate)"),
-        ("v5e-8", 21, 1, 4, "fewer rows at a time than 4 a device (a larger --accumulate, or a smaller --batch)"),
+        ("v5p-12288", 2000, 1, 1, "a smaller model or shorter rows: no TPU slice has enough (estimate)"),
+        ("v5e-8", 21, 1, 4, "fewer than 4 rows per device at a time (a larger --accumulate or a smaller --batch)"),
     ],
 )
 def test_more_chips_split_the_state_and_the_rows_but_no_row(tpu, gib, of_state, rows, said):
@@ -31,7 +31,7 @@ def test_a_state_that_was_to_be_whole_on_each_device():
     """Other chips do not help a replicated state that a device of these does not hold."""
     needs = Found(False, needed=18 * GIB, held=17 * GIB, smallest="replicated")
     said = advice(catalog.find("v3-8"), needs)
-    assert "a state that is split over the devices (leave --shard out); chips with more memory" in said
+    assert "splitting the state over the devices (drop --shard); chips with more memory" in said
 
 
 def test_a_refusal_is_read_in_every_unit():

@@ -19,7 +19,7 @@ import os, time
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tpuswarm import supervised
+from tpuswarm import RunFailed, supervised
 from beside import WIDTH
 
 def make(end: str = "well", width: int = WIDTH):
@@ -29,6 +29,10 @@ def make(end: str = "well", width: int = WIDTH):
     if end == "exit":
         print("the disk is on fire", flush=True)
         os._exit(3)
+    if end == "full":
+        raise RunFailed("the cache could not be written: the disk is full; make room")
+    if end == "interrupted":
+        raise KeyboardInterrupt
     if end == "never":
         time.sleep(600)
     rows = len(np.loadtxt("rows.txt")) if os.path.exists("rows.txt") else 8
@@ -68,11 +72,13 @@ def kept(asked: Order | None = None, **settings: str) -> Found | None:
 
 def test_a_process_that_ends_badly_is_one_row_and_the_others_stand(folder):
     compiling = Children(Cache(folder / "cache"), silent)
-    answers = compiling.answers([order("killed"), order("exit"), order()])
+    answers = compiling.answers([order(end) for end in ("killed", "exit", "full", "interrupted", "well")])
     found = {answered.asked.options["end"]: answer for answered, answer in answers}
     assert found["well"].fits and found["well"].program.batch == 16
     assert "killed (signal 9)" in found["killed"].problem and "memory" in found["killed"].problem
     assert "status 3" in found["exit"].problem and "the disk is on fire" in found["exit"].problem
+    assert found["full"].problem == "the cache could not be written: the disk is full; make room"
+    assert "memory" not in found["interrupted"].problem and "KeyboardInterrupt" in found["interrupted"].problem
     assert found["killed"].fits is None
     assert kept(order("killed")) is None
     assert kept() == found["well"]
@@ -142,13 +148,13 @@ def test_a_kept_answer_is_of_the_same_versions_and_whole(folder):
 def test_one_that_hangs_is_stopped(folder):
     compiling = Children(Cache(folder / "cache"), silent, seconds=6)
     [(_, found)] = compiling.answers([order("never")])
-    assert found.fits is None and found.problem == "the compiler was not done after 6 s, and was stopped"
+    assert found.fits is None and found.problem == "the compiler was stopped after 6 s"
     assert not compiling._running
 
 
 def test_what_is_wrong_with_all_of_them_ends_all(folder):
     (folder / "beside.py").write_text("WIDTH = 1 / 0\n")
-    with pytest.raises(InputError, match=r"recipe.py does not import: ZeroDivisionError.*beside.py:1\)"):
+    with pytest.raises(InputError, match=r"recipe.py cannot be imported: ZeroDivisionError.*beside.py:1\)"):
         list(Children(Cache(folder / "cache"), silent).answers([order(), order(tpu="v6e-1")]))
 
 
@@ -174,7 +180,7 @@ print([path.name for path in disk.rglob("*.part")])
 
 def test_without_room_for_the_cache_the_answer_is_given_and_the_reason_said(on_small_disk):
     said, left = on_small_disk(FULL)
-    assert said.startswith("[True]|the answers are not kept for the next time: ") and "No space left" in said
+    assert said.startswith("[True]|the answers could not be cached: ") and "No space left" in said
     assert left == "[]"
 
 
@@ -184,7 +190,7 @@ def test_another_libtpu_than_jax_asks_for_is_named(monkeypatch):
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["scipy", 'libtpu==0.0.42.*; extra == "tpu"'])
     assert other_libtpu() == ""
     versions["libtpu"] = "0.0.51"
-    assert "libtpu 0.0.51 is installed, jax 0.10.2 asks for 0.0.42.*" in other_libtpu()
+    assert "libtpu 0.0.51 is installed but jax 0.10.2 needs 0.0.42.*" in other_libtpu()
     assert "pip install 'libtpu==0.0.42.*'" in other_libtpu()
     versions["libtpu"] = "0.0.421"
     assert "0.0.421" in other_libtpu()

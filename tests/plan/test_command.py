@@ -98,7 +98,7 @@ def test_gpt2_trains_on_every_generation(call):
     assert [name for name, row in rows.items() if row["remat"]] == ["v2-8", "v3-8"]
     flops = [row["model_flops"] for row in rows.values()]
     assert max(flops) < 1.001 * min(flops)  # in whatever form the attention is computed
-    assert "v6e-8: fits: 8 rows a device" in err
+    assert "v6e-8: fits: 8 rows per device" in err
 
     again = call(line)
     assert (again[0], again[1]) == (0, out)  # times of compilation included: nothing was compiled
@@ -112,7 +112,7 @@ def test_the_largest_micro_batch_fits_and_the_next_one_was_refused(call):
     assert 0.8 < row["micro_batch"] * bytes_a_row / row["hbm_bytes"] <= 1
     assert row["hbm_bytes"] < row["micro_batch_too_large"] * bytes_a_row * 1.02
     assert row["micro_batch"] < row["micro_batch_too_large"] <= row["micro_batch"] * 1.125
-    assert f"v5e-1: {row['micro_batch_too_large']} rows a device are too many" in err
+    assert f"v5e-1: {row['micro_batch_too_large']} rows per device are too many" in err
 
 
 def test_hazards_have_the_line_of_the_recipe(call):
@@ -131,11 +131,13 @@ def test_hazards_have_the_line_of_the_recipe(call):
 def test_what_fits_nowhere_says_by_how_much_and_what_would(call):
     code, out, err = call("plan gpt2-1558m --data fake --layers 800 --on v2-8 --batch 8")
     assert code == 0 and " no " in out
-    assert err.splitlines()[0] == "v2-8: compiles" and err.splitlines()[1].startswith("v2-8: too large: sharded: ")
+    assert err.splitlines()[0] == "v2-8: compiling" and err.splitlines()[1].startswith("v2-8: too large: sharded: ")
     sentence = " ".join(out.split()).split("v2-8: does not fit: ")[1]
     assert "even its smallest form (sharded: " in sentence and "layers recomputed) needs " in sentence
-    assert "GiB a device of 7.48" in sentence and "too many" in sentence and "of it is the state" in sentence
-    assert "chips with more memory (v4, v5p, v6e, tpu7x; estimate), as no slice of these has enough" in sentence
+    assert (
+        "GiB per device" in sentence and "more than the 7.48 available" in sentence and "of it is the state" in sentence
+    )
+    assert "chips with more memory (v4, v5p, v6e, tpu7x; estimate): no slice of these has enough" in sentence
     _, out, _ = call("plan gpt2-1558m --data fake --layers 800 --on v2-8 --batch 8 --json")
     [row] = json.loads(out)["rows"]
     assert row["fits"] is False and row["hbm_used_bytes"] == "unknown" and "needs" in row["problem"]
@@ -146,15 +148,15 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would(call):
     [
         ("gpt2-tiny --on v9-8", "unknown TPU 'v9-8': "),
         ("gpt2-tiny --on v5lite-8", "did you mean v5litepod-8 (also called v5e-8, "),
-        ("gpt2-tiny --on v4:3x3x3", "v4:3x3x3: the catalogue has no v4 of topology 3x3x3; it has "),
+        ("gpt2-tiny --on v4:3x3x3", "v4:3x3x3: the catalogue has no v4 with topology 3x3x3; it has "),
         ("gpt2-tini --on v5e-1", "unknown recipe 'gpt2-tini'; did you mean gpt2-tiny?"),
         ("missing.py:Recipe --on v5e-1", "there is no recipe file missing.py"),
         ("my_recipe.py:wyde --on v5e-1", "my_recipe.py has no wyde; did you mean wide?"),
         ("my_recipe.py:wide --on v5e-1 --widht 3", "wide has no option widht; did you mean width?"),
-        ("my_recipe.py:bad_trace --on v5e-1", "my_recipe does not trace: TypeError: dot_general"),
-        ("gpt2-tiny --on v5e-8 --batch 12", "a batch of 12 rows does not divide over devices (8)"),
+        ("my_recipe.py:bad_trace --on v5e-1", "the loss of my_recipe fails: TypeError: dot_general"),
+        ("gpt2-tiny --on v5e-8 --batch 12", "a batch of 12 rows does not divide evenly over devices (8)"),
         ("gpt2-tiny --on v5e-8 --batch 12", "= 8; use --batch 16\n"),
-        ("gpt2-tiny --on v5e-1 --members 0", "members must be 1 or more, not 0"),
+        ("gpt2-tiny --on v5e-1 --members 0", "members must be at least 1, not 0"),
         ("gpt2-tiny --on v5e-1 --wrong", "see `tpuswarm plan --help`"),
         ("gpt2-tiny --on v5e-1 --batch many", "batch is a number such as 500, 20K or 10M, not 'many'"),
         ("gpt2-tiny --on v5e-1 --precision bf61 --data fake", "unknown precision 'bf61'; did you mean bf16?"),
@@ -206,7 +208,7 @@ def test_a_slice_that_the_batch_does_not_fit_into_leaves_the_others(call):
     code, out, _ = call("plan my_recipe.py:wide --on v5e-1 --on v5e-8 --batch 4 --json")
     one, eight = json.loads(out)["rows"]
     assert code == 0 and one["fits"] is True
-    assert eight["fits"] == "unknown" and "does not divide over devices (8)" in eight["problem"]
+    assert eight["fits"] == "unknown" and "does not divide evenly over devices (8)" in eight["problem"]
 
     code, out, _ = call("plan my_recipe.py:wide --on v5e-1 --on v5e-8 --batch 16 --accumulate 4 --json")
     one, eight = json.loads(out)["rows"]
@@ -244,12 +246,12 @@ def test_without_libtpu_the_program_is_lowered_and_the_rest_is_unknown(tmp_path,
 
 def test_the_table_shows_what_is_known_so_far():
     v3, v5e = catalog.find("v3-8"), catalog.find("v5e-8")
-    row = Row(v3, Found(None, problem="the compiler was not done after 6 s, and was stopped"))
+    row = Row(v3, Found(None, problem="the compiler was stopped after 6 s"))
     console = Console(width=200, file=StringIO())
-    console.print(table("a recipe", [("v3-8", row, ""), ("v5e-8", None, "8 rows a device fit")]))
+    console.print(table("a recipe", [("v3-8", row, ""), ("v5e-8", None, "8 rows per device fit")]))
     text = console.file.getvalue()
-    assert "v3-8: unknown: the compiler was not done after 6 s" in text
-    assert f"{v5e.name} 8 rows a device fit" in text
+    assert "v3-8: unknown: the compiler was stopped after 6 s" in text
+    assert f"{v5e.name} 8 rows per device fit" in text
 
 
 def test_a_terminal_of_80_columns_holds_every_figure():

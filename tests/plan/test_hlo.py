@@ -19,7 +19,8 @@ ALL_REDUCE = "  %sum.1 = f32[512,512]{1,0:T(8,128)} all-reduce(%y), channel_id=1
 def test_a_program_of_one_device_has_no_collectives_and_a_replicated_one_only_its_gradients():
     gradients = gradient_sizes([(4, 512, 512), (512,)], devices=4)
     assert (
-        "1.0 MiB between devices at every step, in a program of one device" in collectives(ALL_REDUCE, ())[0].sentence
+        "1.0 MiB between devices in every step, although the program is for one device"
+        in collectives(ALL_REDUCE, ())[0].sentence
     )
     assert collectives(ALL_REDUCE, gradients) == []  # the gradient of one layer of a stack
     assert collectives(ALL_REDUCE.replace("512,512", "512,511"), gradients)

@@ -6,6 +6,7 @@ from tpuswarm import catalog
 from tpuswarm.catalog import Price
 from tpuswarm.plan.published import band
 from tpuswarm.plan.roofline import Range, cost, speed
+from tpuswarm.plan.words import time_span
 
 V5E = catalog.find("v5e-8").generation
 PRICE = Price("us-central1", 10.0, None, V5E.figures["peak_bf16"].source)
@@ -30,14 +31,14 @@ def test_what_is_expected_lies_above_the_floor():
 
 def test_a_guess_from_bf16_says_so_for_other_precisions():
     of = {name: speed(V5E, 8, 1e15, 1e15, 0, 1000, precision=name).source for name in ("bf16", "highest")}
-    assert of["bf16"] == band("v5e").source and "in bf16, and highest takes longer" in of["highest"]
+    assert of["bf16"] == band("v5e").source and "in bf16, and highest is slower" in of["highest"]
 
 
 def test_a_generation_has_a_band_of_its_own_where_enough_is_known():
-    assert (band("v6e").low, band("v6e").high) == (0.23, 0.465) and "3 published figures of v6e: tpuchat" in band(
+    assert (band("v6e").low, band("v6e").high) == (0.23, 0.465) and "3 published figures for v6e: tpuchat" in band(
         "v6e"
     ).source
-    assert "8 published figures of any TPU" in band("v2").source
+    assert "8 published figures for any TPU" in band("v2").source
 
 
 def test_three_figures_of_one_system_are_no_band():
@@ -59,3 +60,11 @@ def test_published_runs_have_the_share_of_the_peak_that_we_count(tmp_path):
     for model in ("Llama 8B", "Llama 70B"):
         published, ours = (float(each.strip("%")) for each in shown[model][7].split(", "))
         assert abs(published - ours) <= 0.15
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(2.2e-05, 3e-05, "0.079 to 0.11 s"), (0.1, 0.5, "6 to 30 min"), (0.5, 2, "0.5 to 2 h"), (20, 310, "20 to 310 h")],
+)
+def test_time_is_shown_in_a_unit_that_can_be_read(low, high, words):
+    assert time_span(Range(low, high)) == words

@@ -86,7 +86,9 @@ def test_a_recipe_finds_its_tokenizer_again(tmp_path):
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1  # not made a second time for the known one
     other = tmp_path / "other.txt"
     other.write_text("zebras zigzag; " * 200)
-    with pytest.raises(InputError, match=r"a BPE made from .*other.txt is another tokenizer .* lies as tokenizer.json"):
+    with pytest.raises(
+        InputError, match=r"a BPE trained on .*other.txt .* is not the tokenizer asked for .* is tokenizer.json"
+    ):
         GPT2(**{**options, "data": str(other)}).data("all")
     again = GPT2(**{**options, "data": str(other)})
     again.home = run
@@ -95,7 +97,7 @@ def test_a_recipe_finds_its_tokenizer_again(tmp_path):
     (run / "tokenizer.json").write_text((MODEL / "tokenizer.json").read_text())
     swapped = GPT2(**options)
     swapped.home = run
-    with pytest.raises(InputError, match=r"run/tokenizer.json is another tokenizer .* than the run was trained with"):
+    with pytest.raises(InputError, match=r"run/tokenizer.json is not the tokenizer of this run"):
         swapped.options()
 
 
@@ -113,11 +115,11 @@ def test_members_of_a_swarm_get_it_with_the_tokens(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"normalizer": {"type": "Lowercase"}}, "changes the text first, by Lowercase"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "cuts text by"),
+        ({"normalizer": {"type": "Lowercase"}}, "normalizes the text first, with Lowercase"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text with"),
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}, "add_prefix_space"),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "its model is WordLevel"),
-        ({"version": "x"}, "is no tokenizer"),
+        ({"version": "x"}, "is not a tokenizer"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "256 of the 256 bytes have no token"),
     ],
 )
@@ -127,10 +129,10 @@ def test_another_kind_of_tokenizer_is_refused(golden, change, words):
 
 
 def test_tokenizers_that_cannot_be(tmp_path):
-    with pytest.raises(InputError, match="a BPE needs a vocabulary of 257 or more, not 100"):
+    with pytest.raises(InputError, match="a BPE needs a vocabulary of at least 257, not 100"):
         train_bpe([CORPUS], 100)
     with pytest.raises(InputError, match=r"unknown tokenizer 'gtp2'; did you mean gpt2.*hf:ORG/NAME"):
         GPT2(tokenizer="gtp2")
     shutil.copy(MODEL / "config.json", tmp_path)
-    with pytest.raises(InputError, match=r"hf:.* brings no BPE; give --tokenizer gpt2"):
+    with pytest.raises(InputError, match=r"hf:.* has no BPE; use --tokenizer gpt2"):
         GPT2(tokenizer=f"hf:{tmp_path}").options()

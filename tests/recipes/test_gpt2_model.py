@@ -233,7 +233,7 @@ def test_real_counts_and_openais_labels(name, size):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"width": 100, "heads": 3}, "width of 100 does not divide over 3 heads"),
+        ({"width": 100, "heads": 3}, "width of 100 does not divide evenly over 3 heads"),
         ({"layers": 0}, "layers must be 1 or more"),
         ({"dropout": 1.0}, "dropout"),
         ({"context": 1}, "context must be 2 or more"),

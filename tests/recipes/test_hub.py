@@ -79,7 +79,7 @@ def test_what_the_hub_once_did_not_have_is_known_without_it(hub, monkeypatch, ho
 def test_a_hub_that_is_down_is_a_failure_unless_the_files_are_here(hub):
     hub.broken = True
     with pytest.raises(
-        RunFailed, match=r"config.json of openai-community/gpt2 at http.* did not arrive .*503.*HF_ENDPOINT"
+        RunFailed, match=r"config.json of openai-community/gpt2 at http.* could not be downloaded .*503.*HF_ENDPOINT"
     ):
         open_place("gpt2")
     hub.broken = False
@@ -91,7 +91,7 @@ def test_a_hub_that_is_down_is_a_failure_unless_the_files_are_here(hub):
 def test_nothing_listens_there(hub):
     hub.shutdown()
     hub.server_close()
-    with pytest.raises(RunFailed, match=r"did not arrive \(.*refused\); try again"):
+    with pytest.raises(RunFailed, match=r"could not be downloaded \(.*refused\); try again"):
         open_place("gpt2")
 
 
@@ -100,7 +100,7 @@ def test_a_slow_hub_is_given_up(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     hub.slow = 0.5
-    with pytest.raises(RunFailed, match=r"did not arrive \(.*timed out\)"):
+    with pytest.raises(RunFailed, match=r"could not be downloaded \(.*timed out\)"):
         open_place("gpt2")
 
 
@@ -118,7 +118,7 @@ def test_half_a_file_for_ever_is_said_and_leaves_nothing(hub, tmp_path):
     place = open_place("gpt2")
     hub.cuts["model.safetensors"] = 100
     with pytest.raises(
-        RunFailed, match=r"model.safetensors of openai-community/gpt2 at http.* did not arrive \(.*closed"
+        RunFailed, match=r"model.safetensors of openai-community/gpt2 at http.* could not be downloaded \(.*closed"
     ):
         place.get("model.safetensors", "weights")
     assert not list((tmp_path / "hub-cache").rglob("*.incomplete"))
@@ -134,7 +134,7 @@ def test_a_model_that_is_not_there(hub, tmp_path):
     (tmp_path / "hub" / "org" / "empty").mkdir(parents=True)
     with pytest.raises(InputError, match=r"hf:org/empty has no config.json"):
         open_place("hf:org/empty")
-    with pytest.raises(InputError, match=r"is no ORG/NAME of a hub"):
+    with pytest.raises(InputError, match=r"is not a valid ORG/NAME"):
         open_place("hf:org/--bad..name")
 
 

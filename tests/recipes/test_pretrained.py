@@ -131,10 +131,10 @@ def change(weights, name, array):
 @pytest.mark.parametrize(
     ("name", "array", "words"),
     [
-        ("h.1.mlp.c_fc.bias", None, r"lacks h.1.mlp.c_fc.bias; a GPT-2 has 28 tensors"),
-        ("h.2.ln_1.bias", np.zeros(16, np.float32), r"has too much: h.2.ln_1.bias"),
+        ("h.1.mlp.c_fc.bias", None, r"is missing h.1.mlp.c_fc.bias; a GPT-2 has 28 tensors"),
+        ("h.2.ln_1.bias", np.zeros(16, np.float32), r"has an unknown tensor, h.2.ln_1.bias"),
         ("h.0.attn.c_attn.weight", np.zeros((48, 16), np.float32), r"c_attn.weight of .* is \(48, 16\), .* \(16, 48\)"),
-        ("wpe.weight", np.zeros((13, 16), np.float32), r"wpe.weight of .* is \(13, 16\), .* asks for \(12, 16\)"),
+        ("wpe.weight", np.zeros((13, 16), np.float32), r"wpe.weight of .* is \(13, 16\), .* says \(12, 16\)"),
         ("ln_f.weight", np.zeros(16, np.int32), r"ln_f.weight of .* is I32, not one of F64"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_head_that_came_apart_is_refused(copy, text_file):
     head[-1, -1] += 1
     save_file({**weights, "lm_head.weight": head}, copy / "model.safetensors")
     made = recipe(text_file)
-    with pytest.raises(InputError, match=r"lm_head.weight of .* is not its wte.weight"):
+    with pytest.raises(InputError, match=r"lm_head.weight of .* differs from its wte.weight"):
         made.load_shared(f"hf:{copy}", like(made, whole))
 
 
@@ -171,29 +171,29 @@ def test_half_a_file_in_a_folder_is_damaged(copy, text_file):
     data = (copy / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
     made = recipe(text_file)
-    with pytest.raises(InputError, match=r"model.safetensors is damaged or no safetensors file"):
+    with pytest.raises(InputError, match=r"model.safetensors is damaged or not a safetensors file"):
         made.load_shared(f"hf:{copy}", like(made, whole))
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model_type": "llama"}, "of the architecture llama, not gpt2"),
-        ({"activation_function": "relu"}, r"has activation_function relu, .* \(it has gelu_new\)"),
+        ({"model_type": "llama"}, "has the architecture llama, not gpt2"),
+        ({"activation_function": "relu"}, r"has activation_function relu, .* \(it uses gelu_new\)"),
         ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx True"),
         ({"layer_norm_epsilon": 1e-6}, "has layer_norm_epsilon 1e-06"),
         ({"tie_word_embeddings": False}, "has tie_word_embeddings False"),
-        ({"n_inner": 48}, "has n_inner 48; this GPT-2 has 4 x width, 64"),
+        ({"n_inner": 48}, "has n_inner 48; this GPT-2 uses 4 x width, 64"),
         ({"n_layer": "two"}, "config.json of .* cannot be read"),
         (
             {"n_layer": 3, "n_positions": 8},
-            r"has layers 3, context 8, .* layers 2, context 12; give --layers 3 --context 8",
+            r"has layers 3, context 8, .* layers 2, context 12; use --layers 3 --context 8",
         ),
         (
             {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
             "; train gpt2-124m with its own layers, heads, width$",
         ),
-        ({"vocab_size": 299}, "has vocab 299, this one has vocab 300; give --vocab 299"),
+        ({"vocab_size": 299}, "has vocab 299, this one has vocab 300; use --vocab 299"),
     ],
 )
 def test_another_architecture_or_size_is_refused_with_the_way_out(copy, text_file, settings, words):
@@ -216,7 +216,7 @@ def test_a_tokenizer_that_is_not_that_of_the_weights_is_refused(text_file):
 def test_a_tokenizer_that_outgrew_the_weights_is_refused(copy):
     facts = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(facts | {"vocab_size": 299}))
-    with pytest.raises(InputError, match=r"does not match its weights: it has 300 tokens, they 299; bring back"):
+    with pytest.raises(InputError, match=r"does not match its weights: it has 300 tokens, they have 299; restore"):
         GPT2.options_at(f"hf:{copy}")
 
 
@@ -224,7 +224,7 @@ def test_another_architecture_is_said_before_its_tokenizer(copy):
     facts = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(facts | {"model_type": "llama"}))
     (copy / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match="of the architecture llama, not gpt2"):
+    with pytest.raises(InputError, match="has the architecture llama, not gpt2"):
         GPT2.options_at(f"hf:{copy}")
 
 
@@ -242,8 +242,8 @@ def test_a_model_without_weights_or_with_pickles_only(copy, text_file):
     ("name", "words"),
     [
         ("gtp2", "neither a run nor a published model .* did you mean gpt2"),
-        ("hf:no/such/folder/here", "there is no folder no/such/folder/here, and .* is no ORG/NAME"),
-        ("hf:", "cannot be read|has no config.json|no ORG/NAME"),
+        ("hf:no/such/folder/here", "there is no folder no/such/folder/here, and .* is not the ORG/NAME"),
+        ("hf:", "cannot be read|has no config.json|not the ORG/NAME"),
     ],
 )
 def test_names_that_are_none(name, words, tmp_path, monkeypatch):

@@ -4,18 +4,21 @@ import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.swarm.bucket import bucket
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2 import text as texts
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.gpt2.text import open_text
 from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters
 from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens, split_tokens
+from tpuswarm.swarm.store import Store
 
 PLAY = "To be, or not to be: that is the question.\n" * 30
 
@@ -35,7 +38,9 @@ def test_tokenizers_give_back_the_text(text):
 
 
 def test_unknown_characters_are_named():
-    with pytest.raises(InputError, match=r"goes outside this model's alphabet of 3 with 'z' 'é' \(2 in all\).*bytes"):
+    with pytest.raises(
+        InputError, match=r"has characters outside this model's alphabet of 3: 'z' 'é' \(2 in all\).*bytes"
+    ):
         Characters("abc").encode("abczzé")
 
 
@@ -173,3 +178,43 @@ def test_an_alphabet_of_its_own_is_kept_and_checked(tmp_path):
         GPT2(**{**recipe.options(), "data": str(tmp_path / "other.txt")}).data("all")
     with pytest.raises(InputError, match="needs a vocabulary of"):
         GPT2(data=str(tmp_path / "play.txt"), vocab=5).config
+
+
+def test_text_in_a_bucket(tmp_path, monkeypatch):
+    with bucket("data", tmp_path) as made:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.endpoint)
+        Store("gs://data/text").create("a.txt", b"first ")
+        Store("gs://data/text").create("b.txt", b"second")
+        for place, words in (("gs://data/text", "first second"), ("gs://data/text/b.txt", "second")):
+            assert "".join(open_text(place).pieces()) == words
+        for place in ("gs://data/text/c.txt", "gs://nowhere/text"):
+            with pytest.raises(InputError, match=f"there is no file or folder {place}"):
+                open_text(place)
+
+
+def test_a_place_that_does_not_answer_is_named_while_it_is_waited_for(monkeypatch, capsys):
+    """And what the library behind it then raises, whatever its type, is a sentence."""
+    waited = threading.Event()
+
+    class Far:
+        protocol = "far"
+
+        def isdir(self, path):
+            assert waited.wait(30)
+            raise LookupError("no answer\nfrom far")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda place: (Far(), "text"))
+    monkeypatch.setattr("tpuswarm.recipes.gpt2.text.SLOW", 0.0)
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=lambda said: waited.set() or print(said, end="")))
+    with pytest.raises(InputError, match=r"^far://text cannot be read: no answer from far$"):
+        open_text("far://text")
+    assert capsys.readouterr().out == "waiting for far://text …\n"
+
+
+def test_what_fails_while_it_is_read_is_no_fault_of_the_disk(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(PLAY)
+    text = open_text(str(path))
+    path.unlink()
+    with pytest.raises(InputError, match=r"there is no file or folder .*text\.txt; --data takes"):
+        list(text.pieces())

@@ -49,7 +49,7 @@ def test_a_dry_run_needs_no_rights(call):
         and "nft: table ip tpuswarm_router, 1 port, in one transaction\nnothing was changed; without root" in out
     )
     assert "write /etc/security/limits.d/tpuswarm-router.conf" in out
-    assert "nothing reaches a target" not in err
+    assert "no target can be reached" not in err
 
 
 @pytest.mark.skipif(not HAS_NFT, reason="there is no nft on this machine")

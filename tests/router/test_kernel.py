@@ -77,7 +77,7 @@ to = ":5001"
 def test_every_port_reaches_its_own_target_and_other_sources_none(lab, tmp_path):
     out = lab.tpuswarm("apply", write(tmp_path / "r.toml"), "--tune")
     assert "nft: table ip tpuswarm_router, 257 ports, in one transaction" in out
-    assert "`tpuswarm router remove` undoes it" in out and "nft delete table ip tpuswarm_router" in out
+    assert "to undo it: `tpuswarm router remove`" in out and "nft delete table ip tpuswarm_router" in out
     assert [lab.reach(48000 + i) for i in range(TARGETS)] == [f"10.48.{i}.2:8470" for i in range(TARGETS)]
     assert lab.reach(5002) == f"{DOOR}:5001"
     for port in (48000, 48255, 5002):
@@ -100,17 +100,17 @@ def test_a_change_of_mapping_keeps_open_connections(lab, tmp_path):
     with lab.open(48007) as old, lab.open(48008) as kept, lab.open(5002) as own:
         before = [ask(each) for each in (old, kept, own)]
         write(tmp_path / "r.toml", 49)
-        assert "leading elsewhere than in" in lab.tpuswarm("status") and lab.reach(48007) == "10.48.7.2:8470"
+        assert "forwarded elsewhere than in" in lab.tpuswarm("status") and lab.reach(48007) == "10.48.7.2:8470"
         lab.tpuswarm("apply", file)
         assert lab.reach(48007) == "10.49.7.2:8470"
         assert (
             [ask(each) for each in (old, kept, own)] == before == ["10.48.7.2:8470", "10.48.8.2:8470", f"{DOOR}:5001"]
         )
-        assert "1 open, 2 open to targets of an earlier mapping" in lab.tpuswarm("status")
+        assert "1 open, 2 open to old targets" in lab.tpuswarm("status")
         text = Path(file).read_text()
         Path(file).write_text(text[: text.index("[[targets]]")])
         lab.tpuswarm("apply", file)  # a port that leads nowhere now
-        assert "0 open, 3 open to targets of an earlier mapping" in lab.tpuswarm("status")
+        assert "0 open, 3 open to old targets" in lab.tpuswarm("status")
         lab.tpuswarm("remove")
         with pytest.raises(ConnectionResetError):  # nothing translates it any more
             ask(old)
@@ -124,13 +124,13 @@ def test_what_a_person_should_know(lab, tmp_path):
     with lab.open(5001) as before:
         for words in (["--dry-run"], []):
             _, err = lab.popen("apply", file, *words).communicate()
-            assert "before this host forwards packets: /proc/sys/net/ipv4/conf/eth0/forwarding" in err
-            assert "note: this host itself listens at 5001" in err and err.count("drops what no rule") == 2
+            assert "until this host forwards packets: /proc/sys/net/ipv4/conf/eth0/forwarding" in err
+            assert "note: this host itself listens on 5001" in err and err.count("drops packets by default") == 2
             assert all(line in err for line in lines)
         assert ask(before) == f"{DOOR}:5001"  # what the router itself serves goes on: a person's own SSH
     lab.router.sh(f"echo 1 > /proc/sys/net/ipv4/ip_forward; {'; '.join(lines)}; iptables -S")
     assert lab.reach(5001) == "10.48.0.2:8470" and lab.reach(48009) == "10.48.9.2:8470"
-    assert "drops what no rule" not in lab.popen("apply", file, "--dry-run").communicate()[1]
+    assert "drops packets by default" not in lab.popen("apply", file, "--dry-run").communicate()[1]
 
 
 def test_what_others_translate_is_not_masqueraded(lab, tmp_path):
@@ -178,9 +178,9 @@ def test_apply_twice_changes_nothing(lab, tmp_path):
     lab.reach(48001)
     before = lab.router.sh("nft -a list ruleset"), lab.settings(), lab.router.sh("ls -l --full-time /var/lib/tpuswarm")
     assert "counter packets 1 " in before[0]
-    assert "1 attempt since" in (said := lab.tpuswarm("status")) and "the kernel follows " in said
+    assert "1 attempt since" in (said := lab.tpuswarm("status")) and "the kernel tracks " in said
     for words in (["--tune", "--persist"], [], ["--dry-run"]):
-        assert "is applied already; there is nothing to do" in lab.tpuswarm("apply", file, *words)
+        assert "is already applied; nothing to do" in lab.tpuswarm("apply", file, *words)
     after = lab.router.sh("nft -a list ruleset"), lab.settings(), lab.router.sh("ls -l --full-time /var/lib/tpuswarm")
     assert after == before
 
@@ -210,7 +210,7 @@ def test_remove_restores_rules_and_settings_exactly(lab, tmp_path):
     lab.tpuswarm("apply", write(tmp_path / "r.toml", 49))  # what a later one does is undone too
     assert "10.49.3.2" in lab.rules()
     assert "nothing was changed" in lab.tpuswarm("remove", "--dry-run") and "10.49.3.2" in lab.rules()
-    assert "everything is as it was" in lab.tpuswarm("remove")
+    assert "everything was restored" in lab.tpuswarm("remove")
     assert (lab.rules(), lab.settings()) == (rules, settings)
     assert "nothing is applied to this machine" in lab.tpuswarm("remove", code=2)
 
@@ -226,11 +226,15 @@ def test_what_others_changed_since_is_seen_and_left_alone(lab, tmp_path):
     found = json.loads(lab.tpuswarm("status", "--json"))
     assert len(found["rows"]) == TARGETS and len(found["drift"]) == 3
     text = " ".join(found["drift"])
-    assert "not in the kernel: 1 port (48003)" in text and "not as they were applied" in text and "is 77, 65535" in text
+    assert (
+        "not in the kernel: 1 port (48003)" in text
+        and "someone changed the rules in the kernel" in text
+        and "is 77, not 65535" in text
+    )
     lab.router.sh("mount -o remount,ro,bind /proc/sys/net/core")
     assert "; remove, then apply without --tune" in lab.tpuswarm("apply", file, code=1)
     lab.router.sh("mount -o remount,rw,bind /proc/sys/net/core")
-    assert "left as it is: /proc/sys/net/core/somaxconn" in lab.tpuswarm("remove")
+    assert "left alone: /proc/sys/net/core/somaxconn" in lab.tpuswarm("remove")
     assert lab.router.sh("cat /proc/sys/net/core/somaxconn") == "77\n"
 
 
@@ -307,7 +311,7 @@ def test_show_is_what_nft_reads_and_keeps(lab):
 @pytest.mark.parametrize(
     ("damage", "words", "code"),
     [
-        ("nft add table ip tpuswarm_router", "the table ip tpuswarm_router is not ours", 2),
+        ("nft add table ip tpuswarm_router", "the table ip tpuswarm_router was not made by tpuswarm", 2),
         (
             "ip link set eth1 down; ip link set eth1 name eth9",
             "this machine has no interface eth1; did you mean eth9?",
@@ -316,11 +320,11 @@ def test_show_is_what_nft_reads_and_keeps(lab):
         ("mount --bind /dev/null $(command -v nft)", "there is no nft on this machine", 2),
         (
             REFUSING,
-            "nft -f failed, and nothing was changed by it: Error: Could not process rule: No such file or directory; "
+            "nft -f failed and changed nothing: Error: Could not process rule: No such file or directory; "
             "the rules need nft 1.0.2 or newer",
             1,
         ),
-        ("rm -r /run/systemd", "systemd does not run this machine", 2),
+        ("rm -r /run/systemd", "this machine does not run systemd", 2),
         ("rm /run/core/somaxconn", "has no /proc/sys/net/core/somaxconn: apply without --tune", 2),
         (
             "mount -t tmpfs -o ro tmpfs /etc/security/limits.d",
@@ -336,7 +340,7 @@ def test_show_is_what_nft_reads_and_keeps(lab):
         ("mount -o remount,ro,bind /proc/sys/net/core", "/proc/sys/net/core/somaxconn cannot be set to 65535", 1),
         (
             "exec 9>/run/tpuswarm-router.lock; flock 9; sleep 30 >/dev/null 2>&1 &",  # it is held when this returns
-            "another `tpuswarm router` changes",
+            "another `tpuswarm router` is changing",
             2,
         ),
         (

@@ -246,10 +246,10 @@ def test_status_counts_and_finds_nothing_amiss():
     [
         ({"listing": None}, "the kernel has no rules"),
         ({"record": None}, "the record of settings is gone"),
-        ({"record": applied().model_copy(update={"rest": None})}, "the last apply did not come to its end"),
-        ({"listing": replace(LISTING, rest="x")}, "are not as they were applied"),
+        ({"record": applied().model_copy(update={"rest": None})}, "the last apply did not finish"),
+        ({"listing": replace(LISTING, rest="x")}, "someone changed the rules in the kernel"),
         ({"asked": "there is no file /etc/router.toml"}, "there is no file /etc/router.toml"),
-        ({"asked": replace(MAPPING, sources=("10.0.0.0/9",))}, "sources or interfaces in /etc/router.toml are not"),
+        ({"asked": replace(MAPPING, sources=("10.0.0.0/9",))}, "in /etc/router.toml changed since the last apply"),
         (
             {
                 "asked": replace(
@@ -264,11 +264,11 @@ def test_status_counts_and_finds_nothing_amiss():
         ),
         (
             {"asked": replace(MAPPING, targets=MAPPING.targets | {80: Target("10.0.0.9", 1)})},
-            "leading elsewhere than in /etc/router.toml: 1 port (80); 80 leads to 10.0.0.2:8080, not 10.0.0.9:1",
+            "forwarded elsewhere than in /etc/router.toml: 1 port (80); 80 goes to 10.0.0.2:8080, not 10.0.0.9:1",
         ),
         ({"values": AFTER | {LIMITS: None}}, f"{LIMITS} is gone: apply again"),
-        ({"values": AFTER | {LIMITS: "x\n"}}, f"{LIMITS} is x, * - nofile 1048576 was applied: apply again"),
-        ({"values": AFTER | {LIMITS: "x\ny\n"}}, f"{LIMITS} is not as it was applied: apply again"),
+        ({"values": AFTER | {LIMITS: "x\n"}}, f"{LIMITS} is x, not * - nofile 1048576: apply again"),
+        ({"values": AFTER | {LIMITS: "x\ny\n"}}, f"{LIMITS} was changed: apply again"),
     ],
 )
 def test_status_says_what_drifted(change, words):

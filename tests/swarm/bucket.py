@@ -1,14 +1,15 @@
-"""A bucket on loopback: the storage emulator, and what it lacks of the real one: if-generation-match 0."""
+"""A bucket on loopback: the local cloud's storage, without its guard, and what may go wrong on the way to it."""
 
-import io
-import json
+import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import HTTPServer
-from urllib.parse import parse_qs, urlsplit
+from pathlib import Path
 
-import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Route
 
 
 class Bucket:
@@ -21,62 +22,55 @@ class Bucket:
         self.lose_answers = 0
         """So many writes are carried out and not answered."""
 
+    def over(self, app):
+        """An application whose answers may be lost on the way."""
+
+        async def respond(scope, receive, send):
+            upload = scope["type"] == "http" and scope["path"].startswith("/upload/") and scope["method"] == "POST"
+            lost = upload and self.lose_answers > 0
+            self.lose_answers -= lost
+
+            async def answer(event):
+                self.refused += event.get("status") == 412
+                if not lost:
+                    await send(event)
+
+            await app(scope, receive, answer)
+            if lost:  # instead of an answer the connection ends
+                raise ConnectionError("the answer is lost")
+
+        return respond
+
 
 @contextmanager
-def bucket(name: str) -> Iterator[Bucket]:
+def bucket(name: str, folder: Path) -> Iterator[Bucket]:
     """An empty bucket."""
-    pytest.importorskip("gcp_storage_emulator")
-    from gcp_storage_emulator.exceptions import NotFound
-    from gcp_storage_emulator.handlers.buckets import create_bucket
-    from gcp_storage_emulator.server import RequestHandler
-    from gcp_storage_emulator.storage import Storage
+    from tpuswarm.cloud.rehearsal.common.call import Rejected
+    from tpuswarm.cloud.rehearsal.common.records import Records
+    from tpuswarm.cloud.rehearsal.web.objects import Objects
+    from tpuswarm.cloud.rehearsal.web.storage import Storage
+    from tpuswarm.cloud.rehearsal.wire.batch import batch
+    from tpuswarm.cloud.rehearsal.wire.rest import reject
 
-    storage = Storage(use_memory_fs=True)
-    create_bucket(name, storage)
+    listener = socket.create_server(("127.0.0.1", 0))
+    made = Bucket(listener.getsockname()[1])
+    ready, over = threading.Event(), []
 
-    class Handler(RequestHandler):
-        def __init__(self, *args):
-            super().__init__(storage, *args)
+    async def serve():
+        objects = Objects(Records(folder / "records.sqlite"), folder / "objects")
+        objects.make_bucket("project", {"name": name})
+        routes = [*Storage(objects).routes(), Route("/batch/{rest:path}", batch, methods=["POST"])]
+        app = made.over(Starlette(routes=routes, exception_handlers={Rejected: reject}))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        over.append(lambda: setattr(server, "should_exit", True))
+        ready.set()
+        await server.serve([listener])
 
-        def do_POST(self):  # noqa: N802
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self.rfile = io.BytesIO(body)
-            query = parse_qs(urlsplit(self.path).query)
-            if query.get("ifGenerationMatch") == ["0"] and self.exists(query, body):
-                made.refused += 1
-                self.send_response(412)
-                self.end_headers()
-                return
-            if query.get("uploadType") == ["multipart"] and made.lose_answers:
-                made.lose_answers -= 1
-                self.wfile = io.BytesIO()
-                super().do_POST()
-                self.connection.close()
-                return
-            super().do_POST()
-
-        def exists(self, query, body):
-            if "name" in query:
-                key = query["name"][0]
-            else:  # a multipart body: metadata, then content
-                key = json.loads(body.split(b"\n\n", 1)[1].split(b"\n--", 1)[0])["name"]
-            try:
-                storage.get_file_obj(name, key)
-            except NotFound:
-                return False
-            return True
-
-    class Server(HTTPServer):  # one request at a time
-        def handle_error(self, request, client_address):
-            """A client that went away is none of our business."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    made = Bucket(server.server_port)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
+    assert ready.wait(60)
     try:
         yield made
     finally:
-        server.shutdown()
-        server.server_close()
+        over[0]()
         thread.join()

@@ -9,8 +9,8 @@ from tpuswarm.swarm.store import Store
 
 
 @pytest.fixture(scope="session")
-def served():
-    with bucket("bucket") as made:
+def served(tmp_path_factory):
+    with bucket("bucket", tmp_path_factory.mktemp("bucket")) as made:
         yield made
 
 

@@ -64,7 +64,7 @@ def test_every_reason_not_to_count(view):
     found = choose(view, given, {lost.identity}, Staleness(limit=2))
     assert [each.fate for each in found] == ["dropped", "dropped", "returned", "void", "applied"]
     assert [each.weight for each in found] == [0, 0, 0, 0, 1]
-    assert "3 versions stale" in found[1].reason and "2 to 3" in found[3].reason
+    assert "3 commits stale" in found[1].reason and "2 to 3" in found[3].reason
     assert after(view, found).skipped == Rows.of((10, 12), (20, 22))
 
 
@@ -100,8 +100,8 @@ def test_records_that_do_not_follow(view):
         ({"version": 9}, "does not follow"),
         ({"epoch": 0}, "epoch 0"),
         ({"tokens": 3}, "says 3 tokens"),
-        ({"decisions": tuple(twice)}, "for the second time"),
-        ({"decisions": (), "tokens": 3, "changes": 3}, "no contributor and yet another state"),
+        ({"decisions": tuple(twice)}, "twice"),
+        ({"decisions": (), "tokens": 3, "changes": 3}, "no contributors but a new state"),
     ]:
         with pytest.raises(Broken, match=words):
             view.after(Record(**{**vars(good), **change}))

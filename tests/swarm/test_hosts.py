@@ -49,6 +49,6 @@ def test_a_member_of_two_hosts(tmp_path, form, shard, lives):
 def test_a_member_that_loses_a_host_is_lost_and_its_ledger_is_sound(tmp_path, victim):
     started = start_hosts(MODULE, tmp_path, form="int8", shard="fsdp", steps=10**6)
     said = sentence_after(started, tmp_path, (tmp_path / "swarm/commits/000003.json").exists, victim, signal.SIGKILL)
-    assert said.startswith(f"host {victim} is gone (its connection is closed), so this host ends too")
+    assert said.startswith(f"host {victim} is gone (connection closed), so this host stops too")
     assert said.count("\n") == 1
     assert not verify(Store(str(tmp_path / "swarm")), lambda sentence: None).problems

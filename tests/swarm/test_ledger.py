@@ -127,7 +127,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(run):
             torn = bytearray(whole)
             torn[bit // 8] ^= 1 << bit % 8
             ledger = damaged(run, name, torn)
-            with pytest.raises(Corrupt, match=f"^{name} in .*run is damaged: it has another digest"):
+            with pytest.raises(Corrupt, match=f"^{name} in .*run is damaged: it does not match the digest"):
                 ledger.view() if name.startswith("commits") else ledger.headers()
         run.store.path(name).write_bytes(whole)
     assert run.ledger.view() == run.view
@@ -135,7 +135,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(run):
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"record":', b'{"record":{},"sha256":""}\n', b"[]", b"\xff" * 200])
 def test_torn_and_foreign_files_are_named(run, data):
-    with pytest.raises(Corrupt, match=r"^commits/000003\.json in .* is damaged: it has another digest"):
+    with pytest.raises(Corrupt, match=r"^commits/000003\.json in .* is damaged: it does not match the digest"):
         damaged(run, commit_name(3), data).view()
 
 
@@ -149,13 +149,13 @@ def test_torn_and_foreign_files_are_named(run, data):
         (lambda it: it.update(rate=None), "rate: Input should be a valid number"),
         (lambda it: it.update(rule="mean"), "rule: Input should be 'average' or 'nesterov'"),
         (lambda it: it.update(state="x"), "state: Input should be a valid array"),
-        (lambda it: it["decisions"][0].pop("clip"), "a field is missing in it"),
+        (lambda it: it["decisions"][0].pop("clip"), "a field is missing"),
         (lambda it: it["decisions"][0]["rows"].update(ranges=[[3, 1]]), r"decisions.0.rows: .*not sorted"),
-        (lambda it: it.update(time=1), "a field is missing in it, or it is no canonical JSON"),
+        (lambda it: it.update(time=1), "a field is missing, or it is not canonical JSON"),
         (lambda it: it.update(tokens=it["tokens"] + 1), "record 3 says .* tokens"),
         (lambda it: it.update(parent="0" * 64), "its parent is not record 2"),
         (lambda it: it.update(run="other"), "record 3 of run other does not follow"),
-        (lambda it: it.update(epoch=0), "record 3 is of epoch 0"),
+        (lambda it: it.update(epoch=0), "record 3 has epoch 0"),
         (lambda it: it.update(state=["x"]), "it has 1 fragments, not 3"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_record_that_was_replaced_by_a_sound_one_is_found(run):
 def test_a_first_record_that_is_no_genesis_is_named(run):
     value = content(run, commit_name(0))
     value["tokens"] = 5
-    with pytest.raises(Corrupt, match=r"^commits/000000\.json .*the first record is no genesis"):
+    with pytest.raises(Corrupt, match=r"^commits/000000\.json .*the first record is not a genesis record"):
         damaged(run, commit_name(0), sealed(value)).view()
 
 
@@ -188,7 +188,7 @@ def test_a_header_under_another_name_is_found(run):
 
 
 def test_missing_records_are_named(run, tmp_path):
-    with pytest.raises(RunFailed, match="holds no commits; give the folder or URL of a swarm's run"):
+    with pytest.raises(RunFailed, match="has no commits; use the folder or URL of a swarm's run"):
         Ledger(Store(tmp_path / "empty")).view()
     run.store.delete(commit_name(4))
     with pytest.raises(Missing, match=r"^commits/000004\.json is missing"):

@@ -147,7 +147,9 @@ def test_payloads_come_back(objects, payload):
 
 def test_another_payload_of_the_same_identity_is_refused(objects):
     digest = objects.put_payload(ME, 0, PAYLOADS[0])
-    with pytest.raises(Conflict, match=r"payloads/m-1.eu_west/(ab){16}/3-0.safetensors is stored with other bytes"):
+    with pytest.raises(
+        Conflict, match=r"payloads/m-1.eu_west/(ab){16}/3-0.safetensors is already stored with other bytes"
+    ):
         objects.put_payload(ME, 0, {"s": np.zeros(7, np.float32)})
     np.testing.assert_array_equal(objects.get_payload(ME, 0, digest)["s"], PAYLOADS[0]["s"])
 
@@ -162,9 +164,9 @@ def test_what_is_missing_is_named(objects):
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int8, np.int32, bool])
 def test_other_dtypes_are_refused(tmp_path, dtype):
     objects = Objects(Store(tmp_path))
-    with pytest.raises(ValueError, match="exchanges float32"):
+    with pytest.raises(ValueError, match="shares float32"):
         objects.put_array(np.zeros(3, dtype))
-    with pytest.raises(ValueError, match=f"s is {np.dtype(dtype)}, and a swarm exchanges float32 and uint8 only"):
+    with pytest.raises(ValueError, match=f"s is {np.dtype(dtype)}, but a swarm sends only float32 and uint8"):
         objects.put_payload(ME, 0, {"s": np.zeros(3, dtype)})
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
@@ -267,7 +269,7 @@ def test_any_bytes_are_read_or_refused(data):
     "member", ["", ".", "..", "../x", "a/b", "-a", ".a", "a b", "ä", "a\n", "a" * 65, "a#1", "a\0"]
 )
 def test_names_of_members_that_are_no_names_of_files_are_refused(tmp_path, member):
-    with pytest.raises(InputError, match="cannot be the name of a member: give 1 to 64 letters"):
+    with pytest.raises(InputError, match="cannot be the name of a member: use 1 to 64 letters"):
         Objects(Store(tmp_path)).put_payload(Identity(Incarnation(member, "ab"), 1), 0, PAYLOADS[0])
     assert list(tmp_path.iterdir()) == []
 

@@ -36,7 +36,7 @@ def test_the_rate_follows_the_effective_contributors(contributors, rate):
 
 
 def test_the_mean_takes_no_rate():
-    with pytest.raises(ValueError, match=r"average takes no rate, and 0\.7 is given"):
+    with pytest.raises(ValueError, match=r"average takes no rate, but 0\.7 was given"):
         Outer("average", rate=0.7)
 
 

@@ -1,6 +1,7 @@
 """The report of a swarm: its figures are those of the ledger, the events and the rows."""
 
 import base64
+import html
 import random
 import re
 import shutil
@@ -17,12 +18,13 @@ from tpuswarm.swarm import report
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.ledger import commit_name
 from tpuswarm.swarm.objects import payload_name
-from tpuswarm.swarm.report import Mark, Span, lives, member_tokens, replay_lines, write_report
-from tpuswarm.swarm.status import compose, write_status
+from tpuswarm.swarm.report import Mark, Span, lives, replay_lines, write_report
+from tpuswarm.swarm.status import Progress, compose, write_status
 from tpuswarm.swarm.store import Store
 from tpuswarm.train.run import append_event, append_rows
 
 COMMITS = 8
+PROGRESS = Progress(1e9 - 60, eval_loss=1.25, eval_version=COMMITS)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def made(tmp_path_factory):
     chain = Chain(Store(folder), random.Random(5), rule="nesterov").grow(COMMITS)
     config = {
         "recipe": {"name": "toy", "target": "toy", "options": {}},
-        "train": {"steps": 1000, "batch": 2},
+        "train": {"steps": 1000, "batch": 2, "seed": 0},
         "swarm": {"members": 4, "cycle": 5, "outer": "nesterov", "quantize": "int8"},
         "chosen": {"tokens_per_row": PER_ROW, "devices": 2, "platform": "cpu"},
     }
@@ -49,14 +51,17 @@ def made(tmp_path_factory):
         for step in range(1, 40)
     ]
     append_rows(folder / "metrics.jsonl", [*rows, {"step": 39, "tokens": 700, "eval_loss": 1.25, "version": COMMITS}])
-    append_event(folder, "started", message="4 members")
+    append_event(folder, "started", message="4 members", command="tpuswarm train 'a b' --members 4")
     for name in ("m0", "m1"):
         append_event(folder, "joined", member=name, incarnation=name * 16, pid=1)
     append_event(folder, "lost", member="m1", incarnation="m1" * 16, pid=1, message="killed <by hand>", tokens=77)
-    append_event(folder, "alarm", message="nothing was committed for 121 s")
+    append_event(folder, "alarm", message="no commit for 121 s")
+    append_event(folder, "sample", step=1000, text="<once> upon")
     append_event(folder, "finished", message="finished: 1000 steps")
     tokens = Tokens(9000, chain.records[-1].tokens, 8, 0, 8992 - chain.records[-1].tokens)
-    write_status(folder, compose(Summary(COMMITS, 1, False, "", tokens, (), 1.0), (), 16_000, (), "", {}, 1e9))
+    write_status(
+        folder, compose(Summary(COMMITS, 1, False, "", tokens, (), 1.0), (), 16_000, (), "", {}, 1e9, PROGRESS)
+    )
     return folder, chain
 
 
@@ -70,19 +75,23 @@ def test_a_page_that_needs_nothing_else(made, folder):
     chain = made[1]
     page = write_report(folder).read_text()
     assert re.findall("<h2>(.*?)</h2>", page) == [
-        "Loss", "Members", "Commits", "Tokens", "What happened", "Configuration",
+        "Loss", "What it writes", "Members", "Commits", "Tokens", "What happened", "Configuration",
     ]  # fmt: skip
     pictures = [base64.b64decode(each) for each in re.findall('src="data:image/png;base64,([^"]*)"', page)]
     assert len(pictures) == 3 and all(each.startswith(b"\x89PNG") and len(each) > 3000 for each in pictures)
     assert pictures[0] == (folder / "loss.png").read_bytes() and "http" not in page.replace("http://www.w3", "")
     assert "a&lt;b" in page and "a<b" not in page and "killed &lt;by hand&gt;" in page
-    facts = dict(re.findall("<tr><th>([^<]*)</th><td>([^<]*)</td></tr>", page))
+    facts = dict(re.findall("<tr><th>([^<]*)</th><td[^>]*>([^<]*)</td></tr>", page))
+    assert (
+        facts["command"] == html.escape("tpuswarm train 'a b' --members 4") and "<pre>&lt;once&gt; upon</pre>" in page
+    )
+    assert re.fullmatch(r"(\d{4}-\d\d-\d\d \d\d:\d\d) to \1|.* to .*", facts["when"])
     newest = chain.records[-1]
-    assert facts["versions"].startswith(f"{COMMITS}, ") and facts["held-out loss"] == "1.2500"
-    assert facts["members"].startswith("4, of each 2 x cpu") and facts["exchange"] == "every 5 steps, nesterov, int8"
+    assert facts["commits"].startswith(f"{COMMITS}, ") and facts["held-out loss"] == "1.250"
+    assert facts["members"].startswith("4, each with 2 x cpu") and facts["pushes"] == "every 5 steps, nesterov, int8"
     assert facts["tokens"] == f"{newest.tokens:,} of 16,000" and facts["processed"] == "9,000"
     assert facts["goodput"] == f"{newest.tokens / 9000:.2%}"
-    cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", page)]
+    cells = [re.findall("<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", page)]
     commits = [row for row in cells if len(row) == 8]
     assert [int(row[0]) for row in commits] == list(range(COMMITS, -1, -1))
     for row, record in zip(commits, reversed(chain.records), strict=True):
@@ -91,7 +100,7 @@ def test_a_page_that_needs_nothing_else(made, folder):
         assert row[3].count("%") == len(applied)
     of_members = {row[0]: int(row[2].replace(",", "")) for row in cells if len(row) == 6}
     assert sum(of_members.values()) == newest.tokens and len(of_members) == 4
-    assert any("alarm: nothing was committed for 121 s" in row[1] for row in cells if len(row) == 2)
+    assert any("alarm: no commit for 121 s" in row[1] for row in cells if len(row) == 2)
 
 
 def test_what_was_written_is_shown_before_the_first_commit_too(folder):
@@ -109,12 +118,6 @@ def test_a_damaged_record_is_named(folder, harm):
     path.unlink() if harm == "delete" else path.write_bytes(data[:50] + b"x" + data[51:])
     with pytest.raises(RunFailed, match=r"commits/000003\.json"):
         write_report(folder)
-
-
-def test_where_a_member_was_at_each_step():
-    rows = [{"version": version, "tokens": 10 * step} for step, version in enumerate([0, 0, 1, 1, 1, 4], 1)]
-    assert member_tokens(rows, [0, 100, 200, 300, 400]) == [10, 20, 110, 120, 130, 410]
-    assert member_tokens(rows[-1:], [0, 100]) == [160]  # a version that the ledger did not have when it was read
 
 
 def event(at, kind, **facts):
@@ -160,26 +163,16 @@ def test_many_versions_are_averaged(monkeypatch):
     np.testing.assert_array_equal(report._averaged(weights), weights)
 
 
-def test_lines_keep_their_means_and_break_where_nobody_was_there(monkeypatch):
-    monkeypatch.setattr(report, "POINTS", 3)
-    x, y = report._thinned([0, 1, 2, 3, 4], [1.0, 3.0, None, None, 7.0])
-    assert x == [0.5, 2.5, 4.0] and y[0] == 2.0 and np.isnan(y[1]) and y[2] == 7.0
-    x, y = report._broken([0, 1, 2, 90, 91], [1, 2, 3, 4, 5], gap=40)
-    np.testing.assert_array_equal(x, [0, 1, 2, np.nan, 90, 91])
-    np.testing.assert_array_equal(y, [1, 2, 3, np.nan, 4, 5])
-    assert len(report._broken([0, 50, 100], [1, 2, 3], gap=4)[0]) == 3  # far apart, all of them
-
-
 def test_the_ledger_as_lines(made, folder):
     chain = made[1]
     lines = list(replay_lines(Store(folder)))
-    assert len(lines) == COMMITS + 2 and lines[0].startswith("version 0: the first state; sha256 ")
+    assert len(lines) == COMMITS + 2 and lines[0].startswith("commit 0: the initial state; sha256 ")
     for line, record in zip(lines, chain.records, strict=False):
-        assert line.startswith(f"version {record.version}: ") and chain.ledger.digest(record)[:8] in line
+        assert line.startswith(f"commit {record.version}: ") and chain.ledger.digest(record)[:8] in line
         applied = [each for each in record.decisions if each.fate == "applied"]
         for each in applied:
             assert f"{each.identity.incarnation.member} {each.weight:.0%} ({each.tokens:,})" in line
-        assert ("computed again to the same bits" in line) == bool(applied)
+        assert ("recomputed, bit-identical" in line) == bool(applied)
         assert not applied or f"nesterov at {record.rate:g}" in line
     assert f"{chain.records[-1].tokens:,} tokens counted, none twice" in lines[-1]
 
@@ -191,5 +184,5 @@ def test_a_damaged_ledger_as_lines(made, folder):
     (folder / name).write_bytes((folder / name).read_bytes()[:-1])
     lines = list(replay_lines(Store(folder)))
     assert any(name in line for line in lines[COMMITS + 1 :])
-    again = [line.split(":")[0] for line in lines if "same bits" in line]
-    assert f"version {record.version}" not in again and len(again) > 3
+    again = [line.split(":")[0] for line in lines if "bit-identical" in line]
+    assert f"commit {record.version}" not in again and len(again) > 3

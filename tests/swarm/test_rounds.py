@@ -12,7 +12,7 @@ PATIENCE = Patience()
 
 
 def test_nothing_accepted_waits_for_ever():
-    assert due({}, LIVE, 10.0, 0.0, PATIENCE) == (False, math.inf, "nothing to decide")
+    assert due({}, LIVE, 10.0, 0.0, PATIENCE) == (False, math.inf, "waiting for pushes")
 
 
 def test_a_quorum_is_half_of_the_living_and_at_least_the_least():

@@ -192,14 +192,14 @@ def test_members_that_get_nothing_through_are_a_failed_run(simulate):
         ("count = 2", "count = 0", "line 10: members 1.count: input should be greater than 0, not 0"),
         ("mbit_up = 100", "mbit_up = -1", "line 12: members 1.mbit_up: input should be greater than 0, not -1"),
         ("step_s = 1.0", "step_s = nan", "line 11: members 1.step_s: input should be a finite number, not nan"),
-        ("step_s = 1.0", "", "line 9: members 1: give the speed of its members, as one of tokens_per_s and step_s"),
-        ("count = 2", "count = 20_000", "20,001 members are more than the 10,000 that can be simulated"),
+        ("step_s = 1.0", "", "line 9: members 1: give either tokens_per_s or step_s"),
+        ("count = 2", "count = 20_000", "20,001 members are too many: at most 10,000 can be simulated"),
         ('"1M"', '"many"', "line 4: model.parameters: a count is a number such as 500, 20K or 10M, not 'many'"),
-        ("batch = 2\n", "", "line 3: model lacks batch"),
-        ("tokens = 30_000", "tokens = 30_000\nhours = 1", "give its length, as one of hours and tokens"),
-        ("cycle = 10", "cycle = 10\nfragments = 2_000_000", "cannot be laid out in 2000000 fragments"),
+        ("batch = 2\n", "", "line 3: model needs batch"),
+        ("tokens = 30_000", "tokens = 30_000\nhours = 1", "give either hours or tokens"),
+        ("cycle = 10", "cycle = 10\nfragments = 2_000_000", "cannot be split into 2000000 fragments"),
         ("cycle = 10", 'overlap = "1"', "line 8: exchange.overlap: input should be 'auto' or '0', not '1'"),
-        ("tokens = 30_000", "tokens =", "is no TOML: "),
+        ("tokens = 30_000", "tokens =", "is not valid TOML: "),
     ],
 )
 def test_a_wrong_file_is_one_sentence(simulate, old, new, said):
@@ -210,7 +210,7 @@ def test_a_wrong_file_is_one_sentence(simulate, old, new, said):
 
 def test_without_members_or_a_file_there_is_nothing_to_simulate(simulate, monkeypatch, capsys):
     code, _, err = simulate(FILE.split("[[members]]")[0])
-    assert code == 2 and "there is no members" in err
+    assert code == 2 and "the file needs members" in err
     monkeypatch.setattr(sys, "argv", ["tpuswarm", "simulate", "nowhere.toml"])
     with pytest.raises(SystemExit) as end:
         main()

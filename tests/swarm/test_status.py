@@ -8,17 +8,18 @@ import tomli_w
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Summary, Tokens
-from tpuswarm.swarm.status import FILE, MemberStatus, compose, look, read_status, write_status
-from tpuswarm.train.run import METRICS, Run, append_event
+from tpuswarm.swarm.status import FILE, MemberStatus, Progress, compose, look, read_status, write_status
+from tpuswarm.train.run import Run, append_event
 
 M0 = MemberStatus("m0", "alive", 11, "a" * 32, 4, 700, 50.0, 2.0, 1.0, 0)
 M1 = MemberStatus("m1", "alive", 12, "b" * 32, 2, 300, 30.0, 3.0, 1.5, 2)
 M2 = MemberStatus("m2", "joining", 13, None, None, 0, None, None, None, None)
+PROGRESS = Progress(1e9 - 60, counted_per_s=64.0, eval_loss=2.75, eval_version=3)
 SUMMARY = Summary(4, 2, False, "grace", Tokens(1000, 640, 40, 200, 120), (), 3.0)
 
 
-def composed(summary=SUMMARY, members=(M0, M1, M2), time=1e9):
-    return compose(summary, members, 6400, ["look"], "host:1", {"coordinator": 9}, time)
+def composed(summary=SUMMARY, members=(M0, M1, M2), time=1e9, progress=PROGRESS):
+    return compose(summary, members, 6400, ["look"], "host:1", {"coordinator": 9}, time, progress)
 
 
 def test_one_picture():
@@ -28,6 +29,14 @@ def test_one_picture():
     before = composed(summary=None, members=(M2,))
     assert (before.version, before.goodput, before.lag) == (None, None, None) and before.tokens_per_s == 0.0
     assert composed(members=(M0, replace(M1, state="lost"))).lag == 0
+    assert (status.elapsed, status.left) == (60.0, 90.0)  # 5,760 tokens at 64 a second
+    assert composed(progress=Progress(1e9)).left is None
+
+
+def test_one_loss_of_all_members():
+    assert composed().loss == 2.5 and composed(members=(M0, replace(M1, state="lost"))).loss == 2.0
+    assert composed(members=(M0, replace(M1, state="left"))).loss == 2.5  # who ended with the run counts
+    assert composed(members=(M2,)).loss is None
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -57,7 +66,7 @@ def test_a_torn_or_foreign_file_is_named(tmp_path, change, words):
     (tmp_path / FILE).write_text(change((tmp_path / FILE).read_text()))
     with pytest.raises(InputError) as error:
         read_status(tmp_path)
-    assert f"{tmp_path / FILE} is no status of a swarm" in str(error.value) and words in str(error.value)
+    assert f"{tmp_path / FILE} is not a swarm status" in str(error.value) and words in str(error.value)
     assert "remove it" in str(error.value)
 
 
@@ -66,7 +75,7 @@ def folder(tmp_path):
     """A swarm's run of 100 steps of 8 rows of 8 tokens."""
     config = {
         "recipe": {"name": "toy", "target": "toy", "options": {}},
-        "train": {"steps": 100, "batch": 8},
+        "train": {"steps": 100, "batch": 8, "seed": 0},
         "swarm": {"members": 3},
         "chosen": {"tokens_per_row": 8},
     }
@@ -82,7 +91,7 @@ def test_a_run_that_lives(folder):
     append_event(folder, "started", message="3 members")
     seen = look(folder)
     assert (seen.state, seen.recipe, seen.steps, seen.step, seen.tokens) == ("running", "toy", 100, 10, 640)
-    assert seen.loss == 2.5 and seen.status == composed() and seen.pid
+    assert (seen.loss, seen.eval_loss, seen.unit) == (2.5, 2.75, "tokens") and seen.status == composed() and seen.pid
     made = json.loads(json.dumps(seen.json()))
     assert made["members"][0] == {
         "id": "m0", "state": "alive", "pid": 11, "incarnation": "a" * 32, "base": 4, "tokens": 700,
@@ -104,8 +113,9 @@ def test_nobody_lives_in_a_run_that_is_over(folder, end, state, gone):
     assert {each.state for each in seen.status.members} == {gone}
     assert {each.pid for each in seen.status.members} == {None} and seen.status.processes == {}
     assert {each.tokens_per_s for each in seen.status.members} == {None}
-    assert (seen.status.alarms, seen.tokens_per_s, seen.tokens) == ((), 0.0, 640)
-    assert seen.status.phase.startswith("over; this is how it stood at 2001-09-")
+    assert (seen.status.alarms, seen.tokens_per_s, seen.tokens, seen.status.left) == ((), 0.0, 640, None)
+    assert seen.loss == 2.5
+    assert seen.status.phase.startswith("ended; last status from 2001-09-")
 
 
 def test_before_the_first_status(folder):
@@ -113,19 +123,8 @@ def test_before_the_first_status(folder):
     assert (seen.status.version, seen.tokens, seen.loss, seen.status.horizon) == (None, 0, None, 6400)
 
 
-def test_the_newest_evaluation(folder):
-    assert look(folder).eval_loss is None
-    rows = [{"step": 1, "eval_loss": 4.0}, {"step": 2, "loss": 1.0}, {"step": 3, "eval_loss": 3.5}, {"step": 4}]
-    lines = [json.dumps(row) for row in rows]
-    for count, expected in ((0, None), (1, 4.0), (2, 4.0), (3, 3.5), (4, 3.5)):
-        (folder / METRICS).write_text("".join(f"{line}\n" for line in lines[:count]))
-        assert look(folder).eval_loss == expected
-    (folder / METRICS).write_text(f"{lines[0]}\n{lines[2][:-3]}")  # torn
-    assert look(folder).eval_loss == 4.0
-
-
 def test_a_plain_run_is_no_swarm(folder):
     config = (folder / "config.toml").read_text().replace("[swarm]", "[other]")
     (folder / "config.toml").write_text(config)
-    with pytest.raises(InputError, match="is a run of the plain trainer"):
+    with pytest.raises(InputError, match="is a plain run"):
         look(folder)

@@ -46,7 +46,7 @@ def test_listing_and_deleting(store):
 
 
 def test_what_is_missing_is_named(store):
-    with pytest.raises(Missing, match=r"^commits/000007\.json is missing in .*bring back a copy"):
+    with pytest.raises(Missing, match=r"^commits/000007\.json is missing from .*restore a copy"):
         store.read("commits/000007.json")
 
 
@@ -101,7 +101,7 @@ def test_a_bucket_that_is_not_there_is_named(loopback):
 
 @pytest.mark.parametrize("root", ["s3://bucket/run", "http://host/run"])
 def test_other_places_are_refused(root):
-    with pytest.raises(InputError, match=r"cannot hold a run: .* local folders and on gs:// only"):
+    with pytest.raises(InputError, match=r"cannot hold a run: only local folders and gs://"):
         Store(root)
 
 
@@ -111,7 +111,7 @@ def test_file_urls_are_folders(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a//b", "../a", "a/../b", ".hidden", "a/", "/a"])
 def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="no name of a stored file"):
+    with pytest.raises(ValueError, match="not a name for a stored file"):
         Store(tmp_path).put(name, b"")
 
 
@@ -139,7 +139,7 @@ def test_a_file_system_without_links_is_named(tmp_path, monkeypatch):
         raise PermissionError(1, "Operation not permitted", str(source), None, str(target))
 
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(RunFailed, match=r"its file system has no hard links; give a folder on another one"):
+    with pytest.raises(RunFailed, match=r"its file system has no hard links; use a folder on another one"):
         Store(tmp_path).create("a", b"")
     assert list(tmp_path.iterdir()) == []
 

@@ -54,14 +54,14 @@ def test_a_token_from_its_training_to_its_commit():
     desk = Desk()
     first = desk.beat(A, NOTHING, 0, 0.0).first(8)
     second = desk.beat(B, NOTHING, 0, 0.0)
-    assert desk.tokens(0.0) == Tokens(0, 0, 0, 0, 0) and summary(desk.state, 0.0).phase == "nothing to decide"
+    assert desk.tokens(0.0) == Tokens(0, 0, 0, 0, 0) and summary(desk.state, 0.0).phase == "waiting for pushes"
     desk.beat(A, first.first(4), 40, 1.0)
     assert desk.tokens(1.0) == Tokens(40, 0, 0, 40, 0)
     desk.push(A, first.first(4))  # in its lease and in its contribution, and one time outstanding
     assert desk.tokens(1.0) == Tokens(40, 0, 0, 40, 0)
     desk.beat(B, second.first(6), 60, 2.0)
     seen = summary(desk.state, 3.0)
-    assert seen.tokens == Tokens(100, 0, 0, 100, 0) and "1 of 2 live members are in" in seen.phase
+    assert seen.tokens == Tokens(100, 0, 0, 100, 0) and "1 of 2 live members have pushed" in seen.phase
     assert [(each.incarnation, each.outstanding, each.seconds_left) for each in seen.leased] == [
         (A, 4, TERMS.lease_seconds - 2), (B, 6, TERMS.lease_seconds - 1),
     ]  # fmt: skip
@@ -100,7 +100,8 @@ def test_work_thought_lost_is_found():
     seen = summary(again, 6.0)
     assert seen.tokens == Tokens(40, 0, 0, 40, 0) and seen.leased == ()
     assert (
-        seen.recovering and seen.phase == f"members announce what they hold, for {TERMS.lease_seconds - 1:.0f} s more"
+        seen.recovering
+        and seen.phase == f"recovering: members report what they hold, for another {TERMS.lease_seconds - 1:.0f} s"
     )
 
 
@@ -109,12 +110,12 @@ def test_a_merge_under_way_and_the_end_are_said():
     desk.beat(B, NOTHING, 0, 0.0)
     desk.push(A, desk.beat(A, NOTHING, 0, 0.0).first(4))
     desk.state, merge, _ = coordinator.tick(desk.state, 100.0)
-    assert summary(desk.state, 100.0).phase == f"merging version 1: {merge.reason}"
+    assert summary(desk.state, 100.0).phase == f"merging commit 1: {merge.reason}"
     world = World(seed=1)
     world.run()
     [made] = world.coordinators.values()
     seen = summary(made.state, world.engine.now)
-    assert seen.phase == "every row is counted" and seen.tokens.outstanding == 0
+    assert seen.phase == "all rows are counted" and seen.tokens.outstanding == 0
     assert seen.version == len(world.ledger.records) - 1
 
 

@@ -68,7 +68,7 @@ def test_a_sound_run(run):
     assert found.undecided == run.headers[-1].tokens
     assert found.processed == sum(dict(run.records[-1].processed).values())
     assert newest_whole(run.store) == 12
-    assert said[0] == "reading the records" and "computing fragment 3 of 3 again" in said
+    assert said[0] == "reading the records" and "recomputing fragment 3 of 3" in said
 
 
 def test_in_every_kind_of_place(store):
@@ -88,11 +88,11 @@ def test_after_retention_it_says_what_it_could_not_do(tmp_path):
     assert sorted([*found.recomputed, *found.not_recomputed]) == with_contributors(run)
     assert len(found.recomputed) >= 10 and max(found.not_recomputed) < min(found.recomputed) + 6
     for why in found.not_recomputed.values():
-        assert re.fullmatch(r"(the state of version \d+|payloads/.*) is gone", why)
+        assert re.fullmatch(r"(the state of commit \d+|payloads/.*) is gone", why)
     assert len(gone) > 50
 
 
-@pytest.mark.parametrize("when", ["reading the records", "reading the headers", "computing fragment 2 of 3 again"])
+@pytest.mark.parametrize("when", ["reading the records", "reading the headers", "recomputing fragment 2 of 3"])
 def test_a_run_may_go_on_meanwhile(tmp_path, when):
     run = Run(Store(tmp_path), random.Random(2)).grow(12)
 
@@ -143,17 +143,17 @@ def test_the_newest_whole_version(run):
     flip(run.store.path(object_name(run.records[last].state[2])))
     assert newest_whole(run.store) == before
     shutil.rmtree(Path(run.store.root) / "objects")
-    with pytest.raises(RunFailed, match=r"no version in .* is whole; bring back a copy of commits/ and objects/"):
+    with pytest.raises(RunFailed, match=r"no commit in .* is intact; restore a copy of commits/ and objects/"):
         newest_whole(run.store)
     shutil.rmtree(Path(run.store.root) / "commits")
-    with pytest.raises(RunFailed, match=r"no version in .* is whole"):
+    with pytest.raises(RunFailed, match=r"no commit in .* is intact"):
         newest_whole(run.store)
 
 
 def test_records_after_a_bad_one_are_not_proved(run):
     flip(run.store.path(commit_name(7)))
     found = report(run)
-    assert found.newest == 6 and "6 records from commits/000007.json on are not proved" in found.problems
+    assert found.newest == 6 and "6 records from commits/000007.json on are unproven" in found.problems
     assert newest_whole(run.store) == 6
     run.store.delete(commit_name(3))
     found = report(run)
@@ -190,7 +190,7 @@ def test_a_wrong_weight_is_found_by_its_sum_and_by_computing_again(run):
     found = report(first_applied(run, lambda decision: replace(decision, weight=decision.weight * 0.99)))
     version = with_contributors(run)[1]
     assert any(f"{commit_name(version)}: its weights add up to 0.9" in problem for problem in found.problems)
-    assert any(f"{commit_name(version)}, fragment 0: computed again it is another state" in p for p in found.problems)
+    assert any(f"{commit_name(version)}, fragment 0: recomputed, it is a different state" in p for p in found.problems)
     assert version not in found.recomputed and version in found.not_recomputed
 
 
@@ -206,14 +206,14 @@ def test_a_wrong_state_is_found_by_computing_again(run):
     for version in range(last, len(run.records)):  # records without contributors repeat it
         rewritten(run, version, change)
     found = report(run)
-    assert found.problems == [f"{commit_name(last)}, fragment 0: computed again it is another state"]
+    assert found.problems == [f"{commit_name(last)}, fragment 0: recomputed, it is a different state"]
     assert found.recomputed == with_contributors(run)[:-1]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda it: replace(it, base=it.base + 90), "disagree: rows, tokens or base are not the same"),
+        (lambda it: replace(it, base=it.base + 90), "disagree: rows, tokens or base differ"),
         (
             lambda it: replace(it, identity=replace(it.identity, sequence=77)),
             r"77.json is missing, and .* says applied",

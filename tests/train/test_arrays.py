@@ -144,9 +144,9 @@ def test_big_endian_files_are_read():
 @pytest.mark.parametrize(
     ("leaf", "says"),
     [
-        (np.array(["a"]), r"x \(ndarray, <U1\) is no array of numbers"),
-        (np.array([None]), r"x \(ndarray, object\) is no array"),
-        ("word", r"x \(str, <U4\) is no array of numbers"),
+        (np.array(["a"]), r"x \(ndarray, <U1\) is not an array of numbers"),
+        (np.array([None]), r"x \(ndarray, object\) is not an array"),
+        ("word", r"x \(str, <U4\) is not an array of numbers"),
         (Tensor(np.array(["a"])), r"x \(Tensor\) cannot be read: "),
     ],
 )

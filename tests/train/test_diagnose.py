@@ -218,4 +218,4 @@ def test_a_diagnostic_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("tpuswarm.train.diagnose.watch.tied_weights", lambda program: 1 / 0)
     list(loop(tmp_path))
     [found] = said(tmp_path)
-    assert "a diagnostic failed, and training goes on: ZeroDivisionError" in found["message"]
+    assert "a diagnostic failed; training continues: ZeroDivisionError" in found["message"]

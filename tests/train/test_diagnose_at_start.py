@@ -85,7 +85,7 @@ def test_the_run_says_so_before_its_first_step(tmp_path, monkeypatch, capsys):
     assert [(found["kind"], found["step"]) for found in said(tmp_path)] == [("environment", 0), ("tied-weights", 0)]
     page = (tmp_path / "report.html").read_text()
     for text in (capsys.readouterr().err, page):
-        assert "embed and head begin as one 3x4 array" in text and "XRT_TPU_CONFIG does nothing" in text
+        assert "embed and head start as one 3x4 array" in text and "XRT_TPU_CONFIG has no effect" in text
 
 
 def keeps_float32(params, batch, key):
@@ -111,7 +111,7 @@ def test_float32_products_where_bf16_was_asked_are_named(tmp_path, loss, precisi
     assert [each["kind"] for each in found] == ["precision"] * (share is not None)
     for each in found:
         assert each["place"] == f"{__file__}:{line_of(__file__, '# the planted cast')}" and each["share"] == share
-        assert "40% of all FLOPs, where bf16 was asked" in each["message"]
+        assert "40% of all FLOPs, although bf16 was requested" in each["message"]
 
 
 def narrow(width):
@@ -123,7 +123,9 @@ def narrow(width):
 def test_a_width_that_fills_half_a_matrix_unit_is_named_where_there_is_one():
     [found] = half_empty(narrow(64), "TPU v3", 1024, 1)
     assert found.numbers["fill"] == 0.5 and found.numbers["size"] == 64
-    assert found.message.startswith(f"{__file__}:{line_of(__file__, 'x @ down @ up')}: a dimension of 64 fills 50%")
+    assert found.message.startswith(
+        f"{__file__}:{line_of(__file__, 'x @ down @ up')}: a dimension of 64 fills only 50%"
+    )
     assert half_empty(narrow(128), "TPU v3", 1024, 1) == []
     assert half_empty(narrow(128), "TPU v6 lite", 1024, 1)[0].numbers["unit"] == 256
     assert half_empty(narrow(64), "cpu", 1024, 1) == []
@@ -136,7 +138,7 @@ TPU_VM = Machine(chips=["/dev/accel0", "/dev/accel1"], environ={}, asked="", lib
     ("machine", "words"),
     [
         (replace(TPU_VM, libtpu=False), r"pip install 'tpuswarm\[tpu\]'"),
-        (replace(TPU_VM, holders=[4711]), "held by process 4711"),
+        (replace(TPU_VM, holders=[4711]), "used by process 4711"),
         (replace(TPU_VM, error="ABORTED: The TPU is already in use"), "ABORTED.*libtpu_lockfile"),
         (replace(TPU_VM, asked="cpu"), "JAX_PLATFORMS=cpu keeps JAX away from /dev/accel0"),
         (replace(TPU_VM, asked="cpu,tpu", chips=[]), "JAX_PLATFORMS=cpu,tpu puts another platform first"),

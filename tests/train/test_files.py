@@ -13,7 +13,7 @@ def test_it_has_its_name_when_all_is_in_it(tmp_path):
         (folder / "file").write_text("whole")
         assert not (tmp_path / "new" / "out").exists()
     assert (tmp_path / "new" / "out" / "file").read_text() == "whole"
-    with pytest.raises(InputError, match="out is there already"), whole_folder(tmp_path / "new" / "out"):
+    with pytest.raises(InputError, match="out already exists"), whole_folder(tmp_path / "new" / "out"):
         pass
 
 
@@ -35,5 +35,5 @@ def test_a_link_to_an_empty_folder_stays_a_link(tmp_path):
 def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in (".", str(tmp_path)):
-        with pytest.raises(InputError, match="is the folder you are in; name a new one within it"):
+        with pytest.raises(InputError, match="is the current folder; use a new one inside it"):
             whole_folder(Path(name)).__enter__()

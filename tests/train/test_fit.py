@@ -12,7 +12,7 @@ from tests.train import toy
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import Request, choices, fit, forms
+from tpuswarm.train.fit import Request, TooLarge, choices, fit, forms
 from tpuswarm.train.mesh import bytes_per_device
 from tpuswarm.train.recipe import Clock
 from tpuswarm.train.settings import check_batch
@@ -70,8 +70,33 @@ def test_memory_decides_between_the_ways_to_run(devices):
     floor = fit(recipe, Request(batch=16384, shard="fsdp", accumulate=4), devices).memory.total
     small = fit(recipe, Request(batch=16384), devices, memory_bytes=floor)
     assert small.choice.shard == "fsdp" and 1 < small.choice.accumulate <= 4 and small.memory.total <= floor
-    with pytest.raises(InputError, match=r"does not fit 8 x cpu.*2 micro-batches.*GiB.*smaller batch"):
+    with pytest.raises(InputError, match=r"does not fit on 8 x cpu.*2 micro-batches.*GiB.*smaller batch"):
         fit(recipe, Request(batch=16), devices, memory_bytes=2**20)
+
+
+def test_rows_that_no_device_holds_are_refused_before_anything_is_compiled(devices, monkeypatch):
+    def compiled(*_):
+        raise AssertionError("it was compiled")
+
+    monkeypatch.setattr("tpuswarm.train.fit.attempt", compiled)
+    with pytest.raises(
+        InputError, match=r"batch 2147483640 does not fit on 8 x cpu.* needs 6\.00 GiB per device, of 4"
+    ):
+        fit(toy.recipe(), Request(batch=2**31 - 8), devices, memory_bytes=2**32)
+
+
+def test_micro_batches_that_cannot_be_small_enough_are_not_compiled(devices, monkeypatch):
+    """As if a device needed its state and 64 bytes for each row of a micro-batch."""
+    tried = []
+
+    def attempt(recipe, request, devices, choice, memory):
+        tried.append(choice.accumulate)
+        return TooLarge(choice, 100 + 64 * request.batch // len(devices) // min(choice.accumulate, 4), 100)
+
+    monkeypatch.setattr("tpuswarm.train.fit.attempt", attempt)
+    with pytest.raises(InputError, match="does not fit"):
+        fit(toy.recipe(), Request(batch=8 * 2**20, shard="replicate"), devices, memory_bytes=2**25 - 1)
+    assert tried[:2] == [1, 4] and tried[-1] == 2**20  # 2 would need 101 bytes more than there are
 
 
 def test_what_a_program_does_not_do_is_not_tried():

@@ -38,17 +38,17 @@ def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("victim", "how", "why"),
     [
-        (1, signal.SIGKILL, "its connection is closed"),
-        (0, signal.SIGKILL, "its connection is closed"),
-        pytest.param(1, signal.SIGSTOP, "nothing was heard from it for 15 s", marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGSTOP, "nothing was heard from it for 15 s", marks=pytest.mark.slow),
+        (1, signal.SIGKILL, "connection closed"),
+        (0, signal.SIGKILL, "connection closed"),
+        pytest.param(1, signal.SIGSTOP, "silent for 15 s", marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, "silent for 15 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_host_that_dies_ends_the_other_with_one_sentence(tmp_path, victim, how, why):
     """The other is in a step, whose collective would never return."""
     started = start_hosts(MODULE, tmp_path, steps=0)
     said = sentence_after(started, tmp_path, (tmp_path / f"{1 - victim}.step").exists, victim, how)
-    assert said == f"host {victim} is gone ({why}), so this host ends too; start all of them together again\n"
+    assert said == f"host {victim} is gone ({why}), so this host stops too; start all hosts again\n"
 
 
 def test_no_host_ends_before_what_its_devices_owe_the_others(tmp_path):
@@ -59,7 +59,7 @@ def test_no_host_ends_before_what_its_devices_owe_the_others(tmp_path):
 def test_hosts_with_other_data_are_refused_by_name(tmp_path):
     started = start_hosts(MODULE, tmp_path, differ="data")
     finished(started, tmp_path, code=1)
-    sentence = "host 1 does not have host 0's data (digest of 1, not digest of 0); give all hosts the same"
+    sentence = "host 1 and host 0 disagree on data (digest of 1 vs digest of 0); all hosts need the same"
     for index in range(2):
         assert err(tmp_path, index).read_text().endswith(f"InputError: {sentence}\n")
 
@@ -67,7 +67,7 @@ def test_hosts_with_other_data_are_refused_by_name(tmp_path):
 def test_a_host_with_another_number_than_its_worker_ends_both_as_wrong_input(tmp_path):
     """JAX's runtime has started by then."""
     finished(start_hosts(MODULE, tmp_path, worker=0), tmp_path, code=2)
-    sentence = "host 1 is worker 0 of its TPU slice; give hosts the workers' numbers"
+    sentence = "host 1 is worker 0 of its TPU slice; number the hosts like the workers"
     assert f"InputError: {sentence}\n" in err(tmp_path, 1).read_text()
     assert err(tmp_path, 0).read_text().startswith(f"host 1 is gone (it ended: {sentence})")
 
@@ -105,7 +105,7 @@ def test_hosts_that_go_and_doubles_while_the_others_are_awaited(monkeypatch):
                     assert not zero.done(), zero.result()
             one, double = Came(at, 1), Came(at, 1)
             assert double.ended.wait(20)
-            assert double.told == ["it ended: it waits for 2 others, each once, and not for another host 1", line.TAKEN]
+            assert double.told == ["it ended: it expects hosts 1 to 2, each once, not another host 1", line.TAKEN]
             one.connection.shutdown(socket.SHUT_RDWR)
             assert one.ended.wait(20)
             lines[0].wait(20)  # until host 0 has seen it
@@ -115,7 +115,7 @@ def test_hosts_that_go_and_doubles_while_the_others_are_awaited(monkeypatch):
             leave.set()
         with pytest.raises(hosts.Absent):
             zero.result(20)
-        assert again.ended.wait(20) and again.told == ["it ended: it waits no longer", line.LEFT]
+        assert again.ended.wait(20) and again.told == ["it ended: it stopped waiting", line.LEFT]
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -183,11 +183,11 @@ def test_a_secret_has_to_be_known_at_both_ends():
 @pytest.mark.parametrize(
     ("address", "count", "index", "words"),
     [
-        ("nowhere", 2, 0, "no address"),
-        ("127.0.0.1:84900", 2, 0, "give HOST:PORT, a port up to 65535"),
+        ("nowhere", 2, 0, "not 'nowhere'"),
+        ("127.0.0.1:84900", 2, 0, "is HOST:PORT, with a port up to 65535"),
         ("127.0.0.1:1", 2, 2, "no host 2 of 2"),
         ("127.0.0.1:1", 2, 1, "host 0 did not answer at 127.0.0.1:1 within 0 s"),
-        ("127.0.0.1:0", 3, 0, "hosts 1, 2 did not come to 127.0.0.1:0 within 0 s; start all 3"),
+        ("127.0.0.1:0", 3, 0, "hosts 1, 2 did not connect to 127.0.0.1:0 within 0 s; start all 3"),
     ],
 )
 def test_hosts_that_do_not_come_together(address, count, index, words):

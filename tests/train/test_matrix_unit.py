@@ -37,7 +37,7 @@ def test_a_narrow_layer_is_named_with_its_lines(width, unit, fill):
     assert {str(each.place) for each in found} == {f"{__file__}:{line + 1}", f"{__file__}:{line + 2}"}
     assert all(each.size == width and each.fill == fill for each in found)
     assert sum(each.waste for each in found) == pytest.approx(1 - fill)
-    assert f"a dimension of {width} fills {fill:.0%} of the {unit}x{unit} matrix unit" in str(found[0])
+    assert f"a dimension of {width} fills only {fill:.0%} of the {unit}x{unit} matrix unit" in str(found[0])
 
 
 def test_the_batch_of_one_device_counts():

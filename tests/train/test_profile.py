@@ -99,7 +99,9 @@ jax.profiler.stop_trace()
 
 def test_a_full_disk_costs_the_trace_and_not_the_run(on_small_disk):
     message, traces, rest = on_small_disk(FULL, 4)
-    assert message == "the trace of steps 11 to 15 could not be written: the disk is full; training goes on without it"
+    assert (
+        message == "the trace of steps 11 to 15 could not be written: the disk is full; training continues without it"
+    )
     assert traces == "[]" and rest.endswith(" []")
 
 
@@ -136,7 +138,7 @@ def test_a_living_run_is_traced_when_asked(tmp_path):
 def test_a_swarm_and_no_steps_are_refused(tmp_path):
     run = tmp_path / "run"
     Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=run)
-    with pytest.raises(InputError, match="--steps must be 1 or more, not 0"):
+    with pytest.raises(InputError, match="--steps must be at least 1, not 0"):
         command(str(run), 0)
     with (run / "config.toml").open("a") as file:
         file.write("[swarm]\nmembers = 2\n")

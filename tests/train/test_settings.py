@@ -12,8 +12,8 @@ def test_only_what_is_asked_can_differ():
     assert differences(stored, {"steps": None, "clip": None, "ema": None}) == []
     assert differences(stored, {"steps": 10, "clip": 1}) == []
     found = differences(stored, {"steps": 20, "ema": 0.9})
-    assert found == ["steps is 10 there, 20 was asked", "ema is none there, 0.9 was asked"]
-    with pytest.raises(InputError, match=r"steps is 10 there.*ema is none there.*only devices.*may change"):
+    assert found == ["steps was 10, now 20", "ema was none, now 0.9"]
+    with pytest.raises(InputError, match=r"steps was 10.*ema was none.*only devices.*may change"):
         refuse_differences("runs/x", found)
 
 
@@ -59,7 +59,7 @@ def test_epochs_of_endless_data_are_refused():
         (signal.SIGTERM, 4.0, False, True, "a save takes 4.0 s of the 10.0 s left"),
         (signal.SIGTERM, 6.0, True, False, "a save takes 12.0 s, more than the 10.0 s left"),
         (signal.SIGTERM, 11.0, False, False, "more than the 10.0 s left"),
-        (signal.SIGTERM, None, False, False, "no save was measured yet"),
+        (signal.SIGTERM, None, False, False, "no save has been timed yet"),
     ],
 )
 def test_saving_at_the_end_follows_the_notice(asked, seconds, busy, save, words):

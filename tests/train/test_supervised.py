@@ -134,7 +134,8 @@ def test_a_ready_optimizer_brings_its_own_rate():
     [
         ({"freeze": "no_such_leaf"}, "freeze 'no_such_leaf' matches none"),
         ({"freeze": "("}, "not a regular expression"),
-        ({"ema": 1.5}, "ema must be between 0 and 1"),
+        ({"freeze": ".*"}, "freeze .* matches every parameter: nothing is left to train"),
+        ({"ema": 1.5}, "ema must be above 0 and below 1"),
         ({"clip": -1.0}, "clip must be above 0"),
     ],
 )
@@ -195,7 +196,7 @@ def test_losses_that_are_no_scalars_are_refused(loss, words):
 
 def test_a_recipe_refuses_what_it_does_not_honour():
     Options(platform="gpu", precision="bf16", remat=True).require_only("clip", by="thing")  # defaults and fit's choices
-    with pytest.raises(InputError, match="thing does not honour ema"):
+    with pytest.raises(InputError, match="thing does not support ema"):
         Options(ema=0.9).require_only("clip", by="thing")
 
 

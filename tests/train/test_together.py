@@ -18,7 +18,8 @@ from tpuswarm.train import hosts, line, session, together
 from tpuswarm.train.hosts import Hosts
 from tpuswarm.train.line import Line
 from tpuswarm.train.load import load_parameters
-from tpuswarm.train.together import PORT, SECRET, Several, Together, several
+from tpuswarm.train.several import PORT, Several, several
+from tpuswarm.train.together import SECRET, Together
 from tpuswarm.train.user_code import build_recipe
 
 
@@ -56,20 +57,20 @@ def test_hosts_that_differ_are_refused_by_name(pair, tmp_path):
     assert both(*[lambda host=host: host.agree(mine) for host in pair]) == [None, None]
     assert mine() == facts(GPT2(data=same))(), "the same text may lie elsewhere"
     differing = {
-        "batch (16, not 8)": facts(GPT2(data=one), batch=16),
-        "lr of gpt2-tiny (0.002, not 0.001)": facts(GPT2(data=one, lr=0.002)),
-        "recipe (gpt2-124m, not gpt2-tiny)": facts(GPT2(size="124m", data="fake")),
+        "batch (16 vs 8)": facts(GPT2(data=one), batch=16),
+        "lr of gpt2-tiny (0.002 vs 0.001)": facts(GPT2(data=one, lr=0.002)),
+        "recipe (gpt2-124m vs gpt2-tiny)": facts(GPT2(size="124m", data="fake")),
     }
     for words, theirs in differing.items():
         found = hosts._difference(mine(), theirs(), 1)
-        assert found == f"host 1 does not have host 0's {words}; give all hosts the same"
+        assert found == f"host 1 and host 0 disagree on {words}; all hosts need the same"
     told = both(lambda: pair[0].agree(mine), lambda: pair[1].agree(facts(GPT2(data=other))))
     assert [type(error) for error in told] == [InputError, InputError]
     theirs, ours = (facts(GPT2(data=text))()["data"][:16] for text in (other, one))
     assert (
         str(told[0])
         == str(told[1])
-        == (f"host 1 does not have host 0's data ({theirs}, not {ours}); give all hosts the same")
+        == (f"host 1 and host 0 disagree on data ({theirs} vs {ours}); all hosts need the same")
     )
 
 
@@ -82,7 +83,7 @@ def test_data_without_a_digest_are_told_apart_by_their_first_row():
             return {"x": self._x[start : start + count]}
 
     mine, theirs = (session.facts(toy.recipe(), {"data": None}, Source(seed)) for seed in (0, 1))
-    assert hosts._difference(mine, theirs, 1).startswith("host 1 does not have host 0's first row of the data")
+    assert hosts._difference(mine, theirs, 1).startswith("host 1 and host 0 disagree on first row of the data")
 
 
 def test_hosts_that_begin_with_other_parameters_are_refused_by_name(pair, tmp_path, monkeypatch):
@@ -105,8 +106,8 @@ def test_hosts_that_begin_with_other_parameters_are_refused_by_name(pair, tmp_pa
     mine, theirs = train(1), train(2)
     told = both(lambda: pair[0].agree(lambda: mine), lambda: pair[1].agree(lambda: theirs))
     digests = [facts[f"parameters at {parent}"][:16] for facts in (theirs, mine)]
-    words = f"parameters at {parent} ({digests[0]}, not {digests[1]})"
-    assert [str(error) for error in told] == [f"host 1 does not have host 0's {words}; give all hosts the same"] * 2
+    words = f"parameters at {parent} ({digests[0]} vs {digests[1]})"
+    assert [str(error) for error in told] == [f"host 1 and host 0 disagree on {words}; all hosts need the same"] * 2
 
 
 def test_hosts_compare_a_published_model_before_they_read_it():
@@ -141,7 +142,7 @@ def test_another_version_is_refused_before_jax_starts():
         other = Line(connection, lambda why, status: None)
         mine = {"number of hosts": "2", **{name: version(name) for name in ("jax", "jaxlib", "numpy")}, "jax": "0.0.1"}
         other.send({"facts": mine})
-        refused = f"host 1 does not have host 0's jax (0.0.1, not {version('jax')}); give all hosts the same"
+        refused = f"host 1 and host 0 disagree on jax (0.0.1 vs {version('jax')}); all hosts need the same"
         assert other.receive()[0] == {"refused": refused}
         other.farewell()
         with pytest.raises(InputError, match="jax"):
@@ -167,11 +168,9 @@ def test_a_wish_to_stop_at_any_host_stops_all_of_them_at_the_same_step(pair):
 
 
 def test_hosts_that_run_different_programs_say_so(pair):
-    told = both(lambda: pair[0].same("what is due", [True]), lambda: pair[1].same("leaving the loop", True))
+    told = both(lambda: pair[0].same("deciding what is due", [True]), lambda: pair[1].same("leaving the loop", True))
     assert told[0] == [True] and isinstance(told[1], RunFailed)
-    assert str(told[1]).startswith(
-        "host 0 has come to what is due and this host to leaving the loop: all hosts have to"
-    )
+    assert str(told[1]).startswith("host 0 is deciding what is due, this host is leaving the loop: all hosts must")
 
 
 def test_a_run_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch, capfd):
@@ -181,10 +180,10 @@ def test_a_run_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch, ca
         with pytest.raises(InputError) as refused:
             together.join(Several(2, 1, at), tmp_path / "run", lambda why: None)
     assert str(refused.value) == (
-        f"host 0 answers at {at}, but host 1 does not see its run directory at {tmp_path / 'run'}: give all hosts the "
-        "same --run, on a disk that they share"
+        f"host 0 answers at {at}, but host 1 cannot see its run directory {tmp_path / 'run'}: use the same --run on "
+        "all hosts, on a shared disk"
     )
-    assert "this is host 1 of 2: it comes to 127.0.0.1" in capfd.readouterr().err
+    assert "this is host 1 of 2; connecting to 127.0.0.1" in capfd.readouterr().err
 
 
 def test_the_secret_is_there_for_its_user_alone_while_hosts_come_together(tmp_path, monkeypatch):
@@ -212,12 +211,12 @@ WORKERS = {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "t-0,t-1,t-2,t-3"}
         ((1, 0, "h:1"), {}, None),
         ((4, 1, "h:1"), WORKERS, Several(4, 1, "h:1")),
         ((4, None, None), WORKERS, Several(4, 2, f"t-0:{PORT}")),
-        ((4, 3, None), {}, "give --hosts-at as well"),
-        ((4, None, None), {}, "give --host and --hosts-at as well"),
-        ((None, 1, None), {}, "give --hosts as well"),
+        ((4, 3, None), {}, "also needs --hosts-at"),
+        ((4, None, None), {}, "also needs --host and --hosts-at"),
+        ((None, 1, None), {}, "--host and --hosts-at need --hosts"),
         ((0, 0, "h:1"), {}, "hosts must be 1 or more, not 0"),
         ((2, 2, "h:1"), {}, "there is no host 2 of 2"),
-        ((2, 1, "nowhere"), {}, "'nowhere' is no address of host 0"),
+        ((2, 1, "nowhere"), {}, "the address of host 0 is HOST:PORT"),
     ],
 )
 def test_which_host_this_is(asked, environment, found):
@@ -231,8 +230,8 @@ def test_which_host_this_is(asked, environment, found):
 @pytest.mark.parametrize(
     ("trainer", "run", "words"),
     [
-        (Trainer(hosts=2, host=0, hosts_at="127.0.0.1:9"), None, "needs --run, a directory on a disk that they share"),
-        (Trainer(hosts=2), "run", "give --host and --hosts-at as well"),
+        (Trainer(hosts=2, host=0, hosts_at="127.0.0.1:9"), None, "needs --run, a directory on a shared disk"),
+        (Trainer(hosts=2), "run", "also needs --host and --hosts-at"),
     ],
 )
 def test_what_a_run_over_several_hosts_needs(tmp_path, monkeypatch, trainer, run, words):
@@ -243,5 +242,7 @@ def test_what_a_run_over_several_hosts_needs(tmp_path, monkeypatch, trainer, run
 
 
 def test_part_of_the_devices_is_refused(pair):
-    with pytest.raises(InputError, match="devices=4 is of one host; a run over several uses all of theirs"):
+    with pytest.raises(
+        InputError, match="devices=4 works on one host only; a run over several hosts uses all of their devices"
+    ):
         pair[0].devices(4)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import struct
 import threading
@@ -20,7 +21,8 @@ from tensorboardX.proto import event_pb2
 from tests.train import toy
 from tpuswarm import ArraySource, InputError, RunFailed, Trainer, supervised
 from tpuswarm.train.checkpoint import MANIFEST, checkpoint_folders
-from tpuswarm.train.run import Run, read_rows, status
+from tpuswarm.train.listing import status
+from tpuswarm.train.run import Run, read_rows
 
 TIMES = ("tokens_per_s", "wait_s", "wall_s")
 
@@ -117,7 +119,7 @@ def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
     folder, first = whole
     before = (folder / "metrics.jsonl").read_bytes()
     again = trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
-    assert "finished: nothing is left to do" in capsys.readouterr().err
+    assert "finished; nothing left to do" in capsys.readouterr().err
     assert (folder / "metrics.jsonl").read_bytes() == before
     assert again.metrics == first.metrics
     for got, want in zip(jax.tree.leaves(again.state), jax.tree.leaves(first.state), strict=True):
@@ -143,11 +145,11 @@ def test_devices_shard_saving_and_evaluating_may_change(whole, tmp_path):
 @pytest.mark.parametrize(
     ("options", "fit_options", "words"),
     [
-        ({"seed": 3}, {}, "seed is 0 there, 3 was asked"),
-        ({"clip": 1.0}, {}, "clip is none there, 1.0 was asked"),
-        ({"precision": "bf16", "ema": 0.9}, {}, "precision is f32 there, bf16 was asked; ema is none"),
-        ({}, {"steps": 30}, "steps is 20 there, 30 was asked"),
-        ({}, {"batch": 16}, "batch is 8 there, 16 was asked"),
+        ({"seed": 3}, {}, "seed was 0, now 3"),
+        ({"clip": 1.0}, {}, "clip was none, now 1.0"),
+        ({"precision": "bf16", "ema": 0.9}, {}, "precision was f32, now bf16; ema was none"),
+        ({}, {"steps": 30}, "steps was 20, now 30, and its learning rate follows a schedule .* --init-from"),
+        ({}, {"batch": 16}, "batch was 8, now 16"),
     ],
 )
 def test_nothing_else_may_change(tmp_path, options, fit_options, words):
@@ -156,6 +158,18 @@ def test_nothing_else_may_change(tmp_path, options, fit_options, words):
     with pytest.raises(InputError, match=words):
         trainer(**options).fit(toy.recipe(), run=tmp_path / "run", **{"steps": 20, "batch": 8, **fit_options})
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_a_finished_run_without_a_schedule_may_be_made_longer(tmp_path):
+    def fit(steps, folder):
+        recipe = supervised(toy.init, toy.loss, optax.adam(0.1), toy.splits)
+        return trainer().fit(recipe, steps=steps, batch=8, run=tmp_path / folder)
+
+    assert fit(6, "run").step == 6
+    longer, whole = fit(9, "run"), fit(9, "whole")
+    assert longer.step == 9 and longer.metrics["loss"] == whole.metrics["loss"]
+    with pytest.raises(InputError, match="steps was 9, now 6"):
+        fit(6, "run")
 
 
 def test_what_is_not_asked_is_taken_from_the_run(tmp_path):
@@ -176,13 +190,17 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(whole, tmp_path, capsys):
     assert rows(folder) == rows(whole[0])
 
 
-def test_no_whole_checkpoint_at_all_starts_again(whole, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     stopped_run(folder)
-    for each in checkpoint_folders(folder / "checkpoints"):
-        (each / MANIFEST).unlink()
+    *others, first = checkpoint_folders(folder / "checkpoints")
+    for each in others:
+        shutil.rmtree(each)
+    (first / MANIFEST).unlink()
+    lines = len(rows(folder))
     trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
     assert rows(folder) == rows(whole[0])
+    assert f"starting over: no checkpoint was finished; {lines} rows of metrics cut" in capsys.readouterr().err
 
 
 def poisoned(split):
@@ -203,7 +221,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     assert "unused" not in str(error.value) or "0 *" in str(error.value)
     assert all(math.isfinite(row["loss"]) for row in updates)
     newest = checkpoint_folders(tmp_path / "run" / "checkpoints")[0]
-    assert int(newest.name) == (bad - 1) // 2 * 2 and f"step {int(newest.name)} stands" in str(error.value)
+    assert int(newest.name) == (bad - 1) // 2 * 2 and f"step {int(newest.name)} is safe" in str(error.value)
     assert status(tmp_path / "run").state == "failed"
 
 
@@ -287,11 +305,12 @@ def test_a_resumed_deterministic_run_is_deterministic(tmp_path, monkeypatch):
     assert asked[0] is True
 
 
-def test_when_every_checkpoint_is_damaged_nothing_is_lost(tmp_path):
+@pytest.mark.parametrize("lost", ["state/_METADATA", MANIFEST])
+def test_when_every_checkpoint_is_damaged_nothing_is_lost(tmp_path, lost):
     folder = tmp_path / "run"
     stopped_run(folder)
     for each in checkpoint_folders(folder / "checkpoints"):
-        (each / "state" / "_METADATA").write_text("{}")
+        (each / lost).unlink()
     before = (folder / "metrics.jsonl").read_bytes()
     with pytest.raises(RunFailed, match="every checkpoint"):
         trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
@@ -331,10 +350,10 @@ def test_parameters_of_another_run(whole, tmp_path):
 
     other = supervised(wider, loss, optax.sgd(0.1), toy.data())
     with pytest.raises(
-        InputError, match=r"another model: 1 parameters differ, the first layer/w \(\(5,\) there, \(7,\) here"
+        InputError, match=r"a different model: 1 parameters differ, the first layer/w \(\(5,\) there, \(7,\) here"
     ):
         trainer(eval_every=None).fit(other, steps=2, batch=8, run=tmp_path / "other", init_from=tmp_path / "parent")
-    with pytest.raises(InputError, match="trained by a program of its own"):
+    with pytest.raises(InputError, match="trained by a Python program"):
         trainer().fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "again", init_from=whole[0])
 
 
@@ -342,7 +361,7 @@ def test_the_recipes_batch_is_rounded_up_to_the_devices(tmp_path, capsys):
     recipe = toy.recipe()
     recipe.defaults = {"batch": 12, "steps": 2}
     Trainer(save_every="1h").fit(recipe, run=tmp_path / "run")
-    assert "batch 16, so that 8 devices divide it" in capsys.readouterr().err
+    assert "batch 16, a multiple of 8 devices" in capsys.readouterr().err
     assert [row["tokens"] for row in rows(tmp_path / "run") if "loss" in row] == [16, 32]
 
 
@@ -350,13 +369,13 @@ def test_the_recipes_batch_is_rounded_up_to_the_devices(tmp_path, capsys):
     ("options", "fit_options", "words"),
     [
         ({"devices": 9}, {}, "9 devices were asked for"),
-        ({"devices": [8]}, {}, "device index 8 is out of range"),
+        ({"devices": [8]}, {}, "devices: index 8 is out of range"),
         ({"precision": "fp8"}, {}, "unknown precision 'fp8'"),
-        ({"keep": 0}, {}, "keep must be 1 or more"),
+        ({"keep": 0}, {}, "keep must be at least 1"),
         ({"save_every": "often"}, {}, "save_every"),
         ({"freeze": "nope"}, {}, "matches none"),
-        ({"devices": 8}, {"batch": 12}, "does not divide over devices \\(8\\)"),
-        ({}, {"steps": -1}, "steps must be above 0"),
+        ({"devices": 8}, {"batch": 12}, "does not divide evenly over devices \\(8\\)"),
+        ({}, {"steps": -1}, "steps must be at least 1"),
         ({}, {"epochs": math.nan}, "epochs must be above 0"),
         ({}, {"steps": 5, "epochs": 1}, "one of steps, tokens and epochs"),
     ],

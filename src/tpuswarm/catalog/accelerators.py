@@ -156,7 +156,7 @@ def find(name: str) -> Accelerator:
     siblings = [known.partition(":")[2] for known in _by_name() if known.startswith(f"{prefix}:")]
     if topology and siblings:
         there = ", ".join(siblings)
-        raise InputError(f"{name}: the catalogue has no {prefix} of topology {topology}; it has {there}")
+        raise InputError(f"{name}: the catalogue has no {prefix} with topology {topology}; it has {there}")
     raise InputError(f"unknown TPU {name!r}: {_nearest(wanted)}")
 
 
@@ -164,7 +164,7 @@ def _nearest(wanted: str) -> str:
     near = nearest(wanted, _by_name())
     if near is None:
         forms = "v5e-8, v5litepod-8 (TPU API), tpu-v5-lite-podslice:2x4 (GKE) or v5e:2x4 (compiler)"
-        return f"TPUs are called like {forms}; `tpuswarm catalog` lists them all"
+        return f"TPU names look like {forms}; `tpuswarm catalog` lists them all"
     others = [each for each in _by_name()[near].names if each != near]
     return f"did you mean {near} (also called {', '.join(others)})?"
 

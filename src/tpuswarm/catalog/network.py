@@ -16,9 +16,7 @@ def continent_of(place: str) -> str:
     for name, prefixes in data("network")["continents"].items():
         if prefix in prefixes:
             return name
-    raise InputError(
-        f"{place!r} is no region or zone of Google Cloud: they are called like us-central1 or us-central1-a"
-    )
+    raise InputError(f"{place!r} is not a Google Cloud region or zone; they look like us-central1 or us-central1-a")
 
 
 def transfer_price(how: Relation, place: str) -> Figure | None:

@@ -1,8 +1,11 @@
 """The program `tpuswarm`: its commands, and how their errors reach a person."""
 
 import os
+import platform
+import shlex
 import sys
-from typing import Annotated, Any, NoReturn
+from importlib import metadata
+from typing import Annotated, Any
 
 import typer
 
@@ -10,76 +13,110 @@ from tpuswarm.cli import (
     catalog,
     control,
     export,
+    fleet,
+    init,
     learn,
     ledger,
     plan,
     profile,
+    rehearsal,
     router,
     runs,
     simulate,
     swarm,
     train,
+    up,
 )
+from tpuswarm.cli.help import Command, Group
 from tpuswarm.errors import TpuswarmError
 
 app = typer.Typer(
     help="Train one model on all the Cloud TPUs you can get.",
-    add_completion=False,
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 UsageError: Any = typer.BadParameter.__base__
-COMMANDS: dict[str, Any] = {
-    "demo": learn.demo,
-    "catalog": catalog.catalog,
-    "plan": plan.plan,
-    "simulate": simulate.simulate,
-    "train": train.train,
-    "join": swarm.join,
-    "status": runs.status,
-    "logs": control.logs,
-    "stop": control.stop,
-    "sample": runs.sample,
-    "evaluate": runs.evaluate,
-    "profile": profile.profile,
-    "export": export.export,
-}
+GROUPS: dict[str, dict[str, Any]] = {
+    "Learn": {
+        "demo": learn.demo, "catalog": catalog.catalog, "plan": plan.plan, "simulate": simulate.simulate,
+    },
+    "Train": {
+        "train": train.train, "status": runs.status, "logs": control.logs, "stop": control.stop, "join": swarm.join,
+        "sample": runs.sample, "evaluate": runs.evaluate, "export": export.export, "profile": profile.profile,
+        "ledger": ledger.app,
+    },
+    "Get TPUs": {
+        "init": init.init, "up": up.up, "list": fleet.list_, "describe": fleet.describe, "pause": up.pause,
+        "resume": up.resume, "cost": fleet.cost, "down": up.down, "keep": up.keep, "rehearsal": rehearsal.app,
+    },
+    "Network": {"router": router.app},
+}  # fmt: skip
+"""All commands, in the order of `--help`."""
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        said = " · ".join(f"{name} {metadata.version(name)}" for name in ("tpuswarm", "jax", "ray"))
+        typer.echo(f"{said} · Python {platform.python_version()}")
+        raise typer.Exit
 
 
 @app.callback()
-def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show versions and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
     """Train one model on all the Cloud TPUs you can get."""
     if debug:
         os.environ["TPUSWARM_DEBUG"] = "1"
 
 
-for name, command in COMMANDS.items():
-    app.command(name, context_settings=getattr(command, "context_settings", None))(command)
-app.add_typer(ledger.app, name="ledger")
-app.add_typer(router.app, name="router")
+for panel, commands in GROUPS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            for each in command.registered_commands:
+                each.cls = Command
+            app.add_typer(command, name=name, cls=Group, rich_help_panel=panel)
+        else:
+            settings = getattr(command, "context_settings", None)
+            app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(command)
 
 
-def main() -> NoReturn:
-    """Run a command; exit 2 for wrong input, 1 for a failed run, 130 for Ctrl-C, with one sentence."""
+def run() -> int:
+    """Run a command; the exit code."""
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:
         code = app(standalone_mode=False)
     except TpuswarmError as error:
-        _say(error, error.exit_code)
+        return _say(error, error.exit_code)
     except OSError as error:  # a disk, a network, a permission: not a fault of the program
-        _say(error, 1, f"{type(error).__name__}: {error}")
+        return _say(error, 1, ": ".join(map(str, filter(None, (error.strerror or error, error.filename)))))
     except UsageError as error:
-        _say(error, 2, f"{error.format_message().rstrip('.')}; see `tpuswarm --help`")
-    except (KeyboardInterrupt, typer.Abort) as error:
-        _say(error, 130, "interrupted")
-    if code == 130:
-        print("interrupted", file=sys.stderr)
-    sys.exit(code if isinstance(code, int) else 0)
+        return _say(error, 2, _usage(error))
+    except Exception as error:  # noqa: BLE001  # a fault of the program's: still one sentence, and the way to more
+        words = " ".join(str(error).split())[:300]
+        command = shlex.join(sys.argv[1:])
+        return _say(
+            error, 1, f"internal error: {type(error).__name__}: {words}; `tpuswarm --debug {command}` shows where"
+        )
+    return code if isinstance(code, int) else 0
 
 
-def _say(error: BaseException, code: int, text: str | None = None) -> NoReturn:
+def _usage(error: Any) -> str:
+    """What click says of wrong words, in one line, with the help of the very command."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    help_of = error.ctx.command_path if error.ctx else "tpuswarm"
+    return f"{said}{' See' if said.endswith('?') else '; see'} `{help_of} --help`"
+
+
+def _say(error: BaseException, code: int, text: str | None = None) -> int:
     if os.environ.get("TPUSWARM_DEBUG"):
         raise error
-    print(f"error: {text or error}", file=sys.stderr)
-    sys.exit(code)
+    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    print(f"{typer.style('error:', fg='red', bold=True) if coloured else 'error:'} {text or error}", file=sys.stderr)
+    return code

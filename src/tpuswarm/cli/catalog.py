@@ -16,28 +16,29 @@ if TYPE_CHECKING:
     from tpuswarm.catalog import Accelerator, Figure, Generation, Source
     from tpuswarm.catalog.accelerators import Access
 
-RESTRICTED: dict["Access", str] = {"single tenant": "single tenant only", "sold": "only a price list has it"}
+RESTRICTED: dict["Access", str] = {"single tenant": "single tenant only", "sold": "only on a price list"}
 """Ways of being offered that are not to everyone, in words."""
 
 
 def catalog(
     name: Annotated[
-        str | None, typer.Argument(help="A TPU type under any of its names (v3-8, v5litepod-8, v5e:2x4), or v5e.")
+        str | None,
+        typer.Argument(help="A TPU type by any of its names (v3-8, v5litepod-8, v5e:2x4), or a generation (v5e)."),
     ] = None,
-    zone: Annotated[str | None, typer.Option("--zone", help="Only what this zone or region offers.")] = None,
+    zone: Annotated[str | None, typer.Option("--zone", help="Only types offered in this zone or region.")] = None,
     max_chips: Annotated[
-        int | None, typer.Option("--max-chips", min=1, help="Only slices up to so many chips.")
+        int | None, typer.Option("--max-chips", min=1, help="Only slices of at most this many chips.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One object on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List TPU generations and types: names, chips, memory, speed, zones, prices; of one type all, with sources."""
+    """List TPU generations and types: names, chips, memory, speed, zones, prices; or all that is known of one type."""
     from tpuswarm.catalog import find, generations
 
     wanted = [each for each in generations() if name is not None and each.name == name.strip().lower()]
     if name is not None and not wanted:
         one = find(name)
         if zone or max_chips:
-            raise InputError(f"--zone and --max-chips choose from a list, and {one.name} is one type: leave them out")
+            raise InputError(f"--zone and --max-chips filter the list, but {one.name} is a single type: leave them out")
         if as_json:
             print(json.dumps({**_type_object(one), "generation": _generation_object(one.generation)}))
         else:
@@ -51,11 +52,12 @@ def catalog(
         return
     console = make_console()
     console.print(_generations_table(shown))
-    console.print(_types_table(chosen, zone))
+    console.print()
+    console.print(_types_table(chosen, zone, console.width))
     dates = {price.source.read for each in chosen for price in each.prices()}
     if dates:
-        console.print(f"Prices are of public lists as of {max(dates)}, and move; traffic is billed beside them.")
-    console.print("TFLOP/s: peak in bf16; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
+        console.print(f"Prices from public lists as of {max(dates)}; they change. Traffic is billed separately.")
+    console.print("TFLOP/s: bf16 peak; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
 
 
 def _chosen(among: Iterable["Generation"], zone: str | None, max_chips: int | None) -> list["Accelerator"]:
@@ -70,7 +72,7 @@ def _chosen(among: Iterable["Generation"], zone: str | None, max_chips: int | No
     if not found:
         smallest = min(chosen, key=lambda each: each.chips)
         raise InputError(
-            f"no TPU there has {max_chips} chips or fewer: the smallest is {smallest.name}, {smallest.chips}"
+            f"no TPU there has {max_chips} chips or fewer; the smallest is {smallest.name} with {smallest.chips}"
         )
     return found
 
@@ -84,7 +86,7 @@ def _nothing_in(zone: str, asked: Iterable["Accelerator"]) -> str:
     names = list(dict.fromkeys(each.generation.name for each in asked))
     what, command = f"{names[0]} is not", f"tpuswarm catalog {names[0]}"
     if len(names) > 1:
-        what, command = "no TPU of the catalogue is", "tpuswarm catalog"
+        what, command = "no TPU in the catalogue is", "tpuswarm catalog"
     some = {
         access: dict.fromkeys(each.generation.name for each in asked if zone in _places(each, access))
         for access in ACCESSES[1:]
@@ -132,15 +134,30 @@ def _open_zones(generation: "Generation") -> list[str]:
     return list(dict.fromkeys(zone for each in types for zone in each.zones()))
 
 
-def _types_table(chosen: list["Accelerator"], zone: str | None) -> "Table":
-    columns = ("type", "topology", "chips", "cores", "hosts", "GiB", "TFLOP/s", "$/h", "spot", "in")
+def _types_table(chosen: list["Accelerator"], zone: str | None, width: int) -> "Table":
+    from tpuswarm.train.live import Column, table
+
+    columns = [
+        Column("type"),
+        Column("topology"),
+        Column("chips", right=True),
+        Column("cores", right=True, rank=2),
+        Column("hosts", right=True),
+        Column("GiB", right=True),
+        Column("TFLOP/s", right=True, rank=1),
+        Column("$/h", right=True),
+        Column("spot", right=True),
+        Column("in"),
+    ]
     rows = []
     for each in chosen:
         price = each.price(zone)
         sizes = (each.chips, each.cores, each.hosts, _hbm(each) / GIB, _peak(each) / 1e12)
-        dollars = (_dollars(price.on_demand), _dollars(price.spot), price.region) if price else ("unknown", "unknown")
+        dollars = (
+            (_dollars(price.on_demand), _dollars(price.spot), price.region) if price else ("unknown", "unknown", "")
+        )
         rows.append((each.name, _topology(each), *(f"{size:,.0f}" for size in sizes), *dollars))
-    return _table(columns, rows, right=range(2, 9))
+    return table(columns, rows, width)
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> "Table":
@@ -187,23 +204,23 @@ def _facts(one: "Accelerator") -> list[tuple[str, str, list["Source"]]]:
     figures = generation.figures
     add("also called", ", ".join(one.names[1:]), one.source)
     add("slice", f"{_count(one.chips, 'chip')}, {_topology(one)}, on {_count(one.hosts, 'host')}", one.source)
-    add("in all", f"{one.cores:,} TensorCores, {one.devices:,} JAX devices, {_hbm(one) / GIB:,.0f} GiB of HBM")
-    stated("peak, bf16", figures["peak_bf16"], lambda value: f"{value / 1e12:,.0f} TFLOP/s a chip")
-    stated("HBM", figures["hbm_gib"], lambda value: f"{value:.3g} GiB a chip")
-    stated("for a program", figures["compiler_hbm_gib_per_device"], lambda value: f"{value:.2f} GiB a JAX device")
-    stated("HBM bandwidth", figures["bandwidth"], lambda value: f"{value / 1e9:,.0f} GB/s a chip")
+    add("total", f"{one.cores:,} TensorCores, {one.devices:,} JAX devices, {_hbm(one) / GIB:,.0f} GiB of HBM")
+    stated("peak, bf16", figures["peak_bf16"], lambda value: f"{value / 1e12:,.0f} TFLOP/s per chip")
+    stated("HBM", figures["hbm_gib"], lambda value: f"{value:.3g} GiB per chip")
+    stated("usable", figures["compiler_hbm_gib_per_device"], lambda value: f"{value:.2f} GiB per JAX device")
+    stated("HBM bandwidth", figures["bandwidth"], lambda value: f"{value / 1e9:,.0f} GB/s per chip")
     stated("matrix unit", figures["matrix_unit"], lambda value: f"{value} x {value}")
     stated("interconnect", figures["interconnect"], str)
-    stated("a host", host.figures.get("vcpus"), lambda value: f"{value} vCPUs")
+    stated("host", host.figures.get("vcpus"), lambda value: f"{value} vCPUs")
     stated("", host.figures.get("memory_gb"), lambda value: f"{value:g} GB of memory")
     stated("runtime", figures.get("runtime"), str)
-    stated("asked for through", figures["apis"], ", ".join)
+    stated("available through", figures["apis"], ", ".join)
     stated("frameworks", figures["frameworks"], ", ".join)
     stated("device kind in JAX", figures["device_kinds"], " or ".join)
     options = ", ".join(f"{key}={value!r}" for key, value in one.compiler.options.items())
-    add("for the compiler", f"{one.compiler.name}, {options}", figures["devices_per_chip"].source)
+    add("compiler name", f"{one.compiler.name}, {options}", figures["devices_per_chip"].source)
     if gke:
-        add("at GKE", f"{gke.accelerator}, topology {gke.topology}, {gke.machine}", gke.source)
+        add("GKE", f"{gke.accelerator}, topology {gke.topology}, {gke.machine}", gke.source)
     for offer in one.offers:
         add(f"zones, {offer.access}", ", ".join(offer.zones), offer.source)
     for price in one.prices():

@@ -11,6 +11,7 @@ import typer
 
 from tpuswarm.cli.runs import Run
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.waiting import waiting
 
 LOOK = 0.5
 """Seconds between two looks at a run's files."""
@@ -20,18 +21,19 @@ PATIENCE = 60.0
 
 def logs(
     run: Run,
-    name: Annotated[str | None, typer.Argument(help="One process: coordinator, aggregator-0, m0, …")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    name: Annotated[str | None, typer.Argument(help="Only this process: coordinator, aggregator-0, m0, …")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
 ) -> None:
-    """Show what happened in a run, in words, and what its processes said."""
+    """Show what happened in a run, in words, and what its processes printed."""
     from tpuswarm.swarm.logs import Logs
-    from tpuswarm.train.run import find_run, holder, read_config
+    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.run import holder, read_config
 
     folder = Path(find_run(run))
     read_config(folder)
     found = Logs(folder, name)
     if found.elsewhere:
-        print(f"this is what the run knows of {name}: its own words lie on its machine, in Ray's logs", file=sys.stderr)
+        print(f"this is what the run knows about {name}; its own log is on its machine, in Ray's logs", file=sys.stderr)
     try:
         while True:
             alive = follow and holder(folder) is not None
@@ -46,9 +48,10 @@ def logs(
 
 
 def stop(run: Run) -> None:
-    """Ask a running run to stop as Ctrl-C does, and wait until it has."""
+    """Stop a running run as Ctrl-C does, and wait until it has stopped."""
     from tpuswarm.swarm.logs import RUN, Logs
-    from tpuswarm.train.run import find_run, holder, read_config, read_life
+    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.run import holder, read_config, read_life, stopped_sentence
 
     folder = Path(find_run(run))
     pid = holder(folder)
@@ -60,24 +63,25 @@ def stop(run: Run) -> None:
     try:
         os.kill(pid, signal.SIGINT)
     except PermissionError as error:
-        raise InputError(f"{folder} is held by process {pid} of another user, who has to stop it") from error
+        raise InputError(f"{folder} is used by process {pid} of another user, who has to stop it") from error
     except ProcessLookupError:  # it has ended meanwhile
         pass
     print(f"asked process {pid} to stop", file=sys.stderr)
     asked, warned = time.monotonic(), False
-    while holder(folder) is not None:
-        time.sleep(LOOK)
-        for line in happened.new():
-            if line.source == RUN:
-                print(line.text, file=sys.stderr)
-        if time.monotonic() - asked > PATIENCE and not warned:
-            warned = True
-            print(f"it goes on; `kill -9 {pid}` ends it at once, and nothing committed is lost", file=sys.stderr)
+    with waiting("waiting until it has stopped"):
+        while holder(folder) is not None:
+            time.sleep(LOOK)
+            for line in happened.new():
+                if line.source == RUN:
+                    print(line.text, file=sys.stderr)
+            if time.monotonic() - asked > PATIENCE and not warned:
+                warned = True
+                print(f"still running; `kill -9 {pid}` ends it at once, and nothing committed is lost", file=sys.stderr)
     if not folder.exists():
-        print(f"{folder} is gone: it was stopped before anything came of it")
+        print(f"{folder} was removed: it stopped before there was anything to keep")
         return
     life = read_life(folder)
     if life.state not in ("stopped", "finished"):
         raise RunFailed(f"{folder} {life.state}{': ' if life.message else ''}{life.message}")
-    more = "; the same `tpuswarm train` command goes on" if life.state == "stopped" else ""
-    print(f"{folder}: {life.message or life.state}{more}")
+    said = life.message or life.state
+    print(stopped_sentence(folder, said) if life.state == "stopped" else f"{folder}: {said}")

@@ -7,23 +7,29 @@ from typing import Annotated, Literal
 import typer
 
 from tpuswarm.cli.runs import Json, Run, load
+from tpuswarm.train.waiting import waiting
 
 
 def export(
     run: Run,
-    out: Annotated[Path, typer.Argument(help="A folder that is new or empty.")],
-    form: Annotated[Literal["hf"], typer.Option("--format", help="hf: as Hugging Face's transformers loads it.")],
+    out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    form: Annotated[Literal["hf"], typer.Option("--format", help="hf: for Hugging Face transformers.")] = "hf",
     as_json: Json = False,
 ) -> None:
-    """Write a trained model as files that other programs read."""
-    from tpuswarm.train.files import whole_folder
+    """Export a trained model to files that other programs read."""
+    from tpuswarm.train.files import require_new, whole_folder
     from tpuswarm.train.run import writing
 
-    with writing(out), whole_folder(out) as folder:
-        loaded = load(run, None)
+    require_new(out)
+    loaded = load(run, None)
+    with writing(out), waiting("exporting"), whole_folder(out) as folder:
         loaded.recipe.export(loaded.state, folder)
     files = sorted(path.name for path in out.iterdir())
     if as_json:
-        print(json.dumps({"run": run, "step": loaded.step, "format": form, "out": str(out), "files": files}))
+        print(
+            json.dumps(
+                {"run": str(loaded.folder), "step": loaded.step, "format": form, "out": str(out), "files": files}
+            )
+        )
     else:
-        print(f"{run} at step {loaded.step} is in {out}: {', '.join(files)}")
+        print(f"exported {loaded.folder} at step {loaded.step:,} to {out}: {', '.join(files)}")

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tpuswarm.errors import InputError
+from tpuswarm.train.waiting import waiting
+
 if TYPE_CHECKING:
     from tpuswarm.swarm.runtime.screen import Screen
     from tpuswarm.swarm.runtime.supervisor import Supervisor
@@ -19,25 +22,26 @@ MEMBERS, CYCLE = 3, 20
 VICTIM = "m1"
 PROMPT = '"""Return the '
 FOLDER = Path("runs/demo")
+REPLAYED = 5
+"""Newest lines of the ledger on the screen."""
 
 
 def demo() -> None:
-    """Train a small GPT-2 on Python's own source as a swarm of three, one of which is killed; leaves runs/demo/."""
+    """Train a small GPT-2 on Python's own source as a swarm of three, and kill one of them; leaves runs/demo/."""
+    _make_room()
+    from tpuswarm.train.platform import load_jax
+
+    load_jax()
     from tpuswarm.cli.swarm import print_result
     from tpuswarm.recipes.gpt2.recipe import GPT2
     from tpuswarm.swarm.report import replay_lines
     from tpuswarm.swarm.runtime.screen import auto_screen
     from tpuswarm.swarm.runtime.start import Asked, train
     from tpuswarm.swarm.store import Store
-    from tpuswarm.train.run import Run
     from tpuswarm.train.trainer import Trainer
 
-    if FOLDER.exists():
-        held = Run(FOLDER)  # raises, naming the pid, while a living process uses it
-        shutil.rmtree(FOLDER)
-        held.close()
     screen = auto_screen()
-    swarm = Asked(members=MEMBERS, cycle=CYCLE, outer="average")
+    swarm = Asked(members=MEMBERS, cycle=CYCLE, outer="average", demo=True)
     recipe = GPT2(size="tiny", lr=LR)
     settings = Trainer(eval_every=STEPS // 3).settings(STEPS)
     result = train(recipe, swarm, settings, None, None, FOLDER, screen, _Killer(screen).watch)
@@ -45,10 +49,32 @@ def demo() -> None:
     if result.ended.signal is not None:
         raise typer.Exit(128 + result.ended.signal)
     print("\nthe ledger, replayed:")
-    for line in replay_lines(Store(FOLDER)):
+    with waiting("replaying"):
+        lines = list(replay_lines(Store(FOLDER)))
+    print(f"  … {len(lines) - REPLAYED} more")
+    for line in lines[-REPLAYED:]:
         print(f"  {line}")
-    print(f"\nwhat it writes now: {_sample()}")
+    print(f"\nwhat the model writes now: {_sample()}")
     print('\nnext: tpuswarm ledger verify runs/demo; tpuswarm sample runs/demo --prompt "import "')
+
+
+def _make_room() -> None:
+    """Remove what an earlier demo left. Raises InputError for a run of the user's, and for one that is in use."""
+    from tpuswarm.train.run import Run
+
+    if not FOLDER.exists():
+        return
+    held = Run(FOLDER)  # raises, naming the pid, while a living process uses it
+    try:
+        config = held.config()
+        if config is not None and not config.get("swarm", {}).get("demo"):
+            raise InputError(
+                f"{FOLDER} is a run of yours, which the demo would replace: rename it (mv {FOLDER} runs/mine), or run "
+                "the demo in another folder"
+            )
+        shutil.rmtree(FOLDER)
+    finally:
+        held.close()
 
 
 class _Killer:
@@ -65,7 +91,7 @@ class _Killer:
         victim = next(each for each in status.members if each.id == VICTIM)
         if victim.state == "alive" and victim.pid:
             self._done = True
-            self._screen.note(f"kill -9 {victim.pid}: that was {VICTIM}")
+            self._screen.note(f"kill -9 {victim.pid} ({VICTIM})")
             os.kill(victim.pid, signal.SIGKILL)
 
 
@@ -73,5 +99,6 @@ def _sample() -> Any:
     from tpuswarm.swarm.load import load_swarm
     from tpuswarm.train import platform
 
-    loaded = load_swarm(FOLDER, platform.local_devices())
-    return PROMPT + loaded.recipe.sample(loaded.state, PROMPT, tokens=200, temperature=0.5, seed=1)
+    with waiting("generating text"):
+        loaded = load_swarm(FOLDER, platform.local_devices())
+        return PROMPT + loaded.recipe.sample(loaded.state, PROMPT, tokens=200, temperature=0.5, seed=1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpuswarm.cli.runs import Json, Run, make_console
+from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,31 +25,36 @@ PROBLEMS = 20
 @app.command()
 def show(
     run: Run,
-    last: Annotated[int, typer.Option("-n", help="So many commits.")] = 10,
+    last: Annotated[int, typer.Option("-n", help="How many commits.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """Show the last commits: who contributed, with which weight, what was not counted and why, rule and rate."""
-    from tpuswarm.swarm.tables import COMMIT_COLUMNS, commit_row, read_commits
+    """Show the last commits: who contributed, with what weight, what was not counted and why, rule and rate."""
+    from tpuswarm.swarm.tables import commit_row, read_commits
 
-    if last < 1:
-        raise InputError(f"-n is a number of commits above 0, not {last}")
+    check_number(last, "-n, a number of commits,", least=1)
     commits, _ = read_commits(_store(run), last)
     if as_json:
         print(json.dumps({"run": run, "commits": [asdict(each) for each in commits]}))
         return
-    from rich.table import Table
+    from tpuswarm.train.live import Column, table
 
-    table = Table(box=None, pad_edge=False)
-    for name in COMMIT_COLUMNS:
-        table.add_column(name, justify="right" if name in ("version", "epoch", "tokens", "in all") else "left")
-    for each in commits:
-        table.add_row(*commit_row(each))
-    make_console().print(table, markup=False)
+    columns = (
+        Column("commit", right=True),
+        Column("time", rank=2),
+        Column("epoch", right=True, rank=3),
+        Column("contributors", wraps=20),
+        Column("not counted", wraps=20),
+        Column("tokens", right=True, rank=1),
+        Column("total", right=True),
+        Column("rule"),
+    )
+    console = make_console()
+    console.print(table(columns, [commit_row(each) for each in commits], console.width))
 
 
 @app.command()
 def verify(run: Run, as_json: Json = False) -> None:
-    """Check all that is stored: digests, rows, tokens, and the versions whose payloads are there, computed again.
+    """Check everything stored: digests, rows, tokens; recompute the commits whose payloads are still there.
 
     Exits with 1 if anything is wrong.
     """
@@ -65,24 +71,25 @@ def verify(run: Run, as_json: Json = False) -> None:
 
 def _print(run: str, report: "Report") -> None:
     if report.newest is not None:
-        print(f"versions 0 to {report.newest}: their digests chain, no row counts twice, the tokens add up")
+        print(f"commits 0 to {report.newest}: hash chain intact, no row counts twice, the tokens add up")
         print(
-            f"tokens: {report.processed:,} reported as trained, {report.applied:,} counted, {report.dropped:,} "
-            f"dropped, {report.undecided:,} accepted and undecided"
+            f"tokens: {report.processed:,} trained, {report.applied:,} counted, {report.dropped:,} dropped, "
+            f"{report.undecided:,} accepted but undecided"
         )
     if report.recomputed:
-        print(f"computed again from their payloads, to the same bits: {_ranges(report.recomputed)}")
+        print(f"recomputed from their pushes, bit-identical: {_ranges(report.recomputed)}")
     reasons: dict[str, list[int]] = {}
     for version, why in report.not_recomputed.items():
         kind = "its payloads are gone" if why.startswith("payloads/") and why.endswith("is gone") else why
         reasons.setdefault(kind, []).append(version)
     for why, versions in sorted(reasons.items(), key=lambda each: each[1]):
-        print(f"not computed again: {_ranges(sorted(versions))}: {why}")
+        print(f"not recomputed: {_ranges(sorted(versions))}: {why}")
     for each in report.problems[:PROBLEMS]:
         print(f"problem: {each}")
     if rest := len(report.problems) - PROBLEMS:
         print(f"and {rest} more") if rest > 0 else None
-    print(f"{run} is sound" if not report.problems else f"{run} is not sound: {len(report.problems)} problems")
+    count = len(report.problems)
+    print(f"{run} is not sound: {count} problem{'s' * (count > 1)}" if count else f"{run} is sound")
 
 
 def _ranges(versions: list[int]) -> str:
@@ -96,15 +103,16 @@ def _ranges(versions: list[int]) -> str:
 def _store(run: str) -> "Store":
     """Where the ledger is. Raises InputError for what is no swarm's run, or not yet one with a ledger."""
     from tpuswarm.swarm.store import Store
-    from tpuswarm.train.run import find_run, read_config
+    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.run import read_config
 
     if "://" in run:
         store = Store(run)
     else:
         folder = Path(find_run(run))
         if "swarm" not in read_config(folder):
-            raise InputError(f"{folder} is a run of the plain trainer and has no ledger; `train --members` makes one")
+            raise InputError(f"{folder} is a plain run and has no ledger; `train --members` makes one")
         store = Store(folder)
     if not any(store.names(kind) for kind in ("commits/", "headers/", "objects/")):
-        raise InputError(f"{store.root} has no commits: its first version is still to be made")
+        raise InputError(f"{store.root} has no commits: its first commit has not been made yet")
     return store

@@ -1,4 +1,4 @@
-"""`tpuswarm plan`: does it fit, how fast at best, at what price, on TPUs that nobody has rented yet."""
+"""`tpuswarm plan`: does it fit, how fast at best, at what price, on TPUs you have not rented yet."""
 
 import json
 import sys
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuswarm.cli.recipe import make_recipe, recipe_options
 from tpuswarm.cli.runs import make_console
-from tpuswarm.cli.train import option, recipe_options
-from tpuswarm.config.units import parse_count
+from tpuswarm.cli.train import option
+from tpuswarm.config.units import check_number, parse_count
 from tpuswarm.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
@@ -26,28 +27,29 @@ def plan(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A built-in recipe (gpt2-tiny, gpt2-124m, …) or file.py:Recipe.")],
     on: Annotated[
-        list[str] | None, option("--on", "A TPU under any of its names; may be repeated. Default: an 8 of each kind.")
+        list[str] | None, option("--on", "A TPU, by any of its names; repeatable. Default: the 8 of each generation.")
     ] = None,
     batch: Annotated[
         str, option("--batch", "Rows of one step over all devices, or auto: the largest micro-batch. Default: auto.")
     ] = "auto",
     precision: Annotated[str | None, option("--precision", "bf16, f32 or highest. Default: bf16.")] = None,
     shard: Annotated[str | None, option("--shard", "auto, replicate or fsdp. Default: auto.")] = None,
-    accumulate: Annotated[
-        str | None, option("--accumulate", "Micro-batches of one step. Default: as few as fit.")
+    accumulate: Annotated[str | None, option("--accumulate", "Micro-batches per step. Default: as few as fit.")] = None,
+    freeze: Annotated[str | None, option("--freeze", "Freeze parameters whose path matches this regex.")] = None,
+    ema: Annotated[float | None, option("--ema", "Keep a moving average of the parameters, e.g. 0.999.")] = None,
+    members: Annotated[
+        int | None, option("--members", "Plan a swarm of this many: traffic, its price, the head.")
     ] = None,
-    freeze: Annotated[str | None, option("--freeze", "Regular expression of parameters that stay as they are.")] = None,
-    ema: Annotated[float | None, option("--ema", "Moving average of the parameters, such as 0.999.")] = None,
-    members: Annotated[int | None, option("--members", "A swarm of so many: traffic, its price, the head.")] = None,
-    tokens: Annotated[str | None, option("--tokens", "To train for, such as 10B: hours and dollars.")] = None,
-    free: Annotated[bool, typer.Option("--free", help="The TPUs cost nothing, as under a grant.")] = False,
-    as_json: Annotated[bool, option("--json", "One object on stdout.")] = False,
+    tokens: Annotated[str | None, option("--tokens", "Tokens to train on, e.g. 10B: adds hours and dollars.")] = None,
+    free: Annotated[bool, typer.Option("--free", help="The TPUs are free, for example a grant.")] = False,
+    as_json: Annotated[bool, option("--json", "Print one JSON object.")] = False,
 ) -> None:
-    """Compile a recipe's training step for TPUs without having one: what fits, how fast at best, at what price.
+    """Compile a recipe's training step for TPUs you have not rented: what fits, how fast at best, at what price.
 
-    The options of the recipe itself are given the same way: --context 512.
+    The recipe's own options work too: --context 512.
     """
     from tpuswarm import catalog, recipes
+    from tpuswarm.config.limits import check
     from tpuswarm.plan.cache import Cache
     from tpuswarm.plan.children import Children, no_compiler, other_libtpu
     from tpuswarm.plan.order import Asked, Order, place_of
@@ -57,9 +59,12 @@ def plan(
     if recipe.startswith("-"):
         raise InputError(f"the recipe comes first: tpuswarm plan RECIPE {recipe} …")
     target, preset = recipes.find(recipe)
+    words = recipe_options(context.args, "plan")
+    if ":" not in recipe:  # a file of the user's is only read where it is compiled: it imports JAX
+        make_recipe(recipe, {}, words, context)
     asked = Asked(
         target,
-        {**preset, **recipe_options(context.args, "plan")},
+        {**preset, **words},
         batch=None if batch == "auto" else parse_count(batch, "batch"),
         precision=precision,
         shard=shard,
@@ -67,8 +72,9 @@ def plan(
         freeze=freeze,
         ema=ema,
     )
-    if members is not None and members < 1:
-        raise InputError(f"members must be 1 or more, not {members}")
+    if members is not None:
+        check_number(members, "members", least=1)
+    check({"ema": ema})
     reason = no_compiler()
     slices = {each.name: each for each in map(catalog.find, on or USUAL)}
     orders = [Order(asked, place_of(each), reason) for each in slices.values()]
@@ -96,7 +102,7 @@ def plan(
         for each in tables(list(swarms.values())):
             make_console().print("", each)
     if all(each.found.fits is None and each.found.program is None for each in ordered):
-        raise RunFailed(f"nothing could be said of {recipe} on any of these: {ordered[0].found.problem}")
+        raise RunFailed(f"no answer for {recipe} on any of these: {ordered[0].found.problem}")
 
 
 plan.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
@@ -114,7 +120,7 @@ class _Show:
     def __init__(self, title: str, orders: list["Order"], as_json: bool):
         self._title, self._orders, self._as_json = title, orders, as_json
         self._rows: dict[str, Row] = {}
-        self._doing: dict[str, str] = {order.place.name: "waits" for order in orders}
+        self._doing: dict[str, str] = {order.place.name: "waiting" for order in orders}
 
     def say(self, order: "Order", text: str) -> None:
         """What a compilation is at."""

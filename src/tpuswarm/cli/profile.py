@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from tpuswarm.cli.runs import Run
+from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.waiting import waiting
 
 LOOK = 0.2
 """Seconds between two looks at a run's files."""
@@ -18,15 +20,16 @@ def profile(
     run: Run,
     steps: Annotated[int | None, typer.Option(help="Steps in the trace. Default: 5.", show_default=False)] = None,
 ) -> None:
-    """Trace a few steps of a running run; of one that has ended, show where its traces lie and how to open them."""
+    """Trace a few steps of a running run; for one that has ended, list its traces and how to open them."""
     from tpuswarm.train import profile as profiling
-    from tpuswarm.train.run import EVENTS, find_run, holder, read_config, read_rows
+    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.run import EVENTS, holder, read_config, read_rows
 
     folder = Path(find_run(run))
     if "swarm" in read_config(folder):
-        raise InputError(f"{folder} is a swarm; traces are of plain runs, those of a swarm are not built")
-    if steps is not None and steps < 1:
-        raise InputError(f"--steps must be 1 or more, not {steps}")
+        raise InputError(f"{folder} is a swarm; only plain runs can be traced so far")
+    if steps is not None:
+        check_number(steps, "--steps", least=1)
     pid = holder(folder)
     if pid is None:
         _show(folder, steps)
@@ -37,12 +40,13 @@ def profile(
 
     before = len(told())
     profiling.request(folder, steps or profiling.STEPS)
-    print(f"asked process {pid} to trace {steps or profiling.STEPS} steps; Ctrl-C takes that back", file=sys.stderr)
+    print(f"asked process {pid} to trace {steps or profiling.STEPS} steps; Ctrl-C cancels", file=sys.stderr)
     try:
-        while len(told()) == before:
-            if holder(folder) is None and len(told()) == before:
-                raise RunFailed(f"{folder} ended before the trace was taken; `tpuswarm status {folder}` says why")
-            time.sleep(LOOK)
+        with waiting("waiting for the trace"):
+            while len(told()) == before:
+                if holder(folder) is None and len(told()) == before:
+                    raise RunFailed(f"{folder} ended before the trace was taken; `tpuswarm status {folder}` says why")
+                time.sleep(LOOK)
     finally:
         profiling.withdraw(folder)
     message = told()[before]
@@ -59,8 +63,8 @@ def _show(folder: Path, steps: int | None) -> None:
     found = traces(folder)
     if not found:
         raise InputError(
-            f"{folder} is not running and has no trace; give `tpuswarm train` --profile, or ask while it runs"
+            f"{folder} is not running and has no trace; train with --profile, or use `tpuswarm profile` while it runs"
         )
     for trace in found:
         print(trace)
-    print(f"to see them: {HOW_TO_OPEN.format(folder=folder / 'tensorboard')}")
+    print(f"to open them: {HOW_TO_OPEN.format(folder=folder / 'tensorboard')}")

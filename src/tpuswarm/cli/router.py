@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from tpuswarm.router.mapping import Mapping
     from tpuswarm.router.status import Status
 
-app = typer.Typer(help="Lead ports of this machine to many others, with nftables.", rich_markup_mode=None)
+app = typer.Typer(help="Forward ports of this machine to many others, with nftables.", rich_markup_mode=None)
 File = Annotated[Path, typer.Argument(metavar="ROUTER.toml", help="See examples/router-ssh.toml.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done; change nothing.")]
 
 
 @app.command()
 def show(file: File) -> None:
-    """Print what a file means, as it is given to `nft -f`; the rest are comments. Needs no rights, changes nothing."""
+    """Print what a file means, as input for `nft -f`; the rest is comments. Needs no privileges, changes nothing."""
     from tpuswarm.router.file import read_router
     from tpuswarm.router.ruleset import ruleset
     from tpuswarm.router.settings import tuning
@@ -45,10 +45,10 @@ def show(file: File) -> None:
 def apply(
     file: File,
     dry_run: DryRun = False,
-    tune: Annotated[bool, typer.Option("--tune", help="Also the host settings that `show` lists.")] = False,
-    persist: Annotated[bool, typer.Option("--persist", help="Also whenever the machine starts, by systemd.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Also apply the host settings that `show` lists.")] = False,
+    persist: Annotated[bool, typer.Option("--persist", help="Also apply at every boot, through systemd.")] = False,
 ) -> None:
-    """Put a file's rules in the place of those before, at once. Open connections go on as they are."""
+    """Replace the current rules with a file's, atomically. Open connections stay up."""
     from tpuswarm.router import apply as act
     from tpuswarm.router import machine
     from tpuswarm.router.plan import undo
@@ -60,11 +60,7 @@ def apply(
         except PermissionError as error:
             raise InputError(f"only root may read {error.filename}; run: {_with_rights()}") from None
         _print_plan(file, prepared)
-        print(
-            "nothing was changed"
-            if root
-            else "nothing was changed; without root, it cannot be seen which rules are there"
-        )
+        print("nothing was changed" if root else "nothing was changed; without root the current rules cannot be read")
         return
     _need_root()
     with machine.alone():
@@ -73,14 +69,14 @@ def apply(
         record = act.apply(prepared)
     if not changes:
         return
-    print(f"`tpuswarm router remove` undoes it; what that takes is kept in {machine.RECORD}:")
+    print(f"to undo it: `tpuswarm router remove`, or by hand (kept in {machine.RECORD}):")
     for line in undo(record):
         print(f"  {line}")
 
 
 @app.command()
 def status(as_json: Json = False) -> None:
-    """Show attempts and connections by port, and what differs between the file, the kernel and the settings applied."""
+    """Show attempts and connections per port, and any drift between the file, the kernel and the settings applied."""
     from tpuswarm.router.apply import look
 
     _need_root()
@@ -99,7 +95,7 @@ def status(as_json: Json = False) -> None:
 
 @app.command()
 def remove(dry_run: DryRun = False) -> None:
-    """Delete the rules and put every setting back that apply changed."""
+    """Delete the rules and restore every setting that apply changed."""
     from tpuswarm.router import apply as act
     from tpuswarm.router import machine
 
@@ -108,13 +104,13 @@ def remove(dry_run: DryRun = False) -> None:
         removal = act.prepare_removal()
         _print_numbered(removal.steps())
         for each in removal.foreign:
-            print(f"left as it is: {each.path}, which holds neither what was applied nor what it held before")
+            print(f"left alone: {each.path}, which someone else has changed since")
         if not dry_run:
             act.remove(removal)
     if dry_run:
         print("nothing was changed")
     else:
-        print("everything else is as it was" if removal.foreign else "everything is as it was")
+        print("everything else was restored" if removal.foreign else "everything was restored")
 
 
 def _counters(found: "Status") -> list[str]:
@@ -125,10 +121,10 @@ def _counters(found: "Status") -> list[str]:
     if found.kept is not None:
         said += f", {sum(each.open or 0 for each in found.rows):,} open"
     if found.kept:
-        said += f", {found.kept:,} open to targets of an earlier mapping"
+        said += f", {found.kept:,} open to old targets"
     lines = [said]
     if found.followed:
-        lines.append(f"the kernel follows {found.followed[0]:,} connections in all, of {found.followed[1]:,} at most")
+        lines.append(f"the kernel tracks {found.followed[0]:,} connections, of {found.followed[1]:,} at most")
     busy = [each for each in found.rows if each.attempts or each.open]
     if not busy:
         return lines
@@ -151,7 +147,7 @@ def _table(file: "RouterFile", mapping: "Mapping") -> list[str]:
         lines.append((show_ports(ports), f"{first}" if first == last else f"{first} … {last}", f"{len(ports)}"))
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     return [
-        f"{len(mapping.targets):,} ports, for connections from {', '.join(mapping.sources)} that come in at "
+        f"{len(mapping.targets):,} ports, for connections from {', '.join(mapping.sources)} arriving on "
         f"{mapping.outside}; the targets are behind {mapping.inside}",
         "",
         *(f"{ports:{widths[0]}}  {to:{widths[1]}}  {count:>{widths[2]}}" for ports, to, count in lines),
@@ -165,7 +161,7 @@ def _print_plan(file: Path, prepared: "Prepared") -> bool:
     steps = prepared.plan.steps()
     _print_numbered(steps)
     if not steps:
-        print(f"{file} is applied already; there is nothing to do")
+        print(f"{file} is already applied; nothing to do")
     return bool(steps)
 
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    file: Annotated[Path, typer.Argument(help="Members, model and length as TOML; see examples/simulate.toml.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One object on stdout.")] = False,
+    file: Annotated[Path, typer.Argument(help="TOML file with members, model and length; see examples/simulate.toml.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Simulate a swarm: goodput, traffic and staleness of many members that fail, under a virtual clock."""
+    """Simulate a swarm: goodput, traffic and staleness of many members that fail, on a virtual clock."""
     from tpuswarm.config.toml_file import read_toml
     from tpuswarm.swarm.simulation.cluster import TOO_LONG, Cluster
     from tpuswarm.swarm.simulation.result import result
@@ -36,13 +36,13 @@ def simulate(
         print(json.dumps(asdict(found)))
     else:
         console = make_console()
-        for table in (_facts(found), _groups(found)):
+        for table in (_facts(found), _groups(found, console.width)):
             console.print(table)
             console.print()
     if found.finished is False:
         raise RunFailed(
             f"{found.tokens.applied:,} of {cluster.scenario.tokens:,} tokens were applied in {_time(found.seconds)}, "
-            f"{TOO_LONG:.0f} times what these members need undisturbed: they do not get their work through"
+            f"{TOO_LONG:.0f} times what these members need undisturbed"
         )
 
 
@@ -76,7 +76,7 @@ def _facts(found: "Result") -> "Table":
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
-    goodput = "–" if found.goodput is None else f"{found.goodput:.2%} of the tokens whose fate is known are applied"
+    goodput = "–" if found.goodput is None else f"{found.goodput:.2%} of settled tokens applied"
     fates = ((name, getattr(tokens, name)) for name in ("applied", "dropped", "lost", "outstanding"))
     refused = sum(found.refusals.values())
     for row in (
@@ -84,15 +84,15 @@ def _facts(found: "Result") -> "Table":
         ("goodput", goodput),
         ("speed", f"{found.tokens_per_s:,.0f} tokens/s applied, {found.share:.1%} of the members' own speed"),
         ("tokens", f"{tokens.processed:,} processed: " + ", ".join(f"{name} {count:,}" for name, count in fates)),
-        ("versions", f"{found.versions:,}, of which {found.commits:,} with contributors"),
+        ("commits", f"{found.versions:,}, of which {found.commits:,} with contributors"),
         (
             "contributors",
-            f"{found.contributors.mean:.1f} a commit, {found.contributors.least} to {found.contributors.most}",
+            f"{found.contributors.mean:.1f} per commit, {found.contributors.least} to {found.contributors.most}",
         ),
-        ("staleness", f"{found.staleness.mean:.2f} versions, at most {found.staleness.most}"),
-        ("commit", f"{found.commit_seconds.mean:.1f} s to merge, at most {found.commit_seconds.most:.1f}"),
+        ("staleness", f"{found.staleness.mean:.2f} commits, at most {found.staleness.most}"),
+        ("merging", f"{found.commit_seconds.mean:.1f} s per commit, at most {found.commit_seconds.most:.1f}"),
         ("preemptions", f"{found.preemptions:,}"),
-        ("refused", f"{refused:,} lives of members that the coordinator ended"),
+        ("refused", f"{refused:,} incarnations ended by the coordinator"),
         *(("", f"{count:,}: {reason}") for reason, count in sorted(found.refusals.items(), key=lambda each: -each[1])),
         ("coordinator", f"{found.messages_per_s:,.1f} messages/s"),
         (
@@ -105,17 +105,15 @@ def _facts(found: "Result") -> "Table":
     return table
 
 
-def _groups(found: "Result") -> "Table":
-    from rich.table import Table
+def _groups(found: "Result", width: int) -> "Table":
+    from tpuswarm.train.live import Column, table
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "members", "tokens/s", "trains", "stall", "gone", "share", "sends", "receives"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for each in (*found.groups, found.members) if len(found.groups) > 1 else found.groups:
-        table.add_row(*_group(each))
-    table.caption = "a member on average; share: of the applied tokens, all together; sends and receives: Mbit/s"
-    table.caption_justify = "left"
-    return table
+    names = ("members", "tokens/s", "trains", "stall", "gone", "share", "sends", "receives")
+    groups = (*found.groups, found.members) if len(found.groups) > 1 else found.groups
+    made = table([Column(""), *(Column(name, right=True) for name in names)], [_group(each) for each in groups], width)
+    made.caption = "averages per member; share: of all applied tokens; sends, receives: Mbit/s"
+    made.caption_justify = "left"
+    return made
 
 
 def _group(part: "Part") -> tuple[str, ...]:

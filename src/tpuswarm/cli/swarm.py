@@ -2,60 +2,47 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tpuswarm.config.shown import significant
 from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
     from tpuswarm.swarm.runtime.start import SwarmResult
-    from tpuswarm.train.recipe import Recipe
-
-
-def train_swarm(
-    recipe: "Recipe",
-    swarm: dict[str, Any],
-    asked: dict[str, Any],
-    tokens: int | None,
-    epochs: float | None,
-    folder: Path | None,
-    as_json: bool,
-) -> None:
-    """Train as a swarm; ends the command with 128 + N where signal N stopped it."""
-    from tpuswarm.swarm.runtime.start import Asked, train
-
-    result = train(recipe, Asked(**swarm), asked, tokens, epochs, folder)
-    print_result(result, as_json)
-    if result.ended.signal is not None:
-        raise typer.Exit(128 + result.ended.signal)
 
 
 def print_result(result: "SwarmResult", as_json: bool) -> None:
     """The end of a run on stdout."""
+    from tpuswarm.train.run import stopped_sentence
+
     if as_json:
         facts = {"run": str(result.run), "ended": result.ended.how, "message": result.ended.message}
         print(json.dumps({**facts, "version": result.version, "tokens": result.tokens, "metrics": result.metrics}))
         return
+    if result.ended.how == "stopped":
+        print(stopped_sentence(result.run, result.ended.message))
+        return
     shown = "".join(
-        f", {text} {result.metrics[name]:.4f}"
-        for name, text in (("loss", "loss"), ("eval_loss", "held-out loss"))
+        f", {text} {significant(result.metrics[name])}"
+        for name, text in (("loss", "training loss"), ("eval_loss", "held-out loss"))
         if result.metrics.get(name) is not None
     )
-    report = f"; {result.run / 'report.html'}" if result.ended.how == "finished" else ""
-    print(f"{result.run} {result.ended.how} at version {result.version}: {result.tokens:,} tokens{shown}{report}")
+    end = f"{result.run} finished at commit {result.version}: {result.tokens:,} tokens"
+    print(f"{end}{shown}; {result.run / 'report.html'}")
 
 
 def join(
-    address: Annotated[str, typer.Argument(help="HOST:PORT, as `train --members` says it.")],
+    address: Annotated[str, typer.Argument(help="HOST:PORT, as printed by `train --members`.")],
     token_file: Annotated[Path, typer.Option("--token-file", help="A copy of the file `token` in the run's folder.")],
     hosts: Annotated[
-        int | None, typer.Option(help="Machines that are one member together, as those of a slice; all of them join.")
+        int | None, typer.Option(help="Hosts that form one member, such as a slice's; run this on each.")
     ] = None,
-    host: Annotated[int | None, typer.Option(help="Which of these this one is, from 0.")] = None,
-    hosts_at: Annotated[str | None, typer.Option(help="HOST:PORT where host 0 listens for the other hosts.")] = None,
+    host: Annotated[int | None, typer.Option(help="Number of this host, from 0.")] = None,
+    hosts_at: Annotated[str | None, typer.Option(help="Address of host 0, HOST:PORT.")] = None,
 ) -> None:
-    """Make this machine a member of a running swarm, until Ctrl-C or the end of the run."""
+    """Join a running swarm with this machine, until Ctrl-C or the end of the run."""
     from tpuswarm.swarm.runtime.group import Group
     from tpuswarm.swarm.runtime.join import join as join_swarm
 
@@ -65,5 +52,5 @@ def join(
     if hosts is not None and host is not None and hosts_at is not None:
         group = Group(hosts_at, hosts, host, str(token_file.resolve()))
     elif len(missing) < len(options):
-        raise InputError(f"a member of several hosts needs {', '.join(options)}: give {' and '.join(missing)} as well")
+        raise InputError(f"a member of several hosts also needs {' and '.join(missing)}")
     join_swarm(address, group, token_file, lambda text: typer.echo(text, err=True))

@@ -3,135 +3,166 @@
 import json
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.config.units import parse_count, parse_seconds
-from tpuswarm.errors import InputError
+from tpuswarm.cli.asked import FIT, Asked, ask
+from tpuswarm.cli.dry_run import dry_run
+from tpuswarm.config.shown import significant
+from tpuswarm.train.terminal import at_once
 
 if TYPE_CHECKING:
     from tpuswarm.train.loop import Result
-    from tpuswarm.train.recipe import Recipe
+
+LENGTH, HOW, KEPT = "Data and length", "How it trains", "The run"
+HOSTS, SWARM = "Several machines as one program", "A swarm"
 
 
-def option(flag: str, text: str) -> Any:
+def option(flag: str, text: str, panel: str | None = None) -> Any:
     """A typer option with its help."""
-    return typer.Option(flag, help=text, show_default=False)
+    return typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)
 
 
 def train(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A built-in recipe (gpt2-tiny, gpt2-124m, …) or file.py:Recipe.")],
-    data: Annotated[str | None, option("--data", "File, folder or URL of text, or `fake`.")] = None,
-    steps: Annotated[str | None, option("--steps", "Length of the whole run in steps.")] = None,
-    tokens: Annotated[str | None, option("--tokens", "Length of the whole run in tokens, such as 10M.")] = None,
-    epochs: Annotated[float | None, option("--epochs", "Length of the whole run in passes over the data.")] = None,
-    batch: Annotated[str | None, option("--batch", "Rows of one step, over all devices.")] = None,
-    devices: Annotated[str, option("--devices", "all, a number (8) or indices ([5]). Default: all.")] = "all",
-    precision: Annotated[str | None, option("--precision", "bf16, f32 or highest. Default: bf16, f32 on CPU.")] = None,
-    shard: Annotated[str, option("--shard", "auto, replicate or fsdp. Default: auto.")] = "auto",
-    accumulate: Annotated[str | None, option("--accumulate", "Micro-batches of one step.")] = None,
-    clip: Annotated[float | None, option("--clip", "Largest norm of the gradient.")] = None,
-    freeze: Annotated[str | None, option("--freeze", "Regular expression of parameters that stay as they are.")] = None,
-    decay: Annotated[str | None, option("--decay", "Regular expression of parameters with weight decay.")] = None,
-    ema: Annotated[float | None, option("--ema", "Moving average of the parameters, such as 0.999.")] = None,
-    eval_every: Annotated[str | None, option("--eval-every", "Steps (500) or time (5m) between evaluations.")] = None,
-    save_every: Annotated[str, option("--save-every", "Steps (500) or time between checkpoints. Default: 5m.")] = "5m",
-    keep: Annotated[int, option("--keep", "Checkpoints that stay. Default: 3.")] = 3,
-    notice: Annotated[str, option("--notice", "Time from SIGTERM to the machine's end. Default: 10s.")] = "10s",
+    recipe: Annotated[
+        str, typer.Argument(help="gpt2-tiny, gpt2-124m, …, file.py:Recipe, or a file.toml with a table [train].")
+    ],
+    data: Annotated[str | None, option("--data", "Text: a file, folder or URL, or `fake`.", LENGTH)] = None,
+    steps: Annotated[str | None, option("--steps", "Length of the whole run, in steps.", LENGTH)] = None,
+    tokens: Annotated[str | None, option("--tokens", "Length of the whole run, in tokens, e.g. 10M.", LENGTH)] = None,
+    epochs: Annotated[float | None, option("--epochs", "Length of the run, in passes over the data.", LENGTH)] = None,
+    batch: Annotated[str | None, option("--batch", "Rows per step, over all devices.", LENGTH)] = None,
     init_from: Annotated[
-        str | None, option("--init-from", "Parameters to start from: RUN, gpt2, hf:ORG/NAME, hf:DIR.")
+        str | None, option("--init-from", "Start from these parameters: RUN, gpt2, hf:ORG/NAME or hf:DIR.", LENGTH)
     ] = None,
-    run: Annotated[str | None, option("--run", "Directory of the run; an existing one is resumed.")] = None,
-    seed: Annotated[int | None, option("--seed", "Of parameters, data order and dropout. Default: 0.")] = None,
-    deterministic: Annotated[
-        bool | None, typer.Option("--deterministic", help="GPU kernels that repeat bit for bit.")
+    seed: Annotated[
+        int | None, option("--seed", "Random seed: parameters, data order, dropout. Default: 0.", LENGTH)
     ] = None,
-    hosts: Annotated[int | None, option("--hosts", "Machines that train together as one program; all of them.")] = None,
-    host: Annotated[int | None, option("--host", "Which of these this is, from 0. Default: $TPU_WORKER_ID.")] = None,
+    devices: Annotated[
+        str | None, option("--devices", "all, a number (8) or indices ([5]). Default: all.", HOW)
+    ] = None,
+    precision: Annotated[
+        str | None, option("--precision", "bf16, f32 or highest. Default: bf16, f32 on CPU.", HOW)
+    ] = None,
+    shard: Annotated[str | None, option("--shard", "auto, replicate or fsdp. Default: auto.", HOW)] = None,
+    accumulate: Annotated[str | None, option("--accumulate", "Micro-batches per step.", HOW)] = None,
+    clip: Annotated[float | None, option("--clip", "Clip the gradient to this norm.", HOW)] = None,
+    freeze: Annotated[str | None, option("--freeze", "Freeze parameters whose path matches this regex.", HOW)] = None,
+    decay: Annotated[
+        str | None, option("--decay", "Decay parameters whose path matches this regex, by --weight-decay.", HOW)
+    ] = None,
+    ema: Annotated[float | None, option("--ema", "Keep a moving average of the parameters, e.g. 0.999.", HOW)] = None,
+    deterministic: Annotated[bool | None, option("--deterministic", "Use deterministic GPU kernels.", HOW)] = None,
+    run: Annotated[str | None, option("--run", "Run directory; an existing one is resumed.", KEPT)] = None,
+    eval_every: Annotated[
+        str | None, option("--eval-every", "Steps (500) or time (5m) between evaluations.", KEPT)
+    ] = None,
+    save_every: Annotated[
+        str | None, option("--save-every", "Steps (500) or time between checkpoints. Default: 5m.", KEPT)
+    ] = None,
+    keep: Annotated[int | None, option("--keep", "Checkpoints to keep. Default: 3.", KEPT)] = None,
+    grace: Annotated[
+        str | None,
+        option("--grace", "Grace period: time from SIGTERM until the machine is gone. Default: 10s.", KEPT),
+    ] = None,
+    profile: Annotated[bool | None, option("--profile", "Trace a few steps for xprof and TensorBoard.", KEPT)] = None,
+    wandb: Annotated[str | None, option("--wandb", "Log every row to this Weights & Biases project.", KEPT)] = None,
+    as_json: Annotated[bool, option("--json", "Print one JSON object at the end.", KEPT)] = False,
+    dry: Annotated[bool, option("--dry-run", "Show what would be trained, and where; change nothing.", KEPT)] = False,
+    hosts: Annotated[
+        int | None, option("--hosts", "Number of hosts that train together as one program.", HOSTS)
+    ] = None,
+    host: Annotated[
+        int | None, option("--host", "Number of this host, from 0. Default: $TPU_WORKER_ID.", HOSTS)
+    ] = None,
     hosts_at: Annotated[
-        str | None, option("--hosts-at", "HOST:PORT of host 0. Default: the first of $TPU_WORKER_HOSTNAMES, port 8490.")
+        str | None,
+        option(
+            "--hosts-at", "Address of host 0, HOST:PORT. Default: the first of $TPU_WORKER_HOSTNAMES, port 8490.", HOSTS
+        ),
     ] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps for xprof and TensorBoard.")] = False,
-    wandb: Annotated[str | None, option("--wandb", "Project of Weights & Biases that gets every row.")] = None,
-    as_json: Annotated[bool, option("--json", "One object on stdout at the end.")] = False,
-    members: Annotated[int | None, option("--members", "Train as a swarm of so many members.")] = None,
+    members: Annotated[int | None, option("--members", "Train as a swarm of this many members.", SWARM)] = None,
     devices_per_member: Annotated[
         int | None,
-        option("--devices-per-member", "Of --devices; without a TPU or GPU, virtual ones. Default: a share."),
+        option(
+            "--devices-per-member",
+            "Devices of each member; without a TPU or GPU, virtual ones. Default: an equal share.",
+            SWARM,
+        ),
     ] = None,
-    cycle: Annotated[int | None, option("--cycle", "Steps of a member between two exchanges. Default: 50.")] = None,
-    outer: Annotated[str | None, option("--outer", "average or nesterov: how exchanges change the model.")] = None,
-    outer_lr: Annotated[float | None, option("--outer-lr", "Of nesterov. Default: by the number of members.")] = None,
-    quantize: Annotated[str | None, option("--quantize", "int8 or int4: fewer bytes on both links.")] = None,
-    overlap: Annotated[str | None, option("--overlap", "auto, or 0: wait while an exchange is under way.")] = None,
-    ray_address: Annotated[str | None, option("--ray-address", "A Ray cluster that is there already.")] = None,
+    cycle: Annotated[int | None, option("--cycle", "Steps of a member between two pushes. Default: 50.", SWARM)] = None,
+    outer: Annotated[str | None, option("--outer", "Outer rule: average or nesterov (DiLoCo).", SWARM)] = None,
+    outer_lr: Annotated[
+        float | None, option("--outer-lr", "Learning rate of nesterov. Default: by the number of members.", SWARM)
+    ] = None,
+    quantize: Annotated[
+        str | None, option("--quantize", "int8 or int4: send fewer bytes, in both directions.", SWARM)
+    ] = None,
+    overlap: Annotated[str | None, option("--overlap", "auto, or 0: wait while a push is in flight.", SWARM)] = None,
+    ray_address: Annotated[str | None, option("--ray-address", "Use this existing Ray cluster.", SWARM)] = None,
     accept_code: Annotated[
-        bool, typer.Option("--accept-code", help="Go on with changed code or settings, and record the change.")
+        bool, option("--accept-code", "Resume with changed code or settings, and record the change.", SWARM)
     ] = False,
 ) -> None:
-    """Train a recipe. The options of the recipe itself are given the same way: --lr 3e-4 --context 256.
+    """Train a recipe. Its own options work too: --lr 3e-4 --context 256.
 
-    The same --run directory goes on where it stood. With --members it is a swarm: any member may die at any moment.
+    The same --run directory resumes. With --members it is a swarm: any member may die at any moment.
     """
-    from tpuswarm.train.load import find_parent
-    from tpuswarm.train.run import CONFIG, read_config
-    from tpuswarm.train.trainer import Trainer
-
-    if recipe.startswith("-"):
-        raise InputError(f"the recipe comes first: tpuswarm train RECIPE {recipe} …")
-    asked = {name: value for name, value in (("data", data), ("seed", seed)) if value is not None}
-    if run and "://" in run:
-        raise InputError(f"--run takes a local directory, not {run}: a run in a bucket is not built yet")
-    folder = Path(run) if run else None
-    parent = find_parent(init_from) if init_from else None
-    flags = {flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")}
-    made = make_recipe(recipe, asked, recipe_options(context.args, "train"), flags, folder, parent)
-    length = {
-        "steps": parse_count(steps, "steps") if steps is not None else None,
-        "batch": parse_count(batch, "batch") if batch is not None else None,
-    }
-    trainer = Trainer(
-        devices=devices, shard=shard, precision=precision, clip=clip, freeze=freeze, decay=decay, ema=ema, seed=seed,
-        accumulate=parse_count(accumulate, "accumulate") if accumulate is not None else None,
-        save_every=save_every, eval_every=eval_every, keep=keep, notice=parse_seconds(notice, "notice"),
-        deterministic=deterministic, hosts=hosts, host=host, hosts_at=hosts_at, profile=profile, wandb=wandb,
-    )  # fmt: skip
-    count = parse_count(tokens, "tokens") if tokens is not None else None
-    given = {
-        "members": members, "devices_per_member": devices_per_member, "cycle": cycle, "outer": outer,
-        "outer_lr": outer_lr, "quantize": quantize, "overlap": overlap, "ray_address": ray_address,
-    }  # fmt: skip
-    if members is None and folder is not None and (folder / CONFIG).exists() and "swarm" in read_config(folder):
-        members = read_config(folder)["swarm"]["members"]
-    if members is not None:
-        if hosts is not None:
-            raise InputError("--hosts is of one program and --members of a swarm, which `tpuswarm join --hosts` joins")
-        if profile or wandb is not None:
-            raise InputError("--profile and --wandb are of a plain run; they are not built for a swarm")
-        from tpuswarm.cli.swarm import train_swarm
-
-        asked_all = trainer.settings(**length, init_from=parent)
-        train_swarm(
-            made, {**given, "members": members, "accept_code": accept_code}, asked_all, count, epochs, folder, as_json
-        )
+    at_once("getting ready")
+    asked = ask(context)
+    if dry:
+        _show(dry_run(asked), as_json)
         return
-    if alone := next((name for name, value in given.items() if value is not None), None):
-        raise InputError(f"--{alone.replace('_', '-')} is of a swarm; give --members as well, or leave it out")
-    if accept_code:
-        raise InputError("--accept-code is of a swarm; a plain run goes on with any code and with its own settings")
-    if hosts is not None:
-        _alone_on_stdout()
-    result = trainer.fit(made, tokens=count, epochs=epochs, run=folder, init_from=parent, **length)
-    print_result(result, as_json)
-    if result.signal is not None:
-        raise typer.Exit(128 + result.signal)
+    code = _swarm(asked, as_json) if asked.swarm is not None else _plain(asked, context.params)
+    if code is not None:
+        raise typer.Exit(128 + code)
 
 
 train.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
+
+
+def _show(plan: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(plan))
+        return
+    for name, text in plan.items():
+        print(f"{name:12}{text}")
+    print("nothing was changed; without --dry-run it trains")
+
+
+def _trainer(asked: Asked, **options: Any) -> Any:
+    from tpuswarm.train.platform import load_jax
+
+    load_jax()
+    from tpuswarm.train.trainer import Trainer
+
+    return Trainer(**{name: getattr(asked.table, name) for name in FIT}, **options)
+
+
+def _plain(asked: Asked, words: dict[str, Any]) -> int | None:
+    """Train in this process; the signal that stopped it."""
+    trainer = _trainer(asked, **{name: words[name] for name in ("hosts", "host", "hosts_at")})
+    if words["hosts"] is not None:
+        _alone_on_stdout()
+    length = {name: getattr(asked.table, name) for name in ("steps", "tokens", "epochs", "batch")}
+    result = trainer.fit(asked.recipe, run=asked.folder, init_from=asked.parent, **length)
+    print_result(result, words["as_json"])
+    return result.signal
+
+
+def _swarm(asked: Asked, as_json: bool) -> int | None:
+    """Train in processes of their own; the signal that stopped it."""
+    from tpuswarm.cli.swarm import print_result
+    from tpuswarm.swarm.runtime import start
+
+    table = asked.table
+    settings = _trainer(asked).settings(table.steps, table.batch, asked.parent)
+    swarm = start.Asked(**asked.swarm or {})
+    result = start.train(asked.recipe, swarm, settings, table.tokens, table.epochs, asked.folder)
+    print_result(result, as_json)
+    return result.ended.signal
 
 
 def _alone_on_stdout() -> None:
@@ -141,79 +172,21 @@ def _alone_on_stdout() -> None:
     os.dup2(2, 1)
 
 
-def recipe_options(words: list[str], command: str) -> dict[str, str]:
-    """`--name value` and `--name=value` pairs that are not the command's own; InputError for anything else."""
-    found: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("--"):
-            raise InputError(f"unexpected argument {word!r}; options are written --name value")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise InputError(f"{name} needs a value, or is no option; see `tpuswarm {command} --help`")
-            value = rest.pop(0)
-        found[name.removeprefix("--").replace("-", "_")] = value
-    return found
-
-
-def make_recipe(
-    name: str, asked: dict[str, Any], extra: dict[str, str], flags: set[str], folder: Path | None, parent: str | None
-) -> "Recipe":
-    """The recipe by name with its options; `flags` are those of the command itself.
-
-    What is not asked is as it was in `folder`, where that is a run already; else what gives parameters their meaning is
-    as in `parent`, the run or published model whose parameters are taken over.
-    """
-    from tpuswarm import recipes
-    from tpuswarm.train.load import parent_options
-    from tpuswarm.train.run import CONFIG, read_config
-    from tpuswarm.train.settings import differences, refuse_differences
-    from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types
-
-    target, preset = recipes.find(name)
-    maker = find_maker(target)
-    types = option_types(maker)
-    if "seed" not in types:
-        asked.pop("seed", None)
-    wrong = next((key for key in (*asked, *extra) if key not in types), None)
-    if wrong is not None:
-        if wrong == "data":
-            raise InputError(f"{name} takes no --data; it brings its own")
-        known = {f"--{key.replace('_', '-')}" for key in types} | flags
-        flag = f"--{wrong.replace('_', '-')}"
-        raise InputError(f"neither train nor {name} has an option {flag}; {did_you_mean(flag, known)}")
-    stored: dict[str, Any] = {}
-    home, lacking = None, None
-    ours = {"recipe": absolute_target(target)}
-    if folder is not None and (folder / CONFIG).exists():
-        config = read_config(folder)["recipe"]
-        refuse_differences(folder, differences({"recipe": config["target"]}, ours))
-        stored, home = config["options"], folder
-    elif parent is not None:
-        stored, home = parent_options(parent, maker), Path(parent)
-        lacking = next(iter(getattr(maker, "identity", ())), None)
-    options = {**stored, **preset, **asked, **extra}
-    if lacking and lacking not in options:
-        print(
-            f"note: {parent} brings no {lacking}, so {name} takes its usual one; give --{lacking} if the parameters "
-            "were trained with another",
-            file=sys.stderr,
-        )
-    return build_recipe(target, options, home)
-
-
 def print_result(result: "Result", as_json: bool) -> None:
     """The end of a run on stdout."""
+    from tpuswarm.train.run import stopped_sentence
+
     if as_json:
         facts = {"run": str(result.run), "ended": result.ended, "step": result.step, "steps": result.steps}
         print(json.dumps({**facts, "message": result.message, "metrics": result.metrics}))
         return
+    if result.ended == "stopped":
+        print(stopped_sentence(result.run, result.message))
+        return
     shown = [
-        f"{text} {result.metrics[name]:.4f}"
+        f"{text} {significant(result.metrics[name])}"
         for name, text in (("loss", "loss"), ("eval_loss", "held-out loss"))
         if result.metrics.get(name) is not None
     ]
-    report = f"; {result.run / 'report.html'}" if result.ended == "finished" else ""
-    print(f"{result.run} {result.ended} at step {result.step} of {result.steps}: {', '.join(shown)}{report}")
+    end = f"{result.run} finished at step {result.step} of {result.steps}"
+    print(f"{end}: {', '.join(shown)}; {result.run / 'report.html'}")

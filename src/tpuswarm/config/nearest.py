@@ -3,10 +3,16 @@
 import difflib
 from collections.abc import Iterable
 
+ALSO = {"--learning-rate": "--lr", "--batch-size": "--batch", "--dropout-rate": "--dropout", "--n-layer": "--layers"}
+"""What other programs call an option of ours."""
+
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
     """The known name most like a wrong one; None where none is near."""
-    return next(iter(difflib.get_close_matches(wrong.lower(), sorted(known), n=1, cutoff=0.5)), None)
+    known, wrong = sorted(known), wrong.lower()
+    if ALSO.get(wrong) in known:
+        return ALSO[wrong]
+    return next(iter(difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)), None)
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-Table = TypeVar("Table", bound=Strict)
+Table = TypeVar("Table", bound=BaseModel)
 
 
 def _count(value: Any) -> int:
@@ -40,13 +40,21 @@ def read_toml(path: Path, kind: type[Table]) -> Table:
     """The file as a `kind`; InputError, a sentence that names the line, for anything that is not right in it."""
     try:
         text = path.read_text(encoding="utf-8")
-        given = tomllib.loads(text)
     except FileNotFoundError:
         raise InputError(f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as text: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is no TOML: {error}") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return parse_toml(text, path, kind)
+
+
+def parse_toml(text: str, path: Path, kind: type[Table]) -> Table:
+    """The text as a `kind`; in what is not right with it, it is called `path`."""
+    try:
+        given = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in thousands of brackets
+        raise InputError(f"{path} is not valid TOML: {error}") from error
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -54,15 +62,24 @@ def read_toml(path: Path, kind: type[Table]) -> Table:
         raise InputError(_sentence(path, text, kind, first)) from error
 
 
+def at_line(path: Path, place: Place, sentence: str) -> str:
+    """The sentence behind the file, the line and the name of what it is about."""
+    return f"{_where(path, path.read_text(encoding='utf-8'), place)}: {_named(place) or 'the file'}: {sentence}"
+
+
+def _where(path: Path, text: str, place: Place) -> str:
+    line = line_of(text, place)
+    return f"{path}, line {line}" if line else str(path)
+
+
 def _sentence(path: Path, text: str, kind: type[BaseModel], error: Any) -> str:
     place: Place = error["loc"]
-    line = line_of(text, place)
-    where = f"{path}, line {line}" if line else str(path)
+    where = _where(path, text, place)
     name, table = str(place[-1]) if place else "", _named(place[:-1])
     if error["type"] == "extra_forbidden":
         return f"{where}: {table or 'the file'} has no key {name}; {did_you_mean(name, _keys(kind, place[:-1]))}"
     if error["type"] == "missing":
-        return f"{where}: {table + ' lacks' if table else 'there is no'} {name}"
+        return f"{where}: {table or 'the file'} needs {name}"
     if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
     else:
@@ -78,6 +95,8 @@ def _named(place: Place) -> str:
 def _keys(kind: Any, place: Sequence[str | int]) -> list[str]:
     for part in place:
         kind = kind.model_fields[part].annotation if isinstance(part, str) else get_args(kind)[0]
+        if type(None) in get_args(kind):  # a table that may be left out
+            kind = get_args(kind)[0]
     return list(kind.model_fields)
 
 

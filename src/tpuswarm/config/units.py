@@ -1,7 +1,9 @@
 """Counts, durations and intervals as people write them: 10M, 5m, 500."""
 
+import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from tpuswarm.errors import InputError
 
@@ -10,26 +12,64 @@ COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**1
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
+LAST_PORT = 65535
+MOST = 10**15
+"""Of anything counted."""
+
+
 def parse_count(text: str | int, what: str) -> int:
-    """A positive whole number, with an optional K, M, B or T (powers of 1,000): `10M` is 10,000,000.
+    """A positive whole number: 500, 1e3, or with K, M, B or T (powers of 1,000): `10M` is 10,000,000.
 
     Raises InputError naming `what` for anything else, zero and negative numbers included.
     """
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([KMBGT]?)", str(text).strip().upper())
+    match = re.fullmatch(r"(-?\d{1,30}(?:\.\d{1,30})?(?:E\+?\d{1,2})?)\s*([KMBGT]?)", str(text).strip().upper())
     if not match:
         raise InputError(f"{what} is a number such as 500, 20K or 10M, not {text!r}")
-    value = float(match[1]) * COUNT_UNITS[match[2]] if "." in match[1] else int(match[1]) * COUNT_UNITS[match[2]]
+    value = Decimal(match[1]) * COUNT_UNITS[match[2]]
     if value <= 0 or value != int(value):
         raise InputError(f"{what} must be a whole number above 0, not {text!r}")
+    check_number(int(value), what, most=MOST)
     return int(value)
 
 
 def parse_seconds(text: str | float, what: str) -> float:
     """Seconds in `10`, `10s`, `5m`, `2h` or `1d`; 0 is allowed. Raises InputError naming `what`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", str(text).strip())
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)\s*([smhd]?)", str(text).strip())
     if not match:
         raise InputError(f"{what} is a duration such as 30s, 5m or 2h, not {text!r}")
     return float(match[1]) * SECONDS[match[2] or "s"]
+
+
+def check_number(
+    value: float,
+    what: str,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+) -> None:
+    """Raise InputError, naming `what` and its bounds, for a number outside of them, an infinite one, and NaN."""
+    within = (
+        math.isfinite(value)
+        and (above is None or value > above)
+        and (least is None or value >= least)
+        and (below is None or value < below)
+        and (most is None or value <= most)
+    )
+    if within:
+        return
+    bounds = [(above, "above {:,}"), (least, "at least {:,}"), (below, "below {:,}"), (most, "at most {:,}")]
+    words = [text.format(bound) for bound, text in bounds if bound is not None]
+    raise InputError(f"{what} must be {' and '.join(words) or 'a finite number'}, not {value}")
+
+
+def parse_address(text: str, what: str) -> tuple[str, int]:
+    """Name and port of HOST:PORT. Raises InputError naming `what` for anything else."""
+    match = re.fullmatch(r"(.+):([0-9]{1,5})", text)
+    if not match or int(match[2]) > LAST_PORT:
+        raise InputError(f"{what} is HOST:PORT, with a port up to {LAST_PORT}, not {text!r}")
+    return match[1], int(match[2])
 
 
 @dataclass(frozen=True)
@@ -48,9 +88,11 @@ class Every:
 
 def parse_every(text: str | int, what: str) -> Every:
     """`500` is every 500 steps, `5m` every five minutes. Raises InputError naming `what`."""
-    if re.fullmatch(r"[\d.]+\s*[smhd]", str(text).strip()):
-        seconds = parse_seconds(text, what)
-        if seconds <= 0:
-            raise InputError(f"{what} must be above 0, not {text!r}")
-        return Every(seconds=seconds)
-    return Every(steps=parse_count(text, what))
+    try:
+        if re.fullmatch(r".*[smhd]", str(text).strip()):
+            seconds = parse_seconds(text, what)
+            check_number(seconds, what, above=0)
+            return Every(seconds=seconds)
+        return Every(steps=parse_count(text, what))
+    except InputError as error:
+        raise InputError(f"{what} is steps such as 500, or a time such as 30s or 5m, not {text!r}") from error

@@ -12,18 +12,19 @@ def advice(accelerator: Accelerator, found: Found) -> str:
         return f"even its smallest form ({found.smallest}) does not fit, and the compiler does not say by how much"
     ways = []
     if not found.spread and accelerator.devices > 1:
-        ways.append("a state that is split over the devices (leave --shard out)")
+        ways.append("splitting the state over the devices (drop --shard)")
     if found.rows > 1:
-        ways.append(f"fewer rows at a time than {found.rows} a device (a larger --accumulate, or a smaller --batch)")
+        ways.append(f"fewer than {found.rows} rows per device at a time (a larger --accumulate or a smaller --batch)")
     ways.append(_more_chips(accelerator, found))
     if held < have:
         share = (have - held) / (found.needed - held)
-        ways.append(f"rows of at most {share:.0%} of this length, such as a smaller --context (estimate)")
+        ways.append(f"rows at most {share:.0%} as long, for example a smaller --context (estimate)")
     if "recomputed" not in found.smallest:
-        ways.append("layers that are recomputed, which this recipe does not offer (Recipe.forms)")
+        ways.append("recomputing layers, which this recipe does not support (Recipe.forms)")
     return (
-        f"even its smallest form ({found.smallest}) needs {found.needed / GIB:.2f} GiB a device of {have / GIB:.2f}, "
-        f"{(found.needed - have) / GIB:.2f} too many, and {held / GIB:.2f} of it is the state; what would help: "
+        f"even its smallest form ({found.smallest}) needs {found.needed / GIB:.2f} GiB per device, "
+        f"{(found.needed - have) / GIB:.2f} more than the {have / GIB:.2f} available; {held / GIB:.2f} of it is the "
+        "state; what would help: "
         f"{'; '.join(ways)}"
     )
 
@@ -37,12 +38,12 @@ def _more_chips(accelerator: Accelerator, found: Found) -> str:
     same = [each for each in accelerators() if each.generation is accelerator.generation]
     for each in sorted(same, key=lambda each: each.chips):
         if each.chips > accelerator.chips and holds(each):
-            return f"more chips, {each.name} at the least (estimate: plan it with --on {each.name})"
+            return f"more chips, at least {each.name} (estimate; check with --on {each.name})"
     have = accelerator.generation.compiler_hbm_bytes
     more = [each for each in accelerators() if each.generation.compiler_hbm_bytes > have and holds(each)]
     if bigger := dict.fromkeys(each.generation.name for each in more):
-        return f"chips with more memory ({', '.join(bigger)}; estimate), as no slice of these has enough"
-    return "a smaller model or shorter rows, as no slice of any TPU has enough (estimate)"
+        return f"chips with more memory ({', '.join(bigger)}; estimate): no slice of these has enough"
+    return "a smaller model or shorter rows: no TPU slice has enough (estimate)"
 
 
 def _needed(found: Found, devices: int, others: int) -> float:

@@ -1,7 +1,8 @@
 """python -m tpuswarm.plan.child: compiles one program for one described slice, in a process of its own.
 
 Takes an order as one line of JSON on stdin, and answers in lines of JSON on stdout: `say` while it works, then `found`
-with all it rests on, or `refused` with a sentence about what was asked. It ends when its parent does.
+with all it rests on, `refused` with a sentence about what was asked, or `failed` with one about what went wrong. It
+ends when its parent does.
 """
 
 import json
@@ -12,7 +13,7 @@ import time
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.plan.cache import Rests
 from tpuswarm.plan.order import Order
 
@@ -36,6 +37,9 @@ def main() -> None:
         found = judge(order, say)
     except InputError as error:
         _answer(answers, refused=str(error))
+        return
+    except RunFailed as error:
+        _answer(answers, failed=str(error))
         return
     values = asdict(found) | {"seconds": round(time.monotonic() - start, 1)}
     _answer(answers, found=values, rests=rests.all(but=cache_folder(".")))

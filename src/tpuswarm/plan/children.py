@@ -27,6 +27,8 @@ SECONDS = 3600.0
 """One slice may take so long; GPT-2 1558M with its largest batch takes a few minutes."""
 BYTES = 2.5 * 2**30
 """What one compilation of a large program takes at its worst (docs/plan.md)."""
+ENDING = 5.0
+"""Seconds for a process without an answer to end by itself."""
 MOST = 8
 """Compilations at the same time; each keeps one core or two busy."""
 MISSING = "whether it fits, its largest micro-batch, its memory and its hazards are unknown"
@@ -81,7 +83,7 @@ class Children:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
             )  # fmt: skip
             self._running.add(process)
-            self._say(order, "compiles")
+            self._say(order, "compiling")
             late = threading.Event()
 
             def stop() -> None:
@@ -92,6 +94,9 @@ class Children:
             slow.start()
             try:
                 answer = {} if self._unwanted else self._listen(process, order)
+                if not answer and not self._unwanted:
+                    with suppress(subprocess.TimeoutExpired):  # killed on its way out, it would seem to lack memory
+                        process.wait(ENDING)
             finally:
                 slow.cancel()
                 process.kill()
@@ -101,6 +106,8 @@ class Children:
                 self._running.discard(process)
             if "refused" in answer:
                 raise InputError(answer["refused"])
+            if "failed" in answer:
+                return Found(None, problem=answer["failed"])
             if "found" not in answer:
                 words.seek(0)
                 last = words.read().decode(errors="replace")
@@ -109,7 +116,7 @@ class Children:
         try:
             self._cache.put(key, found, answer["rests"])
         except OSError as error:
-            self.unkept = f"the answers are not kept for the next time: {error}"
+            self.unkept = f"the answers could not be cached: {error}"
         return found
 
     def _listen(self, process: "subprocess.Popen[bytes]", order: Order) -> dict[str, Any]:
@@ -175,7 +182,7 @@ def other_libtpu() -> str:
         return ""
     jax, pin = importlib.metadata.version("jax"), f"{wanted[1]}{wanted[2] or ''}"
     return (
-        f"libtpu {have} is installed, jax {jax} asks for {pin}: what is said here is that compiler's word, and may not "
+        f"libtpu {have} is installed but jax {jax} needs {pin}: these answers come from another compiler and may not "
         f"hold on a TPU; pip install 'libtpu=={pin}'"
     )
 
@@ -195,9 +202,9 @@ def _environment(order: Order) -> dict[str, str]:
 def _ended(code: int, late: bool, seconds: float, words: str) -> str:
     """What became of a process that gave no answer."""
     if late:
-        return f"the compiler was not done after {seconds:,.0f} s, and was stopped"
+        return f"the compiler was stopped after {seconds:,.0f} s"
     lines = [line.strip() for line in words.splitlines() if line.strip()]
-    last = f"; its last words: {lines[-1][:300]}" if lines else ""
+    last = f"; its last output: {lines[-1][:300]}" if lines else ""
     if code == -signal.SIGKILL:
         return f"the compiler was killed (signal 9), as Linux does when memory runs out{last}"
     if code < 0:

@@ -14,7 +14,7 @@ from tpuswarm.swarm.runtime.memory import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
 from tpuswarm.swarm.simulation.shard import MERGE
 
 ROOM = 2.0
-"""Times the average traffic that a head's network carries: exchanges come in bursts."""
+"""Times the average traffic that a head's network carries: pushes come in bursts."""
 MERGING_CORES = 2
 """Of the machine on which MERGE was measured."""
 RECORD_BYTES = 512.0

@@ -99,8 +99,8 @@ def unrolled(flops: Flops) -> list[Hazard]:
     return [
         Hazard(
             "unrolled",
-            f"the same block stands {count} times in the program, and compile time grows with each: stack the layers' "
-            "parameters and use jax.lax.scan",
+            f"the same block is repeated {count} times in the program, and each copy adds compile time: stack the "
+            "layers' parameters and use jax.lax.scan",
             place,
         )
         for place, count in sorted(worst.items(), key=lambda item: -item[1])[:1]
@@ -134,9 +134,9 @@ def collectives(text: str, expected: Iterable[int]) -> list[Hazard]:
         if sum(strange) >= SMALL_BYTES:
             place = frames.place(line)
             found[place] = max(found.get(place, (0, "")), (max(strange), match["op"]))
-    among = "a program of one device" if not allowed else "replicated weights, whose gradients' sums are the one need"
+    why = "the program is for one device" if not allowed else "weights are replicated and only gradients need summing"
     return [
-        Hazard("collective", f"{op} of {size / 2**20:.1f} MiB between devices at every step, in {among}", place)
+        Hazard("collective", f"{op} of {size / 2**20:.1f} MiB between devices in every step, although {why}", place)
         for place, (size, op) in sorted(found.items(), key=lambda item: (item[0] is None, -item[1][0]))
     ]
 

@@ -98,12 +98,12 @@ class _Compiler:
             try:
                 tried = fitting.attempt(self._recipe, self._sized(rows), self._devices, best.fitted.choice, memory)
             except fitting.Refused as error:  # a kernel that is too large at this size, where a smaller one was not
-                self._say(f"{rows} rows a device: {error}")
+                self._say(f"{rows} rows per device: {error}")
                 return None
             if not isinstance(tried, Fitted):
-                self._say(f"{rows} rows a device are too many")
+                self._say(f"{rows} rows per device are too many")
                 return None
-            self._say(f"{rows} rows a device fit")
+            self._say(f"{rows} rows per device fit")
             best = _Sized(rows, tried)
             return tried.memory.total
 
@@ -119,10 +119,10 @@ class _Compiler:
             except DoesNotFit:
                 if rows == 1:
                     raise
-                self._say(f"{rows} rows a device are too many")
+                self._say(f"{rows} rows per device are too many")
                 rows //= 2
             else:
-                self._say(f"{rows} rows a device fit")
+                self._say(f"{rows} rows per device fit")
                 return _Sized(rows, fitted)
 
     def _fit(self, request: Request) -> Fitted:
@@ -163,7 +163,7 @@ def _lowered(recipe: Recipe, request: Request, order: Order) -> Found:
     try:
         traced.lower(lowering_platforms=("tpu",))
     except Exception as error:  # noqa: BLE001  # whatever a kernel or an op raises when it has no form for TPU
-        return Found(None, problem=f"the program does not lower for TPU: {_first_line(error)}")
+        return Found(None, problem=f"the program cannot be lowered for TPU: {_first_line(error)}")
     rows = request.batch // len(devices) // choice.accumulate
     program = _program(recipe, placed, choice, rows, model_flops(traced.jaxpr))
     return Found(None, program, problem=order.lower_only, compilations=0)

@@ -58,4 +58,4 @@ def band(generation: str, without: str = "") -> Band:
     shares = [each.share for each in used]
     of = generation if used is own else "any TPU"
     systems = ", ".join(dict.fromkeys(each.system for each in used))
-    return Band(min(shares), max(shares), f"{len(used)} published figures of {of}: {systems}")
+    return Band(min(shares), max(shares), f"{len(used)} published figures for {of}: {systems}")

@@ -65,7 +65,7 @@ def speed(
     floor = max(compute, memory)
     guess = band(generation.name)
     fast, slow = (max(memory, flops / rate) / share for share in (guess.high, guess.low))
-    slower = "" if precision == "bf16" else f"; all of them in bf16, and {precision} takes longer"
+    slower = "" if precision == "bf16" else f"; all in bf16, and {precision} is slower"
     return Speed(
         floor,
         "memory" if memory > compute else "compute",

@@ -62,9 +62,9 @@ class Row:
             return f"does not fit: {advice(self.accelerator, found)}" if found.smallest else found.problem
         if program is None:
             return f"{UNKNOWN}: {found.problem}"
-        rows = f"{program.micro_batch} rows a device"
+        rows = f"{program.micro_batch} rows per device"
         if program.micro_batches > 1:
-            rows += f" at a time, {program.micro_batches} times a step"
+            rows += f", {program.micro_batches} micro-batches"
         if found.too_large is not None:
             rows += f" ({found.too_large} do not fit)"
         return f"{'fits' if found.fits else UNKNOWN}: {rows}; {program.why}"

@@ -24,12 +24,12 @@ class Exchanged:
     """What a member shares, and how often."""
 
     elements: int
-    """Float32 numbers that the swarm exchanges: the parameters."""
+    """Float32 numbers that the swarm shares: the parameters."""
     inner_bytes: int
     """Of the member's own state, saved for its next incarnation: the optimizer's."""
     step_seconds: float
     cycle: int
-    """Steps between two exchanges."""
+    """Steps between two pushes."""
     form: Form = "plain"
     """Of both links."""
     data_bytes: int = 0
@@ -37,7 +37,7 @@ class Exchanged:
 
     @property
     def cycle_seconds(self) -> float:
-        """Between two exchanges of a member."""
+        """Between two pushes of a member."""
         return self.cycle * self.step_seconds
 
 

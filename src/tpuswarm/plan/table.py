@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpuswarm.plan.row import Row
-from tpuswarm.plan.words import UNKNOWN, columns, gib, short, span
+from tpuswarm.plan.words import UNKNOWN, columns, gib, short, span, time_span
 
 Line = tuple[str, Row | None, str]
 """A slice's name, its row, and what is done for it while there is none."""
@@ -17,7 +17,7 @@ def table(title: str, lines: Sequence[Line]) -> RenderableType:
     """What fits, how fast, at what price, and under it a sentence for each slice."""
     memory = columns(
         f"{title}: memory of one device in GiB",
-        ("TPU", "fits", "batch", "rows", "times", "sharding", "remat", "used", "of", "args", "temps", "code"),
+        ("TPU", "fits", "batch", "rows", "micro-\nbatches", "sharding", "remat", "used", "of", "args", "temps", "code"),
         [(name, *(_memory(row) if row else (doing,))) for name, row, doing in lines],
         left=("fits", "sharding", "remat"),
     )
@@ -58,7 +58,7 @@ def _speeds(rows: Sequence[Row]) -> Table:
     """Floors are computed; what is called expected is an estimate."""
     found = [(row.accelerator.name, row.speed) for row in rows if row.speed]
     table = columns(
-        "one step, floor and expected (estimate)",
+        "one step: floor, and expected time (estimate)",
         ("TPU", "floor, ms", "by", "expected, ms", "tokens/s expected"),
         [
             (name, short(each.floor_seconds * 1e3), each.bound, span(each.seconds, 1e3), span(each.tokens_per_s))
@@ -66,7 +66,7 @@ def _speeds(rows: Sequence[Row]) -> Table:
         ],
         left=("by",),
     )
-    table.caption = f"expected by {'; '.join(dict.fromkeys(each.source for _, each in found))}"
+    table.caption = f"expected from {'; '.join(dict.fromkeys(each.source for _, each in found))}"
     return table
 
 
@@ -74,9 +74,9 @@ def _costs(rows: Sequence[Row]) -> Table:
     found = [(row.accelerator.name, row.cost) for row in rows if row.cost]
     return columns(
         f"{rows[0].tokens:,} tokens (estimate)",
-        ("TPU", "hours", "$ on demand", "$ spot", "in"),
+        ("TPU", "time", "$ on demand", "$ spot", "in"),
         [
-            (name, *(span(part) for part in (each.hours, each.on_demand, each.spot)), each.region or UNKNOWN)
+            (name, time_span(each.hours), span(each.on_demand), span(each.spot), each.region or UNKNOWN)
             for name, each in found
         ],
         left=("in",),

@@ -12,7 +12,7 @@ from tpuswarm.plan.head import Head, Holder, head, holders
 from tpuswarm.plan.roofline import Cost, Range, cost
 from tpuswarm.plan.row import Row, known, span_object
 from tpuswarm.plan.swarm import Bill, Exchanged, Traffic, bills, traffic
-from tpuswarm.plan.words import UNKNOWN, columns, short, span
+from tpuswarm.plan.words import UNKNOWN, columns, short, span, time_span
 from tpuswarm.swarm.runtime.plan import CYCLE
 
 RELATIONS = get_args(network.Relation)
@@ -102,33 +102,33 @@ def tables(swarms: Sequence[Together]) -> list[Table]:
     first = swarms[0]
     speeds = columns(
         f"a swarm of {first.members} members (estimate)",
-        ("each on", "tokens/s", *(("hours", "$ on demand", "$ spot") if first.cost else ())),
+        ("TPU", "tokens/s", *(("time", "$ on demand", "$ spot") if first.cost else ())),
         [
             (
                 each.row.accelerator.name,
                 span(each.tokens_per_s),
-                *([span(each.cost.hours), span(each.cost.on_demand), span(each.cost.spot)] if each.cost else []),
+                *([time_span(each.cost.hours), span(each.cost.on_demand), span(each.cost.spot)] if each.cost else []),
             )
             for each in swarms
         ],
     )
     sizes = columns(
-        "traffic of one member, GiB a day",
-        ("each on", "sends", "receives", "data"),
+        "traffic per member, GiB/day",
+        ("TPU", "sends", "receives", "data"),
         [(each.row.accelerator.name, *(short(part / GIB) for part in _parts(each.traffic))) for each in swarms],
     )
     money = columns(
-        f"traffic of all {first.members}, $ a day by the distance of their head",
-        ("each on", *RELATIONS),
+        f"traffic of all {first.members} members, $/day, by distance to the head",
+        ("TPU", *RELATIONS),
         [(each.row.accelerator.name, *(_dollars(each, relation) for relation in RELATIONS)) for each in swarms],
     )
     money.caption = (
-        f"at the fastest speed expected, a push every {first.exchanged.cycle} steps in full precision, checkpoints "
-        "included; data read from a bucket beside the head; what no source prices stands by name after a +"
+        f"at the fastest expected speed, a push every {first.exchanged.cycle} steps in full precision, checkpoints "
+        "included; data read from a bucket next to the head; a name after + has no known price"
     )
     heads = columns(
-        "its head",
-        ("each on", "RAM,\nGiB", "disk,\nGiB", "more\na day", "Mbit/s\nin", "\nout", "cores"),
+        "the head",
+        ("TPU", "RAM,\nGiB", "disk,\nGiB", "growth\nper day", "Mbit/s\nin", "\nout", "cores"),
         [
             (
                 each.row.accelerator.name,
@@ -141,10 +141,10 @@ def tables(swarms: Sequence[Together]) -> list[Table]:
         ],
     )
     machines = columns(
-        "the cheapest machines, $ an hour",
-        ("each on", "machines"),
+        "cheapest machines for the head, $/hour",
+        ("TPU", "machines"),
         [
-            (each.row.accelerator.name, ", ".join(_machine(holder) for holder in each.holders) or "none we know")
+            (each.row.accelerator.name, ", ".join(_machine(holder) for holder in each.holders) or "none known")
             for each in swarms
         ],
         left=("machines",),
@@ -153,7 +153,7 @@ def tables(swarms: Sequence[Together]) -> list[Table]:
     if unknown := [
         each.row.accelerator.name for each in swarms if not all(part.network_known for part in each.holders)
     ]:
-        machines.caption = f"no source says what network a host of {', '.join(unknown)} has"
+        machines.caption = f"no published network speed for a host of {', '.join(unknown)}"
     return [speeds, sizes, money, heads, machines]
 
 
@@ -173,5 +173,5 @@ def _dollars(swarm: Together, relation: str) -> str:
 
 def _machine(holder: Holder) -> str:
     if holder.own:
-        return f"{holder.name} (nothing more)"
+        return f"{holder.name} (no extra cost)"
     return f"{holder.name} {UNKNOWN if holder.dollars is None else f'{holder.dollars:.2f}'}"

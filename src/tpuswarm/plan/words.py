@@ -27,6 +27,13 @@ def span(each: Range | None, times: float = 1.0) -> str:
     return UNKNOWN if each is None else f"{short(each.low * times, 2)} to {short(each.high * times, 2)}"
 
 
+def time_span(hours: Range) -> str:
+    """`low to high` and the unit that the higher one is read in: hours, minutes or seconds."""
+    units = (("h", 1), ("min", 60))
+    unit, times = next(((unit, times) for unit, times in units if hours.high * times >= 1), ("s", 3600))
+    return f"{span(hours, times)} {unit}"
+
+
 def short(value: float, digits: int = 3) -> str:
     """So many digits; from millions on with M or B."""
     rounded = float(f"{value:.{digits}g}")

@@ -16,9 +16,10 @@ BUILT_IN: dict[str, tuple[str, dict[str, str]]] = {
 
 ALIASES = {
     "gpt2-117m": "gpt2-124m", "gpt2-345m": "gpt2-355m",
-    "gpt2": "gpt2-124m", "gpt2-medium": "gpt2-355m", "gpt2-large": "gpt2-774m", "gpt2-xl": "gpt2-1558m",
+    "gpt2": "gpt2-124m", "gpt2-small": "gpt2-124m", "gpt2-medium": "gpt2-355m", "gpt2-large": "gpt2-774m",
+    "gpt2-xl": "gpt2-1558m",
 }  # fmt: skip
-"""OpenAI's labels for the two sizes whose true count is another, and the names that the released models have."""
+"""OpenAI's labels for the two sizes whose true count is another, and the names that the released models go by."""
 
 
 def find(name: str) -> tuple[str, dict[str, str]]:

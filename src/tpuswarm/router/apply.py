@@ -47,7 +47,7 @@ def prepare(file: Path, tune: bool, persist: bool, root: bool) -> Prepared:
     values = {path: machine.read(path) for path, _ in asked.settings()}
     for path, value in values.items():
         if value is None and path.startswith(KERNEL):
-            raise InputError(f"this kernel, or container, has no {path}: {_without(path, before)}")
+            raise InputError(f"this kernel or container has no {path}: {_without(path, before)}")
     made = plan(asked, machine.listing() if root else None, values, before)
     return Prepared(before, made, tuple(_notes(asked, root)))
 
@@ -64,17 +64,17 @@ def _notes(asked: Asked, root: bool) -> list[str]:
     remote = any(target.address for target in mapping.targets.values())
     off = [each.path for each in forwarding(mapping) if (machine.read(each.path) or "").strip() != each.value]
     if off and not asked.tune and remote:
-        notes.append(f"nothing reaches a target before this host forwards packets: {', '.join(off)}; --tune sets it")
+        notes.append(f"no target can be reached until this host forwards packets: {', '.join(off)}; --tune sets it")
     for chain in machine.closed() if remote and root else ():
         # That chain is managed by iptables, which refuses the whole table after a rule that nft has put there.
         add = "iptables -I FORWARD -m conntrack --ctstate DNAT -j ACCEPT"
         if chain != "ip filter FORWARD":
             add = f"nft insert rule {chain} ct status dnat accept"
-        notes.append(f"the chain {chain} drops what no rule of it accepts; to let through what is translated: {add}")
+        notes.append(f"the chain {chain} drops packets by default; to let forwarded connections through: {add}")
     if taken := sorted(mapping.targets.keys() & listening_ports(machine.listening())):
         notes.append(
-            f"this host itself listens at {', '.join(map(str, taken))}: no new connection from "
-            f"{', '.join(mapping.sources)} through {mapping.outside} will reach it there"
+            f"this host itself listens on {', '.join(map(str, taken))}: new connections from "
+            f"{', '.join(mapping.sources)} through {mapping.outside} will no longer reach it there"
         )
     return notes
 

@@ -15,7 +15,7 @@ from tpuswarm.router.mapping import Mapping, Target, expand, in_a_row, parse_por
 def _interface(name: str) -> str:
     # What Linux takes and nftables reads as a name: it would take a * at the end for any number of letters.
     if not re.fullmatch(r"[A-Za-z0-9_.:@-]{1,15}", name):
-        raise ValueError(f"an interface has a name such as eth0, of at most 15 letters, not {name!r}")
+        raise ValueError(f"an interface name looks like eth0, with at most 15 characters, not {name!r}")
     return name
 
 
@@ -90,7 +90,7 @@ def mapping(file: RouterFile) -> Mapping:
     """What the file means. Raises InputError where two of its tables have the same port, or where it has none."""
     tables = file.tables()
     if not tables:
-        raise InputError("there is neither a [[ranges]] nor a [[targets]], so nothing leads anywhere")
+        raise InputError("there is no [[ranges]] or [[targets]], so there is nothing to forward")
     owners: dict[int, str] = {}
     targets: dict[int, Target] = {}
     for name, each in tables.items():
@@ -98,7 +98,7 @@ def mapping(file: RouterFile) -> Mapping:
         if taken := [port for port in ports if port in owners]:
             owner = owners[taken[0]]
             shared = ", ".join(map(show_ports, in_a_row(port for port in taken if owners[port] == owner)))
-            raise InputError(f"{owner} and {name} both have port {shared}: a port leads to one target")
+            raise InputError(f"{owner} and {name} both have port {shared}: a port has one target")
         owners |= dict.fromkeys(ports, name)
         targets |= expand(ports, each.to)
     networks = collapse_addresses(IPv4Network(each) for each in file.sources)

@@ -40,7 +40,7 @@ def check_interfaces(*names: str) -> None:
 def check_systemd() -> None:
     """Raises InputError where no systemd would start a unit at boot."""
     if not SYSTEMD.is_dir():
-        raise InputError("systemd does not run this machine, so nothing would apply the rules at boot: drop --persist")
+        raise InputError("this machine does not run systemd, so nothing would apply the rules at boot: drop --persist")
 
 
 def find_nft() -> str:
@@ -58,7 +58,7 @@ def listing() -> Listing | None:
     text = _nft("list", "table", "ip", TABLE)
     if not is_ours(text):
         raise InputError(
-            f'the table ip {TABLE} is not ours, it lacks the comment "{MARK}": nothing was changed; '
+            f'the table ip {TABLE} was not made by tpuswarm, it has no comment "{MARK}": nothing was changed; '
             f"if nobody needs it, `nft delete table ip {TABLE}` deletes it"
         )
     return parse_listing(text)
@@ -69,7 +69,7 @@ def load(ruleset: str) -> None:
     try:
         _nft("-f", "-", text=ruleset)
     except RunFailed as error:
-        raise RunFailed(f"{error}; the rules need nft {OLDEST_NFT} or newer, `nft --version` says yours") from error
+        raise RunFailed(f"{error}; the rules need nft {OLDEST_NFT} or newer, `nft --version` shows yours") from error
 
 
 def closed() -> list[str]:
@@ -87,7 +87,7 @@ def _nft(*words: str, text: str | None = None) -> str:
     done = subprocess.run([find_nft(), *words], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         said = next((line for line in done.stderr.splitlines() if line.strip()), f"exit {done.returncode}")
-        raise RunFailed(f"nft {words[0]} failed, and nothing was changed by it: {said}")
+        raise RunFailed(f"nft {words[0]} failed and changed nothing: {said}")
     return done.stdout
 
 
@@ -139,9 +139,7 @@ def write_record(record: Record | None) -> None:
             write_atomically(RECORD, record.model_dump_json(indent=1))
         except OSError as error:
             said = f"{RECORD} cannot be written: {error.strerror}"
-            raise RunFailed(
-                f"{said}; make {RECORD.parent} writable, since what undoes an apply is kept there"
-            ) from error
+            raise RunFailed(f"{said}; make {RECORD.parent} writable: what undoes an apply is kept there") from error
     else:
         for each in (part(Path(UNIT)), part(Path(LIMITS)), part(RECORD), RECORD):  # a kill leaves parts
             if each.exists():
@@ -159,7 +157,7 @@ def alone() -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise InputError("another `tpuswarm router` changes this machine just now: wait for its end") from None
+                raise InputError("another `tpuswarm router` is changing this machine: wait until it is done") from None
             yield
     finally:
         os.umask(mask)

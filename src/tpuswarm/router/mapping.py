@@ -38,7 +38,7 @@ def parse_ports(text: str) -> range:
     """`48000-48255`, or `48000` alone. Raises ValueError for anything else and for what is outside 1 to 65535."""
     match = PORTS.fullmatch(text.strip())
     if not match:
-        raise ValueError(f"ports are written as 48000-48255 or as 48000, not {text!r}")
+        raise ValueError(f"ports look like 48000-48255 or 48000, not {text!r}")
     first, last = int(match[1]), int(match[2] or match[1])
     if not 1 <= first <= last <= 65535:
         raise ValueError(f"ports go from 1 to 65535, the lower one first, not {text}")
@@ -54,13 +54,13 @@ def expand(ports: range, to: str) -> dict[int, Target]:
     """
     match = TO.fullmatch(to.strip())
     if not match:
-        raise ValueError(f"a target is written as 10.0.0.2:8470, as :8470 for the router itself, not {to!r}")
+        raise ValueError(f"a target looks like 10.0.0.2:8470, or :8470 for the router itself, not {to!r}")
     numbers = parse_ports(match["ports"])
     hosts = _hosts(match["host"], len(ports))
     for what, count in ((f"{match['host']} is {len(hosts)} addresses", len(hosts)),
                         (f":{match['ports']} is {len(numbers)} ports", len(numbers))):  # fmt: skip
         if count not in (1, len(ports)):
-            raise ValueError(f"{what} for {show_ports(ports)}, which is {len(ports)}: make them as many")
+            raise ValueError(f"{what} for {show_ports(ports)}, which is {len(ports)}: use the same number")
     return {
         port: Target(hosts[min(i, len(hosts) - 1)], numbers[min(i, len(numbers) - 1)]) for i, port in enumerate(ports)
     }
@@ -73,9 +73,9 @@ def _hosts(text: str, count: int) -> list[str | None]:
         return [_address(text.replace("{i}", str(i)), f" (i = {i} of 0 to {count - 1})") for i in range(count)]
     ends = [IPv4Address(_address(each)) for each in text.split("-", 1)]
     if ends[0] > ends[-1]:
-        raise ValueError(f"addresses go from the lower to the higher one, not {text}")
+        raise ValueError(f"an address range goes from low to high, not {text}")
     if (size := int(ends[-1]) - int(ends[0]) + 1) > 65535:
-        raise ValueError(f"{text} is {size:,} addresses, and there are 65,535 ports")
+        raise ValueError(f"{text} is {size:,} addresses, but there are only 65,535 ports")
     return [_address(str(ends[0] + i)) for i in range(size)]
 
 
@@ -83,11 +83,11 @@ def _address(text: str, where: str = "") -> str:
     try:
         address = IPv4Address(text)
     except AddressValueError:
-        raise ValueError(f"{text} is no IPv4 address{where}; write one such as 10.0.0.2, or 10.0.{{i}}.2") from None
+        raise ValueError(f"{text} is not an IPv4 address{where}; use one like 10.0.0.2, or 10.0.{{i}}.2") from None
     if address.is_loopback or address.is_unspecified:
-        raise ValueError(f"{text}{where} is the router itself: leave the address out, as in :8470")
+        raise ValueError(f"{text}{where} is the router itself: omit the address, as in :8470")
     if address.is_multicast or address == IPv4Address("255.255.255.255"):
-        raise ValueError(f"{text}{where} is not the address of one machine")
+        raise ValueError(f"{text}{where} is not the address of a single machine")
     return str(address)
 
 

@@ -38,5 +38,5 @@ def parse_record(path: str, text: str) -> Record:
     except ValidationError as error:
         said = error.errors()[0]["msg"]
         raise InputError(
-            f"{path} is damaged ({said}): put back by hand what it still names, then delete it and apply again"
+            f"{path} is damaged ({said}): restore by hand the settings it still names, then delete it and apply again"
         ) from None

@@ -68,23 +68,23 @@ def _drift(
         return ["the rules are ours, but the record of settings is gone: apply again"] if listing else []
     found = []
     if listing is None:
-        found.append("the kernel has no rules: someone deleted them, or the machine was started again; apply again")
+        found.append("the kernel has no rules: someone deleted them, or the machine was rebooted; apply again")
     elif record.rest is None:
-        found.append("the last apply did not come to its end: apply again")
+        found.append("the last apply did not finish: apply again")
     elif record.rest != listing.rest:
-        found.append("the rules in the kernel are not as they were applied: apply again")
+        found.append("someone changed the rules in the kernel: apply again")
     if isinstance(asked, str):
         found.append(asked)
     elif listing:
         there = _differences(listing.targets, asked.targets, record.file)
         if not there and ruleset(asked) != record.ruleset:
-            there = [f"sources or interfaces in {record.file} are not those that were applied: apply again"]
+            there = [f"sources or interfaces in {record.file} changed since the last apply: apply again"]
         found += there
     for each in record.settings:
         if not same(now := values[each.path], each.new):
-            said = "is gone" if now is None else "is not as it was applied"
+            said = "is gone" if now is None else "was changed"
             if (value := one_line(now)) and (new := one_line(each.new)):
-                said = f"is {value}, {new} was applied"
+                said = f"is {value}, not {new}"
             found.append(f"{each.path} {said}: apply again")
     return found
 
@@ -100,7 +100,7 @@ def _differences(kernel: dict[int, Target], file: dict[int, Target], name: str) 
     if other:
         first = other[0]
         found.append(
-            f"leading elsewhere than in {name}: {_counted(other)}; {first} leads to {kernel[first]}, not {file[first]}"
+            f"forwarded elsewhere than in {name}: {_counted(other)}; {first} goes to {kernel[first]}, not {file[first]}"
         )
     return found
 

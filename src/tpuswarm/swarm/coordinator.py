@@ -57,7 +57,7 @@ class Coordinator:
             return answer
         outcome = yield Do("coordinator creates a header", lambda: self._ledger.create_header(header))
         if outcome == "lost":
-            return Refused("another contribution of the same identity is stored")
+            return Refused("a different push with the same identity is stored")
         self.state = core.stored(self.state, header, self._clock())
         return Accepted()
 
@@ -99,7 +99,7 @@ class Coordinator:
         )
         outcome = yield Do("coordinator creates a record", lambda: self._ledger.append(record))
         if outcome == "lost":
-            raise Over(f"another coordinator made record {record.version}; this one leaves")
+            raise Over(f"another coordinator wrote record {record.version}; this one stops")
         self.state = core.committed(self.state, record)
 
     def _from_shards(self, method: str, *arguments: Any) -> Process:
@@ -119,10 +119,10 @@ class Coordinator:
     def _advice(self, damage: Damage) -> str:
         """What is wrong with the newest version, and from which one the run could go on."""
         try:
-            whole = f"version {newest_whole(self._ledger.store)} is the newest that is whole"
+            whole = f"commit {newest_whole(self._ledger.store)} is the newest that is intact"
         except RunFailed as error:
             whole = str(error)
-        return f"version {self.state.view.version} is damaged: {damage.reason}; {whole}"
+        return f"commit {self.state.view.version} is damaged: {damage.reason}; {whole}"
 
 
 def _in_order(digests: Mapping[int, str]) -> tuple[str, ...]:
@@ -130,4 +130,4 @@ def _in_order(digests: Mapping[int, str]) -> tuple[str, ...]:
 
 
 def _outruled(answer: Outdated) -> Over:
-    return Over(f"a member is at version {answer.version}: another coordinator rules, this one leaves")
+    return Over(f"a member is at commit {answer.version}: another coordinator is in charge; this one stops")

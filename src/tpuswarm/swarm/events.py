@@ -32,19 +32,25 @@ def commit_event(record: Record) -> dict[str, Any]:
 
 def sentence(event: Mapping[str, Any]) -> str:
     """An event of events.jsonl as a line for a person."""
+    try:
+        return _sentence(event)
+    except (KeyError, TypeError, ValueError):
+        return f"{event['event']}: this line of events.jsonl is damaged"
+
+
+def _sentence(event: Mapping[str, Any]) -> str:
     kind = event["event"]
     if kind == "commit":
         return commit_sentence(event["version"], event["tokens"], [*event["contributors"], *event["others"]])
     if kind == "joined":
-        return f"{event['member']} is {event['incarnation'][:8]}, pid {event['pid']}"
+        joined = "rejoined" if event.get("again") else "joined"
+        return f"{event['member']} {joined} ({event['incarnation'][:8]}, pid {event['pid']})"
     if kind == "lost":
-        return (
-            f"{event['member']} is lost ({event['message']}), and with it about {event['tokens']:,} tokens of its "
-            "work, no commit; it comes back as a new incarnation"
-            + (" when its machine is there" if event.get("own_machine") else "")
-        )
+        how = "killed" if event["message"] == "killed" else f"lost ({event['message']})"
+        back = "; it rejoins when its machine is back" if event.get("own_machine") else ""
+        return f"{event['member']} {how}; about {event['tokens']:,} uncommitted tokens lost, commits are safe{back}"
     if kind == "left":
-        return f"{event['member']} has left in good order"
+        return f"{event['member']} left cleanly"
     if kind in ("coordinator", "shard"):
         return f"{event['name']}: {event['message']}"
     text = str(event.get("message") or event.get("text") or "")

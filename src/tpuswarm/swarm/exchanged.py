@@ -76,7 +76,7 @@ class Exchanged:
         self.tree: Callable[[Flat], Any] = jax.jit(
             self._tree, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self._shared)
         )
-        """Fragments as the exchanged part of a state."""
+        """Fragments as the shared part of a state."""
         self.squares: Callable[[Flat, Flat], list[jax.Array]] = jax.jit(
             lambda snapshot, anchor: [_squares(a - s) for s, a in zip(snapshot, anchor, strict=True)],
             out_shardings=whole,

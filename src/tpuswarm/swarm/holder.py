@@ -1,4 +1,4 @@
-"""A member's arrays: the trainer's compiled step around the exchanged state, its anchor and its error feedback."""
+"""A member's arrays: the trainer's compiled step around the shared state, its anchor and its error feedback."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -28,14 +28,14 @@ RAMP = 100
 
 
 def layout_of(fitted: Fitted, fragments: int) -> Layout:
-    """The layout of what a program exchanges; ValueError for leaves that are not float32."""
+    """The layout of what a program shares; ValueError for leaves that are not float32."""
     shared = fitted.program.exchange().get(fitted.state)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
     return Layout.of({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, fragments)
 
 
 def placed(fitted: Fitted, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
-    """Fragments as the exchanged part of a state, on the devices."""
+    """Fragments as the shared part of a state, on the devices."""
     shared = fitted.program.exchange().get(fitted.state)
     arrays = layout.join(fragments)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
@@ -68,7 +68,7 @@ class ProgramHolder:
         took: Callable[[int, Metrics], None],
         validation: FiniteSource | None = None,
     ):
-        """state: its exchanged part is `anchor`, float32[size] of each fragment; took: told of every step its number
+        """state: its shared part is `anchor`, float32[size] of each fragment; took: told of every step its number
         in the run's order of batches and its metrics, which are still on the devices; validation: for `evaluate`.
         """
         self.state = state
@@ -105,7 +105,7 @@ class ProgramHolder:
         return _finish(before)
 
     def snapshot(self) -> Flat:
-        """A copy of the exchanged state on the devices: the step donates the original."""
+        """A copy of the shared state on the devices: the step donates the original."""
         self._reference = self._exchanged.snapshot(self.state)
         return self._reference
 

@@ -81,7 +81,7 @@ class LeadHolder:
         return self._holder.settle()
 
     def snapshot(self) -> Flat:
-        """A copy of the exchanged state."""
+        """A copy of the shared state."""
         with self._order:
             self._lead.tell("snapshot")
             return self._holder.snapshot()

@@ -1,4 +1,4 @@
-"""Inner states: what a member has and does not exchange, kept for its next incarnation and counted in nothing.
+"""Inner states: what a member has and does not share, kept for its next incarnation and counted in nothing.
 
 Losing one costs a ramp of some steps, so nothing here is an error: what cannot be read or does not fit is not there.
 """

@@ -1,4 +1,4 @@
-"""The leaves of a program's state that it does not exchange: moments, counters, averages; as bytes and back."""
+"""The leaves of a program's state that it does not share: moments, counters, averages; as bytes and back."""
 
 import hashlib
 from collections.abc import Sequence

@@ -111,7 +111,7 @@ class Ledger:
         """What follows from all records."""
         versions = self.versions()
         if not versions:
-            raise RunFailed(f"{self.store.root} holds no commits; give the folder or URL of a swarm's run")
+            raise RunFailed(f"{self.store.root} has no commits; use the folder or URL of a swarm's run")
         if (gap := first_gap(versions)) < len(versions):
             raise Missing(commit_name(gap), self.store.root)
         genesis, *records = self.records(versions)
@@ -163,7 +163,7 @@ class Ledger:
         data = self.store.read(name)
         body = data[len(_BEFORE) : -(len(_sealed(b"")) - len(_BEFORE))]
         if data != _sealed(body):
-            raise Corrupt(name, self.store.root, "it has another digest than the one written in it")
+            raise Corrupt(name, self.store.root, "it does not match the digest written in it")
         try:
             return _parsed(body, adapter)
         except ValidationError as error:
@@ -190,7 +190,7 @@ def _dumped(value: Kept, adapter: TypeAdapter[Kept]) -> bytes:
 def _parsed(body: bytes, adapter: TypeAdapter[Kept]) -> Kept:
     value = adapter.validate_json(body, strict=True, extra="forbid")
     if _dumped(value, adapter) != body:
-        raise ValueError("a field is missing in it, or it is no canonical JSON")
+        raise ValueError("a field is missing, or it is not canonical JSON")
     return value
 
 

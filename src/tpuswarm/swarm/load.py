@@ -22,11 +22,6 @@ from tpuswarm.train.session import request
 from tpuswarm.train.user_code import build_recipe
 
 
-def is_swarm(folder: Path) -> bool:
-    """Whether a run has members."""
-    return "swarm" in read_config(folder)
-
-
 def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> LoadedRun:
     """The recipe (with `options` in place of its own) and the newest whole version of the swarm's run in `folder`.
 
@@ -36,25 +31,26 @@ def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] 
     config, store = read_config(folder), Store(folder)
     founding = read_founding(store)
     if founding is None:
-        raise InputError(f"{folder} has no {FOUNDING}: its first version is still to be made")
+        raise InputError(f"{folder} has no {FOUNDING}: its first commit has not been made yet")
     ledger, objects = Ledger(store), Objects(store)
-    view, notes = ledger.view(), []
-    record = view.newest
+    record, notes = ledger.view().newest, []
+    if founding.layout.digest != record.digests.layout:
+        raise Corrupt(FOUNDING, store.root, "the commits are of another layout")
     try:
         fragments = [objects.get_array(digest) for digest in record.state]
     except (Missing, Corrupt) as error:
         record = ledger.record(newest_whole(store))
-        notes.append(f"{error}; version {record.version} is whole and was taken")
+        notes.append(f"{error}; using commit {record.version}, which is intact")
         fragments = [objects.get_array(digest) for digest in record.state]
     recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     placed = place(recipe, request(config["train"]), devices)
     state = placed.init(jax.random.key(0), on_devices(placed, founding.layout, fragments))
     tokens_per_step = config["train"]["batch"] * placed.program.tokens_per_row
-    return LoadedRun(config, recipe, placed, state, record.tokens // tokens_per_step, notes)
+    return LoadedRun(folder, config, recipe, placed, state, record.tokens // tokens_per_step, notes)
 
 
 def on_devices(placed: Placed, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
-    """Fragments as the exchanged part of a state."""
+    """Fragments as the shared part of a state."""
     shared = placed.program.exchange().get(placed.state)
     arrays = layout.join(fragments)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)

@@ -1,6 +1,5 @@
 """What a run and its processes said, in the order of time: events in words, and the lines of logs/NAME.log."""
 
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -11,13 +10,14 @@ from typing import NamedTuple
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.events import sentence
-from tpuswarm.train.run import EVENTS, read_rows
+from tpuswarm.train.run import EVENTS, read_rows, reading
+from tpuswarm.train.schema import parse_row
 
 RUN = "run"
 """The source of events."""
 SLACK = timedelta(seconds=1)
 """A file's clock is coarser than the one that is written into it."""
-_STAMP = re.compile(r"(\d\d):(\d\d):(\d\d)(?:\.(\d{3}))? ")
+_STAMP = re.compile(r"([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{3}))? ")
 
 
 class Line(NamedTuple):
@@ -54,7 +54,7 @@ class Logs:
         found = self._events()
         for path in self._files():
             if self._name in (None, path.stem):
-                lines = self._lines(path)
+                lines = b"".join(self._lines(path)).decode(errors="replace").splitlines()
                 found += dated(lines, path.stem, path.stat().st_mtime)
         return sorted(found, key=lambda line: line.time)  # stable: lines of one file stay in order
 
@@ -64,23 +64,20 @@ class Logs:
     def _events(self) -> list[Line]:
         found = []
         for line in self._lines(self._folder / EVENTS):
-            try:
-                event = json.loads(line)
-            except ValueError:  # torn by a kill
-                continue
-            if self._name in (None, event.get("member"), event.get("name")):
+            event = parse_row(EVENTS, line)
+            if event and self._name in (None, event.get("member"), event.get("name")):
                 found.append(Line(event["time"], RUN, sentence(event)))
         return found
 
-    def _lines(self, path: Path) -> list[str]:
+    def _lines(self, path: Path) -> list[bytes]:
         if not path.exists():
             return []
-        with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
             file.seek(self._read.get(path, 0))
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read[path] = self._read.get(path, 0) + len(whole)
-        return whole.decode(errors="replace").splitlines()
+        return whole.splitlines(keepends=True)
 
 
 def stamped(text: str, at: float) -> str:

@@ -197,7 +197,7 @@ class MemberProcesses:
                     yield from self._fetch(adopt, reply.tokens)
             if self.leaving and self._snapshot is None and (self.books.undecided or not self.books.outstanding):
                 yield from self._until_answered(Call(self.coordinator, "leave", (self.books.incarnation,)))
-                raise Over("left in good order")
+                raise Over("left cleanly")
             yield Sleep(self._pause())
 
     def _pause(self) -> float:
@@ -324,7 +324,9 @@ class MemberProcesses:
                 if chain is not None:
                     found[number] = yield Do("member adds updates", partial(chain.on, self.anchor[number]))
                     if found[number] is None:
-                        self.say(f"fragment {number} of version {adopt.version} is not the ledger's: fetching it whole")
+                        self.say(
+                            f"fragment {number} of commit {adopt.version} does not match the ledger: fetching all of it"
+                        )
         whole = {n: (n, digest) for n, digest in enumerate(adopt.state) if found.get(n) is None}
         found |= yield from self._from_shards("fetch", whole)
         fragments = [found[number] for number in range(len(adopt.state))]

@@ -1,4 +1,4 @@
-"""The arrays of a run: fragments of the exchanged state, named by their content, and payloads of contributions."""
+"""The arrays of a run: fragments of the shared state, named by their content, and payloads of pushes."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ def checked_member(member: str) -> str:
     """The name of a member if it can be part of a file's name; InputError if not."""
     if not MEMBER.fullmatch(member):
         raise InputError(
-            f"{member!r} cannot be the name of a member: give 1 to 64 letters, digits, dots, hyphens and underscores, "
+            f"{member!r} cannot be the name of a member: use 1 to 64 letters, digits, dots, hyphens and underscores, "
             "the first a letter or digit"
         )
     return member
@@ -60,7 +60,7 @@ def quantized(payload: Mapping[str, np.ndarray]) -> Quantized:
 def array_digest(array: np.ndarray) -> str:
     """The digest that `Objects.put_array` gives a float32 array; SHA-256 in hexadecimal."""
     if array.dtype != np.float32:
-        raise ValueError(f"a swarm exchanges float32 arrays, this one is {array.dtype}")
+        raise ValueError(f"a swarm shares float32 arrays, not {array.dtype}")
     return tensors.digest({ONLY: array})
 
 
@@ -160,8 +160,7 @@ class Objects:
         digest = tensors.digest(payload)
         if not self._store.create(name, tensors.encode(payload)) and self._digest(name) != digest:
             raise Conflict(
-                f"{name} is stored with other bytes than the ones given now: a contribution is sent again as it was; "
-                "start a new incarnation"
+                f"{name} is already stored with other bytes: a push is resent unchanged; start a new incarnation"
             )
         return digest
 

@@ -1,7 +1,6 @@
 """The kinds of places that a Store keeps files in, method by method as it says; errors come through as they are."""
 # ruff: noqa: D102
 
-import logging
 import os
 import secrets
 import tempfile
@@ -12,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.errors import InputError
-from tpuswarm.train.files import sync
+from tpuswarm.train.files import google_storage, sync
 
 
 class Folder:
@@ -100,13 +98,7 @@ class Bucket:
         self._root = self._fs._strip_protocol(url).rstrip("/")
 
     def _connect(self, url: str) -> Any:
-        try:
-            # Not what gcsfs has as its default, which is for experiments with other kinds of buckets.
-            from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
-        except ImportError as error:
-            raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of errors that we raise in words
-        return GCSFileSystem(use_listings_cache=False)
+        return google_storage(url)
 
     def path(self, name: str) -> None:
         return None

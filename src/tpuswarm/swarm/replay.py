@@ -52,18 +52,18 @@ def replay(
     """
     record, before = records(version), records(version - 1)
     outer = Outer(record.rule, record.momentum, downlink=record.downlink)
-    theta = _there(arrays(before.state[fragment]), f"the state of version {version - 1}")
+    theta = _there(arrays(before.state[fragment]), f"the state of commit {version - 1}")
     state = first_state(outer, theta.size)
     if (kept := outer_before(before, outer, fragment)) is not None:
-        state = _there(arrays(kept), f"the outer state of version {version - 1}")
+        state = _there(arrays(kept), f"the outer state of commit {version - 1}")
     contributions = []
     for decision in record.decisions:
         if decision.fate == "applied":
             if not 0 <= decision.base < version:
-                raise ValueError(f"version {version} counts a contribution to version {decision.base}")
+                raise ValueError(f"commit {version} counts a push based on commit {decision.base}")
             header = _there(headers.get(decision.identity), header_name(decision.identity))
             digest = records(decision.base).state[fragment]
-            base = _there(arrays(digest), f"the state of version {decision.base}")
+            base = _there(arrays(digest), f"the state of commit {decision.base}")
             payload = _there(payloads(header, fragment), payload_name(decision.identity, fragment))
             contributions.append(contribution(decision, theta if digest == before.state[fragment] else base, payload))
     new, new_outer = np.empty_like(theta), None if state is None else np.empty_like(state)

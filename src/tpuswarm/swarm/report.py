@@ -1,6 +1,5 @@
 """The report of a swarm's run, made of the same pieces as a plain run's; and its ledger as lines for the screen."""
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from tpuswarm.config.shown import significant
 from tpuswarm.swarm.events import sentence
 from tpuswarm.swarm.index import Commit, MemberTotals
 from tpuswarm.swarm.ledger import Ledger
@@ -18,15 +18,26 @@ from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.tables import COMMIT_COLUMNS, commit_row, read_commits
 from tpuswarm.swarm.verify import verify
 from tpuswarm.train.files import write_atomically
-from tpuswarm.train.report import configuration, facts_table, image, page, png, table
+from tpuswarm.train.report import (
+    configuration,
+    draw_losses,
+    facts_table,
+    history,
+    image,
+    page,
+    png,
+    samples,
+    show_thousands,
+    table,
+)
 from tpuswarm.train.run import EVENTS, LAST, METRICS, read_config, read_rows
 
 COMMITS, HAPPENED = 20, 200
 """Newest commits and events in the tables."""
-POINTS, COLUMNS = 1000, 400
-"""Of a line, and of the picture of all commits: more are averaged."""
-GAP = 0.04
-"""Of the whole run: a longer way between two steps of a member is not drawn."""
+COLUMNS = 400
+"""Of the picture of all commits: more are averaged."""
+NAMED = 10
+"""Members that have a line of a colour of their own."""
 LOST = {"dropped": "tab:red", "returned": "tab:orange", "void": "black"}
 MARK, TEXT = "tab:red", 8
 
@@ -55,13 +66,14 @@ def write_report(folder: Path) -> Path:
     commits, totals = read_commits(Store(folder))
     rows, events = list(read_rows(folder / METRICS)), list(read_rows(folder / EVENTS))
     seen = look(folder)
-    picture = loss_picture(rows, [each.tokens for each in commits])
+    picture = loss_picture(rows)
     (folder / "loss.png").write_bytes(picture)
     config = read_config(folder)
     spans, marks, seconds = lives(events)
     sections = [
-        ("", facts_table(_facts(config, seen, commits, totals, seconds))),
-        ("Loss", image("loss of each member, and held-out loss, against tokens of the whole run", picture)),
+        ("", facts_table(history(events) + _facts(config, seen, commits, totals, seconds))),
+        ("Loss", image("training loss of each member against its tokens, held-out loss against all tokens", picture)),
+        *samples(events),
         ("Members", image("which members were alive when, and what was lost", members_picture(spans, marks, seconds))),
         ("Commits", image("weight of each member in each commit", commits_picture(commits)) + _commits(commits)),
         ("Tokens", facts_table(_tokens(seen)) + _totals(totals)),
@@ -85,50 +97,43 @@ def replay_lines(store: Store) -> Iterator[str]:
             for each in record.decisions
         ]
         rule = record.rule + ("" if record.rule == "average" else f" at {record.rate:g}")
-        check = ", computed again to the same bits" if record.version in again else ""
-        said = f"{', '.join(parts)}; {rule}" if record.version else "the first state"
-        yield f"version {record.version}: {said}; sha256 {ledger.digest(record)[:8]}{check}"
+        check = ", recomputed, bit-identical" if record.version in again else ""
+        said = f"{', '.join(parts)}; {rule}" if record.version else "the initial state"
+        yield f"commit {record.version}: {said}; sha256 {ledger.digest(record)[:8]}{check}"
     yield from report.problems
     if report.newest is not None:
         yield (
-            f"{report.newest} versions after the first, their digests chain, {len(again)} computed again; "
-            f"{report.applied:,} tokens counted, none twice"
+            f"{report.newest} commits, hash chain intact, {len(again)} recomputed; {report.applied:,} tokens counted, "
+            "none twice"
         )
 
 
-def loss_picture(rows: Iterable[Mapping[str, Any]], counted: Sequence[int]) -> bytes:
-    """PNG: a thin line for each member, the held-out loss over them. counted: tokens counted at each version."""
-    figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
-    evaluations = []
+def loss_picture(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """PNG: the losses of each member over its own tokens, and beside them the held-out losses over those counted."""
+    evaluations: list[tuple[int, float]] = []
     members: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        if "eval_loss" in row:
+        if row.get("eval_loss") is not None:
             evaluations.append((row["tokens"], row["eval_loss"]))
-        else:
+        elif "loss" in row:
             members.setdefault(row["member"], []).append(row)
-    for member, own in sorted(members.items()):
-        x, y = _thinned(member_tokens(own, counted), [row["loss"] for row in own])
-        axes.plot(*_broken(x, y, GAP * max(counted, default=0)), lw=0.7, label=member)
-    if evaluations:
-        axes.plot(*zip(*sorted(evaluations), strict=True), "o-", color="black", ms=4, label="held out")
-    axes.set(xlabel="tokens counted", ylabel="loss")
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(ncols=2)
+    figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
+    left, right = (
+        figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if evaluations else (figure.add_subplot(), None)
+    )
+    few = len(members) <= NAMED
+    for number, (member, own) in enumerate(sorted(members.items())):
+        label, color = (member, f"C{number}") if few else (f"each of {len(members)}" if not number else "", "tab:blue")
+        draw_losses(left, [row["tokens"] for row in own], [row["loss"] for row in own], label, color, raw=few)
+    left.set(xlabel="tokens of the member", ylabel="loss", title="training loss of each member")
+    show_thousands(left)
+    if members:
+        left.legend(ncols=2)
+    if right is not None:
+        right.plot(*zip(*sorted(evaluations), strict=True), "o-", color="black", ms=4)
+        right.set(xlabel="tokens counted", title="held-out loss of the model", xlim=(0, None))
+        show_thousands(right)
     return png(figure)
-
-
-def member_tokens(rows: Sequence[Mapping[str, Any]], counted: Sequence[int]) -> list[int]:
-    """Where in the run a member was at each of its steps: tokens counted at its version, and its own since then."""
-    found: list[int] = []
-    version, began, before = -1, 0, 0
-    for row in rows:
-        if row["version"] != version:
-            version, began = row["version"], before
-        before = row["tokens"]
-        found.append(counted[min(version, len(counted) - 1)] + before - began)
-    return found
 
 
 def lives(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Mark], float]:
@@ -212,7 +217,7 @@ def commits_picture(commits: Sequence[Commit]) -> bytes:
     if others:
         axes.legend(loc="upper left", fontsize=TEXT)
     axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="version")
+    axes.set(xlabel="commit")
     return png(figure)
 
 
@@ -224,24 +229,6 @@ def _averaged(weights: np.ndarray) -> np.ndarray:
     return np.divide(total, there, out=np.full_like(total, np.nan), where=there > 0)
 
 
-def _thinned(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[float], list[float]]:
-    """Points averaged to at most POINTS; a gap where no value is finite."""
-    size = -(-len(x) // POINTS) or 1
-    parts = [(x[start : start + size], y[start : start + size]) for start in range(0, len(x), size)]
-    known = [[value for value in values if value is not None] for _, values in parts]
-    return (
-        [sum(each) / len(each) for each, _ in parts],
-        [sum(each) / len(each) if each else math.nan for each in known],
-    )
-
-
-def _broken(x: Sequence[float], y: Sequence[float], gap: float) -> tuple[np.ndarray, np.ndarray]:
-    """A line without its pieces that are longer than `gap` and than most of them by far: there the member was away."""
-    ways = np.diff(x)
-    breaks = np.flatnonzero(ways > max(gap, 10 * np.median(ways))) + 1 if len(ways) else np.empty(0, int)
-    return np.insert(np.array(x, float), breaks, math.nan), np.insert(np.array(y, float), breaks, math.nan)
-
-
 def _facts(
     config: Mapping[str, Any], seen: Look, commits: Sequence[Commit], totals: Sequence[MemberTotals], seconds: float
 ) -> list[tuple[str, str]]:
@@ -250,20 +237,20 @@ def _facts(
     facts = [
         (
             "members",
-            f"{swarm['members']}, of each {chosen['devices']} x {chosen['platform']}; {len(totals)} contributed",
+            f"{swarm['members']}, each with {chosen['devices']} x {chosen['platform']}; {len(totals)} contributed",
         ),
-        ("exchange", f"every {swarm['cycle']} steps, {swarm['outer']}{form}"),
+        ("pushes", f"every {swarm['cycle']} steps, {swarm['outer']}{form}"),
     ]
     if commits:
         facts += [
-            ("versions", f"{commits[-1].version:,}, by {commits[-1].epoch} coordinators"),
+            ("commits", f"{commits[-1].version:,}, by {commits[-1].epoch} coordinator{'s' * (commits[-1].epoch > 1)}"),
             ("steps", f"{commits[-1].tokens // seen.tokens_per_step:,} of {seen.steps:,}"),
-            ("tokens", f"{commits[-1].tokens:,} of {seen.status.horizon:,}"),
-            ("time", f"{seconds:.1f} s, start and end included"),
-            ("tokens/s", f"{commits[-1].tokens / max(seconds, 1e-9):,.0f} counted"),
+            (seen.unit, f"{commits[-1].tokens:,} of {seen.status.horizon:,}"),
+            ("time", f"{seconds:.1f} s, including start and end"),
+            (f"{seen.unit}/s", f"{commits[-1].tokens / max(seconds, 1e-9):,.0f} counted"),
         ]
-    facts += [("loss", f"{seen.loss:.4f}")] if seen.loss is not None else []
-    facts += [("held-out loss", f"{seen.eval_loss:.4f}")] if seen.eval_loss is not None else []
+    facts += [("training loss, last 20 steps of each member", significant(seen.loss))] if seen.loss is not None else []
+    facts += [("held-out loss", significant(seen.eval_loss))] if seen.eval_loss is not None else []
     return facts
 
 
@@ -280,9 +267,10 @@ def _tokens(seen: Look) -> list[tuple[str, str]]:
 
 
 def _totals(totals: Sequence[MemberTotals]) -> str:
-    columns = ("member", "contributions", "applied", "returned", "dropped", "void")
+    counts = ("contributions", "applied", "returned", "dropped", "void")
     return table(
-        columns, ([str(each.member), *(f"{getattr(each, name):,}" for name in columns[1:])] for each in totals)
+        ("member", "pushes", *counts[1:]),
+        ([str(each.member), *(f"{getattr(each, name):,}" for name in counts)] for each in totals),
     )
 
 

@@ -1,7 +1,5 @@
 """What can be seen of a swarm from outside: status.json, written by its supervisor every second."""
 
-import json
-import mmap
 import time as clock
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,10 +9,12 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.train.files import write_atomically
-from tpuswarm.train.run import METRICS, read_config, read_life, writing
+from tpuswarm.train.run import read_config, read_life, reading, writing
+from tpuswarm.train.schema import Stamp
 
 FILE = "status.json"
 
@@ -34,6 +34,7 @@ class MemberStatus:
     tokens_per_s: float | None
     """None unless it is alive or joining."""
     loss: float | None
+    """Mean over its last 20 steps."""
     grad_norm: float | None
     lag: int | None
     """Versions behind the newest."""
@@ -43,7 +44,10 @@ class MemberStatus:
 class SwarmStatus:
     """All of it."""
 
-    time: float
+    time: Stamp
+    """Seconds since 1970."""
+    began: Stamp
+    """When its command was given; seconds since 1970."""
     version: int | None
     epoch: int | None
     phase: str
@@ -56,12 +60,36 @@ class SwarmStatus:
     """Of all members that are alive, at their last steps."""
     lag: int | None
     """Versions that the furthest behind of them is behind the newest."""
+    left: float | None
+    """Seconds until all tokens are counted, at the pace of the last two minutes; None while nothing is."""
+    loss: float | None
+    """Mean of the losses of the members that are not lost."""
+    eval_loss: float | None
+    """The newest on held-out rows."""
+    eval_version: int | None
+    """The version that has it."""
     members: tuple[MemberStatus, ...]
     alarms: tuple[str, ...]
     address: str
     """Where others join."""
     processes: dict[str, int]
     """Pids of coordinator and aggregators, by name."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds."""
+        return self.time - self.began
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a supervisor knows of a run besides its members."""
+
+    began: float
+    counted_per_s: float | None = None
+    """Tokens, of late."""
+    eval_loss: float | None = None
+    eval_version: int | None = None
 
 
 _STATUS: TypeAdapter[SwarmStatus] = TypeAdapter(SwarmStatus)
@@ -75,21 +103,29 @@ def compose(
     address: str,
     processes: dict[str, int],
     time: float,
+    progress: Progress,
 ) -> SwarmStatus:
     """One picture of what the coordinator and the supervisor know."""
     tokens = summary.tokens if summary else Tokens(0, 0, 0, 0, 0)
     settled = tokens.processed - tokens.outstanding
     alive = [each for each in members if each.state == "alive"]
+    losses = [each.loss for each in members if each.loss is not None and each.state != "lost"]
+    speed = progress.counted_per_s
     return SwarmStatus(
         time=time,
+        began=progress.began,
         version=summary.version if summary else None,
         epoch=summary.epoch if summary else None,
-        phase=summary.phase if summary else "the first state is being made",
+        phase=summary.phase if summary else "initializing the model",
         horizon=horizon,
         tokens=tokens,
         goodput=tokens.applied / settled if settled > 0 else None,
         tokens_per_s=sum(each.tokens_per_s or 0.0 for each in alive),
         lag=max((each.lag for each in alive if each.lag is not None), default=None),
+        left=max(0, horizon - tokens.applied) / speed if speed else None,
+        loss=fmean(losses) if losses else None,
+        eval_loss=progress.eval_loss,
+        eval_version=progress.eval_version,
         members=tuple(members),
         alarms=tuple(alarms),
         address=address,
@@ -105,15 +141,17 @@ def write_status(folder: Path, status: SwarmStatus) -> None:
 
 def read_status(folder: Path) -> SwarmStatus | None:
     """The last status that was written; None before the first."""
-    try:
-        return _STATUS.validate_json((folder / FILE).read_bytes())
-    except FileNotFoundError:
+    if not (folder / FILE).exists():
         return None
+    with reading(folder / FILE):
+        written = (folder / FILE).read_bytes()
+    try:
+        return _STATUS.validate_json(written)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InputError(
-            f"{folder / FILE} is no status of a swarm ({where + ': ' if where else ''}{first['msg']}); remove it: "
+            f"{folder / FILE} is not a swarm status ({where + ': ' if where else ''}{first['msg']}); remove it: "
             "a run writes it again every second"
         ) from error
 
@@ -131,8 +169,8 @@ class Look:
     """Why it stopped or failed, where it did."""
     steps: int
     tokens_per_step: int
-    eval_loss: float | None
-    """The newest."""
+    unit: str
+    """What these tokens are: tokens, or rows where a row counts for one."""
     status: SwarmStatus
 
     @property
@@ -152,34 +190,38 @@ class Look:
 
     @property
     def loss(self) -> float | None:
-        """Mean over the last step of each member that is alive; of all that were where none is."""
-        known = [each for each in self.status.members if each.loss is not None]
-        alive = [each for each in known if each.state == "alive"]
-        losses = [each.loss for each in alive or known if each.loss is not None]
-        return fmean(losses) if losses else None
+        """Of the members' training."""
+        return self.status.loss
+
+    @property
+    def eval_loss(self) -> float | None:
+        """The newest on held-out rows."""
+        return self.status.eval_loss
 
     def json(self) -> dict[str, Any]:
         """As one object, with the keys of a plain run's status but for `tokens`, which says where they are."""
         own = {name: getattr(self, name) for name in ("run", "recipe", "state", "pid", "message", "step", "steps")}
-        return own | {"loss": self.loss, "eval_loss": self.eval_loss} | asdict(self.status)
+        return own | asdict(self.status)
 
 
 def look(folder: Path) -> Look:
     """A swarm's run from outside, whether it lives or not. Raises InputError if the folder is no swarm's run."""
     config = read_config(folder)
     if "swarm" not in config:
-        raise InputError(f"{folder} is a run of the plain trainer: it has no members and no ledger")
+        raise InputError(f"{folder} is a plain run: it has no members and no ledger")
     life = read_life(folder)
     tokens_per_step = config["train"]["batch"] * config["chosen"]["tokens_per_row"]
     status = read_status(folder)
     if status is None:
-        status = compose(None, (), config["train"]["steps"] * tokens_per_step, (), "", {}, clock.time())
+        now = clock.time()
+        status = compose(None, (), config["train"]["steps"] * tokens_per_step, (), "", {}, now, Progress(now))
     if life.pid is None:
         members = tuple(_after_the_end(each, life.state) for each in status.members)
-        phase = f"over; this is how it stood at {clock.strftime('%Y-%m-%d %H:%M:%S', clock.localtime(status.time))}"
+        phase = f"ended; last status from {clock.strftime('%Y-%m-%d %H:%M:%S', clock.localtime(status.time))}"
         status = replace(
-            status, members=members, phase=phase, tokens_per_s=0.0, lag=None, alarms=(), processes={}, address=""
-        )
+            status, members=members, phase=phase, tokens_per_s=0.0, lag=None, left=None, alarms=(), processes={},
+            address="",
+        )  # fmt: skip
     return Look(
         run=str(folder),
         recipe=config["recipe"]["name"],
@@ -188,7 +230,7 @@ def look(folder: Path) -> Look:
         message=life.message,
         steps=config["train"]["steps"],
         tokens_per_step=tokens_per_step,
-        eval_loss=_newest(folder / METRICS, "eval_loss"),
+        unit=unit(config["chosen"]["tokens_per_row"]),
         status=status,
     )
 
@@ -196,16 +238,3 @@ def look(folder: Path) -> Look:
 def _after_the_end(member: MemberStatus, ended: str) -> MemberStatus:
     left = member.state == "left" or ended == "finished"
     return replace(member, state="left" if left else "lost", pid=None, tokens_per_s=None)
-
-
-def _newest(path: Path, name: str) -> float | None:
-    """The last value of that name in the whole lines of a JSON lines file, without parsing the others."""
-    if not path.exists() or not path.stat().st_size:
-        return None
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        whole = text.rfind(b"\n")
-        at = text.rfind(f'"{name}"'.encode(), 0, max(whole, 0))
-        if at < 0:
-            return None
-        found: float | None = json.loads(text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at)])[name]
-        return found

@@ -18,7 +18,7 @@ class Missing(RunFailed):
 
     def __init__(self, name: str, place: str):
         super().__init__(
-            f"{name} is missing in {place}; bring back a copy of it: `tpuswarm ledger verify` names all that is missing"
+            f"{name} is missing from {place}; restore a copy; `tpuswarm ledger verify` lists all that is missing"
         )
         self.name = name
 
@@ -28,7 +28,7 @@ class Corrupt(RunFailed):
 
     def __init__(self, name: str, place: str, why: str):
         super().__init__(
-            f"{name} in {place} is damaged: {why}; bring back a copy of it: `tpuswarm ledger verify` names all damage"
+            f"{name} in {place} is damaged: {why}; restore a copy; `tpuswarm ledger verify` lists all damage"
         )
         self.name = name
 
@@ -59,8 +59,8 @@ class Store:
             self._back = Memory(self.root)
         else:
             raise InputError(
-                f"{self.root} cannot hold a run: to create a file only if it is absent was tested on local folders and "
-                "on gs:// only; give one of these"
+                f"{self.root} cannot hold a run: only local folders and gs:// were tested for creating a file only if "
+                "it does not exist; use one of these"
             )
 
     def create(self, name: str, data: bytes) -> bool:
@@ -152,7 +152,7 @@ class Store:
 
 def _checked(name: str) -> str:
     if not all(part and not part.startswith(".") for part in name.split("/")):
-        raise ValueError(f"{name!r} is no name of a stored file: its parts may not be empty or begin with a dot")
+        raise ValueError(f"{name!r} is not a name for a stored file: its parts must not be empty or begin with a dot")
     return name
 
 
@@ -160,7 +160,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full; make room and start the same command again"
     if isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EOPNOTSUPP) and error.filename2:
-        return "its file system has no hard links; give a folder on another one"
+        return "its file system has no hard links; use a folder on another one"
     if isinstance(error, FileNotFoundError) and error.errno is None:
-        return "there is no such bucket; make it, or give another one"
+        return "there is no such bucket; create it, or use another one"
     return f"{' '.join(str(error).split())[:300] or type(error).__name__}; start the same command again"

@@ -7,7 +7,7 @@ from tpuswarm.swarm.index import Commit, Index, MemberTotals
 from tpuswarm.swarm.ledger import Ledger, commit_name, first_gap
 from tpuswarm.swarm.store import Missing, Store
 
-COMMIT_COLUMNS = ("version", "time", "epoch", "contributors", "not counted", "tokens", "in all", "rule")
+COMMIT_COLUMNS = ("commit", "time", "epoch", "contributors", "not counted", "tokens", "total", "rule")
 
 
 def read_commits(store: Store, last: int | None = None) -> tuple[list[Commit], list[MemberTotals]]:
@@ -19,6 +19,8 @@ def read_commits(store: Store, last: int | None = None) -> tuple[list[Commit], l
     versions = ledger.versions()
     if (gap := first_gap(versions)) < len(versions):
         raise Missing(commit_name(gap), store.root)
+    if last is not None:
+        ledger.records(versions[-last:])  # the index would go on saying what a damaged one once said
     index = Index(ledger)
     try:
         return index.commits(len(versions) if last is None else last), index.members()

@@ -26,7 +26,7 @@ def specs(tensors: Mapping[str, np.ndarray]) -> Specs:
     known = {dtype: name for name, dtype in DTYPES.items()}
     for name, array in tensors.items():
         if array.dtype not in known:
-            raise ValueError(f"{name} is {array.dtype}, and a swarm exchanges float32 and uint8 only")
+            raise ValueError(f"{name} is {array.dtype}, but a swarm sends only float32 and uint8")
     return {name: (known[array.dtype], array.shape) for name, array in tensors.items()}
 
 
@@ -71,7 +71,7 @@ def decode(data: bytes | mmap) -> dict[str, np.ndarray]:
     """Read-only arrays over these bytes, not copied; ValueError, in words, for what `encode` did not make."""
     size = int.from_bytes(data[:8], "little")
     if size > min(LONGEST, len(data)):
-        raise ValueError("it is too short for its header, or that is longer than any of ours")
+        raise ValueError("it is too short for its header, or its header is too long")
     try:
         about = json.loads(data[8 : 8 + size])
         of: Specs = {name: (each["dtype"], tuple(each["shape"])) for name, each in about.items()}
@@ -80,7 +80,7 @@ def decode(data: bytes | mmap) -> dict[str, np.ndarray]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ours = False
     if not ours:
-        raise ValueError("its header is none of ours")
+        raise ValueError("its header is not one of ours")
     end = 8 + size + length(of)
     if len(data) != end:
         raise ValueError(f"it has {len(data)} bytes, its header says {end}")

@@ -59,7 +59,7 @@ def verify(store: Store, say: Callable[[str], None]) -> Report:
         check.read_headers()
         check.books(view)
         for fragment in range(len(view.newest.state)):
-            say(f"computing fragment {fragment + 1} of {len(view.newest.state)} again")
+            say(f"recomputing fragment {fragment + 1} of {len(view.newest.state)}")
             check.recompute(fragment)
         say("checking the other arrays")
         check.rest(view)
@@ -80,7 +80,7 @@ def newest_whole(store: Store) -> int:
     for record in reversed(check.records):
         if all(check.array(digest) is not None for digest in (*record.state, *record.outer)):
             return record.version
-    raise RunFailed(f"no version in {store.root} is whole; bring back a copy of commits/ and objects/")
+    raise RunFailed(f"no commit in {store.root} is intact; restore a copy of commits/ and objects/")
 
 
 class _Check:
@@ -118,7 +118,7 @@ class _Check:
         if len(whole) < len(versions) or not versions:
             self._problem(str(Missing(commit_name(len(whole)), self._store.root)))
         if rest := len(versions) - len(self.records):
-            self._problem(f"{rest} records from {commit_name(len(self.records))} on are not proved")
+            self._problem(f"{rest} records from {commit_name(len(self.records))} on are unproven")
         self.report.newest = view.version if view else None
         return view
 
@@ -143,18 +143,18 @@ class _Check:
         report.undecided = sum(header.tokens for key, header in headers.items() if key not in view.verdicts)
         per_row = {header.tokens / max(1, len(header.rows)) for header in headers.values()}
         if len(per_row) > 1:
-            self._problem(f"headers say between {min(per_row):g} and {max(per_row):g} tokens a row")
+            self._problem(f"headers disagree on tokens per row: {min(per_row):g} to {max(per_row):g}")
         there = set(self._header_names)
         for identity, (decision, version) in view.verdicts.items():
             name, header = header_name(identity), headers.get(identity)
             if header is None and name not in there:
-                self._problem(f"{name} is missing, and {commit_name(version)} says {decision.fate} of it")
+                self._problem(f"{name} is missing, but {commit_name(version)} lists it as {decision.fate}")
             elif header is not None and (wrong := _wrong(decision, header, self.records[version])):
                 self._problem(f"{commit_name(version)} and {name} disagree: {wrong}")
         for record in self.records:
             weights = [each.weight for each in record.decisions if each.fate == "applied"]
             if weights and not math.isclose(math.fsum(weights), 1, rel_tol=1e-9):
-                self._problem(f"{commit_name(record.version)}: its weights add up to {math.fsum(weights)}, not to 1")
+                self._problem(f"{commit_name(record.version)}: its weights add up to {math.fsum(weights)}, not 1")
 
     def recompute(self, fragment: int) -> None:
         """One fragment of every version with contributors."""
@@ -163,7 +163,7 @@ class _Check:
                 continue
             name = f"{commit_name(record.version)}, fragment {fragment}"
             known = [each[fragment : fragment + 1] for each in (record.state, record.outer, record.updates)]
-            why = "computed again it is another state"
+            why = "recomputed, it is a different state"
             try:
                 records = self.records.__getitem__
                 made = replay(records, self._headers, record.version, fragment, self.array, self._payload)
@@ -249,13 +249,13 @@ class _Check:
 def _wrong(decision: Decision, header: Header, record: Record) -> str | None:
     """What does not agree between a verdict and the header it is on."""
     if header.run != record.run:
-        return f"the header is of run {header.run}"
+        return f"the header belongs to run {header.run}"
     if (header.rows, header.tokens, header.base) != (decision.rows, decision.tokens, decision.base):
-        return "rows, tokens or base are not the same"
+        return "rows, tokens or base differ"
     if header.base >= record.version:
-        return f"its base {header.base} is no earlier version"
+        return f"its base {header.base} is not an earlier commit"
     if decision.fate == "applied" and not header.finite:
-        return "it is not finite, and counted"
+        return "it is not finite but was counted"
     if len(header.digests) != len(record.state):
         return f"the header has {len(header.digests)} fragments, the state {len(record.state)}"
     return None

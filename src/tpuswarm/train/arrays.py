@@ -1,6 +1,6 @@
-"""Arrays of other libraries to JAX and back, whole pytrees at a time; shapes of a tree; keys made on the CPU.
+"""Arrays from other libraries to JAX and back, a whole pytree at a time; shapes of a tree; keys made on the CPU.
 
-torch is never imported: its tensors are known by DLPack, the exchange protocol of the array libraries.
+torch is never imported: its tensors come through DLPack, the protocol by which array libraries share memory.
 """
 
 import itertools
@@ -24,26 +24,27 @@ UNREADABLE = (BufferError, RuntimeError, TypeError, ValueError)
 
 
 def to_jax(tree: Any) -> Any:
-    """A pytree of NumPy arrays, torch tensors, other DLPack arrays or numbers, as JAX arrays of the same tree.
+    """A pytree of NumPy arrays, torch tensors, other DLPack arrays or numbers, as JAX arrays in the same tree.
 
-    No copy is made where the default device is the CPU and the memory is contiguous and begins at a multiple of 64
-    bytes (torch's does, a memory map's does, that of a small NumPy array mostly does not): writing into the source then
-    changes the JAX array; `jnp.array` makes one of its own. Arrays come to the default device, those of a GPU stay on
-    it. Gradients of tensors are left behind.
+    No copy is made if the default device is the CPU and the memory is contiguous and aligned to 64 bytes (torch's is, a
+    memory map's is, that of a small NumPy array usually is not): writing into the source then changes the JAX array;
+    `jnp.array` makes an independent copy. Arrays move to the default device; those on a GPU stay there. Gradients of
+    tensors are dropped.
 
-    bfloat16 stays bfloat16. 64-bit types become 32-bit ones unless JAX_ENABLE_X64 is set; InputError, naming the leaf,
-    for an integer that does not fit or a float that would become infinite, and for what is no array of numbers.
+    bfloat16 stays bfloat16. 64-bit types become 32-bit ones unless JAX_ENABLE_X64 is set. Raises InputError, naming the
+    leaf, for an integer that does not fit, a float that would become infinite, or anything that is not an array of
+    numbers.
     """
     prepare()
     return jax.tree_util.tree_map_with_path(_to_jax, tree)
 
 
 def to_numpy(tree: Any, writable: bool = False) -> Any:
-    """A pytree of JAX arrays, or of what `to_jax` takes, as NumPy arrays; bfloat16 is ml_dtypes' bfloat16.
+    """A pytree of JAX arrays, or of anything `to_jax` takes, as NumPy arrays; bfloat16 becomes ml_dtypes' bfloat16.
 
-    A JAX array on the CPU is shown without a copy, read-only, because JAX arrays never change. `writable` copies those
-    that are read-only. Other devices' arrays are fetched, sharded ones put together. InputError, naming the leaf, for
-    random keys and for an array whose parts are on other hosts.
+    A JAX array on the CPU becomes a read-only view, because JAX arrays never change; `writable` copies those that are
+    read-only. Arrays on other devices are fetched, sharded ones assembled. Raises InputError, naming the leaf, for
+    random keys and for an array with parts on other hosts.
     """
     prepare()
 
@@ -55,11 +56,11 @@ def to_numpy(tree: Any, writable: bool = False) -> Any:
 
 
 def to_torch(tree: Any, writable: bool = False) -> Any:
-    """A pytree of JAX arrays as torch tensors; `import torch` comes first. bfloat16 stays bfloat16.
+    """A pytree of JAX arrays as torch tensors; `import torch` first. bfloat16 stays bfloat16.
 
-    Arrays on one CPU device, or one GPU that torch can use, share their memory with the tensor. torch has no read-only
-    tensors: do not write into these, it would change the JAX array; `writable` copies. Arrays on a TPU or on several
-    devices are fetched to the host. Errors as for `to_numpy`.
+    Arrays on one CPU device, or on one GPU that torch can use, share their memory with the tensor. torch has no
+    read-only tensors: do not write into these, or the JAX array changes; `writable` copies. Arrays on a TPU or on
+    several devices are fetched to the host. Raises the same errors as `to_numpy`.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:
@@ -83,9 +84,9 @@ def to_torch(tree: Any, writable: bool = False) -> Any:
 
 
 def shapes(tree: Any) -> str:
-    """A line for each array of a pytree, path and type, and their sum: `print(shapes(params))`.
+    """One line per array of a pytree, with path and type, and a total: `print(shapes(params))`.
 
-    Shapes suffice: `shapes(jax.eval_shape(init, jax.random.key(0)))` shows a model that no memory would hold.
+    Shapes are enough: `shapes(jax.eval_shape(init, jax.random.key(0)))` shows a model too large for any memory.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     found = [(_name(path), leaf if hasattr(leaf, "dtype") else np.asarray(leaf)) for path, leaf in flat]
@@ -97,11 +98,11 @@ def shapes(tree: Any) -> str:
 
 
 def cpu_keys(seed: int) -> Iterator[jax.Array]:
-    """Random keys without end, made on the CPU: the n-th, from 0, is `jax.random.fold_in(jax.random.key(seed), n)`.
+    """An endless supply of random keys made on the CPU: key n is `jax.random.fold_in(jax.random.key(seed), n)`.
 
-    Making a key on a TPU or GPU is a program of its own: compiled for that device once, started there for every key,
-    and fetched when the host wants to see it. A key of the CPU goes to the devices with the call that uses it; it is
-    not bound to the CPU. Inside a jitted function split and fold in as ever: there it costs nothing.
+    Making a key on a TPU or GPU is a small program: compiled once for that device, launched for every key, and fetched
+    when the host reads it. A key made on the CPU travels to the devices with the call that uses it; it is not tied to
+    the CPU. Inside a jitted function split and fold in as usual: there it costs nothing.
     """
     prepare()
     cpu = _cpu()
@@ -142,7 +143,7 @@ def _to_jax(path: Any, leaf: Any) -> jax.Array:
     try:
         return jax.device_put(host)
     except TypeError as error:
-        raise InputError(f"{name} ({type(leaf).__name__}, {host.dtype}) is no array of numbers") from error
+        raise InputError(f"{name} ({type(leaf).__name__}, {host.dtype}) is not an array of numbers") from error
 
 
 def _refuse_keys(leaf: jax.Array, name: str) -> None:

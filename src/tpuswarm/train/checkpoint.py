@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.files import sync, write_atomically
@@ -32,11 +34,23 @@ class Saved:
 
     step: int
     folder: Path
-    about: dict[str, Any]
+    about: dict[str, float]
     seconds: float
     """What saving it took."""
     digest: str
     """SHA-256 of its manifest, and so of all its files."""
+
+
+class _Manifest(TypedDict):
+    """manifest.json."""
+
+    step: int
+    about: dict[str, float]
+    seconds: float
+    files: dict[str, str]
+
+
+_MANIFEST = TypeAdapter(_Manifest)
 
 
 class Checkpoints:
@@ -55,7 +69,7 @@ class Checkpoints:
         self.seconds = seconds
         """What the last save took, from its start to its manifest; at first, that of the process before."""
 
-    def save(self, step: int, state: Any, about: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, about: dict[str, float]) -> None:
         """Begin to save; returns when the state is copied off the devices. Raises what the save before it raised."""
         self.wait()
         start = time.monotonic()
@@ -100,7 +114,7 @@ class Checkpoints:
             self._thread = None
         self._orbax.close()
 
-    def _finish(self, step: int, folder: Path, about: dict[str, Any], start: float) -> None:
+    def _finish(self, step: int, folder: Path, about: dict[str, float], start: float) -> None:
         try:
             self._orbax.wait_until_finished()  # of all hosts
             if not self._leads:
@@ -140,24 +154,26 @@ def newest(folder: Path) -> tuple[Saved | None, list[str]]:
         found = inspect(candidate)
         if isinstance(found, Saved):
             return found, passed
-        passed.append(f"checkpoint {candidate.name} is damaged ({found}) and is passed over")
+        passed.append(f"checkpoint {candidate.name} is damaged ({found}); skipping it")
     return None, passed
 
 
 def set_aside(folder: Path, restored: Saved | None) -> None:
     """Put what is newer than the checkpoint gone on from out of the way of new ones.
 
-    Damaged checkpoints are renamed to STEP.damaged, unfinished ones removed. Raises RunFailed if nothing could be
-    restored although checkpoints were once finished: to begin again from nothing is the user's decision.
+    Damaged checkpoints are renamed to STEP.damaged, unfinished ones removed, but for the very first: it shows that the
+    run has begun, and is written anew. Raises RunFailed if nothing could be
+    restored although checkpoints were once finished, which the first one is before another is begun: to begin again
+    from nothing is the user's decision.
     """
     passed = [path for path in checkpoint_folders(folder) if restored is None or int(path.name) > restored.step]
     damaged = [path for path in passed if (path / MANIFEST).exists()]
-    if restored is None and damaged:
+    if restored is None and (damaged or any(int(path.name) > 0 for path in passed)):
         raise RunFailed(
-            f"every checkpoint in {folder} is damaged ({', '.join(path.name for path in damaged)}); bring back a copy, "
-            "or give another --run to start again"
+            f"every checkpoint in {folder} is damaged ({', '.join(path.name for path in passed)}); restore a copy, "
+            "or use another --run to start over"
         )
-    for path in passed:
+    for path in passed if restored else ():
         if path in damaged:
             shutil.rmtree(path.with_suffix(".damaged"), ignore_errors=True)
             path.rename(path.with_suffix(".damaged"))
@@ -169,17 +185,19 @@ def inspect(folder: Path) -> Saved | str:
     """The checkpoint in a folder, or what is wrong with it in words."""
     try:
         written = (folder / MANIFEST).read_bytes()
-        manifest = json.loads(written)
+        manifest = _MANIFEST.validate_json(written)
         for name, digest in manifest["files"].items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
             if _digest(folder / name) != digest:
-                return f"{name} does not have the digest in its manifest"
+                return f"{name} does not match its digest"
+        if manifest["step"] != int(folder.name):
+            return f"its manifest is that of step {manifest['step']}"
         digest = hashlib.sha256(written).hexdigest()
         return Saved(manifest["step"], folder, manifest["about"], manifest["seconds"], digest)
     except FileNotFoundError:
-        return "it has no manifest: its save did not finish"
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return "no manifest: its save did not finish"
+    except ValueError:
         return "its manifest cannot be read"
     except OSError as error:
         return f"it cannot be read: {error}"
@@ -198,8 +216,8 @@ def restore(saved: Saved, abstract: Any) -> Any:
         if wrong:
             name = wrong[0]
             raise RunFailed(
-                f"checkpoint {saved.folder} holds another model than this recipe makes: {len(wrong)} arrays differ, "
-                f"the first {name} ({there.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
+                f"checkpoint {saved.folder} holds a different model: {len(wrong)} arrays differ, "
+                f"the first {name} ({there.get(name, 'missing')} there, {here.get(name, 'missing')} in this recipe)"
             )
         return orbax.restore(place, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
 
@@ -220,8 +238,8 @@ def _require_room(folder: Path, state: Any) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RunFailed(
-            f"checkpoint {folder} could not be written: it needs {needed / 2**20:.1f} MiB, the disk is full but for "
-            f"{free / 2**20:.1f} MiB; {WAY_OUT}"
+            f"checkpoint {folder} could not be written: it needs {needed / 2**20:.1f} MiB, only "
+            f"{free / 2**20:.1f} MiB free; {WAY_OUT}"
         )
 
 

@@ -58,7 +58,7 @@ def memory_sentence(fitted: Fitted) -> str:
     parameters = sum(row.bytes_per_device for row in rows)
     mib = 2**20
     return (
-        f"{sum(row.count for row in rows):,} parameters; memory a device: {parameters / mib:.1f} MiB parameters "
+        f"{sum(row.count for row in rows):,} parameters; memory per device: {parameters / mib:.1f} MiB parameters "
         f"+ {(state - parameters) / mib:.1f} MiB optimizer and average "
         f"+ {fitted.memory.temporaries / mib:.1f} MiB temporaries"
     )

@@ -1,28 +1,25 @@
 """Progress for a person: a live view on a terminal or in a notebook, a few lines elsewhere. All of it on stderr."""
 
-from collections import deque
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tpuswarm.config.shown import clock, pace, significant
 from tpuswarm.train.describe import ParameterRow
 from tpuswarm.train.diagnose.summary import rows as summary_rows
+from tpuswarm.train.live import Column, Curve, Pace, bar, region, sparkline, table
+from tpuswarm.train.waiting import stderr_console
 
-BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 60
 PLAIN_WIDTH = 120
 """Columns of a log file or pipe."""
-REFRESH_HZ = 2
-"""The view is drawn on the processor that trains; more often would be felt."""
+LOOK = 0.25
+"""Seconds between two pictures that are made of the rows."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,9 @@ class Opening:
     devices: str
     run: str
     steps: int
+    tokens_per_step: int
+    unit: str
+    """What these tokens are: tokens, or rows where a row counts for one."""
     parameters: Sequence[ParameterRow]
     sentences: Sequence[str]
 
@@ -42,15 +42,16 @@ class Display:
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(stderr=True, highlight=False, width=PLAIN_WIDTH)
-        self._steps, self._tenth = 1, 0
+        self._opening: Opening | None = None
+        self._tenth = 0
 
     def open(self, opening: Opening) -> None:
         """Say what is about to be trained."""
-        self._steps = opening.steps
+        self._opening = opening
         self.console.print(
-            f"{opening.title} on {opening.devices}, {opening.steps} steps, in {opening.run}", soft_wrap=True
+            f"{opening.title} on {opening.devices}, {opening.steps:,} steps, in {opening.run}", soft_wrap=True
         )
-        self.console.print(parameter_table(opening.parameters))
+        self.console.print(parameter_table(opening.parameters, self.console.width))
         for sentence in opening.sentences:
             self.note(sentence)
 
@@ -60,14 +61,11 @@ class Display:
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl."""
-        tenth = row["step"] * 10 // self._steps
+        assert self._opening is not None
+        tenth = row["step"] * 10 // self._opening.steps
         if "eval_loss" in row or tenth > self._tenth:
             self._tenth = max(tenth, self._tenth)
-            self.note(row_sentence(row, self._steps))
-
-    def show(self, label: str, text: str) -> None:
-        """Show a text under a label, for example a sample."""
-        self.note(f"{label}: {text}")
+            self.note(row_sentence(row, self._opening))
 
     def summary(self, facts: Mapping[str, Any]) -> None:
         """Say where the time went; facts: of diagnose.summary.Summary."""
@@ -78,121 +76,149 @@ class Display:
         """Leave the screen; may be called twice."""
 
 
-@dataclass
-class _Seen:
+@dataclass(frozen=True)
+class Picture:
     """What the live view draws."""
 
-    opening: Opening
-    row: Mapping[str, Any] = field(default_factory=dict)
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    speeds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
-    label: str = ""
-    text: str = ""
+    title: str
+    run: str
+    step: int
+    steps: int
+    tokens_per_step: int
+    unit: str
+    per_second: float | None = None
+    """Steps."""
+    loss: float | None = None
+    eval_loss: float | None = None
+    eval_step: int | None = None
+    losses: Sequence[float] = ()
+    """Of all steps that this process saw."""
+    ended: bool = False
+    """Nothing goes on, so there is no speed and no time left."""
 
 
 class LiveDisplay(Display):
-    """One panel that is drawn anew twice a second; notes scroll above it."""
+    """A view that is drawn anew twice a second, under what is said."""
 
     def __init__(self, console: Console | None = None):
         super().__init__(console)
         self._live: Live | None = None
-        self._seen: _Seen | None = None
+        self._picture: Picture | None = None
+        self._pace, self._curve = Pace(), Curve()
+        self._began = self._drawn_at = 0.0
 
     def open(self, opening: Opening) -> None:
-        """Say what is about to be trained, then draw the panel."""
+        """Say what is about to be trained, then draw the view."""
         super().open(opening)
-        self._seen = _Seen(opening)
-        self._live = Live(
-            console=self.console, get_renderable=self._draw, refresh_per_second=REFRESH_HZ, redirect_stdout=False
-        )
-        self._live.start()
+        self._picture = Picture(
+            f"{opening.title} on {opening.devices}", opening.run, 0, opening.steps, opening.tokens_per_step,
+            opening.unit,
+        )  # fmt: skip
+        self._began = time.monotonic()
+        self._live = region(self.console, self._draw)
+
+    def note(self, text: str) -> None:
+        """Say one sentence, above the view."""
+        self.console.print(text, markup=False)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl."""
-        assert self._seen is not None
+        assert self._picture is not None
         if "eval_loss" in row:
-            self._seen.evaluation = row
+            self._picture = replace(self._picture, eval_loss=row["eval_loss"], eval_step=row["step"])
             return
-        self._seen.row = row
-        self._seen.losses.append(row["loss"])
-        self._seen.speeds.append(row["tokens_per_s"])
-
-    def show(self, label: str, text: str) -> None:
-        """Show a text under a label inside the panel."""
-        assert self._seen is not None
-        self._seen.label, self._seen.text = label, text
+        now = time.monotonic()
+        self._pace.add(now, row["step"])
+        self._curve.add(row["loss"])
+        if now - self._drawn_at >= LOOK or row["step"] == self._picture.steps:
+            self._drawn_at = now
+            self._picture = replace(
+                self._picture, step=row["step"], per_second=self._pace.per_second, loss=row["loss"],
+                losses=self._curve.means,
+            )  # fmt: skip
 
     def close(self) -> None:
-        """Draw once more and leave the panel on the screen."""
+        """Draw once more and leave the view on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _draw(self) -> RenderableType:
-        seen = self._seen
-        assert seen is not None
-        row, opening = seen.row, seen.opening
-        if not row:
-            return Panel(Text(f"{opening.title} on {opening.devices}: first step …"), title="tpuswarm")
-        facts = Table.grid(padding=(0, 2))
-        facts.add_row("model", opening.title, "devices", opening.devices)
-        facts.add_row("step", f"{row['step']:,} of {opening.steps:,}", "tokens/s", f"{median(seen.speeds):,.0f}")
-        held_out = f"{seen.evaluation['eval_loss']:.4f}" if seen.evaluation else "–"
-        facts.add_row("loss", f"{row['loss']:.4f}", "held-out loss", held_out)
-        parts: list[RenderableType] = [
-            facts,
-            Columns([ProgressBar(total=opening.steps, completed=row["step"], width=WIDTH)]),
-            Text(sparkline(seen.losses), style="cyan"),
-        ]
-        if seen.text:
-            parts += [Text(f"\n{seen.label}", style="bold"), Text(seen.text)]
-        return Panel(Group(*parts), title="tpuswarm", subtitle=opening.run)
+    def _draw(self, width: int, height: int) -> RenderableType:
+        assert self._picture is not None
+        return draw(self._picture, time.monotonic() - self._began, width)
+
+
+def draw(picture: Picture, elapsed: float, width: int) -> RenderableType:
+    """The view of a run, after so many seconds."""
+    speed = picture.per_second
+    left = None if speed is None else (picture.steps - picture.step) / speed
+    at = "" if picture.eval_step is None else f" at step {picture.eval_step:,}"
+    now = (
+        f"   {clock(left)} left   {pace(speed):>15}   "
+        f"{speed_text((speed or 0.0) * picture.tokens_per_step, picture.unit):>18}"
+    )
+    return Group(
+        Text(f"{picture.title}: {picture.run}", overflow="fold"),
+        bar(picture.step, picture.steps, "steps", width),
+        Text(f"{clock(elapsed)} elapsed{'' if picture.ended else now}"),
+        Text(f"loss {significant(picture.loss):9}   held-out loss {significant(picture.eval_loss)}{at}"),
+        *([Text(sparkline(picture.losses, width), style="cyan")] if picture.losses else []),
+    )
 
 
 def auto_display(quiet: bool = False) -> Display:
     """The live view on a terminal or in a notebook, else lines; or nothing, at a host that another one speaks for."""
     if quiet:
         return Display(Console(quiet=True))
-    console = Console(stderr=True, highlight=False)
+    console = stderr_console()
     return LiveDisplay(console) if console.is_terminal or console.is_jupyter else Display()
 
 
-def parameter_table(rows: Sequence[ParameterRow]) -> Table:
-    """Every parameter group with shape, dtype, sharding, frozen, decayed, tied and memory."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("parameter", "shape", "dtype", "sharding", "frozen", "decayed", "tied", "KiB/device"):
-        table.add_column(name, justify="right" if name.startswith("KiB") else "left", no_wrap=True)
-    for row in rows:
-        marks = ["yes" if flag else "" for flag in (row.frozen, row.decayed)]
-        shape = "x".join(map(str, row.shape)) or "scalar"
-        table.add_row(row.path, shape, row.dtype, row.sharding, *marks, row.tied, f"{row.bytes_per_device / 1024:,.1f}")
-    return table
+def parameter_table(rows: Sequence[ParameterRow], width: int) -> Table:
+    """Every parameter with shape, dtype, sharding, frozen, decayed, tied and memory.
+
+    A column in which nothing stands is left out; what is the same of all parameters is said once, under the table.
+    """
+    same = [word for word in ("dtype", "sharding") if len({getattr(row, word) for row in rows}) == 1]
+    names = ("parameter", "shape", "dtype", "sharding", "frozen", "decayed", "tied", "KiB/device")
+    cells = [
+        (
+            row.path,
+            "x".join(map(str, row.shape)) or "scalar",
+            "" if "dtype" in same else row.dtype,
+            "" if "sharding" in same else row.sharding,
+            "yes" if row.frozen else "",
+            "yes" if row.decayed else "",
+            row.tied,
+            f"{row.bytes_per_device / 1024:,.1f}",
+        )
+        for row in rows
+    ]
+    made = table([Column(name, right=name == "KiB/device") for name in names], cells, width)
+    if same:
+        made.caption = f"all {', '.join(getattr(rows[0], word) for word in same)}"
+        made.caption_justify = "left"
+    return made
 
 
 def summary_table(facts: Mapping[str, Any]) -> Table:
     """Where the time went, tokens/s and MFU."""
-    table = Table(box=None, pad_edge=False)
+    made = Table(box=None, pad_edge=False)
     for name in ("where the time went", "", "share"):
-        table.add_column(name, justify="left" if name.startswith("where") else "right")
+        made.add_column(name, justify="left" if name.startswith("where") else "right")
     for row in summary_rows(facts):
-        table.add_row(*row)
-    return table
+        made.add_row(*row)
+    return made
 
 
-def row_sentence(row: Mapping[str, Any], steps: int) -> str:
+def row_sentence(row: Mapping[str, Any], opening: Opening) -> str:
     """A metrics row in words."""
+    where = f"step {row['step']:,} of {opening.steps:,}"
     if "eval_loss" in row:
-        return f"step {row['step']} of {steps}: held-out loss {row['eval_loss']:.4f} over {row['eval_rows']} rows"
-    return f"step {row['step']} of {steps}: loss {row['loss']:.4f}, {row['tokens_per_s']:,.0f} tokens/s"
+        return f"{where}: held-out loss {significant(row['eval_loss'])} over {row['eval_rows']:,} rows"
+    return f"{where}: loss {significant(row['loss'])}, {speed_text(row['tokens_per_s'], opening.unit)}"
 
 
-def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Values as bars, averaged into at most `width` of them."""
-    if not values:
-        return ""
-    size = max(1, -(-len(values) // width))
-    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in means)
+def speed_text(per_second: float, unit: str) -> str:
+    """How fast it goes, in words."""
+    return f"{per_second:,.0f} {unit}/s"

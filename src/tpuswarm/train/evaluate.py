@@ -32,10 +32,12 @@ def evaluate(
     batch: int,
     most_batches: int | None = None,
     leave: Callable[[], bool] = lambda: False,
+    far: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, float], int] | None:
     """Metrics averaged over whole batches of the first epoch, and how many rows that were; None if told to leave.
 
-    Rows that do not fill a last batch are left out; a source smaller than one batch is repeated to fill one.
+    far: is told how far it is. Rows that do not fill a last batch are left out; a source smaller than one batch is
+    repeated to fill one.
     """
     count = max(1, source.rows_per_epoch // batch)
     if most_batches is not None:
@@ -48,5 +50,6 @@ def evaluate(
         found.append(placed.evaluate(state, read_batch(source, spec, sharding, index)))
         if index >= 2:
             jax.block_until_ready(found[index - 2])  # at most two batches wait on the devices
+            far(f"{index - 1:,} of {count:,} batches")
     values = jax.device_get(found)
     return {name: float(np.mean([np.float64(value[name]) for value in values])) for name in values[0]}, count * batch

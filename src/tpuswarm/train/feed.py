@@ -95,5 +95,5 @@ def read_rows(source: Source, spec: Mapping[str, Any], start: int, count: int) -
     got = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in rows.items()}
     want = {name: ((count, *leaf.shape[1:]), np.dtype(leaf.dtype).name) for name, leaf in spec.items()}
     if got != want:
-        raise InputError(f"rows {start} to {start + count} of the data are {got}, the program takes {want}")
+        raise InputError(f"rows {start} to {start + count} of the data are {got}, the program expects {want}")
     return rows

@@ -1,5 +1,6 @@
 """Files that are there whole or not at all, also after a power cut."""
 
+import logging
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tpuswarm.errors import InputError
 
@@ -38,16 +40,22 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def google_storage(url: str) -> Any:
+    """Google Cloud Storage as a file system of fsspec, without a cache of listings; InputError without its library."""
+    try:
+        # Not what gcsfs has as its default, which is for experiments with other kinds of buckets.
+        from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of errors that we raise in words
+    return GCSFileSystem(use_listings_cache=False)
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder that gets the name `path` when all is in it; InputError where something is there already."""
-    if URL.match(str(path)):
-        raise InputError(f"{path} is no local folder; name one, and copy it there afterwards")
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise InputError(f"{path} is there already; name a folder that is new or empty")
+    """A new folder that gets the name `path` when all is in it; InputError where it cannot be new."""
+    require_new(path)
     path = path.resolve()  # what a link names is replaced, not the link
-    if path == Path.cwd():
-        raise InputError(f"{path} is the folder you are in; name a new one within it")
     path.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
     try:
@@ -60,3 +68,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         shutil.rmtree(making, ignore_errors=True)
+
+
+def require_new(path: Path) -> None:
+    """Raise InputError for what is no local folder, and where something is already; touches nothing."""
+    if URL.match(str(path)):
+        raise InputError(f"{path} is not a local folder; use one, and copy it afterwards")
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"{path} already exists; use a new or empty folder")
+    if path.resolve() == Path.cwd():
+        raise InputError(f"{path} is the current folder; use a new one inside it")

@@ -17,12 +17,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import mesh as meshes
 from tpuswarm.train.flops import Flops, model_flops
 from tpuswarm.train.recipe import (
-    PRECISIONS,
     Batch,
     Clock,
     Metrics,
@@ -35,7 +34,6 @@ from tpuswarm.train.recipe import (
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.user_code import blame
 
-SHARDS = ("auto", "replicate", "fsdp")
 BATCH = 32
 """Rows of a step for a recipe that wants no number of its own."""
 STATE_SHARE = 0.6
@@ -57,9 +55,8 @@ class Request:
 
     def options(self, platform: str, kind: str) -> Options:
         """The program's options on devices of this platform and kind, before any choice that depends on memory."""
-        precision = self.precision or default_precision(platform)
-        if precision not in PRECISIONS:
-            raise InputError(f"unknown precision {precision!r}; {did_you_mean(precision, PRECISIONS)}")
+        precision: Any = self.precision or default_precision(platform)
+        check({"precision": precision})
         attention, loop = forms(platform, kind)
         return Options(
             precision=precision,
@@ -158,17 +155,26 @@ def fit(
 
     memory_bytes: what one device has, where neither the device nor its compiler says; refused is told of each way that
     was compiled and does not fit. Raises InputError for a batch that the devices do not divide, an unknown choice, an
-    option the recipe does not honour, a metric that is no scalar, and where nothing fits.
+    option the recipe does not support, a metric that is not a scalar, and where nothing fits.
     """
     mine = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
     memory_bytes = memory_bytes or device_memory(mine)  # another host's does not say
     platform, kind = devices[0].platform, devices[0].device_kind
-    for choice in ways(recipe, request, platform, kind, len(devices), memory_bytes):
+    every = list(ways(recipe, request, platform, kind, len(devices), memory_bytes))
+    with blame(f"batch_spec of {recipe.name} fails"):
+        rows = dict(recipe.program(request.options(platform, kind)).batch_spec(request.batch))
+    last: TooLarge | None = None
+    if memory_bytes is not None and (alone := _bytes(rows) // len(devices)) > memory_bytes:
+        every, last = [], TooLarge(every[-1], alone, 0)  # whatever is compiled, a device holds its rows
+    for choice in every:
+        if last and choice is not every[-1] and _hopeless(choice, last, memory_bytes):
+            continue
         tried = attempt(recipe, request, devices, choice, memory_bytes)
         if isinstance(tried, Fitted):
             return tried
         refused(tried)
         last = tried
+    assert last is not None  # there is always one way
     raise DoesNotFit(recipe.name, request.batch, devices, last, memory_bytes)
 
 
@@ -176,10 +182,9 @@ def ways(
     recipe: Recipe, request: Request, platform: str, kind: str, devices: int, memory_bytes: int | None
 ) -> Iterator[Choice]:
     """What `fit` tries for a request, best first. Raises InputError for what cannot be tried at all."""
-    if request.shard not in SHARDS:
-        raise InputError(f"unknown shard {request.shard!r}; {did_you_mean(request.shard, SHARDS)}")
+    check({"shard": request.shard})
     check_batch(request.batch, devices, request.accumulate or 1)
-    with blame(f"{recipe.name} does not trace"):
+    with blame(f"init of {recipe.name} fails"):
         state_bytes = _state_bytes(recipe, request.options(platform, kind))
     return choices(request, recipe.forms, platform, kind, devices, state_bytes, memory_bytes)
 
@@ -198,7 +203,7 @@ def attempt(
 ) -> Fitted | TooLarge:
     """Compile one step in the way `choice`, whose micro-batches win over the request's."""
     options = request.options(devices[0].platform, devices[0].device_kind)
-    with blame(f"{recipe.name} does not trace"):
+    with blame(f"the loss of {recipe.name} fails"):
         placed, traced = trace(recipe, options, choice, request.batch, meshes.make_mesh(devices))
         needed = 0
         try:
@@ -222,11 +227,11 @@ class DoesNotFit(InputError):
 
     def __init__(self, name: str, batch: int, devices: Sequence[Any], last: TooLarge, memory_bytes: int | None):
         self.batch, self.last, self.memory_bytes = batch, last, memory_bytes
-        need = f"needs {last.needed / 2**30:.2f} GiB a device" if last.needed else "is more than the compiler can place"
-        have = f" of {memory_bytes / 2**30:.2f}" if memory_bytes else ""
+        need = f"needs {last.needed / 2**30:.2f} GiB per device" if last.needed else "is too large for the compiler"
+        have = f", of {memory_bytes / 2**30:.2f} available" if memory_bytes else ""
         super().__init__(
-            f"{name} with batch {batch} does not fit {len(devices)} x {devices[0].device_kind}: even its smallest form "
-            f"({last.choice.why}) {need}{have}; use a smaller batch, a smaller model or more devices"
+            f"{name} with batch {batch} does not fit on {len(devices)} x {devices[0].device_kind}: even its "
+            f"smallest form ({last.choice.why}) {need}{have}; use a smaller batch, a smaller model or more devices"
         )
 
 
@@ -241,7 +246,7 @@ class Refused(RunFailed):
 
 def place(recipe: Recipe, request: Request, devices: Sequence[Any]) -> Placed:
     """A program on `devices` without compiling its step, its large leaves sharded; for evaluation and sampling."""
-    with blame(f"{recipe.name} does not trace"):
+    with blame(f"init of {recipe.name} fails"):
         options = request.options(devices[0].platform, devices[0].device_kind)
         return _place(recipe, options, meshes.make_mesh(devices), "fsdp")
 
@@ -280,7 +285,7 @@ def choices(
     elif request.shard == "fsdp":
         shards = [("fsdp", "sharded, as asked")]
     elif memory_bytes is None or state_bytes <= STATE_SHARE * memory_bytes:
-        shards = [("replicate", f"replicated: {held}"), ("fsdp", f"sharded: {held} and activations are too much")]
+        shards = [("replicate", f"replicated: {held}"), ("fsdp", f"sharded: {held} plus activations is too much")]
     else:
         shards = [("fsdp", f"sharded: {held} is over {STATE_SHARE:.0%} of {memory_bytes / 2**30:.2f} GiB")]
     if "remat" not in honoured:
@@ -296,9 +301,9 @@ def choices(
     if request.accumulate is None and "accumulate" in honoured:
         recomputed = ", layers recomputed" if remats[-1] else ""
         rows = request.batch // devices
-        for count in range(2, rows + 1):
-            if rows % count == 0:
-                yield Choice(shard, remats[-1], count, f"{why}{recomputed}, {count} micro-batches")
+        small = [count for count in range(1, math.isqrt(rows) + 1) if rows % count == 0]
+        for count in sorted({*small, *(rows // count for count in small)} - {1}):
+            yield Choice(shard, remats[-1], count, f"{why}{recomputed}, {count} micro-batches")
 
 
 def device_memory(device: Any) -> int | None:
@@ -315,9 +320,21 @@ def device_memory(device: Any) -> int | None:
     return stats.get("bytes_limit") if stats else None
 
 
+def _hopeless(choice: Choice, tried: TooLarge, memory_bytes: int | None) -> bool:
+    """Whether a way with more micro-batches needs too much even if all but the state shrinks with them."""
+    same = (choice.shard, choice.remat) == (tried.choice.shard, tried.choice.remat)
+    if not tried.needed or memory_bytes is None or not same:
+        return False
+    shrunk = (tried.needed - tried.state) * tried.choice.accumulate / choice.accumulate
+    return choice.accumulate > tried.choice.accumulate and tried.state + shrunk > memory_bytes
+
+
 def _state_bytes(recipe: Recipe, options: Options) -> int:
-    state = _abstract_state(recipe.program(options))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return _bytes(_abstract_state(recipe.program(options)))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _abstract_state(program: Program) -> State:

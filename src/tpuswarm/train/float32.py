@@ -22,8 +22,8 @@ class Float32:
 
     def __str__(self) -> str:
         return (
-            f"products of float32 operands, {self.share:.0%} of all FLOPs, where bf16 was asked: twice the bytes, and "
-            "several passes of the matrix unit at a higher precision; cast the operands to bfloat16"
+            f"float32 matrix products, {self.share:.0%} of all FLOPs, although bf16 was requested: twice the bytes, "
+            "and several passes of the matrix unit at higher precision; cast the operands to bfloat16"
         )
 
 

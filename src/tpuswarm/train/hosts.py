@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpuswarm.errors import InputError
 from tpuswarm.train import platform
 from tpuswarm.train.line import LEFT, LOST, TAKEN, Line, Message, WrongSecret, authenticate, end_process, relay
+from tpuswarm.train.several import host_0
 
 PATIENCE = 120.0
 """Seconds for all hosts of a program to come."""
@@ -34,7 +35,6 @@ RUNTIME_SILENCE = 25
 """Seconds after which JAX's runtime takes a host for dead; the lines are quicker, and say it in a sentence."""
 FAREWELL = 10
 """Seconds that a host which ends waits for the others to end."""
-LAST_PORT = 2**16 - 1
 LOOK = 2.0
 """Seconds between two looks at whether others are still awaited."""
 
@@ -194,7 +194,7 @@ def initialize(
         hosts.start_runtime(name)
         if jax.process_index() != index:
             raise InputError(
-                f"host {index} is worker {jax.process_index()} of its TPU slice; give hosts the workers' numbers"
+                f"host {index} is worker {jax.process_index()} of its TPU slice; number the hosts like the workers"
             )
         hosts.agree({"number of devices": str(jax.local_device_count())})
     except BaseException:
@@ -203,22 +203,12 @@ def initialize(
     return hosts
 
 
-def host_0(address: str, count: int, index: int) -> tuple[str, int]:
-    """Its name and port; InputError for what is no address, and for a host that is not of `count`."""
-    name, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > LAST_PORT:
-        raise InputError(f"{address!r} is no address of host 0: give HOST:PORT, a port up to {LAST_PORT}")
-    if not 0 <= index < count:
-        raise InputError(f"there is no host {index} of {count}: they are counted from 0")
-    return name, int(port)
-
-
 def listen(name: str, port: int) -> socket.socket:
     """Where host 0 awaits the others; InputError where this machine cannot listen."""
     try:
         return socket.create_server((name, port))
     except OSError as error:
-        raise InputError(f"host 0 cannot listen at {name}:{port}: {error.strerror or error}; give another") from error
+        raise InputError(f"host 0 cannot listen on {name}:{port}: {error.strerror or error}; use another") from error
 
 
 def _gather(
@@ -246,13 +236,13 @@ def _gather(
             if together:
                 return lines
             if not awaited():
-                Hosts(0, count, lines).close("it waits no longer", LEFT)
-                raise Absent("host 0 waits no longer for the others")
+                Hosts(0, count, lines).close("it stopped waiting", LEFT)
+                raise Absent("host 0 stopped waiting for the others")
             if time.monotonic() > end:
                 missing = [str(index) for index in range(1, count) if index not in lines]
-                more = f" ({strangers} came without the secret)" if strangers else ""
+                more = f" ({strangers} connected without the secret)" if strangers else ""
                 refused = (
-                    f"host{'s' * (len(missing) > 1)} {', '.join(missing)} did not come to {name}:{port} within "
+                    f"host{'s' * (len(missing) > 1)} {', '.join(missing)} did not connect to {name}:{port} within "
                     f"{seconds:.0f} s{more}; start all {count} with the same address and secret"
                 )
                 Hosts(0, count, lines).close(refused, Absent.exit_code)
@@ -270,9 +260,7 @@ def _gather(
             with coming:  # its line may be lost before it is kept
                 if index in lines or index >= count:
                     line = Line(connection, lambda why, status: None)
-                    line.farewell(
-                        f"it waits for {count - 1} others, each once, and not for another host {index}", TAKEN
-                    )
+                    line.farewell(f"it expects hosts 1 to {count - 1}, each once, not another host {index}", TAKEN)
                 else:
                     lines[index] = Line(connection, partial(lost, index))
 
@@ -286,12 +274,12 @@ def _dial(name: str, port: int, index: int, secret: Secret, end: float) -> dict[
             authenticate(connection, _known(secret), index)
             return {0: Line(connection, partial(_lost, 0, {}))}
         except WrongSecret:
-            raise InputError(f"host 0 at {name}:{port} has another secret; give all hosts the same") from None
+            raise InputError(f"host 0 at {name}:{port} has a different secret; all hosts need the same") from None
         except OSError as error:
             if time.monotonic() > end:
                 raise Absent(
                     f"host 0 did not answer at {name}:{port} within {seconds:.0f} s ({error.strerror or error}); "
-                    "start it, or give this host its address"
+                    "start it, or correct its address"
                 ) from error
             time.sleep(0.1)
 
@@ -320,16 +308,14 @@ def _lost(index: int, lines: Mapping[int, Line], why: str, status: int) -> NoRet
     sentence = f"host {index} is gone ({why})"
     for other in lines.keys() - {index}:
         lines[other].farewell(sentence)
-    end_process(f"{sentence}, so this host ends too; start all of them together again", status)
+    end_process(f"{sentence}, so this host stops too; start all hosts again", status)
 
 
 def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], index: int) -> str | None:
     for name, value in mine.items():
         other = theirs.get(name, "nothing")
         if other != value:
-            return (
-                f"host {index} does not have host 0's {name} ({other[:16]}, not {value[:16]}); give all hosts the same"
-            )
+            return f"host {index} and host 0 disagree on {name} ({other[:16]} vs {value[:16]}); all hosts need the same"
     return None
 
 

@@ -114,7 +114,7 @@ class Line:
         try:
             self._write(json.dumps(about).encode(), data)
         except OSError:
-            self._gone("its connection is closed")
+            self._gone("connection closed")
 
     def receive(self) -> Message | None:
         """The next message, however long it takes; None once the other host has said farewell or is gone."""
@@ -164,9 +164,9 @@ class Line:
                     break
                 self._inbox.put((about, _exactly(self._connection, data_size)))
         except TimeoutError:
-            self._gone(f"nothing was heard from it for {SILENCE:.0f} s")
+            self._gone(f"silent for {SILENCE:.0f} s")
         except OSError:
-            self._gone("its connection is closed")
+            self._gone("connection closed")
         else:
             if about["farewell"]:
                 self._gone(f"it ended: {about['farewell']}", about["status"])

@@ -12,7 +12,7 @@ from tpuswarm.train import checkpoint
 from tpuswarm.train.fit import Placed, Request, place
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Recipe, State
-from tpuswarm.train.run import CONFIG, find_run, read_config
+from tpuswarm.train.run import CONFIG, read_config
 from tpuswarm.train.settings import differences
 from tpuswarm.train.user_code import build_recipe
 
@@ -28,6 +28,7 @@ def alone(facts: Callable[[], Mapping[str, str]]) -> None:
 class LoadedRun:
     """A run's newest whole checkpoint on devices."""
 
+    folder: Path
     config: dict[str, Any]
     recipe: Recipe
     placed: Placed
@@ -47,42 +48,22 @@ def load_run(
     config = read_config(folder)
     if not config["recipe"]["target"]:
         raise InputError(
-            f"{folder} was trained by a program of its own; put its recipe into a file and train file.py:Recipe "
-            "to use it from here"
+            f"{folder} was trained by a Python program; to use it here, put its recipe into a file and train "
+            "file.py:Recipe"
         )
     saved, notes = checkpoint.newest(folder / "checkpoints")
     if saved is None:
-        raise InputError(f"{folder} has no whole checkpoint" + "".join(f"; {note}" for note in notes))
+        raise InputError(f"{folder} has no intact checkpoint" + "".join(f"; {note}" for note in notes))
     agree(lambda: _begun_with(folder, saved.digest))
     recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     train = config["train"]
     names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
     placed = place(recipe, Request(**{name: train.get(name) for name in names}), devices)
-    return LoadedRun(config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
-
-
-def find_parent(name: str | Path) -> str:
-    """What --init-from means: the absolute path of a run; a published model, for the recipe to read, as it is written.
-
-    A folder within it (hf:DIR) is made absolute.
-    """
-    folder = find_run(str(name))
-    if (folder / CONFIG).exists():
-        return str(folder.resolve())
-    kind, colon, place = str(name).partition(":")
-    return f"{kind}:{Path(place).expanduser().resolve()}" if colon and Path(place).expanduser().is_dir() else str(name)
-
-
-def parent_options(parent: str, maker: Any) -> dict[str, Any]:
-    """The options that give the parameters at `parent` (of `find_parent`) their meaning, for a recipe of `maker`."""
-    if not (Path(parent) / CONFIG).exists():
-        return maker.options_at(parent) if hasattr(maker, "options_at") else {}
-    options = read_config(Path(parent))["recipe"]["options"]
-    return {name: value for name, value in options.items() if name in getattr(maker, "identity", ())}
+    return LoadedRun(folder, config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
 
 
 def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = alone) -> Any:
-    """The exchanged leaves of another run, or of a published model that the recipe reads, in the shardings of `onto`.
+    """The shared parameters of another run, or of a published model that the recipe reads, in the shardings of `onto`.
 
     What one name means may differ from host to host (a disk of its own, an older cache): they agree on what they read.
     Raises InputError where a leaf is missing, extra or of another shape, and where it means something else (another
@@ -94,8 +75,8 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = al
     folder = Path(parent)
     if "swarm" in read_config(folder):
         raise InputError(
-            f"{folder} is the run of a swarm, which --init-from does not read: write its model with `tpuswarm export "
-            f"{folder} OUT --format hf`, and begin with --init-from hf:OUT"
+            f"--init-from cannot read a swarm's run yet: run `tpuswarm export {folder} OUT`, then use "
+            "--init-from hf:OUT"
         )
     loaded = load_run(folder, list(onto.mesh.devices.flat), agree=agree)
     meant = [{name: each.options().get(name) for name in recipe.identity} for each in (loaded.recipe, recipe)]
@@ -107,7 +88,7 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = al
     if wrong:
         name = wrong[0]
         raise InputError(
-            f"{folder} holds another model: {len(wrong)} parameters differ, the first {name} "
+            f"{folder} holds a different model: {len(wrong)} parameters differ, the first {name} "
             f"({shapes[0].get(name, 'missing')} there, {shapes[1].get(name, 'missing')} here)"
         )
     return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.profiler import StepTraceAnnotation
 
+from tpuswarm.config.shown import unit
 from tpuswarm.config.units import Every
 from tpuswarm.errors import RunFailed, TpuswarmError
 from tpuswarm.train.checkpoint import Checkpoints
@@ -27,9 +28,10 @@ from tpuswarm.train.outputs import Outputs
 from tpuswarm.train.profile import TRACE, Profiler
 from tpuswarm.train.recipe import Metrics, State
 from tpuswarm.train.report import write_report
-from tpuswarm.train.run import METRICS, read_rows, writing
+from tpuswarm.train.run import METRICS, SAMPLE, command_line, read_rows, writing
 from tpuswarm.train.session import Session
-from tpuswarm.train.stop import StopDecision, decide_stop
+from tpuswarm.train.stop import Interrupted, StopDecision, decide_stop
+from tpuswarm.train.waiting import waiting
 
 
 class Step(NamedTuple):
@@ -111,7 +113,7 @@ class Loop:
             if self._saved < self._done:
                 self._save(wait=True)
             self._checkpoints.wait()
-            self._event("stopped", f"the loop was left after step {self._done}; the same command goes on from there")
+            self._event("stopped", f"the loop was left after step {self._done}; the same command resumes from there")
             self._sum_up()
             raise
         except TpuswarmError as error:
@@ -123,8 +125,13 @@ class Loop:
             self._event("failed", reason)
             raise RunFailed(
                 f"the devices failed around step {self._done} ({reason}); the checkpoint of step {self._saved} "
-                "stands: the same command goes on from there"
+                "is safe, and the same command resumes from it"
             ) from error
+        except Interrupted:  # for the second time
+            with suppress(RunFailed):
+                safe = f"the checkpoint of step {self._saved} is safe"
+                self._event("stopped", f"interrupted twice: step {self._done} was not saved; {safe}")
+            raise
         except BaseException as error:  # whatever ended it, the run should say so
             with suppress(RunFailed):
                 self._event("failed", f"{type(error).__name__}: {error}")
@@ -139,17 +146,21 @@ class Loop:
     def _open(self) -> None:
         session, fitted = self._session, self._session.fitted
         mesh = fitted.mesh
+        session.begin()
+        self._outputs.open()
         self._display.open(
             Opening(
                 title=session.recipe.name,
                 devices=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
                 run=str(session.run.folder),
                 steps=session.steps,
+                tokens_per_step=session.tokens_per_step,
+                unit=unit(fitted.program.tokens_per_row),
                 parameters=parameter_rows(fitted),
                 sentences=[memory_sentence(fitted), *session.notes],
             )
         )
-        self._event("started", f"from step {self._done}")
+        self._outputs.event(self._done, "started", f"from step {self._done}", command=command_line())
         for note in session.notes:
             self._event("note", note)
         self._outputs.findings(self._done, self._watch.at_start(fitted, session.settings["batch"]))
@@ -191,7 +202,7 @@ class Loop:
                 now = time.monotonic()
                 due = [self._save_every.due(self._done, now - self._saved_at)]
                 due.append(self._evaluation_due(now - self._evaluated_at))
-                save, evaluate = self._together.same("what is due", due)
+                save, evaluate = self._together.same("deciding what is due", due)
                 if (save or evaluate) and self._done < session.steps and not self._stopping():
                     yield from self._flush()
                     if save:
@@ -215,18 +226,27 @@ class Loop:
             self._last = last_row(session.run.folder) | self._last
         elif to_evaluate or self._done > session.first_step:
             self._sum_up()
-            with writing(session.run.folder / "report.html"):
+            if (text := self._sample()) is not None:
+                session.run.write_event(SAMPLE, step=self._done, text=text)
+            with writing(session.run.folder / "report.html"), waiting("writing the report"):
                 write_report(session.run.folder)
         else:
-            self._display.note(f"{session.run.folder} is finished: nothing is left to do")
+            self._display.note(f"{session.run.folder} is finished; nothing left to do")
             self._last = last_row(session.run.folder) | self._last
         self._event("finished", f"{self._done} steps")
 
+    def _sample(self) -> str | None:
+        """What the model writes, for the report; None where it does not, or is spread over several hosts."""
+        if jax.process_count() > 1:
+            return None
+        with waiting("writing a sample"):
+            return self._session.recipe.sampled(self._state)
+
     def _end_early(self, asked: Signals) -> str:
-        """Save or not, as the notice allows; what happened in words."""
-        left = max(0.0, self._session.settings["notice"] - self._together.since())
+        """Save or not, as the grace period allows; what happened in words."""
+        left = max(0.0, self._session.settings["grace"] - self._together.since())
         decision = decide_stop(asked, self._checkpoints.seconds, self._checkpoints.busy, left)
-        decision = StopDecision(*self._together.same("how to stop", decision))
+        decision = StopDecision(*self._together.same("deciding how to stop", decision))
         if decision.save and self._saved < self._done:
             self._save(wait=True)
         with self._watch.times.during(times.CHECKPOINTS):
@@ -234,10 +254,9 @@ class Loop:
         message = f"{decision.reason}: " + (
             f"saved at step {self._done}"
             if self._saved == self._done
-            else f"step {self._done} is not saved, the checkpoint of step {self._saved} stands"
+            else f"step {self._done} was not saved; the checkpoint of step {self._saved} is safe"
         )
         self._event("stopped", message)
-        self._display.note(f"{message}; the same command goes on from there")
         self._sum_up()
         return message
 
@@ -269,8 +288,10 @@ class Loop:
         session, start = self._session, time.monotonic()
         assert session.validation is not None
         batch = session.settings["batch"]
-        with self._watch.times.during(times.EVALUATION):
-            found = evaluate(session.fitted, self._state, session.validation, batch, EVAL_BATCHES, leave=self._stopping)
+        with self._watch.times.during(times.EVALUATION), waiting("evaluating") as far:
+            found = evaluate(
+                session.fitted, self._state, session.validation, batch, EVAL_BATCHES, leave=self._stopping, far=far
+            )
         if found is None:
             return []
         values, rows = found
@@ -293,7 +314,7 @@ class Loop:
     def _evaluated(self) -> bool:
         rows = read_rows(self._session.run.folder / METRICS)
         found = [_figures(row) for row in rows if row["step"] == self._done and "eval_loss" in row]
-        found = self._together.same("evaluations", found[-1:])
+        found = self._together.same("evaluating", found[-1:])
         self._last |= found[-1] if found else {}
         return bool(found)
 
@@ -309,7 +330,8 @@ class Loop:
         wall_s = self._session.wall_s + start - self._began
         self._checkpoints.save(self._done, self._state, {"wall_s": wall_s})
         if wait:
-            self._checkpoints.wait()
+            with waiting(f"saving step {self._done}"):
+                self._checkpoints.wait()
         self._saved = self._done
         self._saved_at = time.monotonic()
         self._read_at += self._saved_at - start
@@ -320,7 +342,7 @@ class Loop:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         self._checkpoints.wait()
         raise RunFailed(
-            f"not a finite number at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} stands: "
+            f"NaN or infinity at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} is safe; "
             "a lower learning rate or --clip may help"
         )
 

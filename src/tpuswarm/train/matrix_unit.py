@@ -32,8 +32,8 @@ class Underfilled:
 
     def __str__(self) -> str:
         return (
-            f"a dimension of {self.size} fills {self.fill:.0%} of the {self.unit}x{self.unit} matrix unit, which costs "
-            f"{self.waste:.0%} of its time; a multiple of {self.unit} would fill it"
+            f"a dimension of {self.size} fills only {self.fill:.0%} of the {self.unit}x{self.unit} matrix unit and "
+            f"wastes {self.waste:.0%} of its time; use a multiple of {self.unit}"
         )
 
 

@@ -1,7 +1,6 @@
 """Devices, the mesh over them, and where each array of a state lies."""
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tpuswarm.config.limits import parse_devices
 from tpuswarm.errors import InputError
 
 AXIS = "data"
@@ -24,28 +24,17 @@ def select_devices(which: str | int | Sequence[int], devices: Sequence[Any]) -> 
     Raises InputError for more devices than there are, and for an index out of range.
     """
     have = f"this machine has {len(devices)} ({devices[0].device_kind})"
-    if isinstance(which, str):
-        text = which.strip()
-        if text == "all":
-            return list(devices)
-        if re.fullmatch(r"-?\d+", text):
-            which = int(text)
-        elif re.fullmatch(r"\[\s*\d+(\s*,\s*\d+)*\s*\]", text):
-            which = [int(number) for number in re.findall(r"\d+", text)]
-        else:
-            raise InputError(f"devices is all, a number such as 8, or indices such as [5], not {text!r}")
-    if isinstance(which, int):
-        if which < 1:
-            raise InputError(f"devices must be 1 or more, not {which}")
-        if which > len(devices):
-            raise InputError(f"{which} devices were asked for, {have}; use --devices all")
-        return list(devices[:which])
-    wrong = [index for index in which if not 0 <= index < len(devices)]
-    if wrong or not which:
-        raise InputError(f"device index {wrong[0] if wrong else 'missing'} is out of range: {have}, counted from 0")
-    if len(set(which)) != len(which):
-        raise InputError(f"devices {list(which)} names a device twice")
-    return [devices[index] for index in which]
+    wanted = parse_devices(which)
+    if wanted is None:
+        return list(devices)
+    if isinstance(wanted, int):
+        if wanted > len(devices):
+            raise InputError(f"{wanted} devices were asked for, {have}; use --devices all")
+        return list(devices[:wanted])
+    wrong = [index for index in wanted if not 0 <= index < len(devices)]
+    if wrong or not wanted:
+        raise InputError(f"devices: index {wrong[0] if wrong else 'missing'} is out of range: {have}, counted from 0")
+    return [devices[index] for index in wanted]
 
 
 def make_mesh(devices: Sequence[Any]) -> Mesh:

@@ -16,10 +16,13 @@ class Outputs:
     """Rows and events, each to everyone whom it concerns; of several hosts only the one that writes is heard."""
 
     def __init__(self, run: Run, display: Display, first_step: int):
-        self._run, self._display = run, display
+        self._run, self._display, self._first_step = run, display, first_step
         self._boards: list[Board | wandb_log.WandbLog] = []
-        if run.writes:
-            self._boards.append(Board(run.folder / "tensorboard", first_step))
+
+    def open(self) -> None:
+        """Begin to write."""
+        if self._run.writes:
+            self._boards.append(Board(self._run.folder / "tensorboard", self._first_step))
 
     def open_wandb(self, step: int, project: str) -> None:
         """Send the rows to a project of W&B as well; InputError where it refuses."""

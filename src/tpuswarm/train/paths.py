@@ -27,7 +27,8 @@ def mask(tree: Any, pattern: str | None, what: str) -> Any:
     except re.error as error:
         raise InputError(f"{what} {pattern!r} is not a regular expression: {error}") from error
     if not any(found):
-        raise InputError(f"{what} {pattern!r} matches none of the parameters: {', '.join(names)}")
+        rate = " (its rate is --weight-decay)" if what == "decay" and re.fullmatch(r"[\d.e+-]+", pattern) else ""
+        raise InputError(f"{what} {pattern!r} matches none of the parameters{rate}: {', '.join(names)}")
     return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 

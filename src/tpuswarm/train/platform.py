@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.waiting import waiting
 
 if TYPE_CHECKING:
     import jax
@@ -38,12 +39,26 @@ def has_gpu() -> bool:
     return plugin and Path("/dev/nvidiactl").exists()
 
 
+def load_jax() -> None:
+    """Import JAX, which reads its settings then; InputError for one that it does not take."""
+    if "jax" in sys.modules:
+        return
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not (has_tpu() or has_gpu()):
+        keep_freed_memory()  # before there is a second thread
+    try:
+        with waiting("loading JAX", short=0.0):
+            import jax  # noqa: F401
+    except ValueError as error:
+        raise InputError(f"JAX does not take an environment variable: {error}; correct or unset it") from error
+
+
 def prepare(deterministic: bool = False) -> None:
     """Choose JAX's platforms, turn on its persistent compilation cache, set up the memory; nothing changes twice.
 
     An installed libtpu prints errors on a machine without a TPU unless JAX is told not to look for one; a platform
     chosen by the user (JAX_PLATFORMS) stands. `deterministic` makes GPU kernels repeat bit for bit.
     """
+    load_jax()
     import jax
 
     if deterministic and "--xla_gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", ""):
@@ -79,8 +94,8 @@ def local_devices() -> "list[jax.Device]":
     prepare()
     try:
         return list(jax.local_devices())
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # a platform whose plugin is not installed fails an assertion
+        reason = str(error).splitlines()[0] if str(error) else "that platform is not installed here"
         raise InputError(
-            f"JAX finds no devices (JAX_PLATFORMS={jax.config.values['jax_platforms']}): {first}"
+            f"JAX finds no devices (JAX_PLATFORMS={jax.config.values['jax_platforms']}): {reason}; correct or unset it"
         ) from error

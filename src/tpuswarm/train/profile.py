@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from tpuswarm.train.files import write_atomically
 from tpuswarm.train.run import Run, writing
 
@@ -69,6 +67,8 @@ class Profiler:
             self._take_request(done)
         if self._start_after is None or done < self._start_after:
             return None
+        import jax
+
         self._start_after = None
         try:
             jax.profiler.start_trace(self._folder)
@@ -82,6 +82,8 @@ class Profiler:
         self._done = done
         if self._end_after is None or done < self._end_after:
             return None
+        import jax
+
         jax.block_until_ready(metrics)
         return self.close()
 
@@ -90,6 +92,8 @@ class Profiler:
         if self._end_after is None:
             return None
         steps, self._end_after = f"steps {self._began} to {self._done}", None
+        import jax
+
         before = set(self._made())
         try:
             jax.profiler.stop_trace()
@@ -98,9 +102,9 @@ class Profiler:
                 shutil.rmtree(folder, ignore_errors=True)
             _forget_trace()
             reason = "the disk is full" if "No space left" in str(error) else str(error).splitlines()[0]
-            return f"the trace of {steps} could not be written: {reason}; training goes on without it"
+            return f"the trace of {steps} could not be written: {reason}; training continues without it"
         folder = self._folder
-        return f"trace of {steps} in {folder}; to see it: {HOW_TO_OPEN.format(folder=folder)}"
+        return f"trace of {steps} in {folder}; to open it: {HOW_TO_OPEN.format(folder=folder)}"
 
     def _made(self) -> list[Path]:
         return list((self._folder / "plugins/profile").glob("*"))

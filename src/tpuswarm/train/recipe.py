@@ -9,24 +9,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
-
-import jax
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tpuswarm.errors import InputError
 
+if TYPE_CHECKING:  # a recipe is made, and its options checked, before JAX is loaded
+    import jax
+    import numpy as np
+
 State = Any
-"""A pytree of arrays: everything a run needs to go on, besides its place in the data."""
+"""A pytree of arrays: everything a run needs to continue, except its position in the data."""
 
 Batch = Mapping[str, Any]
 """Arrays by name; the first axis of each is the row."""
 
-Metrics = Mapping[str, jax.Array]
+Metrics = Mapping[str, "jax.Array"]
 """Scalars by name; `loss` is always among them."""
 
 Precision = Literal["bf16", "f32", "highest"]
-PRECISIONS: tuple[Precision, ...] = ("bf16", "f32", "highest")
+
+
+SAMPLED = 200
+"""Tokens of the sample in a report."""
 
 
 def default_precision(platform: str) -> Precision:
@@ -36,16 +40,16 @@ def default_precision(platform: str) -> Precision:
 
 @dataclass(frozen=True)
 class Options:
-    """How a program is to compute; the first six are the user's, the last four are chosen by fit.py.
+    """How a program should compute; the first six are set by the user, the last four are chosen by fit.py.
 
-    A program raises InputError, naming it, for one of the first six that it does not honour.
+    A program raises InputError for any of the first six that it does not support, naming it.
 
     - precision: `bf16` computes in bfloat16 over float32 weights, `f32` in float32 with the hardware's usual matmul
       passes, `highest` in float32 with full-precision matmuls and convolutions.
-    - accumulate: micro-batches a step is split into.
+    - accumulate: micro-batches per step.
     - clip: largest global norm of the gradient.
-    - freeze, decay: regular expressions searched in parameter paths such as `blocks/attn/qkv/w`.
-    - ema: decay of the moving average of the parameters, a step.
+    - freeze, decay: regular expressions, searched in parameter paths such as `blocks/attn/qkv/w`.
+    - ema: decay per step of the moving average of the parameters.
     - attention: `xla`, `cudnn` or `splash`; remat: recompute layers in the backward pass; loop: over layers.
     """
 
@@ -61,26 +65,24 @@ class Options:
     loop: Literal["scan", "unroll"] = "scan"
 
     def require_only(self, *honoured: str, by: str) -> None:
-        """Raise InputError for an option of the user's that is set and not among those `by` honours."""
+        """Raise InputError for an option that the user set and `by` does not support."""
         usual: dict[str, Any] = {field.name: field.default for field in fields(self)}
         usual["precision"] = default_precision(self.platform)
         for name in ("precision", "accumulate", "clip", "freeze", "decay", "ema"):
             if name not in honoured and getattr(self, name) != usual[name]:
-                raise InputError(f"{by} does not honour {name} (asked: {getattr(self, name)}); leave it out")
+                raise InputError(f"{by} does not support {name} ({getattr(self, name)}); leave it out")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Clock:
-    """Where a step stands in its run, given by the host.
+class Clock(NamedTuple):
+    """The position of a step in its run, passed in by the host.
 
     key: the run's typed PRNG key, the same at every step (fold `step` into it); step: int32, updates done before this
     one; progress: float32, the share of the run's tokens consumed before this step, 0 to 1.
     """
 
-    key: jax.Array
-    step: jax.Array | np.int32
-    progress: jax.Array | np.float32
+    key: "jax.Array"
+    step: "jax.Array | np.int32"
+    progress: "jax.Array | np.float32"
 
 
 class Exchange(NamedTuple):
@@ -91,13 +93,13 @@ class Exchange(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """What a program says of one parameter leaf."""
+    """What a program knows about one parameter leaf."""
 
     path: str
     frozen: bool
     decayed: bool
     tied: str
-    """The other use of the same leaf, for example `output head`; empty where there is none."""
+    """The other use of the same leaf, for example `output head`; empty if there is none."""
 
 
 class Program(ABC):
@@ -107,8 +109,8 @@ class Program(ABC):
     """Tokens that one row counts for; 1 where rows are not text."""
 
     @abstractmethod
-    def init(self, key: jax.Array, shared: Any = None) -> State:
-        """A fresh state from a typed key, around `shared` (what `exchange().get` gives) where it is given.
+    def init(self, key: "jax.Array", shared: Any = None) -> State:
+        """A fresh state from a typed key, built around the parameters `shared` (from `exchange().get`) if given.
 
         Traced under jit with the shardings of the run.
         """
@@ -122,12 +124,12 @@ class Program(ABC):
         """The metrics of one batch without an update, without randomness."""
 
     @abstractmethod
-    def batch_spec(self, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+    def batch_spec(self, size: int) -> "Mapping[str, jax.ShapeDtypeStruct]":
         """Shapes and dtypes of a batch of `size` rows."""
 
     @abstractmethod
     def exchange(self) -> Exchange:
-        """The leaves a swarm shares."""
+        """The parameters that a swarm shares."""
 
     @abstractmethod
     def parameters(self, state: State) -> list[Parameter]:
@@ -137,11 +139,11 @@ class Program(ABC):
 class Source(Protocol):
     """One infinite seeded order of rows.
 
-    May also have `rows_per_epoch` (int; without it `--epochs` and validation over one epoch are refused) and `digest`
-    (str, of the content; a run refuses to go on with another).
+    Optional: `rows_per_epoch` (int; without it `--epochs` and validation are refused) and `digest` (str, of the
+    content; a run refuses to resume with another).
     """
 
-    def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
+    def rows(self, start: int, count: int) -> "dict[str, np.ndarray]":
         """Rows start to start + count of the order, as arrays whose first axis is `count`."""
         ...
 
@@ -151,28 +153,28 @@ class Recipe(ABC):
 
     name: str = "recipe"
     target: str = ""
-    """`module:name` that rebuilds it; empty for one made in a program."""
+    """`module:name` that rebuilds it; empty if it was built in a program."""
     given: Mapping[str, Any] = MappingProxyType({})
-    """The arguments that `target` was called with, its plain defaults included."""
+    """The arguments that `target` was called with, including its plain defaults."""
     forms: tuple[str, ...] = ()
-    """Which of fit.py's ways out of too little memory its programs honour: `remat`, `accumulate`."""
+    """Which of fit.py's ways to save memory its programs support: `remat`, `accumulate`."""
     identity: tuple[str, ...] = ()
-    """Options that give the parameters their meaning, a tokenizer for example: equal wherever they are taken over."""
+    """Options that give the parameters their meaning, such as the tokenizer; `--init-from` copies them."""
     home: Path | None = None
-    """The run it is built again for, or whose parameters it takes over: there lies what `keep` wrote."""
+    """The run it is rebuilt for, or whose parameters it starts from: the folder that `keep` wrote to."""
     defaults: Mapping[str, Any] = MappingProxyType({})
-    """Run settings this recipe wants when the user names none: `batch`, `steps`, `clip`, `decay`, …"""
+    """Run settings to use when the user sets none: `batch`, `steps`, `clip`, `decay`, …"""
 
     @abstractmethod
     def program(self, options: Options) -> Program:
-        """The pure functions; raises InputError for an option it does not honour."""
+        """The pure functions; raises InputError for an option it does not support."""
 
     @abstractmethod
     def data(self, split: str) -> Source:
-        """The rows of `train`, `validation` or `all`; InputError where a split does not exist."""
+        """The rows of `train`, `validation` or `all`; InputError if there is no such split."""
 
     def options(self) -> dict[str, Any]:
-        """The arguments that build this recipe again, resolved: plain values that TOML can hold."""
+        """The arguments that rebuild this recipe, resolved: plain values that TOML can hold."""
         return dict(self.given)
 
     def share(self, folder: Path) -> dict[str, Any]:
@@ -194,13 +196,13 @@ class Recipe(ABC):
         A recipe that reads parameters of others, with `load_shared`, may take their tokenizer with them in this way.
         """
         raise InputError(
-            f"{place} is no run of tpuswarm (it has no config.toml), and {cls.name} takes parameters from nothing else"
+            f"{place} is not a tpuswarm run (it has no config.toml), and {cls.name} can only start from one"
         )
 
     def load_shared(self, place: str, like: Any) -> Any:
         """Parameters at `place`, which is no run: what `exchange().get` gives, in the shardings of `like`."""
         raise InputError(
-            f"{place} is no run of tpuswarm (it has no config.toml), and {self.name} takes parameters from nothing else"
+            f"{place} is not a tpuswarm run (it has no config.toml), and {self.name} can only start from one"
         )
 
     def shared_digest(self, place: str) -> str:
@@ -209,14 +211,23 @@ class Recipe(ABC):
         Only asked for where a program runs over several hosts.
         """
         raise InputError(
-            f"{self.name} has no shared_digest, by which hosts compare their {place}: write one beside load_shared, or "
-            "begin with a run"
+            f"{self.name} has no shared_digest, by which hosts compare their {place}: define it next to load_shared, "
+            "or start from a run"
         )
 
     def sample(self, state: State, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """A continuation of `prompt` by a trained state, where the model can make one."""
-        raise InputError(f"{self.name} does not make samples")
+        raise InputError(f"{self.name} cannot generate text")
+
+    def sampled(self, state: State) -> str | None:
+        """A short sample for a report; None where the model makes none. A fault in `sample` is told in its place."""
+        try:
+            return self.sample(state, "", tokens=SAMPLED, temperature=0.8, seed=0)
+        except InputError:
+            return None
+        except Exception as error:  # noqa: BLE001  # a user's method; the run has succeeded, whatever it does
+            return f"no sample: {type(error).__name__}: {error}"
 
     def export(self, state: State, folder: Path) -> None:
         """Write a trained state into `folder` in Hugging Face's form, where the model has one."""
-        raise InputError(f"{self.name} has no form of Hugging Face")
+        raise InputError(f"{self.name} cannot be exported to Hugging Face")

@@ -5,20 +5,28 @@ import fcntl
 import itertools
 import json
 import os
+import shlex
+import sys
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
 
+from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train import schema
 from tpuswarm.train.files import write_atomically
 
-CONFIG, METRICS, EVENTS, LOCK = "config.toml", "metrics.jsonl", "events.jsonl", "lock"
+CONFIG, METRICS, EVENTS, LOCK = "config.toml", schema.METRICS, schema.EVENTS, "lock"
+CHECKPOINTS, COMMITS = "checkpoints", "commits"
+RUNS = Path("runs")
+"""Where runs are that nobody named a place for."""
+SAMPLE = "sample"
+"""The event of a text that the model made."""
 LAST = ("finished", "stopped", "failed")
 """Events that end a process's work on a run; without one of them it was killed."""
 
@@ -29,20 +37,26 @@ class Run:
     writes = True
     """Whether this process is the one that writes it."""
 
-    def __init__(self, folder: Path):
-        """Make or take the directory; InputError if a living process has it, naming its pid."""
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"{folder} is a file, not a run directory")
-        if folder.is_dir() and not is_run(folder) and any(folder.iterdir()):
-            raise InputError(f"{folder} holds other things and is no run; give a new or empty directory with --run")
-        self.folder = folder
+    def __init__(self, folder: Path | None, name: str = ""):
+        """Make or take the directory, for None a new one in ./runs for a recipe's `name`.
+
+        InputError if a living process has it, naming its pid, and if its files lack some.
+        """
+        place = folder or RUNS
         try:
+            self._made = [each for each in (place, *place.parents) if not each.exists()]
+            folder = folder or new_folder(name)
+            require_usable(folder)
+            self.folder = folder
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = (folder / LOCK).open("a+")
         except OSError as error:
-            raise InputError(f"{folder} cannot be a run directory: {error.strerror}; give another --run") from error
+            where = "" if error.filename in (None, str(place)) else f"{error.filename}: "
+            raise InputError(
+                f"{place} cannot be a run directory: {where}{error.strerror}; use another --run"
+            ) from error
         if not self._take():
-            raise InputError(f"{folder} is in use by process {holder(folder)}; stop it first, or give another --run")
+            raise InputError(f"{folder} is in use by process {holder(folder)}; stop it first, or use another --run")
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
@@ -60,7 +74,7 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         """Where the checkpoints lie."""
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     def config(self) -> dict[str, Any] | None:
         """The resolved configuration; None in a new directory."""
@@ -76,14 +90,16 @@ class Run:
         path = self.folder / METRICS
         if not path.exists():
             return 0
-        lines = path.read_bytes().splitlines(keepends=True)
+        with reading(path):
+            lines = path.read_bytes().splitlines(keepends=True)
         kept = 0
-        for line in lines:
-            row = _parse(line)
-            if row is None or row["step"] > step:
+        for number, line in enumerate(lines, 1):
+            row = schema.parse_row(METRICS, line)
+            if row and row["step"] > step:
                 break
-            kept += 1
-        os.truncate(path, sum(len(line) for line in lines[:kept]))
+            kept = number if row else kept  # a damaged line with whole ones behind it stays
+        with writing(path):
+            os.truncate(path, sum(len(line) for line in lines[:kept]))
         return len(lines) - kept
 
     def write_metrics(self, row: Mapping[str, Any]) -> None:
@@ -109,7 +125,8 @@ class Run:
         if not (self.folder / CONFIG).exists():
             (self.folder / LOCK).unlink(missing_ok=True)  # two threads may come to the end of a run
             with suppress(OSError):  # it holds something else
-                self.folder.rmdir()
+                for each in dict.fromkeys((self.folder, *self._made)):
+                    each.rmdir()
         self.close()
 
     def close(self) -> None:
@@ -148,6 +165,11 @@ class FollowedRun(Run):
         """Nothing."""
 
 
+def command_line() -> str:
+    """What this process was started with, as it is typed."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
 def append_event(folder: Path, event: str, **facts: Any) -> None:
     """Append one thing that happened to the events.jsonl of the run in `folder`, which this process holds."""
     append_rows(folder / EVENTS, [{"time": time.time(), "event": event, **facts}])
@@ -176,49 +198,9 @@ class Life(NamedTuple):
     """Why it stopped or failed, where it did."""
 
 
-@dataclass(frozen=True)
-class Status:
-    """What can be seen of a run from outside."""
-
-    run: str
-    state: str
-    """As in Life."""
-    pid: int | None
-    recipe: str
-    step: int
-    steps: int
-    tokens: int
-    loss: float | None
-    eval_loss: float | None
-    tokens_per_s: float | None
-    message: str
-    """Why it stopped or failed, where it did."""
-
-
-def status(folder: Path) -> Status:
-    """The status of a run; InputError if the folder is none."""
-    config = read_config(folder)
-    train: dict[str, Any] = {}
-    evaluation: dict[str, Any] = {}
-    for row in read_rows(folder / METRICS):
-        if "eval_loss" in row:
-            evaluation = row
-        else:
-            train = row
-    life = read_life(folder)
-    return Status(
-        run=str(folder),
-        state=life.state,
-        pid=life.pid,
-        recipe=config["recipe"]["name"],
-        step=train.get("step", 0),
-        steps=config["train"]["steps"],
-        tokens=train.get("tokens", 0),
-        loss=train.get("loss"),
-        eval_loss=evaluation.get("eval_loss"),
-        tokens_per_s=train.get("tokens_per_s"),
-        message=life.message,
-    )
+def stopped_sentence(folder: Path, message: str) -> str:
+    """What is said of a run that was asked to stop, in whatever way; message: of its last event."""
+    return f"{folder}: {message}; the same `tpuswarm train` command resumes it"
 
 
 def read_life(folder: Path) -> Life:
@@ -236,84 +218,122 @@ def read_life(folder: Path) -> Life:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run, or was about to become one."""
-    return (folder / CONFIG).exists() or (folder / LOCK).exists()
+    """Whether a folder is a run, was about to become one, or is what damage left of one."""
+    if (folder / LOCK).exists() or _left_something(folder):
+        return True
+    try:
+        return {"recipe", "train"} <= tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")).keys()
+    except (OSError, ValueError):
+        return False
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a folder is a run, or what is left of one, that more than a lock is there of."""
+    return is_run(folder) and ((folder / CONFIG).exists() or _left_something(folder))
+
+
+def _left_something(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (METRICS, EVENTS))
+
+
+def require_usable(folder: Path) -> None:
+    """Raise InputError for what can neither become a run nor be resumed."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file, not a run directory")
+    if folder.is_dir() and not is_run(folder) and any(folder.iterdir()):
+        raise InputError(f"{folder} is not empty and is not a run; use a new or empty directory for --run")
+    require_whole(folder)
+
+
+def require_whole(folder: Path) -> None:
+    """Raise InputError for a run without the files that it would go on from.
+
+    No kill leaves one like this: config.toml is written first, and a checkpoint or commit is begun before any row.
+    """
+
+    def holds(name: str) -> bool:
+        path = folder / name
+        return any(each.name.removesuffix(".json").isdigit() for each in path.iterdir()) if path.is_dir() else False
+
+    metrics = next(read_rows(folder / METRICS), None) is not None
+    if (folder / CONFIG).exists():
+        kept = COMMITS if "swarm" in read_config(folder) else CHECKPOINTS
+        if metrics and not holds(kept):
+            raise InputError(
+                f"{folder} has {METRICS} but no {kept}/ to resume from; restore a copy of it, or use another --run to "
+                "start over"
+            )
+    elif found := [METRICS] * metrics + [f"{name}/" for name in (CHECKPOINTS, COMMITS) if holds(name)]:
+        raise InputError(
+            f"{folder} has {' and '.join(found)} but no {CONFIG}, which says what was trained; restore a copy of it, "
+            "or use another --run to start over"
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a run; InputError if the folder is no run."""
+    """The configuration of a run, as train/schema.py has it; InputError if the folder is no run, or it is damaged."""
+    path = folder / CONFIG
+    if not path.exists():
+        if _left_something(folder):
+            raise InputError(f"{folder} has no {CONFIG}, which says what was trained; restore a copy of it")
+        what = f"is not a run (it has no {CONFIG})" if folder.exists() else "does not exist"
+        raise InputError(f"{folder} {what}; `tpuswarm status` lists the runs in ./runs")
     try:
-        config = tomllib.loads((folder / CONFIG).read_text())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        what = "is no run (it has no config.toml)" if folder.exists() else "does not exist"
-        raise InputError(f"{folder} {what}; `tpuswarm status` lists the runs in ./runs") from error
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{folder / CONFIG} cannot be read: {error}") from error
-    if not {"recipe", "train"} <= config.keys():
-        raise InputError(f"{folder} is no run: its config.toml is of something else")
-    return config
+        read_toml(path, schema.Config)
+    except InputError as error:
+        if not is_run(folder):
+            raise InputError(f"{folder} is not a run: its {CONFIG} belongs to something else") from error
+        raise InputError(f"{error}; fix it, or restore a copy") from error
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of a JSON lines file; torn lines are left out."""
+    """The whole rows of metrics.jsonl or events.jsonl; torn and damaged lines are left out."""
     if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
-            row = _parse(line)
+        with reading(path):
+            lines = path.read_bytes().splitlines(keepends=True)
+        for line in lines:
+            row = schema.parse_row(path.name, line)
             if row is not None:
                 yield row
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and line.endswith(b"\n") else None
-
-
 def holder(folder: Path) -> int | None:
-    """The pid of the living process that holds a run; None where there is none."""
-    try:
-        with (folder / LOCK).open("r") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(file.read().strip() or 0)
-    except FileNotFoundError:
-        pass
+    """The pid of the living process that holds a run, 0 where it has not said it yet; None where there is none."""
+    path = folder / LOCK
+    if not path.exists():
+        return None
+    with reading(path), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = file.read().strip()
+            return int(pid) if pid.isdigit() else 0
     return None
 
 
-def find_run(name: str, runs: Path = Path("runs")) -> Path:
-    """The folder meant by RUN: a path, the name of one in ./runs, or `last`, the one written to most recently."""
-    if name == "last":
-        found = list_runs(runs)
-        if not found:
-            raise InputError(f"there are no runs in {runs}; start one with `tpuswarm train`")
-        return max(found, key=lambda folder: (folder / EVENTS).stat().st_mtime if (folder / EVENTS).exists() else 0)
-    folder = Path(name)
-    return runs / name if not folder.exists() and (runs / name).is_dir() else folder
-
-
-def list_runs(runs: Path = Path("runs")) -> list[Path]:
-    """The runs in a folder, by name."""
-    found = []
-    for folder in sorted(runs.glob("*")):
-        with suppress(InputError):  # a folder of something else
-            read_config(folder)
-            found.append(folder)
-    return found
-
-
-def new_folder(name: str, runs: Path = Path("runs")) -> Path:
-    """A new folder in ./runs with a name that was free: gpt2-tiny-1, gpt2-tiny-2, …"""
-    runs.mkdir(exist_ok=True)
-    for number in itertools.count(1):
-        folder = runs / f"{name}-{number}"
-        with suppress(FileExistsError):
-            folder.mkdir()
-            return folder
+def new_folder(name: str, runs: Path = RUNS) -> Path:
+    """A new folder in ./runs with a name that was free: gpt2-tiny-1, gpt2-tiny-2, …; InputError where none can be."""
+    try:
+        runs.mkdir(exist_ok=True)
+        for number in itertools.count(1):
+            folder = runs / f"{name}-{number}"
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        reason = "it is a file" if runs.is_file() else error.strerror
+        raise InputError(f"no run can be made in ./{runs}: {reason}; say where with --run") from error
     raise AssertionError("unreachable")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn a failed read into InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -322,8 +342,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason, way = ("the disk is full", "make room") if full else (error.strerror or error, "fix that")
         raise RunFailed(
-            f"{path} could not be written: {reason}; what was saved or committed stands: "
-            "make room and start the same command again"
+            f"{path} could not be written: {reason}; what was saved or committed is safe: {way} and start the same "
+            "command again"
         ) from error

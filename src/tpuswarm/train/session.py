@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,16 +14,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError
 from tpuswarm.train import checkpoint, platform
 from tpuswarm.train.evaluate import FiniteSource
 from tpuswarm.train.fit import BATCH, Fitted, Request, fit
 from tpuswarm.train.load import load_parameters
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
-from tpuswarm.train.run import FollowedRun, Run, new_folder
+from tpuswarm.train.run import FollowedRun, Run
 from tpuswarm.train.settings import FIXED, FREE, count_steps, differences, refuse_differences
-from tpuswarm.train.together import Several, Together, join
+from tpuswarm.train.several import Several
+from tpuswarm.train.stop import held
+from tpuswarm.train.together import Together, join
 from tpuswarm.train.user_code import blame, file_digest
+from tpuswarm.train.waiting import waiting
 
 STEPS = 1_000
 """For a recipe that wants nothing else."""
@@ -46,8 +51,16 @@ class Session:
     save_seconds: float | None
     """What the checkpoint gone on from took to save."""
     step_key: jax.Array
+    config: dict[str, Any]
+    """For config.toml."""
     notes: list[str]
     """Sentences for the user: what was resumed, what was passed over."""
+
+    def begin(self) -> None:
+        """Write the configuration: from now on the directory is a run, and stays."""
+        if self.run.writes:
+            self.recipe.keep(self.run.folder)
+        self.run.write_config(self.config)
 
     @property
     def steps(self) -> int:
@@ -71,17 +84,21 @@ def prepare(
     tokens: int | None,
     epochs: float | None,
     folder: Path | None,
+    ends: ExitStack,
     hosts: Several | None = None,
 ) -> Session:
     """Take the run directory, resolve every setting, compile, and restore or make the state.
 
     asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
-    that cannot be done as asked; the directory is let go then, and the other hosts end.
+    that cannot be done as asked; the other hosts end then. ends: when it is closed, the directory is let go, and
+    removed where the session has not begun.
     """
     if hosts and folder is None:
-        raise InputError("a run over several hosts needs --run, a directory on a disk that they share")
+        raise InputError("a run over several hosts needs --run, a directory on a shared disk")
     follows = hosts is not None and hosts.index > 0
-    run = FollowedRun(folder) if folder and follows else Run(folder or new_folder(recipe.name))
+    with held():  # else the directory could be there without anybody to let it go
+        run = FollowedRun(folder) if folder and follows else Run(folder, recipe.name)
+        ends.callback(run.abandon)
     together = Together()
     try:
         stored = (run.config() or {}).get("train", {})
@@ -91,7 +108,6 @@ def prepare(
         return _prepare(run, together, recipe, dict(asked), tokens, epochs)
     except BaseException:
         together.__exit__(*sys.exc_info())
-        run.abandon()
         raise
 
 
@@ -116,26 +132,36 @@ def resolve(
     epochs: float | None,
     platform: str,
     devices: int,
+    may_grow: bool = False,
 ) -> Resolved:
-    """What was asked, what the run has and what the recipe wants, as one set of settings."""
+    """What was asked, what the run has and what the recipe wants, as one set of settings.
+
+    may_grow: more steps than the run has are no other configuration, where nothing in a step depends on its progress.
+    """
     config = run.config()
     stored = dict(config["train"]) if config else {}
     with blame(f"the data of {recipe.name} failed"):
         source = recipe.data("train")
     asked["data"] = getattr(source, "digest", None)
     batch = asked["batch"] or stored.get("batch") or _default_batch(recipe, devices, asked["accumulate"] or 1)
-    with blame(f"{recipe.name} does not trace"):
-        tokens_per_row = recipe.program(Options()).tokens_per_row
+    with blame(f"{recipe.name} fails"):
+        program = recipe.program(Options())
+        tokens_per_row = program.tokens_per_row
     rows_per_epoch = getattr(source, "rows_per_epoch", None)
     asked["steps"] = count_steps(asked["steps"], tokens, epochs, batch * tokens_per_row, rows_per_epoch, batch)
     changed: list[str] = []
     if config:
         found = _recipe_differences(config, recipe, asked)
-        changed = found + differences(stored, {name: asked.get(name) for name in FIXED})
+        fixed = {name: asked.get(name) for name in FIXED}
+        scheduled = getattr(program, "scheduled", True)  # a program that does not say may use the clock's progress
+        if may_grow and not scheduled and (fixed["steps"] or 0) > stored["steps"]:
+            fixed["steps"] = None
+        changed = found + differences(stored, fixed)
     usual = {"steps": STEPS, "seed": 0, "deterministic": False, **recipe.defaults}
     usual["precision"] = default_precision(platform)
     settings = {name: _first(asked.get(name), stored.get(name), None if config else usual.get(name)) for name in FIXED}
     settings |= {"batch": batch} | {name: asked[name] for name in FREE}
+    check(settings)  # what comes from tokens, from epochs and from the recipe as well
     return Resolved(settings, source, tokens_per_row, config, changed)
 
 
@@ -143,50 +169,56 @@ def _prepare(
     run: Run, together: Together, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
 ) -> Session:
     devices = together.devices(asked["devices"])
-    resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices))
+    with waiting(f"reading the data of {recipe.name}"):
+        resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
     refuse_differences(run.folder, resolved.changed)
     settings, source, config = resolved.settings, resolved.source, resolved.config
     batch = settings["batch"]
     together.agree(lambda: facts(recipe, settings, source))
-    fitted = fit(recipe, request(settings), devices)
+    with waiting(f"compiling {recipe.name} for {len(devices)} x {devices[0].device_kind}"):
+        fitted = fit(recipe, request(settings), devices)
     together.agree(lambda: {"form of the program": f"{fitted.choice.why}, {fitted.choice.accumulate} micro-batches"})
     validation = held_out(recipe, required=asked["eval_every"] is not None)
     saved, damaged = _last_saved(run, together)
     shared = None
     if saved is None and settings["init_from"]:
-        shared = load_parameters(settings["init_from"], recipe, fitted, together.agree)
-    _write_config(run, recipe, settings, fitted)
+        with waiting(f"reading the parameters of {settings['init_from']}"):
+            shared = load_parameters(settings["init_from"], recipe, fitted, together.agree)
+    written = configuration(recipe, settings) | {"chosen": chosen(fitted)}
 
     notes = [f"{fitted.choice.why}; {fitted.options.precision}"]
     if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
-        notes.append(f"batch {batch}, so that {len(devices)} devices divide it")
+        notes.append(f"batch {batch}, a multiple of {len(devices)} devices")
     notes += damaged
     init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
     first_step, wall_s, save_seconds = 0, 0.0, None
     if saved is not None:
-        state = checkpoint.restore(saved, fitted.state)
-        first_step, wall_s, save_seconds = saved.step, float(saved.about["wall_s"]), saved.seconds
+        with waiting(f"restoring the checkpoint of step {saved.step}"):
+            state = checkpoint.restore(saved, fitted.state)
+        first_step, wall_s, save_seconds = saved.step, saved.about.get("wall_s", 0.0), saved.seconds
         cut = run.cut_metrics(first_step)
         notes.append(f"resumed from the checkpoint of step {first_step}" + (f"; {cut} later rows cut" if cut else ""))
     else:
-        run.cut_metrics(0)
+        if cut := run.cut_metrics(0):
+            notes.append(f"starting over: no checkpoint was finished; {cut} rows of metrics cut")
         if shared is not None:
             notes.append(f"parameters from {settings['init_from']}")
-        state = fitted.init(init_key, shared)
+        with waiting("making the parameters"):
+            state = fitted.init(init_key, shared)
     return Session(
         run, together, recipe, settings, fitted, source, validation, state, first_step, wall_s, save_seconds, step_key,
-        notes,
+        written, notes,
     )  # fmt: skip
 
 
 def _last_saved(run: Run, together: Together) -> tuple[checkpoint.Saved | None, list[str]]:
     """The checkpoint to go on from, what is newer put out of its way; and sentences about damaged ones."""
     if not together.leads:
-        there = together.same("the checkpoint to go on from", dict[str, Any]())
+        there = together.same("choosing the checkpoint", dict[str, Any]())
         return (checkpoint.Saved(**there | {"folder": run.checkpoints / there["folder"]}) if there else None), []
     saved, damaged = checkpoint.newest(run.checkpoints)
     checkpoint.set_aside(run.checkpoints, saved)
-    together.same("the checkpoint to go on from", {**vars(saved), "folder": saved.folder.name} if saved else {})
+    together.same("choosing the checkpoint", {**vars(saved), "folder": saved.folder.name} if saved else {})
     return saved, damaged
 
 
@@ -244,15 +276,11 @@ def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
             return None
     if getattr(source, "rows_per_epoch", None) is None:
         if required:
-            raise InputError(f"the validation data of {recipe.name} has no rows_per_epoch, so no end to evaluate to")
+            raise InputError(
+                f"the validation data of {recipe.name} has no rows_per_epoch, so evaluation would never end"
+            )
         return None
     return source
-
-
-def _write_config(run: Run, recipe: Recipe, settings: Mapping[str, Any], fitted: Fitted) -> None:
-    if run.writes:
-        recipe.keep(run.folder)
-    run.write_config(configuration(recipe, settings) | {"chosen": chosen(fitted)})
 
 
 def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:

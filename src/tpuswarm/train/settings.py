@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tpuswarm.config.units import MOST, check_number
 from tpuswarm.errors import InputError
 
 FIXED = (
@@ -22,13 +23,13 @@ FIXED = (
 )
 """Settings that make a run what it is; the others may change when it is resumed."""
 
-FREE = ("devices", "shard", "save_every", "keep", "eval_every", "notice")
+FREE = ("devices", "shard", "save_every", "keep", "eval_every", "grace")
 
 
 def differences(stored: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
     """A phrase for each asked setting (None is not asked) that is not the stored one."""
     return [
-        f"{name} is {_shown(stored.get(name))} there, {_shown(value)} was asked"
+        f"{name} was {_shown(stored.get(name))}, now {_shown(value)}"
         for name, value in asked.items()
         if value is not None and stored.get(name) != value
     ]
@@ -41,11 +42,17 @@ def _shown(value: Any) -> str:
 
 def refuse_differences(where: Any, found: list[str]) -> None:
     """Raise InputError for a run directory of another recipe or configuration, naming all that differs."""
-    if found:
+    if not found:
+        return
+    if found[0].startswith("steps was ") and len(found) == 1:
         raise InputError(
-            f"{where} is a run of another configuration: {'; '.join(found)}; "
-            f"only {', '.join(FREE)} may change on resume, so give another --run"
+            f"{where}: {found[0]}, and its learning rate follows a schedule made for that length; to train its "
+            f"parameters further, begin another run with --init-from {where}"
         )
+    raise InputError(
+        f"{where} has a different configuration: {'; '.join(found)}; "
+        f"only {', '.join(FREE)} may change on resume; use another --run"
+    )
 
 
 def count_steps(
@@ -67,8 +74,7 @@ def count_steps(
     if len(given) > 1:
         raise InputError(f"give one of steps, tokens and epochs, not {' and '.join(given)}")
     for name, value in given.items():
-        if not 0 < value < math.inf:
-            raise InputError(f"{name} must be above 0, not {value}")
+        check_number(value, name, above=0, most=MOST)
     if tokens is not None:
         return -(-tokens // tokens_per_step)
     if epochs is not None:
@@ -94,6 +100,6 @@ def check_batch(batch: int, devices: int, accumulate: int, fewer: bool = True) -
     some, smaller = next(ways, (devices, accumulate))
     other = [f"--devices {some}"] * (some != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
     raise InputError(
-        f"a batch of {batch} rows does not divide over devices ({devices}) x micro-batches ({accumulate}) = {unit}; "
-        f"use --batch {math.ceil(batch / unit) * unit}{' or ' * bool(other)}{' '.join(other)}"
+        f"a batch of {batch} rows does not divide evenly over devices ({devices}) x micro-batches ({accumulate}) = "
+        f"{unit}; use --batch {math.ceil(batch / unit) * unit}{' or ' * bool(other)}{' '.join(other)}"
     )

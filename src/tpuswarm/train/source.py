@@ -1,4 +1,4 @@
-"""Seeded infinite orders: the row that stands at a place is a pure function of the place."""
+"""Seeded infinite orders: the row at a position is a pure function of the position."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -17,9 +17,9 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows (int64) at the places from start to start + count, epoch by epoch.
+    """The rows (int64) at positions start to start + count, epoch by epoch.
 
-    Each epoch holds every row once, in an order of its own.
+    Each epoch has every row once, in its own order.
     """
     stop = start + count
     while start < stop:
@@ -30,15 +30,15 @@ def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator
 
 
 class ArraySource:
-    """Arrays with a common first axis; each epoch a new permutation of all rows, from `seed`.
+    """Arrays with a common first axis; every epoch is a new permutation of all rows, drawn from `seed`.
 
-    `digest` covers names, shapes, dtypes and contents, the contents of memory maps apart.
+    `digest` covers names, shapes, dtypes and contents, except the contents of memory maps.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], seed: int = 0):
         sizes = {name: len(array) for name, array in arrays.items()}
         if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
-            raise InputError(f"data arrays need one common, non-zero number of rows, not {sizes}")
+            raise InputError(f"data arrays need the same, non-zero number of rows, not {sizes}")
         self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
         self._seed = seed
         self.rows_per_epoch = next(iter(sizes.values()))

@@ -1,42 +1,162 @@
-"""Being asked to stop: Ctrl-C, and the notice before a preemption."""
+"""Being asked to stop: Ctrl-C, the notice before a preemption, a terminal that closes."""
 
+import os
 import signal
+import sys
 import threading
 import time
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from signal import Signals
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple, NoReturn
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN = 0.02
+"""Seconds until a signal that came at a bad moment is looked at again."""
+
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+
+
+def _install(handler: Handler) -> dict[Signals, Any]:
+    """The handlers before. A SIGHUP that is ignored stays so: that is what nohup asks for."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}  # Python gives it no signals
+    wanted = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    return {each: signal.signal(each, handler) for each in wanted}
+
+
+def _restore(handlers: dict[Signals, Any]) -> None:
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+
+
+class Interrupted(KeyboardInterrupt):
+    """One of SIGNALS ends what this process does; nothing has to be saved first."""
+
+    def __init__(self, asked: Signals):
+        super().__init__(asked.name)
+        self.asked = _Process.taken = asked
+
+
+class _Process:
+    """What is true of the whole process."""
+
+    holds = 0
+    """How many parts of it must not be cut short."""
+    taken: Signals | None = None
+    """The signal that was raised."""
+
+
+class Interrupts:
+    """From when it is made, a signal raises Interrupted in the main thread, once what it does there can be cut short.
+
+    A library that is being imported cannot: C++ code crashes, or an `except` of its own swallows what was raised. Nor
+    can what is `held`, and what Python runs between two lines (`__del__`, a callback of the garbage collector). The
+    signal comes again shortly after. For a whole process: nothing puts the handlers back.
+    """
+
+    def __init__(self) -> None:
+        _Process.taken = None
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
+        _install(self._take)
+
+    def end(self, code: int | None) -> NoReturn:
+        """End the process: with `code`, or as the signal that was raised has it, whatever has become of that since.
+
+        None is the code of what was interrupted and has not said so.
+        """
+        _install(signal.SIG_IGN)
+        taken = _Process.taken
+        if taken == signal.SIGINT or (taken is None and code is None):
+            sys.stderr.write("interrupted\n")
+        elif taken is not None:
+            sys.stderr.write(f"ended by {taken.name}\n")
+        if taken is not None:
+            self._end_at_once(128 + taken)
+        _install(lambda number, frame: self._end_at_once(128 + number))
+        sys.exit(128 + signal.SIGINT if code is None else code)
+
+    def _end_at_once(self, code: int) -> NoReturn:
+        """Without Python's own tidying up, in which threads of JAX that still compile crash."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # closed, or not there
+                stream.flush()
+        os._exit(code)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if _Process.taken is not None and number != signal.SIGINT:
+            return  # it is on its way out
+        if _Process.holds or _importing(frame):
+            self._again(number)
+            return
+        raise Interrupted(Signals(number))
+
+    def _again(self, number: int) -> None:
+        timer = threading.Timer(AGAIN, signal.raise_signal, [number])
+        timer.daemon = True
+        timer.start()
+
+    def _swallowed(self, what: Any) -> None:
+        if isinstance(what.exc_value, Interrupted):
+            _Process.taken = None
+            self._again(what.exc_value.asked)
+        else:
+            self._unraisable(what)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Keep Interrupted away from what has to be done as a whole, and shortly."""
+    _Process.holds += 1
+    try:
+        yield
+    finally:
+        _Process.holds -= 1
+
+
+loads_user_code: set[CodeType] = set()
+"""Functions that import a file of the user's, which may do anything as it is read: it can be interrupted."""
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether the innermost import under way is that of a library."""
+    inside = False
+    while frame is not None:
+        machinery = frame.f_code.co_filename.startswith("<frozen importlib")
+        if inside and not machinery:
+            return frame.f_code not in loads_user_code
+        inside, frame = machinery, frame.f_back
+    return inside
 
 
 class StopSignals:
-    """Takes the first Ctrl-C or SIGTERM as a wish to stop after the step under way; a second Ctrl-C interrupts.
+    """Takes the first of SIGNALS as a wish to stop after the step under way; a second Ctrl-C interrupts.
 
     Off the main thread Python gives no signals, and this does nothing.
     """
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
+        self.asked: Signals | None = None
         self._asked_at = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._take) for each in SIGNALS}
+        self._before = _install(self._take)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        _restore(self._before)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.ask(signal.Signals(number))
+            raise Interrupted(signal.SIGINT)
+        if self.asked is None or number != signal.SIGHUP:  # SIGTERM after Ctrl-C: there is less time now
+            self.ask(Signals(number))
 
-    def ask(self, wish: signal.Signals) -> None:
+    def ask(self, wish: Signals) -> None:
         """Ask to stop, as the signal does."""
         self.asked, self._asked_at = wish, time.monotonic()
 
@@ -52,15 +172,15 @@ class StopDecision(NamedTuple):
     reason: str
 
 
-def decide_stop(asked: signal.Signals, save_seconds: float | None, busy: bool, left: float) -> StopDecision:
-    """Save at Ctrl-C always; at SIGTERM if what a save takes fits the `left` seconds of the notice.
+def decide_stop(asked: Signals, save_seconds: float | None, busy: bool, left: float) -> StopDecision:
+    """Save at Ctrl-C always; at SIGTERM and SIGHUP if what a save takes fits the `left` seconds of the notice.
 
     A save under way must end first.
     """
     if asked == signal.SIGINT:
         return StopDecision(True, "interrupted")
     if save_seconds is None:
-        return StopDecision(False, f"no save was measured yet, so none is begun in the {left:.1f} s left")
+        return StopDecision(False, f"no save has been timed yet, so none was started with {left:.1f} s left")
     needed = save_seconds * (2 if busy else 1)
     if needed <= left:
         return StopDecision(True, f"a save takes {needed:.1f} s of the {left:.1f} s left")

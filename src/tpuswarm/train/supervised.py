@@ -1,4 +1,4 @@
-"""A whole recipe from one loss function; honours every option."""
+"""A complete recipe from one loss function; supports every option."""
 
 import functools
 import sys
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tpuswarm.config.limits import check
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.train import paths
@@ -32,13 +33,13 @@ Loss = Callable[[Any, Batch, jax.Array | None], Any]
 """`loss(params, batch, key) -> scalar` or `-> (scalar, metrics)`: means over the batch; no key in evaluation."""
 
 RESERVED = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version")
-"""Columns of metrics.jsonl that a loss's own metrics cannot have."""
+"""Columns of metrics.jsonl; a loss's own metrics cannot use these names."""
 
 NUMERIC = (jax.Array, np.ndarray, np.generic, float, int)
 """What a loss or a metric may be, before its shape is looked at."""
 
 DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema")
-"""Settings of a run that a recipe may have wishes for."""
+"""Run settings for which a recipe may set defaults."""
 
 
 @jax.tree_util.register_dataclass
@@ -71,12 +72,10 @@ class SupervisedProgram(Program):
         tied: Mapping[str, str] | None = None,
     ):
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
+        self.scheduled = schedule is not None
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
         self.tokens_per_row = tokens_per_row
-        if options.ema is not None and not 0 < options.ema < 1:
-            raise InputError(f"ema must be between 0 and 1, not {options.ema}")
-        if options.clip is not None and options.clip <= 0:
-            raise InputError(f"clip must be above 0, not {options.clip}")
+        check({"ema": options.ema, "clip": options.clip})
         ready = isinstance(optimizer, optax.GradientTransformation)
         if ready == (schedule is not None) or not (ready or callable(optimizer)):
             raise InputError(
@@ -146,7 +145,10 @@ class SupervisedProgram(Program):
         ]
 
     def _trained(self, params: Any) -> Any:
-        return jax.tree.map(lambda frozen: not frozen, paths.mask(params, self._options.freeze, "freeze"))
+        frozen = paths.mask(params, self._options.freeze, "freeze")
+        if self._options.freeze is not None and all(jax.tree.leaves(frozen)):
+            raise InputError(f"freeze {self._options.freeze!r} matches every parameter: nothing is left to train")
+        return jax.tree.map(lambda each: not each, frozen)
 
     def _decayed(self, params: Any) -> Any:
         return paths.mask(params, self._options.decay, "decay")
@@ -241,7 +243,7 @@ class Supervised(Recipe):
         self.name = Path(getattr(module, "__file__", None) or "recipe").stem
 
     def program(self, options: Options) -> SupervisedProgram:
-        """The program; honours every option."""
+        """The program; supports every option."""
         row = {name: np.asarray(array) for name, array in self.data("train").rows(0, 1).items()}
 
         def spec(size: int) -> dict[str, jax.ShapeDtypeStruct]:

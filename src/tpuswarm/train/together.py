@@ -4,12 +4,10 @@ A program over several hosts runs when all of them dispatch it, in one order. Th
 depends on a clock, a signal or a file is host 0's decision, which the others hear from it.
 """
 
-import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
@@ -19,54 +17,17 @@ import jax
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import line, platform
-from tpuswarm.train.hosts import Hosts, host_0, initialize
+from tpuswarm.train.hosts import Hosts, initialize
 from tpuswarm.train.mesh import select_devices
+from tpuswarm.train.several import Several
 from tpuswarm.train.stop import StopSignals
 
-PORT = 8490
-"""Where host 0 listens if nobody says; the TPU's own software uses ports from 8470 on, JAX 8482."""
 SECRET = "secret"
 """The file in the run directory by which hosts know each other, there while they come together."""
 LOOK = 3.0
 """Seconds that a file written by host 0 may take to be seen at another host."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Several:
-    """Which of several hosts this process is."""
-
-    count: int
-    index: int
-    at: str
-    """HOST:PORT where host 0 listens for the others."""
-
-
-def several(
-    count: int | None, index: int | None, at: str | None, environment: Mapping[str, str] = os.environ
-) -> Several | None:
-    """What was asked, completed by what GKE and JAX's users set on the workers of a slice; None for one host.
-
-    Raises InputError where something is missing.
-    """
-    if count is None:
-        if index is not None or at is not None:
-            raise InputError("--host and --hosts-at are of a run over several hosts: give --hosts as well")
-        return None
-    if count < 1:
-        raise InputError(f"hosts must be 1 or more, not {count}")
-    number = environment.get("TPU_WORKER_ID", "")
-    first = environment.get("TPU_WORKER_HOSTNAMES", "").partition(",")[0]
-    index = int(number) if index is None and number.isdigit() else index
-    at = f"{first}:{PORT}" if at is None and first else at
-    if index is None or at is None:
-        missing = [name for name, value in (("--host", index), ("--hosts-at", at)) if value is None]
-        raise InputError(
-            f"a run over {count} hosts needs --hosts, --host, --hosts-at: give {' and '.join(missing)} as well"
-        )
-    host_0(at, count, index)
-    return Several(count, index, at) if count > 1 else None
 
 
 class Together:
@@ -104,7 +65,9 @@ class Together:
         if self._hosts is None:
             return select_devices(which, platform.local_devices())
         if which != "all":
-            raise InputError(f"devices={which} is of one host; a run over several uses all of theirs")
+            raise InputError(
+                f"devices={which} works on one host only; a run over several hosts uses all of their devices"
+            )
         return list(jax.devices())
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
@@ -120,11 +83,11 @@ class Together:
             self._hosts.send({"about": about, "value": value})
             return value
         message = self._hosts.receive()
-        there = message[0]["about"] if message else "its end"
+        there = message[0]["about"] if message else "done"
         if message is None or there != about:
             raise RunFailed(
-                f"host 0 has come to {there} and this host to {about}: all hosts have to run the same program, and "
-                "leave its loop at the same step"
+                f"host 0 is {there}, this host is {about}: all hosts must run the same program and leave its loop "
+                "at the same step"
             )
         return message[0]["value"]
 
@@ -169,9 +132,9 @@ def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Together:
     """
     place = folder / SECRET
     if asked.index:
-        _say(f"this is host {asked.index} of {asked.count}: it comes to {asked.at}, and host 0 shows the progress")
+        _say(f"this is host {asked.index} of {asked.count}; connecting to {asked.at}; host 0 shows the progress")
         return Together(initialize(asked.at, asked.count, asked.index, lambda: _read(place, asked)))
-    _say(f"this is host 0 of {asked.count}: the others come to {asked.at}")
+    _say(f"this is host 0 of {asked.count}; waiting for the others at {asked.at}")
     secret = secrets.token_hex(32).encode()
     line.witnesses.append(lambda why: place.unlink(missing_ok=True))  # where the process ends within `initialize`
     line.witnesses.append(lost)
@@ -200,7 +163,7 @@ def _read(place: Path, asked: Several) -> bytes:
             pass  # not there yet, or never
         if time.monotonic() > end:
             raise InputError(
-                f"host 0 answers at {asked.at}, but host {asked.index} does not see its run directory at "
-                f"{place.parent.absolute()}: give all hosts the same --run, on a disk that they share"
+                f"host 0 answers at {asked.at}, but host {asked.index} cannot see its run directory "
+                f"{place.parent.absolute()}: use the same --run on all hosts, on a shared disk"
             )
         time.sleep(0.1)

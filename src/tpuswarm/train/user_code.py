@@ -15,12 +15,16 @@ from typing import Any, Literal, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.platform import prepare
 from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.stop import loads_user_code
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
 OUR_RECIPES = OUR_FOLDER / "recipes"
+OUR_MODULES = "tpuswarm."
+"""These import JAX where they need it."""
 INSTALLED = ("site-packages", "<frozen", "dist-packages", sys.base_prefix)
 
 
@@ -41,15 +45,17 @@ def blame(what: str) -> Iterator[None]:
         yield
     except TpuswarmError:
         raise
-    except Exception as error:  # anything can be wrong in a user's file; what is not from one is raised again
+    except (Exception, SystemExit) as error:  # anything can be in a user's file; what is not from one is raised again
         place = _user_line(error)
         if place is None:
             raise
+        if isinstance(error, SystemExit):
+            raise InputError(f"{what}: it ends the program with sys.exit ({place})") from error
         message = " ".join(str(error).split()) or "no message"
         raise InputError(f"{what}: {type(error).__name__}: {message[:500]} ({place})") from error
 
 
-def _user_line(error: Exception) -> str | None:
+def _user_line(error: BaseException) -> str | None:
     """file:line of the innermost frame outside of us and of installed packages; None where there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -99,8 +105,11 @@ def find_maker(target: str) -> Any:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise InputError(f"a recipe is a name, module:Recipe or file.py:Recipe, not {target!r}")
-    prepare()  # the file may use JAX as it is read
-    with blame(f"{place} does not import"):
+    if place.endswith(".py"):
+        _check_file(Path(place))
+    if not place.startswith(OUR_MODULES):
+        prepare()  # the file may use JAX as it is read
+    with blame(f"{place} cannot be imported"):
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     maker = getattr(module, name, None)
     if maker is None:
@@ -111,16 +120,26 @@ def find_maker(target: str) -> Any:
     return maker
 
 
+def _check_file(path: Path) -> None:
+    """Raise InputError for what cannot be a file of Python: its own errors name no file."""
+    if not path.is_file():
+        raise InputError(f"there is no recipe file {path}")
+    try:
+        binary = b"\0" in path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    if binary:
+        raise InputError(f"{path} is binary, not a file of Python")
+
+
 def _import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise InputError(f"there is no module {error.name}, looked for to find the recipe in {name}") from error
+        raise InputError(f"there is no module {error.name}, needed for the recipe in {name}") from error
 
 
 def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no recipe file {path}")
     name = f"tpuswarm_recipe_{path.stem}"  # no library's name, whatever the file is called
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -131,6 +150,9 @@ def _import_file(path: Path) -> Any:
         sys.path.append(folder)  # for the files beside it
     spec.loader.exec_module(module)
     return module
+
+
+loads_user_code.add(_import_file.__code__)
 
 
 def option_types(maker: Any) -> dict[str, Any]:
@@ -150,15 +172,13 @@ def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = No
     for name, value in options.items():
         if name not in types:
             raise InputError(f"{target.rpartition(':')[2]} has no option {name}; {did_you_mean(name, types)}")
-        values[name] = _typed(name, value, types[name])
+        values[name] = typed(name, value, types[name])
     try:
         call = inspect.signature(maker).bind(**values)
     except TypeError as error:
-        raise InputError(
-            f"{target} was not given all that it needs: {error}; options are written --name value"
-        ) from error
+        raise InputError(f"{target} needs more options: {error}; options are written --name value") from error
     call.apply_defaults()
-    with blame(f"{target} does not make a recipe"):
+    with blame(f"{target} fails to make a recipe"):
         recipe = maker(**values)
     if not isinstance(recipe, Recipe):
         raise InputError(f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; return supervised(...)")
@@ -169,11 +189,15 @@ def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = No
     return recipe
 
 
-def _typed(name: str, value: Any, annotation: Any) -> Any:
+def typed(name: str, value: Any, annotation: Any) -> Any:
+    """An option's value as its type, a text as a person writes it; InputError for what is none."""
     adapter = TypeAdapter(annotation)
     try:
         if annotation is Any or not isinstance(value, str):
             return adapter.validate_python(value)
-        return adapter.validate_strings(value)
+        found = adapter.validate_strings(value)
     except ValidationError as error:
         raise InputError(f"{name}={value}: {error.errors()[0]['msg']}") from error
+    if isinstance(found, float):
+        check_number(found, name)
+    return found

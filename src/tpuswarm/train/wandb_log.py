@@ -38,7 +38,7 @@ class WandbLog:
             )
         except wandb.errors.Error as error:
             raise InputError(
-                f"W&B does not take this run: {error}; `wandb login` once, or WANDB_MODE=offline, or leave --wandb out"
+                f"W&B rejected this run: {error}; run `wandb login`, set WANDB_MODE=offline, or drop --wandb"
             ) from error
         self._run.define_metric("*", step_metric="step")
         self.id = self._run.id

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.tokenizer import Kind
+from tpuswarm.recipes.gpt2.config import Kind
 
 FILE = "tokenizer.json"
 END = "<|endoftext|>"
@@ -37,10 +37,10 @@ class Bpe:
         try:
             self._library = Library.from_str(text)
         except Exception as error:  # the library raises Exception itself
-            raise InputError(f"{name} is no tokenizer: {error}") from error
+            raise InputError(f"{name} is not a tokenizer: {error}") from error
         facts = json.loads(self._library.to_str())  # with what older files leave out
         if reason := _unlike(facts):
-            raise InputError(f"{name} is not GPT-2's kind of tokenizer, a byte-level BPE: {reason}")
+            raise InputError(f"{name} is not a byte-level BPE like GPT-2's: {reason}")
         self._library.no_truncation()
         self._library.no_padding()
         self.text = text
@@ -82,7 +82,7 @@ def train_bpe(pieces: Iterable[str], vocab: int) -> Bpe:
     Raises InputError for a vocabulary that does not hold the bytes.
     """
     if vocab < SMALLEST:
-        raise InputError(f"a BPE needs a vocabulary of {SMALLEST} or more, not {vocab}: the bytes and {END}")
+        raise InputError(f"a BPE needs a vocabulary of at least {SMALLEST}, not {vocab}: the bytes and {END}")
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -107,7 +107,7 @@ def read_gpt2_files(vocab: Path, merges: Path) -> Bpe:
     try:
         library = Library(models.BPE.from_file(str(vocab), str(merges)))
     except Exception as error:  # the library raises Exception itself
-        raise InputError(f"{vocab} and {merges.name} are no tokenizer: {error}") from error
+        raise InputError(f"{vocab} and {merges.name} are not a tokenizer: {error}") from error
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     if library.token_to_id(END) is not None:
@@ -124,14 +124,14 @@ def _unlike(facts: dict[str, Any]) -> str | None:
         if model.get(name):
             return f"it has {name} {model[name]}"
     if facts["normalizer"]:
-        return f"it changes the text first, by {facts['normalizer'].get('type')}"
+        return f"it normalizes the text first, with {facts['normalizer'].get('type')}"
     if cut.get("type") != "ByteLevel" or cut.get("add_prefix_space") or not cut.get("use_regex", True):
-        return f"it cuts text by {json.dumps(cut)[:100]}"
+        return f"it splits text with {json.dumps(cut)[:100]}"
     if missing := set(pre_tokenizers.ByteLevel.alphabet()) - model["vocab"].keys():
-        return f"{len(missing)} of the 256 bytes have no token, so it would leave out text without a word"
+        return f"{len(missing)} of the 256 bytes have no token, so it would silently drop text"
     for token in facts["added_tokens"]:
         if token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\s", token["content"]):
-            return f"its token {token['content']!r} takes in spaces or whole words"
+            return f"its token {token['content']!r} strips spaces or matches whole words only"
     return None
 
 

@@ -1,9 +1,14 @@
 """The sizes of GPT-2."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 LANES = 128
 """A TPU's matrix unit works on tiles of 128; the vocabulary is padded to a multiple of it."""
+
+
+Kind = Literal["characters", "bytes", "bpe"]
+"""Of tokenizer."""
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,10 @@ def open_place(name: str) -> Place:
         if folder.is_dir():
             return Place(name, folder.absolute())
         if not REPOSITORY.fullmatch(repository):
-            raise InputError(f"there is no folder {folder}, and {repository!r} is no ORG/NAME of a hub")
+            raise InputError(f"there is no folder {folder}, and {repository!r} is not the ORG/NAME of a hub model")
     config = _fetch(repository, "config.json", "main")
     if config is None:
-        raise InputError(f"{name} has no config.json, so it is no model that can be read")
+        raise InputError(f"{name} has no config.json, so it is not a model that can be read")
     return Place(name, None, repository, config.parent.name)
 
 
@@ -101,15 +101,15 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
         if constants.is_offline_mode():
             raise InputError(
                 f"{file} of {where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set; unset it "
-                "once, or put the model's files into a folder and give hf:DIR"
+                "once, or put the model's files into a folder and use hf:DIR"
             ) from error
         raise RunFailed(_not_fetched(file, where, error.__cause__ or error)) from error
     except errors.GatedRepoError as error:
-        raise InputError(f"{where} is only for those its owners accept: ask there, then set HF_TOKEN") from error
+        raise InputError(f"{where} is gated: request access there, then set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
         raise InputError(f"there is no model {where}, or it is private and HF_TOKEN is not set") from error
     except errors.HFValidationError as error:
-        raise InputError(f"{repository} is no ORG/NAME of a hub: {error}") from error
+        raise InputError(f"{repository} is not a valid ORG/NAME: {error}") from error
     except Exception as error:  # what a broken transfer raises belongs to the hub's HTTP library, not to its API
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise RunFailed(
@@ -121,6 +121,6 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
 def _not_fetched(file: str, where: str, error: BaseException) -> str:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     return (
-        f"{file} of {where} did not arrive ({reason[0][:200]}); try again, set HF_ENDPOINT to another hub, or put the "
-        "files into a folder and give hf:DIR"
+        f"{file} of {where} could not be downloaded ({reason[0][:200]}); try again, set HF_ENDPOINT to another hub, or "
+        "put the files into a folder and use hf:DIR"
     )

@@ -69,14 +69,16 @@ def read_config(place: Place) -> Config:
         raise InputError(f"the config.json of {place.name} cannot be read: {error}") from error
     kind = facts.get("model_type")
     if kind != "gpt2":
-        raise InputError(f"{place.name} is of the architecture {kind}, not gpt2: its weights mean nothing here")
+        raise InputError(f"{place.name} has the architecture {kind}, not gpt2, so its weights cannot be used")
     for name, values in ONLY.items():
         if facts.get(name, values[0]) not in values:
             raise InputError(
-                f"{place.name} has {name} {facts[name]}, which this GPT-2 does not compute (it has {values[0]})"
+                f"{place.name} has {name} {facts[name]}, which this GPT-2 does not support (it uses {values[0]})"
             )
     if facts.get("n_inner") not in (None, 4 * shape["width"]):
-        raise InputError(f"{place.name} has n_inner {facts['n_inner']}; this GPT-2 has 4 x width, {4 * shape['width']}")
+        raise InputError(
+            f"{place.name} has n_inner {facts['n_inner']}; this GPT-2 uses 4 x width, {4 * shape['width']}"
+        )
     return Config(**shape)
 
 
@@ -115,8 +117,8 @@ def check_shape(place: Place, config: Config) -> None:
     size = next((size for size, shape in SIZES.items() if shape == tuple(found.values())[:4]), None)
     options = " ".join(f"--{name} {found[name]}" for name in wrong)
     raise InputError(
-        f"{place.name} is another GPT-2: it has {_shown(found, wrong)}, this one has {_shown(wanted, wrong)}; "
-        + (f"train gpt2-{size} with its own {', '.join(wrong)}" if size and wrong != ["vocab"] else f"give {options}")
+        f"{place.name} is a different GPT-2: it has {_shown(found, wrong)}, this one has {_shown(wanted, wrong)}; "
+        + (f"train gpt2-{size} with its own {', '.join(wrong)}" if size and wrong != ["vocab"] else f"use {options}")
     )
 
 
@@ -185,7 +187,7 @@ class _Tensors:
             try:
                 file = files.enter_context(safe_open(str(path), framework="numpy"))
             except (SafetensorError, OSError) as error:
-                raise InputError(f"{path} is damaged or no safetensors file: {error}") from error
+                raise InputError(f"{path} is damaged or not a safetensors file: {error}") from error
             for name in file.keys():  # noqa: SIM118  # no mapping
                 self._slices[name.removeprefix(PREFIX)] = file.get_slice(name)
 
@@ -194,21 +196,21 @@ class _Tensors:
         found = {name: tuple(each.get_shape()) for name, each in self._slices.items() if not name.endswith(MASKS)}
         head = found.pop(HEAD, None)
         for what, wrong in (
-            ("lacks", sorted(expected.keys() - found.keys())),
-            ("has too much:", sorted(found.keys() - expected.keys())),
+            ("is missing", sorted(expected.keys() - found.keys())),
+            ("has an unknown tensor,", sorted(found.keys() - expected.keys())),
         ):
             if wrong:
                 more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
                 raise InputError(f"{self._place.name} {what} {wrong[0]}{more}; a GPT-2 has {len(expected)} tensors")
         for name, shape in expected.items():
             if found[name] != shape:
-                raise InputError(f"{name} of {self._place.name} is {found[name]}, its config.json asks for {shape}")
+                raise InputError(f"{name} of {self._place.name} is {found[name]}, its config.json says {shape}")
             if (dtype := self._slices[name].get_dtype()) not in FLOATS:
                 raise InputError(f"{name} of {self._place.name} is {dtype}, not one of {', '.join(FLOATS)}")
         if head is not None and not self._is_tied(head):
             raise InputError(
-                f"{HEAD} of {self._place.name} is not its {ONCE['wte']}: this GPT-2 has one leaf for both, so one of "
-                "them would be lost"
+                f"{HEAD} of {self._place.name} differs from its {ONCE['wte']}: this GPT-2 has one leaf for both, so "
+                "one of them would be lost"
             )
 
     def _is_tied(self, shape: tuple[int, ...]) -> bool:

@@ -7,35 +7,43 @@ steps, learning rate 1e-3 to 1e-4, warm-up 100 steps, beta2 0.99, no dropout; it
 tinyshakespeare). The others are OpenAI's released sizes with GPT-3's learning rates (Brown et al. 2020, table 2.1).
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-
+from tpuswarm.config.limits import LIMITS as SETTINGS
 from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2 import export, model, pretrained
-from tpuswarm.recipes.gpt2.bpe import FILE, Bpe, read_bpe
-from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, SIZES, Config
+from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, SIZES, Config, Kind
 from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_place
-from tpuswarm.recipes.gpt2.loss import GPU_CHUNK_BYTES, mean_loss
-from tpuswarm.recipes.gpt2.sample import generate
-from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters, Kind, Tokenizer
-from tpuswarm.recipes.gpt2.tokens import FakeTokens, Tokens, TokenSource, prepare_tokens, share_tokens, split_tokens
-from tpuswarm.train.files import write_atomically
-from tpuswarm.train.recipe import Batch, Options, Recipe, Source
-from tpuswarm.train.run import writing
-from tpuswarm.train.supervised import SupervisedProgram, in_precision, inference_params
+from tpuswarm.train.recipe import Options, Recipe, Source
+
+if TYPE_CHECKING:  # a wrong option is answered before JAX is loaded: what needs it is imported by the method that does
+    import jax
+
+    from tpuswarm.recipes.gpt2.tokenizer import Tokenizer
+    from tpuswarm.recipes.gpt2.tokens import Tokens
+    from tpuswarm.train.supervised import SupervisedProgram
 
 PEAK_LR = {"tiny": 1e-3, "124m": 6e-4, "355m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}
 FAKE_VOCAB = 65
 BPE_VOCAB = 4096
 """Of a BPE that is trained for the tiny size; the others have GPT-2's."""
 FAKE = "fake"
+LIMITS: dict[str, Mapping[str, float]] = {
+    **{name: {"least": 1} for name in ("layers", "heads", "width", "vocab")},
+    "context": {"least": 2},
+    "dropout": {"least": 0, "below": 1},
+    "lr": {"above": 0},
+    "lr_end": {"least": 0},
+    "warmup": {"least": 0, "below": 1},  # a share of the run
+    "beta2": {"least": 0, "below": 1},
+    "weight_decay": {"least": 0},
+    "seed": SETTINGS["seed"],
+}
+"""Of the options that are numbers."""
 
 
 class GPT2(Recipe):
@@ -105,22 +113,15 @@ class GPT2(Recipe):
         }
 
     def _check(self) -> None:
-        small = [name for name, value in self._shape.items() if value < 1]
-        if small:
-            raise InputError(f"{small[0]} must be 1 or more, not {self._shape[small[0]]}")
-        if self._shape["context"] < 2:
-            raise InputError(f"context must be 2 or more, not {self._shape['context']}")
+        values = self._shape | {name: getattr(self, f"_{name}") for name in LIMITS if name not in self._shape}
+        for name, limits in LIMITS.items():
+            if values[name] is not None:
+                check_number(values[name], name, **limits)
         if self._shape["width"] % self._shape["heads"]:
             raise InputError(
-                f"a width of {self._shape['width']} does not divide over {self._shape['heads']} heads; "
+                f"a width of {self._shape['width']} does not divide evenly over {self._shape['heads']} heads; "
                 "make --width a multiple of --heads"
             )
-        if not 0 <= self._dropout < 1:
-            raise InputError(f"dropout must be at least 0 and below 1, not {self._dropout}")
-        if self._lr <= 0 or self._lr_end < 0:
-            raise InputError(f"learning rates must be above 0, not lr={self._lr}, lr_end={self._lr_end}")
-        if not 0 <= self._warmup < 1:
-            raise InputError(f"warmup is a share of the run, at least 0 and below 1, not {self._warmup}")
 
     def options(self) -> dict[str, Any]:
         """Everything that makes this recipe again, the alphabet of its data included."""
@@ -128,8 +129,8 @@ class GPT2(Recipe):
             "size": self._size,
             "data": self._data,
             "tokenizer": self._kind,
-            "alphabet": self.tokenizer.alphabet if isinstance(self.tokenizer, Characters) else None,
-            "tokenizer_digest": self.tokenizer.key if isinstance(self.tokenizer, Bpe) else None,
+            "alphabet": self.tokenizer.key if self.tokenizer and self.tokenizer.kind == "characters" else None,
+            "tokenizer_digest": self.tokenizer.key if self.tokenizer and self.tokenizer.kind == "bpe" else None,
             **self._shape,
             "vocab": self.config.vocab,
             "dropout": self._dropout,
@@ -146,44 +147,57 @@ class GPT2(Recipe):
         """The tokens; fake ones need no files."""
         if self._data == FAKE:
             return {}
+        from tpuswarm.recipes.gpt2.tokens import share_tokens
+
         share_tokens(self._tokens, folder)
         return {"data": str(folder)}
 
     def keep(self, folder: Path) -> None:
         """A BPE, as tokenizer.json."""
+        from tpuswarm.recipes.gpt2.bpe import FILE, Bpe
+        from tpuswarm.train.files import write_atomically
+        from tpuswarm.train.run import writing
+
         if isinstance(self.tokenizer, Bpe):
             with writing(folder / FILE):
                 write_atomically(folder / FILE, self.tokenizer.text)
 
     @cached_property
-    def _tokens(self) -> Tokens:
+    def _tokens(self) -> "Tokens":
+        from tpuswarm.recipes.gpt2.tokens import prepare_tokens
+
         digest = None if self._published else self._tokenizer_digest
         return prepare_tokens(self._data, self._kind, given=self._given, key=digest, vocab=self._vocab or 0)
 
     @cached_property
-    def _given(self) -> Tokenizer | None:
+    def _given(self) -> "Tokenizer | None":
         """The tokenizer where the text is not needed to know it."""
+        from tpuswarm.recipes.gpt2.bpe import FILE, Bpe, read_bpe
+        from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters
+
         if self._kind == "bytes":
             return Bytes()
         if self._kind == "characters":
             return Characters(self._alphabet) if self._alphabet is not None else None
         if self._published:
-            found = pretrained.read_tokenizer(open_place(self._published))
+            from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
+
+            found = read_tokenizer(open_place(self._published))
             if not isinstance(found, Bpe):
-                raise InputError(f"{self._published} brings no BPE; give --tokenizer gpt2 or another hf:… of one")
+                raise InputError(f"{self._published} has no BPE; use --tokenizer gpt2, or hf:… of a model that has one")
             return found
         if self._tokenizer_digest is None or self.home is None or not (self.home / FILE).exists():
             return None
         kept = read_bpe(self.home / FILE)
         if kept.key != self._tokenizer_digest:
             raise InputError(
-                f"{self.home / FILE} is another tokenizer ({kept.key[:12]}…) than the run was trained with "
-                f"({self._tokenizer_digest[:12]}…); bring that one back"
+                f"{self.home / FILE} is not the tokenizer of this run ({kept.key[:12]}…, not "
+                f"{self._tokenizer_digest[:12]}…); restore the original"
             )
         return kept
 
     @cached_property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> "Tokenizer | None":
         """The one given, else that of the data; None for fake data."""
         if self._data == FAKE:
             return None
@@ -200,43 +214,22 @@ class GPT2(Recipe):
             )
         return Config(**self._shape, vocab=vocab, dropout=self._dropout)
 
-    def program(self, options: Options) -> SupervisedProgram:
-        """The program; honours every option."""
-        config = self.config
-        chunk_bytes = GPU_CHUNK_BYTES if options.platform == "gpu" else None
+    def program(self, options: Options) -> "SupervisedProgram":
+        """The program; supports every option."""
+        from tpuswarm.recipes.gpt2.program import make_program
 
-        def loss(params: model.Params, batch: Batch, key: jax.Array | None) -> jax.Array:
-            tokens_BxT1 = batch["tokens"]
-            x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], config, options, key)
-            return mean_loss(x_BxTxD, params["wte"], tokens_BxT1[:, 1:], config, chunk_bytes)
+        return make_program(self.config, options, self.schedule, self._beta2, self._weight_decay)
 
-        def optimizer(rate: Any, decay_mask: Any) -> optax.GradientTransformation:
-            return optax.adamw(rate, b2=self._beta2, weight_decay=self._weight_decay, mask=decay_mask)
-
-        def spec(size: int) -> dict[str, jax.ShapeDtypeStruct]:
-            return {"tokens": jax.ShapeDtypeStruct((size, config.context + 1), np.dtype(np.int32))}
-
-        # The model casts for itself: norms, softmax and loss stay in float32 under bf16.
-        full = in_precision(loss, "highest") if options.precision == "highest" else loss
-        return SupervisedProgram(
-            lambda key: model.init(key, config),
-            full,
-            optimizer,
-            self.schedule,
-            spec,
-            options,
-            tokens_per_row=config.context,
-            tied={"wte": "head"},
-        )
-
-    def schedule(self, progress: jax.Array) -> jax.Array:
+    def schedule(self, progress: "jax.Array") -> "jax.Array":
         """Learning rate at a share of the run: linear warm-up from a hundredth, then a cosine to lr_end."""
-        warm = jnp.clip(progress / max(self._warmup, 1e-9), 0.01, 1.0)
-        cosine = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip((progress - self._warmup) / (1 - self._warmup), 0.0, 1.0)))
-        return jnp.where(progress < self._warmup, self._lr * warm, self._lr_end + (self._lr - self._lr_end) * cosine)
+        from tpuswarm.recipes.gpt2.program import warmup_then_cosine
+
+        return warmup_then_cosine(progress, self._lr, self._lr_end, self._warmup)
 
     def data(self, split: str) -> Source:
         """Rows of a split: the last tenth of the text is held out."""
+        from tpuswarm.recipes.gpt2.tokens import FakeTokens, TokenSource, split_tokens
+
         context = self._shape["context"]
         if self._data == FAKE:
             return FakeTokens(self.config.vocab, context, self._seed + (split == "validation"))
@@ -248,7 +241,10 @@ class GPT2(Recipe):
     def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """A continuation of `prompt`; an empty prompt starts from a line's end."""
         if self.tokenizer is None:
-            raise InputError("a model trained on fake data has no letters to write")
+            raise InputError("a model trained on fake data cannot generate text")
+        from tpuswarm.recipes.gpt2.sample import generate
+        from tpuswarm.train.supervised import inference_params
+
         start = self.tokenizer.encode(prompt or "\n").tolist()
         params = inference_params(state)
         return self.tokenizer.decode(generate(params, start, tokens, temperature, seed, self.config, Options()))
@@ -256,13 +252,16 @@ class GPT2(Recipe):
     @classmethod
     def options_at(cls, place: str) -> dict[str, Any]:
         """A published model's tokenizer, where it brings one, and the size of its vocabulary."""
-        found = open_place(place)
+        found = open_place(place)  # where there is nothing, that is said before JAX is loaded
+        from tpuswarm.recipes.gpt2 import pretrained
+        from tpuswarm.recipes.gpt2.tokenizer import Characters
+
         vocab = pretrained.read_config(found).vocab  # before the tokenizer: another architecture is said as such
         theirs = pretrained.read_tokenizer(found)
         if theirs and theirs.vocab > vocab:
             raise InputError(
-                f"the tokenizer of {place} does not match its weights: it has {theirs.vocab} tokens, they {vocab}; "
-                "bring back theirs, or take out the tokens that were added"
+                f"the tokenizer of {place} does not match its weights: it has {theirs.vocab} tokens, they have "
+                f"{vocab}; restore the original, or remove the tokens that were added"
             )
         brought = {"tokenizer": place} if theirs else {}
         if isinstance(theirs, Characters):
@@ -271,23 +270,31 @@ class GPT2(Recipe):
 
     def load_shared(self, place: str, like: Any) -> Any:
         """The weights of a published model of this shape; a shorter context takes the first of its positions."""
+        from tpuswarm.recipes.gpt2 import pretrained
+
         found = open_place(place)
         pretrained.check_shape(found, self.config)
         theirs = pretrained.read_tokenizer(found) if self.tokenizer else None
         if theirs and self.tokenizer and theirs.key != self.tokenizer.key:
             raise InputError(
                 f"the weights of {place} belong to another tokenizer ({theirs.vocab} tokens) than this one "
-                f"({self.tokenizer.kind}, {self.tokenizer.vocab} tokens); leave out --tokenizer, or give {place} as it"
+                f"({self.tokenizer.kind}, {self.tokenizer.vocab} tokens); leave out --tokenizer, or use --tokenizer "
+                f"{place}"
             )
         return pretrained.load(found, self.config, like)
 
     def shared_digest(self, place: str) -> str:
         """The commit of a hub's model; SHA-256 of the weights in a folder."""
+        from tpuswarm.recipes.gpt2 import pretrained
+
         found = open_place(place)
         return found.commit or pretrained.digest(found)
 
     def export(self, state: Any, folder: Path) -> None:
         """model.safetensors, config.json and the tokenizer, as transformers reads them."""
+        from tpuswarm.recipes.gpt2 import export
+        from tpuswarm.train.supervised import inference_params
+
         export.write(inference_params(state), self.config, self.tokenizer, folder)
 
 

@@ -2,8 +2,11 @@
 
 import codecs
 import hashlib
+import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,13 @@ from typing import Any
 import fsspec
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.files import google_storage
 
 PIECE = 2**22
 """Bytes read at a time."""
+
+SLOW = 1.0
+"""Seconds after which it is said what is waited for."""
 
 Advance = Callable[[int], None]
 """Told how many bytes were read since the last call."""
@@ -34,7 +41,7 @@ class Text:
         """The whole text, a few megabytes at a time; InputError for a file that is not UTF-8 text."""
         for path in self.files:
             decoder = codecs.getincrementaldecoder("utf-8")()
-            with self.system.open(path, "rb") as file:
+            with _reading(path), self.system.open(path, "rb") as file:
                 while True:
                     raw = file.read(PIECE)
                     if b"\0" in raw:
@@ -55,7 +62,7 @@ class Text:
     def raw_pieces(self, advance: Advance | None = None) -> Iterator[bytes]:
         """The whole content as bytes."""
         for path in self.files:
-            with self.system.open(path, "rb") as file:
+            with _reading(path), self.system.open(path, "rb") as file:
                 while raw := file.read(PIECE):
                     if advance:
                         advance(len(raw))
@@ -70,19 +77,55 @@ def open_text(place: str | None) -> Text:
     """
     if place is None:
         return _standard_library()
-    try:
-        system, path = fsspec.core.url_to_fs(str(Path(place).expanduser()) if "://" not in place else place)
-        if system.isdir(path):
+    with _reading(place), _slow(f"waiting for {place}"):
+        system, path = _system(place)
+        if _is_folder(system, path):
             root = path.rstrip("/") + "/"
             found = sorted(file for file in system.find(path) if not _hidden(file.removeprefix(root)))
         else:
             found = [path]
         infos = [system.info(file) for file in found]
+    return _text(place, system, infos)
+
+
+def _system(place: str) -> tuple[Any, str]:
+    """The file system that a place is on, and its path there."""
+    if place.startswith(("gs://", "gcs://")):
+        system = google_storage(place)
+        return system, system._strip_protocol(place)
+    return fsspec.core.url_to_fs(str(Path(place).expanduser()) if "://" not in place else place)
+
+
+def _is_folder(system: Any, path: str) -> bool:
+    if "gs" in system.protocol:  # its isdir takes a bucket that does not answer for a file, after a minute of trying
+        return system.info(path)["type"] == "directory"
+    return system.isdir(path)
+
+
+@contextmanager
+def _reading(place: str) -> Iterator[None]:
+    """Turn what can go wrong while a place is looked for or read into InputError."""
+    try:
+        yield
+    except InputError:
+        raise
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(f"there is no file or folder {place}; --data takes a path or URL") from error
-    except (ImportError, ValueError, OSError) as error:
-        raise InputError(f"{place} cannot be read: {error}") from error
-    return _text(place, system, infos)
+    except Exception as error:  # each library behind fsspec has types of its own
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise InputError(f"{place} cannot be read: {reason}") from error
+
+
+@contextmanager
+def _slow(text: str) -> Iterator[None]:
+    """Say what is waited for, where it takes long: gcsfs tries for a minute before it gives up."""
+    timer = threading.Timer(SLOW, lambda: sys.stderr.write(f"{text} …\n"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _hidden(relative: str) -> bool:

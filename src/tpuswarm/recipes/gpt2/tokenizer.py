@@ -1,13 +1,13 @@
 """Text to token numbers and back: characters or bytes; byte-pair encoding is in bpe.py."""
 
 from collections import Counter
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2.config import Kind
 
-Kind = Literal["characters", "bytes", "bpe"]
 CODE_POINTS = 0x110000
 
 
@@ -65,8 +65,8 @@ class Characters:
             unknown = Counter(chr(point) for point in points[numbers < 0])
             shown = " ".join(repr(character) for character, _ in unknown.most_common(5))
             raise InputError(
-                f"the text goes outside this model's alphabet of {self.vocab} with {shown} ({len(unknown)} in all); "
-                f"leave them out, or train with --tokenizer bytes"
+                f"the text has characters outside this model's alphabet of {self.vocab}: {shown} ({len(unknown)} in "
+                "all); remove them, or train with --tokenizer bytes"
             )
         return numbers
 

@@ -18,8 +18,9 @@ from rich.progress import Progress
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.bpe import FILE, Bpe, read_bpe, train_bpe, whole_words
+from tpuswarm.recipes.gpt2.config import Kind
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
-from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Bytes, Characters, Kind, Tokenizer
+from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Bytes, Characters, Tokenizer
 from tpuswarm.train.files import write_atomically
 from tpuswarm.train.platform import cache_folder
 from tpuswarm.train.run import writing
@@ -62,8 +63,8 @@ def prepare_tokens(
     tokens = _open(folder)
     if key is not None and tokens.tokenizer.key != key:
         raise InputError(
-            f"a BPE made from {place} is another tokenizer ({tokens.tokenizer.key[:12]}…) than the one asked for "
-            f"({key[:12]}…), which lies as {FILE} in the folder of the run that was trained with it"
+            f"a BPE trained on {place} ({tokens.tokenizer.key[:12]}…) is not the tokenizer asked for ({key[:12]}…), "
+            f"which is {FILE} in the folder of the run trained with it"
         )
     return tokens
 
@@ -178,7 +179,7 @@ class TokenSource:
         if length < context + 1:
             raise InputError(
                 f"{name} has {length} tokens, fewer than one row of context {context} + 1; "
-                "give more text or a smaller --context"
+                "use more text or a smaller --context"
             )
         self._array, self._seed, self.digest = array, seed, digest
         self._window, self._places = context, np.arange(context + 1)

@@ -1,10 +1,11 @@
 """What a person should look at: a swarm that works, but not as it should."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from statistics import median
+from typing import NamedTuple
 
 from tpuswarm.swarm.core.values import Record
 
@@ -12,6 +13,8 @@ ALONE = 5
 """Commits in a row with one contributor, while more members train, are no chance."""
 ENOUGH = 20
 """Steps before a member is compared with others, and the last ones that are: one batch differs from another."""
+REMEMBERED = 20 * ENOUGH
+"""Steps of a member that are known."""
 FAR = 6.0
 """Median absolute deviations from the median."""
 FAR_SHARE = 0.5
@@ -24,25 +27,22 @@ JUMP = 3600.0
 """Seconds by which clocks of different machines may differ."""
 
 
-@dataclass(frozen=True)
-class Watched:
-    """What is known of a member that is alive."""
+class Step(NamedTuple):
+    """A step of a member; None for what is not finite."""
 
-    member: str
+    version: int
+    """That the member had adopted."""
     loss: float | None
-    """Median of its last steps."""
     grad_norm: float | None
 
 
-def watched(member: str, steps: Sequence[tuple[float | None, float | None]]) -> Watched:
-    """A member by loss and gradient norm of its newest steps, oldest first; None for what is not finite."""
-    return Watched(member, _typical([loss for loss, _ in steps]), _typical([norm for _, norm in steps]))
+@dataclass(frozen=True)
+class Watched:
+    """A member that is alive."""
 
-
-def _typical(values: Sequence[float | None]) -> float | None:
-    if len(values) < ENOUGH:
-        return None
-    return median(math.inf if value is None else value for value in values[-ENOUGH:])
+    member: str
+    steps: Sequence[Step]
+    """Its newest, the oldest first: some hundred."""
 
 
 def alarms(
@@ -72,10 +72,10 @@ def _alone(recent: Sequence[Record], alive: int) -> list[str]:
         return []
     names = sorted({name for _, names in alone for name in names})
     others = sorted(there.difference(names))
-    what = f"nothing of {', '.join(others)} was counted" if others else "they never push in time to be merged together"
+    what = f"no push of {', '.join(others)} counted" if others else "they never push in time to be merged together"
     return [
-        f"at least {ALONE} commits in a row had one contributor ({', '.join(names)}), while {', '.join(sorted(there))} "
-        f"train: {what}; `tpuswarm ledger show` tells what became of their work"
+        f"at least {ALONE} commits in a row had one contributor ({', '.join(names)}) while {', '.join(sorted(there))} "
+        f"were training: {what}; `tpuswarm ledger show` tells what became of their work"
     ]
 
 
@@ -84,32 +84,65 @@ def _contributors(record: Record) -> set[str]:
 
 
 def _far(members: Sequence[Watched]) -> list[str]:
+    """Who is far from where the others are, and from where they were since the version that it trains on.
+
+    One that started late is where the others were, and at the beginning all change fast.
+    """
     found: dict[str, str] = {}  # at most one a member
     for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        values = {each.member: getattr(each, name) for each in members if getattr(each, name) is not None}
-        finite = [value for value in values.values() if math.isfinite(value)]
-        if len(values) < 3 or not finite:
+        medians = {each.member: made for each in members if (made := _medians(each.steps, name))}
+        finite = [now for own in medians.values() if math.isfinite(now := own[-1][1])]
+        if len(medians) < 3 or not finite:
             continue
         middle = median(finite)
         spread = median(abs(value - middle) for value in finite)
-        limit = max(FAR * spread, FAR_SHARE * abs(middle))
-        for member, value in values.items():
-            if abs(value - middle) > limit:
+        for member, own in medians.items():
+            since, value = own[-1]
+            low, high = (
+                _way(medians.values(), since) if abs(value - middle) > _limit(middle, spread) else (value, value)
+            )
+            if not low - _limit(low, spread) <= value <= high + _limit(high, spread):
                 found.setdefault(
                     member,
-                    f"{member} has a {what} of {value:.4g}, the others about {middle:.4g}: look at its machine and "
-                    "its data",
+                    f"{member} has a {what} of {value:.4g}, the others about {middle:.4g}: check its machine and its "
+                    "data",
                 )
     return [found[member] for member in sorted(found)]
+
+
+def _limit(value: float, spread: float) -> float:
+    """How much more, or less, is far."""
+    return max(FAR * spread, FAR_SHARE * abs(value))
+
+
+def _medians(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
+    """Of each ENOUGH steps in a row: the version of the first of them, and the median; the newest steps last."""
+    if len(steps) < ENOUGH:
+        return []
+    ends = sorted({ENOUGH, *range(len(steps), ENOUGH, -ENOUGH)})
+    parts = [steps[end - ENOUGH : end] for end in ends]
+    values = ([getattr(step, name) for step in part] for part in parts)
+    return [
+        (part[0].version, median(math.inf if value is None else value for value in own))
+        for part, own in zip(parts, values, strict=True)
+    ]
+
+
+def _way(medians: Iterable[Sequence[tuple[int, float]]], since: int) -> tuple[float, float]:
+    """Between what values the members were since a version: of most of them."""
+    ways = [
+        known
+        for own in medians
+        if (known := [value for version, value in own if version >= since and math.isfinite(value)])
+    ]
+    return (median(map(min, ways)), median(map(max, ways))) if ways else (math.inf, -math.inf)
 
 
 def _quiet(cycle: float | None, quiet: float) -> list[str]:
     limit = max(QUIET, QUIET_CYCLES * (cycle or 0.0))
     if quiet <= limit:
         return []
-    return [
-        f"nothing was committed for {quiet:.0f} s, more than {limit:.0f} s: `tpuswarm logs` tells what the members do"
-    ]
+    return [f"no commit for {quiet:.0f} s (limit {limit:.0f} s): `tpuswarm logs` shows what the members are doing"]
 
 
 def _jumped(recent: Sequence[Record], now: float) -> list[str]:
@@ -117,4 +150,4 @@ def _jumped(recent: Sequence[Record], now: float) -> list[str]:
     back = max((before - after for before, after in pairwise(times)), default=0.0)
     if back <= JUMP:
         return []
-    return [f"the clock jumped back by {back:.0f} s; nothing is decided by it, only times in the ledger are wrong"]
+    return [f"the clock jumped back by {back:.0f} s; only times in the ledger are wrong, no decision depends on them"]

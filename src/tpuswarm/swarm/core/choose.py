@@ -38,7 +38,7 @@ def choose(view: View, headers: Iterable[Header], unreadable: Collection[Identit
     for header in sorted(headers, key=lambda each: each.identity):
         stale = view.staleness(header.base)
         if header.rows & taken:
-            decisions.append(_decided(header, "void", f"rows {header.rows & taken} were decided before"))
+            decisions.append(_decided(header, "void", f"rows {header.rows & taken} were already decided"))
             continue
         if header.identity in unreadable and header.finite and stale <= rule.limit:
             decisions.append(_decided(header, "returned", "its payload can no longer be read"))
@@ -47,7 +47,7 @@ def choose(view: View, headers: Iterable[Header], unreadable: Collection[Identit
         if not header.finite:
             decisions.append(_decided(header, "dropped", "not finite"))
         elif stale > rule.limit:
-            decisions.append(_decided(header, "dropped", f"{stale} versions stale, more than {rule.limit}"))
+            decisions.append(_decided(header, "dropped", f"{stale} commits stale, more than {rule.limit}"))
         else:
             contributors.append((header, header.tokens * rule.weight(stale)))
     clips = clipping([header.norm for header, _ in contributors])

@@ -124,7 +124,7 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
     if said.base > view.version:
         return state, Outdated(said.base)
     if key in state.fenced:
-        return state, Refused("fenced: its lease ran out, or its member came back as another incarnation")
+        return state, Refused("fenced: its lease expired, or its member came back as a new incarnation")
     if said.digests != state.terms.digests:
         return state, Refused(disagreement(said.digests, state.terms.digests))
     verdict = view.verdicts.get(said.undecided) if said.undecided else None
@@ -134,15 +134,15 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
         rows = NOTHING
         if said.joined:
             if not state.recovering:
-                return state, Refused("unknown here: it announced itself too late")
+                return state, Refused("unknown: it reported in too late")
             if outstanding & view.decided:
-                return state, Refused(f"its rows {outstanding & view.decided} are decided")
+                return state, Refused(f"its rows {outstanding & view.decided} are already decided")
             claimed = said.todo | outstanding
             if verdict and verdict[0].fate == "returned":
                 claimed |= decided
             rows = claimed - view.decided
             if others := rows & _held_by_others(state, key):
-                return state, Refused(f"its rows {others} were claimed before")
+                return state, Refused(f"its rows {others} are claimed by others")
         else:
             state = _fence(state, [each for each in state.leases if each.member == key.member])
     elif strange := outstanding - state.leases[key].rows:
@@ -187,17 +187,17 @@ def push(state: State, header: Header, now: float) -> tuple[State, Store | Accep
         return state, Accepted()
     if identity in state.pending:
         same = state.pending[identity][0] == header
-        return state, Accepted() if same else Refused("another contribution of the same identity was accepted")
+        return state, Accepted() if same else Refused("a different push with the same identity was accepted")
     if key not in state.leases:
-        return state, Refused("it holds no lease here")
+        return state, Refused("it holds no lease")
     if header.run != state.terms.run:
-        return state, Refused(f"it is of run {header.run}, this is run {state.terms.run}")
+        return state, Refused(f"it belongs to run {header.run}, this is run {state.terms.run}")
     if not header.rows or header.tokens != len(header.rows) * state.terms.tokens_per_row:
-        return state, Refused(f"{header.tokens} tokens are not those of {len(header.rows)} rows")
+        return state, Refused(f"{header.tokens} tokens do not match {len(header.rows)} rows")
     if strange := header.rows - state.leases[key].rows:
         return state, Refused(f"rows {strange} are not leased to it")
     if any(True for _ in _undecided(state, key)) and state.storing.get(identity) != header:
-        return state, Refused("another of its contributions is undecided")
+        return state, Refused("another of its pushes is still undecided")
     return replace(state, storing={**state.storing, identity: header}), Store(header)
 
 

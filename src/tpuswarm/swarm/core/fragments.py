@@ -1,4 +1,4 @@
-"""Fragments: the fixed parts in which the exchanged state is stored, sent and shared out among aggregators."""
+"""Fragments: the fixed parts in which the shared state is stored, sent and shared out among aggregators."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ def fragments_for(size: int, members: int) -> int:
 
 
 class Leaf(NamedTuple):
-    """One float32 array of the exchanged state."""
+    """One float32 array of the shared state."""
 
     path: str
     shape: tuple[int, ...]
@@ -55,9 +55,9 @@ class Layout:
         """
         for path, (_, dtype) in sorted(leaves.items()):
             if str(dtype) != "float32":
-                raise ValueError(f"a swarm exchanges float32 only, and {path} is {dtype}")
+                raise ValueError(f"a swarm shares float32 only, but {path} is {dtype}")
         if not leaves or fragments < 1:
-            raise ValueError(f"{len(leaves)} leaves cannot be laid out in {fragments} fragments")
+            raise ValueError(f"{len(leaves)} leaves cannot be split into {fragments} fragments")
         packed: list[list[Leaf]] = [[] for _ in range(min(fragments, len(leaves)))]
         found = [Leaf(path, tuple(shape)) for path, (shape, _) in leaves.items()]
         for leaf in sorted(found, key=lambda leaf: (-leaf.size, leaf.path)):

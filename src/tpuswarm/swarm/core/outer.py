@@ -24,7 +24,7 @@ WHOLE = 1 - 1e-9
 
 @dataclass(frozen=True)
 class Outer:
-    """How contributions change the exchanged state: their weighted mean, or a Nesterov step along their mean delta."""
+    """How contributions change the shared state: their weighted mean, or a Nesterov step along their mean delta."""
 
     rule: Rule
     momentum: float = 0.9
@@ -36,7 +36,9 @@ class Outer:
 
     def __post_init__(self) -> None:
         if self.rule == "average" and self.rate is not None:
-            raise ValueError(f"the rule average takes no rate, and {self.rate} is given; momentum 0 and a rate do")
+            raise ValueError(
+                f"the outer rule average takes no rate, but {self.rate} was given; use nesterov with momentum 0"
+            )
 
     def rate_for(self, effective_contributors: float) -> float:
         """The given rate, else 1 for the mean and for Nesterov 0.4 for 1 contributor, 0.6 for 2 to 4, 0.7 for 5 to 7,

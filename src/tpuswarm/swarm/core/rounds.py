@@ -41,23 +41,25 @@ def due(
     may wait for.
     """
     if not accepted:
-        return Due(False, math.inf, "nothing to decide")
+        return Due(False, math.inf, "waiting for pushes")
     opened = min(accepted.values())
     need = quorum(len(live), patience.quorum_min)
     known = median_cycle is not None
     length = median_cycle or 0.0
     deadline = opened + (patience.deadline_cycles * length if known else patience.deadline_first)
     if live <= accepted.keys() and len(accepted) >= patience.quorum_min:
-        return Due(True, now, f"all {len(live)} live members are in")
+        return Due(True, now, f"all {len(live)} live members have pushed")
     if len(accepted) >= need:
         reached = sorted(accepted.values())[need - 1]
         grace = reached + (patience.grace_cycles * length if known else patience.grace_first)
         end = min(grace, deadline)
         if now >= end:
-            return Due(True, now, f"{len(accepted)} of {len(live)} live members are in, their grace is over")
-        return Due(False, end, f"grace: {len(accepted)} of {len(live)} live members are in")
+            return Due(
+                True, now, f"{len(accepted)} of {len(live)} live members have pushed; the wait for the rest is over"
+            )
+        return Due(False, end, f"{len(accepted)} of {len(live)} live members have pushed; waiting briefly for the rest")
     if now >= deadline:
         if len(accepted) >= patience.quorum_min:
-            return Due(True, now, f"deadline: {len(accepted)} of the {need} members of a quorum are in")
-        return Due(False, math.inf, f"past its deadline with {len(accepted)} of at least {patience.quorum_min} members")
-    return Due(False, deadline, f"open: {len(accepted)} of the {need} members of a quorum are in")
+            return Due(True, now, f"deadline: {len(accepted)} of the {need} members of a quorum have pushed")
+        return Due(False, math.inf, f"past the deadline with {len(accepted)} of at least {patience.quorum_min} members")
+    return Due(False, deadline, f"{len(accepted)} of the {need} members of a quorum have pushed")

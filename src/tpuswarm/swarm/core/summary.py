@@ -75,9 +75,9 @@ def summary(state: State, now: float) -> Summary:
 
 def _phase(state: State, now: float) -> str:
     if state.ended:
-        return "every row is counted"
+        return "all rows are counted"
     if state.recovering:
-        return f"members announce what they hold, for {state.recovering_until - now:.0f} s more"
+        return f"recovering: members report what they hold, for another {state.recovering_until - now:.0f} s"
     if state.merging:
-        return f"merging version {state.merging.version}: {state.merging.reason}"
+        return f"merging commit {state.merging.version}: {state.merging.reason}"
     return state.round(now).reason

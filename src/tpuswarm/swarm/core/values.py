@@ -74,7 +74,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class Record:
-    """A commit: one version of the exchanged state, and why it is what it is."""
+    """A commit: one version of the shared state, and how it came about. `version` is the number of the commit."""
 
     run: str
     version: int
@@ -84,7 +84,7 @@ class Record:
     parent: str
     """Digest of the record before; empty at genesis."""
     state: tuple[str, ...]
-    """Digest of each fragment of the exchanged state."""
+    """Digest of each fragment of the shared state."""
     outer: tuple[str, ...]
     """Digest of each fragment of the outer optimizer's state; empty where the rule has none."""
     decisions: tuple[Decision, ...]

@@ -34,7 +34,7 @@ class View:
     def of(genesis: Record, records: Iterable[Record] = ()) -> "View":
         """From genesis on; Broken where a record does not fit."""
         if (genesis.version, genesis.parent, genesis.decisions, genesis.tokens) != (0, "", (), 0):
-            raise Broken("the first record is no genesis")
+            raise Broken("the first record is not a genesis record")
         view = View(genesis)
         for record in records:
             view = view.after(record)
@@ -60,25 +60,28 @@ class View:
         if (record.run, record.version) != (self.newest.run, self.version + 1):
             raise Broken(f"{name} of run {record.run} does not follow record {self.version} of run {self.newest.run}")
         if record.epoch < self.newest.epoch:
-            raise Broken(f"{name} is of epoch {record.epoch}, the one before it of epoch {self.newest.epoch}")
+            raise Broken(f"{name} has epoch {record.epoch}, the one before it epoch {self.newest.epoch}")
         counted, skipped, tokens, dropped = self.counted, self.skipped, self.tokens[-1], self.dropped
         verdicts = dict(self.verdicts)
         applied = 0
         for decision in record.decisions:
             if decision.identity in verdicts:
-                raise Broken(f"{name} decides {decision.identity} for the second time")
+                raise Broken(f"{name} decides {decision.identity} twice")
             verdicts[decision.identity] = (decision, record.version)
             if decision.fate in ("applied", "dropped") and decision.rows & (counted | skipped):
-                raise Broken(f"{name} counts or skips rows for the second time: {decision.rows & (counted | skipped)}")
+                raise Broken(f"{name} counts or skips rows twice: {decision.rows & (counted | skipped)}")
             if decision.fate == "applied":
                 counted, tokens, applied = counted | decision.rows, tokens + decision.tokens, applied + 1
             elif decision.fate == "dropped":
                 skipped, dropped = skipped | decision.rows, dropped + decision.tokens
         changes = self.changes[-1] + (applied > 0)
         if (record.tokens, record.changes) != (tokens, changes):
-            raise Broken(f"{name} says {record.tokens} tokens in {record.changes} changes, it is {tokens} in {changes}")
+            raise Broken(
+                f"{name} says {record.tokens} tokens in {record.changes} changes, its decisions give {tokens} in "
+                f"{changes}"
+            )
         if not applied and (record.state, record.outer) != (self.newest.state, self.newest.outer):
-            raise Broken(f"{name} has no contributor and yet another state")
+            raise Broken(f"{name} has no contributors but a new state")
         if bool(record.updates) != (applied > 0 and record.downlink != "plain"):
             raise Broken(f"{name} has {applied} contributors and {len(record.updates)} updates ({record.downlink})")
         processed = dict(self.processed)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.engines.ray import DISMISSED, MEMBER, STORE_BYTES, private_folder, use_token
+from tpuswarm.swarm.engines.files import DISMISSED, MEMBER, STORE_BYTES, private_folder, use_token
 from tpuswarm.swarm.notice import GOODBYE
 from tpuswarm.train.stop import StopSignals
+from tpuswarm.train.waiting import waiting
 
 ANSWER = 5.0
 """Seconds for an address to answer."""
@@ -53,7 +54,7 @@ def be_node(address: str, token: Path, environment: Mapping[str, str], say: Say)
                 return
             if time.monotonic() - began > PAUSE_MAX:
                 pause = PAUSE
-            say(f"this machine's part of the swarm ended, but the swarm lives: starting it again in {pause:.0f} s")
+            say(f"this machine dropped out, but the swarm is alive; rejoining in {pause:.0f} s")
             if wait(pause, stop):
                 return
             pause = min(2 * pause, PAUSE_MAX)
@@ -87,7 +88,7 @@ def _ended(address: str, stop: StopSignals, say: Say) -> bool:
         if isinstance(error, ConnectionRefusedError) or time.monotonic() > end:
             return True
         if not told:
-            say(f"{address} does not answer ({error.strerror or error}); waiting {CUT:.0f} s for it")
+            say(f"{address} does not answer ({error.strerror or error}); waiting up to {CUT:.0f} s for it")
         told = True
         if wait(PAUSE, stop):
             return False
@@ -104,19 +105,34 @@ def _live(address: str, environment: Mapping[str, str], stop: StopSignals, say: 
         node = _start(address, parent, environment, output.fileno())
         folder = parent / str(node.pid)
         try:
-            while node.poll() is None and stop.asked is None:
-                if (letter := folder / DISMISSED).exists():
-                    outcome = json.loads(letter.read_text())
-                    raise (InputError if outcome["how"] == "wrong" else RunFailed)(outcome["reason"])
+            with waiting(f"waiting for {address} to start a member here"):
+                while not _members(node.pid) and _stays(node, folder, stop):
+                    time.sleep(0.2)
+            for pid in _members(node.pid):
+                say(f"a member runs here, pid {pid}")
+            while _stays(node, folder, stop):
                 time.sleep(0.2)
             if stop.asked is not None:
-                say("leaving: the member here hands in what it has done")
+                say("leaving: the member here pushes its work first")
                 _say_goodbye(node)
         finally:
             _end(node)
             shutil.rmtree(folder, ignore_errors=True)
         output.seek(0)
         return output.read()
+
+
+def _stays(node: "subprocess.Popen[bytes]", folder: Path, stop: StopSignals) -> bool:
+    """Whether the node lives and nobody wants it to leave. Raises what the swarm dismisses it with."""
+    if (letter := folder / DISMISSED).exists():
+        outcome = json.loads(letter.read_text())
+        raise (InputError if outcome["how"] == "wrong" else RunFailed)(outcome["reason"])
+    return node.poll() is None and stop.asked is None
+
+
+def _members(pid: int) -> list[int]:
+    """Processes of members under a node's."""
+    return [each for each in _descendants(pid) if _title(each).startswith("ray::Actor")]
 
 
 def _start(address: str, parent: Path, environment: Mapping[str, str], output: int) -> "subprocess.Popen[bytes]":
@@ -139,14 +155,14 @@ def _explain(output: str, address: str, token: Path) -> None:
     """Raise what `ray start` said of a cluster that it could not join, in one sentence."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if any("InvalidAuthToken" in line or "nauthenticated" in line.lower() for line in lines):
-        raise InputError(f"the token in {token} is not that of the run at {address}: copy the file `token` of the run")
+        raise InputError(f"the token in {token} does not match the run at {address}; copy the run's file `token`")
     if not any("Ray runtime started" in line for line in lines):
-        raise RunFailed(f"{address} could not be joined: {lines[-1] if lines else 'ray start said nothing'}")
+        raise RunFailed(f"could not join {address}: {lines[-1] if lines else 'ray start printed nothing'}")
 
 
 def _say_goodbye(node: "subprocess.Popen[bytes]") -> None:
     """Give the member here its notice, and wait until the supervisor has let its process end."""
-    members = [pid for pid in _descendants(node.pid) if _title(pid).startswith("ray::Actor")]
+    members = _members(node.pid)
     for pid in members:
         os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + GOODBYE

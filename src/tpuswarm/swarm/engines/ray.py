@@ -8,21 +8,23 @@ import importlib
 import json
 import logging
 import os
-import secrets
 import shutil
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.effects import Call, Over, Unreachable
+from tpuswarm.swarm.engines.files import DISMISSED, MEMBER, STORE_BYTES, private_folder, use_token
 from tpuswarm.swarm.notice import on_notice
+from tpuswarm.train.stop import held
 
 os.environ |= {  # Ray reads these while it is imported
     "RAY_AUTH_MODE": "token",
@@ -37,14 +39,8 @@ from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 NAMESPACE = "tpuswarm"
-MEMBER = "tpuswarm-member"
-"""Ray's resource of a machine that joined: one member may live there."""
 ANYWHERE = "anywhere"
 """In the place of a node's name: wherever a cluster that was there already has room."""
-DISMISSED = "dismissed.json"
-"""The file, in the folder of a machine's Ray, that says why it is wanted no longer."""
-STORE_BYTES = 2**28
-"""Of Ray's object store, at least: payloads pass through it; what does not fit goes over the disk."""
 GROUPS = {"work": 1, "calls": 16, "beats": 4, "control": 4}
 """Threads of an actor for each kind of method."""
 NODES = 2.0
@@ -226,6 +222,10 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         if not self.found:
             use_token(self._token)
+        with held(), _signals_are_ours():
+            return self._open()
+
+    def _open(self) -> "Cluster":
         try:
             context: Any = ray.init(
                 address=self._address or "local",
@@ -240,7 +240,7 @@ class Cluster:
                 configure_logging=False,
                 _temp_dir=None if self._address else str(_sessions()),
             )
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise RunFailed(_no_cluster(self._address, error)) from error
         _silence()
         self.address = context.address_info["address"]
@@ -250,9 +250,10 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        ray.shutdown()
-        if not self.found:
-            shutil.rmtree(self._session, ignore_errors=True)
+        with held():
+            ray.shutdown()
+            if not self.found:
+                shutil.rmtree(self._session, ignore_errors=True)
 
     def start(
         self,
@@ -319,28 +320,6 @@ def _dismissed(how: str, reason: str) -> None:
     part.rename(letter)
 
 
-def use_token(path: Path) -> None:
-    """Let Ray's calls be signed with the secret in a file, which is made if it is not there."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        part.rename(path)
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path.resolve())
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win
-
-
-def private_folder() -> Path:
-    """Where Ray keeps its sockets and logs: short, for sockets, and closed to others, for Ray's own modes are not."""
-    parent = Path(f"/tmp/tpuswarm-{os.getuid()}")
-    parent.mkdir(mode=0o700, exist_ok=True)
-    if parent.stat().st_uid != os.getuid() or parent.is_symlink():
-        raise RunFailed(f"{parent} belongs to another user, and Ray's sockets should lie there; remove it")
-    parent.chmod(0o700)
-    return parent
-
-
 def _sessions() -> Path:
     """Where a run's Ray has its folder; what killed runs left there is removed."""
     folder = private_folder() / "ray"
@@ -356,6 +335,23 @@ def _silence() -> None:
     import ray._private.worker as worker
 
     worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+@contextmanager
+def _signals_are_ours() -> Iterator[None]:
+    """While Ray is started: it sets no handler of SIGTERM here, and a terminal that closes does not end its processes.
+
+    They have this process's mask of signals; Ray itself has them block SIGINT, for the same reason.
+    """
+    import ray._private.utils as utils
+
+    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        utils.set_sigterm_handler = before
 
 
 def _redirect(log: Path) -> None:

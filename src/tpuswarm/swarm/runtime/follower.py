@@ -86,8 +86,8 @@ def main() -> NoReturn:
         _end(WRONG, str(error))
     except Exception as error:  # noqa: BLE001  # whatever it is, it will be the same at the next try
         traceback.print_exc()
-        _end(FAILED, f"host {group.index} could not begin: {_words(error)}")
-    say(f"host {group.index} of {group.count} is with host 0")
+        _end(FAILED, f"host {group.index} could not start: {_words(error)}")
+    say(f"host {group.index} of {group.count} is connected to host 0")
     try:
         with hosts:
             obey(hosts, say)

@@ -40,7 +40,8 @@ class Group:
 
     def check(self) -> None:
         """Raise InputError for a host that is not of so many, and where host 0 cannot listen."""
-        from tpuswarm.train.hosts import host_0, listen
+        from tpuswarm.train.hosts import listen
+        from tpuswarm.train.several import host_0
 
         at = host_0(self.at, self.count, self.index)
         if self.index == 0:

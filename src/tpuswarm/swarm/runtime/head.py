@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.swarm.coordinator import Coordinator
 from tpuswarm.swarm.core.coordinator import disagreement
@@ -13,7 +13,7 @@ from tpuswarm.swarm.core.values import Digests, Header, Incarnation, Record
 from tpuswarm.swarm.effects import Do, Over, Process, Sleep
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.runtime.plan import Founding, Plan
-from tpuswarm.swarm.store import Missing, Store
+from tpuswarm.swarm.store import Corrupt, Missing, Store
 
 FOUNDING = "founding.json"
 FOUNDER = 120.0
@@ -76,7 +76,7 @@ class Head:
         )
         yield from coordinator.open()
         if coordinator.state.view.newest.digests.layout != founding.layout.digest:
-            raise Over(f"{self._store.root} holds commits of another layout than its {FOUNDING}: give another --run")
+            raise Over(f"{self._store.root} has commits with another layout than its {FOUNDING}; use another --run")
         self._founding, self._coordinator = founding, coordinator
         yield from coordinator.run()
 
@@ -129,8 +129,10 @@ class Head:
 
 
 def read_founding(store: Store) -> Founding | None:
-    """The founding of a run; None before it."""
+    """The founding of a run; None before it. Raises Corrupt where it is none."""
     try:
         return _FOUNDING.validate_json(store.read(FOUNDING))
     except Missing:
         return None
+    except ValidationError as error:
+        raise Corrupt(FOUNDING, store.root, error.errors()[0]["msg"]) from error

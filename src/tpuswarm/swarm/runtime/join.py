@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.engines.node import be_node, silent, wait
 from tpuswarm.swarm.notice import GOODBYE
@@ -30,26 +31,24 @@ def join(address: str, group: Group | None, token: Path, say: Say) -> None:
     Raises InputError for an address where nothing answers, a wrong token, hosts that cannot be one member, and what the
     swarm refuses; RunFailed where this machine is given up.
     """
-    _, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        raise InputError(f"{address!r} is no address: give HOST:PORT, as `tpuswarm train --members` says it")
+    parse_address(address, "the address that `tpuswarm train --members` prints")
     try:
         secret = token.read_text().strip()
     except OSError as error:
-        raise InputError(
-            f"{token} cannot be read ({error.strerror}): copy the file `token` of the run to it"
-        ) from error
+        raise InputError(f"{token} cannot be read ({error.strerror}); copy the run's file `token` there") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{token} is not a token; copy the run's file `token` there") from error
     if not secret:
-        raise InputError(f"{token} is empty: copy the file `token` of the run to it")
+        raise InputError(f"{token} is empty; copy the run's file `token` there")
     if group:
         group.check()
     if why := silent(address):
-        raise InputError(f"nothing answers at {address} ({why.strerror or why}): is the run alive?")
+        raise InputError(f"nothing answers at {address} ({why.strerror or why}); is the run still alive?")
     if group and group.index:
         _follow(group, address, say)
         return
     if group:
-        say(f"this is host 0 of {group.count}: the others come to {group.at}")
+        say(f"this is host 0 of {group.count}; waiting for the others at {group.at}")
     be_node(address, token, group.environment() if group else {}, say)
 
 
@@ -64,7 +63,7 @@ class _Life(NamedTuple):
 
 def _follow(group: Group, address: str, say: Say) -> None:
     """Keep a process that is this host, until host 0 says farewell to it."""
-    say(f"this is host {group.index} of {group.count}: it comes to {group.at}; Ctrl-C leaves")
+    say(f"this is host {group.index} of {group.count}; connecting to {group.at}; Ctrl-C leaves")
     lost, alone, tries = False, False, 0
     with StopSignals() as stop:
         while True:
@@ -83,14 +82,14 @@ def _follow(group: Group, address: str, say: Say) -> None:
                     say("the swarm has ended")
                     return
                 if not alone:
-                    say(f"host 0 does not answer at {group.at}; this host waits for it; Ctrl-C leaves")
+                    say(f"host 0 does not answer at {group.at}; waiting for it; Ctrl-C leaves")
                 alone = True
                 continue
             lost, alone, tries = True, False, 1 if life.stepped else tries + 1
-            why = "its process was killed" if life.status < 0 else life.last.partition(", so this host ends")[0]
+            why = "its process was killed" if life.status < 0 else life.last.partition(", so this host stops")[0]
             if tries >= TRIES:
-                raise RunFailed(f"this host ended {tries} times without a step, the last: {why}; join again on all")
-            say(f"{why}; this host waits for all of them to come together again")
+                raise RunFailed(f"this host failed {tries} times without a step: {why}; join again on all hosts")
+            say(f"{why}; waiting for all hosts to reconnect")
             if wait(PAUSE * (tries - 1), stop):
                 return
 

@@ -5,9 +5,10 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
-from tpuswarm.swarm.core.alarms import ENOUGH
+from tpuswarm.swarm.core.alarms import ENOUGH, REMEMBERED, Step
 from tpuswarm.swarm.engines.ray import ANYWHERE, Process
 from tpuswarm.swarm.status import MemberStatus
 
@@ -42,8 +43,8 @@ class Kept:
     """Rows of metrics taken from this process."""
     row: dict[str, Any] = field(default_factory=dict)
     """The newest of them."""
-    steps: deque[tuple[float | None, float | None]] = field(default_factory=lambda: deque(maxlen=ENOUGH))
-    """Loss and gradient norm of its last steps."""
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """The last of its process."""
     left: bool = False
 
     @property
@@ -94,6 +95,7 @@ class Kept:
         elif self.incarnation in leased:
             state = "alive"
         base, speed = seen.get("base"), seen.get("rows_per_s")
+        losses = [step.loss for step in list(self.steps)[-ENOUGH:] if step.loss is not None]
         return MemberStatus(
             id=self.name,
             state=state,
@@ -102,7 +104,7 @@ class Kept:
             base=base,
             tokens=seen.get("tokens", 0),
             tokens_per_s=speed * tokens_per_row if speed and state in ("alive", "joining") else None,
-            loss=row.get("loss"),
+            loss=fmean(losses) if losses else None,
             grad_norm=row.get("grad_norm"),
             lag=None if base is None or version is None else max(0, version - base),
         )

@@ -34,7 +34,7 @@ def local_devices(which: str | int | list[int]) -> tuple[str, list[int]]:
         if which != "all":
             raise InputError(
                 f"--devices {which}: this machine has no TPU or GPU to share out; "
-                "--devices-per-member gives each member virtual CPU devices of its own"
+                "--devices-per-member gives each member its own virtual CPU devices"
             )
         return kind, []
     folder, pattern = ("/dev/vfio", r"\d+") if Path("/dev/vfio").exists() and kind == "tpu" else ("/dev", r"accel\d+")
@@ -54,7 +54,7 @@ def share_out(kind: str, devices: Sequence[int], members: int, asked: int | None
     if each < 1 or each * members > len(devices):
         raise InputError(
             f"{members} members with {asked or 'at least 1'} devices each need {members * (asked or 1)}, this machine "
-            f"shares out {len(devices)} ({kind}); use --members {max(1, len(devices) // (asked or 1))}"
+            f"has {len(devices)} ({kind}); use --members {max(1, len(devices) // (asked or 1))}"
         )
     return each
 
@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 
     exchanged: int
     largest: int
-    """Of the exchanged arrays; none is ever divided."""
+    """Of the shared arrays; none is ever divided."""
     state: int
     """All of it."""
 

@@ -150,7 +150,7 @@ class MemberHost:
             self._last, self._member = self._member.books, None  # and with it what it held on the devices
             fruitless = 0 if self._last.sequence else fruitless + 1
             if fruitless >= LIVES:
-                raise RunFailed(f"{place.name} gave up after {LIVES} lives without a contribution, the last: {reason}")
+                raise RunFailed(f"{place.name} gave up after {LIVES} incarnations without a push: {reason}")
         return "left"
 
     def _live(self, joining: Joining, ready: Ready, programs: Ready | Lead) -> str | None:
@@ -160,7 +160,7 @@ class MemberHost:
         books = Member(joining.terms, swarm.quantize, swarm.overlap, incarnation, joining.version, joining.tokens)
         anchor = self._fetch(joining.state)
         holder = programs.holder(anchor)
-        place.say(f"incarnation {incarnation.name[:8]} starts from version {joining.version}")
+        place.say(f"incarnation {incarnation.name[:8]} starts from commit {joining.version}")
         node = Node(place.calls)
         self._member = member = MemberProcesses(
             books,
@@ -191,7 +191,7 @@ class MemberHost:
     def _last_evaluation(self, holder: Holder) -> None:
         """Of the run's last version, which nobody had to adopt."""
         last = self._answer(Call(HEAD, "hello", (self.place.name,)))
-        self.place.say(f"evaluating version {last.version}")
+        self.place.say(f"evaluating commit {last.version}")
         version = holder.place(self._fetch(last.state))
         holder.adopt(Adopt("take", None, last.version, last.state), version)
         found = holder.evaluate(last.terms.batch, lambda: self._leaving)
@@ -214,7 +214,7 @@ class MemberHost:
             if isinstance(answer, Joining):
                 return answer
             if isinstance(answer, Found):
-                self.place.say("making the first state")
+                self.place.say("initializing the model")
                 outer = self.place.plan.outer
                 made = [
                     self._answer(Call(self._shard(number), "found", (fragment, outer)))

@@ -10,9 +10,9 @@ PROCESS_BYTES = 700 * 2**20
 RAY_BYTES = 800 * 2**20
 """Of Ray's own processes, the coordinator and one aggregator on this machine (seen: 700 MiB)."""
 HOST_COPIES = 4
-"""Of the exchanged state that a member's host holds: anchor, snapshot, payload, a version under way."""
+"""Copies of the shared state on a member's host: anchor, snapshot, payload, a commit in flight."""
 STEP_COPIES = 3
-"""Of the exchanged state that a step on CPU needs besides its own: gradients, and results before they replace it."""
+"""Further copies that a step on CPU needs: gradients, and results before they replace it."""
 
 
 def check_memory(members: int, exchanged: int, state: int, kind: str) -> None:
@@ -26,7 +26,7 @@ def check_memory(members: int, exchanged: int, state: int, kind: str) -> None:
         fit = max(0, int((have - RAY_BYTES) // each))
         way = f"use --members {fit}" if fit else "use a smaller model"
         raise InputError(
-            f"{members} members need about {need / 2**30:.1f} GiB of memory, {each / 2**30:.2f} each, and this machine "
+            f"{members} members need about {need / 2**30:.1f} GiB of memory, {each / 2**30:.2f} each, but this machine "
             f"has {have / 2**30:.1f} GiB free; {way}"
         )
 

@@ -102,7 +102,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Founding:
-    """How the exchanged state looks: said by the member that made the first one, kept as founding.json."""
+    """The layout of the shared state: reported by the member that made the first one, kept as founding.json."""
 
     fragments: tuple[tuple[Leaf, ...], ...]
     chosen: dict[str, Any]

@@ -37,7 +37,7 @@ class Shard:
         if self._aggregator is None:
             founding = read_founding(self._store)
             if founding is None:
-                raise AttributeError(f"{name}: the run is not founded yet")
+                raise AttributeError(f"{name}: the run has not been created yet")
             shards = min(self._shards, len(founding.fragments))
             ledger = Ledger(self._store)
             self._aggregator = Aggregator(ledger, self._objects, founding.layout.sizes, self._index, shards)

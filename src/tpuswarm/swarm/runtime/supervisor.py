@@ -7,13 +7,13 @@ started; the same command goes on from the ledger.
 import math
 import re
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from tpuswarm.config.shown import significant
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.core.alarms import alarms, watched
+from tpuswarm.swarm.core.alarms import Step, Watched, alarms
 from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.fragments import shards_for
 from tpuswarm.swarm.core.summary import Summary
@@ -28,9 +28,11 @@ from tpuswarm.swarm.retention import clean
 from tpuswarm.swarm.runtime.kept import Kept, guest_name
 from tpuswarm.swarm.runtime.plan import HEAD, Plan, member_name
 from tpuswarm.swarm.runtime.screen import Screen
-from tpuswarm.swarm.status import SwarmStatus, compose, write_status
+from tpuswarm.swarm.status import Progress, SwarmStatus, compose, write_status
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.run import METRICS, Run, append_rows, read_rows
+from tpuswarm.train.listing import newest_evaluation
+from tpuswarm.train.live import Pace
+from tpuswarm.train.run import EVENTS, METRICS, Run, append_rows, read_rows
 from tpuswarm.train.stop import StopSignals
 
 LOOK = 0.2
@@ -38,7 +40,6 @@ LOOK = 0.2
 STATUS = 1.0
 NUMBER = re.compile(r"(?<!\w)[\d.,]+")
 CLEAN = 60.0
-LOSSES = 6_000
 BACKOFF, BACKOFF_MAX = 1.0, 60.0
 """Seconds until a process that died is made again: doubled while it gets nowhere."""
 FAILURES, DEATHS = 4, 12
@@ -77,8 +78,7 @@ class Supervisor:
         self._ledger = Ledger(self._store)
         self.view: View | None = None
         self.status: SwarmStatus | None = None
-        self.losses: deque[float] = deque(maxlen=LOSSES)
-        """Of the newest steps of all members."""
+        self._pace, self._evaluation = Pace(), newest_evaluation(run.folder)
         self._cleaner = ThreadPoolExecutor(1, "cleaner")
         self._cleaning: Future[None] | None = None
         self._summary: Summary | None = None
@@ -86,12 +86,12 @@ class Supervisor:
         self._recent: list[Record] = []
         self._status_at = self._cleaned_at = time.monotonic()
         self._progress_at = math.inf  # until somebody trains nothing can be committed
-        self._told = max(
-            (e["version"] for e in read_rows(run.folder / "events.jsonl") if e["event"] == "commit"), default=0
-        )
+        self._told = max((e["version"] for e in read_rows(run.folder / EVENTS) if e["event"] == "commit"), default=0)
         self.kept: dict[str, Kept] = {}
         self._nodes: set[str] = set()
         """That were ever given a member: a machine that comes back is another node."""
+        self._joined: frozenset[str] = frozenset()
+        """Members that have had an incarnation."""
         self._stopping = 0.0
 
     def go(self) -> Ended:
@@ -181,7 +181,7 @@ class Supervisor:
             else:
                 given = {**self._member, "name": name, "steps": self._steps(name), "data": None}
                 self._add(Kept(name, "tpuswarm.swarm.runtime.hosts:member", given, self._environment(None), node))
-            self._event("note", member=name, message=f"a machine joined: {name}")
+            self._event("note", member=name, message=f"new machine: {name}")
 
     def _start(self, kept: Kept, now: float) -> None:
         arguments = kept.arguments
@@ -228,15 +228,15 @@ class Supervisor:
                 at_risk = (kept.seen or {}).get("at_risk", 0)
                 self._event("lost", message=reason, tokens=at_risk, own_machine=kept.guest, **facts)
         else:
-            reason = "it is gone" if outcome.how == "dead" else outcome.reason
+            reason = "it died" if outcome.how == "dead" else outcome.reason
             kind = "coordinator" if kept.name == HEAD else "shard"
-            self._event(kind, name=kept.name, message=f"{reason}; another one takes its place")
+            self._event(kind, name=kept.name, message=f"{reason}; restarting it")
         if kept.deaths >= (FAILURES if outcome.how == "failed" else DEATHS):
-            sentence = f"{kept.name} ended {kept.deaths} times without getting anywhere, the last: {outcome.reason}"
+            sentence = f"{kept.name} failed {kept.deaths} times without getting anywhere: {outcome.reason}"
             if not kept.guest:
                 raise RunFailed(sentence)
             kept.left = True
-            self._event("note", member=kept.name, message=f"{sentence}; its machine is given up")
+            self._event("note", member=kept.name, message=f"{sentence}; giving up on its machine")
             if kept.node:
                 self._cluster.dismiss(kept.node, Outcome("failed", sentence))
 
@@ -256,7 +256,8 @@ class Supervisor:
         if not kept.member or seen is None:
             return
         if seen["incarnation"] and seen["incarnation"] != kept.incarnation:
-            self._event("joined", member=kept.name, incarnation=seen["incarnation"], pid=kept.pid)
+            again, self._joined = kept.name in self._joined, self._joined | {kept.name}
+            self._event("joined", member=kept.name, incarnation=seen["incarnation"], pid=kept.pid, again=again)
         kept.seen, rows = seen, seen["rows"]
         if not rows:
             return
@@ -265,12 +266,13 @@ class Supervisor:
         for row in rows:
             if "loss" in row:
                 kept.row = row
-                kept.steps.append((row["loss"], row.get("grad_norm")))
+                kept.steps.append(Step(row["version"], row["loss"], row.get("grad_norm")))
                 self._progress_at = min(self._progress_at, time.monotonic())
                 if row["loss"] is not None:
-                    self.losses.append(row["loss"])
+                    self.screen.loss(row["loss"])
             else:
-                self.screen.note(f"version {row['version']}: held-out loss {row['eval_loss']:.4f}")
+                self._evaluation = row
+                self.screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
         append_rows(self.run.folder / "members" / kept.name / METRICS, rows)
         append_rows(self.run.folder / METRICS, rows)
 
@@ -293,7 +295,7 @@ class Supervisor:
         if now - self._cleaned_at > CLEAN:
             self._cleaned_at = now
             if self._cleaning and self._cleaning.done() and (error := self._cleaning.exception()):
-                self._event("note", message=f"old versions could not be removed: {error}")
+                self._event("note", message=f"files of old commits could not be removed: {error}")
             if self._cleaning is None or self._cleaning.done():
                 self._cleaning = self._cleaner.submit(self._clean, self.view.version)
 
@@ -318,7 +320,7 @@ class Supervisor:
         leased = {each.incarnation.name for each in self._summary.leased} if self._summary else set()
         version = self._summary.version if self._summary else None
         members = [kept.status(leased, version, self.plan.tokens_per_row) for kept in self.kept.values() if kept.member]
-        alive = [watched(each.id, self.kept[each.id].steps) for each in members if each.state == "alive"]
+        alive = [Watched(each.id, tuple(self.kept[each.id].steps)) for each in members if each.state == "alive"]
         cycle = self._summary.median_cycle if self._summary else None
         found = tuple(alarms(self._recent, alive, cycle, clock - self._progress_at, time.time()))
         known = {NUMBER.sub("", each) for each in self._alarms}
@@ -328,13 +330,19 @@ class Supervisor:
         self._alarms = found
         horizon = self.plan.horizon * self.plan.tokens_per_row
         pids = {each.name: each.pid for each in self.kept.values() if not each.member and each.process and each.pid}
-        self.status = compose(self._summary, members, horizon, found, self._cluster.address, pids, time.time())
+        if self._summary and clock >= self._progress_at:
+            self._pace.add(clock, self._summary.tokens.applied)
+        progress = Progress(
+            self.screen.began, self._pace.per_second, self._evaluation.get("eval_loss"), self._evaluation.get("version")
+        )
+        address = "" if self._cluster.found else self._cluster.address
+        self.status = compose(self._summary, members, horizon, found, address, pids, time.time(), progress)
         write_status(self.run.folder, self.status)
-        self.screen.status(self.status, self.losses)
+        self.screen.status(self.status)
 
     def _say_goodbye(self) -> None:
         self._stopping = time.monotonic()
-        self.screen.note("stopping: the members hand in what they have done")
+        self.screen.note("stopping: the members push their last work")
         for kept in self.kept.values():
             if kept.member and kept.process:
                 kept.process.leave()
@@ -347,8 +355,8 @@ class Supervisor:
 
     def _stopped_at(self) -> str:
         if self.view is None:
-            return "stopped before the first version"
-        return f"stopped at version {self.view.version}, {self.view.tokens[-1]:,} tokens counted"
+            return "stopped before the first commit"
+        return f"stopped at commit {self.view.version}, {self.view.tokens[-1]:,} tokens counted"
 
     def _event(self, event: str, **facts: Any) -> None:
         self.run.write_event(event, **facts)

@@ -63,7 +63,7 @@ class Arm:
 
 
 class Members(NamedTuple):
-    """What training changes or needs; n is the number of exchanged parameters, in the order of one fragment."""
+    """What training changes or needs; n is the number of shared parameters, in the order of one fragment."""
 
     states: State
     """Leaves with members as their first axis."""
@@ -120,7 +120,7 @@ def simulate(program: Program, source: Source, arm: Arm, *, batch: int, steps: i
 
     batch: rows of a step of all members together, of which each takes the same share; steps: of a member, in the mean.
     One seed gives every arm the same first parameters. Raises ValueError where rows do not divide over members or steps
-    over cycles, and for exchanged leaves that are not float32.
+    over cycles, and for shared leaves that are not float32.
     """
     every, a_cycle = len(arm.cycle), sum(arm.cycle)
     if batch % every or steps * every % a_cycle:

@@ -56,7 +56,7 @@ class Group(Strict):
     @model_validator(mode="after")
     def _one_speed(self) -> "Group":
         if (self.tokens_per_s is None) == (self.step_s is None):
-            raise ValueError("give the speed of its members, as one of tokens_per_s and step_s")
+            raise ValueError("give either tokens_per_s or step_s")
         return self
 
 
@@ -74,11 +74,11 @@ class Scenario(Strict):
     @model_validator(mode="after")
     def _possible(self) -> "Scenario":
         if (self.hours is None) == (self.tokens is None):
-            raise ValueError("give its length, as one of hours and tokens")
+            raise ValueError("give either hours or tokens")
         if self.count > MOST:
-            raise ValueError(f"{self.count:,} members are more than the {MOST:,} that can be simulated")
+            raise ValueError(f"{self.count:,} members are too many: at most {MOST:,} can be simulated")
         if self.fragments > self.model.parameters:
-            raise ValueError(f"{self.model.parameters} parameters cannot be laid out in {self.fragments} fragments")
+            raise ValueError(f"{self.model.parameters} parameters cannot be split into {self.fragments} fragments")
         return self
 
     @property

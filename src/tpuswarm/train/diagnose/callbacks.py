@@ -25,8 +25,8 @@ def host_callbacks(step: ClosedJaxpr) -> list[Finding]:
     return [
         Finding(
             "host-callback",
-            f"{place} calls {name} in every step: the devices stop there until Python has answered; compute it in JAX, "
-            "return it as a metric, or take it out once the bug is found",
+            f"{place} calls {name} in every step: the devices stop until Python answers; compute it in JAX, return it "
+            "as a metric, or remove it once the bug is found",
             {"place": place, "call": name},
         )
         for name, place in sorted(found, key=lambda each: each[1])

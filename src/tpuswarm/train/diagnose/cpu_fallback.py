@@ -61,21 +61,21 @@ def cpu_fallback(platform: str, machine: Machine) -> Finding | None:
     elif not machine.chips:
         cause = (
             f"{signs[0]}={machine.environ[signs[0]]} says TPU, but /dev has no accel* and no vfio/N; "
-            "in a container, pass the devices on (docker run --privileged)"
+            "in a container, pass the devices through (docker run --privileged)"
         )
     elif asked:
         cause = f"JAX_PLATFORMS={asked} keeps JAX away from {machine.chips[0]}; unset it, or use JAX_PLATFORMS=tpu"
     elif not machine.libtpu:
-        cause = f"{machine.chips[0]} is there, but libtpu is not installed; pip install 'tpuswarm[tpu]'"
+        cause = f"{machine.chips[0]} exists, but libtpu is not installed; pip install 'tpuswarm[tpu]'"
     elif machine.holders:
         cause = (
-            f"{machine.chips[0]} is held by process {machine.holders[0]}: only one process at a time can use a TPU; "
-            "end it (a notebook's kernel counts), then start again"
+            f"{machine.chips[0]} is used by process {machine.holders[0]}: only one process at a time can use a TPU; "
+            "stop it (a notebook kernel counts too), then start again"
         )
     else:
         reason = machine.error.splitlines()[0] if machine.error else "JAX's TPU backend did not start"
         cause = (
-            f"{machine.chips[0]} is there, but {reason}; if no process has it (sudo lsof -w {machine.chips[0]}), "
+            f"{machine.chips[0]} exists, but {reason}; if no process uses it (sudo lsof -w {machine.chips[0]}), "
             "remove /tmp/libtpu_lockfile"
         )
     return Finding("cpu-fallback", f"training on CPU, not on a TPU: {cause}", {"chips": len(machine.chips)})

@@ -130,8 +130,8 @@ class HostSync:
         return Finding(
             "host-sync",
             f"{line.place}{text} reads device arrays: {line.reads} reads in {line.steps} steps, {line.seconds:.2f} s; "
-            "the host waits there for the devices, which then have no next step to do; the figures of a step are in "
-            "its row already (row['loss']), and what else you need is best read every hundred steps",
+            "the host waits there for the devices, and then they wait for the host; a step's figures are already in "
+            "its row (row['loss']), and anything else is best read every hundred steps",
             {"place": line.place, "reads": line.reads, "steps": line.steps, "seconds": line.seconds},
         )
 

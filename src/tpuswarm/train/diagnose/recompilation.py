@@ -124,7 +124,7 @@ def changed(before: Mapping[str, str], now: Mapping[str, str], another: bool) ->
         more = f" and {len(different) - 2} more" if len(different) > 2 else ""
         return f"its argument {', '.join(different[:2])}{more}"
     if before.keys() != now.keys():
-        return f"it got {len(now)} arrays, before {len(before)}"
+        return f"it got {len(now)} arrays, {len(before)} before"
     if another:
         return ANEW
     return "its arguments look the same, so a setting or a sharding differs"
@@ -163,7 +163,7 @@ def _describe(leaf: Any) -> str:
 
 def _finding(function: _Function) -> Finding:
     cause = f": {function.change}" if function.change else ""
-    way = "give it arrays of one shape and dtype: pad what varies, leave out a last batch that is not full"
+    way = "give it arrays of one shape and dtype: pad what varies, drop a last batch that is not full"
     if function.change == ANEW:
         way = "call jax.jit once, before the loop"
     return Finding(

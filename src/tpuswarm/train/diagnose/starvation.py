@@ -27,9 +27,9 @@ class Starvation:
         self._said = True
         return Finding(
             "starvation",
-            f"the devices waited for data {wait / whole:.0%} of steps {first} to {last} ({wait / steps:.3f} of "
-            f"{whole / steps:.3f} s a step): the source's rows() takes longer than a step; prepare its rows before "
-            "training (a memory-mapped file), or make them in fewer and larger NumPy calls",
+            f"the devices waited for data {wait / whole:.0%} of the time in steps {first} to {last} "
+            f"({wait / steps:.3f} of {whole / steps:.3f} s per step): the source's rows() is slower than a step; "
+            "prepare its rows before training (a memory-mapped file), or build them with fewer, larger NumPy calls",
             {"first_step": first, "last_step": last, "wait_s": wait, "window_s": whole},
         )
 

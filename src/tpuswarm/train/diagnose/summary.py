@@ -26,6 +26,8 @@ class Summary:
     peak: float | None
     """FLOP/s of one device at best; None where that is not known."""
     devices: int
+    unit: str = "tokens"
+    """What the tokens are: tokens, or rows where a row counts for one."""
     findings: Sequence[Finding] = ()
     """What was found and said on the way, with the last counts."""
 
@@ -55,6 +57,7 @@ class Summary:
             "seconds": dict(self.seconds),
             "steps": self.steps,
             "tokens_per_s": self.tokens_per_s,
+            "unit": self.unit,
             "flops_per_s": self.flops_per_s,
             "mfu": self.mfu,
             "findings": [{"kind": each.kind, "message": each.message, **each.numbers} for each in self.findings],
@@ -69,9 +72,9 @@ def rows(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         for place, seconds in facts["seconds"].items()
         if seconds >= SHOWN * whole
     ]
-    made.append(("together", f"{whole:,.1f} s", ""))
+    made.append(("total", f"{whole:,.1f} s", ""))
     if facts["tokens_per_s"] is not None:
-        made.append(("tokens/s while training", f"{facts['tokens_per_s']:,.0f}", ""))
+        made.append((f"{facts['unit']}/s while training", f"{facts['tokens_per_s']:,.0f}", ""))
     made.append(("MFU (model FLOPs utilisation)", "–" if facts["mfu"] is None else f"{facts['mfu']:.1%}", ""))
     return made
 

@@ -65,7 +65,7 @@ def _finding(path: str, other: str, aval: Any) -> Finding:
     shape = "x".join(map(str, aval.shape))
     return Finding(
         "tied-weights",
-        f"{path} and {other} begin as one {shape} array but are two parameters: each follows its own gradient, so they "
-        f"come apart at the first step; to tie them, keep only {path} and use it in both places of the loss",
+        f"{path} and {other} start as one {shape} array but are two parameters: each follows its own gradient, so they "
+        f"diverge at the first step; to tie them, keep only {path} and use it in both places in the loss",
         {"parameters": [path, other], "shape": list(aval.shape)},
     )

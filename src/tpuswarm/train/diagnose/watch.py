@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from tpuswarm.catalog import peak_flops
+from tpuswarm.config.shown import unit
 from tpuswarm.train.diagnose import cpu_fallback, times
 from tpuswarm.train.diagnose.callbacks import host_callbacks
 from tpuswarm.train.diagnose.environment import dead_variables
@@ -109,6 +110,7 @@ class Watch:
             flops_per_step=self._flops,
             peak=peak_flops(device.device_kind, fitted.options.precision),
             devices=fitted.mesh.size,
+            unit=unit(fitted.program.tokens_per_row),
             findings=[*self._said, *self._recompilation.totals(), *self._host_sync.totals()],
         )
 
@@ -118,4 +120,4 @@ def _unharmed(look: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return look()
     except Exception as error:  # noqa: BLE001  # programs and machines are of all kinds, and this is only advice
-        return [Finding("unknown", f"a diagnostic failed, and training goes on: {type(error).__name__}: {error}")]
+        return [Finding("unknown", f"a diagnostic failed; training continues: {type(error).__name__}: {error}")]

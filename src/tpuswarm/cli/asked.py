@@ -1,0 +1,124 @@
+"""What `train` was asked, in its words and in a file: checked before anything heavy is imported."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+
+from tpuswarm.cli.recipe import make_recipe, recipe_options
+from tpuswarm.errors import InputError
+
+if TYPE_CHECKING:
+    from tpuswarm.config.train import Train
+    from tpuswarm.train.recipe import Recipe
+
+SWARM = ("members", "devices_per_member", "cycle", "outer", "outer_lr", "quantize", "overlap", "ray_address")
+"""Options that a run of members has and a plain one has not."""
+FIT = (
+    "devices", "shard", "precision", "accumulate", "clip", "freeze", "decay", "ema", "seed", "save_every",
+    "eval_every", "keep", "grace", "deterministic", "profile", "wandb",
+)  # fmt: skip
+"""Those that a Trainer takes."""
+
+
+class Asked(NamedTuple):
+    """A training, as far as it is known without JAX."""
+
+    table: "Train"
+    recipe: "Recipe"
+    folder: Path | None
+    parent: str | None
+    """Where its parameters come from, as find_parent has it."""
+    swarm: dict[str, Any] | None
+    """None for a plain run."""
+
+
+def ask(context: typer.Context) -> Asked:
+    """All of it; raises InputError for what cannot be done on any machine."""
+    from tpuswarm.train.parent import find_parent
+    from tpuswarm.train.run import require_usable
+    from tpuswarm.train.several import several
+    from tpuswarm.train.wandb_log import require
+
+    words = context.params
+    if words["recipe"].startswith("-"):
+        raise InputError(f"the recipe comes first: tpuswarm train RECIPE {words['recipe']} …")
+    table = _table(words, recipe_options(context.args, "train"))
+    folder = Path(table.run) if table.run else None
+    if folder:
+        require_usable(folder)
+    swarm = _swarm(table, folder, words)
+    several(words["hosts"], words["host"], words["hosts_at"])
+    if table.wandb is not None:
+        require()
+    parent = find_parent(table.init_from) if table.init_from else None
+    given = {name: value for name in ("data", "seed") if (value := getattr(table, name)) is not None}
+    recipe = make_recipe(table.recipe, given, dict(table.options), context, folder, parent)
+    return Asked(table, recipe, folder, parent, swarm)
+
+
+def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
+    """The words of the command, over those of the file where it names one."""
+    from pydantic import ValidationError
+
+    from tpuswarm.config.limits import flag
+    from tpuswarm.config.train import LENGTHS, Train, read_train
+
+    given = {name: words[name] for name in Train.model_fields if words.get(name) is not None}
+    if given["recipe"].endswith(".toml"):
+        path = Path(given.pop("recipe"))
+        file = read_train(path).model_dump(exclude_unset=True)
+        _check_options(path, file)
+        if not given.keys().isdisjoint(LENGTHS):
+            file = {name: value for name, value in file.items() if name not in LENGTHS}
+        options = file.pop("options", {}) | options
+        given = file | given
+    try:
+        return Train(**given | {"options": options})
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise InputError(str(first["ctx"]["error"])) from error
+        name = flag(str(first["loc"][0]))
+        raise InputError(f"--{name}: {first['msg'][:1].lower()}{first['msg'][1:]}, not {first['input']!r}") from error
+
+
+def _check_options(path: Path, file: dict[str, Any]) -> None:
+    """Raise InputError with the line of the file for an option that its recipe does not take."""
+    from tpuswarm import recipes
+    from tpuswarm.config.nearest import did_you_mean
+    from tpuswarm.config.toml_file import at_line
+    from tpuswarm.train.user_code import find_maker, option_types, typed
+
+    types = option_types(find_maker(recipes.find(file["recipe"])[0]))
+    for name, value in file.get("options", {}).items():
+        try:
+            if name not in types:
+                raise InputError(f"{file['recipe']} has no option {name}; {did_you_mean(name, types)}")
+            typed(name, value, types[name])
+        except InputError as error:
+            raise InputError(at_line(path, ("train", "options", name), str(error))) from error
+
+
+def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[str, Any] | None:
+    """The options of a swarm, where it is to be one."""
+    from tpuswarm.train.run import CONFIG, read_config
+
+    given = {name: getattr(table, name) for name in SWARM}
+    if table.members is None and folder is not None and (folder / CONFIG).exists() and "swarm" in read_config(folder):
+        given["members"] = read_config(folder)["swarm"]["members"]
+    if given["members"] is None:
+        if alone := next((name for name, value in given.items() if value is not None), None):
+            raise InputError(f"--{alone.replace('_', '-')} needs --members")
+        if words["accept_code"]:
+            raise InputError(
+                "--accept-code needs --members; a plain run resumes with any code and with its own settings"
+            )
+        return None
+    if words["hosts"] is not None:
+        raise InputError(
+            "--hosts and --members exclude each other; the hosts of a member come with `tpuswarm join --hosts`"
+        )
+    if table.profile or table.wandb is not None:
+        raise InputError("--profile and --wandb do not work with --members yet")
+    return {**given, "accept_code": words["accept_code"]}

@@ -1,0 +1,235 @@
+"""`tpuswarm init`: from nothing to a project that is ready for a fleet."""
+
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuswarm.cli.runs import make_console
+from tpuswarm.errors import InputError
+
+if TYPE_CHECKING:
+    from tpuswarm.fleet.init import GrantText, Plan, PoolText, Step
+    from tpuswarm.fleet.preflight import Check
+
+GRANTS = """TPUs that you were granted, as by TPU Research Cloud, cost nothing. Type one
+grant a line, such as: 100 v2-8 us-central1-f spot until 2027-01-31
+An empty line ends them."""
+TOLD = ("quota", "price")
+"""Checks of preflight that tell something worth knowing where they are passed."""
+File = Annotated[Path, typer.Argument(metavar="[FILE]", help="swarm.toml: written, or made ready for if it is there.")]
+
+
+def option(flag: str, text: str) -> Any:
+    """A typer option with its help."""
+    return typer.Option(flag, help=text, show_default=False)
+
+
+def init(
+    file: File = Path("swarm.toml"),
+    project: Annotated[str | None, option("--project", "Google Cloud project. Default: gcloud's.")] = None,
+    grant: Annotated[
+        list[str] | None, option("--grant", "What costs nothing: `100 v2-8 us-central1-f spot until 2027-01-31`.")
+    ] = None,
+    type_: Annotated[str | None, option("--type", "TPU type, where there is no grant.")] = None,
+    zone: Annotated[list[str] | None, option("--zone", "Zones in order of preference.")] = None,
+    count: Annotated[int | None, option("--count", "Machines. Default: 1.")] = None,
+    on_demand: Annotated[bool, typer.Option("--on-demand", help="Pay more, and lose none.")] = False,
+    bucket: Annotated[str | None, option("--bucket", "Its name. Default: PROJECT-NAME.")] = None,
+    cross_region: Annotated[
+        bool, typer.Option("--allow-cross-region", help="TPUs may be in other regions than the bucket, at a price.")
+    ] = False,
+    provider: Annotated[str | None, option("--provider", "google or rehearsal. Default: google.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the steps, and do none. Needs no credentials.")
+    ] = False,
+) -> None:
+    """Make a project ready for a fleet: APIs, bucket, network, firewall, key; write swarm.toml. Again: what lacks."""
+    from tpuswarm.fleet.init import Found, do, look, steps
+
+    ask = _asker(yes or dry_run)
+    given = project, grant, type_, zone, count, bucket, on_demand, cross_region, provider
+    if file.exists():
+        if any(each not in (None, False, []) for each in given):
+            raise InputError(f"{file} is there already: change it there, or name another file")
+        provider, plan, text = _of_file(file)
+    else:
+        provider = provider or "google"
+        grants, pools = _machines(ask, grant or [], type_, zone or [], 1 if count is None else count, on_demand)
+        plan, text = _new(ask, file, provider, project, bucket, cross_region, grants, pools)
+    console = make_console()
+    print(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
+    if dry_run:
+        _print_steps(steps(plan, text, Found(file=file.exists())))
+        print("nothing was done; what is there already shows without --dry-run")
+        return
+    from tpuswarm.cloud.google.project import Project
+    from tpuswarm.fleet.clouds import open_access
+
+    with waiting(console, "looking at what is there"):
+        access = open_access(provider, plan.project)
+        setup = Project(access)
+        found = look(setup, plan)
+    todo = steps(plan, text, found)
+    _print_steps(todo)
+    if not all(each.there for each in todo) and not yes and not typer.confirm("Proceed?"):
+        raise typer.Abort
+    for number, step in enumerate(todo, 1):
+        if not step.there:
+            try:
+                with waiting(console, step.says) as say:
+                    do(step, setup, plan, found, text, say)
+            except KeyboardInterrupt:
+                print(f"{number}. not finished: {step.says}; the same command goes on from here")
+                raise
+            print(f"{number}. done: {step.says}")
+    _finish(access, setup, file, console)
+
+
+def _finish(access: Any, setup: Any, file: Path, console: Any) -> None:
+    """What preflight says of the file, and how to go on."""
+    from tpuswarm.cloud.google.provider import Google
+    from tpuswarm.fleet.facts import collect
+    from tpuswarm.fleet.file import read_swarm
+    from tpuswarm.fleet.preflight import checks
+
+    read = read_swarm(file)
+    with waiting(console, "checking quota, zones and runtime versions"):
+        found = checks(read, collect(Google(access), setup, read), time.time(), paid=True)
+    print_checks([each for each in found if not each.ok or each.id in TOLD])
+    here = "" if file == Path("swarm.toml") else f" {file}"
+    print(f"next: `tpuswarm up{here}`" if all(each.ok for each in found) else f"mend this, then `tpuswarm up{here}`")
+    if read.provider == "google":
+        print(
+            f"to stop it all at the end: `tpuswarm down{here}`; nothing can cost anything any more after "
+            f"`gcloud billing projects unlink {setup.id}`"
+        )
+
+
+def print_checks(found: "list[Check]") -> None:
+    """A line for each check, and how to mend what is wrong."""
+    for check in found:
+        make_console().print(f"{'ok' if check.ok else 'no'}: {check.sentence}", markup=False)
+        if not check.ok and check.mend:
+            print(f"    mend: {check.mend}")
+
+
+def _of_file(file: Path) -> "tuple[str, Plan, str]":
+    from tpuswarm.cloud.google.settings import find_project
+    from tpuswarm.fleet.clouds import REHEARSAL_PROJECT
+    from tpuswarm.fleet.file import read_swarm
+    from tpuswarm.fleet.init import plan_of
+
+    read = read_swarm(file)
+    local = read.provider == "rehearsal"
+    project = (read.project or REHEARSAL_PROJECT) if local else find_project(read.project)
+    return read.provider, plan_of(read, file, project), file.read_text(encoding="utf-8")
+
+
+def _machines(
+    ask: Callable[[str, str, str | None], str],
+    typed: list[str],
+    type_: str | None,
+    zones: list[str],
+    count: int,
+    on_demand: bool,
+) -> "tuple[list[GrantText], list[PoolText]]":
+    """Grants and pools, from options or answers."""
+    from tpuswarm.catalog import find
+    from tpuswarm.fleet.init import PoolText, parse_grant, pools_of
+
+    grants = [parse_grant(each) for each in typed]
+    if not grants and not type_:
+        if sys.stdin.isatty():
+            print(GRANTS)
+        while text := ask("grant", "--grant", ""):
+            grants.append(parse_grant(text))
+    if grants and not type_:
+        return grants, pools_of(grants)
+    wanted = find(type_ or ask("TPU type, such as v5e-8 (`tpuswarm catalog` lists them)", "--type or --grant", None))
+    if not zones:
+        known = ",".join(wanted.zones())
+        zones = ask("zones, in order of preference", "--zone", known or None).replace(",", " ").split()
+    return grants, [PoolText(wanted.name, tuple(zones), count, "on-demand" if on_demand else "spot")]
+
+
+def _new(
+    ask: Callable[[str, str, str | None], str],
+    file: Path,
+    provider: str,
+    project: str | None,
+    bucket: str | None,
+    cross_region: bool,
+    grants: "list[GrantText]",
+    pools: "list[PoolText]",
+) -> "tuple[Plan, str]":
+    from tpuswarm.cloud.google.firewall import tag_of
+    from tpuswarm.config.toml_file import parse_toml
+    from tpuswarm.fleet.checks import problems
+    from tpuswarm.fleet.clouds import REHEARSAL_PROJECT
+    from tpuswarm.fleet.file import SwarmFile
+    from tpuswarm.fleet.init import Plan, main_region, write_file
+
+    if provider == "rehearsal":
+        project = project or REHEARSAL_PROJECT
+    else:
+        project = project or _known_project() or ask("Google Cloud project", "--project", None)
+    name = file.stem
+    zones = Counter({zone: pool.count for pool in pools for zone in pool.zones})
+    plan = Plan(name, project, tag_of(name), bucket or f"{project}-{name}", main_region(zones), file)
+    text = write_file(plan, provider, cross_region, grants, pools)
+    for place, sentence in problems(parse_toml(text, file, SwarmFile), time.time()):
+        if place != ("storage", "region"):
+            raise InputError(sentence)
+        make_console().print(sentence, markup=False)
+        if ask("allow it, yes or no", "--allow-cross-region", "no").lower() not in ("y", "yes"):
+            raise InputError(f"{sentence} (--allow-cross-region)")
+        return plan, write_file(plan, provider, True, grants, pools)
+    return plan, text
+
+
+def _known_project() -> str | None:
+    from tpuswarm.cloud.google.settings import find_project
+
+    try:
+        return find_project()
+    except InputError:
+        return None
+
+
+def _print_steps(todo: "list[Step]") -> None:
+    for number, step in enumerate(todo, 1):
+        there = " – is there already" if step.there else ""
+        make_console().print(f"{number}. {step.says}{there}", markup=False)
+        if not step.there:
+            print(textwrap.indent(step.line, "     "))
+
+
+def _asker(silent: bool) -> Callable[[str, str, str | None], str]:
+    """Asks a person; where there is none, or none is to be asked, takes the default or names the option left out."""
+
+    def ask(question: str, flag: str, default: str | None) -> str:
+        if silent or not sys.stdin.isatty():
+            if default is None:
+                raise InputError(f"nobody can be asked here: give {flag}")
+            return default
+        return str(typer.prompt(question, default=default, show_default=bool(default)))
+
+    return ask
+
+
+@contextmanager
+def waiting(console: Any, what: str) -> Iterator[Callable[[str], None]]:
+    """A line that moves on a terminal while something is waited for; elsewhere a line for each thing it is told."""
+    if not console.is_terminal:
+        yield lambda text: print(f"{text} …")
+        return
+    with console.status(f"{what} …") as status:
+        yield lambda text: status.update(f"{text} …")

@@ -1,0 +1,193 @@
+"""`tpuswarm rehearsal`: the local cloud, and bad weather for it."""
+
+import json
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tpuswarm.cli.runs import Json
+from tpuswarm.errors import InputError
+
+if TYPE_CHECKING:
+    from tpuswarm.cloud.rehearsal.place import Place
+
+app = typer.Typer(help="A local cloud to rehearse on, and bad weather for it.", rich_markup_mode=None)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A machine; `tpuswarm rehearsal status` lists them.")]
+
+
+@app.command()
+def start(
+    speed: Annotated[
+        float | None, typer.Option(help="Seconds of its clock in one of ours. Default: as before, at first 10.")
+    ] = None,
+) -> None:
+    """Start the local cloud, if it does not run: a process of its own that goes on when this command has ended."""
+    from tpuswarm.cloud.rehearsal.client import ask
+    from tpuswarm.cloud.rehearsal.connect import connect
+
+    if speed is not None and not 0 < speed <= 100_000:
+        raise InputError(f"--speed must be above 0 and at most 100,000, not {speed:g}")
+    place = _place()
+    connect(place.folder)
+    if speed is not None:
+        ask(place, "speed", speed=speed)
+    print(f"the local cloud runs; its clock goes {ask(place, 'status')['speed']:g} times as fast as ours")
+    print(f"everything of it is in {place.folder}")
+    if os.geteuid() == 0:
+        print(
+            "note: you are root: what a start-up script writes to /etc and the like, it writes to this computer",
+            file=sys.stderr,
+        )
+
+
+@app.command()
+def status(
+    as_json: Json = False,
+    env: Annotated[bool, typer.Option("--env", help="Print what makes gcloud and gcsfs use it, for `eval`.")] = False,
+) -> None:
+    """Show the machines, the requests that wait, and the weather."""
+    from tpuswarm.cloud.rehearsal.client import ask, environment
+    from tpuswarm.cloud.rehearsal.connect import running
+
+    place = _place()
+    endpoints = running(place)
+    if env:
+        if endpoints is None:
+            raise InputError(f"no local cloud runs in {place.folder}; `tpuswarm rehearsal start` starts it")
+        for name, value in environment(place, endpoints).items():
+            print(f"export {name}={shlex.quote(value)}")
+        return
+    found = ask(place, "status") if endpoints else None
+    if as_json:
+        about = {"running": endpoints is not None, "folder": str(place.folder)}
+        print(json.dumps({**about, **(found or {}), **({"http": endpoints.http} if endpoints else {})}))
+        return
+    if found is None or endpoints is None:
+        print(f"no local cloud runs in {place.folder}; `tpuswarm rehearsal start` starts it")
+        return
+    print(f"{place.folder}, {found['speed']:g} times as fast as ours, at {endpoints.http}")
+    lines = [("name", "zone", "type", "state", "address")]
+    for each in found["machines"]:
+        addresses = [worker["external"] or worker["internal"] for worker in each["workers"]]
+        more = f" and {len(addresses) - 1} more" if len(addresses) > 1 else ""
+        state = "leaving" if any(worker["leaving"] for worker in each["workers"]) else each["state"]
+        lines.append((each["name"], each["zone"], each["type"], state, (addresses or ["–"])[0] + more))
+    for each in found["requests"]:
+        lines.append((each["name"], each["zone"], "request", each["state"], "–"))
+    if len(lines) == 1:
+        print("no machines")
+    else:
+        widths = [max(len(line[column]) for line in lines) for column in range(5)]
+        for line in lines:
+            print("  ".join(f"{text:{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
+    for zone, faults in found["zones"].items():
+        print(f"{zone}: {', '.join(faults)}")
+    for what, limit in found["quotas"].items():
+        zone, generation = what.split(" ")
+        print(f"{zone}: at most {limit:,} of {'each generation' if generation == '*' else generation}")
+    for failure in found["failures"]:
+        print(f"fault of the local cloud itself: {failure}; {place.log} has more")
+
+
+@app.command()
+def preempt(
+    name: Name,
+    ending: Annotated[
+        Literal["preempted", "terminated", "gone"],
+        typer.Option("--as", help="How the cloud shows it afterwards."),
+    ] = "preempted",
+) -> None:
+    """Take a machine away: SIGTERM to what runs there, SIGKILL 30 s of the cloud's clock later."""
+    from tpuswarm.cloud.rehearsal.client import ask
+
+    ask(_place(), "preempt", name=name, ending=ending)
+    print(f"{name} is being preempted: its processes have got SIGTERM, and SIGKILL follows")
+
+
+@app.command()
+def maintenance(name: Name) -> None:
+    """Repair a machine: it reboots, and has another external address afterwards."""
+    from tpuswarm.cloud.rehearsal.client import ask
+
+    ask(_place(), "maintenance", name=name)
+    print(f"{name} is being repaired: it reboots, and gets another external address")
+
+
+@app.command()
+def stockout(
+    zone: Annotated[str, typer.Argument(metavar="ZONE")],
+    over: Annotated[bool, typer.Option("--over", help="There are TPUs again.")] = False,
+) -> None:
+    """Let a zone have no TPUs left."""
+    from tpuswarm.cloud.rehearsal.client import ask
+
+    ask(_place(), "stockout", zone=zone, over=over)
+    print(f"{zone} has TPUs again" if over else f"{zone} has no TPUs left; --over ends that")
+
+
+@app.command()
+def quota(
+    limit: Annotated[
+        str,
+        typer.Argument(
+            metavar="ZONE=N", help="Cores (chips for v5e and v6e) at a time; ZONE/v3=N for one generation; N none: any."
+        ),
+    ],
+) -> None:
+    """Limit how many TPUs a project may have in a zone at a time."""
+    from tpuswarm.cloud.rehearsal.client import ask
+
+    where, _, number = limit.partition("=")
+    zone, _, generation = where.partition("/")
+    if not (number.isdecimal() or number == "none"):
+        raise InputError(f"{limit}: write ZONE=N, such as us-central1-f=16, or ZONE=none")
+    ask(
+        _place(),
+        "quota",
+        zone=zone,
+        generation=generation or None,
+        limit=None if number == "none" else int(number),
+    )
+    what = generation or "each generation"
+    print(f"{zone}: as many of {what} as one likes" if number == "none" else f"{zone}: at most {number} of {what}")
+
+
+@app.command("break")
+def break_(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A machine (NAME/2: its worker 2), a zone or a project.")],
+    fault: Annotated[
+        str,
+        typer.Argument(
+            metavar="FAULT",
+            help="Of a machine: lock, holder, missing-device. Of a zone: stockout, vm-stockout, hidden, unreachable, "
+            "stuck. Of a project: no-billing, no-apis.",
+        ),
+    ],
+    mend: Annotated[bool, typer.Option("--mend", help="Take the fault away again.")] = False,
+) -> None:
+    """Plant a fault."""
+    from tpuswarm.cloud.rehearsal.client import ask
+
+    what = ask(_place(), "break", name=name, fault=fault, mend=mend)["what"]
+    print(f"{name}: {fault} is mended" if mend else f"{name}: {what}")
+
+
+@app.command()
+def stop() -> None:
+    """End the local cloud and all that runs on its machines. What it knows stays; `start` goes on with it."""
+    from tpuswarm.cloud.rehearsal import connect
+
+    place = _place()
+    if connect.stop(place):
+        print(f"the local cloud has ended; delete {place.folder} to forget it")
+    else:
+        print(f"no local cloud runs in {place.folder}")
+
+
+def _place() -> "Place":
+    from tpuswarm.cloud.rehearsal.place import default_place
+
+    return default_place()

@@ -1,0 +1,118 @@
+"""All methods of Compute Engine by path."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tpuswarm.cloud.rehearsal.cloud import Cloud
+from tpuswarm.cloud.rehearsal.common.call import Call, Handler
+from tpuswarm.cloud.rehearsal.compute.resources import Resource
+from tpuswarm.cloud.rehearsal.wire.rest import call_of, routes
+
+PROJECT = "/compute/v1/projects/{project}"
+ZONE = PROJECT + "/zones/{zone}"
+REGION = PROJECT + "/regions/{region}"
+INSTANCE = ZONE + "/instances/{name}"
+WAIT_S = 120.0
+"""So long `wait` waits at most; it answers as it is then."""
+LOOK_S = 0.02
+
+
+def compute_routes(cloud: Cloud) -> list[Route]:
+    """For an application; everything that is asked of a project that is new finds its default network."""
+    instances, networks, resources = cloud.instances, cloud.networks, cloud.resources
+
+    def of(kind: str, handler: Handler) -> Handler:
+        return lambda call: handler(Call({**call.path, "kind": kind}, call.query, call.body))
+
+    def operation(call: Call) -> Resource:
+        return resources.operation(_operation_path(call))
+
+    table: list[tuple[str, str, Handler]] = [
+        ("GET", PROJECT, networks.project),
+        ("POST", f"{ZONE}/instances", instances.insert),
+        ("GET", f"{ZONE}/instances", instances.listing),
+        ("GET", INSTANCE, instances.get),
+        ("DELETE", INSTANCE, instances.delete),
+        ("POST", f"{INSTANCE}/stop", instances.stop),
+        ("POST", f"{INSTANCE}/start", instances.start),
+        ("POST", f"{INSTANCE}/setMetadata", instances.set_metadata),
+        ("POST", f"{INSTANCE}/setTags", instances.set_tags),
+        ("POST", f"{INSTANCE}/setLabels", instances.set_labels),
+        ("GET", f"{INSTANCE}/getGuestAttributes", lambda call: instances.guest_attributes(call, cloud.guests.read)),
+        ("GET", PROJECT + "/aggregated/{kind}", networks.aggregated),
+        ("POST", f"{PROJECT}/global/networks", networks.insert_network),
+        ("DELETE", PROJECT + "/global/networks/{name}", networks.delete_network),
+        ("POST", f"{REGION}/subnetworks", networks.insert_subnetwork),
+        ("POST", f"{PROJECT}/global/firewalls", networks.insert_rule),
+        ("PATCH", PROJECT + "/global/firewalls/{name}", networks.patch_rule),
+        ("PUT", PROJECT + "/global/firewalls/{name}", networks.patch_rule),
+        ("POST", f"{ZONE}/disks", networks.insert_disk),
+        ("POST", ZONE + "/disks/{name}/resize", networks.resize_disk),
+        ("GET", f"{PROJECT}/zones", networks.list_zones),
+        ("GET", ZONE, networks.zone),
+        ("GET", f"{PROJECT}/regions", networks.list_regions),
+        ("GET", REGION, networks.region),
+        ("GET", f"{ZONE}/machineTypes", networks.machine_types),
+        ("GET", ZONE + "/machineTypes/{name}", networks.machine_type),
+    ]
+    for scope in (ZONE, REGION, f"{PROJECT}/global"):
+        table += [
+            ("GET", scope + "/operations/{name}", operation),
+            ("GET", f"{scope}/operations", lambda call: _operations(cloud, call)),
+        ]
+    for scope, kinds in (
+        (ZONE, ["disks"]),
+        (REGION, ["subnetworks"]),
+        (f"{PROJECT}/global", ["networks", "firewalls"]),
+    ):
+        for kind in kinds:
+            table += [
+                ("GET", f"{scope}/{kind}", of(kind, networks.listing)),
+                ("GET", f"{scope}/{kind}/{{name}}", of(kind, networks.get)),
+                ("DELETE", f"{scope}/{kind}/{{name}}", of(kind, networks.delete)),
+            ]
+    waits = [
+        Route(scope + "/operations/{name}/wait", _wait(cloud, operation), methods=["POST"])
+        for scope in (ZONE, REGION, f"{PROJECT}/global")
+    ]
+    return waits + routes(cloud, [(verb, path, _known(cloud, handler)) for verb, path, handler in table])
+
+
+def _known(cloud: Cloud, handler: Handler) -> Handler:
+    """A handler for which the project has what a new project has, if its API is on."""
+
+    def answer(call: Call) -> Any:
+        cloud.projects.check(call.path["project"], "compute.googleapis.com")
+        cloud.networks.welcome(call.path["project"])
+        return handler(call)
+
+    return answer
+
+
+def _operation_path(call: Call) -> str:
+    scopes = [f"{kind}s/{call.path[kind]}" for kind in ("zone", "region") if kind in call.path] or ["global"]
+    return f"projects/{call.path['project']}/{scopes[0]}/operations/{call.path['name']}"
+
+
+def _operations(cloud: Cloud, call: Call) -> Resource:
+    prefix = _operation_path(Call({**call.path, "name": ""}, call.query, call.body))
+    return cloud.resources.page(cloud.resources.operations(prefix), call, "operation")
+
+
+def _wait(cloud: Cloud, operation: Callable[[Call], Resource]) -> Any:
+    async def respond(request: Request) -> Response:
+        call = await call_of(request)
+        until = time.monotonic() + WAIT_S
+        while True:
+            found: Resource = cloud.answer(operation, call)
+            if found["status"] == "DONE" or time.monotonic() > until:
+                return JSONResponse(found)
+            await asyncio.sleep(LOOK_S)
+
+    return respond

@@ -1,0 +1,71 @@
+"""What may be wrong with a machine's inside: one table. `rehearsal break NAME FAULT` plants them."""
+
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from tpuswarm.cloud.rehearsal.machines import processes
+from tpuswarm.cloud.rehearsal.machines.root import Root
+
+HOLDER = "holder"
+
+
+class Broken(NamedTuple):
+    """A machine, as a fault finds it: its id, its folder, the environment of its processes."""
+
+    id: str
+    root: Root
+    environment: Mapping[str, str]
+
+
+class Fault(NamedTuple):
+    """What it is, how it is planted, how it is mended."""
+
+    what: str
+    plant: Callable[[Broken], None]
+    mend: Callable[[Broken], None]
+
+
+def _lock(machine: Broken) -> None:
+    machine.root.lock.touch()
+
+
+def _unlock(machine: Broken) -> None:
+    machine.root.lock.unlink(missing_ok=True)
+
+
+def _hold(machine: Broken) -> None:
+    _lock(machine)
+    # A name that says what it is, a process that does nothing, and the first chip's file held open.
+    script = 'exec 9<>"$1"; exec -a "python3 train.py" sleep infinity'
+    subprocess.Popen(
+        ["/bin/bash", "-c", script, HOLDER, str(machine.root.devices[0])],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=machine.environment,
+        cwd=machine.root.path,
+        start_new_session=True,
+    )
+
+
+def _release(machine: Broken) -> None:
+    held = machine.root.devices[0].stat()
+    processes.send([machine.id], signal.SIGKILL, only=lambda pid: processes.has_open(pid, held))
+    _unlock(machine)
+
+
+def _take_device(machine: Broken) -> None:
+    machine.root.devices[-1].unlink(missing_ok=True)
+
+
+def _give_device(machine: Broken) -> None:
+    machine.root.devices[-1].touch()
+
+
+MACHINE_FAULTS: dict[str, Fault] = {
+    "lock": Fault("a libtpu lock file that no process holds", _lock, _unlock),
+    HOLDER: Fault("a process that holds the first chip and the lock", _hold, _release),
+    "missing-device": Fault("the file of the last chip is not there", _take_device, _give_device),
+}

@@ -1,0 +1,183 @@
+"""What the cloud says of its hosts becomes so: folders, servers, processes."""
+
+import asyncio
+import logging
+import shutil
+import signal
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+
+import asyncssh
+
+from tpuswarm.cloud.rehearsal.cloud import Cloud
+from tpuswarm.cloud.rehearsal.common.hosts import Facts, Host
+from tpuswarm.cloud.rehearsal.machines import processes, ssh
+from tpuswarm.cloud.rehearsal.machines.metadata import Metadata
+from tpuswarm.cloud.rehearsal.machines.root import METADATA_PORT, Root
+from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.cloud.rehearsal.wire.web import Web
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+ALIASES = {"apt": "apt-get", "swapoff": "swapon", "umount": "mount", "poweroff": "reboot", "shutdown": "reboot"}
+
+
+@dataclass
+class Up:
+    """A host whose servers answer."""
+
+    host: Host
+    metadata: asyncio.Server
+    ssh: dict[str, asyncssh.SSHAcceptor]
+    """By address."""
+
+
+class Machines:
+    """Follows the cloud's hosts. One that changes again while it is being followed is followed again afterwards."""
+
+    def __init__(self, place: Place, cloud: Cloud, web: Web, storage: str, facts: Callable[[Host], Facts | None]):
+        self._place, self._cloud, self._web, self._storage, self._facts = place, cloud, web, storage, facts
+        self._up: dict[str, Up] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Future[object]] = set()
+        self._scripts: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """As the cloud has it now; what other machines have left is deleted."""
+        shutil.copytree(STAND_INS, self._place.stand_ins, dirs_exist_ok=True)
+        for program in STAND_INS.iterdir():
+            (self._place.stand_ins / program.name).chmod(0o755)
+        for name, meant in ALIASES.items():
+            link = self._place.stand_ins / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(meant)
+        self._place.machines.mkdir(exist_ok=True)
+        self._cloud.hosts.changed, self._cloud.hosts.notice = self._follow, self._warn
+        left = {each.name for each in self._place.machines.iterdir()}
+        for host in left | {host.id for host in self._cloud.hosts.all()}:
+            self._follow(host)
+        await self.settled()
+
+    async def stop(self) -> None:
+        """End everything that runs on them; their folders stay, and they boot when the cloud is there again."""
+        self._cloud.hosts.changed = self._cloud.hosts.notice = lambda host: None
+        await self.settled()
+        hosts = self._cloud.hosts.all()
+        for host in hosts:
+            self._close(host.id)
+        await asyncio.to_thread(processes.kill, [host.id for host in hosts])
+        for host in hosts:
+            self.root(host).unplug()
+
+    async def settled(self) -> None:
+        """Wait until nothing is under way."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
+    def environment(self, host: Host, user: str) -> dict[str, str]:
+        """What a process of `user` starts with."""
+        return self.root(host).environment(user, self._storage)
+
+    def root(self, host: Host) -> Root:
+        """Its folder."""
+        return Root(self._place, host)
+
+    def _follow(self, host: str) -> None:
+        self._begin(self._make_so(host))
+
+    def _warn(self, host: str) -> None:
+        self._begin(asyncio.to_thread(processes.send, [host], signal.SIGTERM))
+
+    def _begin(self, work: Coroutine[object, object, object]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _make_so(self, name: str) -> None:
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            host = self._cloud.hosts.get(name)
+            try:
+                if host is None:
+                    await self._end(name)
+                    await asyncio.to_thread(shutil.rmtree, self._place.machines / name, ignore_errors=True)
+                    self._cloud.guests.forget(name)
+                    self._cloud.records.commit()
+                    self._locks.pop(name, None)
+                elif not host.on:
+                    await self._end(name)
+                else:
+                    await self._run(host)
+            except Exception:
+                logging.exception("machine %s", name)
+
+    async def _run(self, host: Host) -> None:
+        root = self.root(host)
+        new = not root.booted
+        if new:
+            await self._end(host.id)
+            root.boot()
+        await self._serve(host, root)
+        if new:
+            await self._start_up(host, root)
+
+    async def _serve(self, host: Host, root: Root) -> None:
+        """Its SSH server, on the addresses that it has now, and its metadata server."""
+        key = ssh.host_key(root)
+        if host.id not in self._up:
+            app = Metadata(lambda: self._cloud.hosts.get(host.id), self._facts, self._place.token(), self._cloud.guests)
+            metadata = await self._web.listen(host.internal, METADATA_PORT, app)
+            self._up[host.id] = Up(host, metadata, {})
+            kind, value = key.export_public_key().decode().split()[:2]
+            self._cloud.guests.write(host.id, f"hostkeys/{kind}", value)
+            self._cloud.records.commit()
+        up = self._up[host.id]
+        addresses = {address for address in (host.internal, host.external) if address}
+        for address in set(up.ssh) - addresses:
+            up.ssh.pop(address).close()
+        for address in addresses - set(up.ssh):
+            up.ssh[address] = await ssh.listen(root, address, key, lambda: self._keys(host.id), self._storage)
+
+    async def _end(self, host: str) -> None:
+        self._close(host)
+        await asyncio.to_thread(processes.kill, [host])
+
+    def _close(self, host: str) -> None:
+        up = self._up.pop(host, None)
+        if up:
+            up.metadata.close()
+            for server in up.ssh.values():
+                server.close()
+
+    async def _start_up(self, host: Host, root: Root) -> None:
+        """The start-up script, at every boot, as root would run it."""
+        facts = self._facts(host)
+        script = facts.attributes.get("startup-script") if facts else None
+        if not script:
+            return
+        file = root.path / "run" / "startup-script"
+        file.write_text(script if script.startswith("#!") else f"#!/bin/bash\n{script}")
+        file.chmod(0o700)
+        with root.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                file,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment(host, "root"),
+                cwd=root.path,
+                start_new_session=True,
+            )
+        noting = asyncio.create_task(self._note_end(process, root))
+        self._scripts.add(noting)
+        noting.add_done_callback(self._scripts.discard)
+
+    async def _note_end(self, process: asyncio.subprocess.Process, root: Root) -> None:
+        code = await process.wait()
+        if root.log.exists():
+            with root.log.open("a") as log:
+                log.write(f"startup-script exit status {code}\n")
+
+    def _keys(self, host: str) -> str:
+        found = self._cloud.hosts.get(host)
+        facts = self._facts(found) if found else None
+        return facts.attributes.get("ssh-keys", "") if facts else ""

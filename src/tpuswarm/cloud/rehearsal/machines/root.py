@@ -1,0 +1,101 @@
+"""A machine's folder: what is where, and the environment of what runs there."""
+
+import re
+import shutil
+from pathlib import Path
+
+from tpuswarm.cloud.rehearsal.common.hosts import Host
+from tpuswarm.cloud.rehearsal.machines.processes import MACHINE
+from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
+
+SSH_PORT, METADATA_PORT = 2222, 2223
+ROOT = "TPUSWARM_ROOT"
+"""The variable with the folder that stands for `/`."""
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+TCMALLOC = "usr/lib/x86_64-linux-gnu/libtcmalloc.so.4"
+UNITS = "run/units"
+"""A file for each service that runs."""
+
+
+class Root:
+    """The folder that stands for a machine's `/`."""
+
+    def __init__(self, place: Place, host: Host):
+        self._place = place
+        self._host = host
+        self.path = place.machines / host.id
+        self._booted = self.path / "run" / "boot"
+        self.host_key = self.path / "etc" / "ssh" / "ssh_host_ed25519_key"
+        self.log = self.path / "var" / "log" / "startup-script.log"
+        self.lock = self.path / "tmp" / "libtpu_lockfile"
+
+    @property
+    def devices(self) -> list[Path]:
+        """The chips' files, as they should be there."""
+        folder, name = (self.path / "dev" / "vfio", "") if self._host.vfio else (self.path / "dev", "accel")
+        return [folder / f"{name}{chip}" for chip in range(self._host.chips)]
+
+    @property
+    def booted(self) -> bool:
+        """Whether it has started for the time that the cloud has in mind."""
+        return self._booted.exists() and self._booted.read_text() == str(self._host.boot)
+
+    def boot(self) -> None:
+        """As the machine is after it has started: what lies in /tmp and /run is gone."""
+        for name in ("tmp", "run", "dev"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for name in ("tmp", "run", UNITS, "dev", "etc/ssh", "var/log", "home", "root"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        for device in self.devices:
+            device.parent.mkdir(exist_ok=True)
+            device.touch()
+        if self._host.chips:
+            library = self.path / TCMALLOC
+            library.parent.mkdir(parents=True, exist_ok=True)
+            library.touch()
+            environment = self.path / "etc" / "environment"
+            if not environment.exists():
+                environment.write_text(f'PATH="{PATH}"\nLD_PRELOAD=/{TCMALLOC}\n')
+            (self.path / UNITS / "tpu-runtime").touch()
+        self._booted.write_text(str(self._host.boot))
+
+    def unplug(self) -> None:
+        """It will have to boot when the cloud is there again."""
+        self._booted.unlink(missing_ok=True)
+
+    def delete(self) -> None:
+        """All of it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def home(self, user: str) -> Path:
+        """A user's, made at the first log-in."""
+        if not re.fullmatch(r"[a-zA-Z0-9_][-.\w]*", user):
+            raise ValueError(f"{user!r} is no user's name")
+        home = self.path / "root" if user == "root" else self.path / "home" / user
+        home.mkdir(parents=True, exist_ok=True)
+        return home
+
+    def environment(self, user: str, storage: str) -> dict[str, str]:
+        """What a process of `user` starts with. `storage`: the address of the cloud's buckets."""
+        host = self._host
+        metadata = f"{host.internal}:{METADATA_PORT}"
+        found = {
+            "PATH": f"{self._place.stand_ins}:{PATH}",
+            "HOME": str(self.home(user)),
+            "USER": user,
+            "LOGNAME": user,
+            "SHELL": "/bin/bash",
+            "LANG": "C.UTF-8",
+            "TMPDIR": str(self.path / "tmp"),
+            MACHINE: host.id,
+            ROOT: str(self.path),
+            VARIABLE: str(self._place.folder),
+            "GCE_METADATA_HOST": metadata,
+            "GCE_METADATA_IP": metadata,
+            "STORAGE_EMULATOR_HOST": storage,
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would ask another API about the bucket, by TLS
+            "JAX_PLATFORMS": "cpu",
+        }
+        if host.devices:
+            found["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={host.devices}"
+        return found

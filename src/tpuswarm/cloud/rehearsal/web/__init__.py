@@ -1,0 +1,1 @@
+"""What init and preflight ask besides machines: projects with their billing, services and quotas; and buckets."""

@@ -1,0 +1,102 @@
+"""The TPU API as REST: the routes of Google's own client lead to the handlers that gRPC has."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from google.cloud.tpu_v2.services.tpu.transports.rest_base import _BaseTpuRestTransport
+from google.protobuf import json_format
+from google.rpc import code_pb2
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from tpuswarm.cloud.rehearsal.cloud import Cloud
+from tpuswarm.cloud.rehearsal.common.refused import INVALID_ARGUMENT, Refused
+from tpuswarm.cloud.rehearsal.tpu.service import Method
+
+STATUS = {1: 499, 3: 400, 4: 504, 5: 404, 6: 409, 7: 403, 8: 429, 9: 400, 10: 409, 12: 501, 14: 503, 16: 401}
+"""HTTP's status for google.rpc.Code; 500 for others."""
+
+
+class Route(NamedTuple):
+    """A verb and paths, whose groups are fields of the request, as is the body."""
+
+    verb: str
+    path: re.Pattern[str]
+    fields: tuple[str, ...]
+    body: str | None
+    method: Method
+
+
+class Transcoder:
+    """Answers what belongs to the TPU API."""
+
+    def __init__(self, cloud: Cloud):
+        self._cloud = cloud
+        self._routes = list(_routes(cloud))
+
+    async def respond(self, request: Request) -> JSONResponse:
+        """The answer in JSON."""
+        # gcloud asks v1 for locations and accelerator types, which are the same there.
+        path = re.sub(r"^/v\w+/", "/v2/", unquote(request.url.path))
+        for route in self._routes:
+            found = route.path.fullmatch(path) if route.verb == request.method else None
+            if found:
+                return await self._answer(request, route, found)
+        return refusal(Refused(5, f"Method not found: {request.method} {request.url.path}"))
+
+    async def _answer(self, request: Request, route: Route, found: re.Match[str]) -> JSONResponse:
+        query = dict(request.query_params)
+        numbers = "enum-encoding=int" in query.pop("$alt", query.pop("alt", ""))
+        body = await request.body()
+        try:
+            given = json.loads(body) if body else {}
+            fields = given if route.body == "*" else {route.body: given} if route.body else {}
+            for key, value in [*query.items(), *zip(route.fields, found.groups(), strict=True)]:
+                _put(fields, key.split("."), value)
+            message = json_format.ParseDict(fields, route.method.request(), ignore_unknown_fields=True)
+            answer = self._cloud.answer(route.method.answer, message)
+        except (ValueError, json_format.ParseError) as error:
+            return refusal(Refused(INVALID_ARGUMENT, f"Invalid JSON payload received. {error}"))
+        except Refused as error:
+            return refusal(error)
+        return JSONResponse(json_format.MessageToDict(answer, use_integers_for_enums=numbers))
+
+
+def refusal(error: Refused) -> JSONResponse:
+    """As Google's REST APIs write it."""
+    status = error.status()
+    code = STATUS.get(error.code, 500)
+    details = [json_format.MessageToDict(each) for each in status.details]
+    body = {"code": code, "message": error.message, "status": code_pb2.Code.Name(error.code)}
+    return JSONResponse({"error": {**body, **({"details": details} if details else {})}}, code)
+
+
+def _routes(cloud: Cloud) -> Iterator[Route]:
+    methods = {method.name: method for method in cloud.tpu.methods()}
+    transport: Any
+    for name, transport in vars(_BaseTpuRestTransport).items():
+        method = methods.get(name.removeprefix("_Base"))
+        if method:
+            for option in transport._get_http_options():
+                path, fields = _pattern(option["uri"])
+                yield Route(option["method"].upper(), path, fields, option.get("body"), method)
+
+
+def _pattern(uri: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
+    """`/v2/{name=projects/*/nodes/*}:stop` as an expression, and the names of its groups."""
+    fields: list[str] = []
+
+    def group(found: re.Match[str]) -> str:
+        fields.append(found[1])
+        return f"({found[2].replace('*', '[^/:]+')})"
+
+    return re.compile(re.sub(r"\{([a-z_.]+)=([^}]+)\}", group, uri)), tuple(fields)
+
+
+def _put(fields: dict[str, Any], path: list[str], value: str) -> None:
+    for key in path[:-1]:
+        fields = fields.setdefault(key, {})
+    fields[path[-1]] = {"true": True, "True": True, "false": False, "False": False}.get(value, value)

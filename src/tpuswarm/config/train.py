@@ -1,0 +1,108 @@
+"""The table [train]: what is trained, and how; of a file of its own, and of swarm.toml."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from tpuswarm.config.limits import check
+from tpuswarm.config.toml_file import Strict, read_toml
+from tpuswarm.config.units import parse_count, parse_every, parse_seconds
+from tpuswarm.errors import InputError
+
+LENGTHS = ("steps", "tokens", "epochs")
+"""A run has one of them."""
+
+
+class Train(Strict):
+    """[train]; each key is the option of `tpuswarm train` with that name."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # the limits name them
+
+    recipe: str
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """The recipe's own."""
+    data: str | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    epochs: float | None = None
+    batch: int | None = None
+    devices: str | int | list[int] = "all"
+    precision: str | None = None
+    shard: str = "auto"
+    accumulate: int | None = None
+    clip: float | None = None
+    freeze: str | None = None
+    decay: str | None = None
+    ema: float | None = None
+    eval_every: str | int | None = None
+    save_every: str | int = "5m"
+    keep: int = 3
+    grace: float = 10.0
+    init_from: str | None = None
+    run: str | None = None
+    seed: int | None = None
+    deterministic: bool | None = None
+    profile: bool = False
+    wandb: str | None = None
+    members: int | None = None
+    devices_per_member: int | None = None
+    cycle: int | None = None
+    outer: str | None = None
+    outer_lr: float | None = None
+    quantize: str | None = None
+    overlap: str | None = None
+    ray_address: str | None = None
+
+    @field_validator("steps", "tokens", "batch", "accumulate", mode="before")
+    @classmethod
+    def _counted(cls, value: Any, field: ValidationInfo) -> Any:
+        return value if value is None else _said(parse_count, value, field.field_name)
+
+    @field_validator("grace", mode="before")
+    @classmethod
+    def _seconds(cls, value: Any, field: ValidationInfo) -> Any:
+        return _said(parse_seconds, value, field.field_name)
+
+    @field_validator("save_every", "eval_every")
+    @classmethod
+    def _every(cls, value: Any, field: ValidationInfo) -> Any:
+        if value is not None:
+            _said(parse_every, value, field.field_name)
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _within(cls, value: Any, field: ValidationInfo) -> Any:
+        _said(lambda value, name: check({name: value}), value, field.field_name)
+        return value
+
+    @field_validator("run")
+    @classmethod
+    def _here(cls, value: str | None) -> str | None:
+        if value and "://" in value:
+            raise ValueError(f"run takes a local directory, not {value}; runs in a bucket are not built yet")
+        return value
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Train":
+        given = [name for name in LENGTHS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of steps, tokens and epochs, not {' and '.join(given)}")
+        return self
+
+
+class _File(Strict):
+    train: Train
+
+
+def read_train(path: Path) -> Train:
+    """The table of a file that has no other; InputError, a sentence that names the line, for what is wrong in it."""
+    return read_toml(path, _File).train
+
+
+def _said(parse: Any, value: Any, name: str | None) -> Any:
+    try:
+        return parse(value, name)
+    except InputError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,180 @@
+"""What swarm.toml, or a few options, ask of a fleet, as the values with which it is planned."""
+
+import getpass
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tpuswarm.catalog import find
+from tpuswarm.cloud.google.firewall import tag_of
+from tpuswarm.cloud.google.settings import find_zone
+from tpuswarm.cloud.protocol import Disk, Listing, TpuSpec, VmSpec
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.checks import check, problems
+from tpuswarm.fleet.core.desired import Budget, Desired, DownWhen, Wanted
+from tpuswarm.fleet.core.money import Grant
+from tpuswarm.fleet.core.names import resolve
+from tpuswarm.fleet.file import DEFAULT, HEAD, MOST, Head, Placed, Pool, SwarmFile, Vm, read_swarm
+
+UNNAMED = "xxxxxx"
+"""What stands for the random part of a fleet's id while there is no fleet."""
+LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+SSH_KEYS = "ssh-keys"
+"""The key of a machine's metadata from which it takes who may log in: USER:KEY."""
+
+
+def new_id(name: str) -> str:
+    """An id that no other fleet has: the name, so that a person knows it, and a random part."""
+    return f"{name}-{''.join(secrets.choice(LETTERS) for _ in range(6))}"
+
+
+def desired_of(file: SwarmFile, fleet: str, paid: bool, public_key: str | None) -> Desired:
+    """What the file asks. `paid`: TPUs outside of its grants as well; without grants everything is paid for."""
+    when, budget = file.down_when, file.budget
+    return Desired(
+        fleet=fleet,
+        pools=tuple(wanted(file, fleet, public_key)),
+        grants=tuple(Grant(each.type, each.zone, each.how == "spot", each.count, each.expires) for each in file.grant),
+        budget=Budget(budget.per_hour, budget.total, budget.traffic_per_day),
+        down_when=DownWhen(when.done, when.idle_s, when.at) if when else None,
+        paid=paid or not file.grant,
+    )
+
+
+def wanted(file: SwarmFile, fleet: str, public_key: str | None) -> list[Wanted]:
+    """All pools and VMs; VMs first, as they are few and others wait for them."""
+    found = [_vm(file, HEAD, file.head, fleet, public_key)] if file.head else []
+    found += [_vm(file, each.name, each, fleet, public_key) for each in file.vm]
+    return found + [_pool(file, each, fleet, public_key) for each in file.pool]
+
+
+def _pool(file: SwarmFile, pool: Pool, fleet: str, public_key: str | None) -> Wanted:
+    spec = TpuSpec(
+        name="",
+        zone=pool.zones[0],
+        type=pool.type,
+        how=pool.how,
+        fleet=fleet,
+        pool=pool.name,
+        runtime=pool.runtime or find(pool.type).generation.runtime or "",
+        network=pool.network,
+        subnetwork=pool.subnetwork,
+        external_ips=pool.external_ips,
+        tags=_tags(file, pool),
+        labels=pool.labels,
+        metadata=_metadata(pool, public_key),
+        service_account=pool.service_account,
+        disks=tuple(Disk(each.name, each.read_only) for each in pool.disks),
+        reservation=pool.reservation,
+        wait_s=pool.wait,
+    )
+    return Wanted(pool.name, spec, pool.zones, pool.count, pool.wait)
+
+
+def _vm(file: SwarmFile, name: str, table: Head, fleet: str, public_key: str | None) -> Wanted:
+    spec = VmSpec(
+        name=f"{file.name}-{name}",
+        zone=table.zone,
+        type=table.type,
+        fleet=fleet,
+        pool=name,
+        image=table.image,
+        disk_gib=table.disk_gib,
+        network=table.network,
+        subnetwork=table.subnetwork,
+        external_ips=table.external_ips,
+        ip_forward=isinstance(table, Vm) and table.ip_forward,
+        spot=isinstance(table, Vm) and table.spot,
+        tags=_tags(file, table),
+        labels=table.labels,
+        metadata=_metadata(table, public_key),
+        service_account=table.service_account,
+    )
+    return Wanted(name, spec, (table.zone,), 1)
+
+
+def _tags(file: SwarmFile, table: Placed) -> tuple[str, ...]:
+    """With the one by which the firewall knows the fleet's machines."""
+    return tuple(dict.fromkeys((tag_of(file.name), *table.tags)))
+
+
+def _metadata(table: Placed, public_key: str | None) -> Mapping[str, str]:
+    """With the key of whoever creates it, unless the file names its own."""
+    if public_key is None or SSH_KEYS in table.metadata:
+        return table.metadata
+    return {SSH_KEYS: f"{getpass.getuser()}:{public_key}", **table.metadata}
+
+
+def asked(
+    file: Path | None, type_: str | None, zones: Sequence[str], name: str | None, spot: bool, provider: str
+) -> tuple[SwarmFile, list[str]]:
+    """The file, or one TPU that options ask for as a file; warnings. Raises InputError."""
+    if type_ is None:
+        if zones or name or spot:
+            raise InputError("--zone, --name and --spot go with --type; of a fleet, the file says them")
+        path = file or DEFAULT
+        read = read_swarm(path)
+        return read, check(path, read, time.time())
+    if file is not None:
+        raise InputError("give a file or --type, not both")
+    tpu = find(type_)
+    called = name or tpu.name
+    how = "spot" if spot else "on-demand"
+    own = find_zone() if provider == "google" else None
+    near = sorted(tpu.zones(), key=lambda each: each != own)
+    pool = {"name": called, "type": type_, "zones": zones or near, "count": 1, "how": how}
+    try:
+        read = SwarmFile.model_validate({"name": called, "provider": provider, "pool": [pool]})
+    except ValidationError as error:
+        raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+    for _, sentence in problems(read, time.time()):
+        raise InputError(sentence)
+    return read, []
+
+
+def named(wanted: Desired, name: str | None) -> Desired:
+    """With a single TPU that is called as its owner calls it."""
+    if name is None:
+        return wanted
+    pool = wanted.pools[0]
+    return replace(wanted, pools=(replace(pool, spec=replace(pool.spec, name=name)),))
+
+
+def scaled(wanted: Desired, scale: Sequence[str]) -> Desired:
+    """With other numbers of machines, as POOL=N each. Raises InputError."""
+    counts = {}
+    for text in scale:
+        pool, _, number = text.partition("=")
+        if not number.isdigit() or int(number) > MOST:
+            raise InputError(f"--scale takes POOL=N with N from 0 to {MOST:,}, such as small=20, not {text!r}")
+        if pool not in (pools := [each.name for each in wanted.pools]):
+            raise InputError(f"there is no pool {pool!r}; {did_you_mean(pool, pools)}")
+        counts[pool] = int(number)
+    return replace(wanted, pools=tuple(replace(each, count=counts.get(each.name, each.count)) for each in wanted.pools))
+
+
+def same_types(before: Desired | None, wanted: Desired) -> None:
+    """Raises InputError for a pool that becomes another: it would lose its machines unseen."""
+    pools = {each.name: each for each in before.pools} if before and before.down is None else {}
+    for pool in wanted.pools:
+        old = pools.get(pool.name)
+        if old and old.count and (old.type, old.how) != (pool.type, pool.how):
+            raise InputError(
+                f"pool {pool.name} is of {old.type} ({old.how}) and would become {pool.type} ({pool.how}): give the "
+                f"new one another name, or let its machines go first with `tpuswarm up --scale {pool.name}=0`"
+            )
+
+
+def without(wanted: Desired, listing: Listing, text: str) -> Desired:
+    """Without one machine, and with one fewer in its pool. Raises InputError where there is none of that name."""
+    ours = {each.name: each for each in listing.machines if each.fleet == wanted.fleet}
+    machine = ours[resolve(text, ours)]
+    pools = tuple(
+        replace(each, count=max(0, each.count - 1)) if each.name == machine.pool else each for each in wanted.pools
+    )
+    return replace(wanted, pools=pools, dropped={**wanted.dropped, machine.name: machine.created})

@@ -1,0 +1,137 @@
+"""Whether the tables of swarm.toml go together, with the catalogue and with today's date."""
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tpuswarm.catalog import find, generations, network
+from tpuswarm.catalog.accelerators import ACCESSES
+from tpuswarm.catalog.prices import region_of
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.toml_file import Place, at_line
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.core import money
+from tpuswarm.fleet.file import ALL, HEAD, Grant, Head, Pool, SwarmFile
+
+RUNTIMES = re.compile(
+    r"tpu-ubuntu\d{4}-base|tpu-vm-(base|tf-[\w.]+(-pod)?(-pjrt)?|pt-[\w.]+|cos[\w.-]*)|v2-alpha-tpuv\w+(-lite|-lite-podslice)?"
+)
+"""How runtime versions are called that are in Google's lists (https://cloud.google.com/tpu/docs/runtimes)."""
+
+
+def check(path: Path, file: SwarmFile, now: float) -> list[str]:
+    """Warnings; InputError, naming the line, for the first thing that does not go together. `now`: Unix seconds."""
+    for place, sentence in problems(file, now):
+        raise InputError(at_line(path, place, sentence))
+    return list(_warnings(file))
+
+
+def problems(file: SwarmFile, now: float) -> Iterator[tuple[Place, str]]:
+    """Everything that does not go together: where it stands, and a sentence."""
+    yield from _names(file)
+    for number, grant in enumerate(file.grant):
+        if grant.expires is not None and grant.expires <= now + money.MARGIN:
+            yield ("grant", number, "expires"), _expired(grant)
+    for number, pool in enumerate(file.pool):
+        yield from ((("pool", number, *place), said) for place, said in _pool(file, pool))
+    yield from _budget(file)
+    if file.storage and file.storage.region and not file.allow_cross_region:
+        yield from _regions(file, file.storage.region)
+    if file.setup.nfs and file.setup.nfs.server not in (servers := _servers(file)):
+        yield ("setup", "nfs", "server"), f"there is no VM {file.setup.nfs.server}; {did_you_mean('', servers)}"
+
+
+def _names(file: SwarmFile) -> Iterator[tuple[Place, str]]:
+    seen = {HEAD} if file.head else set()
+    for table in ("pool", "vm"):
+        for number, each in enumerate(getattr(file, table)):
+            place: Place = (table, number, "name")
+            if each.name == ALL or (each.name == HEAD and table == "pool"):
+                yield place, f"{each.name} means something else where a name is given: call it differently"
+            if each.name in seen:
+                yield place, f"there are two of the name {each.name}: each pool and VM has its own"
+            seen.add(each.name)
+
+
+def _servers(file: SwarmFile) -> list[str]:
+    return [*([HEAD] if file.head else []), *(each.name for each in file.vm)]
+
+
+def _pool(file: SwarmFile, pool: Pool) -> Iterator[tuple[Place, str]]:
+    found = find(pool.type)
+    if found.api_name is None:
+        yield ("type",), f"{pool.type} exists in Compute Engine only, where tpuswarm creates no TPUs yet"
+    offered = {zone for access in ACCESSES for zone in found.zones(access)}
+    granted = {each.zone for each in file.grant if money.lot(each.type, "", True) == money.lot(pool.type, "", True)}
+    for number, zone in enumerate(pool.zones):
+        if zone not in offered | granted:
+            zones = ", ".join(sorted(found.zones()) or sorted(offered))
+            yield ("zones", number), f"no list has a {pool.type} in {zone}; zones that have it: {zones}"
+
+
+def _expired(grant: Grant) -> str:
+    spot = grant.how == "spot"
+    price = money.tpu_price(grant.type, grant.zone, spot)
+    each = "what each costs then is unknown" if price is None else f"each costs {money.dollars(price)} an hour then"
+    return (
+        f"the grant of {grant.count} {grant.type} in {grant.zone} ended on "
+        f"{datetime.fromtimestamp(grant.expires or 0, UTC):%Y-%m-%d}: take it out ({each}), or correct its date"
+    )
+
+
+def _budget(file: SwarmFile) -> Iterator[tuple[Place, str]]:
+    limit = file.budget.per_hour
+    if limit is None:
+        return
+    grants = {money.lot(each.type, each.zone, each.how == "spot") for each in file.grant}
+    for pool in file.pool:
+        spot = pool.how == "spot"
+        if any(money.lot(pool.type, zone, spot) in grants for zone in pool.zones):
+            continue
+        prices = [money.tpu_price(pool.type, zone, spot) for zone in pool.zones]
+        known = [each for each in prices if each is not None]
+        if not known:
+            yield (
+                ("budget", "per_hour"),
+                f"nobody says what a {pool.type} costs in {', '.join(pool.zones)}, so no budget can be kept with it",
+            )
+        elif min(known) > limit:
+            yield (
+                ("budget", "per_hour"),
+                f"{money.dollars(limit)} an hour is less than one machine of pool {pool.name} costs, a {pool.type}: "
+                f"{money.dollars(min(known))}",
+            )
+
+
+def _regions(file: SwarmFile, region: str) -> Iterator[tuple[Place, str]]:
+    for pool in file.pool:
+        for zone in pool.zones:
+            if region_of(zone) == region:
+                continue
+            near = network.continent_of(zone) == network.continent_of(region)
+            price = network.read_price("same continent" if near else "other continent")
+            costs = "costs a price that nobody says" if price is None else f"costs {money.dollars(float(price.value))}"
+            yield (
+                ("storage", "region"),
+                f"the bucket lies in {region} and pool {pool.name} in {region_of(zone)}: each GiB read there {costs}; "
+                f"make a bucket in {region_of(zone)}, or set allow_cross_region = true",
+            )
+
+
+def _warnings(file: SwarmFile) -> Iterator[str]:
+    usual = {each.runtime for each in generations() if each.runtime}
+    for pool in file.pool:
+        fits = find(pool.type).generation.runtime
+        if pool.runtime and pool.runtime not in usual and not RUNTIMES.fullmatch(pool.runtime):
+            yield (
+                f"pool {pool.name}: runtime {pool.runtime} is in no list we know; the cloud will say whether it has it "
+                f"(usual for {pool.type}: {fits})"
+            )
+        elif pool.runtime in usual and pool.runtime != fits:
+            others = ", ".join(each.name for each in generations() if each.runtime == pool.runtime)
+            yield f"pool {pool.name}: runtime {pool.runtime} is for {others}; usual for {pool.type}: {fits}"
+    vms: list[tuple[str, Head]] = [(HEAD, file.head)] if file.head else []
+    for name, vm in [*vms, *((each.name, each) for each in file.vm)]:
+        if money.vm_price(vm.type, vm.zone, False, 0) is None:
+            yield f"{name}: nobody says what a {vm.type} costs in {vm.zone}"

@@ -1,0 +1,304 @@
+"""What to do next about a fleet: a function of what is wanted, what there is, and the time.
+
+It deletes nothing that is healthy, but for what is no longer wanted, and nothing that does not carry the fleet's id.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from tpuswarm.catalog import find
+from tpuswarm.cloud.protocol import Machine
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.core.actions import Action, Create, Delete, Plan, Start, Stop, Wait
+from tpuswarm.fleet.core.desired import Desired, Wanted
+from tpuswarm.fleet.core.limits import Limits, Refusal, machine_quota, spec_quota
+from tpuswarm.fleet.core.memory import Observed, Place, machine_key, place_of, spec_place
+from tpuswarm.fleet.core.money import HOUR, MARGIN, Lot, dollars
+from tpuswarm.fleet.core.names import by_number, free_names
+
+BOOT, REPAIR, UNHEALTHY, WAIT = 1800.0, 1800.0, 900.0, 4 * HOUR
+"""Seconds that a machine may take to be ready (several times that for the largest slices), to be repaired, to be called
+healthy again, and, while it waits in a queue, before the next zone is asked."""
+AGAIN, LATE = 120.0, 600.0
+"""Seconds after which the same is asked of a machine again, and after which a deletion no longer holds up its
+successor."""
+PROBES = 4
+"""Machines asked for at once where the last try has failed."""
+BAD, BAD_WITHIN = 3, 24 * HOUR
+"""Machines of a zone that are replaced for their health, and within which time; after that it is left to a person."""
+
+
+def plan(desired: Desired, observed: Observed, now: float) -> Plan:
+    """What to do at `now` (Unix seconds)."""
+    if desired.down is not None:
+        sent = observed.memory.sent
+        ours = (each for each in observed.listing.machines if each.fleet == desired.fleet)
+        due = (each for each in ours if now - sent.get(machine_key(each), -LATE) >= _again(each))
+        return Plan(tuple(Delete(each, desired.down) for each in due))
+    if why := _end(desired, observed, now):
+        return Plan((), end=why)
+    return _Planner(desired, observed, now).plan()
+
+
+def left(desired: Desired, observed: Observed) -> list[str]:
+    """What may still cost money of a fleet that comes down: machines, creations under way, zones that do not answer."""
+    memory, listing = observed.memory, observed.listing
+    listed = {machine_key(each) for each in listing.machines if each.fleet == desired.fleet}
+    asked = {key for key in memory.asked if key not in listed}
+    unknown = {key for key, each in memory.seen.items() if each.machine.zone in listing.unreachable}
+    unseen = {f"{zone}, which does not answer" for zone in set(desired.zones) & listing.unreachable}
+    return sorted(listed | asked | unknown | unseen)
+
+
+def _end(desired: Desired, observed: Observed, now: float) -> str | None:
+    """Why all of it is to come down from now on."""
+    when, work, total = desired.down_when, observed.work, desired.budget.total
+    if when and when.at is not None and now >= when.at:
+        return "down_when: its date has come"
+    if when and when.done and work.done:
+        return "down_when: the work is done"
+    if when and when.idle_s is not None and work.busy_at is not None and now - work.busy_at >= when.idle_s:
+        return f"down_when: nothing has run for {when.idle_s / 60:g} min"
+    if total is not None and observed.spent + Limits(desired, observed, (), now).rate * MARGIN / HOUR >= total:
+        return f"{dollars(observed.spent)} are spent of the budget's {dollars(total)} in all"
+    return None
+
+
+def _again(machine: Machine) -> float:
+    """Seconds after which a deletion is asked for again."""
+    return LATE if machine.state == "deleting" else AGAIN
+
+
+class _Planner:
+    """One plan for a fleet that is up."""
+
+    def __init__(self, desired: Desired, observed: Observed, now: float):
+        self.desired, self.memory, self.now = desired, observed.memory, now
+        self.away = observed.listing.unreachable
+        self.actions: list[Action] = []
+        self.waits: list[Wait] = []
+        self.pools: dict[str, list[Machine]] = defaultdict(list)
+        self.names: dict[str, set[str]] = defaultdict(set)
+        """That are taken, by zone."""
+        listed = set()
+        for each in observed.machines:
+            listed.add(machine_key(each))
+            self.names[each.zone].add(each.name)
+            if each.fleet == desired.fleet:
+                self.pools[each.pool or ""].append(each)
+        unlisted = {key: each.spec for key, each in self.memory.asked.items() if key not in listed}
+        self.unlisted = tuple(unlisted.values())
+        for key in (*unlisted, *self.memory.taken):
+            zone, _, name = key.partition("/")
+            self.names[zone].add(name)
+        self.limits = Limits(desired, observed, self.unlisted, now)
+        self.under_way: dict[str, int] = defaultdict(int)
+        """Machines by the place in which they are not ready yet."""
+        self.held: dict[Lot, int] = defaultdict(int)
+        """Machines by the quota on which they draw."""
+        for each in (each for machines in self.pools.values() for each in machines):
+            if each.state not in ("dead", "deleting") and machine_key(each) not in self.memory.failed:
+                self.held[machine_quota(each)] += 1
+                self.under_way[place_of(each.zone, each.type, each.how)] += each.state in ("creating", "waiting")
+        for spec in self.unlisted:
+            self.held[spec_quota(spec)] += 1
+            self.under_way[spec_place(spec)] += 1
+
+    def plan(self) -> Plan:
+        wanted = {pool.name for pool in self.desired.pools}
+        for name, machines in self.pools.items():
+            if name not in wanted:
+                for each in machines:
+                    self._delete(each, f"there is no pool {name} any more")
+        for pool in self.desired.pools:
+            if (missing := self._tend(pool)) > 0:
+                self._create(pool, missing)
+        return Plan(tuple(self.actions), tuple(self.waits))
+
+    # Machines that are there.
+
+    def _tend(self, pool: Wanted) -> int:
+        """What is to be done with its machines; how many are missing."""
+        alive: list[Machine] = []
+        going = 0
+        for each in self.pools.get(pool.name, ()):
+            if not self._is_lost(pool, each):
+                alive.append(each)
+            else:
+                going += self._holds_up(each)
+        seen = [each for each in alive if each.zone not in self.away]
+        if (surplus := len(seen) - pool.count) > 0:
+            why = f"pool {pool.name} is to have {pool.count:,}, and has {len(seen):,}"
+            for each in sorted(seen, key=_least_wanted)[:surplus]:
+                self._delete(each, why)
+                alive.remove(each)
+        for each in alive:
+            self._pause(pool, each)
+        there = {each.name for each in alive}
+        paused = sum(of == pool.name and name not in there for name, of in self.desired.paused.items())
+        unlisted = sum(spec.pool == pool.name for spec in self.unlisted)
+        return pool.count - len(alive) - going - paused - unlisted
+
+    def _holds_up(self, machine: Machine) -> bool:
+        """Whether a machine on its way out holds up its successor, as it may still hold quota."""
+        key = machine_key(machine)
+        harmless = machine.state == "dead" or key in self.memory.failed
+        began = self.memory.deleting.get(key, self._since(key) if machine.zone in self.away else self.now)
+        return not (harmless and self.now - began >= LATE)
+
+    def _is_lost(self, pool: Wanted, machine: Machine) -> bool:
+        """Whether a machine does not count any longer; if so, its deletion is asked for."""
+        key = machine_key(machine)
+        if machine.state == "dead":
+            said = "took it away" if machine.spot else "ended it"
+            self._delete(machine, f"the cloud {said} ({machine.why or machine.said}); what is left of it goes")
+        elif key in self.memory.failed:
+            self._delete(machine, f"its creation failed: {self.memory.failed[key]}")
+        elif machine.state == "deleting":
+            if self.now - self._since(key) >= LATE:
+                self._delete(machine, f"it has been on its way out for more than {LATE / 60:.0f} min")
+        elif key in self.memory.deleting:
+            self._delete(machine, "it is still there, though its deletion was asked for")
+        elif self.desired.dropped.get(machine.name) == machine.created:
+            self._delete(machine, "its deletion was asked for")
+        elif self.limits.expired(machine):
+            self._delete(machine, f"no grant covers a {machine.type} in {machine.zone} any more")
+        elif late := self._late(pool, machine):
+            pause = (pool.wait_s or WAIT) if machine.state == "waiting" else 0.0
+            self.actions += self._deletion(machine, late, "late", pause)
+        elif self._is_bad(pool, machine):
+            why = f"it was not healthy for more than {UNHEALTHY / 60:.0f} min: {machine.why or machine.said}"
+            self.actions += self._deletion(machine, why, "bad")
+        else:
+            return False
+        return True
+
+    def _since(self, key: str) -> float:
+        """Since when a machine is in its state."""
+        seen = self.memory.seen.get(key)
+        return self.now if seen is None else seen.since
+
+    def _late(self, pool: Wanted, machine: Machine) -> str | None:
+        """Why a machine is waited for no longer."""
+        took = self.now - self._since(machine_key(machine))
+        if machine.state in ("creating", "starting") and took > (most := BOOT * _slowness(machine.type)):
+            return f"it was not ready after {most / 60:.0f} min"
+        if machine.state in ("repairing", "stopping") and took > REPAIR:
+            return f"it was {machine.said} for more than {REPAIR / 60:.0f} min"
+        if machine.state == "waiting":
+            most = WAIT if pool.wait_s is None else pool.wait_s
+            in_last = pool.wait_s is None and machine.zone == pool.zones[-1]
+            if took > most and not in_last:
+                return f"it waited in the queue of {machine.zone} for more than {most / HOUR:g} h"
+        return None
+
+    def _is_bad(self, pool: Wanted, machine: Machine) -> bool:
+        """Whether a machine is to be replaced for its health."""
+        seen = self.memory.seen.get(machine_key(machine))
+        if machine.state != "ready" or machine.healthy is not False or seen is None:
+            return False
+        if seen.unhealthy_since is None or self.now - seen.unhealthy_since <= UNHEALTHY:
+            return False
+        place = self.memory.places.get(place_of(machine.zone, machine.type, machine.how), Place())
+        if sum(self.now - at < BAD_WITHIN for at in place.bad) < BAD:
+            return True
+        why = f"{machine.name} is not healthy and left as it is: {BAD} of {machine.zone} were replaced within a day"
+        self.waits.append(Wait(pool.name, 0, why, None))
+        return False
+
+    def _pause(self, pool: Wanted, machine: Machine) -> None:
+        if machine.zone in self.away or self.now - self.memory.sent.get(machine_key(machine), -AGAIN) < AGAIN:
+            return
+        paused = machine.name in self.desired.paused
+        if paused and machine.state == "ready":
+            self.actions.append(Stop(machine, "it is paused"))
+        elif not paused and machine.state == "stopped":
+            self.actions.append(Start(machine, f"pool {pool.name} is to have it, and it is stopped"))
+
+    def _delete(self, machine: Machine, why: str) -> None:
+        self.actions += self._deletion(machine, why)
+
+    def _deletion(
+        self, machine: Machine, why: str, blame: Literal["late", "bad"] | None = None, pause: float = 0.0
+    ) -> list[Delete]:
+        """None where it was asked for a moment ago, or where nobody answers."""
+        recent = machine.zone in self.away or self.now - self.memory.sent.get(machine_key(machine), -LATE) < _again(
+            machine
+        )
+        return [] if recent else [Delete(machine, why, blame, pause)]
+
+    # Machines that are missing.
+
+    def _create(self, pool: Wanted, missing: int) -> None:
+        if said := self.memory.stopped.get(pool.name):
+            self.waits.append(Wait(pool.name, missing, f"{said}; it is tried again after `tpuswarm up`", None))
+            return
+        if unseen := sorted(set(self.desired.zones) & self.away - self.memory.looked):
+            why = f"{unseen[0]} does not answer, and what the fleet has there is not known"
+            self.waits.append(Wait(pool.name, missing, why, None))
+            return
+        has = pool.count - missing
+        refusals: list[Refusal] = []
+        for zone in pool.zones:
+            names = self._free(pool, zone)
+            quota = spec_quota(replace(pool.spec, zone=zone))
+            place = place_of(zone, pool.type, pool.how)
+            while missing > 0:
+                refusal = self._refusal(place, zone, quota)
+                name = None if refusal else next(names, None)
+                if refusal is None and name is None:
+                    refusal = Refusal(f"{zone} has a machine of the name {pool.spec.name} already")
+                spec = replace(pool.spec, name=name or "", zone=zone)
+                refusal = refusal or self.limits.refusal(spec)
+                if refusal is not None:
+                    refusals.append(refusal)
+                    break
+                said = "".join(f"; {each.why}" for each in refusals)
+                self.actions.append(Create(self.limits.take(spec), f"pool {pool.name} has {has} of {pool.count}{said}"))
+                missing, has = missing - 1, has + 1
+                self.under_way[place] += 1
+                self.held[quota] += 1
+        if missing:
+            until = min((each.until for each in refusals if each.until is not None), default=None)
+            why = "; ".join(dict.fromkeys(each.why for each in refusals))
+            self.waits.append(Wait(pool.name, missing, why, until))
+
+    def _free(self, pool: Wanted, zone: str) -> Iterator[str]:
+        """Names for new machines of a pool."""
+        taken = self.names[zone]
+        if pool.spec.name:
+            yield from {pool.spec.name} - taken
+            return
+        for name in free_names(find(pool.type).generation.name, zone, taken):
+            taken.add(name)
+            yield name
+
+    def _refusal(self, at: str, zone: str, quota: Lot) -> Refusal | None:
+        """Why nothing is tried in a zone."""
+        place = self.memory.places.get(at, Place())
+        if zone in self.away:
+            return Refusal(f"{zone} does not answer")
+        if place.held is not None and self.held[quota] >= place.held:
+            return Refusal(f"{zone}: {place.said}; more is tried after `tpuswarm up`")
+        if self.now < place.not_before:
+            return Refusal(f"{zone}: {place.said}", place.not_before)
+        if place.failures and self.under_way[at] >= PROBES:
+            return Refusal(f"{zone}: {place.said}; {PROBES} are tried at once until one is there")
+        return None
+
+
+def _slowness(type_: str) -> int:
+    """How many times the usual time a slice may take to boot: the largest take longest."""
+    try:
+        hosts = find(type_).hosts
+    except InputError:  # a type that the catalogue does not know
+        return 1
+    return 1 if hosts < 64 else 2 if hosts < 256 else 3
+
+
+def _least_wanted(machine: Machine) -> tuple[bool, bool, float, tuple[str, int]]:
+    """To sort by: what is not ready goes first, then what is not healthy, then the youngest."""
+    stem, number = by_number(machine.name)
+    return machine.state == "ready", machine.healthy is not False, -machine.created, (stem, -number)

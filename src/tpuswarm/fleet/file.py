@@ -1,0 +1,301 @@
+"""swarm.toml: the machines of a fleet, what they may cost, what covers them, and what is set up on them."""
+
+import re
+from collections.abc import Callable
+from datetime import UTC, date, datetime, time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+
+from tpuswarm.catalog import find
+from tpuswarm.cloud.protocol import FLEET_LABEL, How
+from tpuswarm.config.toml_file import Strict, read_toml
+from tpuswarm.config.units import parse_seconds
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.core.names import ZONE
+
+DEFAULT = Path("swarm.toml")
+MOST = 1_000
+"""Machines of a pool: a thousand is ten times the largest fleet we know of, ten thousand is a slip of the finger."""
+ALL = "all"
+"""What means every machine where a name is given."""
+HEAD = "head"
+OURS = FLEET_LABEL.partition("-")[0]
+
+
+def _matching(pattern: str, what: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{what}, not {text!r}")
+        return text
+
+    return AfterValidator(check)
+
+
+def _said(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A parser whose InputError is the sentence of a field."""
+
+    def check(value: Any) -> Any:
+        try:
+            return parse(value)
+        except InputError as error:
+            raise ValueError(str(error)) from error
+
+    return check
+
+
+def _moment(value: Any) -> float:
+    """Unix seconds of a date (its first moment in UTC), or of a date and time."""
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            raise ValueError(f"a date such as 2026-12-24, not {value!r}") from None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    if isinstance(value, date):
+        return datetime.combine(value, time(), UTC).timestamp()
+    raise ValueError(f"a date such as 2026-12-24, not {value!r}")
+
+
+def _machine_count(count: int) -> int:
+    if not 1 <= count <= MOST:
+        way_out = "leave the pool out for none" if count < 1 else "make several pools for more"
+        raise ValueError(f"1 to {MOST:,} machines, not {count:,}; {way_out}")
+    return count
+
+
+Name = Annotated[
+    str, _matching(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?", "small letters, digits and -, at most 30, a letter first")
+]
+Zone = Annotated[str, _matching(ZONE.pattern, "a zone such as us-central1-f")]
+Tag = Annotated[str, _matching(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a network tag of small letters, digits and -")]
+Label = Annotated[str, _matching(r"[a-z0-9_-]{0,63}", "small letters, digits, - and _, at most 63")]
+Key = Annotated[
+    str, _matching(rf"(?!{OURS})[a-z][a-z0-9_-]{{0,62}}", f"a label such as owner, which does not begin with {OURS}")
+]
+TpuType = Annotated[str, AfterValidator(_said(lambda text: find(text).name))]
+MachineType = Annotated[str, _matching(r"[a-z0-9]+-[a-z0-9-]+", "a machine type such as n2-highmem-8")]
+Image = Annotated[
+    str, _matching(r"[a-z0-9.:-]+/[a-z0-9-]+", "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64")
+]
+Moment = Annotated[float, BeforeValidator(_moment)]
+Seconds = Annotated[float, BeforeValidator(_said(lambda value: parse_seconds(value, "it")))]
+MachineCount = Annotated[int, Field(strict=True), AfterValidator(_machine_count)]
+
+
+class DiskTable(Strict):
+    """A data disk that exists already."""
+
+    name: Name
+    read_only: bool = False
+
+
+class Placed(Strict):
+    """What TPUs and VMs have in common."""
+
+    network: str = "default"
+    subnetwork: str | None = None
+    external_ips: bool = True
+    tags: tuple[Tag, ...] = ()
+    labels: dict[Key, Label] = Field(default_factory=dict)
+    metadata: dict[str, str] = Field(default_factory=dict)
+    service_account: str | None = None
+
+
+class Pool(Placed):
+    """[[pool]]: machines that are alike."""
+
+    name: Name
+    type: TpuType
+    zones: Annotated[tuple[Zone, ...], Field(min_length=1)]
+    """In order of preference."""
+    count: MachineCount
+    how: How = "spot"
+    runtime: str | None = None
+    """None: the one of its generation."""
+    disks: tuple[DiskTable, ...] = ()
+    reservation: str | None = None
+    wait: Seconds | None = None
+    """How long a queued request may wait before the next zone is asked; None: for ever in the last zone, else 4 h."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Pool":
+        if len(set(self.zones)) < len(self.zones):
+            raise ValueError("zones has the same zone twice")
+        if (self.how == "reserved") != (self.reservation is not None):
+            raise ValueError('how = "reserved" and a reservation go together: give both or neither')
+        if self.wait is not None and self.how != "queued":
+            raise ValueError(
+                f'wait is for how = "queued", and this pool is {self.how}: a machine comes at once or fails'
+            )
+        if writable := [each.name for each in self.disks if not each.read_only]:
+            machines = f"{self.count} machines" if self.count > 1 else ""
+            hosts = f"the {find(self.type).hosts} hosts of a {self.type}" if find(self.type).hosts > 1 else ""
+            if several := machines or hosts:
+                raise ValueError(f"disk {writable[0]} cannot be written by {several}: set read_only = true")
+        return self
+
+
+class Grant(Strict):
+    """[[grant]]: TPUs that cost nothing."""
+
+    type: TpuType
+    zone: Zone
+    how: Literal["spot", "on-demand"]
+    count: Annotated[int, Field(strict=True, ge=1)]
+    expires: Moment | None = None
+    """Unix seconds; from then on they are paid for."""
+
+
+class Head(Placed):
+    """[head]: the VM of a swarm's coordinator, and of the keeper; never spot."""
+
+    type: MachineType
+    zone: Zone
+    image: Image = "ubuntu-os-cloud/ubuntu-2404-lts-amd64"
+    disk_gib: Annotated[int, Field(strict=True, ge=10, le=65_536)] = 100
+
+
+class Vm(Head):
+    """[[vm]]: a plain VM."""
+
+    name: Name
+    ip_forward: bool = False
+    spot: bool = False
+    role: Literal["router"] | None = None
+
+    @model_validator(mode="after")
+    def _forwards(self) -> "Vm":
+        if self.role == "router" and not self.ip_forward:
+            raise ValueError('role = "router" needs ip_forward = true: Google drops what a VM passes on for others')
+        return self
+
+
+class BudgetTable(Strict):
+    """[budget]: dollars."""
+
+    per_hour: PositiveFloat | None = None
+    total: PositiveFloat | None = None
+    traffic_per_day: PositiveFloat | None = None
+
+
+class Storage(Strict):
+    """[storage]: the fleet's bucket."""
+
+    bucket: Annotated[
+        str,
+        AfterValidator(lambda text: text.removeprefix("gs://").rstrip("/")),
+        _matching(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", "a bucket's name such as my-swarm"),
+    ]
+    region: str | None = None
+    """Where it lies: us-central1, or us for one in several regions."""
+
+
+class SetupStep(Strict):
+    """[[setup.run]]: a step of one's own."""
+
+    name: Name
+    do: str
+    check: str | None = None
+    """A command that succeeds where there is nothing to do."""
+
+
+class Nfs(Strict):
+    """[setup.nfs]: a folder of one machine on all."""
+
+    server: Name
+    """`head`, or the name of a [[vm]]."""
+    path: str = "/srv/shared"
+    mount: str = "/mnt/shared"
+
+
+class Setup(Strict):
+    """[setup]: what every machine has before anything runs on it."""
+
+    python: Annotated[str, _matching(r"3\.\d+(\.\d+)?", "a version of Python such as 3.12")] = "3.12"
+    apt: tuple[str, ...] = ()
+    pip: tuple[str, ...] = ()
+    requirements: Path | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    secrets: tuple[Annotated[str, _matching(r"[A-Za-z_]\w*", "the name of an environment variable")], ...] = ()
+    """Names; the values come from the caller's environment."""
+    timezone: str | None = None
+    run: tuple[SetupStep, ...] = ()
+    swap_gb: Annotated[int, Field(strict=True, ge=0)] = 0
+    nofile: PositiveInt | None = None
+    nfs: Nfs | None = None
+    data_disk: str | None = None
+    """Where the first data disk is mounted."""
+
+    @model_validator(mode="after")
+    def _one_list(self) -> "Setup":
+        if self.pip and self.requirements:
+            raise ValueError("give its packages as one of pip and requirements")
+        if self.requirements and not self.requirements.is_file():
+            raise ValueError(f"there is no file {self.requirements} for requirements")
+        return self
+
+
+class DownWhen(Strict):
+    """When a fleet comes down by itself: exactly one is set."""
+
+    done: bool = False
+    idle_s: float | None = None
+    at: float | None = None
+    """Unix seconds."""
+
+    @property
+    def text(self) -> str:
+        """As a person writes it."""
+        if self.at is not None:
+            return f"{datetime.fromtimestamp(self.at, UTC):%Y-%m-%d %H:%M} UTC"
+        return "done" if self.done else f"idle {self.idle_s / 60:g}m"  # type: ignore[operator]  # one is set
+
+
+def _down_when(value: Any) -> Any:
+    if value == "done":
+        return DownWhen(done=True)
+    if isinstance(value, str) and value.startswith("idle"):
+        return DownWhen(idle_s=_said(lambda text: parse_seconds(text, "the time after idle"))(value[4:]))
+    try:
+        return DownWhen(at=_moment(value))
+    except ValueError:
+        raise ValueError(f'"done", "idle 30m" or a date such as 2026-12-24, not {value!r}') from None
+
+
+class SwarmFile(Strict):
+    """The whole file."""
+
+    name: Name
+    provider: Literal["google", "rehearsal"] = "google"
+    project: (
+        Annotated[str, _matching(r"[a-z][a-z0-9.:-]{4,61}[a-z0-9]", "a project's id such as my-project-123")] | None
+    ) = None
+    """None: of the environment or gcloud's configuration."""
+    down_when: Annotated[DownWhen | None, BeforeValidator(_down_when)] = None
+    allow_cross_region: bool = False
+    pool: tuple[Pool, ...] = ()
+    grant: tuple[Grant, ...] = ()
+    head: Head | None = None
+    vm: tuple[Vm, ...] = ()
+    budget: BudgetTable = BudgetTable()
+    storage: Storage | None = None
+    setup: Setup = Setup()
+
+    @model_validator(mode="after")
+    def _something(self) -> "SwarmFile":
+        if not (self.pool or self.vm or self.head):
+            raise ValueError("there is neither a [[pool]] nor a [[vm]] nor a [head], so it asks for no machine")
+        return self
+
+
+def read_swarm(path: Path) -> SwarmFile:
+    """The file; InputError, a sentence that names the line, for anything that is not right in it.
+
+    Whether its tables go together, and with today's date, is for `checks.problem`.
+    """
+    if not path.exists() and path == DEFAULT:
+        raise InputError("there is no swarm.toml here: `tpuswarm init` writes one, or name the file")
+    return read_toml(path, SwarmFile)

@@ -1,0 +1,32 @@
+"""Time for a keeper: what the wall clock says, and whether it has jumped."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+JUMP = 5.0
+"""Seconds by which a clock that is only corrected does not move."""
+
+
+def elapsed() -> float:
+    """Seconds that go on evenly, also while the computer sleeps, where the system can tell."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+@dataclass
+class Clock:
+    """Both clocks of a computer."""
+
+    wall: Callable[[], float] = time.time
+    """Unix seconds."""
+    steady: Callable[[], float] = elapsed
+    _apart: float | None = field(default=None, init=False)
+
+    def look(self) -> tuple[float, float, float]:
+        """Unix seconds, seconds that go on evenly, and by how many the first has jumped since the last look."""
+        now, steady = self.wall(), self.steady()
+        apart = now - steady
+        before = apart if self._apart is None else self._apart
+        self._apart = apart
+        moved = apart - before
+        return now, steady, moved if abs(moved) >= JUMP else 0.0

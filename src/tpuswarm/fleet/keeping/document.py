@@ -1,0 +1,177 @@
+"""The one document of a fleet: what is wanted, who keeps it, what it has cost, what happened last.
+
+It lives in the fleet's bucket, so that any computer can go on with the fleet; without a bucket in a file of this one.
+It is written only if nobody else has written it meanwhile.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from tpuswarm.cloud.errors import Changed
+from tpuswarm.cloud.protocol import Bucket, Stored
+from tpuswarm.errors import RunFailed
+from tpuswarm.fleet.core.actions import Event
+from tpuswarm.fleet.core.desired import Desired
+from tpuswarm.fleet.core.ledger import Ledger
+from tpuswarm.fleet.core.memory import Work
+
+FORMAT = 1
+KEPT_EVENTS = 200
+"""Of the last ones; the rest are in the history of whoever kept the fleet."""
+TRIES = 20
+"""Of a change, when others write as well."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who keeps the fleet. It ends when it stands still for TERM by the clock of whoever watches it."""
+
+    holder: str
+    """Random, of one process."""
+    host: str
+    pid: int
+    beat: int
+    """Counts its renewals."""
+    at: float
+    """Of the last one, Unix seconds by the holder's clock: for people."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """All of it."""
+
+    name: str
+    provider: str
+    project: str
+    desired: Desired
+    zones: tuple[str, ...]
+    """All in which it has ever asked for machines: something may still wait in line there."""
+    lease: Lease | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    work: Work = field(default_factory=Work)
+    events: tuple[Event, ...] = ()
+    format: int = FORMAT
+
+
+class Damaged(RunFailed):
+    """What is stored is no document."""
+
+
+def path_of(name: str) -> str:
+    """Where a fleet's document is in its bucket."""
+    return f"tpuswarm/fleets/{name}.json"
+
+
+@cache
+def _adapter() -> TypeAdapter[Document]:
+    return TypeAdapter(Document)
+
+
+class Store:
+    """The document of one fleet, in a bucket."""
+
+    def __init__(self, bucket: Bucket, name: str, where: str):
+        """`where`: how a person would call the bucket."""
+        self._bucket, self._path = bucket, path_of(name)
+        self.where = f"{where}/{self._path}"
+        self._generation = 0
+
+    def load(self) -> Document | None:
+        """As it is now; None: there is none. Raises Damaged."""
+        found = self._bucket.read(self._path)
+        self._generation = found.generation if found else 0
+        return None if found is None else self._parse(found)
+
+    def save(self, document: Document) -> None:
+        """Write what was loaded last, changed. Raises Changed if somebody else wrote meanwhile."""
+        data = _adapter().dump_json(document, indent=1)
+        self._generation = self._bucket.write(self._path, data, self._generation)
+
+    def change(self, make: Callable[[Document | None], Document]) -> Document:
+        """Read, change and write, again if others write meanwhile; the document as it is now. Raises Damaged."""
+        for left in range(TRIES, 0, -1):
+            document = make(self.load())
+            try:
+                self.save(document)
+            except Changed:
+                if left == 1:
+                    raise
+            else:
+                return document
+        raise AssertionError
+
+    def _parse(self, found: Stored) -> Document:
+        try:
+            document = _adapter().validate_json(found.data)
+        except ValidationError as error:
+            raise Damaged(
+                f"{self.where} is damaged ({len(found.data)} bytes): `tpuswarm up` makes it again from swarm.toml and "
+                "the labels of the machines"
+            ) from error
+        if document.format != FORMAT:
+            raise Damaged(f"{self.where} was written by another version of tpuswarm; use that one")
+        return document
+
+
+class LocalBucket:
+    """Files of this computer as a `Bucket`, for a fleet that has none: no other computer can go on with it."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def read(self, path: str) -> Stored | None:
+        """See Bucket."""
+        try:
+            generation, _, data = (self._folder / path).read_bytes().partition(b"\n")
+        except FileNotFoundError:
+            return None
+        return Stored(data, int(generation) if generation.isdigit() else 1)
+
+    def write(self, path: str, data: bytes, generation: int) -> int:
+        """See Bucket."""
+        from tpuswarm.train.files import part, sync
+
+        file = self._folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(file.with_suffix(".lock")):
+            there = self.read(path)
+            if (there.generation if there else 0) != generation:
+                raise Changed(f"{file} was written by another process meanwhile")
+            with part(file).open("wb") as new:
+                new.write(b"%d\n" % (generation + 1) + data)
+                new.flush()
+                os.fsync(new.fileno())
+            part(file).replace(file)
+            sync(file.parent)
+        return generation + 1
+
+    def delete(self, path: str) -> None:
+        """See Bucket."""
+        (self._folder / path).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Any:
+    import fcntl
+
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def state_folder() -> Path:
+    """Where this computer keeps what it knows of fleets."""
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "tpuswarm"
+
+
+def with_events(document: Document, events: Iterable[Event]) -> Document:
+    """With what happened."""
+    return replace(document, events=(*document.events, *events)[-KEPT_EVENTS:])

@@ -1,0 +1,36 @@
+"""What a machine's Ray is told by files, and what it is called there: known without Ray itself."""
+
+import os
+import secrets
+from pathlib import Path
+
+from tpuswarm.errors import RunFailed
+
+MEMBER = "tpuswarm-member"
+"""Ray's resource of a machine that joined: one member may live there."""
+DISMISSED = "dismissed.json"
+"""The file, in the folder of a machine's Ray, that says why it is wanted no longer."""
+STORE_BYTES = 2**28
+"""Of Ray's object store, at least: payloads pass through it; what does not fit goes over the disk."""
+
+
+def use_token(path: Path) -> None:
+    """Let Ray's calls be signed with the secret in a file, which is made if it is not there."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        part.rename(path)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path.resolve())
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win
+
+
+def private_folder() -> Path:
+    """Where Ray keeps its sockets and logs: short, for sockets, and closed to others, for Ray's own modes are not."""
+    parent = Path(f"/tmp/tpuswarm-{os.getuid()}")
+    parent.mkdir(mode=0o700, exist_ok=True)
+    if parent.stat().st_uid != os.getuid() or parent.is_symlink():
+        raise RunFailed(f"{parent} belongs to another user, and Ray's sockets should lie there; remove it")
+    parent.chmod(0o700)
+    return parent

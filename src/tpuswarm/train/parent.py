@@ -1,0 +1,27 @@
+"""What --init-from names: the run or published model whose parameters a new run begins with."""
+
+from pathlib import Path
+from typing import Any
+
+from tpuswarm.train.listing import find_run
+from tpuswarm.train.run import CONFIG, read_config
+
+
+def find_parent(name: str | Path) -> str:
+    """What --init-from means: the absolute path of a run; a published model, for the recipe to read, as it is written.
+
+    A folder within it (hf:DIR) is made absolute.
+    """
+    folder = find_run(str(name))
+    if (folder / CONFIG).exists():
+        return str(folder.resolve())
+    kind, colon, place = str(name).partition(":")
+    return f"{kind}:{Path(place).expanduser().resolve()}" if colon and Path(place).expanduser().is_dir() else str(name)
+
+
+def parent_options(parent: str, maker: Any) -> dict[str, Any]:
+    """The options that give the parameters at `parent` (of `find_parent`) their meaning, for a recipe of `maker`."""
+    if not (Path(parent) / CONFIG).exists():
+        return maker.options_at(parent) if hasattr(maker, "options_at") else {}
+    options = read_config(Path(parent))["recipe"]["options"]
+    return {name: value for name, value in options.items() if name in getattr(maker, "identity", ())}

@@ -1,0 +1,118 @@
+"""What stands in a run's files, checked as it is read: a disk, a kill or an editor may have changed it."""
+
+from typing import Annotated, Any, Required
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+    with_config,
+)
+from typing_extensions import TypedDict
+
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+
+Stamp = Annotated[float, Field(ge=0, lt=253_402_300_800)]
+"""Seconds since 1970, before the year 10,000."""
+
+
+class _Table(BaseModel):
+    """A table of config.toml; what else is in it is left as it is."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Recipe(_Table):
+    name: str
+    target: str
+    options: dict[str, Any]
+
+
+class _Train(_Table):
+    """Names of train/settings.py; the program checks what its own settings may be."""
+
+    steps: PositiveInt
+    batch: PositiveInt
+    seed: int
+    precision: str | None = None
+    accumulate: PositiveInt | None = None
+    clip: float | None = None
+    freeze: str | None = None
+    decay: str | None = None
+    ema: float | None = None
+    deterministic: bool | None = None
+    init_from: str | None = None
+    data: str | None = None
+
+
+class _Chosen(_Table):
+    tokens_per_row: PositiveInt
+
+
+class _Swarm(_Table):
+    """Names of swarm/runtime/plan.py."""
+
+    members: PositiveInt
+    run: str | None = None
+    cycle: PositiveInt | None = None
+    outer: str | None = None
+    outer_lr: float | None = None
+    quantize: str | None = None
+    overlap: bool | None = None
+    fragments: PositiveInt | None = None
+    devices_per_member: PositiveInt | None = None
+    code: str | None = None
+
+
+class Config(_Table):
+    """config.toml."""
+
+    recipe: _Recipe
+    train: _Train
+    chosen: _Chosen | None = None
+    swarm: _Swarm | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Config":
+        if self.swarm and not self.chosen:
+            raise ValueError("chosen is missing, which a swarm's run has")
+        return self
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class _MetricsRow(TypedDict, total=False):
+    step: Required[int]
+    tokens: int
+    loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float
+    wall_s: float
+    member: str
+    version: int
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class _EventRow(TypedDict, total=False):
+    time: Required[Stamp]
+    event: Required[str]
+    message: str
+    member: str
+    name: str
+    version: int
+
+
+_ROWS: dict[str, TypeAdapter[Any]] = {METRICS: TypeAdapter(_MetricsRow), EVENTS: TypeAdapter(_EventRow)}
+
+
+def parse_row(name: str, line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl or events.jsonl; None for one that a kill has torn, or that is damaged."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return _ROWS[name].validate_json(line)
+    except ValidationError:
+        return None

@@ -1,0 +1,99 @@
+"""Ctrl-C, SIGTERM and SIGHUP while a command starts: one sentence, the right exit code, and nothing is left behind."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import CTRL_C, Terminal, terminal
+from tpuswarm.train.run import METRICS, read_life
+
+SMALL_MODEL = ["--data", "fake", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "8"]
+TRAIN = ["train", "gpt2-tiny", *SMALL_MODEL, "--steps", "1000000", "--run", "runs/a"]
+LIBRARIES = (
+    "_pydantic_core", "libjax_common", "_multiarray_umath", "_mlir.so", "_ml_dtypes_ext", "_chlo", "_tensorstore",
+    "cygrpc",
+)  # fmt: skip
+"""Shared objects that a start maps, one after the other: each appears in the middle of an import."""
+
+Moment = Callable[[Terminal, Path], bool]
+
+
+def maps(name: str) -> Moment:
+    """The process has mapped that shared object."""
+    return lambda terminal, folder: name in Path(f"/proc/{terminal.process.pid}/maps").read_text()
+
+
+def has(name: str) -> Moment:
+    """The run's directory holds that file, with something in it."""
+    return lambda terminal, folder: (folder / name).exists() and bool((folder / name).stat().st_size)
+
+
+def wait_until(moment: Moment, terminal: Terminal, folder: Path) -> None:
+    while not moment(terminal, folder):
+        assert terminal.process.poll() is None, terminal.finish()
+        time.sleep(0.001)
+
+
+def processes_of(session: int) -> list[str]:
+    """The command lines of all processes in a session."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(each.name)) == session:
+                found.append((each / "cmdline").read_text().replace("\0", " "))
+        except (OSError, ProcessLookupError):
+            continue
+    return found
+
+
+BEFORE_THERE_IS_A_RUN = [
+    *(pytest.param(maps(name), id=name) for name in LIBRARIES),
+    pytest.param(has("lock"), id="directory"),
+    pytest.param(maps("_mlirHlo"), id="compilation"),
+]
+
+
+@pytest.mark.parametrize("moment", BEFORE_THERE_IS_A_RUN)
+def test_ctrl_c_before_there_is_a_run_leaves_nothing(tmp_path, moment):
+    with terminal(TRAIN, tmp_path) as opened:
+        wait_until(moment, opened, tmp_path / "runs/a")
+        opened.send(CTRL_C)
+        said = opened.finish(130).strip().splitlines()
+        assert said[-1].removeprefix("^C") == "interrupted" and not any("rror" in line for line in said)
+        assert processes_of(opened.process.pid) == []
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize("name", ["config.toml", METRICS])
+def test_ctrl_c_once_there_is_a_run_saves_it(tmp_path, name):
+    with terminal(TRAIN, tmp_path) as opened:
+        wait_until(has(name), opened, tmp_path / "runs/a")
+        opened.send(CTRL_C)
+        opened.finish(130)
+        assert processes_of(opened.process.pid) == []
+    life = read_life(tmp_path / "runs/a")
+    assert life.state == "stopped" and "saved at step" in life.message
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_end_a_start_as_ctrl_c_does(tmp_path, number):
+    with terminal(TRAIN, tmp_path) as opened:
+        wait_until(maps("_ml_dtypes_ext"), opened, tmp_path)
+        opened.process.send_signal(number)
+        assert opened.finish(128 + number).strip() == f"ended by {number.name}"
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_ctrl_c_again_and_again_is_no_worse(tmp_path):
+    with terminal(TRAIN, tmp_path) as opened:
+        wait_until(maps("_ml_dtypes_ext"), opened, tmp_path)
+        while opened.process.poll() is None:
+            opened.send(CTRL_C)
+            time.sleep(0.05)
+        said = opened.finish(130)
+        assert said.count("interrupted") == 1 and "rror" not in said
+    assert not list(tmp_path.glob("runs/*"))

@@ -1,0 +1,80 @@
+"""`tpuswarm train FILE`: the table [train], and the words of the command over it."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+FILE = """\
+[train]
+recipe = "my_recipe.py:line"
+steps = 4
+batch = 8
+precision = "f32"
+save_every = "1m"
+run = "runs/a"
+
+[train.options]
+width = 5
+lr = 0.01
+"""
+RECIPE = """
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tpuswarm import supervised
+
+def line(width: int = 3, lr: float = 0.1):
+    x = np.eye(width, dtype=np.float32)[np.arange(24) % width]
+    return supervised(lambda key: {"w": jnp.zeros(width)},
+                      lambda params, batch, key: jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2), optax.sgd(lr),
+                      {"x": x})
+"""
+
+
+@pytest.fixture
+def train(typed, tmp_path, monkeypatch):
+    """Trains as the text of a file says, and the words behind its name; (code, err, config.toml)."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_recipe.py").write_text(RECIPE)
+
+    def run(text: str, line: str = "") -> tuple[int, str, dict]:
+        Path("run.toml").write_text(text)
+        code, _, err = typed("train", "run.toml", *line.split())
+        config = Path("runs/a/config.toml")
+        return code, err, tomllib.loads(config.read_text()) if config.exists() else {}
+
+    return run
+
+
+def test_a_file_is_what_its_words_would_be_and_words_win_over_it(train):
+    code, _, config = train(FILE, "--tokens 24 --lr 0.02 --seed 7")
+    assert code == 0
+    assert config["recipe"]["options"] == {"width": 5, "lr": 0.02}
+    assert config["train"]["steps"] == 3 and config["train"]["batch"] == 8 and config["train"]["seed"] == 7
+    assert config["may_change"]["save_every"] == "1m" and config["may_change"]["keep"] == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("steps = 4", "stesp = 4", "run.toml, line 3: train has no key stesp; did you mean steps?"),
+        ("steps = 4", 'steps = "many"', "run.toml, line 3: train.steps: steps is a number such as"),
+        ("steps = 4", "steps = 4\ntokens = 100", "run.toml, line 1: train: give one of steps, tokens and epochs"),
+        ("batch = 8", "batch = [8]", "run.toml, line 4: train.batch: "),
+        ('"f32"', '"fp61"', "run.toml, line 5: train.precision: unknown precision 'fp61'; did you mean"),
+        ('"1m"', '"often"', "run.toml, line 6: train.save_every: save_every is steps such as"),
+        ('"runs/a"', '"gs://bucket/a"', "run.toml, line 7: train.run: "),
+        ("width = 5", "widht = 5", "run.toml, line 10: train.options.widht: my_recipe.py:line has no option widht"),
+        ("width = 5", 'width = "wide"', "run.toml, line 10: train.options.width: width=wide: "),
+        ("[train]", "[train]\nmembers = 0", "run.toml, line 2: train.members: members must be at least 1"),
+        ("[train]", "[trian]", "run.toml, line 1: the file has no key trian; did you mean train?"),
+        ('recipe = "my_recipe.py:line"\n', "", "run.toml, line 1: train needs recipe"),
+        ("my_recipe.py:line", "gpt2-tny", "unknown recipe 'gpt2-tny'; did you mean gpt2-tiny?"),
+        ("steps = 4", "steps = = 4", "run.toml is not valid TOML: "),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_with_its_line(train, before, after, sentence):
+    assert FILE.count(before) == 1
+    code, err, config = train(FILE.replace(before, after))
+    assert (code, config) == (2, {}) and err.startswith(f"error: {sentence}"), err

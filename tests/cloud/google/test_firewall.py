@@ -1,0 +1,78 @@
+"""Which firewall rules a fleet needs, and which it refuses because they let strangers in."""
+
+import pytest
+
+from tpuswarm.cloud.google.firewall import Rule, joins, lets_strangers_in, of_firewall, wanted
+
+NET, TAG = "tpuswarm-mine", "tpuswarm-mine"
+OURS = wanted(NET, TAG, "fleet f1e2")
+
+
+def rest(**fields) -> dict:
+    """A rule as Compute Engine answers it."""
+    shown = {"name": "r", "network": f"https://x/compute/v1/projects/p/global/networks/{NET}", "direction": "INGRESS"}
+    return shown | {"allowed": [{"IPProtocol": "tcp"}], "disabled": False} | fields
+
+
+def test_the_fleets_own_rules_join_its_machines_and_let_nobody_else_in():
+    assert joins(OURS, NET, [TAG])
+    assert lets_strangers_in(OURS, NET, [TAG]) == []
+    assert not joins(OURS[1:], NET, [TAG]), "ssh alone does not join them"
+    assert not joins(OURS, "default", [TAG]), "they are another network's"
+    assert not joins(OURS, NET, ["other"]), "they are other machines'"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        # The two rules that people set up by hand: everything to everyone, and Google's own in a default network.
+        ({"name": "allow-all", "allowed": [{"IPProtocol": "all"}], "sourceRanges": ["0.0.0.0/0"]}, "every port"),
+        ({"allowed": [{"IPProtocol": "tcp", "ports": ["0-65535"]}], "sourceRanges": ["10.128.0.0/9"]}, "0-65535"),
+        (
+            {"allowed": [{"IPProtocol": "tcp", "ports": ["22", "8888"]}], "sourceRanges": ["1.2.3.4/32"]},
+            "TCP port 8888",
+        ),
+        ({"sourceTags": ["others"], "targetTags": [TAG]}, "tag others"),
+        ({"sourceTags": [TAG, "others"], "targetTags": [TAG]}, "tag others in"),
+        ({"sourceServiceAccounts": ["a@p.iam"]}, "a@p.iam"),
+        ({"allowed": [{"IPProtocol": "6"}], "sourceRanges": ["0.0.0.0/0"]}, "every port"),
+    ],
+)
+def test_rules_that_let_strangers_in(fields, words):
+    rule = of_firewall(rest(**fields))
+    ((found, sentence),) = lets_strangers_in([*OURS, rule], NET, [TAG])
+    assert found == rule and words in sentence and sentence.startswith(f"firewall rule {rule.name} lets ")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed": [{"IPProtocol": "tcp", "ports": ["22"]}], "sourceRanges": ["0.0.0.0/0"]},
+        {"allowed": [{"IPProtocol": "icmp"}], "sourceRanges": ["0.0.0.0/0"]},
+        {"allowed": [{"IPProtocol": "udp", "ports": ["60000-61000"]}], "sourceRanges": ["0.0.0.0/0"]},
+        {"sourceRanges": ["0.0.0.0/0"], "targetTags": ["others"]},
+        {"sourceRanges": ["0.0.0.0/0"], "network": "https://x/global/networks/default"},
+        {"sourceTags": [TAG]},
+    ],
+)
+def test_rules_that_are_no_danger(fields):
+    assert lets_strangers_in([of_firewall(rest(**fields))], NET, [TAG]) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"disabled": True}, {"direction": "EGRESS"}, {"allowed": [], "denied": [{"IPProtocol": "all"}]}],
+)
+def test_rules_that_open_nothing(fields):
+    assert of_firewall(rest(sourceRanges=["0.0.0.0/0"], **fields)) is None
+
+
+def test_the_command_that_makes_a_rule():
+    inside, ssh = OURS
+    assert inside.gcloud("p") == (
+        "gcloud compute firewall-rules create tpuswarm-mine-inside --project=p --network=tpuswarm-mine --allow=tcp "
+        "--source-tags=tpuswarm-mine --target-tags=tpuswarm-mine '--description=fleet f1e2'"
+    )
+    assert "--allow=tcp:22 --source-ranges=0.0.0.0/0 --target-tags=tpuswarm-mine" in ssh.gcloud("p")
+    several = Rule("r", NET, (("tcp", ("1", "2")), ("icmp", ())), ("10.0.0.0/8",), (), (TAG,))
+    assert "--allow=tcp:1,tcp:2,icmp" in several.gcloud("p")

@@ -1,0 +1,201 @@
+"""What we ask for, in Google's own message types, and what these types mean to us."""
+
+import datetime
+
+import pytest
+from google.cloud import compute_v1, tpu_v2
+from google.rpc import status_pb2
+
+from tpuswarm.catalog import accelerators
+from tpuswarm.cloud.errors import NoQuota
+from tpuswarm.cloud.google.access import Access
+from tpuswarm.cloud.google.instances import of_instance, to_instance
+from tpuswarm.cloud.google.nodes import REQUEST_STATES, of_node, of_requests, to_node, to_request
+from tpuswarm.cloud.google.provider import Google
+from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Disk, Machine, TpuSpec, VmSpec, Worker
+
+PLACE = "projects/p/locations/us-central1-f"
+SPEC = TpuSpec("n1", "us-central1-f", "v2-8", "spot", "f1e2", "small", "tpu-ubuntu2204-base", tags=("t",))
+HEAD = VmSpec("head", "us-central1-f", "n2-highmem-8", "f1e2", "head", "debian-cloud/debian-12", 50, tags=("t",))
+
+
+def changed(spec, **fields):
+    return type(spec)(**{name: getattr(spec, name) for name in spec.__dataclass_fields__} | fields)
+
+
+def test_a_node_carries_the_fleet_and_what_it_needs_to_be_reached():
+    node = to_node(changed(SPEC, labels={"mine": "1"}, metadata={"startup-script": "x"}, disks=(Disk("d", True),)), "p")
+    assert node.labels == {"mine": "1", FLEET_LABEL: "f1e2", POOL_LABEL: "small"}
+    assert node.metadata == {"startup-script": "x", "enable-guest-attributes": "TRUE"}
+    assert node.accelerator_type == "v2-8" and not node.accelerator_config
+    assert node.scheduling_config.spot and node.network_config.enable_external_ips
+    assert node.service_account.scope == ["https://www.googleapis.com/auth/cloud-platform"]
+    assert node.data_disks[0].source_disk == "projects/p/zones/us-central1-f/disks/d"
+    assert node.data_disks[0].mode.name == "READ_ONLY"
+
+
+def test_labels_of_the_users_own_never_replace_the_fleets():
+    assert to_node(changed(SPEC, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
+    assert to_instance(changed(HEAD, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
+
+
+@pytest.mark.parametrize("accelerator", [each for each in accelerators() if each.api_name], ids=lambda each: each.name)
+def test_every_type_goes_to_the_api_and_comes_back_under_our_name(accelerator):
+    node = to_node(changed(SPEC, type=accelerator.name), "p")
+    node.name = f"{PLACE}/nodes/n1"
+    assert node.accelerator_type == accelerator.api_name
+    assert of_node(node).type == accelerator.name
+
+
+def test_a_queued_resource_asks_for_one_node_of_its_own_name():
+    request = to_request(changed(SPEC, how="queued", wait_s=7200.0), "p")
+    (asked,) = request.tpu.node_spec
+    assert (asked.parent, asked.node_id, asked.node.labels[FLEET_LABEL]) == (PLACE, "n1", "f1e2")
+    assert request.queueing_policy.valid_until_duration.total_seconds() == 7200
+    assert "guaranteed" not in request and "spot" not in request and not request.reservation_name
+    reserved = to_request(changed(SPEC, how="reserved", reservation="r"), "p")
+    assert reserved.reservation_name == f"{PLACE}/reservations/r" and not reserved.queueing_policy
+    # What `gcloud compute tpus queued-resources create --reserved` sends for any reservation of the project.
+    assert to_request(changed(SPEC, how="reserved"), "p").reservation_name == f"{PLACE}/reservations/-"
+
+
+@pytest.mark.parametrize("state", tpu_v2.Node.State)
+def test_every_state_of_a_node_has_a_meaning(state):
+    machine = of_node(tpu_v2.Node(name=f"{PLACE}/nodes/n1", accelerator_type="v2-8", state=state, health="HEALTHY"))
+    assert machine.said == state.name
+    dead = state.name in ("PREEMPTED", "TERMINATED")
+    assert (machine.state == "dead") == dead
+    assert machine.healthy is (True if state.name == "READY" else None)
+
+
+def test_a_node_as_google_shows_it():
+    node = tpu_v2.Node(
+        name=f"{PLACE}/nodes/n1",
+        accelerator_type="v5litepod-16",
+        state="READY",
+        health="UNHEALTHY_MAINTENANCE",
+        health_description="maintenance at noon",
+        symptoms=[tpu_v2.Symptom(symptom_type="OUT_OF_MEMORY"), tpu_v2.Symptom(details="worker 3 is slow")],
+        create_time=datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC),
+        queued_resource=f"{PLACE}/queuedResources/q1",
+        network_endpoints=[
+            tpu_v2.NetworkEndpoint(ip_address="10.0.0.2", access_config={"external_ip": "34.1.2.3"}),
+            tpu_v2.NetworkEndpoint(ip_address="10.0.0.3"),
+        ],
+    )
+    machine = of_node(node)
+    assert (machine.name, machine.zone, machine.type, machine.kind) == ("n1", "us-central1-f", "v5e-16", "tpu")
+    assert machine.healthy is False
+    assert machine.why == "maintenance at noon; OUT_OF_MEMORY; worker 3 is slow"
+    assert machine.created == 1795348800.0
+    assert machine.workers == (Worker("10.0.0.2", "34.1.2.3"), Worker("10.0.0.3", None))
+    assert (machine.how, machine.request, machine.fleet) == ("queued", "q1", None)
+
+
+def test_a_type_that_the_catalogue_does_not_know_keeps_its_name():
+    of = {"name": f"{PLACE}/nodes/n1"}
+    assert of_node(tpu_v2.Node(**of, accelerator_type="v9-8")).type == "v9-8"
+    config = tpu_v2.AcceleratorConfig(type_="V4", topology="2x2x9")
+    assert of_node(tpu_v2.Node(**of, accelerator_config=config)).type == "v4:2x2x9"
+
+
+def request_in(state: str, **fields) -> tpu_v2.QueuedResource:
+    request = to_request(changed(SPEC, how="queued"), "p")
+    request.name = f"{PLACE}/queuedResources/n1"
+    request.state = tpu_v2.QueuedResourceState(state=state, **fields)
+    return request
+
+
+@pytest.mark.parametrize("state", tpu_v2.QueuedResourceState.State)
+def test_a_queued_resource_without_a_node_is_a_machine_that_waits_or_is_dead(state):
+    (machine,) = of_requests([request_in(state.name)], [], frozenset(), "p")
+    assert (machine.name, machine.request, machine.fleet, machine.type) == ("n1", "n1", "f1e2", "v2-8")
+    assert machine.state == REQUEST_STATES.get(state.name, "dead")
+    assert (machine.state == "dead") == (
+        state.name in ("STATE_UNSPECIFIED", "ACTIVE", "FAILED", "SUSPENDING", "SUSPENDED")
+    )
+
+
+def test_a_queued_resource_and_its_node_are_one_machine():
+    node = Machine("n1", "us-central1-f", "tpu", "v2-8", "ready", "READY")
+    assert of_requests([request_in("ACTIVE")], [node], frozenset(), "p") == []
+    elsewhere = Machine("n1", "us-central1-b", "tpu", "v2-8", "ready", "READY")
+    assert len(of_requests([request_in("ACTIVE")], [elsewhere], frozenset(), "p")) == 1
+
+
+def test_where_nodes_are_unknown_a_request_does_not_make_them_dead():
+    assert of_requests([request_in("ACTIVE")], [], frozenset({"us-central1-f"}), "p") == []
+
+
+def test_why_a_request_failed_is_an_error_of_ours():
+    why = "Quota limit 'TPUV2sPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone us-central1-f."
+    failed = {"failed_data": {"error": status_pb2.Status(code=8, message=why)}}
+    (machine,) = of_requests([request_in("FAILED", **failed)], [], frozenset(), "p")
+    assert machine.why == why
+    assert isinstance(machine.error, NoQuota) and machine.error.limit == "TPUV2sPerProjectPerZoneForTPUAPI"
+
+
+def as_rest(instance: compute_v1.Instance, **fields) -> dict:
+    shown = compute_v1.Instance.to_dict(instance, preserving_proto_field_name=False)
+    place = "https://www.googleapis.com/compute/v1/projects/p/zones/us-central1-f"
+    shown |= {"zone": place, "machineType": f"{place}/{shown['machineType'].split('/', 2)[2]}", "status": "RUNNING"}
+    return shown | fields
+
+
+def test_a_vm_carries_the_fleet_and_so_does_its_disk():
+    spec = changed(HEAD, ip_forward=True, subnetwork="sub", service_account="sa@p.iam.gserviceaccount.com")
+    instance = to_instance(spec, "p")
+    (disk,) = instance.disks
+    ours = {FLEET_LABEL: "f1e2", POOL_LABEL: "head"}
+    assert instance.labels == ours and disk.initialize_params.labels == ours
+    assert disk.auto_delete and disk.initialize_params.disk_size_gb == 50
+    assert disk.initialize_params.source_image == "projects/debian-cloud/global/images/family/debian-12"
+    assert instance.can_ip_forward
+    (interface,) = instance.network_interfaces
+    assert interface.subnetwork == "projects/p/regions/us-central1/subnetworks/sub"
+    assert instance.scheduling.provisioning_model == "STANDARD"
+    assert instance.service_accounts[0].email == "sa@p.iam.gserviceaccount.com"
+    assert not to_instance(changed(HEAD, external_ips=False), "p").network_interfaces[0].access_configs
+
+
+@pytest.mark.parametrize("status", [each.name for each in compute_v1.Instance.Status if each.value])
+def test_every_state_of_a_vm_has_a_meaning(status):
+    plain, spot = to_instance(HEAD, "p"), to_instance(changed(HEAD, spot=True), "p")
+    machine = of_instance(as_rest(plain, status=status))
+    assert machine.said == status and machine.state != "dead"
+    assert (of_instance(as_rest(spot, status=status)).state == "dead") == (machine.state == "stopped")
+
+
+def test_a_vm_as_google_shows_it():
+    interface = {"networkIP": "10.0.0.9", "accessConfigs": [{"natIP": "35.1.1.1"}]}
+    shown = as_rest(
+        to_instance(HEAD, "p"), networkInterfaces=[interface], creationTimestamp="2026-11-22T04:00:00.000-08:00"
+    )
+    machine = of_instance(shown)
+    assert (machine.name, machine.zone, machine.kind, machine.type) == ("head", "us-central1-f", "vm", "n2-highmem-8")
+    assert machine.workers == (Worker("10.0.0.9", "35.1.1.1"),)
+    assert (machine.created, machine.fleet, machine.pool) == (1795348800.0, "f1e2", "head")
+    assert of_instance(as_rest(to_instance(HEAD, "p"), status="STAGING", lastStopTimestamp="…")).state == "starting"
+
+
+def test_vms_of_several_pages_and_zones_that_did_not_answer(monkeypatch):
+    shown = as_rest(to_instance(HEAD, "p"))
+    other = {**shown, "name": "other"}
+    pages = {
+        "": {
+            "items": {
+                "zones/us-central1-f": {"instances": [shown]},
+                "zones/us-central1-b": {"warning": {"code": "NO_RESULTS_ON_PAGE"}},
+                "zones/asia-east1-c": {"warning": {"code": "UNREACHABLE"}},
+            },
+            "nextPageToken": "2",
+        },
+        "2": {
+            "items": {"zones/us-central1-f": {"instances": [other]}},
+            "unreachables": ["projects/p/zones/me-west1-a"],
+        },
+    }
+    monkeypatch.setattr(Access, "get", lambda self, doing, url, pageToken="", **query: pages[pageToken])
+    found, dark = Google(Access("p"))._vms()
+    assert [each.name for each in found] == ["head", "other"]
+    assert dark == {"asia-east1-c", "me-west1-a"}

@@ -1,0 +1,68 @@
+"""What the Cloud Quotas API says of TPUs, for each type, kind and place. Names of quotas are from public answers."""
+
+import pytest
+
+from tpuswarm.catalog import accelerators
+from tpuswarm.cloud.google.quotas import allowance, of_infos, size
+
+
+def info(quota: str, **limits: str) -> dict:
+    """A quotaInfo: limits by place, `others` for the places that have none of their own."""
+    by = "zone" if "PerZone" in quota else "region"
+    named = [
+        {"dimensions": {by: place.replace("_", "-")}, "details": {"value": value}}
+        for place, value in limits.items()
+        if place != "others"
+    ]
+    rest = {"details": {"value": limits.get("others", "0")}, "applicableLocations": ["asia-east1-c", "asia-east1"]}
+    return {"quotaId": quota, "dimensions": [by], "dimensionsInfos": [*named, rest]}
+
+
+QUOTAS = of_infos(
+    [
+        info("TPUV2sPerProjectPerZoneForTPUAPI", us_central1_b="16", us_central1_c="0", others="8"),
+        info("TPUV2sPodPerProjectPerZoneForTPUAPI", us_central1_a="512"),
+        info("TPUV2sPreemptiblePerProjectPerZoneForTPUAPI", us_central1_b="48"),
+        info("TPUV5sLitepodPerProjectPerZoneForTPUAPI", us_central1_a="0"),
+        info("TPUV5sLitepodServingPerProjectPerZoneForTPUAPI", us_central1_a="4"),
+        info("TPUV5sPreemptibleLitepodPerProjectPerRegionForTPUAPI", us_west4="10000"),
+        info("TPUV6EPreemptiblePerProjectPerZoneForTPUAPI", us_east5_b="64"),
+        info("TPUV6EPreemptiblePerProjectPerRegionForTPUAPI", us_east5="0"),
+        info("TPUV5PPreemptiblePerProjectPerZoneForTPUAPI", us_east5_a="-1"),
+        {"quotaId": "CreateNodePerMinutePerProject", "dimensionsInfos": []},
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("type_", "spot", "zone", "limit", "named"),
+    [
+        ("v2-8", False, "us-central1-b", 16, "TPUV2sPerProjectPerZoneForTPUAPI"),
+        ("v2-8", False, "us-central1-c", 0, "TPUV2sPerProjectPerZoneForTPUAPI"),
+        ("v2-8", False, "asia-east1-c", 8, "TPUV2sPerProjectPerZoneForTPUAPI"),
+        ("v2-8", True, "us-central1-b", 48, "TPUV2sPreemptiblePerProjectPerZoneForTPUAPI"),
+        ("v2-32", False, "us-central1-a", 512, "TPUV2sPodPerProjectPerZoneForTPUAPI"),
+        # v5e has a quota for training and one for serving: either may be the one that counts.
+        ("v5e-4", False, "us-central1-a", 4, "TPUV5sLitepodServingPerProjectPerZoneForTPUAPI"),
+        ("v5e-16", True, "us-west4-a", 10000, "TPUV5sPreemptibleLitepodPerProjectPerRegionForTPUAPI"),
+        # As https://github.com/marin-community/marin/pull/1612 met it: quota in the zone and none in its region.
+        ("v6e-8", True, "us-east5-b", 0, "TPUV6EPreemptiblePerProjectPerRegionForTPUAPI"),
+        ("v5p-8", True, "us-east5-a", 10**9, "TPUV5PPreemptiblePerProjectPerZoneForTPUAPI"),
+    ],
+)
+def test_the_quota_that_a_type_is_counted_by(type_, spot, zone, limit, named):
+    assert allowance(QUOTAS, type_, spot, zone) == (limit, named)
+
+
+@pytest.mark.parametrize(
+    ("type_", "spot", "zone"),
+    [("v2-8", False, "europe-west4-a"), ("v3-8", False, "us-central1-a"), ("v2-32", True, "us-central1-a")],
+)
+def test_where_no_quota_speaks_nothing_is_known(type_, spot, zone):
+    assert allowance(QUOTAS, type_, spot, zone) is None
+
+
+def test_a_tpu_takes_the_number_in_its_name():
+    for each in accelerators():
+        if each.api_name:
+            assert size(each.name) == int(each.api_name.rsplit("-", 1)[1])

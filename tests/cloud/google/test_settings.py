@@ -1,0 +1,66 @@
+"""Project and zone are found where people keep them, and the nearer place counts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tpuswarm.cloud.google.settings import account, find_project, find_zone
+from tpuswarm.errors import InputError
+
+
+@pytest.fixture
+def gcloud(tmp_path, monkeypatch):
+    """A configuration of gcloud, of the test's own; writes one under a name."""
+    for name in (
+        "GOOGLE_CLOUD_PROJECT",
+        "CLOUDSDK_CORE_PROJECT",
+        "CLOUDSDK_COMPUTE_ZONE",
+        "CLOUDSDK_ACTIVE_CONFIG_NAME",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    (tmp_path / "configurations").mkdir()
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / "configurations" / f"config_{name}").write_text(text)
+
+    return write
+
+
+def test_without_any_the_sentence_says_how_to_set_one(gcloud):
+    assert find_zone() is None and account() is None
+    with pytest.raises(InputError, match="gcloud config set project"):
+        find_project()
+
+
+def test_gcloud_is_read_then_overruled(gcloud, tmp_path, monkeypatch):
+    gcloud("default", "[core]\nproject = from-gcloud\naccount = me@example.com\n[compute]\nzone = us-central1-f\n")
+    assert (find_project(), find_zone(), account()) == ("from-gcloud", "us-central1-f", "me@example.com")
+    gcloud("work", "[core]\nproject = from-work\n")
+    (tmp_path / "active_config").write_text("work")
+    assert (find_project(), find_zone()) == ("from-work", None)
+    monkeypatch.setenv("CLOUDSDK_ACTIVE_CONFIG_NAME", "default")
+    assert find_project() == "from-gcloud"
+    monkeypatch.setenv("CLOUDSDK_CORE_PROJECT", "from-sdk")
+    assert find_project() == "from-sdk"
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "from-environment")
+    assert find_project() == "from-environment"
+    assert find_project("typed") == "typed"
+    monkeypatch.setenv("CLOUDSDK_COMPUTE_ZONE", "europe-west4-a")
+    assert (find_zone(), find_zone("asia-east1-c")) == ("europe-west4-a", "asia-east1-c")
+
+
+def test_a_damaged_configuration_is_said(gcloud):
+    gcloud("default", "project = nowhere\n")
+    with pytest.raises(InputError, match="gcloud's configuration default cannot be read"):
+        find_project()
+
+
+def test_none_of_googles_libraries_are_loaded_until_something_is_asked():
+    google = "access answers buckets endpoints failures firewall instances nodes project provider quotas settings"
+    modules = [*(f"cloud.google.{each}" for each in google.split()), "fleet.facts", "fleet.init", "fleet.preflight"]
+    script = f"import importlib, sys\nfor each in {modules}: importlib.import_module('tpuswarm.' + each)\n"
+    script += "print([each for each in sys.modules if each.split('.')[0] in ('google', 'grpc', 'requests', 'jax')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

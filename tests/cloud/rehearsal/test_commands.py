@@ -1,0 +1,73 @@
+"""`tpuswarm rehearsal`: thin, and every wrong word answered in a sentence."""
+
+import json
+
+import pytest
+
+from tests.cloud.rehearsal.conftest import TPU, until
+from tests.local_cloud import local_cloud
+
+PARENT = "projects/commands/locations/us-south1-a"
+
+
+@pytest.fixture
+def rehearsal(typed, place, monkeypatch):
+    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(place.folder))
+    return lambda *words: typed("rehearsal", *words)
+
+
+def test_start_status_and_weather(rehearsal, tpu, place):
+    code, out, _ = rehearsal("start", "--speed", "300")
+    assert code == 0 and "300 times as fast" in out and str(place.folder) in out
+    from google.cloud import tpu_v2
+
+    node = tpu_v2.Node(accelerator_type="v5litepod-8", runtime_version="v2-alpha-tpuv5-lite")
+    tpu.create_node(parent=PARENT, node_id="shown", node=node)
+
+    def state():
+        found = json.loads(rehearsal("status", "--json")[1])["machines"]
+        return next((each["state"] for each in found if each["name"] == "shown"), None)
+
+    until(lambda: state() == "READY")
+    assert rehearsal("maintenance", "shown")[0] == 0 and state() == "REPAIRING"
+    until(lambda: state() == "READY")
+    assert rehearsal("break", "shown", "missing-device")[1] == "shown: the file of the last chip is not there\n"
+    assert rehearsal("preempt", "shown", "--as", "gone")[0] == 0
+    until(lambda: state() is None)
+
+    assert rehearsal("stockout", "us-south1-a")[0] == rehearsal("quota", "us-south1-a/v5e=8")[0] == 0
+    _, out, _ = rehearsal("status")
+    assert "us-south1-a: stockout" in out and "us-south1-a: at most 8 of v5e" in out
+    assert rehearsal("stockout", "us-south1-a", "--over")[0] == rehearsal("quota", "us-south1-a/v5e=none")[0] == 0
+    assert "us-south1-a" not in rehearsal("status")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("start --speed 0", "--speed must be above 0 and at most 100,000, not 0"),
+        ("preempt no-such", "the local cloud has no machine 'no-such'"),
+        ("stockout us-south1-x", "there is no zone 'us-south1-x'; did you mean us-south1-"),
+        ("quota us-south1-a", "us-south1-a: write ZONE=N, such as us-central1-f=16, or ZONE=none"),
+        ("quota us-south1-a/v55=1", "there is no generation 'v55' of TPUs; did you mean v5"),
+        ("break us-south1-a hiden", "there is no fault 'hiden'; did you mean hidden?"),
+        ("break no-such lock", "the local cloud has no machine 'no-such'"),
+    ],
+)
+def test_wrong_words(rehearsal, words, said):
+    code, out, err = rehearsal(*words.split())
+    assert (code, out) == (2, "") and err.startswith(f"error: {said}")
+
+
+def test_without_a_cloud_nothing_is_started_but_by_start(typed, tmp_path, monkeypatch):
+    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(tmp_path))
+    assert typed("rehearsal", "status")[:2] == (
+        0,
+        f"no local cloud runs in {tmp_path}; `tpuswarm rehearsal start` starts it\n",
+    )
+    assert json.loads(typed("rehearsal", "status", "--json")[1]) == {"running": False, "folder": str(tmp_path)}
+    assert typed("rehearsal", "preempt", "x")[0] == 2 and typed("rehearsal", "status", "--env")[0] == 2
+    assert typed("rehearsal", "stop")[1] == f"no local cloud runs in {tmp_path}\n"
+    with local_cloud(tmp_path):
+        assert typed("rehearsal", "stop")[0] == 0
+        assert TPU and not list((tmp_path / "machines").iterdir())

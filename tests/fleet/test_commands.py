@@ -1,0 +1,299 @@
+"""The commands on a model of a cloud: previews as golden text, a life from up to down, and what interrupts it."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fleet.cloud_model import Cloud
+from tpuswarm.fleet.keeping.clock import Clock
+from tpuswarm.fleet.keeping.document import path_of
+from tpuswarm.fleet.keeping.fleets import Fleet
+
+GOLDEN = Path(__file__).parent / "golden"
+TRC = """\
+name = "gpt2"
+project = "my-project"
+
+[[pool]]
+name = "small"
+type = "v2-8"
+zones = ["us-central1-f", "us-central1-b"]
+count = 100
+
+[[pool]]
+name = "five"
+type = "v3-8"
+zones = ["europe-west4-a"]
+count = 5
+how = "on-demand"
+
+[[grant]]
+type = "v2-8"
+zone = "us-central1-f"
+how = "spot"
+count = 100
+expires = 2099-01-31
+
+[[grant]]
+type = "v3-8"
+zone = "europe-west4-a"
+how = "on-demand"
+count = 5
+"""
+SWARM = """\
+name = "gpt2"
+project = "my-project"
+down_when = "idle 30m"
+
+[head]
+type = "n2-highmem-8"
+zone = "us-central1-f"
+disk_gib = 200
+
+[[vm]]
+name = "router"
+type = "e2-standard-4"
+zone = "us-central1-f"
+role = "router"
+ip_forward = true
+
+[[pool]]
+name = "small"
+type = "v2-8"
+zones = ["us-central1-f"]
+count = 2
+
+[[pool]]
+name = "slice"
+type = "v5e-16"
+zones = ["us-west4-a"]
+count = 1
+how = "queued"
+wait = "4h"
+network = "tpu"
+external_ips = false
+labels = { owner = "me" }
+metadata = { startup-script = "echo a, b" }
+
+[[pool]]
+name = "one"
+type = "v3-8"
+zones = ["europe-west4-a"]
+count = 1
+how = "on-demand"
+
+[budget]
+total = 500.0
+"""
+PREVIEWS = {
+    "up-trc": (TRC, ["up", "--dry-run"]),
+    "up-scale": (TRC, ["up", "--dry-run", "--scale", "small=120", "--scale", "five=0", "--paid"]),
+    "up-not-paid": (TRC, ["up", "--dry-run", "--scale", "five=6"]),
+    "up-swarm": (SWARM, ["up", "--dry-run"]),
+    "up-one": (None, ["up", "--dry-run", "--type", "v3-8", "--zone", "europe-west4-a", "--name", "node-1"]),
+}
+
+
+class Here:
+    """A folder with swarm.toml, and a cloud that moves on whenever a command sleeps."""
+
+    def __init__(self, typed, folder: Path):
+        self.typed, self.folder = typed, folder
+        self.cloud = Cloud(time.time())
+
+    def run(self, line: str, code: int = 0) -> str:
+        """What a command prints, on both channels."""
+        found, out, err = self.typed(*shlex.split(line))
+        assert found == code, f"exit {found}: {out}{err}"
+        return out + err
+
+    def ready(self) -> list[str]:
+        return sorted(each.name for each in self.cloud.there.values() if each.state == "ready")
+
+
+@pytest.fixture
+def here(typed, tmp_path, monkeypatch):
+    for name in [each for each in os.environ if each.startswith(("GOOGLE_", "CLOUDSDK_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    found = Here(typed, tmp_path)
+    monkeypatch.setattr(Fleet, "provider", lambda self: found.cloud)
+    monkeypatch.setattr("tpuswarm.cli.bring.preflight", lambda *about: None)
+    monkeypatch.setattr("tpuswarm.fleet.keeping.fleets.new_id", lambda name: f"{name}-abc234")
+    monkeypatch.setattr("time.sleep", lambda seconds: found.cloud.advance(20))
+    clock = Clock(lambda: found.cloud.now, lambda: found.cloud.now)
+    monkeypatch.setattr("tpuswarm.fleet.keeping.keeper.Clock", lambda: clock)
+    (tmp_path / "swarm.toml").write_text(SWARM)
+    return found
+
+
+def golden(name: str, words: list[str], said: str) -> None:
+    text = f"$ {shlex.join(['tpuswarm', *words])}\n{said}"
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("TPUSWARM_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", PREVIEWS)
+def test_a_preview_is_this_text(name, here):
+    file, words = PREVIEWS[name]
+    if file:
+        (here.folder / "swarm.toml").write_text(file)
+    golden(name, words, here.run(shlex.join(words)))
+    assert here.cloud.calls == [] and not (here.folder / "state").exists()
+
+
+def test_a_dry_run_imports_nothing_of_google_or_jax(tmp_path):
+    (tmp_path / "swarm.toml").write_text(TRC)
+    code = (
+        "import sys; sys.argv = ['tpuswarm', 'up', '--dry-run']\n"
+        "from tpuswarm.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'jax', 'ray', 'grpc', 'google.cloud', 'google.auth', 'asyncssh'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_life(here):
+    said = here.run("up --yes")
+    assert here.ready() == ["gpt2-head", "gpt2-router", "v2-usc1f-0", "v2-usc1f-1", "v3-euw4a-0", "v5e-usw4a-0"]
+    assert "nobody keeps it from here on" in said and "v3-euw4a-0: ready: it is ready" in said
+    assert "there is nothing to do" in here.run("up --yes")
+
+    here.cloud.preempt(("us-central1-f", "v2-usc1f-1"))
+    assert "1. delete v2-8 in us-central1-f: v2-usc1f-1; the cloud took it away (PREEMPTED)" in here.run("up --yes")
+    assert len(here.ready()) == 6
+    shown = json.loads(here.run("list --json"))
+    lost = {each["name"]: each["preemptions"] for each in shown["machines"]}
+    assert lost["v2-usc1f-1"] == 1 and lost["v2-usc1f-0"] == 0
+    assert max(map(len, here.run("list").splitlines()[:7])) <= 80  # the table
+    assert "the cloud took it away after" in here.run("describe v2-usc1f-1")
+    assert json.loads(here.run("cost --json"))["pools"]["small"]["hourly"]["dollars"] == pytest.approx(2.7)
+
+    assert "v5e-usw4a-0 is a pod of 4 hosts" in here.run("pause v5e", code=2)
+    assert "v2-usc1f-0 is spot, and could not be started again" in here.run("pause v2-usc1f-0", code=2)
+    here.run("pause v3 --yes")
+    assert here.cloud.there["europe-west4-a", "v3-euw4a-0"].state == "stopped"
+    here.run("resume v3 --yes")
+    assert len(here.ready()) == 6
+
+    here.run("down v2-usc1f-0 --yes")
+    assert "v2-usc1f-0" not in here.ready() and len(here.cloud.there) == 5
+    here.run("up --yes --scale small=0")
+    assert len(here.cloud.there) == 4
+    here.cloud.foreign("theirs", "us-central1-f")
+    golden("down", ["down", "--dry-run"], here.run("down --dry-run"))
+    said = here.run("down --yes")
+    assert list(here.cloud.there) == [("us-central1-f", "theirs")]
+    assert "nothing that carries the id gpt2-abc234 is left in project model, as its lists show" in said
+    assert "`tpuswarm up` brings it back" in said
+    here.run("up --yes")
+    assert len(here.ready()) == 7
+
+
+def test_one_tpu_without_a_file(here, monkeypatch):
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "my-project")
+    (here.folder / "swarm.toml").unlink()
+    here.run("up --type v3-8 --zone europe-west4-a --name node-1 --yes")
+    assert here.ready() == ["node-1"]
+    assert "node-1: v3-8 (on-demand)" in here.run("describe node-1")
+    here.run("down node-1 --yes")
+    assert here.cloud.there == {}
+
+
+def test_ctrl_c_says_what_exists_and_the_same_command_goes_on(here, monkeypatch):
+    slept = []
+
+    def interrupted(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) > 2:
+            raise KeyboardInterrupt
+        here.cloud.advance(20)
+
+    monkeypatch.setattr("time.sleep", interrupted)
+    said = here.run("up --yes", code=130)
+    assert "interrupted: 6 machines exist: gpt2-head (staging), gpt2-router (staging)" in said
+    assert "the same command goes on from here" in said
+    slept.clear()
+    monkeypatch.setattr("time.sleep", lambda seconds: here.cloud.advance(20))
+    here.run("up --yes")
+    assert len(here.ready()) == 6
+    monkeypatch.setattr("time.sleep", interrupted)
+    slept += [0, 0]
+    assert "interrupted: 6 machines exist" in here.run("down --yes", code=130)
+    monkeypatch.setattr("time.sleep", lambda seconds: here.cloud.advance(20))
+    here.run("down --yes")
+    assert here.cloud.there == {}
+
+
+def test_a_damaged_document_is_made_again_from_the_file_and_labels(here):
+    here.run("up --yes")
+    path = here.folder / "state/tpuswarm/documents/my-project" / path_of("gpt2")
+    path.write_bytes(b"7\n{broken")
+    assert "is damaged (7 bytes)" in here.run("list", code=1)
+    assert "is damaged (7 bytes)" in here.run("up --yes")
+    assert len(here.cloud.there) == len(here.ready()) == 6
+    path.unlink()
+    assert "is lost: it is made again" in here.run("up --yes")
+    assert len(here.cloud.there) == 6
+    here.run("down --yes")
+    assert here.cloud.there == {}
+
+
+def test_machines_of_a_lost_fleet_are_shown_and_deleted_when_asked(here):
+    here.run("up --yes")
+    labels = {"tpuswarm-fleet": "gpt3-zzzzzz", "tpuswarm-pool": "small"}
+    here.cloud.foreign("v2-usc1f-9", "us-central1-f", labels=labels)
+    assert "not of this fleet: 1 of fleet gpt3-zzzzzz: v2-usc1f-9" in here.run("list")
+    assert "no machine carries the id nobody" in here.run("down --orphans nobody", code=2)
+    here.run("down --orphans gpt3-zzzzzz --yes")
+    assert len(here.cloud.there) == len(here.ready()) == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("up", "nobody can be asked here: give --yes"),
+        ("up --scale smal=3", "there is no pool 'smal'; did you mean small?"),
+        ("up --scale small=many", "--scale takes POOL=N with N from 0 to 1,000, such as small=20, not 'small=many'"),
+        ("up --spot", "--zone, --name and --spot go with --type"),
+        ("up swarm.toml --type v2-8", "give a file or --type, not both"),
+        ("up --type v2-8 --zone us-west1-a", "no list has a v2-8 in us-west1-a; zones that have it: asia-east1-c"),
+        ("up none.toml", "there is no file none.toml"),
+        ("down nobody", "there is no machine 'nobody'"),
+        ("list", "there is no fleet gpt2 in project model: `tpuswarm up` makes it"),
+        ("resume v2-usc1f-0", "there is no fleet gpt2 in project model"),
+    ],
+)
+def test_what_is_asked_wrongly(here, line, said):
+    if line == "down nobody":
+        here.run("up --yes")
+        here.cloud.calls.clear()
+    assert said in here.run(line, code=2)
+    assert not [each for each in here.cloud.calls if each.startswith(("create", "delete"))]
+
+
+def test_a_pool_does_not_become_another_unseen(here):
+    here.run("up --yes")
+    (here.folder / "swarm.toml").write_text(SWARM.replace('type = "v2-8"', 'type = "v3-8"'))
+    assert "pool small is of v2-8 (spot) and would become v3-8 (spot)" in here.run("up --yes", code=2)
+    assert not here.cloud.deleted
+
+
+def test_what_cannot_be_had_is_a_failure_with_its_reason(here):
+    (here.folder / "swarm.toml").write_text(TRC)
+    said = here.run("up --yes --scale five=6 --scale small=1", code=1)
+    assert "not all of it can be had: 1 of pool five: europe-west4-a: no grant covers a further v3-8" in said
+    assert len(here.ready()) == 6

@@ -1,0 +1,220 @@
+"""swarm.toml: every field wrong, each answered in one sentence with its line."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.checks import check
+from tpuswarm.fleet.file import read_swarm
+
+NOW = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
+WHOLE = """\
+name = "gpt2"
+provider = "google"
+project = "my-project-1"
+down_when = "idle 30m"
+
+[[pool]]
+name = "small"
+type = "v2-8"
+zones = ["us-central1-f", "us-central1-b"]
+count = 100
+how = "spot"
+runtime = "tpu-ubuntu2204-base"
+tags = ["tpu"]
+labels = { owner = "me" }
+
+[[pool]]
+name = "slice"
+type = "v3-32"
+zones = ["europe-west4-a"]
+count = 1
+how = "on-demand"
+
+[[grant]]
+type = "v2-8"
+zone = "us-central1-f"
+how = "spot"
+count = 100
+expires = 2027-01-01
+
+[head]
+type = "n2-highmem-8"
+zone = "us-central1-f"
+disk_gib = 200
+
+[[vm]]
+name = "router"
+type = "e2-standard-4"
+zone = "us-central1-f"
+role = "router"
+ip_forward = true
+
+[budget]
+per_hour = 40.0
+total = 1000.0
+
+[storage]
+bucket = "gs://my-bucket"
+
+[setup]
+python = "3.12"
+pip = ["numpy"]
+secrets = ["HF_TOKEN"]
+
+[[setup.run]]
+name = "swap"
+do = "true"
+"""
+
+
+def read(folder: Path, text: str) -> list[str]:
+    path = folder / "swarm.toml"
+    path.write_text(text)
+    return check(path, read_swarm(path), NOW)
+
+
+def refused(folder: Path, text: str) -> str:
+    with pytest.raises(InputError) as error:
+        read(folder, text)
+    said = str(error.value)
+    assert "\n" not in said
+    return said.removeprefix(f"{folder}/swarm.toml")
+
+
+def test_a_whole_file_is_right(tmp_path):
+    assert read(tmp_path, WHOLE) == []
+    file = read_swarm(tmp_path / "swarm.toml")
+    assert file.storage and file.storage.bucket == "my-bucket"
+    assert file.down_when and file.down_when.idle_s == 1800
+    assert file.grant[0].expires == datetime(2027, 1, 1, tzinfo=UTC).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("count = 100", "cuont = 100", 10, "pool 1 has no key cuont; did you mean count?"),
+        ("count = 100\n", "", 6, "pool 1 needs count"),
+        ("disk_gib = 200", "disk_gb = 200", 33, "head has no key disk_gb; did you mean disk_gib?"),
+        ('do = "true"', 'does = "true"', 56, "setup.run 1 has no key does; did you mean do?"),
+        ("[budget]", "[buget]", 42, "the file has no key buget; did you mean budget?"),
+        ('name = "gpt2"', 'name = "GPT 2"', 1, "name: small letters, digits and -"),
+        ('"google"', '"gogle"', 2, "provider: input should be 'google' or 'rehearsal', not 'gogle'"),
+        ('"my-project-1"', '"My Project"', 3, "project: a project's id such as my-project-123"),
+        ('"idle 30m"', '"idel 30m"', 4, '"done", "idle 30m" or a date such as 2026-12-24, not \'idel 30m\''),
+        ('"idle 30m"', '"idle long"', 4, "the time after idle is a duration such as 30s, 5m or 2h"),
+        ('"v2-8"\nzones', '"v2-9"\nzones', 8, "unknown TPU 'v2-9': did you mean v2-8"),
+        (
+            '"v2-8"\nzones',
+            '"v4-8"\nzones',
+            9,
+            "pool 1.zones 1: no list has a v4-8 in us-central1-f; zones that have it: us-central2-b",
+        ),
+        ('"v2-8"\nzones', '"tpu7x-8"\nzones', 8, "tpu7x-8 exists in Compute Engine only"),
+        ('"us-central1-b"]', '"central1-b"]', 9, "a zone such as us-central1-f, not 'central1-b'"),
+        ('"us-central1-b"]', '"us-central1-f"]', 6, "zones has the same zone twice"),
+        ('["us-central1-f", "us-central1-b"]', "[]", 9, "pool 1.zones: tuple should have at least 1 item"),
+        ("count = 100\nhow", "count = 0\nhow", 10, "1 to 1,000 machines, not 0; leave the pool out for none"),
+        ("count = 100\nhow", "count = 10_000\nhow", 10, "1 to 1,000 machines, not 10,000; make several pools for more"),
+        ("count = 100\nhow", 'count = "many"\nhow', 10, "input should be a valid integer, not 'many'"),
+        ("count = 100\nhow", "count = true\nhow", 10, "input should be a valid integer, not True"),
+        (
+            'how = "spot"\nruntime',
+            'how = "preemptible"\nruntime',
+            11,
+            "should be 'spot', 'on-demand', 'queued' or 'reserved'",
+        ),
+        ('how = "spot"\nruntime', 'how = "reserved"\nruntime', 6, 'how = "reserved" and a reservation go together'),
+        ('how = "spot"\nruntime', 'wait = "4h"\nruntime', 6, 'wait is for how = "queued", and this pool is spot'),
+        (
+            'how = "spot"\nruntime',
+            'disks = [{ name = "data" }]\nruntime',
+            6,
+            "disk data cannot be written by 100 machines: set read_only = true",
+        ),
+        (
+            'how = "on-demand"',
+            'disks = [{ name = "data" }]',
+            16,
+            "disk data cannot be written by the 4 hosts of a v3-32",
+        ),
+        ('["tpu"]', '["TPU"]', 13, "a network tag of small letters, digits and -, not 'TPU'"),
+        ('owner = "me"', 'tpuswarm-fleet = "x"', 14, "a label such as owner, which does not begin with tpuswarm"),
+        ('name = "slice"', 'name = "small"', 17, "there are two of the name small"),
+        ('name = "slice"', 'name = "all"', 17, "all means something else where a name is given"),
+        ('name = "slice"', 'name = "head"', 17, "head means something else where a name is given"),
+        (
+            "2027-01-01",
+            "2026-11-20",
+            28,
+            "ended on 2026-11-20: take it out (each costs $1.35 an hour then), or correct its date",
+        ),
+        ("2027-01-01", '"soon"', 28, "a date such as 2026-12-24, not 'soon'"),
+        ('how = "spot"\ncount', 'how = "free"\ncount', 26, "input should be 'spot' or 'on-demand', not 'free'"),
+        ('"n2-highmem-8"', '"big"', 31, "head.type: a machine type such as n2-highmem-8, not 'big'"),
+        ("disk_gib = 200", "spot = true", 33, "head has no key spot"),
+        ("ip_forward = true", "ip_forward = false", 35, 'role = "router" needs ip_forward = true'),
+        (
+            "per_hour = 40.0",
+            "per_hour = 5.0",
+            43,
+            "$5.00 an hour is less than one machine of pool slice costs, a v3-32: $32.00",
+        ),
+        ("per_hour = 40.0", "per_hour = -1", 43, "input should be greater than 0, not -1"),
+        ("gs://my-bucket", "gs://My_Bucket/x", 47, "a bucket's name such as my-swarm"),
+        ('"3.12"', '"2.7"', 50, "a version of Python such as 3.12, not '2.7'"),
+        ('["HF_TOKEN"]', '["HF TOKEN"]', 52, "the name of an environment variable, not 'HF TOKEN'"),
+        ('pip = ["numpy"]', 'requirements = "none.txt"', 49, "there is no file none.txt"),
+        ('pip = ["numpy"]', 'nfs = { server = "nas" }', 51, "there is no VM nas; known: head, router"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(tmp_path, old, new, line, said):
+    assert old in WHOLE
+    sentence = refused(tmp_path, WHOLE.replace(old, new, 1))
+    assert sentence.startswith(f", line {line}: ") and said in sentence, sentence
+
+
+def test_a_grant_is_believed_where_no_list_has_the_zone(tmp_path):
+    file = WHOLE.replace('"us-central1-b"]', '"us-east9-z"]')
+    assert "no list has a v2-8 in us-east9-z" in refused(tmp_path, file)
+    assert read(tmp_path, file.replace('zone = "us-central1-f"\nhow', 'zone = "us-east9-z"\nhow')) == []
+
+
+def test_a_bucket_in_another_region_is_refused_with_its_price(tmp_path):
+    text = WHOLE.replace('"gs://my-bucket"', '"gs://my-bucket"\nregion = "us-central1"')
+    assert refused(tmp_path, text).endswith(
+        "the bucket lies in us-central1 and pool slice in europe-west4: each GiB read there costs a price that nobody "
+        "says; make a bucket in europe-west4, or set allow_cross_region = true"
+    )
+    near = text.replace('"us-central1-f", "us-central1-b"', '"us-central1-f"').replace("europe-west4-a", "us-east1-d")
+    assert "each GiB read there costs $0.02; make a bucket in us-east1" in refused(tmp_path, near)
+    assert read(tmp_path, f"allow_cross_region = true\n{text}") == []
+
+
+def test_a_budget_cannot_be_kept_with_unknown_prices(tmp_path):
+    text = WHOLE.replace('"us-central1-f", "us-central1-b"', '"asia-east1-c"').replace(
+        '"v2-8"\nzones', '"v6e-8"\nzones'
+    )
+    assert "nobody says what a v6e-8 costs in asia-east1-c, so no budget" in refused(tmp_path, text)
+
+
+def test_what_may_be_right_is_a_warning(tmp_path):
+    found = read(tmp_path, WHOLE.replace("tpu-ubuntu2204-base", "my-own-runtime"))
+    assert found == [
+        "pool small: runtime my-own-runtime is in no list we know; the cloud will say whether it has it "
+        "(usual for v2-8: tpu-ubuntu2204-base)"
+    ]
+    found = read(tmp_path, WHOLE.replace("tpu-ubuntu2204-base", "v2-alpha-tpuv6e"))
+    assert found == ["pool small: runtime v2-alpha-tpuv6e is for v6e; usual for v2-8: tpu-ubuntu2204-base"]
+    assert read(tmp_path, WHOLE.replace("tpu-ubuntu2204-base", "tpu-vm-tf-2.17.0-pjrt")) == []
+    found = read(tmp_path, WHOLE.replace("n2-highmem-8", "x9-huge-8"))
+    assert found == ["head: nobody says what a x9-huge-8 costs in us-central1-f"]
+
+
+def test_a_file_that_asks_for_nothing_or_is_not_there(tmp_path, monkeypatch):
+    assert "asks for no machine" in refused(tmp_path, 'name = "gpt2"\n')
+    monkeypatch.chdir(tmp_path / "..")
+    with pytest.raises(InputError, match=r"there is no swarm\.toml here: `tpuswarm init` writes one"):
+        read_swarm(Path("swarm.toml"))

@@ -1,0 +1,398 @@
+"""The rules of a plan, one by one; `test_histories.py` has them all at once."""
+
+import time
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from tests.fleet.cloud_model import Cloud
+from tests.fleet.loop import Loop, desired, pool, vm
+from tpuswarm.cloud.errors import Denied, Invalid, NotSignedIn
+from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine
+from tpuswarm.fleet.core.actions import Create, Delete
+from tpuswarm.fleet.core.desired import Budget, DownWhen
+from tpuswarm.fleet.core.memory import Memory, Observed
+from tpuswarm.fleet.core.money import Grant
+from tpuswarm.fleet.core.plan import BOOT, UNHEALTHY, left, plan
+from tpuswarm.fleet.core.remember import remember
+
+A, B, C = "us-central1-f", "us-central1-b", "us-central1-c"
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+def names(cloud: Cloud, *states: str) -> list[str]:
+    return sorted(each.name for each in cloud.there.values() if not states or each.state in states)
+
+
+def test_an_empty_cloud_is_filled_in_the_first_zone(cloud):
+    loop = Loop(cloud, desired(pool(count=3)))
+    loop.run(600)
+    assert names(cloud, "ready") == ["v2-usc1f-0", "v2-usc1f-1", "v2-usc1f-2"]
+    assert [each.kind for each in loop.events] == ["asked"] * 3 + ["ready"] * 3
+    assert loop.actions[0].why == "pool small has 0 of 3"
+
+
+@pytest.mark.parametrize("how", ["PREEMPTED", "TERMINATED", "SUSPENDED", "FAILED", "404"])
+def test_whatever_is_dead_is_replaced_and_its_remains_deleted(cloud, how):
+    loop = Loop(cloud, desired(pool(count=2)))
+    loop.run(600)
+    cloud.preempt((A, "v2-usc1f-0"), how)
+    loop.run(600)
+    assert names(cloud, "ready") == names(cloud) == ["v2-usc1f-0", "v2-usc1f-1"]
+    assert [each.name for each in cloud.deleted] == (["v2-usc1f-0"] if how != "404" else [])
+    assert next(each.text for each in loop.events if each.kind == "preempted").startswith(
+        "the cloud took it away after "
+    )
+
+
+def test_a_stockout_moves_on_to_the_next_zone_and_comes_back_to_the_first(cloud):
+    cloud.capacity[A] = 0
+    loop = Loop(cloud, desired(pool(count=2, zones=(A, B))))
+    loop.run(900)
+    assert names(cloud, "ready") == ["v2-usc1b-0", "v2-usc1b-1"]
+    moved = next(each for each in loop.actions if isinstance(each, Create) and each.spec.zone == B)
+    assert moved.why == "pool small has 0 of 2; us-central1-f: There is no more capacity in the zone 'us-central1-f'"
+    cloud.capacity[A] = 9
+    cloud.preempt((B, "v2-usc1b-0"))
+    loop.run(900)
+    assert names(cloud, "ready") == ["v2-usc1b-1", "v2-usc1f-0"]
+
+
+def test_capacity_is_asked_for_without_end_but_ever_more_seldom(cloud):
+    cloud.capacity[A] = 0
+    loop = Loop(cloud, desired(pool(count=20)))
+    loop.run(3600)
+    first, last = (sum(from_ <= at < to for at in loop.times) for from_, to in ((0, 60), (3000, 3600)))
+    assert first >= 20 and 1 <= last <= 12
+    cloud.capacity[A] = 20
+    loop.run(1200)
+    assert len(names(cloud, "ready")) == 20
+
+
+def test_a_quota_stops_with_its_sentence_and_lets_what_it_allows(cloud):
+    from tpuswarm.fleet.core.money import lot
+
+    cloud.quota[lot("v2-8", A, True)] = 3
+    loop = Loop(cloud, desired(pool(count=5)))
+    loop.run(1200)
+    assert len(names(cloud, "ready")) == 3
+    assert loop.waits[0].why == f"{A}: quota of v2-8 in {A} is used up; more is tried after `tpuswarm up`"
+    asked = len(loop.actions)
+    loop.run(3600)
+    assert len(loop.actions) == asked  # not asked again
+    cloud.preempt((A, "v2-usc1f-1"))
+    loop.run(1200)
+    assert len(names(cloud, "ready")) == 3  # what the quota allowed once is asked for again
+    cloud.quota.clear()
+    loop.desired = replace(loop.desired, revision=2)
+    loop.run(1200)
+    assert len(names(cloud, "ready")) == 5
+
+
+@pytest.mark.parametrize("error", [Denied("you lack tpu.nodes.create", "tpu.nodes.create"), Invalid("no such runtime")])
+def test_what_a_person_has_to_mend_stops_the_pool(cloud, error):
+    cloud.deny = error
+    loop = Loop(cloud, desired(pool(count=2), pool("other", count=1)))
+    loop.run(600)
+    assert len(loop.actions) == 3
+    assert loop.waits[0].why == f"{error}; it is tried again after `tpuswarm up`"
+    cloud.deny = None
+    loop.desired = replace(loop.desired, revision=2)
+    loop.run(600)
+    assert len(names(cloud, "ready")) == 3
+
+
+def test_expired_credentials_are_no_reason_to_give_up(cloud):
+    cloud.deny = NotSignedIn("sign in")
+    loop = Loop(cloud, desired(pool()))
+    loop.run(120)
+    cloud.deny = None
+    loop.run(900)
+    assert len(names(cloud, "ready")) == 1
+
+
+def test_machines_in_a_zone_that_does_not_answer_are_unknown_not_absent(cloud):
+    loop = Loop(cloud, desired(pool(count=2, zones=(A, B))))
+    loop.run(600)
+    cloud.unreachable = {A}
+    before = len(loop.actions)
+    loop.run(3600)
+    assert len(loop.actions) == before
+    loop.memory = Memory()  # another keeper, which has never seen that zone
+    loop.run(600)
+    assert len(loop.actions) == before and loop.waits[0].why.startswith(f"{A} does not answer, and what the fleet has")
+    cloud.unreachable = set()
+    loop.run(600)
+    assert len(loop.actions) == before
+
+
+def test_creating_and_repairing_have_deadlines_and_a_queue_another(cloud):
+    loop = Loop(cloud, desired(pool(count=1, how="on-demand")))
+    loop.run(600)
+    key = (A, "v2-usc1f-0")
+    cloud.change(key, state="repairing", said="REPAIRING")
+    loop.run(1700)
+    assert not cloud.deleted
+    loop.run(300)
+    assert [each.said for each in cloud.deleted] == ["REPAIRING"]
+
+    waiting = Cloud()
+    waiting.capacity[A] = 0
+    loop = Loop(waiting, desired(pool(how="queued", zones=(A, B), wait_s=7200.0)))
+    loop.run(7000)
+    assert names(waiting, "waiting") == ["v2-usc1f-0"] and not waiting.deleted
+    loop.run(900)
+    assert names(waiting) == ["v2-usc1b-0"] and waiting.deleted[0].request == "v2-usc1f-0-q"
+
+    slow = Cloud()
+    loop = Loop(slow, desired(pool()))
+    loop.run(10)
+    slow.due[A, "v2-usc1f-0"] = inf
+    loop.run(BOOT - 60)
+    assert not slow.deleted
+    loop.run(120)
+    assert [each.name for each in slow.deleted] == ["v2-usc1f-0"]
+
+
+def test_in_the_last_zone_a_request_waits_for_ever(cloud):
+    cloud.capacity[A] = 0
+    loop = Loop(cloud, desired(pool(how="queued")), every=600.0)
+    loop.run(30 * 86_400)
+    assert names(cloud, "waiting") == ["v2-usc1f-0"] and not cloud.deleted
+
+
+def test_an_unhealthy_machine_is_replaced_but_not_again_and_again(cloud):
+    loop = Loop(cloud, desired(pool(count=1)), every=30.0)
+    loop.run(600)
+    for _ in range(5):
+        cloud.change((A, "v2-usc1f-0"), healthy=False, why="UNHEALTHY_TENSORFLOW")
+        loop.run(UNHEALTHY - 60)
+        loop.run(1200)
+    assert len(cloud.deleted) == 3
+    assert [each.why for each in loop.waits] == [
+        f"v2-usc1f-0 is not healthy and left as it is: 3 of {A} were replaced within a day"
+    ]
+
+
+def test_a_machine_that_gets_well_in_time_stays(cloud):
+    loop = Loop(cloud, desired(pool()))
+    loop.run(600)
+    for _ in range(4):
+        cloud.change((A, "v2-usc1f-0"), healthy=False)
+        loop.run(UNHEALTHY - 60)
+        cloud.change((A, "v2-usc1f-0"), healthy=True)
+        loop.run(120)
+    assert not cloud.deleted
+
+
+def test_scale_down_takes_what_is_not_ready_first_then_the_youngest(cloud):
+    loop = Loop(cloud, desired(pool(count=2)))
+    loop.run(600)
+    loop.desired = desired(pool(count=4))
+    loop.run(30)
+    loop.desired = desired(pool(count=1))
+    loop.run(600)
+    assert names(cloud) == ["v2-usc1f-0"]
+    assert [each.name for each in cloud.deleted][-1] == "v2-usc1f-1"
+
+
+def test_what_is_not_ours_is_never_touched(cloud):
+    loop = Loop(cloud, desired(pool(count=2)))
+    cloud.foreign("v2-usc1f-0", A)
+    cloud.foreign("stray", A, labels={FLEET_LABEL: "other-abc123", POOL_LABEL: "small"})
+    cloud.change((A, "stray"), state="dead")
+    loop.run(900)
+    assert names(cloud, "ready") == ["v2-usc1f-0", "v2-usc1f-1", "v2-usc1f-2"]
+    loop.desired = replace(loop.desired, down="asked")
+    loop.run(900)
+    assert names(cloud) == ["stray", "v2-usc1f-0"]
+
+
+def test_a_name_that_only_the_cloud_knows_as_taken_is_passed_over(cloud):
+    loop = Loop(cloud, desired(pool()))
+    hidden = cloud.foreign("v2-usc1f-0", A)
+    listing = cloud.machines
+    cloud.machines = lambda zones: Listing(
+        tuple(each for each in listing(zones).machines if each != hidden), frozenset()
+    )
+    loop.run(900)
+    assert names(cloud, "ready") == ["v2-usc1f-0", "v2-usc1f-1"]
+
+
+def test_a_lost_answer_makes_no_second_machine(cloud):
+    cloud.lost_answers = 1
+    loop = Loop(cloud, desired(pool(zones=(A, B))))
+    loop.run(900)
+    assert names(cloud) == ["v2-usc1f-0"]
+
+
+def test_grants_cover_first_and_nothing_else_is_bought_unasked(cloud):
+    grants = (Grant("v2-8", A, True, 2, None),)
+    loop = Loop(cloud, replace(desired(pool(count=4, zones=(A, B))), grants=grants, paid=False))
+    loop.run(900)
+    assert names(cloud, "ready") == ["v2-usc1f-0", "v2-usc1f-1"]
+    assert loop.waits[0].missing == 2 and loop.waits[0].why.startswith(
+        f"{A}: no grant covers a further v2-8, which costs $1.35 an hour: `tpuswarm up --paid`; {B}: no grant"
+    )
+    loop.desired = replace(loop.desired, paid=True, revision=2)
+    loop.run(900)
+    assert len(names(cloud, "ready")) == 4
+
+
+def test_somebody_elses_machines_draw_on_the_same_grant(cloud):
+    cloud.foreign("theirs", A, how="spot")
+    cloud.advance(10)
+    loop = Loop(cloud, replace(desired(pool(count=2)), grants=(Grant("v2-8", A, True, 2, None),), paid=False))
+    loop.run(900)
+    assert names(cloud, "ready") == ["theirs", "v2-usc1f-0"]
+
+
+def test_when_a_grant_ends_its_machines_are_gone_in_time(cloud):
+    ends = cloud.now + 4000
+    loop = Loop(cloud, replace(desired(pool(count=2)), grants=(Grant("v2-8", A, True, 2, ends),), paid=False))
+    loop.run(600)
+    created = next(each for each in loop.actions if isinstance(each, Create))
+    assert created.spec.max_run_s == pytest.approx(4000)
+    loop.run(2700)
+    assert len(names(cloud, "ready")) == 2
+    loop.run(600)
+    assert names(cloud) == [] and cloud.now < ends
+    loop.run(3600)
+    assert names(cloud) == []
+
+
+def test_the_budget_of_an_hour_and_of_all(cloud):
+    loop = Loop(cloud, replace(desired(pool(count=5)), budget=Budget(per_hour=4.0)))
+    loop.run(900)
+    assert len(names(cloud, "ready")) == 2  # of 1.35 each
+    assert loop.waits[0].why == f"{A}: $4.05 an hour would be above the budget's $4.00"
+
+    loop = Loop(Cloud(), replace(desired(pool(count=2)), budget=Budget(total=10.0)))
+    loop.run(6 * 3600)
+    assert loop.desired.down and loop.desired.down.endswith("are spent of the budget's $10.00 in all")
+    assert loop.cloud.there == {}
+    assert 9.0 < loop.spent <= 10.0
+
+
+def test_no_budget_has_an_unknown_price(cloud):
+    unknown = pool(type_="v6e-8", zones=("asia-east1-c",))
+    loop = Loop(cloud, replace(desired(unknown), budget=Budget(per_hour=1e6)))
+    loop.run(300)
+    assert cloud.there == {} and "nobody says what a v6e-8 costs there" in loop.waits[0].why
+
+
+@pytest.mark.parametrize(
+    ("when", "work", "why"),
+    [
+        (DownWhen(at=1_800_003_000.0), {}, "its date has come"),
+        (DownWhen(done=True), {"done": True}, "the work is done"),
+        (DownWhen(idle_s=1800.0), {"busy_at": 1_800_000_900.0}, "nothing has run for 30 min"),
+    ],
+)
+def test_down_when(cloud, when, work, why):
+    loop = Loop(cloud, replace(desired(pool(count=2)), down_when=when))
+    loop.run(1200)
+    assert len(names(cloud, "ready")) == 2
+    loop.work = replace(loop.work, **work)
+    loop.run(2400)
+    assert cloud.there == {} and why in (loop.desired.down or "")
+
+
+def test_paused_machines_stop_and_come_back(cloud):
+    loop = Loop(cloud, desired(pool(count=2, how="on-demand")))
+    loop.run(600)
+    loop.desired = replace(loop.desired, paused={"v2-usc1f-1": "small"})
+    loop.run(3600)
+    assert names(cloud, "stopped") == ["v2-usc1f-1"] and len(cloud.there) == 2
+    loop.desired = replace(loop.desired, paused={})
+    loop.run(600)
+    assert len(names(cloud, "ready")) == 2 and not cloud.deleted
+
+
+def test_a_paused_machine_that_is_gone_is_not_made_again_until_it_is_resumed(cloud):
+    loop = Loop(cloud, replace(desired(pool(count=2, how="on-demand")), paused={"v2-usc1f-1": "small"}))
+    loop.run(3600)
+    assert names(cloud) == ["v2-usc1f-0"]
+    loop.desired = replace(loop.desired, paused={})
+    loop.run(600)
+    assert len(names(cloud, "ready")) == 2
+
+
+def test_a_vm_is_kept_like_a_pool_of_one(cloud):
+    loop = Loop(cloud, desired(pool(), vm("head")))
+    loop.run(600)
+    assert names(cloud, "ready") == ["gpt2-head", "v2-usc1f-0"]
+    cloud.preempt((A, "gpt2-head"), "TERMINATED")
+    loop.run(600)
+    assert names(cloud, "ready") == names(cloud) == ["gpt2-head", "v2-usc1f-0"]
+
+
+def test_a_vm_whose_name_somebody_else_has_waits(cloud):
+    cloud.foreign("gpt2-head", A)
+    loop = Loop(cloud, desired(vm("head")))
+    loop.run(600)
+    assert loop.actions == [] and loop.waits[0].why == f"{A} has a machine of the name gpt2-head already"
+
+
+def test_a_pool_that_is_taken_out_goes(cloud):
+    loop = Loop(cloud, desired(pool(), pool("other", type_="v3-8", zones=("europe-west4-a",))))
+    loop.run(600)
+    loop.desired = desired(pool())
+    loop.run(600)
+    assert names(cloud) == ["v2-usc1f-0"]
+    assert [each.why for each in loop.actions if isinstance(each, Delete)] == ["there is no pool other any more"]
+
+
+def test_down_proves_that_nothing_is_left(cloud):
+    cloud.capacity[B] = 0
+    loop = Loop(cloud, desired(pool(count=3), pool("line", how="queued", zones=(B,)), vm("head")))
+    loop.run(100)
+    assert names(cloud, "waiting") == ["v2-usc1b-0"]
+    loop.desired = replace(loop.desired, down="asked")
+    loop.tick()
+    assert left(loop.desired, loop.observed())
+    loop.run(300)
+    assert cloud.there == {} and left(loop.desired, loop.observed()) == []
+    cloud.unreachable = {A}
+    loop.tick()
+    assert left(loop.desired, loop.observed()) == [f"{A}, which does not answer"]
+
+
+def test_a_jump_of_the_clock_makes_nothing_late(cloud):
+    loop = Loop(cloud, desired(pool(count=2)))
+    loop.run(60)
+    loop.jump(86_400)
+    loop.run(600)
+    assert len(names(cloud, "ready")) == 2 and not cloud.deleted
+    loop.jump(-2 * 86_400)
+    cloud.preempt((A, "v2-usc1f-0"))
+    loop.run(600)
+    assert len(names(cloud, "ready")) == 2
+
+
+def test_ten_thousand_machines_are_planned_at_once():
+    count = 10_000
+    pools = [pool(f"p{number}", count=count // 10, zones=(A, B, C)) for number in range(10)]
+    wanted = desired(*pools)
+    labels = [{FLEET_LABEL: wanted.fleet, POOL_LABEL: each.name} for each in pools]
+    machines = tuple(
+        Machine(f"v2-usc1f-{n}", A, "tpu", "v2-8", "dead" if n % 3 == 0 else "ready", "READY", how="spot",
+                created=1.0, healthy=True, labels=labels[n % 10])
+        for n in range(count - 2_000)
+    )  # fmt: skip
+    listing = Listing(machines, frozenset())
+    memory, _ = remember(Memory(), wanted, listing, (), 1_800_000_000.0)
+    observed = Observed(listing, memory)
+    start = time.process_time()
+    found = plan(wanted, observed, 1_800_000_000.0)
+    few = time.process_time() - start
+    assert len(found.actions) == 2_667 + 2_000
+    hundredth = Observed(Listing(machines[:80], frozenset()), memory)
+    start = time.process_time()
+    plan(replace(wanted, pools=tuple(replace(each, count=10) for each in pools)), hundredth, 1_800_000_000.0)
+    assert few < 400 * max(time.process_time() - start, 1e-3)  # no more than linear, and then some

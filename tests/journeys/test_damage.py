@@ -1,0 +1,175 @@
+"""Any damage to any file of a run: every command that looks at runs says so in a sentence, and shows the others."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from random import Random
+
+import jax
+import numpy as np
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.swarm.chains import Run as Chain
+from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.swarm.core.fragments import Layout
+from tpuswarm.swarm.core.summary import Summary, Tokens
+from tpuswarm.swarm.core.values import Digests, Record
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.objects import Objects
+from tpuswarm.swarm.runtime.head import FOUNDING
+from tpuswarm.swarm.status import MemberStatus, Progress, compose, write_status
+from tpuswarm.swarm.store import Store
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.recipe import Options
+from tpuswarm.train.run import append_event, append_rows
+from tpuswarm.train.trainer import Trainer
+
+SHAPE = {"layers": 1, "heads": 1, "width": 8, "context": 8}
+LIGHT = ("status", "status --json", "status {run}", "logs {run}")
+NUMBER = re.compile(rb"-?\d+(\.\d+)?")
+VALUES = (b'"many"', b"-1", b"0", b"1e400", b"null", b"[]", b"99999999999999999999", b"nan", b"", b"\0\xff")
+EVENT = {
+    "joined": {"member": "m0", "incarnation": "ab" * 16, "pid": 7},
+    "commit": {
+        "version": 3,
+        "tokens": 96,
+        "contributors": [],
+        "others": [{"member": "m0", "fate": "void", "reason": ""}],
+    },
+    "lost": {"member": "m0", "incarnation": "ab" * 16, "pid": 7, "message": "killed", "tokens": 1234},
+    "coordinator": {"name": "coordinator", "message": "gone"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, text_file):
+    """Folders: a trained GPT-2, a swarm's run with one version of the same model, and a swarm with nine commits."""
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = GPT2(**SHAPE, data=str(text_file))
+    Trainer(devices=1).fit(recipe, steps=4, batch=8, run=folder / "plain")
+    config = (folder / "plain" / "config.toml").read_text()
+    for name in ("model", "chain"):
+        (folder / name).mkdir()
+        swarm = {"members": 2, "run": "run", "cycle": 5, "outer": "nesterov", "quantize": "plain", "code": "code"}
+        (folder / name / "config.toml").write_text(f"{config}\n{tomli_w.dumps({'swarm': swarm})}")
+        append_event(folder / name, "started", message="2 members")
+        for kind, facts in EVENT.items():
+            append_event(folder / name, kind, **facts)
+        rows = [{"step": 1, "tokens": 64, "loss": 2.5, "member": "m0", "version": 1}, {"step": 1, "eval_loss": 2.25}]
+        append_rows(folder / name / "metrics.jsonl", rows)
+        member = MemberStatus("m0", "alive", 11, "ab" * 16, 9, 700, 50.0, 2.0, 1.0, 0)
+        summary = Summary(9, 3, False, "grace", Tokens(900, 640, 8, 16, 0), (), 1.0)
+        write_status(
+            folder / name,
+            compose(summary, [member], 16_000, ["far"], "host:1", {}, 1.7e9, Progress(1.6e9, 50.0, 2.25, 1)),
+        )
+        (folder / name / "logs").mkdir()
+        (folder / name / "logs" / "m0.log").write_text("12:00:00.123 compiling\n12:00:01.000 compiled\n")
+        (folder / name / "lock").touch()
+    _found(recipe, Store(folder / "model"))
+    Chain(Store(folder / "chain"), Random(4), rule="nesterov").grow(9)
+    return folder
+
+
+def _found(recipe: GPT2, store: Store) -> None:
+    """The first version of a swarm's run."""
+    program = recipe.program(Options())
+    shared = program.exchange().get(jax.jit(program.init)(jax.random.key(0)))
+    arrays = dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True))
+    layout = Layout.of({path: (array.shape, array.dtype.name) for path, array in arrays.items()}, 2)
+    state = tuple(Objects(store).put_array(fragment) for fragment in layout.split(arrays))
+    digests = Digests(layout.digest, "config", "data", "code")
+    record = Record(
+        run="run", version=0, epoch=1, parent="", state=state, outer=(), decisions=(), rule="average", rate=0.0,
+        momentum=0.9, share=0.0, gathered=0.0, tokens=0, changes=0, processed=(), digests=digests, time=1.7e9,
+    )  # fmt: skip
+    Ledger(store).append(record)
+    Path(store.root, FOUNDING).write_text(json.dumps({"fragments": layout.fragments, "chosen": {}}))
+
+
+def harm(path: Path, kind: str, random: Random) -> None:
+    """Damage a file or folder that is not damaged yet."""
+    if path.is_symlink():
+        return
+    data = path.read_bytes() if path.is_file() else b""
+    numbers = list(NUMBER.finditer(data))
+    if kind in ("gone", "folder", "link", "loop") or path.is_dir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        elif kind in ("link", "loop"):
+            path.symlink_to(path if kind == "loop" else "nowhere")
+        elif kind != "gone":
+            path.write_bytes(b"a file in the place of a folder")
+    elif kind == "value" and numbers:
+        match = random.choice(numbers)
+        path.write_bytes(data[: match.start()] + random.choice(VALUES) + data[match.end() :])
+    elif kind == "cut":
+        path.write_bytes(data[: random.randrange(len(data) + 1)])
+    elif kind == "line" and data:
+        lines = data.splitlines(keepends=True)
+        del lines[random.randrange(len(lines))]
+        path.write_bytes(b"".join(lines))
+    elif kind == "noise":
+        path.write_bytes(random.randbytes(200))
+    elif data:
+        at = random.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << random.randrange(8))]) + data[at + 1 :])
+
+
+KINDS = ("gone", "folder", "link", "loop", "value", "value", "value", "cut", "line", "noise", "flip", "flip")
+
+
+@pytest.fixture
+def damaged(runs, typed, tmp_path, monkeypatch):
+    """Harm a copy of one of the runs and type commands: each ends with an exit code, and a sentence unless with 0."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(runs / "plain", "runs/whole")
+
+    def check(name: str, seed: int, commands: tuple[str, ...]) -> None:
+        random = Random(seed)
+        folder = Path("runs/victim")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(runs / name, folder)
+        for _ in range(random.choice([1, 1, 1, 2])):
+            victim = random.choice(sorted(random.choice([folder.iterdir, lambda: folder.rglob("*")])()))
+            kind = random.choice(KINDS)
+            harm(victim, kind, random)
+            print(kind, victim)  # shown with a failure
+        for command in commands:
+            code, out, err = typed(*command.format(run=folder).split())
+            print(command, code, err)
+            assert code in (0, 1, 2) and "Traceback" not in err and "internal error" not in err
+            assert code == 0 or command.startswith("ledger verify") or err.splitlines()[-1].startswith("error: ")
+            if command.startswith("status"):
+                assert code == 0 or "{run}" in command
+            if command == "status":
+                assert "runs/whole" in out and ("runs/victim" in out + err)
+            shutil.rmtree("out", ignore_errors=True)
+
+    return check
+
+
+SHARED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=60, suppress_health_check=SHARED)
+@given(st.sampled_from(["plain", "model"]), st.integers(0, 10**9))
+def test_looking(damaged, name, seed):
+    damaged(name, seed, LIGHT)
+
+
+@settings(max_examples=40, suppress_health_check=SHARED)
+@given(st.integers(0, 10**9))
+def test_a_ledger(damaged, seed):
+    damaged("chain", seed, ("status", "ledger show {run}", "ledger verify {run}"))
+
+
+@settings(max_examples=12, suppress_health_check=SHARED)
+@given(st.sampled_from(["plain", "model"]), st.integers(0, 10**9))
+def test_using_the_model(damaged, name, seed):
+    damaged(name, seed, ("sample {run} --tokens 3", "evaluate {run}", "export {run} out"))

@@ -1,0 +1,128 @@
+"""A fleet on the local cloud: up, preemptions, a keeper killed again and again, down, nothing left."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.connect import connect, stop
+from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.errors import TpuswarmError
+
+PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
+PATIENCE = 240.0
+"""Seconds after which what is waited for will not come."""
+FILE = """\
+name = "trio"
+provider = "rehearsal"
+
+[storage]
+bucket = "rehearsal-trio"
+region = "us-central1"
+
+[[pool]]
+name = "small"
+type = "v2-8"
+zones = ["us-central1-f", "us-central1-b"]
+count = 2
+network = "tpuswarm-trio"
+
+[[pool]]
+name = "slice"
+type = "v5e-16"
+zones = ["us-central1-a"]
+count = 2
+network = "tpuswarm-trio"
+
+[[pool]]
+name = "line"
+type = "v3-8"
+zones = ["us-central1-a", "us-central1-b"]
+count = 2
+how = "queued"
+network = "tpuswarm-trio"
+
+[[grant]]
+type = "v2-8"
+zone = "us-central1-f"
+how = "spot"
+count = 100
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A local cloud of this test's own, thirty times as fast as ours."""
+    found = Place(tmp_path / "cloud")
+    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(found.folder))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    connect(found.folder)
+    ask(found, "speed", speed=30.0)
+    yield found
+    stop(found)
+
+
+def run(line: str) -> str:
+    """What a command prints; it has to succeed."""
+    done = subprocess.run([PROGRAM, *line.split()], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, f"tpuswarm {line}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def keep() -> subprocess.Popen[bytes]:
+    with Path("keeper.log").open("ab") as log:
+        return subprocess.Popen([PROGRAM, "keep"], stdout=log, stderr=log)
+
+
+def machines(place: Place) -> list[dict]:
+    return ask(place, "status")["machines"]
+
+
+def wait_until(condition, place: Place, keeper: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition(machines(place)):
+        assert keeper.poll() is None, Path("keeper.log").read_text()
+        assert time.monotonic() < end, f"{machines(place)}\n{Path('keeper.log').read_text()}"
+        time.sleep(0.3)
+
+
+def all_ready(found: list[dict]) -> bool:
+    return len(found) == 6 and all(each["state"] == "READY" for each in found)
+
+
+def test_a_fleet_through_bad_weather(place, tmp_path):
+    (tmp_path / "swarm.toml").write_text(FILE)
+    chance = random.Random(7)
+    run("init --yes")
+    run("up --yes --paid")
+    assert all_ready(machines(place))
+    assert {each["type"]: len(each["workers"]) for each in machines(place)}["v5litepod-16"] > 1
+
+    keeper = keep()
+    for _ in range(5):  # each keeper sees some machines go, and dies at any moment of what it does about it
+        there = machines(place)
+        for each in chance.sample(there, min(2, len(there))):
+            with suppress(TpuswarmError):  # it may be on its way out already
+                ask(place, "preempt", name=each["name"], ending=chance.choice(["preempted", "terminated", "gone"]))
+        time.sleep(chance.uniform(0.5, 3.0))
+        keeper.send_signal(signal.SIGKILL)
+        keeper.wait()
+        keeper = keep()
+    wait_until(all_ready, place, keeper)
+    shown = json.loads(run("list --json"))
+    assert len(shown["machines"]) == 6 and sum(each["preemptions"] for each in shown["machines"]) >= 1
+
+    said = run("down --yes")
+    assert "nothing that carries the id trio-" in said
+    assert keeper.wait(PATIENCE) == 0  # a fleet that is gone needs no keeper
+    status = ask(place, "status")
+    assert status["machines"] == [] and status["requests"] == [], status

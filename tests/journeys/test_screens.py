@@ -1,0 +1,161 @@
+"""What a person sees: every command that draws, in a terminal of each size."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import CTRL_C, LARGE, SMALL, terminal
+from tpuswarm.train.run import Run
+
+RECIPE = """
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tpuswarm import supervised
+
+def line():
+    return supervised(
+        lambda key: {"w": jnp.zeros((1024, 1024))},
+        lambda params, batch, key: jnp.mean(batch["x"] @ params["w"]),
+        optax.sgd(0.1),
+        {"x": np.ones((8, 1024), np.float32)},
+    )
+"""
+SIMULATED = """
+hours = 0.1
+
+[model]
+parameters = "10M"
+batch = 64
+tokens_per_row = 1024
+
+[exchange]
+cycle = 100
+
+[[members]]
+name = "a name of a pool of machines"
+count = 2
+tokens_per_s = 110_000
+mbit_up = 1_000
+mbit_down = 1_000
+latency_ms = 2
+"""
+TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32"]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
+
+
+def train(text_file, *words):
+    return ["train", "gpt2-tiny", "--data", str(text_file), *TINY, *words]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, text_file, finished_run):
+    """A folder with two finished runs, a plain one, and a swarm's that was watched from its start to its end."""
+    folder = tmp_path_factory.mktemp("screens")
+    (folder / "small.toml").write_text(SIMULATED)
+    (folder / "my_recipe.py").write_text(RECIPE)
+    shutil.copytree(finished_run.run, folder / "runs" / "plain")
+    words = train(text_file, "--steps", "400", "--members", "2", "--cycle", "10", "--outer", "average")
+    with terminal([*words, "--run", "runs/swarm"], folder, SMALL) as opened:
+        opened.wait("commit 2")
+        small = opened.screen
+        opened.resize(LARGE)
+        opened.wait("commit 4")
+        large = opened.wait(lambda each: max(map(len, each.lines)) == 120)
+        shown = opened.finish()
+    return folder, small, large, shown
+
+
+def test_a_swarm_from_its_start_to_its_end(runs):
+    folder, small, large, shown = runs
+    for screen in (small, large):
+        view = screen.index("gpt2-tiny, 2 members: runs/swarm")
+        assert 0 <= screen.index("commit ") < view  # what happened last stands over the view
+        assert screen.index("of 153,600 tokens counted") > view
+        assert re.search(r"\d:\d\d:\d\d elapsed +\S+ left +\S+ steps/s +[\d,]+ tokens/s", screen)
+        assert len(re.findall(r"\nm[01] +(?:alive|joining)", screen)) == 2
+    assert "to add a machine: tpuswarm join" in shown and "100%" in shown
+    status = json.loads((folder / "runs" / "swarm" / "status.json").read_text())
+    view = r"training loss (\S+) \(last 20 steps of each\) +held-out loss (\S+) \(commit (\d+)\)"
+    training, held_out, version = re.findall(view, shown)[-1]
+    assert f"runs/swarm finished at commit {version}: 153,600 tokens, training loss {training}, held-out" in shown
+    assert f"held-out loss {held_out}; runs/swarm/report.html" in shown  # each loss is the same wherever it is told
+    assert float(training) == pytest.approx(status["loss"], rel=1e-3)
+
+
+@SIZES
+def test_a_plain_run(tmp_path, text_file, size):
+    name = "runs/a-name-that-nobody-would-want-to-type-twice-and-that-no-screen-of-eighty-columns-has-room-for"
+    with terminal(train(text_file, "--steps", "2000", "--eval-every", "100", "--run", name), tmp_path, size) as opened:
+        opened.wait("loading JAX … 0:00:0")  # before anything else is loaded
+        screen = opened.wait(lambda each: re.search(r"held-out loss \d", each.screen))
+        assert "loading JAX" not in opened.text and "compiling" not in opened.text
+        assert re.search(r"\d+% ━", screen) and " of 2,000 steps" in screen and name in screen.replace("\n", "")
+        assert re.search(r"0:0\d:\d\d elapsed +0:\d\d:\d\d left +\S+ steps/s +[\d,]+ tokens/s", screen)
+        opened.send(CTRL_C)
+        shown = opened.finish(130)
+    said = re.search(r"interrupted: saved at step (\d+); the same `tpuswarm train` command resumes it", opened.flowing)
+    assert said and (tmp_path / name / "checkpoints" / f"{int(said[1]):08}").exists()
+    assert "blocks/attn/proj/w " in shown and "…" not in shown
+
+
+@SIZES
+def test_status(runs, size):
+    folder = runs[0]
+    with terminal(["status"], folder, size) as opened:
+        head, swarm, plain = (line.split() for line in opened.finish().splitlines() if line)
+    assert head[:3] == ["run", "recipe", "state"] and "age" in head and "speed" not in head
+    assert (swarm[0], plain[0]) == ("runs/swarm", "runs/plain")  # the one used last is the first
+    with terminal(["status", "runs/swarm"], folder, size) as opened:
+        shown = opened.finish()
+    assert "100%" in shown and "m1 " in shown and "finished " in shown and "ago" in shown
+    with terminal(["status", "plain"], folder, size) as opened:
+        shown = opened.finish()
+    assert "60 of 60 steps" in shown and "held-out loss" in shown
+
+
+def test_watching_a_run_until_it_ends(runs, tmp_path):
+    shutil.copytree(runs[0] / "runs" / "swarm", tmp_path / "runs" / "swarm")
+    held = Run(tmp_path / "runs" / "swarm")
+    with (
+        terminal(["status", "--watch"], tmp_path, SMALL) as everything,
+        terminal(["status", "swarm", "--watch"], tmp_path, SMALL) as one,
+    ):
+        everything.wait(lambda each: re.search(r"runs/swarm +running +(\d+ +)?now", each.screen))
+        one.wait("does not respond, and this status is that old")
+        assert one.screen.count("m1 ") == 1 and one.screen.count("100%") == 1
+        held.close()
+        assert "running" not in everything.finish() and "does not respond" not in one.finish()
+
+
+@SIZES
+def test_tables_of_what_is_known(runs, size):
+    for words, expected in (
+        (["catalog"], ["v6e", "europe-west4-b"]),
+        (["catalog", "v4-8"], ["also called", "us-central2-b"]),
+        (["ledger", "show", "runs/swarm", "-n", "3"], ["commit", "m0", "average"]),
+        (["ledger", "verify", "runs/swarm"], ["runs/swarm is sound"]),
+        (["simulate", "small.toml"], ["goodput", "preemptions"]),
+        (["router", "show", str(EXAMPLES / "router-ssh.toml")], ["22000-22031", "dnat"]),
+        (["logs", "runs/swarm"], ["commit 4"]),
+        (["plan", "my_recipe.py:line", "--on", "v5e-1"], ["v5e-1", "yes", "tokens/s expected"]),
+    ):
+        with terminal(words, runs[0], size) as opened:
+            shown = opened.finish()
+        assert all(each in shown for each in expected), shown
+        assert not re.search(r"\S…", shown), shown
+
+
+def test_more_runs_than_a_screen_has_rows(runs, tmp_path):
+    for number in range(40):
+        shutil.copytree(runs[0] / "runs" / "plain", tmp_path / "runs" / f"run-{number}", symlinks=True)
+    held = Run(tmp_path / "runs" / "run-7")
+    with terminal(["status", "--watch"], tmp_path, SMALL) as opened:
+        opened.wait("used earlier")
+        assert opened.lines[1].startswith("runs/run-7 ") and "and 19 used earlier" in opened.screen
+        held.close()
+        opened.finish()

@@ -50,10 +50,10 @@ def test_asked_to_stop(words, whole, tmp_path, number):
     process = start(words, tmp_path)
     first = folder / "checkpoints" / "00000000" / "manifest.json"
     wait_for(first.exists, process)  # what a save takes is known from then on
-    _, err = kill_after(process, folder, 15, number)
+    out, err = kill_after(process, folder, 15, number)
     assert process.returncode == 128 + number, err
     stopped = updates(folder)
-    assert f"saved at step {stopped}" in err and "Traceback" not in err
+    assert f"saved at step {stopped}" in out and "Traceback" not in err
     assert status(folder).state == "stopped"
     _, err = run(words, tmp_path)
     assert f"resumed from the checkpoint of step {stopped}" in err

@@ -234,11 +234,11 @@ def test_real_counts_and_openais_labels(name, size):
     ("options", "words"),
     [
         ({"width": 100, "heads": 3}, "width of 100 does not divide evenly over 3 heads"),
-        ({"layers": 0}, "layers must be 1 or more"),
+        ({"layers": 0}, "layers must be at least 1, not 0"),
         ({"dropout": 1.0}, "dropout"),
-        ({"context": 1}, "context must be 2 or more"),
-        ({"lr": -1.0}, "learning rates"),
-        ({"warmup": 1.0}, "warmup is a share"),
+        ({"context": 1}, "context must be at least 2, not 1"),
+        ({"lr": -1.0}, "lr must be above 0, not -1.0"),
+        ({"warmup": 1.0}, "warmup must be at least 0 and below 1, not 1.0"),
         ({"size": "125m"}, "unknown size '125m'; did you mean 124m"),
     ],
 )

@@ -152,7 +152,7 @@ def test_what_cannot_be_computed_again_is_named_with_the_version_to_go_on_from(t
     assert engine.run(lambda: bool(over), 100)
     version = run.records[-1].version
     before = next(record.version for record in reversed(run.records) if record.state != run.records[-1].state)
-    assert str(over[0]).startswith(f"version {version} is damaged: objects/{digest}.safetensors is missing")
+    assert str(over[0]).startswith(f"commit {version} is damaged: objects/{digest}.safetensors is missing")
     assert str(over[0]).endswith(f"commit {before} is the newest that is intact")
 
 

@@ -60,7 +60,7 @@ def test_the_digest_is_of_names_shapes_dtype_and_packing():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "float64", ">f4"])
 def test_only_float32_is_exchanged(dtype):
-    with pytest.raises(ValueError, match=f"float32 only, and step is {dtype}"):
+    with pytest.raises(ValueError, match=f"a swarm shares float32 only, but step is {dtype}"):
         Layout.of({"w": ((2,), "float32"), "step": ((), dtype)}, 1)
 
 

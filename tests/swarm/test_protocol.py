@@ -74,7 +74,7 @@ def test_a_crash_at_every_step_of_every_process(part):
 def test_members_add_what_changed_and_fetch_the_whole_where_that_is_wrong():
     world = World(seed=3, downlink=True)
     world.run()
-    assert any("is not the ledger's: fetching it whole" in sentence for sentence in world.said)
+    assert any("does not match the ledger: fetching all of it" in sentence for sentence in world.said)
     calls = [name for _, name, when in world.points if when == "after"]
     assert calls.count("call updates") > calls.count("call fetch") > 0
 

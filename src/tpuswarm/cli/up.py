@@ -43,7 +43,7 @@ def up(
         bring.print_preview(bring.previewed(wanted, None, read.project or "PROJECT"), wanted, read.provider, keep)
         print("nothing was done; what is there already shows without --dry-run")
         return
-    from tpuswarm.cloud.keys import public_key
+    from tpuswarm.cloud.keys import make_key, public_key
     from tpuswarm.fleet.keeping import fleets
 
     fleet = fleets.of_file(read)
@@ -53,6 +53,7 @@ def up(
     if note:
         print(f"note: {note}", file=sys.stderr)
     before = document.desired if document else None
+    make_key()
     wanted = asked.named(asked.scaled(fleets.merged(read, before, paid, public_key()), scale or []), name)
     asked.same_types(before, wanted)
     if not any(each.fleet == wanted.fleet for each in listing.machines):

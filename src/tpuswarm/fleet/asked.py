@@ -110,6 +110,31 @@ def _metadata(table: Placed, public_key: str | None) -> Mapping[str, str]:
     return {SSH_KEYS: f"{getpass.getuser()}:{public_key}", **table.metadata}
 
 
+def user_of(pool: Wanted) -> str:
+    """Whose home on its machines everything happens in: the first user that may log in."""
+    user, colon, _ = pool.spec.metadata.get(SSH_KEYS, "").strip().partition(":")
+    return user if colon else getpass.getuser()
+
+
+def with_key(pool: Wanted, key: str) -> Wanted:
+    """With one more key that its user may log in with, unless it is there."""
+    there = pool.spec.metadata.get(SSH_KEYS, "").splitlines()
+    if any(line.partition(":")[2].split()[:2] == key.split()[:2] for line in there):
+        return pool
+    lines = "\n".join((*there, f"{user_of(pool)}:{key}"))
+    return replace(pool, spec=replace(pool.spec, metadata={**pool.spec.metadata, SSH_KEYS: lines}))
+
+
+def keeping_keys(pool: Wanted, before: Sequence[Wanted]) -> Wanted:
+    """With the keys that other computers have added to it."""
+    old = next((each.spec.metadata.get(SSH_KEYS, "") for each in before if each.name == pool.name), "")
+    there = pool.spec.metadata.get(SSH_KEYS, "").splitlines()
+    lines = "\n".join(dict.fromkeys((*old.splitlines(), *there)))
+    if not lines:
+        return pool
+    return replace(pool, spec=replace(pool.spec, metadata={**pool.spec.metadata, SSH_KEYS: lines}))
+
+
 def asked(
     file: Path | None, type_: str | None, zones: Sequence[str], name: str | None, spot: bool, provider: str
 ) -> tuple[SwarmFile, list[str]]:

@@ -43,10 +43,10 @@ def by_number(name: str) -> tuple[str, int]:
     return (stem, int(number)) if number.isdigit() else (name, -1)
 
 
-def resolve(text: str, names: Iterable[str]) -> str:
+def resolve(text: str, names: Iterable[str], also: Iterable[str] = ()) -> str:
     """The name that a person means: the name itself, its number (`7`), or a beginning that only one has.
 
-    Raises InputError for what none or several have, naming them or the nearest.
+    Raises InputError for what none or several have, naming them or the nearest, one of `also` too.
     """
     known = sorted(set(names), key=by_number)
     if text in known:
@@ -58,4 +58,4 @@ def resolve(text: str, names: Iterable[str]) -> str:
     if found:
         more = f" and {len(found) - 6} more" if len(found) > 6 else ""
         raise InputError(f"{text!r} may be {', '.join(found[:6])}{more}: give more of the name")
-    raise InputError(f"there is no machine {text!r}; {did_you_mean(text, known)}")
+    raise InputError(f"there is no machine {text!r}; {did_you_mean(text, {*known, *also})}")

@@ -11,7 +11,7 @@ from typing import Protocol
 from tpuswarm.cloud.protocol import Listing, Provider
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.fleet.asked import desired_of, new_id
+from tpuswarm.fleet.asked import desired_of, keeping_keys, new_id
 from tpuswarm.fleet.clouds import REHEARSAL_PROJECT
 from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.file import DEFAULT, SwarmFile, read_swarm
@@ -189,7 +189,8 @@ def merged(file: SwarmFile, before: Desired | None, paid: bool, public_key: str 
     if before is None:
         return desired_of(file, new_id(file.name), paid, public_key)
     wanted = desired_of(file, before.fleet, paid or before.paid, public_key)
-    return replace(wanted, paused=before.paused, dropped=before.dropped, revision=before.revision + 1)
+    pools = tuple(keeping_keys(each, before.pools) for each in wanted.pools)
+    return replace(wanted, pools=pools, paused=before.paused, dropped=before.dropped, revision=before.revision + 1)
 
 
 def store_wanted(fleet: Fleet, store: Held, file: SwarmFile, wanted: Desired) -> None:

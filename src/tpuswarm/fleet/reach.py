@@ -1,0 +1,266 @@
+"""Which hosts a person means by WHERE, and the way to each: address, host keys, our key."""
+
+import shlex
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from tpuswarm.cloud.keys import key_file, make_key, public_key
+from tpuswarm.cloud.protocol import Listing, Machine, Provider, VmSpec
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.asked import SSH_KEYS, user_of, with_key
+from tpuswarm.fleet.core.desired import Desired
+from tpuswarm.fleet.core.names import by_number, resolve
+from tpuswarm.fleet.file import ALL
+from tpuswarm.fleet.keeping.document import Document
+from tpuswarm.fleet.keeping.fleets import Fleet, Held
+from tpuswarm.remote.host import Host
+from tpuswarm.remote.known import Known
+from tpuswarm.remote.openssh import openssh
+
+HOST_KEYS = "hostkeys/"
+"""Where a machine writes down its SSH host keys."""
+GOOGLE_VM = Path("/sys/class/dmi/id/product_name")
+"""Says `Google Compute Engine` on a computer that is one."""
+TAKEN_OVER = 60.0
+"""Seconds in which a machine's metadata should have changed."""
+THREADS = 16
+
+
+class Target(NamedTuple):
+    """A worker of a machine."""
+
+    machine: Machine
+    worker: int
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return f"{self.machine.name}/{self.worker}"
+
+    @property
+    def alias(self) -> str:
+        """Its name in `known_hosts`: made again, it has another one."""
+        return f"{self.machine.name}.{self.worker}.{self.machine.zone}.{self.machine.created * 1000:.0f}"
+
+
+class Found(NamedTuple):
+    """What a word means."""
+
+    targets: tuple[Target, ...]
+    away: tuple[str, ...]
+    """Machines that are meant too and cannot be reached now; why."""
+
+
+def find_targets(text: str, desired: Desired, machines: Iterable[Machine]) -> Found:
+    """The workers that NAME, NAME/2, POOL or `all` means; a machine also by its number or a beginning.
+
+    Raises InputError for what there is not, with the nearest name, and where a machine that was named cannot be
+    reached.
+    """
+    ours = {each.name: each for each in machines if each.fleet == desired.fleet}
+    pools = [each.name for each in desired.pools]
+    if text == ALL or (text in pools and text not in ours):
+        meant = sorted(ours.values(), key=lambda each: by_number(each.name))
+        meant = [each for each in meant if text in (ALL, each.pool)]
+        ready = [each for each in meant if _why_not(each) is None]
+        if not ready:
+            there = "; ".join(f"{each.name} {_why_not(each)}" for each in meant[:6]) or "there is none"
+            what = "the fleet" if text == ALL else f"pool {text}"
+            raise InputError(f"no machine of {what} can be reached: {there}")
+        away = tuple(f"{each.name} {why}" for each in meant if (why := _why_not(each)))
+        return Found(tuple(target for each in ready for target in _workers(each)), away)
+    name, slash, number = text.partition("/")
+    machine = ours[resolve(name, ours, (*pools, ALL))]
+    if why := _why_not(machine):
+        raise InputError(f"{machine.name} {why}")
+    workers = _workers(machine)
+    if not slash:
+        return Found(workers, ())
+    if not number.isdecimal() or int(number) >= len(workers):
+        known = f"{machine.name}/0" + (f" to {machine.name}/{len(workers) - 1}" if len(workers) > 1 else "")
+        raise InputError(f"{machine.name} has no worker {number!r}: it has {len(workers)}, {known}")
+    return Found((workers[int(number)],), ())
+
+
+def _workers(machine: Machine) -> tuple[Target, ...]:
+    return tuple(Target(machine, number) for number in range(len(machine.workers)))
+
+
+def _why_not(machine: Machine) -> str | None:
+    """Why a machine cannot be reached; None: it can."""
+    if machine.state != "ready":
+        return f"is {machine.said.lower()}, not ready"
+    if not machine.workers or any(not each.internal for each in machine.workers):
+        return "has no address yet"
+    return None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A fleet as it was looked at once."""
+
+    document: Document
+    listing: Listing
+
+
+class Reach:
+    """The way to the machines of one fleet, from this computer."""
+
+    def __init__(self, fleet: Fleet, cloud: Provider, store: Held):
+        self.fleet, self._cloud, self._store = fleet, cloud, store
+        self.known = Known(fleet.folder / "known_hosts")
+        self._inside = fleet.provider_name == "rehearsal" or _is_google_vm()
+
+    @property
+    def key(self) -> Path:
+        """The file of this computer's private key."""
+        return key_file()
+
+    def look(self) -> Seen:
+        """The fleet now. Raises InputError where there is none."""
+        document = self._store.load()
+        if document is None:
+            raise InputError(
+                f"there is no fleet {self.fleet.name} in project {self._cloud.project}: `tpuswarm up` makes it"
+            )
+        return Seen(self._admit(document), self._cloud.machines(document.zones))
+
+    def hosts(self, where: str) -> tuple[list[Host], tuple[str, ...]]:
+        """Those that `where` means, now; and which machines are meant too and away."""
+        seen = self.look()
+        found = find_targets(where, seen.document.desired, seen.listing.machines)
+        return self.ways(seen, found.targets), found.away
+
+    def ways(self, seen: Seen, targets: Iterable[Target]) -> list[Host]:
+        """The way to each. Raises InputError for a machine that has not written down its host keys."""
+        targets = list(targets)
+        desired = seen.document.desired
+        pools = {each.name: each for each in desired.pools}
+        jump = None if self._inside else self._jump(seen, targets)
+        keys = self._host_keys(seen, targets)
+        hosts = []
+        for target in targets:
+            pool = pools.get(target.machine.pool or "")
+            if pool is None:
+                raise InputError(f"{target.machine.name} is of no pool of the fleet any more")
+            worker = target.machine.workers[target.worker]
+            outside = None if self._inside else worker.external
+            proxy = None
+            if not self._inside and outside is None:
+                proxy = self._proxy(target, jump)
+            hosts.append(
+                Host(
+                    target.label, outside or worker.internal or "", self._port, user_of(pool), target.alias,
+                    keys[target.alias], self.known.path, proxy,
+                )
+            )  # fmt: skip
+        return hosts
+
+    @property
+    def _port(self) -> int:
+        if self.fleet.provider_name == "rehearsal":
+            from tpuswarm.cloud.rehearsal.machines.root import SSH_PORT
+
+            return SSH_PORT
+        return 22
+
+    # Keys.
+
+    def _admit(self, document: Document) -> Document:
+        """See to it that this computer's key may log in on all machines, now and later."""
+        make_key()
+        mine = public_key()
+        assert mine is not None
+        if all(with_key(each, mine) is each for each in document.desired.pools):
+            return document
+
+        def add(found: Document | None) -> Document:
+            if found is None:
+                raise InputError(f"{self._store.where} is gone: somebody has deleted it")
+            pools = tuple(with_key(each, mine) for each in found.desired.pools)
+            return replace(found, desired=replace(found.desired, pools=pools))
+
+        document = self._store.change(add)
+        lines = {each.name: each.spec.metadata[SSH_KEYS] for each in document.desired.pools}
+        there = self._cloud.machines(document.zones).machines
+        ours = [each for each in there if each.fleet == document.desired.fleet and each.state == "ready"]
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda each: self._tell(each, lines.get(each.pool or "")), ours))
+        return document
+
+    def _tell(self, machine: Machine, keys: str | None) -> None:
+        if keys is None:
+            return
+        operation = self._cloud.set_metadata(machine, {SSH_KEYS: keys})
+        end = time.monotonic() + TAKEN_OVER
+        while not (outcome := self._cloud.outcome(operation)).done and time.monotonic() < end:
+            time.sleep(0.2)
+        if outcome.error:
+            raise outcome.error
+
+    def _host_keys(self, seen: Seen, targets: Iterable[Target]) -> Mapping[str, tuple[str, ...]]:
+        """The host keys of targets by alias: those that are known, else those that the machine has written down."""
+        targets = list(targets)
+        known = self.known.keys()
+        new = [each for each in targets if each.alias not in known]
+        if not new:
+            return known
+        with ThreadPoolExecutor(THREADS) as pool:
+            read = list(pool.map(lambda each: self._cloud.guest_attributes(each.machine, each.worker, HOST_KEYS), new))
+        if without := [each.label for each, found in zip(new, read, strict=True) if not found]:
+            raise InputError(
+                f"{without[0]} has not written down its SSH host key yet, and without it nobody knows whether it is "
+                "that machine: a new one needs a minute; enable-guest-attributes in its metadata must stay TRUE"
+            )
+        lines = {
+            target.alias: [f"{kind} {value}" for kind, value in found.items()]
+            for target, found in zip(new, read, strict=True)
+        }
+        ours = (each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet)
+        keep = None if seen.listing.unreachable else {to.alias for each in ours for to in _workers(each)}
+        return self.known.add(lines, keep)
+
+    # From outside of the machines' network.
+
+    def _jump(self, seen: Seen, targets: Iterable[Target]) -> Host | None:
+        """A VM of the fleet by which machines without an external address are reached, if one is needed and there."""
+        if all(each.machine.workers[each.worker].external for each in targets):
+            return None
+        vms = {each.name for each in seen.document.desired.pools if isinstance(each.spec, VmSpec)}
+        for each in seen.listing.machines:
+            fits = each.fleet == seen.document.desired.fleet and each.pool in vms and _why_not(each) is None
+            if fits and each.workers[0].external:
+                return self.ways(seen, [Target(each, 0)])[0]
+        return None
+
+    def _proxy(self, target: Target, jump: Host | None) -> str:
+        """The command that leads to a machine without an external address: through a VM of the fleet, else IAP."""
+        machine = target.machine
+        if jump is not None:
+            return shlex.join([*openssh(jump, self.key), "-W", "%h:%p", f"{jump.user}@{jump.address}"])
+        if machine.kind == "vm":
+            return shlex.join(
+                ["gcloud", "compute", "start-iap-tunnel", machine.name, "%p", "--listen-on-stdin", "--zone",
+                 machine.zone, "--project", self._cloud.project]
+            )  # fmt: skip
+        raise InputError(
+            f"{machine.name} has no external address, and the fleet no [[vm]] or [head] with one by which it could be "
+            "reached: add one, or give the command on such a machine"
+        )
+
+
+def find_reach(fleet: Fleet) -> Reach:
+    """The way to a fleet's machines; asks nobody yet."""
+    cloud = fleet.provider()
+    return Reach(fleet, cloud, fleet.store(cloud))
+
+
+def _is_google_vm() -> bool:
+    try:
+        return GOOGLE_VM.read_text().strip() == "Google Compute Engine"
+    except OSError:
+        return False

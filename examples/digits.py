@@ -50,7 +50,8 @@ def loss(params, batch, key):
 def recipe(width: int = 32, lr: float = 3e-3):
     adam = lambda rate, decay_mask: optax.adamw(rate, weight_decay=1e-2, mask=decay_mask)
     schedule = lambda progress: lr * (1 - progress)
-    return supervised(lambda key: init(key, width), loss, adam, rows, schedule, {"steps": 400, "batch": 64})
+    usual = {"steps": 400, "batch": 64}
+    return supervised(lambda key: init(key, width), loss, adam, rows, schedule, usual, cast="picture")
 
 
 if __name__ == "__main__":

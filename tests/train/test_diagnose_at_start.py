@@ -88,6 +88,10 @@ def test_the_run_says_so_before_its_first_step(tmp_path, monkeypatch, capsys):
         assert "embed and head start as one 3x4 array" in text and "XRT_TPU_CONFIG has no effect" in text
 
 
+def square(key):
+    return {"up": jnp.ones((16, 16)), "down": jnp.ones((16, 16))}
+
+
 def keeps_float32(params, batch, key):
     """As flax.nnx.Embed does: what follows it computes in float32, whatever the weights are."""
     h = jnp.tanh(batch["x"].astype(jnp.float32) @ params["up"].astype(jnp.float32))  # the planted cast
@@ -105,13 +109,35 @@ def in_bf16(params, batch, key):
 def test_float32_products_where_bf16_was_asked_are_named(tmp_path, loss, precision, share):
     """Of five products of the same size two are float32: forward, and the weight's gradient."""
     data = {"x": np.ones((64, 16), np.float32)}
-    made = supervised(lambda key: {"up": jnp.ones((16, 16)), "down": jnp.ones((16, 16))}, loss, optax.sgd(0.01), data)
-    list(loop(tmp_path, made, precision=precision))
+    list(loop(tmp_path, supervised(square, loss, optax.sgd(0.01), data, cast="x"), precision=precision))
     found = said(tmp_path)
     assert [each["kind"] for each in found] == ["precision"] * (share is not None)
     for each in found:
         assert each["place"] == f"{__file__}:{line_of(__file__, '# the planted cast')}" and each["share"] == share
-        assert "40% of all FLOPs, although bf16 was requested" in each["message"]
+        assert "40% of all FLOPs, although bf16 was requested: twice the bytes" in each["message"]
+
+
+def looped(params, batch, key):
+    """The input is carried through a loop and a branch."""
+    h, _ = jax.lax.scan(lambda h, w: (h @ w, None), batch["x"], params["up"][None])  # the planted loop
+    h = jax.lax.cond(batch["n"].sum() >= 0, jnp.tanh, lambda h: h, h)
+    return jnp.mean(jnp.square(h @ params["down"] - batch["y"]))
+
+
+def straight(params, batch, key):
+    h = jnp.tanh(batch["x"] @ params["up"])  # the planted line
+    guess = jnp.dot(h, params["down"], preferred_element_type=jnp.float32)
+    return jnp.mean(jnp.square(guess - batch["y"]))  # the target is not the reason for any float32 product
+
+
+@pytest.mark.parametrize("loss", [straight, looped])
+@pytest.mark.parametrize("cast", [[], ["x"]])
+def test_an_input_that_keeps_products_float32_is_named_with_the_way_out(tmp_path, loss, cast):
+    wide = np.ones((64, 16), np.float32)
+    data = {"n": np.ones(64, np.int32), "x": wide, "y": wide}
+    list(loop(tmp_path, supervised(square, loss, optax.sgd(0.01), data, cast=cast), precision="bf16"))
+    because = [each["message"].partition("because ")[2] for each in said(tmp_path)]
+    assert set(because) == (set() if cast else {'of float32 x in the batch: supervised(…, cast=["x"]) casts it'})
 
 
 def narrow(width):

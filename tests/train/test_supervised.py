@@ -86,7 +86,7 @@ def test_ema_is_the_moving_average_of_trained_leaves_and_is_what_is_evaluated():
 
 
 def matmuls(precision):
-    program = toy.recipe().program(Options(precision=precision))
+    program = toy.recipe(cast="x").program(Options(precision=precision))
     state = jax.eval_shape(program.init, jax.random.key(0))
     jaxpr = jax.make_jaxpr(program.step)(state, BATCH, CLOCK)
     return [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "dot_general"], state
@@ -99,6 +99,46 @@ def test_precisions_are_seen_in_the_program():
         exact = (jax.lax.Precision.HIGHEST,) * 2
         assert all((eqn.params["precision"] == exact) == (precision == "highest") for eqn in found)
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("cast", [(), "x", ["x"]])
+def test_bf16_leaves_targets_as_they_are_and_casts_the_inputs_that_are_named(cast):
+    data = toy.data() | {"y": np.linspace(100, 101, toy.ROWS, dtype=np.float32)}
+    seen = {}
+
+    def loss(params, batch, key):
+        seen.update(params | {name: array.dtype for name, array in batch.items()})
+        return jnp.mean(jnp.square(batch["y"] - 0 * params["w"].sum())), {"largest": batch["y"].max()}
+
+    made = supervised(lambda key: {"w": jnp.ones(5)}, loss, optax.sgd(0.1), data, cast=cast)
+    program = made.program(Options(precision="bf16"))
+    metrics = program.evaluate(program.init(jax.random.key(0)), data)
+    assert seen["y"] == jnp.float32 and seen["x"] == (jnp.bfloat16 if cast else jnp.float32)
+    assert seen["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(metrics["largest"], np.float32(101))
+    np.testing.assert_allclose(metrics["loss"], np.square(data["y"], dtype=np.float64).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cast", "words"),
+    [("xx", "cast names xx, which the data has not; did you mean x"), ("n", "n, which is int32: only float32")],
+)
+def test_only_float32_inputs_can_be_cast(cast, words):
+    data = toy.data() | {"n": np.arange(toy.ROWS, dtype=np.int32)}
+    with pytest.raises(InputError, match=words):
+        supervised(toy.init, toy.loss, optax.sgd(0.1), data, cast=cast).program(Options())
+
+
+def test_a_product_that_takes_one_dtype_only_names_the_input_to_cast():
+    def loss(params, batch, key):
+        x = jax.lax.conv_general_dilated(batch["x"][:, None], params["w"], (1,), "SAME")
+        return jnp.mean(jnp.square(x - batch["y"][:, None, None]))
+
+    program = supervised(lambda key: {"w": jnp.ones((1, 1, 3))}, loss, optax.sgd(0.1), toy.data()).program(
+        Options(precision="bf16")
+    )
+    with pytest.raises(TypeError, match=r"x and y of the batch stay float32 without cast=\['x', 'y'\]"):
+        program.evaluate(program.init(jax.random.key(0)), toy.data())
 
 
 def test_randomness_follows_key_and_step_alone():

@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 from tpuswarm.train.fit import Fitted
-from tpuswarm.train.float32 import float32_products
+from tpuswarm.train.float32 import float32_inputs, float32_products
 from tpuswarm.train.flops import Flops, library_caller
 from tpuswarm.train.matrix_unit import underfilled
 from tpuswarm.train.user_code import Place, is_recipe_file, recipe_place
@@ -47,7 +47,8 @@ def hazards(fitted: Fitted, batch: int, unit: int) -> list[Hazard]:
     found = [Hazard("matrix unit", str(each), each.place) for each in underfilled(
         fitted.flops, unit, batch // fitted.choice.accumulate, fitted.mesh.size)]  # fmt: skip
     if fitted.options.precision == "bf16":
-        found += [Hazard("float32", str(each), each.place) for each in float32_products(fitted.flops)]
+        because = float32_inputs(fitted.jaxpr, fitted.state, fitted.inputs)
+        found += [Hazard("float32", str(each), each.place) for each in float32_products(fitted.flops, because)]
     if fitted.mesh.size == 1:
         found += collectives(text, ())
     elif fitted.choice.shard == "replicate":

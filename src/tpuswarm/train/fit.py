@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import mesh as meshes
+from tpuswarm.train import paths
 from tpuswarm.train.flops import Flops, model_flops
 from tpuswarm.train.recipe import (
     Batch,
@@ -137,6 +138,11 @@ class Fitted(Placed):
     memory: Memory
     jaxpr: ClosedJaxpr
     """The step as it was traced."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the batch's arrays, in the order in which `jaxpr` takes them after the state."""
+        return tuple(paths.leaf_paths(dict(self.program.batch_spec(1))))
 
     @cached_property
     def flops(self) -> Flops:

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,8 +207,8 @@ def inference_params(state: TrainState) -> Any:
     return state.params if state.ema is None else paths.overlay(state.params, state.ema)
 
 
-def in_precision(loss: Loss, precision: str) -> Loss:
-    """`loss` computed in `precision` over float32 parameters; float32 batch arrays are cast with them."""
+def in_precision(loss: Loss, precision: str, cast: Collection[str] = ()) -> Loss:
+    """`loss` computed in `precision` over float32 parameters; of a batch, the arrays named in `cast` go with them."""
     if precision == "f32":
         return loss
     if precision == "highest":
@@ -222,7 +222,17 @@ def in_precision(loss: Loss, precision: str) -> Loss:
     def half(leaf: Any) -> Any:
         return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
 
-    return lambda params, batch, key: loss(jax.tree.map(half, params), jax.tree.map(half, dict(batch)), key)
+    def halved(params: Any, batch: Batch, key: jax.Array | None) -> Any:
+        rows = {name: half(array) if name in cast else array for name, array in batch.items()}
+        try:
+            return loss(jax.tree.map(half, params), rows, key)
+        except TypeError as error:
+            whole = [name for name, array in rows.items() if array.dtype == jnp.float32]
+            if whole and "bfloat16" in str(error):  # as lax.conv says, which does not promote
+                error.args = (f"{error}; {' and '.join(whole)} of the batch stay float32 without cast={whole}",)
+            raise
+
+    return halved
 
 
 class Supervised(Recipe):
@@ -231,13 +241,21 @@ class Supervised(Recipe):
     forms = ("accumulate",)
 
     def __init__(
-        self, init: Any, loss: Loss, optimizer: Any, data: Any, schedule: Any, defaults: Mapping[str, Any] | None
+        self,
+        init: Any,
+        loss: Loss,
+        optimizer: Any,
+        data: Any,
+        schedule: Any,
+        defaults: Mapping[str, Any] | None,
+        cast: str | Collection[str],
     ):
         self.defaults = dict(defaults or {})
         for name in self.defaults:
             if name not in DEFAULTS:
                 raise InputError(f"defaults takes no {name}; {did_you_mean(name, DEFAULTS)}")
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
+        self._cast = (cast,) if isinstance(cast, str) else tuple(cast)
         self._data = functools.cache(data if callable(data) else {"train": data}.get)
         module = sys.modules.get(getattr(loss, "__module__", ""))
         self.name = Path(getattr(module, "__file__", None) or "recipe").stem
@@ -249,7 +267,12 @@ class Supervised(Recipe):
         def spec(size: int) -> dict[str, jax.ShapeDtypeStruct]:
             return {name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for name, x in row.items()}
 
-        loss = in_precision(self._loss, options.precision)
+        for name in self._cast:
+            if name not in row:
+                raise InputError(f"cast names {name}, which the data has not; {did_you_mean(name, list(row))}")
+            if row[name].dtype != np.float32:
+                raise InputError(f"cast names {name}, which is {row[name].dtype}: only float32 inputs are cast")
+        loss = in_precision(self._loss, options.precision, self._cast)
         return SupervisedProgram(self._init, loss, self._optimizer, self._schedule, spec, options)
 
     def data(self, split: str) -> Source:
@@ -267,6 +290,7 @@ def supervised(
     data: Any,
     schedule: Callable[[jax.Array], Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    cast: str | Collection[str] = (),
 ) -> Supervised:
     """A recipe from one loss.
 
@@ -278,5 +302,7 @@ def supervised(
     - data: a mapping of arrays with a common first axis, a Source, or a function from a split's name to either (None
       where there is no such split).
     - defaults: settings of a run when the user names none, such as {"steps": 400, "batch": 64}.
+    - cast: float32 arrays of a batch that are cast to bfloat16 with the parameters where the precision is bf16, such as
+      the pixels of a picture; all others, targets among them, reach the loss as they are.
     """
-    return Supervised(init, loss, optimizer, data, schedule, defaults)
+    return Supervised(init, loss, optimizer, data, schedule, defaults, cast)

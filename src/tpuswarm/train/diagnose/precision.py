@@ -1,18 +1,19 @@
 """Float32 where bf16 was asked: a layer that keeps its own dtype passes it on to all that follows."""
 
 from tpuswarm.train.diagnose.finding import Finding
-from tpuswarm.train.float32 import float32_products
-from tpuswarm.train.flops import Flops
+from tpuswarm.train.fit import Fitted
+from tpuswarm.train.float32 import float32_inputs, float32_products
 
 MOST = 3
 """Places that are named; they come in the order of their FLOPs."""
 
 
-def float32_in_bf16(flops: Flops, precision: str) -> list[Finding]:
+def float32_in_bf16(fitted: Fitted) -> list[Finding]:
     """The places that compute most in float32; none where that was asked."""
-    if precision != "bf16":
+    if fitted.options.precision != "bf16":
         return []
+    because = float32_inputs(fitted.jaxpr, fitted.state, fitted.inputs)
     return [
         Finding("precision", f"{each.place or 'the step'}: {each}", {"place": str(each.place), "share": each.share})
-        for each in float32_products(flops)[:MOST]
+        for each in float32_products(fitted.flops, because)[:MOST]
     ]

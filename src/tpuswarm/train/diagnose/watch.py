@@ -57,7 +57,7 @@ class Watch:
             lambda: dead_variables(os.environ),
             lambda: tied_weights(fitted.program),
             lambda: host_callbacks(fitted.jaxpr),
-            lambda: float32_in_bf16(fitted.flops, fitted.options.precision),
+            lambda: float32_in_bf16(fitted),
             lambda: half_empty(fitted.flops, device.device_kind, micro_batch, fitted.mesh.size),
             lambda: self._count_flops(fitted),
         )

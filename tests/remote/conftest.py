@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.local_cloud import local_cloud
+from tests.remote.machines import machines
 from tests.terminal import PROGRAM
 from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
 from tpuswarm.fleet.reach import Reach, find_reach
@@ -93,3 +94,10 @@ def reach(fleet) -> Reach:
     from tpuswarm.fleet.keeping.fleets import find
 
     return find_reach(find(None)[0])
+
+
+@pytest.fixture
+def here(tmp_path):
+    """Three machines without a cloud."""
+    with machines(tmp_path, 3) as found:
+        yield found

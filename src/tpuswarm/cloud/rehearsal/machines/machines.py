@@ -22,6 +22,17 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 ALIASES = {"apt": "apt-get", "swapoff": "swapon", "umount": "mount", "poweroff": "reboot", "shutdown": "reboot"}
 
 
+def put_stand_ins(place: Place) -> None:
+    """The programs that machines find first: they act under the machine's root folder."""
+    shutil.copytree(STAND_INS, place.stand_ins, dirs_exist_ok=True)
+    for program in STAND_INS.iterdir():
+        (place.stand_ins / program.name).chmod(0o755)
+    for name, meant in ALIASES.items():
+        link = place.stand_ins / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(meant)
+
+
 @dataclass
 class Up:
     """A host whose servers answer."""
@@ -44,13 +55,7 @@ class Machines:
 
     async def start(self) -> None:
         """As the cloud has it now; what other machines have left is deleted."""
-        shutil.copytree(STAND_INS, self._place.stand_ins, dirs_exist_ok=True)
-        for program in STAND_INS.iterdir():
-            (self._place.stand_ins / program.name).chmod(0o755)
-        for name, meant in ALIASES.items():
-            link = self._place.stand_ins / name
-            link.unlink(missing_ok=True)
-            link.symlink_to(meant)
+        put_stand_ins(self._place)
         self._place.machines.mkdir(exist_ok=True)
         self._cloud.hosts.changed, self._cloud.hosts.notice = self._follow, self._warn
         left = {each.name for each in self._place.machines.iterdir()}

@@ -29,8 +29,15 @@ def host_key(root: Root) -> asyncssh.SSHKey:
     return asyncssh.read_private_key(str(root.host_key))
 
 
-async def listen(root: Root, address: str, key: asyncssh.SSHKey, keys: Keys, storage: str) -> asyncssh.SSHAcceptor:
-    """A server at port 2222 of an address."""
+async def listen(
+    root: Root,
+    address: str,
+    key: asyncssh.SSHKey,
+    keys: Keys,
+    storage: str,
+    server: Callable[[Keys], "Server"] | None = None,
+) -> asyncssh.SSHAcceptor:
+    """A server at port 2222 of an address. `server`: what knows its connections; None: a `Server`."""
 
     async def run(process: asyncssh.SSHServerProcess[bytes]) -> None:
         await _run(process, root, storage)
@@ -39,7 +46,7 @@ async def listen(root: Root, address: str, key: asyncssh.SSHKey, keys: Keys, sto
         address,
         SSH_PORT,
         server_host_keys=[key],
-        server_factory=lambda: Server(keys),
+        server_factory=lambda: (server or Server)(keys),
         process_factory=run,
         sftp_factory=lambda channel: Files(channel, root),
         allow_scp=True,

@@ -1,0 +1,218 @@
+"""Runs on a machine, with nothing but its own Python 3: compares a tree with what was sent before, and takes the rest.
+
+Speaks JSON lines over standard input and output. Each file is there whole or as it was; what came of a broken
+transfer is noted, so that the next one goes on from there.
+"""
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+import sys
+import time
+import zlib
+from typing import IO, Any, cast
+
+STDIN = cast(io.BufferedReader, sys.stdin.buffer)
+CHUNK = 1 << 18
+PATIENCE_S = 10.0
+PART = ".tpuswarm-part"
+"""Where a file is written before it is whole: in the tree, so that it is on the same disk."""
+
+
+class Stopped(Exception):
+    """The other end has gone."""
+
+
+def main() -> None:
+    """One transfer."""
+    asked = json.loads(STDIN.readline())
+    ours = os.path.expanduser("~/.tpuswarm/trees")
+    os.makedirs(ours, mode=0o700, exist_ok=True)
+    root, index = os.path.expanduser("~/" + asked["name"]), os.path.join(ours, asked["name"] + ".json")
+    with open(index + ".lock", "w") as lock:
+        if not taken(lock):
+            say(busy=True)
+            return
+        known = read(index)
+        files, edited = verified(root, known["files"])
+        if known["tree"] == asked["tree"] and not edited and len(files) == len(known["files"]):
+            say(same=True)
+            return
+        say(files={path: each[:2] for path, each in files.items()}, edited=edited)
+        line = STDIN.readline()
+        if not line:
+            return
+        wanted = json.loads(line)
+        os.makedirs(root, exist_ok=True)
+        tree, part, done, where = None, os.path.join(root, PART), 0, root
+        try:
+            for path in wanted["delete"]:
+                where = path
+                remove(root, path)
+                files.pop(path, None)
+            content = Content()
+            for path, (digest, size, kind) in wanted["send"]:
+                where = path
+                files.pop(path, None)
+                content.write(part, digest, size)
+                files[path] = put(root, part, path, digest, kind)
+                done += 1
+            tree = asked["tree"]
+            say(done=done)
+        except OSError as error:
+            say(
+                error=error.strerror or str(error),
+                full=error.errno in (errno.ENOSPC, errno.EDQUOT),
+                path=where,
+                done=done,
+            )
+        except (Stopped, zlib.error):
+            pass
+        finally:
+            if os.path.lexists(part):
+                os.unlink(part)
+            write(index, {"tree": tree, "files": files})
+
+
+def taken(lock: IO[str]) -> bool:
+    """Whether nobody else sends to this tree, or has ended soon."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+
+
+def say(**what: Any) -> None:
+    """Answer."""
+    print(json.dumps(what), flush=True)
+
+
+def read(index: str) -> Any:
+    """What was sent before."""
+    try:
+        with open(index) as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {"tree": None, "files": {}}
+
+
+def write(index: str, what: Any) -> None:
+    """Note what is there now."""
+    try:
+        with open(index + ".part", "w") as file:
+            json.dump(what, file)
+        os.replace(index + ".part", index)
+    except OSError:  # a full disk: without the list, the next transfer sends more than it has to
+        for each in (index + ".part", index):
+            if os.path.exists(each):
+                os.unlink(each)
+
+
+def verified(root: str, files: dict[str, list[Any]]) -> tuple[dict[str, list[Any]], list[str]]:
+    """Of the files that were sent those that are still there, as they are now; and which were changed."""
+    found: dict[str, list[Any]] = {}
+    edited: list[str] = []
+    for path, (digest, kind, *seen) in files.items():
+        full = os.path.join(root, path)
+        try:
+            now = look(full)
+            if now == seen:
+                found[path] = [digest, kind, *seen]
+                continue
+            digest, kind = hashed(full)
+        except OSError:
+            continue  # it was deleted here, or a folder has its name
+        if [digest, kind] != files[path][:2]:
+            edited.append(path)
+        found[path] = [digest, kind, *now]
+    return found, edited
+
+
+def look(full: str) -> list[int]:
+    """What tells an unchanged file without reading it."""
+    about = os.lstat(full)
+    return [about.st_size, about.st_mtime_ns, about.st_ino, about.st_mode]
+
+
+def hashed(full: str) -> tuple[str, str]:
+    """SHA-256 of what is in a file, and its kind."""
+    if os.path.islink(full):
+        return hashlib.sha256(os.fsencode(os.readlink(full))).hexdigest(), "link"
+    digest = hashlib.sha256()
+    with open(full, "rb") as file:
+        while True:
+            chunk = file.read(CHUNK)
+            if not chunk:
+                return digest.hexdigest(), "program" if os.access(full, os.X_OK) else "file"
+            digest.update(chunk)
+
+
+class Content:
+    """What is in the files, one after the other, from standard input."""
+
+    def __init__(self) -> None:
+        self.open, self.left = zlib.decompressobj(), b""
+
+    def write(self, part: str, digest: str, size: int) -> None:
+        """The next file, as `part`."""
+        seen, left = hashlib.sha256(), size
+        with open(part, "wb") as file:
+            while left:
+                chunk = self.next(left)
+                seen.update(chunk)
+                file.write(chunk)
+                left -= len(chunk)
+        if seen.hexdigest() != digest:
+            raise OSError("what arrived is not what was sent")
+
+    def next(self, most: int) -> bytes:
+        """Some bytes of it."""
+        while not self.left:
+            packed = self.open.unconsumed_tail or STDIN.read1(CHUNK)
+            if not packed:
+                raise Stopped
+            self.left = self.open.decompress(packed, CHUNK)
+        chunk, self.left = self.left[:most], self.left[most:]
+        return chunk
+
+
+def put(root: str, part: str, path: str, digest: str, kind: str) -> list[Any]:
+    """Give a file that is whole its name."""
+    full = os.path.join(root, path)
+    os.makedirs(os.path.dirname(full), exist_ok=True)
+    if kind == "link":
+        with open(part, "rb") as file:
+            target = file.read()
+        os.unlink(part)
+        os.symlink(target, part)
+    elif kind == "program":
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(part, 0o777 & ~mask)
+    if os.path.isdir(full) and not os.path.islink(full):
+        os.rmdir(full)
+    os.replace(part, full)
+    return [digest, kind, *look(full)]
+
+
+def remove(root: str, path: str) -> None:
+    """A file, and the folders that are empty without it."""
+    full = os.path.join(root, path)
+    if os.path.lexists(full):
+        os.unlink(full)
+    folder = os.path.dirname(full)
+    while folder != root and os.path.isdir(folder) and not os.listdir(folder):
+        os.rmdir(folder)
+        folder = os.path.dirname(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Machines for tests without a cloud: SSH servers on loopback, each with a folder and real processes."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import asyncssh
+
+from tpuswarm.cloud.rehearsal import block
+from tpuswarm.cloud.rehearsal.common.hosts import Host as Described
+from tpuswarm.cloud.rehearsal.machines import processes
+from tpuswarm.cloud.rehearsal.machines import ssh as served
+from tpuswarm.cloud.rehearsal.machines.machines import put_stand_ins
+from tpuswarm.cloud.rehearsal.machines.root import SSH_PORT, Root
+from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.remote.connect import Connections
+from tpuswarm.remote.host import Host
+
+USER = "me"
+
+
+class Machine(NamedTuple):
+    """One of them."""
+
+    host: Host
+    root: Path
+    """The folder that stands for its `/`."""
+    id: str
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home" / USER
+
+
+class Here(NamedTuple):
+    """All of them, and the key that opens them."""
+
+    machines: list[Machine]
+    key: Path
+    loop: asyncio.AbstractEventLoop
+    acceptors: dict[str, asyncssh.SSHAcceptor]
+
+    @property
+    def hosts(self) -> list[Host]:
+        return [each.host for each in self.machines]
+
+    def connections(self) -> Connections:
+        return Connections(self.key)
+
+    def ask(self, work):
+        """What a coroutine of the servers' own loop returns."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def cut(self, number: int) -> None:
+        """Every connection to a machine is lost; it takes new ones."""
+
+        async def close() -> None:
+            for each in list(CONNECTED.get(number, ())):
+                each.abort()
+            CONNECTED.pop(number, None)
+
+        self.ask(close())
+
+
+CONNECTED: dict[int, set[asyncssh.SSHServerConnection]] = {}
+
+
+class Noted(served.Server):
+    """Knows its connections, so that a test can cut them."""
+
+    def __init__(self, keys, number: int):
+        super().__init__(keys)
+        self._number = number
+
+    def connection_made(self, connection) -> None:
+        CONNECTED.setdefault(self._number, set()).add(connection)
+
+
+@contextmanager
+def machines(folder: Path, count: int) -> Iterator[Here]:
+    """`count` of them; at the end nothing of them runs."""
+    place = Place(folder / "cloud")
+    place.make()
+    place.machines.mkdir()
+    put_stand_ins(place)
+    number, held = block.hold(folder, None)
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    key_file = folder / "key"
+    key_file.touch(0o600)
+    key_file.write_bytes(key.export_private_key())
+    allowed = f"{USER}:{key.export_public_key().decode()}"
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    here = Here([], key_file, loop, {})
+    try:
+        for each in range(count):
+            described = Described(f"m{each}-{folder.name}", "owner", each, f"127.{number}.1.{each + 1}", None, chips=4)
+            root = Root(place, described)
+            root.boot()
+            ours = served.host_key(root)
+            address = described.internal
+            start = served.listen(root, address, ours, lambda: allowed, "", lambda keys, n=each: Noted(keys, n))
+            here.acceptors[address] = here.ask(start)
+            public = " ".join(ours.export_public_key().decode().split()[:2])
+            alias, known = f"node-{each}.0", folder / "known_hosts"
+            with known.open("a") as lines:
+                lines.write(f"{alias} {public}\n")
+            host = Host(f"node-{each}/0", address, SSH_PORT, USER, alias, (public,), known)
+            here.machines.append(Machine(host, root.path, described.id))
+            root.home(USER)
+        yield here
+    finally:
+        for each in here.acceptors.values():
+            loop.call_soon_threadsafe(each.close)
+        processes.kill([each.id for each in here.machines])
+        here.ask(asyncio.sleep(0.05))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        held.close()

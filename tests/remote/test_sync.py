@@ -1,0 +1,191 @@
+"""A folder on many machines: what is sent, what is not, what is deleted, and what a broken transfer leaves."""
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tpuswarm.errors import InputError
+from tpuswarm.remote.sync.listed import listed
+from tpuswarm.remote.sync.send import send
+from tpuswarm.remote.sync.tree import Kept
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A repository with a file that is tracked, one that is not, and one that is ignored."""
+    root = write(tmp_path / "project", train_py="print(1)", new_txt="new", data__big_bin="0", _gitignore="data/\n")
+    subprocess.run("git init -q . && git add train.py .gitignore", shell=True, cwd=root, check=True)
+    return root
+
+
+@pytest.fixture
+def bring(here, tmp_path):
+    """Sends a folder to all machines."""
+
+    def run(root, hosts=None, **options):
+        kept = Kept(tmp_path / "kept")
+        tree = kept.take(root, lambda total, new: None)
+
+        async def work():
+            async with here.connections() as connections:
+                return await send(connections, hosts or here.hosts, tree, kept, **options)
+
+        return asyncio.run(work())
+
+    return run
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_what_git_tracks_or_does_not_ignore_is_listed(project):
+    assert listed(project) == [".gitignore", "new.txt", "train.py"]
+    (project / "train.py").unlink()
+    inner = write(project / "inner", own_py="x")
+    subprocess.run("git init -q . && git add own.py", shell=True, cwd=inner, check=True)
+    assert listed(project) == [".gitignore", "inner/own.py", "new.txt"]
+
+
+def test_without_a_repository_everything_unignored_is_listed(tmp_path):
+    root = write(tmp_path / "plain", a_py="", _venv__x_py="", sub____pycache____a_pyc="", out__log_txt="")
+    (root / ".gitignore").write_text("out/\n")
+    (root / "__pycache__").mkdir()
+    (root / "__pycache__" / "a.pyc").touch()
+    assert [each for each in listed(root) if "pyc" not in each or each == "__pycache__/a.pyc"] == [".gitignore", "a.py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (".env", "A=1"),
+        (".env.local", "A=1"),
+        ("keys/id_ed25519", "x"),
+        ("server.pem", "-----BEGIN RSA PRIVATE KEY-----\n"),
+        ("account.json", '{\n  "private_key": "-----BEGIN PRIVATE KEY-----"}'),
+    ],
+)
+def test_secrets_are_refused_by_name_with_the_ways_out(project, tmp_path, name, text):
+    path = project / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    with pytest.raises(InputError, match=rf"^{name} would leave .* \[setup\] secrets.*\.gitignore"):
+        Kept(tmp_path / "kept").take(project, lambda total, new: None)
+    (project / ".gitignore").write_text(f"data/\n{name}\n")
+    Kept(tmp_path / "kept").take(project, lambda total, new: None)
+
+
+def test_examples_of_secrets_and_certificates_are_no_secrets(project, tmp_path):
+    write(project, _env_example="A=", cert_pem="-----BEGIN CERTIFICATE-----\n")
+    assert ".env.example" in Kept(tmp_path / "kept").take(project, lambda total, new: None).files
+
+
+def test_every_machine_gets_it_and_only_what_changed_is_sent_again(project, bring, here):
+    (project / "run.sh").write_text("#!/bin/sh\n")
+    (project / "run.sh").chmod(0o755)
+    (project / "link").symlink_to("train.py")
+    first = bring(project)
+    assert len(first.changed) == 3 and not first.failed
+    for each in here.machines:
+        there = each.home / "project"
+        assert files(there) == {
+            name: text for name, text in files(project).items() if name.split("/")[0] not in (".git", "data")
+        }
+        assert os.access(there / "run.sh", os.X_OK) and (there / "link").readlink() == Path("train.py")
+    assert len(bring(project).same) == 3
+
+    (project / "train.py").write_text("print(2)")
+    changes = bring(project).changed
+    assert {change.send for change in changes.values()} == {("train.py",)}
+    assert (here.machines[2].home / "project/train.py").read_text() == "print(2)"
+
+
+def test_what_it_brought_it_deletes_and_what_was_made_there_stays(project, bring, here):
+    write(project, sub__old_py="x")
+    bring(project)
+    made = here.machines[0].home / "project/runs/metrics.jsonl"
+    made.parent.mkdir()
+    made.write_text("{}")
+    (project / "sub/old.py").unlink()
+    said = []
+    outcome = bring(project, agree=said.append)
+    assert {each.delete for each in said[0].values()} == {("sub/old.py",)} and not outcome.failed
+    assert made.exists() and not (here.machines[0].home / "project/sub").exists()
+
+
+def test_a_file_that_was_changed_there_is_named_and_overwritten(project, bring, here):
+    bring(project)
+    there = here.machines[1].home / "project/train.py"
+    there.write_text("print('edited')")
+    changes = bring(project).changed
+    assert [(host.label, change.edited) for host, change in changes.items()] == [("node-1/0", ("train.py",))]
+    assert there.read_text() == "print(1)"
+
+
+def test_nothing_is_sent_where_a_person_says_no(project, bring, here):
+    class No(Exception):
+        pass
+
+    def refuse(changes):
+        raise No
+
+    with pytest.raises(No):
+        bring(project, agree=refuse)
+    assert not (here.machines[0].home / "project").exists()
+
+
+def test_a_lost_connection_leaves_whole_files_and_the_next_time_goes_on(project, bring, here):
+    for number in range(30):
+        (project / f"{number:02}.bin").write_bytes(os.urandom(1 << 18))
+    lost = here.machines[0]
+
+    def cut(host, count):
+        if host == lost.host and len(list((lost.home / "project").glob("*.bin"))) >= 3:
+            here.cut(0)
+
+    outcome = bring(project, told=cut)
+    assert [host.label for host in outcome.failed] == ["node-0/0"] and len(outcome.changed) == 2
+    assert "the same command goes on" in str(outcome.failed[lost.host])
+    arrived = {path.name for path in (lost.home / "project").glob("*.bin")}
+    assert 0 < len(arrived) < 30
+    assert all((lost.home / "project" / name).read_bytes() == (project / name).read_bytes() for name in arrived)
+    (again,) = bring(project).changed.values()
+    assert len(again.send) <= 33 - len(arrived) and files_equal(project, lost.home / "project")
+
+
+def files_equal(ours: Path, theirs: Path) -> bool:
+    return all((theirs / each).read_bytes() == (ours / each).read_bytes() for each in listed(ours))
+
+
+def test_a_machine_that_comes_later_gets_what_was_sent_not_what_was_edited_since(project, bring, here, tmp_path):
+    bring(project, hosts=here.hosts[:1])
+    (project / "train.py").write_text("print('half an edit')")
+    kept = Kept(tmp_path / "kept")
+
+    async def later():
+        async with here.connections() as connections:
+            return await send(connections, here.hosts[1:], kept.load(), kept)
+
+    assert len(asyncio.run(later()).changed) == 2
+    assert (here.machines[2].home / "project/train.py").read_text() == "print(1)"
+
+
+def test_one_that_is_gone_does_not_hold_up_the_others(project, bring, here):
+    here.ask(close(here, 1))
+    outcome = bring(project)
+    assert [host.label for host in outcome.failed] == ["node-1/0"] and len(outcome.changed) == 2
+
+
+async def close(here, number):
+    here.acceptors[here.machines[number].host.address].close()

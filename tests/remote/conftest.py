@@ -48,8 +48,9 @@ class Fleet:
 
     def start(self, *words: str, **about) -> subprocess.Popen[str]:
         """A command under way; its output comes from pipes."""
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **about}
-        return subprocess.Popen([PROGRAM, *words], cwd=self.folder, env=self.environment, text=True, **pipes)
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        about = {"cwd": self.folder, "env": self.environment, **pipes, **about}
+        return subprocess.Popen([PROGRAM, *words], text=True, **about)
 
     def run(self, *words: str, code: int = 0, **about) -> tuple[str, str]:
         """What a command printed."""

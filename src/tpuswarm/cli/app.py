@@ -13,6 +13,7 @@ from tpuswarm.cli import (
     catalog,
     control,
     export,
+    files,
     fleet,
     init,
     learn,
@@ -51,6 +52,7 @@ GROUPS: dict[str, dict[str, Any]] = {
         "init": init.init, "up": up.up, "list": fleet.list_, "describe": fleet.describe, "pause": up.pause,
         "resume": up.resume, "cost": fleet.cost, "down": up.down, "keep": up.keep, "rehearsal": rehearsal.app,
     },
+    "Touch": {"copy": files.copy, "sync": files.sync},
     "Network": {"router": router.app},
 }  # fmt: skip
 """All commands, in the order of `--help`."""

@@ -23,6 +23,11 @@ EXAMPLES = {
     "cost": ("tpuswarm cost",),
     "down": ("tpuswarm down --dry-run", "tpuswarm down v2-usc1f-0"),
     "keep": ("tpuswarm keep swarm.toml",),
+    "copy": (
+        "tpuswarm copy data.bin small:data/",
+        "tpuswarm copy v2-usc1f-0:project/runs runs",
+    ),
+    "sync": ("tpuswarm sync", "tpuswarm sync small --dry-run"),
     "train": (
         "tpuswarm train gpt2-tiny --data my-text.txt --steps 500",
         "tpuswarm train gpt2-124m --init-from gpt2 --data my-text.txt --lr 1e-4",

@@ -17,6 +17,7 @@ from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.file import DEFAULT, SwarmFile, read_swarm
 from tpuswarm.fleet.keeping.document import Damaged, Document, LocalBucket, Store, state_folder
 from tpuswarm.fleet.keeping.history import History
+from tpuswarm.remote.sync.tree import Kept
 from tpuswarm.train.files import write_atomically
 
 
@@ -44,6 +45,11 @@ class Fleet:
     def log(self) -> Path:
         """What a keeper in the background says."""
         return self.folder / "keeper.log"
+
+    @property
+    def tree(self) -> Kept:
+        """The folder that `sync` sent last: machines that come later get it as it was."""
+        return Kept(self.folder / "tree")
 
     def provider(self) -> Provider:
         """The cloud."""

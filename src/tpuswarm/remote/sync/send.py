@@ -21,6 +21,7 @@ RECEIVE = (Path(__file__).parent / "receive.py").read_bytes()
 PROGRAM = f"import sys; exec(compile(sys.stdin.buffer.read({len(RECEIVE)}), 'sync', 'exec'))"
 COMMAND = f'exec python3 -I -S -X utf8 -c "{PROGRAM}"'
 """The machine's own Python, which reads first what it is to do: nothing of ours has to be there."""
+LOST = "was lost in the middle: the files that arrived stay, and the same command goes on from there"
 Told = Callable[[Host, int], None]
 """Called with each part that was sent: to whom, and its bytes."""
 
@@ -139,6 +140,8 @@ class Session:
         try:
             await asyncio.wait((answering, sending), return_when=asyncio.FIRST_EXCEPTION)
             answer = await answering
+        except NoWay:
+            return NoWay(self._host, LOST)
         except TpuswarmError as error:
             return error
         finally:
@@ -153,7 +156,9 @@ class Session:
         assert self._process is not None
         self._write(first)
         at = 0
-        while chunk := os.pread(pack.fileno(), CHUNK, at):  # others read the same file at other places
+        while not self._connection.is_closed() and (
+            chunk := os.pread(pack.fileno(), CHUNK, at)
+        ):  # others read the same file at other places
             at += len(chunk)
             self._write(chunk)
             await self._process.stdin.drain()
@@ -183,9 +188,9 @@ class Session:
         """Why there is no answer."""
         assert self._process is not None
         if self._connection.is_closed():
-            return NoWay(self._host, "was lost in the middle: the files that arrived stay; the same command goes on")
+            return NoWay(self._host, LOST)
         said = (line + await self._process.stderr.read()).decode(errors="replace").strip().splitlines()
-        why = said[-1] if said else "the connection was lost; the files that arrived stay, the same command goes on"
+        why = said[-1] if said else LOST
         return RunFailed(f"{self._host.label}: {why}")
 
     def _said(self, answer: Mapping[str, Any], count: int) -> str:

@@ -1,0 +1,94 @@
+"""Copies to machines and from them: files, folders, what is there already, what a lost connection leaves."""
+
+import asyncio
+import os
+
+import pytest
+
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.remote.copy import get, put, split
+from tpuswarm.remote.host import NoWay
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("node-1:data/x", ("node-1", "data/x")),
+        ("node-1/2:x", ("node-1/2", "x")),
+        ("small:", ("small", "")),
+        ("all:~/x", ("all", "x")),
+        ("data", (None, "data")),
+        ("./a:b", (None, "./a:b")),
+        ("/tmp/x:y", (None, "/tmp/x:y")),
+    ],
+)
+def test_a_colon_makes_it_a_machines_path(text, parts):
+    assert split(text) == parts
+
+
+@pytest.fixture
+def over(here):
+    """Does something over the connections to the machines."""
+
+    def run(work, *args, **options):
+        async def inside():
+            async with here.connections() as connections:
+                return await work(connections, *args, **options)
+
+        return asyncio.run(inside())
+
+    return run
+
+
+def test_a_folder_goes_there_and_comes_back_as_it_was(here, over, tmp_path):
+    source = tmp_path / "data"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep/run.sh").write_text("#!/bin/sh")
+    (source / "deep/run.sh").chmod(0o755)
+    (source / "a").write_bytes(os.urandom(3_000_000))
+    machine = here.machines[0]
+    assert over(put, machine.host, source, "copies/") == 2
+    there = machine.home / "copies/data"
+    assert (there / "a").read_bytes() == (source / "a").read_bytes() and os.access(there / "deep/run.sh", os.X_OK)
+    assert over(get, machine.host, "copies/data", tmp_path / "back") == 2
+    assert (tmp_path / "back/a").read_bytes() == (source / "a").read_bytes()
+    assert (tmp_path / "back/deep/run.sh").stat().st_mtime == int((source / "deep/run.sh").stat().st_mtime)
+
+
+def test_what_is_there_already_is_not_written_again(here, over, tmp_path):
+    (tmp_path / "a").write_text("x")
+    over(put, here.hosts[0], tmp_path / "a", "")
+    before = (here.machines[0].home / "a").stat().st_ino
+    over(put, here.hosts[0], tmp_path / "a", "")
+    assert (here.machines[0].home / "a").stat().st_ino == before
+    (tmp_path / "a").write_text("other")
+    over(put, here.hosts[0], tmp_path / "a", "")
+    assert (here.machines[0].home / "a").read_text() == "other"
+
+
+def test_a_broken_copy_leaves_no_half_file_and_goes_on(here, over, tmp_path):
+    source = tmp_path / "big"
+    source.write_bytes(os.urandom(20_000_000))
+    machine, seen = here.machines[0], []
+
+    def cut(count):
+        seen.append(count)
+        if sum(seen) == 8 << 20:
+            here.cut(0)
+
+    with pytest.raises(NoWay, match=r"the same command goes on"):
+        over(put, machine.host, source, "big", told=cut)
+    assert not (machine.home / "big").exists()
+    again = []
+    over(put, machine.host, source, "big", told=again.append)
+    assert again[0] >= 6 << 20 and (machine.home / "big").read_bytes() == source.read_bytes()
+    assert [each.name for each in machine.home.iterdir()] == ["big"]
+
+
+def test_what_is_not_there_or_may_not_be_written_is_said_in_a_sentence(here, over, tmp_path):
+    with pytest.raises(InputError, match=r"^node-0/0 has no file or folder nowhere$"):
+        over(get, here.hosts[0], "nowhere", tmp_path)
+    (tmp_path / "a").touch()
+    (here.machines[0].home / "folder").write_text("no folder")
+    with pytest.raises(RunFailed, match=r"^node-0/0: "):
+        over(put, here.hosts[0], tmp_path / "a", "folder/")

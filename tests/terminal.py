@@ -101,12 +101,19 @@ class Terminal:
         self._stream.feed(data)
         return bool(data)
 
+    def hang_up(self) -> int:
+        """Close the window, as a person does or a network that is cut; the exit code of who was in the foreground."""
+        os.close(self._end)
+        self._end = -1
+        return self.process.wait(PATIENCE)
+
     def close(self) -> None:
-        """Hang up; whatever still runs in the terminal is killed."""
+        """Hang up; what still runs in the foreground is killed."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        os.close(self._end)
+        if self._end >= 0:
+            os.close(self._end)
 
 
 @contextmanager

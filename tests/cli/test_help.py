@@ -67,3 +67,11 @@ def test_the_version(typed):
 def test_the_name_that_other_programs_give_an_option_finds_ours(typed, wrong, right):
     code, _, err = typed("train", "gpt2-tiny", wrong, "1")
     assert code == 2 and err.endswith(f"did you mean {right}?\n")
+
+
+def test_an_option_like_none_that_there_is_gets_no_suggestion(typed):
+    code, _, err = typed("train", "gpt2-tiny", "--bogus", "1")
+    assert code == 2
+    assert err == (
+        "error: neither train nor gpt2-tiny has an option --bogus; `tpuswarm train gpt2-tiny --help` lists them\n"
+    )

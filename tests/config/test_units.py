@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.nearest import did_you_mean, nearest
 from tpuswarm.config.units import Every, check_number, parse_count, parse_every, parse_seconds
 from tpuswarm.errors import InputError
 
@@ -69,3 +69,5 @@ def test_due():
 def test_did_you_mean_gives_the_nearest_or_all():
     assert did_you_mean("replikate", ["replicate", "fsdp"]) == "did you mean replicate?"
     assert did_you_mean("xyz", ["b", "a"]) == "known: a, b"
+    assert nearest("--bogus", ["--host", "--hosts", "--lr"]) is None  # the dashes are no likeness
+    assert nearest("--hsot", ["--host", "--lr"]) == nearest("hsot", ["--host"]) == "--host"

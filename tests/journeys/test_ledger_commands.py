@@ -21,7 +21,7 @@ from tpuswarm.cli import control
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.events import commit_event
 from tpuswarm.swarm.ledger import commit_name
-from tpuswarm.swarm.logs import stamped
+from tpuswarm.swarm.logs import stamp
 from tpuswarm.swarm.objects import object_name
 from tpuswarm.swarm.status import MemberStatus, Progress, compose, write_status
 from tpuswarm.swarm.store import Store
@@ -313,7 +313,7 @@ def test_logs_follow_until_the_end(call, chain, monkeypatch):
 
     def between_looks(seconds):
         for number in steps.pop(0):
-            log(number % 2, stamped(f"step {number}", began + number / 10))
+            log(number % 2, f"{stamp(began + number / 10)}step {number}\n")
         if not steps:
             append_event(folder, "finished", message="100 steps")
             held.close()

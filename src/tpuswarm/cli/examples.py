@@ -33,6 +33,7 @@ EXAMPLES = {
         "tpuswarm train gpt2-124m --init-from gpt2 --data my-text.txt --lr 1e-4",
         "tpuswarm train gpt2-tiny --members 3 --cycle 20 --run runs/swarm",
         "tpuswarm train my_recipe.py:Recipe --batch 64 --devices 8 --dry-run",
+        "tpuswarm train gpt2-tiny --run runs/long --detach",
         "tpuswarm train run.toml",
     ),
     "join": ("tpuswarm join 10.0.0.2:38123 --token-file token",),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.nearest import nearest
 from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ def make_recipe(
         flags = {each for parameter in context.command.params for each in parameter.opts if each.startswith("--")}
         known = {f"--{key.replace('_', '-')}" for key in types} | flags
         flag = f"--{wrong.replace('_', '-')}"
-        command = context.command.name
-        raise InputError(f"neither {command} nor {name} has an option {flag}; {did_you_mean(flag, known)}")
+        command, near = context.command.name, nearest(flag, known)
+        way = f"did you mean {near}?" if near else f"`tpuswarm {command} {name} --help` lists them"
+        raise InputError(f"neither {command} nor {name} has an option {flag}; {way}")
     stored: dict[str, Any] = {}
     home, lacking = None, None
     ours = {"recipe": absolute_target(target)}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuswarm.cli.asked import FIT, Asked, ask
+from tpuswarm.cli.detach import detach as start_detached
 from tpuswarm.cli.dry_run import dry_run
 from tpuswarm.config.shown import significant
 from tpuswarm.train.terminal import at_once
@@ -70,6 +71,9 @@ def train(
     profile: Annotated[bool | None, option("--profile", "Trace a few steps for xprof and TensorBoard.", KEPT)] = None,
     wandb: Annotated[str | None, option("--wandb", "Log every row to this Weights & Biases project.", KEPT)] = None,
     as_json: Annotated[bool, option("--json", "Print one JSON object at the end.", KEPT)] = False,
+    detach: Annotated[
+        bool, option("--detach", "Go on in the background, also when the terminal closes.", KEPT)
+    ] = False,
     dry: Annotated[bool, option("--dry-run", "Show what would be trained, and where; change nothing.", KEPT)] = False,
     hosts: Annotated[
         int | None, option("--hosts", "Number of hosts that train together as one program.", HOSTS)
@@ -114,6 +118,9 @@ def train(
     asked = ask(context)
     if dry:
         _show(dry_run(asked), as_json)
+        return
+    if detach:
+        start_detached(asked, hosts, as_json)
         return
     code = _swarm(asked, as_json) if asked.swarm is not None else _plain(asked, context.params)
     if code is not None:

@@ -8,11 +8,13 @@ ALSO = {"--learning-rate": "--lr", "--batch-size": "--batch", "--dropout-rate": 
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """The known name most like a wrong one; None where none is near."""
+    """The known name most like a wrong one; None where none is near. The dashes of options make nothing alike."""
     known, wrong = sorted(known), wrong.lower()
     if ALSO.get(wrong) in known:
         return ALSO[wrong]
-    return next(iter(difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)), None)
+    bare = {each.lstrip("-"): each for each in known}
+    near = difflib.get_close_matches(wrong.lstrip("-"), bare, n=1, cutoff=0.5)
+    return bare[near[0]] if near else None
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

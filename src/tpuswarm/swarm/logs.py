@@ -1,11 +1,12 @@
-"""What a run and its processes said, in the order of time: events in words, and the lines of logs/NAME.log."""
+"""What a run and its processes said, in the order of time: events in words, and the lines of its logs."""
 
+import io
 import re
 import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
@@ -17,7 +18,8 @@ RUN = "run"
 """The source of events."""
 SLACK = timedelta(seconds=1)
 """A file's clock is coarser than the one that is written into it."""
-_STAMP = re.compile(r"([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{3}))? ")
+STAMP = re.compile(r"([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{3}))? ")
+"""How such a line is found again."""
 
 
 class Line(NamedTuple):
@@ -59,7 +61,7 @@ class Logs:
         return sorted(found, key=lambda line: line.time)  # stable: lines of one file stay in order
 
     def _files(self) -> list[Path]:
-        return sorted((self._folder / "logs").glob("*.log"))
+        return sorted([*self._folder.glob("*.log"), *self._folder.glob("logs/*.log")])
 
     def _events(self) -> list[Line]:
         found = []
@@ -80,12 +82,27 @@ class Logs:
         return whole.splitlines(keepends=True)
 
 
-def stamped(text: str, at: float) -> str:
-    """A line for a process's log; at: seconds since 1970.
+def stamp(at: float) -> str:
+    """How a line of a process's log begins; at: seconds since 1970.
 
     Lines of several processes are put into order by it, and those have more than one thing to say in a second.
     """
-    return f"{datetime.fromtimestamp(at).time().isoformat('milliseconds')} {text}\n"
+    return f"{datetime.fromtimestamp(at).time().isoformat('milliseconds')} "
+
+
+class Stamped(io.FileIO):
+    """A log file that says of each line when it was written."""
+
+    fresh = True
+    """Whether the next byte begins a line."""
+
+    def write(self, data: Any) -> int:
+        """As FileIO does."""
+        lines, at = bytes(data).splitlines(keepends=True), stamp(time.time()).encode()
+        for line in lines:
+            super().write(at + line if self.fresh else line)
+            self.fresh = line.endswith(b"\n")
+        return len(data)
 
 
 def dated(lines: Sequence[str], source: str, ended: float) -> list[Line]:
@@ -97,7 +114,7 @@ def dated(lines: Sequence[str], source: str, ended: float) -> list[Line]:
     at = datetime.fromtimestamp(ended)
     undated: list[str] = []
     for line in reversed(lines):
-        stamp = _STAMP.match(line)
+        stamp = STAMP.match(line)
         if stamp is None:
             undated.append(line)
             continue

@@ -124,8 +124,8 @@ class Run:
         """Let the directory go, and remove it if nothing came of it."""
         if not (self.folder / CONFIG).exists():
             (self.folder / LOCK).unlink(missing_ok=True)  # two threads may come to the end of a run
-            with suppress(OSError):  # it holds something else
-                for each in dict.fromkeys((self.folder, *self._made)):
+            for each in dict.fromkeys((self.folder, *self._made)):
+                with suppress(OSError):  # it holds something else, or is gone
                     each.rmdir()
         self.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.effects import Call, Process, Sleep
 from tpuswarm.swarm.engines.threads import Node
-from tpuswarm.swarm.logs import stamped
+from tpuswarm.swarm.logs import stamp
 from tpuswarm.swarm.runtime.head import Head
 from tpuswarm.swarm.runtime.plan import Plan
 from tpuswarm.swarm.runtime.shard import Shard
@@ -68,7 +68,7 @@ def member(
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(stamped(text, time.time()))
+    sys.stdout.write(f"{stamp(time.time())}{text}\n")
     sys.stdout.flush()
 
 

@@ -1,5 +1,6 @@
 """A swarm's progress for a person: a live view on a terminal, a few lines elsewhere. All of it on stderr."""
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from tpuswarm.config.shown import clock, significant
 from tpuswarm.swarm.drawing import About, draw
+from tpuswarm.swarm.logs import Stamped
 from tpuswarm.swarm.status import SwarmStatus
 from tpuswarm.train.display import PLAIN_WIDTH, speed_text
 from tpuswarm.train.live import Curve, region
@@ -38,6 +40,10 @@ class Screen:
     def note(self, text: str) -> None:
         """Say what happened."""
         self.console.print(f"{self._stamp()}  {text}", markup=False, soft_wrap=True)
+
+    def event(self, text: str) -> None:
+        """Say what happened to the run, which its events say as well."""
+        self.note(text)
 
     def _stamp(self) -> str:
         return f"{time.time() - self.began:6.1f} s"
@@ -111,8 +117,21 @@ class LiveScreen(Screen):
         return draw(picture.about, picture.status, picture.losses, width, height)
 
 
+class LogScreen(Screen):
+    """Lines in a log of the run, which are read together with its events, and have their times."""
+
+    def note(self, text: str) -> None:
+        """Say what happened."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def event(self, text: str) -> None:
+        """It is read already."""
+
+
 def auto_screen() -> Screen:
     """The live view on a terminal or in a notebook, else lines."""
+    if isinstance(getattr(getattr(sys.stderr, "buffer", None), "raw", None), Stamped):
+        return LogScreen()
     console = stderr_console()
     return LiveScreen(console) if console.is_terminal or console.is_jupyter else Screen()
 

@@ -360,4 +360,4 @@ class Supervisor:
 
     def _event(self, event: str, **facts: Any) -> None:
         self.run.write_event(event, **facts)
-        self.screen.note(sentence({"event": event, **facts}))
+        self.screen.event(sentence({"event": event, **facts}))

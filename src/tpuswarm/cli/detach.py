@@ -6,7 +6,6 @@ module is that command: what it says goes to its run's train.log, each line with
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys

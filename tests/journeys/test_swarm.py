@@ -99,7 +99,8 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setenv("TPUSWARM_CACHE", cache)
                 joined.append(processes.start(["join", address, "--token-file", str(token)], tmp_path))
-            swarm.wait(lambda: len(guests(swarm)) == len(joined))
+            swarm.wait(lambda: joined[-1].poll() is not None or len(guests(swarm)) == len(joined))
+            assert joined[-1].poll() is None, joined[-1].communicate()
         vanished, leaves = guests(swarm)
         swarm.wait(lambda: {vanished, leaves} <= contributors(swarm))
         # One machine is preempted without a word: all that ran there is gone at once, and its disk.

@@ -9,7 +9,7 @@ import pytest
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.engines import node
-from tpuswarm.swarm.engines.files import DISMISSED
+from tpuswarm.swarm.engines.files import DISMISSED, ENVIRONMENT
 from tpuswarm.swarm.runtime import join as joining
 from tpuswarm.swarm.runtime.group import Group
 from tpuswarm.swarm.runtime.join import _Life, join
@@ -63,6 +63,20 @@ def test_a_node_that_ends_is_started_again_while_the_swarm_lives(swarm, tmp_path
     assert (len(started), said[-1]) == (4, "the swarm has ended")
 
 
+def test_a_machine_that_is_too_busy_to_start_ray_tries_again(swarm, tmp_path, monkeypatch):
+    started = ray_start(monkeypatch, "echo Exception: The current node timed out during startup.; exit 1")
+    said = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(started) == 2:
+            swarm.close()
+
+    join(address(swarm), None, tmp_path / "token", say)
+    again = "this machine was too busy to start Ray, but the swarm is alive; trying again in 0 s"
+    assert said[1:] == [again, again, "the swarm has ended"] and len(started) == 3
+
+
 def test_a_node_that_never_came_up_is_not_tried_again(swarm, tmp_path, monkeypatch):
     started = ray_start(monkeypatch, "echo Ray is too old here")
     with pytest.raises(RunFailed, match=r"could not join .*: Ray is too old here"):
@@ -103,6 +117,18 @@ def test_ray_gets_a_folder_named_by_its_own_pid(tmp_path, monkeypatch):
     said = (tmp_path / "out").read_text()
     assert said.startswith(f"{process.pid} start --address 127.0.0.1:1 --block")
     assert said.endswith(f" --temp-dir {tmp_path}/private/{process.pid}\n")
+
+
+def test_a_node_shows_its_token_whatever_this_process_has_imported(tmp_path, monkeypatch):
+    ray = tmp_path / "ray"
+    ray.write_text('#!/bin/sh\necho "$RAY_AUTH_MODE $RAY_USAGE_STATS_ENABLED"\n')
+    ray.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    with (tmp_path / "out").open("w+") as out:
+        node._start("127.0.0.1:1", tmp_path / "private", {}, out.fileno()).wait(20)
+    assert (tmp_path / "out").read_text() == "token 0\n"
 
 
 STEPPED = _Life(LOST, "host 0 is gone (connection closed), so this host stops too; start again", True)

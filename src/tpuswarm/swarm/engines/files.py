@@ -1,4 +1,4 @@
-"""What a machine's Ray is told by files, and what it is called there: known without Ray itself."""
+"""What a machine's Ray is told by files and variables, and what it is called there: known without Ray itself."""
 
 import os
 import secrets
@@ -6,6 +6,13 @@ from pathlib import Path
 
 from tpuswarm.errors import RunFailed
 
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # which devices a member sees is not Ray's to say
+    "RAY_worker_niceness": "0",  # training is what the machine is for; Ray's default is 15
+}
+"""Of every process that imports Ray, and of every machine's node."""
 MEMBER = "tpuswarm-member"
 """Ray's resource of a machine that joined: one member may live there."""
 DISMISSED = "dismissed.json"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.engines.files import DISMISSED, MEMBER, STORE_BYTES, private_folder, use_token
+from tpuswarm.swarm.engines.files import DISMISSED, ENVIRONMENT, MEMBER, STORE_BYTES, private_folder, use_token
 from tpuswarm.swarm.notice import GOODBYE
 from tpuswarm.train.stop import StopSignals
 from tpuswarm.train.waiting import waiting
@@ -22,6 +22,8 @@ ANSWER = 5.0
 """Seconds for an address to answer."""
 PAUSE, PAUSE_MAX = 1.0, 60.0
 """Seconds until a node that ended unasked is started again: doubled until one has lived for longer."""
+SLOW = "timed out during startup"
+"""What `ray start` says where its processes took more than 30 s to start, as on a busy machine."""
 CUT = 120.0
 """Seconds without an answer, where nothing says that the address is closed, after which the swarm counts as ended."""
 
@@ -43,9 +45,11 @@ def be_node(address: str, token: Path, environment: Mapping[str, str], say: Say)
             said = _live(address, environment, stop, say)
             if stop.asked is not None:
                 return
+            slow = SLOW in said
             try:
-                _explain(said, address, token)
-                joined = True
+                if not slow:
+                    _explain(said, address, token)
+                    joined = True
             except RunFailed:
                 if not joined:
                     raise
@@ -54,7 +58,8 @@ def be_node(address: str, token: Path, environment: Mapping[str, str], say: Say)
                 return
             if time.monotonic() - began > PAUSE_MAX:
                 pause = PAUSE
-            say(f"this machine dropped out, but the swarm is alive; rejoining in {pause:.0f} s")
+            what = "this machine was too busy to start Ray" if slow else "this machine dropped out"
+            say(f"{what}, but the swarm is alive; {'trying again' if slow else 'rejoining'} in {pause:.0f} s")
             if wait(pause, stop):
                 return
             pause = min(2 * pause, PAUSE_MAX)
@@ -147,7 +152,7 @@ def _start(address: str, parent: Path, environment: Mapping[str, str], output: i
     ]  # fmt: skip
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        env={**os.environ, **environment},
+        env={**os.environ, **ENVIRONMENT, **environment},
     )  # fmt: skip
 
 

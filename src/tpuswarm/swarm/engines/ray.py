@@ -22,16 +22,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.effects import Call, Over, Unreachable
-from tpuswarm.swarm.engines.files import DISMISSED, MEMBER, STORE_BYTES, private_folder, use_token
+from tpuswarm.swarm.engines.files import DISMISSED, ENVIRONMENT, MEMBER, STORE_BYTES, private_folder, use_token
 from tpuswarm.swarm.notice import on_notice
 from tpuswarm.train.stop import held
 
-os.environ |= {  # Ray reads these while it is imported
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # which devices a member sees is not Ray's to say
-    "RAY_worker_niceness": "0",  # training is what the machine is for; Ray's default is 15
-}
+os.environ |= ENVIRONMENT  # Ray reads these while it is imported
 
 import numpy as np
 import ray

@@ -98,6 +98,7 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
         for cache in (str(disk), os.environ["TPUSWARM_CACHE"]):
             with monkeypatch.context() as patch:
                 patch.setenv("TPUSWARM_CACHE", cache)
+                patch.delenv("JAX_COMPILATION_CACHE_DIR")  # a machine compiles onto its own disk
                 joined.append(processes.start(["join", address, "--token-file", str(token)], tmp_path))
             swarm.wait(lambda: joined[-1].poll() is not None or len(guests(swarm)) == len(joined))
             assert joined[-1].poll() is None, joined[-1].communicate()

@@ -71,6 +71,17 @@ def test_a_crash_at_every_step_of_every_process(part):
         assert len(view.counted) >= world.horizon and world.kills == 1, world.points[point]
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_a_minute_of_standstill_at_every_step_of_every_process(part):
+    """Whoever stands still, the run goes on; where it is the coordinator itself, no member loses anything by it."""
+    for point in crash_points()[part::4]:
+        world = World(seed=3, members=2, horizon=8, stop_at=point, downlink=True)
+        view = world.run()
+        assert len(view.counted) >= world.horizon and world.stops == 1, world.points[point]
+        if world.points[point][0] == "coordinator":
+            assert world.lives == world.members and sum(world.processed.values()) == world.horizon, world.points[point]
+
+
 def test_members_add_what_changed_and_fetch_the_whole_where_that_is_wrong():
     world = World(seed=3, downlink=True)
     world.run()

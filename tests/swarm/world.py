@@ -204,6 +204,8 @@ class World:
     poison: set[int] = field(default_factory=set)
     kill_at: int | None = None
     """The effect boundary, counted from 0, at which the node that reached it dies."""
+    stop_at: int | None = None
+    """The effect boundary at which the node that reached it stands still for a minute."""
     random_kills: int = 0
     lost_payloads: int = 0
     """Payloads destroyed at random moments, accepted ones included."""
@@ -239,7 +241,7 @@ class World:
         self.said: list[str] = []
         self.thetas: dict[int, Vector] = {}
         self.lives = 0
-        self.kills = 0
+        self.kills = self.stops = 0
         self.processed: dict[Incarnation, int] = {}
         """Rows trained, counted apart from the product's books."""
         self.coordinators: dict[str, Coordinator] = {}
@@ -325,6 +327,9 @@ class World:
         self.points.append((node, name, when))
         if self.kill_at is not None and len(self.points) == self.kill_at + 1:
             self.crash(node)
+        if self.stop_at is not None and len(self.points) == self.stop_at + 1:
+            self.stops += 1
+            self.engine.stop(node, 60.0)
 
     def crash(self, node: str) -> None:
         self.kills += 1
@@ -360,7 +365,9 @@ class World:
 
     def check(self) -> None:
         """Of every living member, at every moment: its parameters hold exactly what its books say is outstanding."""
-        for made in self.processes.values():
+        for name, made in self.processes.items():
+            if self.engine.stands_still(name):
+                continue  # perhaps between a change of its parameters and the line in its books
             holder, books = made.holder, made.books
             assert isinstance(holder, ExactHolder)
             own = combine((1, holder.theta), (-1, self.theta(books.base)))

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.clock import Clock
 from tpuswarm.swarm.core import coordinator as core
 from tpuswarm.swarm.core.messages import Accepted, Beat, Damage, Granted, Lost, Merge, Outdated, Refused, Store, Terms
 from tpuswarm.swarm.core.values import Header, Identity, Incarnation
@@ -14,6 +15,8 @@ from tpuswarm.swarm.verify import newest_whole
 
 LOOK = 0.5
 """Seconds between two looks at the clock, at most."""
+LEAST = 0.001
+"""Seconds between two, at least: a shorter wait may be lost in rounding."""
 
 
 class Coordinator:
@@ -30,27 +33,27 @@ class Coordinator:
         founded: bool,
         alone: bool = False,
     ):
-        """clock: seconds that never jump, for leases and rounds; time: seconds since 1970, for the record."""
+        """clock: seconds that never jump, for leases and rounds, read as a Clock; time: seconds since 1970, for the record."""
         self._terms, self._ledger, self._shards = terms, ledger, tuple(shards)
-        self._clock, self._time, self._founded, self._alone = clock, time, founded, alone
+        self.clock, self._time, self._founded, self._alone = Clock(clock), time, founded, alone
         self.state: core.State
 
     def open(self) -> Process:
         """Read the ledger and the stored headers: everything accepted is accepted, whoever is alive."""
         view = yield Do("coordinator reads the ledger", self._ledger.view)
         headers = yield Do("coordinator lists headers", lambda: self._ledger.headers(view.verdicts))
-        self.state = core.start(self._terms, view, headers, self._clock(), founded=self._founded, alone=self._alone)
+        self.state = core.start(self._terms, view, headers, self.clock(), founded=self._founded, alone=self._alone)
 
     def beat(self, said: Beat) -> Granted | Refused:
         """A member's hello, announcement or heartbeat."""
-        self.state, answer = core.beat(self.state, said, self._clock())
+        self.state, answer = core.beat(self.state, said, self.clock())
         if isinstance(answer, Outdated):
             raise _outruled(answer)
         return answer
 
     def push(self, header: Header) -> Process:
         """Accept a contribution whose payload is stored, or say why not."""
-        self.state, answer = core.push(self.state, header, self._clock())
+        self.state, answer = core.push(self.state, header, self.clock())
         if isinstance(answer, Outdated):
             raise _outruled(answer)
         if not isinstance(answer, Store):
@@ -58,7 +61,7 @@ class Coordinator:
         outcome = yield Do("coordinator creates a header", lambda: self._ledger.create_header(header))
         if outcome == "lost":
             return Refused("a different push with the same identity is stored")
-        self.state = core.stored(self.state, header, self._clock())
+        self.state = core.stored(self.state, header, self.clock())
         return Accepted()
 
     def leave(self, incarnation: Incarnation) -> None:
@@ -73,11 +76,11 @@ class Coordinator:
         if not self._founded:
             yield from self._from_shards("check", self.state.view.newest)
         while not self.state.ended:
-            self.state, merge, when = core.tick(self.state, self._clock())
+            self.state, merge, when = core.tick(self.state, self.clock())
             if merge:
                 yield from self._commit(merge)
             else:
-                yield Sleep(max(0.0, min(LOOK, when.look_at - self._clock())))
+                yield Sleep(max(LEAST, min(LOOK, when.look_at - self.clock())))
 
     def _commit(self, merge: Merge) -> Process:
         while True:

@@ -56,6 +56,8 @@ class Inproc:
     _count: int = 0
     _servers: dict[str, Any] = field(default_factory=dict)
     _running: dict[int, _Running] = field(default_factory=dict)
+    _stopped: dict[str, float] = field(default_factory=dict)
+    """Nodes that stand still, and until when."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -79,9 +81,18 @@ class Inproc:
 
     def kill(self, node: str) -> None:
         """The node is gone, as by kill -9: nothing of it runs on, nothing is cleaned up."""
+        self._stopped.pop(node, None)
         self._servers.pop(node, None)
         for key in [key for key, each in self._running.items() if each.node == node]:
             del self._running[key]
+
+    def stop(self, node: str, seconds: float) -> None:
+        """The node stands still, as by SIGSTOP: what would happen there happens when it goes on, in the same order."""
+        self._stopped[node] = self.now + seconds
+
+    def stands_still(self, node: str) -> bool:
+        """Whether it was stopped and has not gone on yet."""
+        return self._stopped.get(node, self.now) > self.now
 
     def run(self, until: Callable[[], bool], limit: float) -> bool:
         """Go on until a condition holds; False if nothing is left to happen or the clock passes `limit` seconds."""
@@ -104,6 +115,8 @@ class Inproc:
         if not self._waits(key, epoch):
             return
         running = self._running[key]
+        if self._later(running.node, lambda: self._step(key, epoch, value, error)):
+            return
         running.epoch += 1
         try:
             effect = running.generator.throw(error) if error else running.generator.send(value)
@@ -137,6 +150,8 @@ class Inproc:
         if not self._waits(key, epoch):
             return
         node = self._running[key].node
+        if self._later(node, lambda: self._act(key, epoch, effect)):
+            return
         try:
             value, error = effect.action(), None
         except Exception as raised:  # noqa: BLE001  # whatever it is, the process gets it
@@ -182,9 +197,16 @@ class Inproc:
         running = self._running.get(key)
         return running is not None and running.epoch == epoch
 
+    def _later(self, node: str, action: Callable[[], None]) -> bool:
+        """Whether a node stands still; the action then happens when it goes on."""
+        if not self.stands_still(node):
+            return False
+        self.at(self._stopped[node], action)
+        return True
+
     def _deliver(self, call: Call, answered: Callable[[Any], None]) -> None:
         server = self._servers.get(call.address)
-        if server is None:
+        if server is None or self._later(call.address, lambda: self._deliver(call, answered)):
             return
         try:
             result = getattr(server, call.method)(*call.arguments)

@@ -125,7 +125,7 @@ class Head:
 
     def look(self) -> Summary | None:
         """How the run stands; None before its first state."""
-        return summary(self._coordinator.state, self._clock()) if self._coordinator else None
+        return summary(self._coordinator.state, self._coordinator.clock()) if self._coordinator else None
 
 
 def read_founding(store: Store) -> Founding | None:

@@ -33,7 +33,7 @@ class Coordinator:
         founded: bool,
         alone: bool = False,
     ):
-        """clock: seconds that never jump, for leases and rounds, read as a Clock; time: seconds since 1970, for the record."""
+        """clock: seconds that never jump, for leases and rounds; time: seconds since 1970, for the record."""
         self._terms, self._ledger, self._shards = terms, ledger, tuple(shards)
         self.clock, self._time, self._founded, self._alone = Clock(clock), time, founded, alone
         self.state: core.State

@@ -144,11 +144,15 @@ def test_a_damaged_founding_is_named_before_anything_is_started(call, monkeypatc
     assert (code, out) == (1, "") and "founding.json in a is damaged" in err and "restore a copy" in err
 
 
-def test_a_swarm_killed_while_its_first_version_was_written_begins_again(call):
+def test_a_swarm_killed_while_its_first_version_was_written_goes_on_with_it(call):
     call("--steps 4")
+    kept = {path: path.read_bytes() for path in (RUN / "config.toml", RUN / "commits" / "000000.json")}
     for path in [RUN / "founding.json", RUN / "metrics.jsonl", *sorted(RUN.glob("commits/*"))[1:]]:
         path.unlink()
     for name in ("headers", "payloads"):
         shutil.rmtree(RUN / name)
+    code, _, err = call("--steps 5")
+    assert code == 2 and "steps was 4, now 5" in err
     code, out, _ = call("--steps 4")
+    assert {path: path.read_bytes() for path in kept} == kept  # another run's name would fit no record
     assert code == 0 and "finished" in out and events() == ["started", "finished"] * 2

@@ -7,7 +7,8 @@ import pytest
 from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.messages import Accepted, Refused
 from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.runtime.head import Found, Head, Wait, read_founding
+from tpuswarm.swarm.effects import Over
+from tpuswarm.swarm.runtime.head import Found, Head, Joining, Wait, read_founding
 from tpuswarm.swarm.runtime.plan import Founding, Plan, Swarm
 from tpuswarm.swarm.store import Store
 
@@ -27,6 +28,70 @@ def carried_out(process):
             value = process.send(value).action()
         except StopIteration as end:
             return end.value
+
+
+class Killed(Exception):
+    pass
+
+
+def head_of(store, plan=PLAN):
+    return Head(plan, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
+
+
+def founded(store, kill_at, state=("s",)):
+    """The effects of a founding, of which the process dies before or after one; the number of its crash points."""
+    points = 0
+
+    def point():
+        nonlocal points
+        if points == kill_at:
+            raise Killed
+        points += 1
+
+    process, value = head_of(store).found(FOUNDING, state, (), PLAN.terms(FOUNDING).digests), None
+    while True:
+        try:
+            effect = process.send(value)
+        except StopIteration as end:
+            assert end.value == Accepted()
+            return points
+        point()
+        value = effect.action()
+        point()
+
+
+def greeting(head):
+    """What the head says to a hello once its coordinator runs."""
+    process, value = head.run(), None
+    while head.look() is None:
+        value = getattr(process.send(value), "action", lambda: None)()
+    return head.hello("m0")
+
+
+def test_a_kill_at_every_step_of_the_founding_leaves_a_run_that_goes_on(tmp_path):
+    for point in range(founded(Store(tmp_path / "whole"), None)):
+        store = Store(tmp_path / str(point))
+        with pytest.raises(Killed):
+            founded(store, point)
+        begun = bool(Ledger(store).versions())
+        if read_founding(store) is None:
+            assert head_of(store).hello("m0") == Found()
+            founded(store, None, state=("of another device",))
+        answer = greeting(head_of(store))
+        assert isinstance(answer, Joining) and answer.state == (("s",) if begun else ("of another device",))
+        assert Ledger(store).versions() == [0]
+
+
+def test_nothing_is_written_into_the_folder_of_another_run(tmp_path):
+    store = Store(tmp_path)
+    founded(store, None)
+    other = replace(PLAN, swarm=replace(SWARM, run="another"))
+    digests = other.terms(FOUNDING).digests
+    refused = carried_out(head_of(store, other).found(FOUNDING, ("s",), (), digests))
+    assert isinstance(refused, Refused) and "belongs to another run" in refused.reason
+    with pytest.raises(Over, match="has commits of run run, this is run another"):
+        greeting(head_of(store, other))
+    assert Ledger(store).versions() == [0]
 
 
 @pytest.mark.parametrize("other", ["config", "data", "code"])

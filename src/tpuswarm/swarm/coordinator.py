@@ -100,6 +100,7 @@ class Coordinator:
             _in_order(updates),
             self._time(),
         )
+        self.state.view.after(record)  # raises, before it is there for ever, where it does not follow
         outcome = yield Do("coordinator creates a record", lambda: self._ledger.append(record))
         if outcome == "lost":
             raise Over(f"another coordinator wrote record {record.version}; this one stops")

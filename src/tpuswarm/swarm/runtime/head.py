@@ -75,7 +75,10 @@ class Head:
             terms, self._ledger, shards, self._clock, self._time, founded=founded, alone=self._alone
         )
         yield from coordinator.open()
-        if coordinator.state.view.newest.digests.layout != founding.layout.digest:
+        newest = coordinator.state.view.newest
+        if newest.run != terms.run:
+            raise Over(f"{self._store.root} has commits of run {newest.run}, this is run {terms.run}; use another --run")
+        if newest.digests.layout != founding.layout.digest:
             raise Over(f"{self._store.root} has commits with another layout than its {FOUNDING}; use another --run")
         self._founding, self._coordinator = founding, coordinator
         yield from coordinator.run()
@@ -94,7 +97,11 @@ class Head:
         return Wait()
 
     def found(self, founding: Founding, state: tuple[str, ...], outer: tuple[str, ...], digests: Digests) -> Process:
-        """Create the first record, once: whoever comes second finds it there. Refused to a founder of another run."""
+        """Create the first record, once: whoever comes second finds it there, and goes on with it.
+
+        The record comes before the founding: what a kill between them leaves is a run without members, whose layout
+        the next founder reports. Refused to a founder of another run.
+        """
         terms = self._plan.terms(founding)
         if digests != terms.digests:
             return Refused(disagreement(digests, terms.digests))
@@ -103,7 +110,11 @@ class Head:
             rule=terms.outer.rule, rate=0.0, momentum=terms.outer.momentum, share=0.0, gathered=0.0, tokens=0,
             changes=0, processed=(), digests=terms.digests, time=self._time(),
         )  # fmt: skip
-        yield Do("coordinator creates genesis", lambda: self._ledger.append(record))
+        outcome = yield Do("coordinator creates genesis", lambda: self._ledger.append(record))
+        if outcome == "lost":
+            there = yield Do("coordinator reads genesis", lambda: self._ledger.record(0))
+            if (there.run, there.digests.layout) != (terms.run, digests.layout):
+                return Refused(f"commit 0 in {self._store.root} belongs to another run; use another --run")
         data = _FOUNDING.dump_json(founding)
         yield Do("coordinator keeps the founding", lambda: self._store.create(FOUNDING, data))
         return Accepted()

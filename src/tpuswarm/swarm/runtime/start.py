@@ -21,7 +21,7 @@ from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.drawing import About
 from tpuswarm.swarm.engines.node import silent
 from tpuswarm.swarm.engines.ray import Cluster
-from tpuswarm.swarm.ledger import Ledger, commit_name
+from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.load import load_swarm
 from tpuswarm.swarm.report import write_report
 from tpuswarm.swarm.runtime import machine, memory
@@ -143,22 +143,21 @@ def _check_cluster(address: str) -> None:
         raise InputError(f"the Ray cluster at {address} needs a token; give it in {' or '.join(given)}")
 
 
-def _founded(folder: Path) -> bool:
-    """Whether a run has a first version, which is commit 0, and then founding.json, written after it.
+def _begun(folder: Path) -> bool:
+    """Whether a run has a first version: commit 0, and after it founding.json, which a kill may have left to be made.
 
-    Raises InputError where one is there and the other, which no kill takes away, is not; Corrupt for a damaged one.
+    Raises InputError where something is gone that no kill takes away; Corrupt for a damaged one.
     """
     store = Store(folder)
     founding, versions = read_founding(store) is not None, Ledger(store).versions()
     if founding != bool(versions) and versions != [0]:
         lost = f"{COMMITS}/" if founding else FOUNDING
         raise InputError(f"{folder} has lost its {lost}; restore a copy of it, or use another --run to start over")
-    return founding
+    return bool(versions)
 
 
 def _forget(folder: Path) -> None:
     """Remove what a run that never had a first version left: any other command may take its place."""
-    (folder / commit_name(0)).unlink(missing_ok=True)
     shutil.rmtree(folder / "data", ignore_errors=True)
     (folder / CONFIG).unlink(missing_ok=True)
 
@@ -204,7 +203,7 @@ def _decide(
         raise InputError("--ema does not work in a swarm yet; leave it out")
     jax.config.update("jax_platforms", "cpu")  # the devices are for the members
     config = run.config()
-    if config and "swarm" in config and not _founded(run.folder):
+    if config and "swarm" in config and not _begun(run.folder):
         _forget(run.folder)
         config = None
     if config and "swarm" not in config:

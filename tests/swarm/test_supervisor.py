@@ -1,10 +1,12 @@
 """The supervisor with a cluster that is played: machines that come, go and come back, and the end of a run."""
 
 import json
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 
+from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.summary import Leased, Summary, Tokens
 from tpuswarm.swarm.core.values import Incarnation
 from tpuswarm.swarm.engines.ray import Outcome
@@ -31,6 +33,7 @@ class Played:
         self.name, self.node = name, node
         self.ended: Outcome | None = None
         self.answers, self.gone, self.incarnation = True, False, None
+        self.rows: list[dict] = []
 
     def outcome(self):
         return self.ended
@@ -41,7 +44,8 @@ class Played:
         if self.name == HEAD:
             leased = [Leased(Incarnation("x", each), 0, None, 9.0, 0) for each in Cluster.leased]
             return 1, Summary(0, 1, False, "", Tokens(0, 0, 0, 0, 0), tuple(leased), None)
-        seen = {"incarnation": self.incarnation, "base": 0, "tokens": 0, "at_risk": 7, "rows_per_s": 3.0, "rows": []}
+        seen = {"incarnation": self.incarnation, "base": 0, "tokens": 0, "at_risk": 7, "rows_per_s": 3.0}
+        seen["rows"], self.rows = self.rows, []
         return 2, seen if self.name[0] in "mj" else None
 
     def leave(self):
@@ -80,7 +84,7 @@ def play(tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, 0.0)
     cluster = Cluster()
 
-    def run(script):
+    def run(script, plan=PLAN):
         steps = None
 
         def watch(supervisor):
@@ -90,7 +94,7 @@ def play(tmp_path, monkeypatch):
 
         held = Run(tmp_path / "run")
         try:
-            return Supervisor(held, PLAN, cluster, Screen(), lambda number: {}, watch).go()
+            return Supervisor(held, plan, cluster, Screen(), lambda number: {}, watch).go()
         finally:
             held.close()
 
@@ -253,6 +257,51 @@ def test_a_machine_that_is_silent_and_has_no_lease_is_lost(play, monkeypatch):
         guest.ended = Outcome("dead", "its node died")
 
     assert play(script).how == "finished"
+
+
+TWO = replace(PLAN, swarm=replace(SWARM, members=2))
+WRONG = Outcome("wrong", "m1 cannot join: its code differs from the run's")
+FAILED = Outcome("failed", "ValueError: no such device")
+
+
+@pytest.mark.parametrize("outcome", [WRONG, FAILED])
+def test_one_member_that_fails_ends_no_run_that_another_one_trains(play, outcome, monkeypatch):
+    def script(supervisor, cluster):
+        yield
+        for _ in range(1 if outcome is WRONG else module.FAILURES):
+            cluster.newest("m1").ended = outcome
+            yield
+            yield
+        (alarm,) = supervisor.status.alarms
+        assert alarm.startswith("m1 does not train: m1") and outcome.reason in alarm
+        assert states(supervisor) == {"m1": "lost"}
+        tries = len(cluster.started)
+        yield
+        assert len(cluster.started) == tries
+        supervisor.kept["m1"].wake = 0.0  # ten minutes later
+        yield
+        cluster.newest("m1").rows = [{"step": 1, "tokens": 8, "loss": 1.0, "version": 1}]
+        yield
+        yield
+        assert len(cluster.started) == tries + 1 and supervisor.status.alarms == ()
+        finish(cluster)
+        cluster.newest("m1").ended = Outcome("ended", "")
+
+    assert play(script, TWO).how == "finished"
+    assert [each["message"].partition(":")[0] for each in play.events("alarm")] == ["m1 does not train"]
+
+
+def test_a_run_that_nobody_can_train_ends_with_the_reason(play):
+    def script(supervisor, cluster):
+        yield
+        cluster.newest("m1").ended = WRONG
+        yield
+        yield
+        cluster.newest("m0").ended = Outcome("wrong", "m0 cannot join: its data differs from the run's")
+        yield
+
+    with pytest.raises(InputError, match="m0 cannot join: its data differs"):
+        play(script, TWO)
 
 
 def test_names_of_machines_are_made_safe():

@@ -77,7 +77,9 @@ class Head:
         yield from coordinator.open()
         newest = coordinator.state.view.newest
         if newest.run != terms.run:
-            raise Over(f"{self._store.root} has commits of run {newest.run}, this is run {terms.run}; use another --run")
+            raise Over(
+                f"{self._store.root} has commits of run {newest.run}, this is run {terms.run}; use another --run"
+            )
         if newest.digests.layout != founding.layout.digest:
             raise Over(f"{self._store.root} has commits with another layout than its {FOUNDING}; use another --run")
         self._founding, self._coordinator = founding, coordinator

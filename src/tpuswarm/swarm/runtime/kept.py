@@ -46,6 +46,8 @@ class Kept:
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     """The last of its process."""
     left: bool = False
+    given_up: str = ""
+    """Why it does not train, where trying again at once was in vain; an alarm until it does."""
 
     @property
     def member(self) -> bool:
@@ -83,7 +85,7 @@ class Kept:
         """Its machine has come back as another node of Ray; what ran there is gone, or Ray is about to say so."""
         if self.left:
             self.process = None
-        self.node, self.left, self.wake, self.deaths = node, False, 0.0, 0
+        self.node, self.left, self.wake, self.deaths, self.given_up = node, False, 0.0, 0, ""
 
     def status(self, leased: Collection[str], version: int | None, tokens_per_row: int) -> MemberStatus:
         """As a member. leased: incarnations that the coordinator counts as alive; version: the newest."""

@@ -17,7 +17,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.coordinator import disagreement
 from tpuswarm.swarm.core.member import Adopt, Member
 from tpuswarm.swarm.core.messages import Refused
-from tpuswarm.swarm.core.values import Incarnation
+from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.effects import Call, Over, Unreachable
 from tpuswarm.swarm.engines.threads import Node
 from tpuswarm.swarm.hosts import Lead
@@ -141,7 +141,8 @@ class MemberHost:
             if joining is None:
                 break
             if ready.digests != joining.terms.digests:
-                raise InputError(f"{place.name} cannot join: {disagreement(ready.digests, joining.terms.digests)}")
+                why = disagreement(ready.digests, joining.terms.digests)
+                raise InputError(f"{place.name} cannot join: {why}{_way_out(ready.digests, joining.terms.digests)}")
             reason = self._live(joining, ready, programs)
             if reason is None:
                 return "ended"
@@ -252,6 +253,16 @@ class MemberHost:
                 return self.place.calls(call)
             except Unreachable:
                 time.sleep(AGAIN)
+
+
+def _way_out(ours: Digests, run: Digests) -> str:
+    """What to do about other code than the run was started with, which it keeps."""
+    if ours.code == run.code:
+        return ""
+    return (
+        "; tpuswarm or the recipe's file has changed here since the run was started, or differs on this machine: put "
+        "it back, or stop the run and resume it with --accept-code"
+    )
 
 
 class Rows:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from tpuswarm.config.shown import significant
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.core.alarms import Step, Watched, alarms
 from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.fragments import shards_for
@@ -44,8 +44,10 @@ BACKOFF, BACKOFF_MAX = 1.0, 60.0
 """Seconds until a process that died is made again: doubled while it gets nowhere."""
 FAILURES, DEATHS = 4, 12
 """Ends of a process in a row without a step (of a member) or a commit (of the others), until the run gives up: by an
-error of its own, and without a word.
+error of its own, and without a word. A member is only set aside then, while another one may train.
 """
+ANOTHER_TRY = 600.0
+"""Seconds until a member that was set aside is tried again: somebody may have put right what was wrong."""
 LAST_LOOK = 10.0
 """Seconds for the last rows of a member that ended."""
 
@@ -212,6 +214,9 @@ class Supervisor:
         if kept.process and outcome.how != "dead":
             kept.process.kill()  # what it held on the devices, and its name, are for the next one
         kept.process = None
+        if kept.member and outcome.how == "wrong":
+            self._set_aside(kept, InputError(outcome.reason), now)
+            return
         if outcome.how == "wrong":
             raise InputError(outcome.reason)
         if outcome.how == "over":
@@ -233,12 +238,22 @@ class Supervisor:
             self._event(kind, name=kept.name, message=f"{reason}; restarting it")
         if kept.deaths >= (FAILURES if outcome.how == "failed" else DEATHS):
             sentence = f"{kept.name} failed {kept.deaths} times without getting anywhere: {outcome.reason}"
+            if kept.member and not kept.guest:
+                self._set_aside(kept, RunFailed(sentence), now)
+                return
             if not kept.guest:
                 raise RunFailed(sentence)
             kept.left = True
             self._event("note", member=kept.name, message=f"{sentence}; giving up on its machine")
             if kept.node:
                 self._cluster.dismiss(kept.node, Outcome("failed", sentence))
+
+    def _set_aside(self, kept: Kept, why: TpuswarmError, now: float) -> None:
+        """A member of this machine cannot train: raises why, unless another one may, or the run has ended."""
+        others = [each for each in self.kept.values() if each.member and each is not kept]
+        if not self.kept[HEAD].left and all(each.left or each.given_up for each in others):
+            raise why
+        kept.given_up, kept.wake = str(why), now + ANOTHER_TRY
 
     def _look(self) -> None:
         for kept in self.kept.values():
@@ -262,7 +277,7 @@ class Supervisor:
         if not rows:
             return
         kept.rows += len(rows)
-        kept.deaths = 0
+        kept.deaths, kept.given_up = 0, ""
         for row in rows:
             if "loss" in row:
                 kept.row = row
@@ -322,7 +337,8 @@ class Supervisor:
         members = [kept.status(leased, version, self.plan.tokens_per_row) for kept in self.kept.values() if kept.member]
         alive = [Watched(each.id, tuple(self.kept[each.id].steps)) for each in members if each.state == "alive"]
         cycle = self._summary.median_cycle if self._summary else None
-        found = tuple(alarms(self._recent, alive, cycle, clock - self._progress_at, time.time()))
+        aside = [f"{kept.name} does not train: {kept.given_up}" for kept in self.kept.values() if kept.given_up]
+        found = (*aside, *alarms(self._recent, alive, cycle, clock - self._progress_at, time.time()))
         known = {NUMBER.sub("", each) for each in self._alarms}
         for each in found:
             if NUMBER.sub("", each) not in known:  # the same with other numbers is not another alarm

@@ -6,8 +6,8 @@ import pytest
 
 from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.messages import Accepted, Refused
-from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.effects import Over
+from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.runtime.head import Found, Head, Joining, Wait, read_founding
 from tpuswarm.swarm.runtime.plan import Founding, Plan, Swarm
 from tpuswarm.swarm.store import Store

@@ -29,6 +29,7 @@ NAMES = (
     "traffic",
     "router",
     "rehearsal",
+    "fleet",
     "plan",
     "calibration",
     "gpu",

@@ -1,7 +1,7 @@
 """What a fleet has cost so far, from what was seen of it and the catalogue's prices."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tpuswarm.cloud.protocol import TpuSpec
 from tpuswarm.fleet.core.desired import Desired
@@ -38,23 +38,29 @@ class Ledger:
 
 def charge(ledger: Ledger, desired: Desired, observed: Observed, now: float) -> Ledger:
     """With the time since the last look, for every machine that is there now."""
-    pools = dict(ledger.pools)
     there = [each for each in observed.machines if each.state in ("ready", "repairing", "starting", "stopping")]
     free, _ = covered(there, desired.grants, now)
     with_disks = {each.name: spec_price(each.spec) for each in desired.pools if not isinstance(each.spec, TpuSpec)}
+    sums: dict[str, list[float]] = {}
     for machine in there:
         if machine.fleet != desired.fleet:
             continue
         hours = max(0.0, now - max(machine.created or now, ledger.at)) / HOUR
         pool = machine.pool or ""
-        before = pools.get(pool, Spent())
-        after = replace(before, hours=before.hours + hours)
         price = with_disks.get(pool, machine_price(machine))
+        mine = sums.setdefault(pool, [0.0, 0.0, 0.0, 0.0])
+        mine[1] += hours
         if (machine.zone, machine.name) in free:
-            after = replace(after, free_hours=after.free_hours + hours)
+            mine[2] += hours
         elif price is None:
-            after = replace(after, unknown_hours=after.unknown_hours + hours)
+            mine[3] += hours
         else:
-            after = replace(after, dollars=after.dollars + price * hours)
-        pools[pool] = after
+            mine[0] += price * hours
+    pools = dict(ledger.pools)
+    for pool, (dollars, *hours) in sums.items():
+        before = pools.get(pool, Spent())
+        pools[pool] = Spent(
+            before.dollars + dollars, before.hours + hours[0], before.free_hours + hours[1],
+            before.unknown_hours + hours[2],
+        )  # fmt: skip
     return Ledger(pools, now)

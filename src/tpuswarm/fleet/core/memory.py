@@ -10,7 +10,7 @@ from functools import cached_property
 
 from tpuswarm.cloud.protocol import Listing, Machine, Spec, TpuSpec
 
-FIRST, GROWTH, LONGEST, JITTER = 15.0, 1.6, 300.0, 0.4
+FIRST, GROWTH, LONGEST, JITTER = 15.0, 1.6, 60.0, 0.4
 """Backoff: seconds before the first new try, factor, seconds at most, and the share by which each varies."""
 
 
@@ -50,6 +50,8 @@ class Seen:
     ready_at: float | None = None
     """When it was first seen ready."""
     unhealthy_since: float | None = None
+    dead: bool = False
+    """Whether it was dead once, though it may be called something else while it is deleted."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,25 @@ class Place:
     """In a row."""
     not_before: float = 0.0
     """Of the next try, Unix seconds."""
+    failed_at: float = 0.0
+    """When it failed last, Unix seconds."""
     said: str = ""
     """The last failure, in the cloud's words."""
     held: int | None = None
     """With how many machines there the quota was at its end; None: it is not known to be."""
     bad: tuple[float, ...] = ()
     """When machines were replaced because they were not healthy."""
+    lost: tuple[float, ...] = ()
+    """When the cloud took machines away, of late."""
 
     def failed(self, seed: str, now: float, said: str, pause: float = 0.0) -> "Place":
         """After one more failure; those of one burst count once."""
         if now < self.not_before:
-            return replace(self, said=said, not_before=max(self.not_before, now + pause))
+            return replace(self, said=said, failed_at=now, not_before=max(self.not_before, now + pause))
         failures = self.failures + 1
         spread = 1 + JITTER * (2 * random.Random(f"{seed}/{failures}").random() - 1)
         wait = min(LONGEST, FIRST * GROWTH ** min(failures - 1, 20)) * spread
-        return replace(self, failures=failures, not_before=now + max(wait, pause), said=said)
+        return replace(self, failures=failures, not_before=now + max(wait, pause), failed_at=now, said=said)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,13 @@ class Memory:
             sent={key: at + seconds for key, at in self.sent.items()},
             taken={key: at + seconds for key, at in self.taken.items()},
             places={
-                key: replace(each, not_before=each.not_before + seconds, bad=tuple(at + seconds for at in each.bad))
+                key: replace(
+                    each,
+                    not_before=each.not_before + seconds,
+                    failed_at=each.failed_at + seconds,
+                    bad=tuple(at + seconds for at in each.bad),
+                    lost=tuple(at + seconds for at in each.lost),
+                )
                 for key, each in self.places.items()
             },
         )

@@ -3,7 +3,7 @@
 It deletes nothing that is healthy, but for what is no longer wanted, and nothing that does not carry the fleet's id.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
@@ -24,8 +24,9 @@ healthy again, and, while it waits in a queue, before the next zone is asked."""
 AGAIN, LATE = 120.0, 600.0
 """Seconds after which the same is asked of a machine again, and after which a deletion no longer holds up its
 successor."""
-PROBES = 4
-"""Machines asked for at once where the last try has failed."""
+AHEAD, GRANTED = 10, 45.0
+"""Where the last try has failed, one machine is asked for at a time; once it has not been refused for so many seconds,
+there seems to be room again, and so many more are asked for at once for each such machine."""
 BAD, BAD_WITHIN = 3, 24 * HOUR
 """Machines of a zone that are replaced for their health, and within which time; after that it is left to a person."""
 
@@ -96,6 +97,8 @@ class _Planner:
         self.limits = Limits(desired, observed, self.unlisted, now)
         self.under_way: dict[str, int] = defaultdict(int)
         """Machines by the place in which they are not ready yet."""
+        self.granted: dict[str, int] = defaultdict(int)
+        """Of these, those that would have been refused by now if there were no room for them."""
         self.held: dict[Lot, int] = defaultdict(int)
         """Machines by the quota on which they draw."""
         for each in (each for machines in self.pools.values() for each in machines):
@@ -106,6 +109,14 @@ class _Planner:
             self.held[spec_quota(spec)] += 1
             self.under_way[spec_place(spec)] += 1
 
+        self.grants: dict[str, float] = {}
+        """When the next one of those will be."""
+        for asked in self.memory.asked.values():
+            at, since = spec_place(asked.spec), asked.at + GRANTED
+            self.granted[at] += now >= since
+            if now < since:
+                self.grants[at] = min(since, self.grants.get(at, since))
+
     def plan(self) -> Plan:
         wanted = {pool.name for pool in self.desired.pools}
         for name, machines in self.pools.items():
@@ -113,21 +124,25 @@ class _Planner:
                 for each in machines:
                     self._delete(each, f"there is no pool {name} any more")
         for pool in self.desired.pools:
-            if (missing := self._tend(pool)) > 0:
-                self._create(pool, missing)
+            missing, remains = self._tend(pool)
+            if missing > 0:
+                self._create(pool, missing, remains)
         return Plan(tuple(self.actions), tuple(self.waits))
 
     # Machines that are there.
 
-    def _tend(self, pool: Wanted) -> int:
-        """What is to be done with its machines; how many are missing."""
+    def _tend(self, pool: Wanted) -> tuple[int, Counter[str]]:
+        """What is to be done with its machines; how many are missing, and where something is left of how many."""
         alive: list[Machine] = []
         going = 0
+        remains = Counter[str]()
         for each in self.pools.get(pool.name, ()):
             if not self._is_lost(pool, each):
                 alive.append(each)
+            elif self._is_harmless(each):
+                remains[each.zone] += self._holds_up(each)
             else:
-                going += self._holds_up(each)
+                going += 1
         seen = [each for each in alive if each.zone not in self.away]
         if (surplus := len(seen) - pool.count) > 0:
             why = f"pool {pool.name} is to have {pool.count:,}, and has {len(seen):,}"
@@ -139,14 +154,18 @@ class _Planner:
         there = {each.name for each in alive}
         paused = sum(of == pool.name and name not in there for name, of in self.desired.paused.items())
         unlisted = sum(spec.pool == pool.name for spec in self.unlisted)
-        return pool.count - len(alive) - going - paused - unlisted
+        return pool.count - len(alive) - going - paused - unlisted, remains
+
+    def _is_harmless(self, machine: Machine) -> bool:
+        """Whether a machine on its way out is one no longer: at most it holds a name, and quota, in its zone."""
+        seen = self.memory.seen.get(machine_key(machine))
+        return machine.state == "dead" or machine_key(machine) in self.memory.failed or (seen is not None and seen.dead)
 
     def _holds_up(self, machine: Machine) -> bool:
-        """Whether a machine on its way out holds up its successor, as it may still hold quota."""
+        """Whether what is left of a machine holds up a successor in its zone."""
         key = machine_key(machine)
-        harmless = machine.state == "dead" or key in self.memory.failed
         began = self.memory.deleting.get(key, self._since(key) if machine.zone in self.away else self.now)
-        return not (harmless and self.now - began >= LATE)
+        return machine.state == "deleting" or self.now - began < LATE
 
     def _is_lost(self, pool: Wanted, machine: Machine) -> bool:
         """Whether a machine does not count any longer; if so, its deletion is asked for."""
@@ -231,7 +250,7 @@ class _Planner:
 
     # Machines that are missing.
 
-    def _create(self, pool: Wanted, missing: int) -> None:
+    def _create(self, pool: Wanted, missing: int, remains: Counter[str]) -> None:
         if said := self.memory.stopped.get(pool.name):
             self.waits.append(Wait(pool.name, missing, f"{said}; it is tried again after `tpuswarm up`", None))
             return
@@ -254,6 +273,9 @@ class _Planner:
                 refusal = refusal or self.limits.refusal(spec)
                 if refusal is not None:
                     refusals.append(refusal)
+                    break
+                if missing <= remains[zone]:  # their successors come when they are gone
+                    missing = 0
                     break
                 said = "".join(f"; {each.why}" for each in refusals)
                 self.actions.append(Create(self.limits.take(spec), f"pool {pool.name} has {has} of {pool.count}{said}"))
@@ -284,8 +306,9 @@ class _Planner:
             return Refusal(f"{zone}: {place.said}; more is tried after `tpuswarm up`")
         if self.now < place.not_before:
             return Refusal(f"{zone}: {place.said}", place.not_before)
-        if place.failures and self.under_way[at] >= PROBES:
-            return Refusal(f"{zone}: {place.said}; {PROBES} are tried at once until one is there")
+        granted = self.granted[at]
+        if place.failures and self.under_way[at] - granted >= (most := AHEAD * granted or 1):
+            return Refusal(f"{zone}: {place.said}; {most} at a time until one is not refused", self.grants.get(at))
         return None
 
 

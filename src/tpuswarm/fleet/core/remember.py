@@ -24,6 +24,8 @@ SHOWN, RUNS = 300.0, 3600.0
 """Seconds after which a creation that is in no list has come to nothing; the second while its operation runs."""
 SHORT = 120.0
 """Seconds: what is taken away sooner after it was ready was never really to be had."""
+LOSSES, TOGETHER = 3, 180.0
+"""Machines that a zone takes away within so many seconds: it has less room, and others are asked first."""
 TAKEN = 3600.0
 """Seconds for which a name is not tried again that is taken by what no list shows."""
 
@@ -190,7 +192,7 @@ class _Change:
 
     def _machine(self, old: Seen | None, machine: Machine, key: str) -> Seen:
         first = old is None or old.machine.created != machine.created
-        asked = key in self.asked
+        asked = self.asked.get(key)
         if old is None or first:
             old = Seen(machine, self.now)
             self.deleting.pop(key, None)
@@ -204,7 +206,7 @@ class _Change:
                 ready_at = machine.created or self.now
             elif ready_at is None:
                 ready_at = self.now
-                self._ready(machine)
+                self._ready(machine, asked.at if asked else self.now)
             if machine.healthy is False:
                 unhealthy = old.unhealthy_since if old.unhealthy_since is not None else self.now
                 if old.unhealthy_since is None:
@@ -215,11 +217,12 @@ class _Change:
             self.asked.pop(key, None)
             self._died(old, machine, machine.why or machine.said)
         kept = machine if machine.error is None else replace(machine, error=None)
-        return Seen(kept, old.since if same else self.now, ready_at, unhealthy)
+        dead = machine.state == "dead" or (old.dead and machine.state == "deleting")
+        return Seen(kept, old.since if same else self.now, ready_at, unhealthy, dead)
 
-    def _ready(self, machine: Machine) -> None:
+    def _ready(self, machine: Machine, asked_at: float) -> None:
         place = place_of(machine.zone, machine.type, machine.how)
-        if (before := self.places.get(place)) and before.failures:
+        if (before := self.places.get(place)) and before.failures and asked_at > before.failed_at:
             self.places[place] = replace(before, failures=0, not_before=0.0)
         taken = self.now - machine.created
         after = f" after {taken / 60:.1f} min" if 0 < taken < 86_400 else ""
@@ -248,10 +251,20 @@ class _Change:
             self._fail(place_of(machine.zone, machine.type, machine.how), said)
             self.say(machine.pool, machine.name, "refused", f"it went before it was ready: {said}")
             return
+        place = place_of(machine.zone, machine.type, machine.how)
         if lived < SHORT:
-            self._fail(place_of(machine.zone, machine.type, machine.how), f"taken away after {lived:.0f} s")
+            self._fail(place, f"taken away after {lived:.0f} s")
+        elif machine.spot:
+            self._lost(place)
         kind = "preempted" if machine.spot else "lost"
         self.say(machine.pool, machine.name, kind, f"the cloud took it away after {_span(lived)}: {said}")
+
+    def _lost(self, place: str) -> None:
+        before = self.places.get(place, Place())
+        lost = (*(at for at in before.lost if self.now - at < TOGETHER), self.now)
+        self.places[place] = replace(before, lost=lost)
+        if len(lost) >= LOSSES:
+            self._fail(place, f"{len(lost)} machines were taken away within {TOGETHER / 60:.0f} min")
 
     def _absent(self, old: Seen, key: str) -> None:
         machine = old.machine

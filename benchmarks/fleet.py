@@ -198,8 +198,12 @@ def live(name: str, days: int, months: int) -> Lived:
 
 
 def run(settings: Settings) -> Table:
+    """A year, or less of it."""
+    return table(10, 2) if settings.quick else table(DAYS, 12)
+
+
+def table(days: int, months: int) -> Table:
     """Each way in a process of its own."""
-    days, months = (10, 2) if settings.quick else (DAYS, 12)
     spells, month = forecast(SEED, days * DAY), days * DAY / months
     until = [allowed(spells, WANTED, number * month) for number in range(months + 1)]
     room = [after - before for before, after in pairwise(until)]

@@ -12,6 +12,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -92,7 +93,7 @@ class Sky:
     project: str = "model"
     now: float = 0.0
     there: dict[Key, Machine] = field(default_factory=dict)
-    held: Counter[str] = field(default_factory=Counter)
+    held: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of ready machines, by zone."""
     calls: Counter[str] = field(default_factory=Counter)
     changed: Callable[[Key], None] | None = None
@@ -110,7 +111,7 @@ class Sky:
         self._operations: dict[str, Birth] = {}
         self._errors: dict[Birth, CloudError] = {}
         for spell in self.spells:
-            self.at(spell.at, lambda spell=spell: self._turn(spell))
+            self.at(spell.at, partial(self._turn, spell))
 
     # Time.
 

@@ -57,10 +57,9 @@ def charge(ledger: Ledger, desired: Desired, observed: Observed, now: float) -> 
         else:
             mine[0] += price * hours
     pools = dict(ledger.pools)
-    for pool, (dollars, *hours) in sums.items():
+    for pool, (paid, all_, free_hours, unknown) in sums.items():
         before = pools.get(pool, Spent())
         pools[pool] = Spent(
-            before.dollars + dollars, before.hours + hours[0], before.free_hours + hours[1],
-            before.unknown_hours + hours[2],
-        )  # fmt: skip
+            before.dollars + paid, before.hours + all_, before.free_hours + free_hours, before.unknown_hours + unknown
+        )
     return Ledger(pools, now)

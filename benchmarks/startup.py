@@ -1,6 +1,7 @@
-"""How long a person waits: `tpuswarm --help`, and `train` and the demo until their first step. About 3 minutes.
+"""How long a person waits: for `--help`, for the first word, for a wrong one's answer, for the first step. 3 minutes.
 
-Limits: 0.3 s, 15 s, and 45 s for the demo, which is a swarm of three. The first step is there when the run's
+Limits: 0.3 s for the help and for the first output in a terminal, 0.5 s for the answer to a wrong argument; 15 s to the
+first step of `train`, and 45 s to that of the demo, which is a swarm of three. The first step is there when the run's
 metrics.jsonl has its first row; the command is then ended with SIGTERM. Cold: no token file and nothing in the
 compilation cache; warm: the same command again.
 """
@@ -17,8 +18,9 @@ from benchmarks.report import Settings, Table, median, verdict
 
 PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
 HELPS, DEMOS = 10, 3
-HELP_LIMIT = 0.3
-COMMANDS = ((["train", "gpt2-tiny", "--run", "runs/demo"], 15.0), (["demo"], 45.0))
+FIRST_LIMIT, WRONG_LIMIT = 0.3, 0.5
+TRAIN = ["train", "gpt2-tiny"]
+COMMANDS = (([*TRAIN, "--run", "runs/demo"], 15.0), (["demo"], 45.0))
 """What is started, and its limit; both leave runs/demo."""
 PATIENCE = 120.0
 
@@ -27,11 +29,15 @@ def run(settings: Settings) -> Table:
     """Every command as a person would start it, in a folder of its own."""
     helps, demos = (2, 1) if settings.quick else (HELPS, DEMOS)
     plain = median([_seconds([sys.executable, "-c", "pass"]) for _ in range(helps)])
-    shown = median([_seconds([PROGRAM, "--help"]) for _ in range(helps)])
-    rows = [
-        ("python -c pass", plain.show(".3f"), "", ""),
-        ("tpuswarm --help", shown.show(".3f"), f"at most {HELP_LIMIT}", verdict(shown.middle <= HELP_LIMIT)),
-    ]
+    rows = [("python -c pass", plain.show(".3f"), "", "")]
+    for name, limit, measure in (
+        ("tpuswarm --help", FIRST_LIMIT, lambda: _seconds([PROGRAM, "--help"])),
+        ("tpuswarm train, first output in a terminal", FIRST_LIMIT, lambda: _first_output([PROGRAM, *TRAIN])),
+        ("tpuswarm train, wrong option", WRONG_LIMIT, lambda: _seconds([PROGRAM, *TRAIN, "--stepz", "5"], 2)),
+        ("tpuswarm train, wrong value", WRONG_LIMIT, lambda: _seconds([PROGRAM, *TRAIN, "--lr", "fast"], 2)),
+    ):
+        taken = median([measure() for _ in range(helps)])
+        rows.append((name, taken.show(".3f"), f"at most {limit}", verdict(taken.middle <= limit)))
     for words, limit in COMMANDS:
         cold, warm = [], []
         for _ in range(demos):
@@ -45,14 +51,33 @@ def run(settings: Settings) -> Table:
         "Start-up",
         ("", "seconds: median (interval)", "limit", ""),
         rows,
-        [f"{helps} starts of each of the first two, 95% interval; {demos} of the others, cold and warm, range"],
+        [f"{helps} starts of each of the first five, 95% interval; {demos} of the others, cold and warm, range"],
     )
 
 
-def _seconds(command: list[str]) -> float:
+def _seconds(command: list[str], code: int = 0) -> float:
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    taken = time.perf_counter() - start
+    if done.returncode != code:
+        raise RuntimeError(f"exit {done.returncode}, not {code}: {done.stderr}")
+    return taken
+
+
+def _first_output(command: list[str]) -> float:
+    """Seconds from the start of a command in a terminal until it writes something; it is ended then."""
+    ours, theirs = os.openpty()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        try:
+            os.read(ours, 1)
+            return time.perf_counter() - start
+        finally:
+            process.kill()
+            process.wait()
+            os.close(ours)
 
 
 def first_step(folder: Path, words: list[str]) -> float:

@@ -31,6 +31,7 @@ class Terminal:
         """words: of the command line of tpuswarm, or a program with a slash and its arguments."""
         self._screen = pyte.HistoryScreen(*size, history=100_000)
         self._stream = pyte.ByteStream(self._screen)
+        self.written = b""
         self._end, theirs = os.openpty()
         self.resize(size)
         command = list(words) if "/" in words[0] else [PROGRAM, *words]
@@ -98,6 +99,7 @@ class Terminal:
             data = os.read(self._end, 1 << 16)
         except OSError:  # nobody holds the other end any longer
             return False
+        self.written += data
         self._stream.feed(data)
         return bool(data)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.terminal import CTRL_C, LARGE, SMALL, terminal
-from tpuswarm.train.run import Run
+from tpuswarm.train.run import Run, append_event
 
 RECIPE = """
 import jax.numpy as jnp
@@ -159,3 +159,21 @@ def test_more_runs_than_a_screen_has_rows(runs, tmp_path):
         assert opened.lines[1].startswith("runs/run-7 ") and "and 19 used earlier" in opened.screen
         held.close()
         opened.finish()
+
+
+@pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}], ids=["colour", "NO_COLOR"])
+def test_errors_states_and_views_are_coloured_unless_that_is_not_wanted(runs, tmp_path, text_file, env):
+    """A colour is a Select Graphic Rendition with 30 to 49 or 90 to 107 among its figures."""
+    shutil.copytree(runs[0] / "runs" / "swarm", tmp_path / "runs" / "swarm")
+    append_event(tmp_path / "runs" / "swarm", "failed", message="a disk was full")
+    for words, code in (
+        (["status", "nowhere"], 2),
+        (["status"], 0),
+        (["status", "swarm"], 0),
+        (train(text_file, "--steps", "30", "--run", "runs/plain"), 0),
+    ):
+        with terminal(words, tmp_path, SMALL, env) as opened:
+            shown = opened.finish(code)
+        figures = re.findall(rb"\x1b\[([\d;]+)m", opened.written)
+        colours = [each for each in figures if re.search(rb"(^|;)(3|4|9|10)\d(;|$)", each)]
+        assert bool(colours) == (not env), f"{words}: {colours}\n{shown}"

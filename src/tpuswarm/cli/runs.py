@@ -99,6 +99,7 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
 
     from tpuswarm.swarm.status import Look
     from tpuswarm.train.listing import used
+    from tpuswarm.train.live import STATES
 
     if not run:
         shown = found if height is None else found[: height - 2]
@@ -106,7 +107,7 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
         return Group(_table(shown, width), *more)
     [each] = found
     state = f"running, pid {each.pid}" if each.pid else f"{each.state} {age(time.time() - used(Path(each.run)))} ago"
-    said = [Text(f"{state}{': ' if each.message else ''}{each.message}")]
+    said = [Text(f"{state}{': ' if each.message else ''}{each.message}", STATES.get(each.state, ""))]
     if not isinstance(each, Look):
         return Group(_plain(each, width), *said)
     silent = time.time() - each.status.time

@@ -26,6 +26,12 @@ POINTS = 256
 WINDOW = 120.0
 """Seconds over which a pace is told."""
 
+STATES = {
+    "running": "green", "alive": "green", "joining": "yellow", "stopped": "yellow",
+    "failed": "red", "killed": "red", "lost": "red",
+}  # fmt: skip
+"""Colours of those of runs and members in a column `state`."""
+
 Draw = Callable[[int, int], RenderableType]
 """A picture for so many columns and at most so many rows. Called in a thread of its own: it draws from a snapshot."""
 
@@ -155,7 +161,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
         size = needed[each] if needed else None if each == shown[0] else wide[each]
         made.add_column(columns[each].name, justify=justify, overflow="fold", width=size)
     for row in rows:
-        made.add_row(*(Text(row[each]) for each in shown))
+        styles = (STATES.get(row[each], "") if columns[each].name == "state" else "" for each in shown)
+        made.add_row(*(Text(row[each], style) for each, style in zip(shown, styles, strict=True)))
     return made
 
 

@@ -30,14 +30,14 @@ def run(settings: Settings) -> Table:
     helps, demos = (2, 1) if settings.quick else (HELPS, DEMOS)
     plain = median([_seconds([sys.executable, "-c", "pass"]) for _ in range(helps)])
     rows = [("python -c pass", plain.show(".3f"), "", "")]
-    for name, limit, measure in (
-        ("tpuswarm --help", FIRST_LIMIT, lambda: _seconds([PROGRAM, "--help"])),
-        ("tpuswarm train, first output in a terminal", FIRST_LIMIT, lambda: _first_output([PROGRAM, *TRAIN])),
-        ("tpuswarm train, wrong option", WRONG_LIMIT, lambda: _seconds([PROGRAM, *TRAIN, "--stepz", "5"], 2)),
-        ("tpuswarm train, wrong value", WRONG_LIMIT, lambda: _seconds([PROGRAM, *TRAIN, "--lr", "fast"], 2)),
+    for name, limit, taken in (
+        ("--help", FIRST_LIMIT, [_seconds([PROGRAM, "--help"]) for _ in range(helps)]),
+        ("train, first output in a terminal", FIRST_LIMIT, [_first_output([PROGRAM, *TRAIN]) for _ in range(helps)]),
+        ("train, wrong option", WRONG_LIMIT, [_seconds([PROGRAM, *TRAIN, "--stepz", "5"], 2) for _ in range(helps)]),
+        ("train, wrong value", WRONG_LIMIT, [_seconds([PROGRAM, *TRAIN, "--lr", "fast"], 2) for _ in range(helps)]),
     ):
-        taken = median([measure() for _ in range(helps)])
-        rows.append((name, taken.show(".3f"), f"at most {limit}", verdict(taken.middle <= limit)))
+        found = median(taken)
+        rows.append((f"tpuswarm {name}", found.show(".3f"), f"at most {limit}", verdict(found.middle <= limit)))
     for words, limit in COMMANDS:
         cold, warm = [], []
         for _ in range(demos):

@@ -53,6 +53,8 @@ WRONG = [
     "join 127.0.0.1:1 --token-file nowhere",
     "simulate nowhere.toml",
 ]
+SLOW = ("asyncio", "pydantic", "rich", "numpy", *HEAVY)
+"""What help has no use for, tenths of a second each on a slow machine."""
 ONE_AFTER_THE_OTHER = f"""
 import contextlib, io, json, sys
 from tpuswarm.cli import main
@@ -73,6 +75,12 @@ sys.meta_path.insert(0, Teller())
 from tpuswarm.cli import main
 main()
 """
+
+
+def test_help_loads_nothing_that_it_does_not_need(tmp_path):
+    program = f"import sys, tpuswarm.cli.app; print([name for name in {SLOW} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_wrong_words_are_answered_before_anything_heavy_is_loaded(tmp_path):

@@ -1,10 +1,8 @@
 """The program `tpuswarm`: its commands, and how their errors reach a person."""
 
 import os
-import platform
 import shlex
 import sys
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -60,6 +58,9 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 def _version(asked: bool) -> None:
     if asked:
+        import platform
+        from importlib import metadata
+
         said = " · ".join(f"{name} {metadata.version(name)}" for name in ("tpuswarm", "jax", "ray"))
         typer.echo(f"{said} · Python {platform.python_version()}")
         raise typer.Exit

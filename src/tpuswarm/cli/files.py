@@ -1,6 +1,5 @@
 """`tpuswarm sync` and `copy`: files to machines and back."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +42,8 @@ def sync(
         print(f"not now: {each}")
     if not tree.files:
         raise InputError(f"there is nothing to send in {root}: git ignores all of it")
+    import asyncio
+
     outcome = asyncio.run(_send(reach, hosts, tree, asking, dry_run))
     if dry_run:
         print("nothing was sent" if outcome.changed else "there is nothing to send")
@@ -196,6 +197,8 @@ def copy(
         if several:
             to.mkdir(parents=True, exist_ok=True)
         return await get(connections, host, from_path, to, told)
+
+    import asyncio
 
     found = asyncio.run(_copy(reach.key, hosts, one))
     for error in (each for each in found if isinstance(each, Exception)):

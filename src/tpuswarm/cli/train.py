@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuswarm.cli.asked import FIT, Asked, ask
-from tpuswarm.cli.detach import detach as start_detached
-from tpuswarm.cli.dry_run import dry_run
 from tpuswarm.config.shown import significant
 from tpuswarm.train.terminal import at_once
 
@@ -117,9 +115,13 @@ def train(
     at_once("getting ready")
     asked = ask(context)
     if dry:
+        from tpuswarm.cli.dry_run import dry_run
+
         _show(dry_run(asked), as_json)
         return
     if detach:
+        from tpuswarm.cli.detach import detach as start_detached
+
         start_detached(asked, hosts, as_json)
         return
     code = _swarm(asked, as_json) if asked.swarm is not None else _plain(asked, context.params)

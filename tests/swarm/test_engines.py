@@ -2,10 +2,12 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from tpuswarm.swarm.effects import Call, Together, Unreachable
 from tpuswarm.swarm.engines.inproc import Inproc
+from tpuswarm.swarm.engines.ray import seconds_for
 from tpuswarm.swarm.engines.threads import Node
 
 
@@ -78,3 +80,11 @@ def test_under_the_virtual_clock_they_take_as_long_as_the_slowest():
     assert found[1][0] == 2 and isinstance(found[1][1], Unreachable)
     engine.spawn("me", asking(), found.append)
     assert engine.run(lambda: len(found) == 3, 100) and found[2] == []
+
+
+def test_a_call_is_waited_for_as_long_as_what_it_carries_needs():
+    state = 6 * 10**9
+    beat, push, fetch, merge = (seconds_for(Call("a", name, ()), state) for name in ("beat", "push", "fetch", "merge"))
+    put = seconds_for(Call("a", "put", ("identity", 0, {"s": np.zeros(10 * 2**20, np.float32)}, "digest")), state)
+    assert (beat, push, put) == (20.0, 60.0, 64.0) and 600 < fetch == merge < 660
+    assert seconds_for(Call("a", "merge", ()), 10**6) < 61

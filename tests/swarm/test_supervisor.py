@@ -259,6 +259,44 @@ def test_a_machine_that_is_silent_and_has_no_lease_is_lost(play, monkeypatch):
     assert play(script).how == "finished"
 
 
+def test_a_process_that_does_not_answer_is_killed_and_started_again(play, monkeypatch):
+    monkeypatch.setattr(kept_module, "HUNG", 0.3)
+    monkeypatch.setattr(kept_module, "HUNG_MEMBER", 0.3)
+
+    def script(supervisor, cluster):
+        yield
+        for name in ("m0", "aggregator-0", HEAD):
+            stopped = cluster.newest(name)
+            stopped.answers = False
+            while not stopped.gone:
+                yield
+            stopped.ended = Outcome("dead", "killed")
+            while cluster.newest(name) is stopped:
+                yield
+            yield
+        finish(cluster)
+
+    assert play(script).how == "finished"
+    words = "has not answered for 0 s: killing it"
+    assert [words in each["message"] for each in play.events("note")] == [True] * 3
+    assert [each["message"] for each in play.events("coordinator")] == ["it died; restarting it"]
+
+
+def test_a_supervisor_that_stood_still_takes_nobody_for_silent(play):
+    """Nobody was asked while it was stopped."""
+
+    def script(supervisor, cluster):
+        yield
+        yield
+        supervisor._clock._read -= 3600.0  # since it looked last
+        yield
+        yield
+        assert not [each.name for each in cluster.started if each.gone]
+        finish(cluster)
+
+    assert play(script).how == "finished"
+
+
 TWO = replace(PLAN, swarm=replace(SWARM, members=2))
 WRONG = Outcome("wrong", "m1 cannot join: its code differs from the run's")
 FAILED = Outcome("failed", "ValueError: no such device")

@@ -40,8 +40,13 @@ GROUPS = {"work": 1, "calls": 16, "beats": 4, "control": 4}
 """Threads of an actor for each kind of method."""
 NODES = 2.0
 """Seconds between two looks for machines that joined."""
-BEAT, CALL = 20.0, 3600.0
-"""Seconds for an answer to a heartbeat, and to any other call."""
+BEAT, CALL = 20.0, 60.0
+"""Seconds for an answer to a heartbeat, and to any other call that carries nothing."""
+SLOWEST = 10 * 2**20
+"""Bytes a second of the slowest link or disk on which what a call carries is still waited for."""
+CARRYING = {"fetch", "updates", "get_inner", "file", "check", "merge"}
+"""Calls whose answers are arrays, or need arrays to be read: at most as large as the whole shared state, or about so.
+"""
 
 
 class Host(Protocol):
@@ -77,6 +82,8 @@ class Calls:
     """Carries calls to the actors of one run."""
 
     run: str
+    state_bytes: int
+    """Of the state that members share."""
 
     def __call__(self, call: Call) -> Any:
         """The answer; Unreachable without one."""
@@ -84,10 +91,23 @@ class Calls:
         try:
             actor = ray.get_actor(f"{self.run}/{call.address}", NAMESPACE)
             method: Any = actor.beat if beat else actor.call
-            answer = ray.get(method.remote(call.method, call.arguments), timeout=BEAT if beat else CALL)
+            answer = ray.get(method.remote(call.method, call.arguments), timeout=seconds_for(call, self.state_bytes))
             return answer.copy() if isinstance(answer, np.ndarray) else answer  # else Ray's store could not let it go
         except (RayError, ValueError, Unreachable) as error:  # ValueError: no actor of that name
             raise Unreachable(f"{call.address}: {str(error).splitlines()[0]}") from error
+
+
+def seconds_for(call: Call, state_bytes: int) -> float:
+    """How long an answer is waited for: by what the call carries there and back."""
+    if call.method == "beat":
+        return BEAT
+    given = [
+        each
+        for argument in call.arguments
+        for each in (argument.values() if isinstance(argument, dict) else [argument])
+    ]
+    sent = sum(each.nbytes for each in given if isinstance(each, np.ndarray))
+    return CALL + (sent + state_bytes * (call.method in CARRYING)) / SLOWEST
 
 
 class Actor:
@@ -203,10 +223,11 @@ class Process:
 class Cluster:
     """Ray, started for one run on this machine, or a running one at an address. A context manager."""
 
-    def __init__(self, run: str, token: Path, address: str | None, devices: int = 1, largest: int = 0):
+    def __init__(self, run: str, token: Path, address: str | None, devices: int = 1, largest: int = 0, state: int = 0):
         """token: file with the secret that joins, made if it is not there; devices: of a member placed anywhere;
-        largest: bytes of the largest thing that is sent at once.
+        largest: bytes of the largest thing that is sent at once; state: bytes of all that members share.
         """
+        self._state_bytes = state
         self._store_bytes = max(STORE_BYTES, 2 * largest)
         self._run, self._token, self._address, self._devices = run, token, address, devices
         self.found = address is not None
@@ -267,7 +288,7 @@ class Cluster:
         actor = make(concurrency_groups=GROUPS)(Actor).options(
             name=f"{self._run}/{name}", max_restarts=0, max_task_retries=0, **self._place(node)
         )
-        given = {**arguments, "calls": Calls(self._run)}
+        given = {**arguments, "calls": Calls(self._run, self._state_bytes)}
         try:
             return Process(actor.remote(name, maker, given, dict(environment), None if node else str(log)))
         except ActorAlreadyExistsError:

@@ -1,7 +1,6 @@
 """A process that the supervisor keeps alive, and how a member among them looks from outside."""
 
 import re
-import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,10 @@ from tpuswarm.swarm.status import MemberStatus
 
 SILENT = 5.0
 """Seconds without an answer after which a guest without a lease is shown as lost: Ray notices a dead machine later."""
+HUNG, HUNG_MEMBER, STARTING = 20.0, 40.0, 300.0
+"""Seconds without an answer until a process is killed: coordinator and shards, on which everybody waits; members, whose
+leases end sooner; one that never answered yet.
+"""
 LONGEST = 48
 """Letters of a machine's name in that of its member."""
 
@@ -36,7 +39,7 @@ class Kept:
     """Since it last got anywhere."""
     pid: int | None = None
     heard: float = 0.0
-    """When it last answered a look."""
+    """When it last answered a look, by the supervisor's Clock."""
     seen: Any = None
     """Its newest look."""
     rows: int = 0
@@ -75,6 +78,12 @@ class Kept:
         owes = self.incarnation or self.arguments.get("evaluates")
         return self.member and self.process is not None and not self.left and bool(owes)
 
+    def silent(self, now: float) -> bool:
+        """Whether it has to be killed: it was asked for too long how it stands. now: by the supervisor's Clock."""
+        if self.process is None or self.left or (self.node == ANYWHERE and self.pid is None):
+            return False  # a cluster may be long in finding room for it
+        return now - self.heard > (STARTING if self.pid is None else HUNG_MEMBER if self.member else HUNG)
+
     def began(self, process: Process, now: float) -> None:
         """It is alive as another process."""
         self.process, self.born, self.heard = process, now, now
@@ -87,10 +96,10 @@ class Kept:
             self.process = None
         self.node, self.left, self.wake, self.deaths, self.given_up = node, False, 0.0, 0, ""
 
-    def status(self, leased: Collection[str], version: int | None, tokens_per_row: int) -> MemberStatus:
+    def status(self, leased: Collection[str], version: int | None, tokens_per_row: int, now: float) -> MemberStatus:
         """As a member. leased: incarnations that the coordinator counts as alive; version: the newest."""
         seen, row = self.seen or {}, self.row
-        silent = self.guest and self.pid is not None and time.monotonic() - self.heard > SILENT
+        silent = self.guest and self.pid is not None and now - self.heard > SILENT
         state: Any = "left" if self.left else "lost" if silent else "joining"
         if self.process is None:
             state = "lost"

@@ -255,7 +255,9 @@ def _prepare(run: Run, recipe: Recipe, decided: _Decided, asked: Asked) -> _Read
     for each in decided.changed:
         run.write_event("note", message=f"accepted: {each}")
     environment = machine.environments(kind, decided.devices, decided.per_member)
-    cluster = Cluster(made.run, run.folder / TOKEN, asked.ray_address, decided.per_member, sizes.largest)
+    cluster = Cluster(
+        made.run, run.folder / TOKEN, asked.ray_address, decided.per_member, sizes.largest, sizes.exchanged
+    )
     return _Ready(plan, environment, cluster, notes, sizes.state)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from tpuswarm.config.shown import significant
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.swarm.clock import Clock
 from tpuswarm.swarm.core.alarms import Step, Watched, alarms
 from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.fragments import shards_for
@@ -95,6 +96,7 @@ class Supervisor:
         self._joined: frozenset[str] = frozenset()
         """Members that have had an incarnation."""
         self._stopping = 0.0
+        self._clock = Clock(time.monotonic)
 
     def go(self) -> Ended:
         """Until the run is finished or stopped; raises RunFailed and InputError for what it cannot mend."""
@@ -158,7 +160,7 @@ class Supervisor:
                 continue
             if kept.process is None:
                 if now >= kept.wake and not self._stopping:
-                    self._start(kept, now)
+                    self._start(kept)
                 continue
             outcome = kept.process.outcome()
             if outcome is not None:
@@ -185,7 +187,7 @@ class Supervisor:
                 self._add(Kept(name, "tpuswarm.swarm.runtime.hosts:member", given, self._environment(None), node))
             self._event("note", member=name, message=f"new machine: {name}")
 
-    def _start(self, kept: Kept, now: float) -> None:
+    def _start(self, kept: Kept) -> None:
         arguments = kept.arguments
         if kept.name == HEAD and kept.born:
             arguments = {**arguments, "alone": False}
@@ -194,7 +196,7 @@ class Supervisor:
         log = self.run.folder / "logs" / f"{kept.name}.log"
         process = self._cluster.start(kept.name, kept.maker, arguments, kept.environment, log.resolve(), kept.node)
         if process is not None:
-            kept.began(process, now)
+            kept.began(process, self._clock())
 
     def _ended(self, kept: Kept, outcome: Outcome, now: float) -> None:
         if kept.member and kept.process and outcome.how != "dead":
@@ -259,13 +261,18 @@ class Supervisor:
         for kept in self.kept.values():
             if kept.process:
                 self._see(kept, kept.process.look(kept.rows))
+            if kept.process and kept.silent(now := self._clock()):
+                message = f"{kept.name} has not answered for {now - kept.heard:.0f} s: killing it, to start it again"
+                self._event("note", message=message)
+                kept.heard = now  # until Ray has noticed
+                kept.process.kill()
 
     def _see(self, kept: Kept, answer: tuple[int, Any] | None) -> None:
         """Take in a look; of a member also its rows of metrics."""
         if answer is None:
             return
         kept.pid, seen = answer
-        kept.heard = time.monotonic()
+        kept.heard = self._clock()
         if kept.name == HEAD:
             self._summary = seen or self._summary
         if not kept.member or seen is None:
@@ -334,7 +341,9 @@ class Supervisor:
         self._status_at = clock
         leased = {each.incarnation.name for each in self._summary.leased} if self._summary else set()
         version = self._summary.version if self._summary else None
-        members = [kept.status(leased, version, self.plan.tokens_per_row) for kept in self.kept.values() if kept.member]
+        heard = self._clock()
+        kept_members = [kept for kept in self.kept.values() if kept.member]
+        members = [kept.status(leased, version, self.plan.tokens_per_row, heard) for kept in kept_members]
         alive = [Watched(each.id, tuple(self.kept[each.id].steps)) for each in members if each.state == "alive"]
         cycle = self._summary.median_cycle if self._summary else None
         aside = [f"{kept.name} does not train: {kept.given_up}" for kept in self.kept.values() if kept.given_up]

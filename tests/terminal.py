@@ -19,7 +19,7 @@ from tests.processes import ONE_DEVICE
 
 PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
 SMALL, LARGE = (80, 24), (120, 40)
-PATIENCE = 240.0
+PATIENCE = 600.0
 """Seconds after which what a test waits for will not come."""
 CTRL_C = b"\x03"
 

@@ -94,7 +94,7 @@ def test_two_hosts_are_one_member_that_dies_with_either_and_comes_back(swarm, tm
         swarm.wait(lambda: swarm.events("lost"))
         assert swarm.events("lost")[0]["incarnation"] == first["incarnation"]
         contributes(first["incarnation"])
-        assert "its process was killed; this host waits for all" in one.said.read_text()
+        assert "its process was killed; waiting for all hosts" in one.said.read_text()
 
         second = slice_()
         os.kill(second["pid"], signal.SIGKILL)  # host 0: the swarm's supervisor makes it again

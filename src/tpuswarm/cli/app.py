@@ -14,6 +14,7 @@ from tpuswarm.cli import (
     files,
     fleet,
     init,
+    jobs,
     learn,
     ledger,
     plan,
@@ -23,6 +24,7 @@ from tpuswarm.cli import (
     runs,
     simulate,
     swarm,
+    touch,
     train,
     up,
 )
@@ -50,7 +52,7 @@ GROUPS: dict[str, dict[str, Any]] = {
         "init": init.init, "up": up.up, "list": fleet.list_, "describe": fleet.describe, "pause": up.pause,
         "resume": up.resume, "cost": fleet.cost, "down": up.down, "keep": up.keep, "rehearsal": rehearsal.app,
     },
-    "Touch": {"copy": files.copy, "sync": files.sync},
+    "Touch": {"exec": touch.exec_, "jobs": jobs.jobs, "copy": files.copy, "sync": files.sync},
     "Network": {"router": router.app},
 }  # fmt: skip
 """All commands, in the order of `--help`."""

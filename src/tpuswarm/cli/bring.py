@@ -105,20 +105,30 @@ def confirm(yes: bool) -> None:
 def work(fleet: "Fleet", cloud: "Provider", store: "Held", until: Callable[["Tick"], bool]) -> "Tick":
     """Be the keeper, or watch the one there is, until then; on Ctrl-C say what there is."""
     from tpuswarm.cli.watching import Watching
+    from tpuswarm.fleet.keeping.jobs import Carrier, Carrying
     from tpuswarm.fleet.keeping.keeper import Keeper
+    from tpuswarm.fleet.reach import Reach
 
     keeper = Keeper(cloud, store, fleet.history)
     watching = Watching(make_console())
     keeper.told = watching.say
+    carrying = Carrying(lambda: Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud)), watching.say)
+
+    def show(tick: "Tick") -> None:
+        watching.show(tick)
+        if tick.leads:
+            carrying.look(tick.observed.listing, bool(tick.document.jobs))
+
     try:
         with watching:
-            return keeper.run(watching.show, until, time.sleep)
+            return keeper.run(show, until, time.sleep)
     except KeyboardInterrupt:
         for line in watching.what_exists():
             print(line, file=sys.stderr)
         print("the same command goes on from here", file=sys.stderr)
         raise
     finally:
+        carrying.stop()
         keeper.release()
 
 

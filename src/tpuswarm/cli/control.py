@@ -5,13 +5,16 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpuswarm.cli.runs import Run
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.waiting import waiting
+
+if TYPE_CHECKING:
+    from tpuswarm.fleet.core.jobs import Job
+    from tpuswarm.fleet.keeping.fleets import Fleet
 
 LOOK = 0.5
 """Seconds between two looks at a run's files."""
@@ -19,12 +22,23 @@ PATIENCE = 60.0
 """Seconds after which a run that was asked to stop should have."""
 
 
+RunOrJob = Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's directory, its name, `last`; or a job.")]
+
+
 def logs(
-    run: Run,
+    run: RunOrJob,
     name: Annotated[str | None, typer.Argument(help="Only this process: coordinator, aggregator-0, m0, …")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
 ) -> None:
-    """Show what happened in a run, in words, and what its processes printed."""
+    """Show what happened in a run, in words, and what its processes printed; or what a job printed on its machines."""
+    if found_job := _job(run):
+        from tpuswarm.cli.job_logs import show_logs
+
+        fleet, job = found_job
+        if name is not None:
+            raise InputError(f"{run} is a job, which has no processes with names")
+        show_logs(fleet, job, follow)
+        return
     from tpuswarm.swarm.logs import Logs
     from tpuswarm.train.listing import find_run
     from tpuswarm.train.run import holder, read_config
@@ -47,8 +61,36 @@ def logs(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def stop(run: Run) -> None:
-    """Stop a running run as Ctrl-C does, and wait until it has stopped."""
+def _job(name: str) -> "tuple[Fleet, Job] | None":
+    """The job that is meant; None: a run is. Raises InputError where it may be both."""
+    from tpuswarm.cloud.errors import CloudError
+    from tpuswarm.train.listing import find_run
+
+    if "/" in name or name == "last":
+        return None
+    from tpuswarm.cli.jobs import find_job
+
+    is_run = Path(find_run(name)).exists()
+    try:
+        found = find_job(name)
+    except CloudError:
+        if not is_run:
+            raise
+        return None  # whether there is a job of that name cannot be asked, and there is a run
+    if found is None:
+        return None
+    if is_run:
+        raise InputError(f"{name} is a run and a job: say ./{name} or runs/{name} for the run, or rename its folder")
+    return found[0], found[2]
+
+
+def stop(run: RunOrJob) -> None:
+    """Stop a running run as Ctrl-C does, or a job on all of its machines, and wait until it has stopped."""
+    if found_job := _job(run):
+        from tpuswarm.cli.jobs import stop_job
+
+        stop_job(*found_job)
+        return
     from tpuswarm.swarm.logs import RUN, Logs
     from tpuswarm.train.listing import find_run
     from tpuswarm.train.run import holder, read_config, read_life, stopped_sentence

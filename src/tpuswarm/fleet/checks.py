@@ -12,7 +12,8 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.toml_file import Place, at_line
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.core import money
-from tpuswarm.fleet.file import ALL, HEAD, Grant, Head, Pool, SwarmFile
+from tpuswarm.fleet.core.names import ALL
+from tpuswarm.fleet.file import HEAD, Grant, Head, Pool, SwarmFile
 
 RUNTIMES = re.compile(
     r"tpu-ubuntu\d{4}-base|tpu-vm-(base|tf-[\w.]+(-pod)?(-pjrt)?|pt-[\w.]+|cos[\w.-]*)|v2-alpha-tpuv\w+(-lite|-lite-podslice)?"

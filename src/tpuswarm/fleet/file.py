@@ -18,8 +18,6 @@ from tpuswarm.fleet.core.names import ZONE
 DEFAULT = Path("swarm.toml")
 MOST = 1_000
 """Machines of a pool: a thousand is ten times the largest fleet we know of, ten thousand is a slip of the finger."""
-ALL = "all"
-"""What means every machine where a name is given."""
 HEAD = "head"
 OURS = FLEET_LABEL.partition("-")[0]
 

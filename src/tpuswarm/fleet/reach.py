@@ -13,8 +13,7 @@ from tpuswarm.cloud.protocol import Listing, Machine, Provider, VmSpec
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.asked import SSH_KEYS, user_of, with_key
 from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.names import by_number, resolve
-from tpuswarm.fleet.file import ALL
+from tpuswarm.fleet.core.names import ALL, by_number, resolve
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.keeping.fleets import Fleet, Held
 from tpuswarm.remote.host import Host

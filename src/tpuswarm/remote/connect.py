@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ANSWER = 20.0
 """Seconds in which a host has to let us in."""
+AT_ONCE = 64
+"""Connections that are opened at the same time: key exchange is this computer's work."""
 ALIVE = 15.0
 """Seconds of silence after which a host is asked for a sign of life; the third unanswered one ends the connection."""
 
@@ -25,6 +27,7 @@ class Connections:
     def __init__(self, key: Path, answer_s: float = ANSWER):
         """`key`: the file of our private key. `answer_s`: how long a host may take to let us in."""
         self._key, self._answer = key, answer_s
+        self._turn = asyncio.Semaphore(AT_ONCE)
         self._open: dict[Host, asyncio.Task[asyncssh.SSHClientConnection]] = {}
         self._options: dict[tuple[str, str], asyncssh.SSHClientConnectionOptions] = {}
         self._trusted: dict[tuple[str, int | None], list[Any]] = {}
@@ -53,7 +56,7 @@ class Connections:
         self._trusted[host.address, host.port] = [asyncssh.import_public_key(each) for each in host.keys]
         options = self._options_for(host)
         try:
-            async with asyncio.timeout(self._answer):
+            async with self._turn, asyncio.timeout(self._answer):
                 return await asyncssh.connect(host.address, host.port, options=options, config=None)
         except TimeoutError as error:
             raise Silent(host, self._answer) from error

@@ -8,21 +8,20 @@ from tpuswarm.errors import TpuswarmError
 from tpuswarm.remote.host import Host, Silent
 
 T = TypeVar("T")
-AT_ONCE = 64
-"""Hosts that are worked on at the same time: key exchange is this computer's work, and files have a limit."""
 
 
 async def fan_out(
     hosts: Sequence[Host],
     work: Callable[[Host], Awaitable[T]],
-    at_once: int = AT_ONCE,
+    at_once: int | None = None,
     time_out_s: float | None = None,
 ) -> list[T | TpuswarmError]:
     """What came of `work` for each host, in their order: its value, or our own error where it failed.
 
-    A host that is not done `time_out_s` after its turn came is given up, and named; the others finish.
+    `at_once`: how many are worked on at the same time; None: all. A host that is not done `time_out_s` after its turn
+    came is given up, and named; the others finish.
     """
-    turn = asyncio.Semaphore(at_once)
+    turn = asyncio.Semaphore(at_once or max(len(hosts), 1))
 
     async def one(host: Host) -> T | TpuswarmError:
         async with turn:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Iterator
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 
+ALL = "all"
+"""What means every machine where a name is given."""
 ZONE = re.compile(r"([a-z]+)-([a-z]+)(\d+)-([a-z0-9]+)")
 """Continent, direction, number, and the zone in the region: us-central1-f, us-south1-ai1b."""
 CONTINENTS = {

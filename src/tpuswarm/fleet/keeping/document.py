@@ -19,6 +19,7 @@ from tpuswarm.cloud.protocol import Bucket, Stored
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.core.actions import Event
 from tpuswarm.fleet.core.desired import Desired
+from tpuswarm.fleet.core.jobs import Job
 from tpuswarm.fleet.core.ledger import Ledger
 from tpuswarm.fleet.core.memory import Work
 
@@ -56,6 +57,7 @@ class Document:
     lease: Lease | None = None
     ledger: Ledger = field(default_factory=Ledger)
     work: Work = field(default_factory=Work)
+    jobs: tuple[Job, ...] = ()
     events: tuple[Event, ...] = ()
     format: int = FORMAT
 

@@ -144,7 +144,8 @@ async def _plainly(process: Any, words: list[str], environment: Mapping[str, str
         *words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=home, start_new_session=True
     )
     process.set_redirect_pid(child.pid)
-    await process.redirect(stdin=child.stdin, stdout=child.stdout, stderr=child.stderr)
+    # The end of one of both is not the channel's: what the other one still says would break the connection.
+    await process.redirect(stdin=child.stdin, stdout=child.stdout, stderr=child.stderr, send_eof=False)
     code = await child.wait()
     process.set_redirect_pid(None)
     await process.stdout.drain()

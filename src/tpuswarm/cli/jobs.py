@@ -1,0 +1,223 @@
+"""`tpuswarm jobs`, and what `exec --detach`, `logs` and `stop` do with jobs: programs that go on without us."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tpuswarm.cli.runs import Json, make_console
+from tpuswarm.errors import InputError, RunFailed
+
+if TYPE_CHECKING:
+    from tpuswarm.fleet.core.jobs import Job
+    from tpuswarm.fleet.keeping.document import Document
+    from tpuswarm.fleet.keeping.fleets import Fleet
+
+Target = Annotated[str | None, typer.Argument(metavar="[FILE|FLEET]", help="swarm.toml, or a fleet's name.")]
+NAME = r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?"
+LOOK = 1.0
+"""Seconds between two looks at a job that is followed or ended."""
+RESTARTS = ("preempted", "always", "never")
+
+
+def jobs(target: Target = None, as_json: Json = False) -> None:
+    """List the jobs of all machines: where each runs, since when, how often it failed or was lost, and why."""
+    from tpuswarm.config.shown import age
+    from tpuswarm.fleet.keeping import fleets
+
+    fleet, _ = fleets.find(target)
+    document = read(fleet)
+    if as_json:
+        print(json.dumps({"jobs": [asdict(each) for each in document.jobs], "keeper": document.lease is not None}))
+        return
+    if not document.jobs:
+        print("there are no jobs: `tpuswarm exec WHERE --detach -- CMD` starts one")
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("job", "machine", "state", "run", "failed", "lost", "age"):
+        table.add_column(column, no_wrap=True, justify="right" if column in ("run", "failed", "lost") else "left")
+    table.add_column("why", overflow="ellipsis", no_wrap=True)
+    for job in document.jobs:
+        for seat in job.seats:
+            state = "ending" if job.stop and seat.phase in ("waiting", "running") else seat.phase
+            where = "–" if seat.machine is None else seat.machine + (f"/{job.worker}" if job.worker is not None else "")
+            since = age(time.time() - job.at)
+            table.add_row(job.name, where, state, f"{seat.run}", f"{seat.failed}", f"{seat.lost}", since, seat.why)
+    make_console().print(table)
+    if document.lease is None and any(not job.over for job in document.jobs):
+        print("nobody keeps the fleet: what ends is not started again until `tpuswarm keep`, or `tpuswarm up --keep`")
+
+
+def read(fleet: "Fleet") -> "Document":
+    """A fleet's document. Raises InputError where there is none."""
+    document = fleet.store(fleet.provider()).load()
+    if document is None:
+        raise InputError(f"there is no fleet {fleet.name} in project {fleet.project}: `tpuswarm up` makes it")
+    return document
+
+
+def find_job(name: str, target: str | None = None) -> "tuple[Fleet, Document, Job] | None":
+    """The job of that name, in the fleet of this folder or the only one; None: there is none, or no fleet."""
+    from tpuswarm.fleet.keeping import fleets
+
+    try:
+        fleet, _ = fleets.find(target)
+    except InputError:
+        return None
+    if not (fleet.folder / "fleet.json").exists():
+        return None  # this computer has not made it: a name is not worth asking a cloud
+    document = fleet.store(fleet.provider()).load()
+    for job in document.jobs if document else ():
+        if job.name == name:
+            return fleet, document, job  # type: ignore[return-value]
+    return None
+
+
+def detach(
+    where: str,
+    words: list[str],
+    name: str | None,
+    restart: str | None,
+    failures: int,
+    alive_for: str | None,
+    target: str | None,
+) -> None:
+    """Store a job, and see it begin; whoever keeps the fleet goes on from there."""
+    from tpuswarm.config.units import check_number, parse_seconds
+    from tpuswarm.fleet.keeping import fleets
+
+    if restart not in (None, *RESTARTS):
+        raise InputError(f"--restart is one of {', '.join(RESTARTS)}, not {restart!r}")
+    if name is not None and not re.fullmatch(NAME, name):
+        raise InputError(f"--name takes small letters, digits and -, at most 30, a letter first, not {name!r}")
+    check_number(failures, "--failures", least=0)
+    alive_s = None if alive_for is None else parse_seconds(alive_for, "--alive-for")
+    if alive_s is not None:
+        check_number(alive_s, "--alive-for", least=1)
+    fleet, _ = fleets.find(target)
+    from tpuswarm.fleet.reach import find_reach
+
+    reach = find_reach(fleet)
+    reach.look()  # this computer's key is let in
+    cloud = fleet.provider()
+    job = store_job(fleet, where, words, name, restart, failures, alive_s, cloud.machines)
+    print(f"job {job.name} is stored: {job.line}", file=sys.stderr)
+    see_begin(fleet, job.name)
+
+
+def store_job(
+    fleet: "Fleet", where: str, words: list[str], name: str | None, restart: str | None, failures: int,
+    alive_s: float | None, machines: Callable[..., object],
+) -> "Job":  # fmt: skip
+    """Store what is to run from now on. Raises InputError for a name that is taken or a place that there is not."""
+    from tpuswarm.fleet.core.jobs import Job, seats_for
+    from tpuswarm.fleet.core.names import ALL
+    from tpuswarm.fleet.keeping.document import Document
+    from tpuswarm.fleet.reach import find_targets
+    from tpuswarm.remote.attended import line_of
+
+    store = fleet.store(fleet.provider())
+    made: list[Job] = []
+
+    def add(found: Document | None) -> Document:
+        if found is None:
+            raise InputError(f"there is no fleet {fleet.name} in project {fleet.project}: `tpuswarm up` makes it")
+        desired = found.desired
+        machine = worker = None
+        if where != ALL and where not in [each.name for each in desired.pools]:
+            listing = machines(found.zones)
+            targets = find_targets(where, desired, listing.machines).targets  # type: ignore[attr-defined]
+            machine = targets[0].machine
+            worker = targets[0].worker if "/" in where else None
+        taken = {each.name: each for each in found.jobs}
+        called = name or next(f"job-{number}" for number in range(1, 10_000) if f"job-{number}" not in taken)
+        if called in taken and not taken[called].over:
+            raise InputError(f"job {called} is not over: `tpuswarm stop {called}` ends it; or give another --name")
+        seats = seats_for(where, machine, desired)
+        if called in taken:  # numbers of runs only grow: hosts remember them
+            last = max((each.run for each in taken[called].seats), default=0)
+            seats = tuple(replace(each, run=last) for each in seats)
+        job = Job(
+            called, where, line_of(words), restart or "preempted", seats, machine.name if machine else None, worker,  # type: ignore[arg-type]
+            failures, alive_s, time.time(),
+        )  # fmt: skip
+        made[:] = [job]
+        kept = tuple(each for each in found.jobs if each.name != called)
+        return replace(found, jobs=(*kept, job))
+
+    store.change(add)
+    return made[0]
+
+
+def see_begin(fleet: "Fleet", name: str) -> None:
+    """Wait until a job runs, or is over, on all machines; what no keeper does is done here."""
+    carry(fleet, name, lambda job: all(each.phase != "waiting" for each in job.seats))
+    document = read(fleet)
+    job = next(each for each in document.jobs if each.name == name)
+    for seat in job.seats:
+        print(f"{seat.machine or seat.pool}: {seat.phase}, {seat.why}", file=sys.stderr)
+    if document.lease is None and job.restart != "never":
+        print(
+            "nobody keeps the fleet: it is not started again until `tpuswarm keep`, or `tpuswarm up --keep`",
+            file=sys.stderr,
+        )
+    print(f"`tpuswarm logs {name} -f` follows it, `tpuswarm stop {name}` ends it", file=sys.stderr)
+
+
+def carry(fleet: "Fleet", name: str, until: "Callable[[Job], bool]") -> "Job":
+    """Carry jobs out until then: beside a keeper as well, as nothing is started twice."""
+    import asyncio
+
+    from tpuswarm.fleet.keeping.jobs import MOVING, Carrier
+    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.remote.connect import Connections
+    from tpuswarm.train.waiting import waiting
+
+    cloud = fleet.provider()
+    carrier = Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
+
+    async def go() -> "Job":
+        async with Connections(carrier.key) as connections:
+            while True:
+                listing = cloud.machines((await asyncio.to_thread(read, fleet)).zones)
+                document, _ = await carrier.round(connections, listing, time.time())
+                job = next((each for each in document.jobs if each.name == name), None) if document else None
+                if job is None:
+                    raise RunFailed(f"job {name} is gone: somebody has deleted it")
+                if until(job):
+                    return job
+                far(
+                    "; ".join(
+                        f"{each.machine or each.pool}: {each.why}" for each in job.seats if each.phase == "waiting"
+                    )
+                )
+                await asyncio.sleep(MOVING)
+
+    with waiting(f"waiting for job {name}") as far:
+        return asyncio.run(go())
+
+
+def stop_job(fleet: "Fleet", job: "Job") -> None:
+    """End a job everywhere, and wait until it has ended."""
+    from tpuswarm.fleet.keeping.document import Document
+
+    def ask(found: Document | None) -> Document:
+        if found is None:
+            raise RunFailed(f"fleet {fleet.name} is gone")
+        jobs = tuple(replace(each, stop=True) if each.name == job.name else each for each in found.jobs)
+        return replace(found, jobs=jobs)
+
+    if job.over:
+        raise InputError(f"job {job.name} is over: {', '.join(sorted({each.phase for each in job.seats}))}")
+    fleet.store(fleet.provider()).change(ask)
+    print(f"asked job {job.name} to end; after 20 s it is killed", file=sys.stderr)
+    ended = carry(fleet, job.name, lambda each: each.over)
+    for seat in ended.seats:
+        print(f"{job.name} on {seat.machine or seat.pool}: {seat.phase}, {seat.why}")

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -122,6 +123,7 @@ def store_job(
     from tpuswarm.fleet.keeping.document import Document
     from tpuswarm.fleet.reach import find_targets
     from tpuswarm.remote.attended import line_of
+    from tpuswarm.remote.places import there
 
     store = fleet.store(fleet.provider())
     made: list[Job] = []
@@ -145,8 +147,8 @@ def store_job(
             last = max((each.run for each in taken[called].seats), default=0)
             seats = tuple(replace(each, run=last) for each in seats)
         job = Job(
-            called, where, line_of(words), restart or "preempted", seats, machine.name if machine else None, worker,  # type: ignore[arg-type]
-            failures, alive_s, time.time(),
+            called, where, line_of(words), restart or "preempted", seats, there(Path.cwd()),  # type: ignore[arg-type]
+            machine.name if machine else None, worker, failures, alive_s, time.time(),
         )  # fmt: skip
         made[:] = [job]
         kept = tuple(each for each in found.jobs if each.name != called)

@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -99,7 +100,9 @@ def attend(reach: "Reach", hosts: "list[Host]", words: list[str], time_out_s: fl
 
     from tpuswarm.remote.attended import line_of
     from tpuswarm.remote.everywhere import Everywhere, log_folder
+    from tpuswarm.remote.places import as_set_up, there
 
+    line = as_set_up(line_of(words), there(Path.cwd()))
     logs = log_folder(reach.fleet.folder / "exec")
     screen = Screen([host.label for host in hosts])
     everywhere = Everywhere(reach.key, logs, screen.lines, screen.tell)
@@ -108,7 +111,7 @@ def attend(reach: "Reach", hosts: "list[Host]", words: list[str], time_out_s: fl
     async def run() -> "Endings":
         drawing = asyncio.ensure_future(screen.draw(everywhere.waiting))
         try:
-            return await everywhere.run(hosts, line_of(words), time_out_s)
+            return await everywhere.run(hosts, line, time_out_s)
         finally:
             drawing.cancel()
 

@@ -51,6 +51,8 @@ class Job:
     """Of a shell."""
     restart: Restart
     seats: tuple[Seat, ...]
+    folder: str = ""
+    """Where on its hosts, from the home: the synced folder in which it was asked for."""
     machine: str | None = None
     """The machine that was named; None: all of a pool, or of the fleet."""
     worker: int | None = None

@@ -19,6 +19,7 @@ from tpuswarm.fleet.reach import Reach, Seen, Target
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host
+from tpuswarm.remote.places import as_set_up
 from tpuswarm.remote.supervisor import Supervisor
 
 MOVING, SETTLED = 0.5, 2.0
@@ -88,7 +89,8 @@ class Carrier:
                 if at is host:
                     supervisor = Supervisor(connections, host)
                     if isinstance(act, Start):
-                        await supervisor.start(job.name, act.run, {"line": job.line, "alive_s": job.alive_s})
+                        line = as_set_up(job.line, job.folder)
+                        await supervisor.start(job.name, act.run, {"line": line, "alive_s": job.alive_s})
                     else:
                         await supervisor.end(job.name, act.run)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tpuswarm.errors import RunFailed, TpuswarmError
-from tpuswarm.remote.connect import Connections, on_host
-from tpuswarm.remote.fan_out import AT_ONCE, fan_out
+from tpuswarm.remote.connect import AT_ONCE, Connections, on_host
+from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host, NoWay
 from tpuswarm.remote.sync.tree import CHUNK, Change, Kept, Tree, difference
 

@@ -1,5 +1,6 @@
 """A member of several hosts, started by command: joined, losing hosts, back, left; and wrong input."""
 
+import hashlib
 import os
 import re
 import signal
@@ -9,13 +10,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.chaos import SMALL, Swarm
 
 from tests.hosts import free_port
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.fragments import Leaf
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.runtime import files
@@ -210,8 +212,7 @@ def test_a_host_with_another_token_is_refused(tmp_path):
 
 def test_another_host_gets_the_files_that_it_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART", 3)
-    there = {"have": b"at both", "lack": b"ten bytes.", "short": b"whole", "empty": b""}
-    sizes = {name: len(data) for name, data in there.items()}
+    there = {"have": b"at both", "lack": b"ten bytes.", "short": b"whole", "other": b"bytes of its size", "empty": b""}
     zero, one = tmp_path / "zero", tmp_path / "one"
     for folder in (zero, one):
         folder.mkdir()
@@ -219,16 +220,53 @@ def test_another_host_gets_the_files_that_it_lacks(tmp_path, monkeypatch):
     for name, data in there.items():
         (zero / name).write_bytes(data)
     (one / "short").write_bytes(b"who")
+    (one / "other").write_bytes(b"zeros of its size")
+    whole = files.described(zero)
     before = (one / "have").stat().st_ino
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(files.take, hosts.Hosts(1, 2, {0: Line(far, pytest.fail)}), one, sizes)
-        files.give(hosts.Hosts(0, 2, {1: Line(near, pytest.fail)}), zero, sizes)
+        taken = pool.submit(files.take, hosts.Hosts(1, 2, {0: Line(far, pytest.fail)}), one, whole)
+        files.give(hosts.Hosts(0, 2, {1: Line(near, pytest.fail)}), zero, whole)
         taken.result(20)
     assert {path.name: path.read_bytes() for path in one.iterdir()} == there
     assert (one / "have").stat().st_ino == before, "what is there is not sent"
+
+
+def test_a_member_on_the_runs_machine_trains_on_no_other_files_than_the_run_was_started_with(tmp_path):
+    (tmp_path / "tokens.bin").write_bytes(b"tokens")
+    plan = replace(PLAN, files=files.described(tmp_path))
+    member = MemberHost(Place("m0", plan, (), tmp_path, None, 0, False, pytest.fail, pytest.fail))
+    assert member._fetch_files() == tmp_path
+    (tmp_path / "tokens.bin").write_bytes(bytes(6))
+    for use in (
+        member._fetch_files,
+        lambda: files.described(tmp_path, {"tokens.bin": plan.files["tokens.bin"].digest}),
+    ):
+        with pytest.raises(InputError, match=r"tokens.bin has changed since the run was started; restore a copy"):
+            use()
+
+
+def test_a_machine_that_joined_fetches_what_has_changed_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tokens.bin").write_bytes(b"tokens")
+    plan = replace(PLAN, files=files.described(tmp_path))
+    there = files.folder_of(plan) / "tokens.bin"
+    there.parent.mkdir(parents=True)
+    there.write_bytes(bytes(6))
+    asked = []
+
+    def calls(call):
+        asked.append(call.arguments)
+        return b"tokens"
+
+    for _ in range(2):
+        MemberHost(Place("j0", plan, ("aggregator-0",), None, None, 0, False, calls, lambda text: None))._fetch_files()
+    assert there.read_bytes() == b"tokens" and asked == [("tokens.bin", 0, files.PART)]
+
+
+WHOLE = hashlib.sha256(b"whole").hexdigest()
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):
@@ -243,9 +281,12 @@ def test_a_file_is_whole_or_not_there(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        files.keep(tmp_path / "tokens.bin", parts())
+        files.keep(tmp_path / "tokens.bin", parts(), WHOLE)
     assert [path.name for path in tmp_path.iterdir()] == [f"tokens.bin.{os.getppid()}"]
-    files.keep(tmp_path / "tokens.bin", [b"who", b"le"])
+    with pytest.raises(RunFailed, match=r"tokens.bin arrived with the digest [0-9a-f]{12}…, not"):
+        files.keep(tmp_path / "tokens.bin", [b"who", b"om"], WHOLE)
+    assert [path.name for path in tmp_path.iterdir()] == [f"tokens.bin.{os.getppid()}"]
+    files.keep(tmp_path / "tokens.bin", [b"who", b"le"], WHOLE)
     assert (tmp_path / "tokens.bin").read_bytes() == b"whole"
 
 

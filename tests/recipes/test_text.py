@@ -1,4 +1,5 @@
 import hashlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -50,6 +51,17 @@ def test_a_file_becomes_tokens_and_back(tmp_path):
     assert tokens.array.dtype == np.uint16 and tokens.tokenizer.alphabet == "".join(sorted(set(PLAY)))
     assert tokens.tokenizer.decode(tokens.array.tolist()) == PLAY
     assert tokens.digest == hashlib.sha256(tokens.array.tobytes()).hexdigest()
+
+
+def test_tokens_that_are_not_what_was_written_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "play.txt").write_text(PLAY)
+    made = prepare_tokens(str(tmp_path / "play.txt"), "characters").folder
+    (made / "tokens.bin").write_bytes(bytes((made / "tokens.bin").stat().st_size))
+    with pytest.raises(InputError, match=r"tokens.bin is not what was written there: its digest is .*; delete .* and"):
+        prepare_tokens(str(tmp_path / "play.txt"), "characters")
+    shutil.rmtree(made)
+    prepare_tokens(str(tmp_path / "play.txt"), "characters")
 
 
 def test_small_pieces_make_the_same_tokens(tmp_path, monkeypatch):

@@ -1,3 +1,6 @@
+import hashlib
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -38,3 +41,25 @@ def test_arrays_stay_together():
 def test_arrays_that_do_not_fit_are_refused(arrays):
     with pytest.raises(InputError, match="number of rows"):
         ArraySource(arrays)
+
+
+def test_the_digest_of_a_memory_map_is_that_of_what_it_maps(tmp_path, monkeypatch):
+    """And its file is read once for each state that it is in."""
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+    read = []
+    real = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: read.append(file.name) or real(file, name))
+    path = tmp_path / "rows.bin"
+    np.arange(20, dtype=np.int32).tofile(path)
+
+    def digest(part=slice(None)):
+        return ArraySource({"x": np.memmap(path, np.int32, "r")[part]}).digest
+
+    first = digest()
+    assert digest() == first and read == [str(path)]
+    assert len({first, digest(slice(10)), digest(slice(10, None)), digest(slice(None, None, 2))}) == 4
+    changed = np.memmap(path, np.int32, "r+")
+    changed[7] = -1
+    changed.flush()
+    os.utime(path)
+    assert digest() != first and len(read) == 2

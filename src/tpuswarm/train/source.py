@@ -3,10 +3,13 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from mmap import ALLOCATIONGRANULARITY
+from pathlib import Path
 
 import numpy as np
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.contents import contents_digest
 
 
 @lru_cache(maxsize=4)
@@ -29,10 +32,18 @@ def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator
         start += length
 
 
+def _first_byte(array: np.memmap) -> int:
+    """Where in its file a memory map, or a part of one, begins."""
+    mapped = array.offset - array.offset % ALLOCATIONGRANULARITY
+    start = np.frombuffer(array._mmap, np.uint8).__array_interface__["data"][0]  # type: ignore[attr-defined]
+    return int(array.__array_interface__["data"][0]) - int(start) + mapped
+
+
 class ArraySource:
     """Arrays with a common first axis; every epoch is a new permutation of all rows, drawn from `seed`.
 
-    `digest` covers names, shapes, dtypes and contents, except the contents of memory maps.
+    `digest` covers names, shapes, dtypes and contents; of a memory map that of its whole file, which is read once for
+    each state of it.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], seed: int = 0):
@@ -42,13 +53,16 @@ class ArraySource:
         self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
         self._seed = seed
         self.rows_per_epoch = next(iter(sizes.values()))
-        self.digest = self._digest()
+        self.digest = self._digest(arrays)
 
-    def _digest(self) -> str:
+    def _digest(self, arrays: Mapping[str, np.ndarray]) -> str:
         digest = hashlib.sha256(str(self._seed).encode())
-        for name, array in self._arrays.items():
+        for name, array in arrays.items():
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            if not isinstance(array, np.memmap):  # may be larger than memory
+            if isinstance(array, np.memmap) and array.filename:  # may be larger than memory
+                file = contents_digest(Path(array.filename))
+                digest.update(f"{file} {_first_byte(array)} {array.strides}".encode())
+            else:
                 digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 

@@ -21,6 +21,7 @@ from tpuswarm.recipes.gpt2.bpe import FILE, Bpe, read_bpe, train_bpe, whole_word
 from tpuswarm.recipes.gpt2.config import Kind
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
 from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Bytes, Characters, Tokenizer
+from tpuswarm.train.contents import contents_digest
 from tpuswarm.train.files import write_atomically
 from tpuswarm.train.platform import cache_folder
 from tpuswarm.train.run import writing
@@ -82,6 +83,12 @@ def share_tokens(tokens: Tokens, folder: Path) -> None:
 
 def _open(folder: Path) -> Tokens:
     about = _about(folder)
+    found = contents_digest(folder / "tokens.bin")
+    if found != about["digest"]:
+        raise InputError(
+            f"{folder / 'tokens.bin'} is not what was written there: its digest is {found[:12]}…, not "
+            f"{about['digest'][:12]}…; delete {folder} and start again: it is made anew from the text"
+        )
     array = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r", shape=(about["count"],))
     tokenizer: Tokenizer
     if about["kind"] == "bpe":

@@ -233,13 +233,17 @@ class MemberHost:
     def _fetch_files(self) -> Path:
         """The folder of the run's data files, fetched from the shards where they are not there."""
         place = self.place
-        folder, sizes = place.data or files.folder_of(place.plan), place.plan.files
-        for name in files.missing(folder, sizes):
-            place.say(f"fetching {name}, {sizes[name] / 2**20:.1f} MiB")
-            starts = range(0, sizes[name], files.PART)
+        if place.data:
+            files.check(place.data, place.plan.files)
+            return place.data
+        folder, known = files.folder_of(place.plan), place.plan.files
+        for name in files.missing(folder, known):
+            place.say(f"fetching {name}, {known[name].size / 2**20:.1f} MiB")
+            starts = range(0, known[name].size, files.PART)
             files.keep(
                 folder / name,
                 (self._answer(Call(place.shards[0], "file", (name, start, files.PART))) for start in starts),
+                known[name].digest,
             )
         return folder
 

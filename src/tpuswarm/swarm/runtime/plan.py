@@ -41,6 +41,16 @@ class Swarm:
 
 
 @dataclass(frozen=True)
+class DataFile:
+    """A file that every member has to have."""
+
+    size: int
+    """Bytes."""
+    digest: str
+    """SHA-256 of them."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """All that a process of the swarm has to be told."""
 
@@ -50,8 +60,8 @@ class Plan:
     """Of the recipe."""
     settings: dict[str, Any]
     """Of train/settings.py."""
-    files: dict[str, int]
-    """Of the shared data: bytes of each file in the run's folder `data`."""
+    files: dict[str, DataFile]
+    """Of the shared data, by name: what lies in the run's folder `data`."""
     shared: dict[str, Any]
     """Options of the recipe that read these files; the folder is written `{data}`."""
     tokens_per_row: int

@@ -24,7 +24,7 @@ from tpuswarm.swarm.engines.ray import Cluster
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.load import load_swarm
 from tpuswarm.swarm.report import write_report
-from tpuswarm.swarm.runtime import machine, memory
+from tpuswarm.swarm.runtime import files, machine, memory
 from tpuswarm.swarm.runtime.head import FOUNDING, read_founding
 from tpuswarm.swarm.runtime.plan import CYCLE, Plan, Swarm, code_digest, member_name
 from tpuswarm.swarm.runtime.screen import Screen, auto_screen
@@ -169,6 +169,8 @@ class _Decided:
     resolved: Resolved
     swarm: Swarm
     code: str
+    files: dict[str, str]
+    """Digests of the data files that the run was started with, where it was."""
     changed: list[str]
     """What was accepted to be different from the run that is there, in words."""
     evaluate_every: int | None
@@ -219,7 +221,9 @@ def _decide(
     code = code_digest(recipe.target)
     changed = _changes(run, swarm, stored, resolved, made, code)
     evaluate_every = _evaluate_every(asked["eval_every"], recipe, resolved)
-    return _Decided(resolved, made, code, changed, evaluate_every, kind, devices, per_member, sizes)
+    return _Decided(
+        resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, sizes
+    )
 
 
 def _prepare(run: Run, recipe: Recipe, decided: _Decided, asked: Asked) -> _Ready:
@@ -232,12 +236,13 @@ def _prepare(run: Run, recipe: Recipe, decided: _Decided, asked: Asked) -> _Read
         load_parameters(parent, recipe, place(recipe, request(settings), jax.devices()))
         notes.append(f"parameters from {parent}")
     shared = recipe.share(run.folder / "data")
+    data = files.described(run.folder / "data", decided.files) if shared else {}
     plan = Plan(
         swarm=made,
         target=recipe.target,
         options=recipe.options(),
         settings=settings,
-        files={path.name: path.stat().st_size for path in sorted((run.folder / "data").glob("*"))} if shared else {},
+        files=data,
         shared={k: str(v).replace(str(run.folder / "data"), "{data}") for k, v in shared.items()},
         tokens_per_row=decided.resolved.tokens_per_row,
         data=settings["data"] or "",
@@ -247,6 +252,7 @@ def _prepare(run: Run, recipe: Recipe, decided: _Decided, asked: Asked) -> _Read
     table = {name: value for name, value in asdict(made).items() if value is not None} | {
         "devices_per_member": decided.per_member,
         "code": decided.code,
+        "files": {name: file.digest for name, file in data.items()},
         **({"demo": True} if asked.demo else {}),
     }
     chosen = {"platform": kind, "devices": decided.per_member, "tokens_per_row": plan.tokens_per_row}

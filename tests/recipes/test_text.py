@@ -204,6 +204,13 @@ def test_text_in_a_bucket(tmp_path, monkeypatch):
                 open_text(place)
 
 
+def test_storage_that_is_not_to_be_reached_is_not_tried_for_a_minute(monkeypatch):
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+    monkeypatch.setattr("tpuswarm.recipes.gpt2.text.google_storage", None)
+    with pytest.raises(InputError, match=r"^gs://nowhere/text cannot be read: 127\.0\.0\.1 does not answer \(Conn"):
+        open_text("gs://nowhere/text")
+
+
 def test_a_place_that_does_not_answer_is_named_while_it_is_waited_for(monkeypatch, capsys):
     """And what the library behind it then raises, whatever its type, is a sentence."""
     waited = threading.Event()

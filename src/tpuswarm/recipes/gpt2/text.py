@@ -2,6 +2,8 @@
 
 import codecs
 import hashlib
+import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -10,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import fsspec
 
@@ -21,6 +25,9 @@ PIECE = 2**22
 
 SLOW = 1.0
 """Seconds after which it is said what is waited for."""
+
+ANSWER = 5.0
+"""Seconds for a server to take a connection."""
 
 Advance = Callable[[int], None]
 """Told how many bytes were read since the last call."""
@@ -91,9 +98,24 @@ def open_text(place: str | None) -> Text:
 def _system(place: str) -> tuple[Any, str]:
     """The file system that a place is on, and its path there."""
     if place.startswith(("gs://", "gcs://")):
+        _require_answer(place)
         system = google_storage(place)
         return system, system._strip_protocol(place)
     return fsspec.core.url_to_fs(str(Path(place).expanduser()) if "://" not in place else place)
+
+
+def _require_answer(place: str) -> None:
+    """Raise InputError where Google Cloud Storage is not to be reached: gcsfs would try for more than a minute."""
+    if getproxies().get("https"):
+        return  # what answers is asked through another machine
+    server = urlsplit(os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com")
+    try:
+        socket.create_connection((server.hostname, server.port or 443), timeout=ANSWER).close()
+    except OSError as error:
+        raise InputError(
+            f"{place} cannot be read: {server.hostname} does not answer ({error.strerror or error}); is this machine "
+            "connected to the internet?"
+        ) from error
 
 
 def _is_folder(system: Any, path: str) -> bool:

@@ -1,6 +1,7 @@
 """The supervisor with a cluster that is played: machines that come, go and come back, and the end of a run."""
 
 import json
+import signal
 from dataclasses import replace
 from itertools import chain
 
@@ -147,6 +148,26 @@ def test_a_machine_that_comes_back_is_the_same_member(play):
     assert play(script).how == "finished"
     lost = play.events("lost")
     assert [each["member"] for each in lost] == ["j-tpu-7"] * 3 and all(each["own_machine"] for each in lost)
+
+
+def test_who_has_not_begun_does_not_hold_up_a_stop(play):
+    """Not even the member that evaluates: here it never answers again."""
+
+    def script(supervisor, cluster):
+        cluster.nodes = {"n1": "trained"}
+        yield
+        yield
+        trained = cluster.newest("j-trained")
+        trained.incarnation = "b" * 32
+        yield
+        signal.raise_signal(signal.SIGINT)
+        yield
+        yield
+        assert not trained.ended  # it is waited for
+        trained.ended = Outcome("left", "")
+
+    ended = play(script)
+    assert (ended.how, ended.signal) == ("stopped", signal.SIGINT)
 
 
 def test_two_members_on_one_machine_have_two_names(play):

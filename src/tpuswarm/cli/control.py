@@ -93,7 +93,7 @@ def stop(run: RunOrJob) -> None:
         return
     from tpuswarm.swarm.logs import RUN, Logs
     from tpuswarm.train.listing import find_run
-    from tpuswarm.train.run import holder, read_config, read_life, stopped_sentence
+    from tpuswarm.train.run import holder, read_config, read_life, removed_sentence, stopped_sentence
 
     folder = Path(find_run(run))
     pid = holder(folder)
@@ -120,7 +120,7 @@ def stop(run: RunOrJob) -> None:
                 warned = True
                 print(f"still running; `kill -9 {pid}` ends it at once, and nothing committed is lost", file=sys.stderr)
     if not folder.exists():
-        print(f"{folder} was removed: it stopped before there was anything to keep")
+        print(removed_sentence(folder))
         return
     life = read_life(folder)
     if life.state not in ("stopped", "finished"):

@@ -203,6 +203,11 @@ def stopped_sentence(folder: Path, message: str) -> str:
     return f"{folder}: {message}; the same `tpuswarm train` command resumes it"
 
 
+def removed_sentence(folder: Path) -> str:
+    """What is said of one that had nothing to resume from."""
+    return f"{folder} was removed: it stopped before there was anything to keep"
+
+
 def read_life(folder: Path) -> Life:
     """Whether a run lives, by its lock and its events."""
     pid = holder(folder)

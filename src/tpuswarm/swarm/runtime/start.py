@@ -35,7 +35,19 @@ from tpuswarm.swarm.store import Store
 from tpuswarm.train.fit import place
 from tpuswarm.train.load import load_parameters
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run import COMMITS, CONFIG, EVENTS, LAST, METRICS, SAMPLE, Run, command_line, read_rows, writing
+from tpuswarm.train.run import (
+    COMMITS,
+    CONFIG,
+    EVENTS,
+    LAST,
+    METRICS,
+    SAMPLE,
+    Run,
+    command_line,
+    read_rows,
+    removed_sentence,
+    writing,
+)
 from tpuswarm.train.session import Resolved, configuration, held_out, request, resolve
 from tpuswarm.train.settings import check_batch, differences
 from tpuswarm.train.stop import Interrupted, held
@@ -121,6 +133,8 @@ def train(
         except Interrupted:
             if _nothing_came(run.folder):
                 shutil.rmtree(run.folder)
+                screen.close()
+                screen.note(removed_sentence(run.folder))
             raise
         except TpuswarmError:
             if _nothing_came(run.folder) and not (run.folder / "logs").exists():  # not one process of it was started

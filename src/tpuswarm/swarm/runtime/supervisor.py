@@ -367,15 +367,16 @@ class Supervisor:
 
     def _say_goodbye(self) -> None:
         self._stopping = time.monotonic()
-        self.screen.note("stopping: the members push their last work")
+        trained = any(kept.incarnation for kept in self.kept.values())
+        self.screen.note(f"stopping{': the members push their last work' * trained}")
         for kept in self.kept.values():
             if kept.member and kept.process:
                 kept.process.leave()
 
     def _gone(self, settled: bool = False) -> bool:
         """Whether no member has anything to hand in and, if asked, everything accepted is decided."""
-        if any(kept.busy for kept in self.kept.values()):
-            return False
+        if any(kept.busy and (kept.incarnation or not settled) for kept in self.kept.values()):
+            return False  # of a run that stops, who has not begun owes nothing, not even an evaluation
         return not settled or self._summary is None or self._summary.tokens.outstanding == 0
 
     def _stopped_at(self) -> str:

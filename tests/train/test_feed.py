@@ -39,6 +39,30 @@ def test_batches_come_in_order_from_the_step_asked():
     assert not feed_threads()
 
 
+def test_a_source_that_fills_one_buffer_again_and_again_is_read_as_it_was():
+    class Reuses:
+        buffer = np.zeros((4, 4096), np.float32)
+
+        def rows(self, start, count):
+            self.buffer[:] = start // count
+            return {"x": self.buffer}
+
+    with feed(Reuses(), last=6, spec={"x": jax.ShapeDtypeStruct((4, 4096), np.float32)}) as batches:
+        got = [batches.next()[0]["x"] for _ in range(6)]
+    assert [set(np.asarray(batch).ravel().tolist()) for batch in got] == [{step} for step in range(6)]
+
+
+def test_a_memory_map_stays_one(tmp_path):
+    """Its rows are read from the file as they come: neither the digest nor a copy has it whole in memory."""
+    made = np.memmap(tmp_path / "x", np.float32, "w+", shape=(8, 2))
+    made[:] = np.arange(16).reshape(8, 2)
+    made.flush()
+    source = ArraySource({"x": made, "n": list(range(8))})
+    rows = source.rows(0, 8)
+    np.testing.assert_array_equal(rows["x"][:, 0], 2.0 * rows["n"])
+    assert type(rows["x"]) is np.ndarray and source.digest == ArraySource({"x": made, "n": list(range(8))}).digest
+
+
 def test_leaving_early_ends_the_thread():
     with feed(Counter(), last=1000) as batches:
         batches.next()

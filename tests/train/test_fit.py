@@ -170,6 +170,17 @@ def test_unknown_choices(request_, words, devices):
         fit(toy.recipe(), request_, devices)
 
 
+def test_an_evaluation_that_fails_is_told_before_the_first_step_is_compiled(devices, monkeypatch):
+    def loss(params, batch, key):
+        return jnp.mean(params["layer"]["w"] * jax.random.normal(key, (5,)))  # the planted line
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    made = supervised(toy.init, loss, optax.sgd(0.1), toy.data())
+    words = rf"the evaluation of test_fit fails \(its key is None\): TypeError: .* \({__file__}:\d+\)"
+    with pytest.raises(InputError, match=words):
+        fit(made, Request(batch=8), devices)
+
+
 TOPOLOGY = """
 import sys
 from jax.experimental import topologies

@@ -364,7 +364,11 @@ def _place(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
 
 
 def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Mesh) -> tuple[Placed, Any]:
-    """The program placed on `mesh` in the way `choice`, and its step traced (a `jax.stages.Traced`)."""
+    """The program placed on `mesh` in the way `choice`, and its step traced (a `jax.stages.Traced`).
+
+    Its evaluation is traced too, and thrown away: what is wrong with it is found before the first step, not after
+    hours of them.
+    """
     options = replace(options, remat=choice.remat, accumulate=choice.accumulate)
     placed = _place(recipe, options, mesh, choice.shard)
     everywhere = meshes.replicated(mesh)
@@ -378,7 +382,9 @@ def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Me
     )
     traced = step.trace(placed.state, rows, _with_sharding(clock, everywhere))
     _, metrics = traced.out_info
-    for name, value in metrics.items():
+    with blame(f"the evaluation of {recipe.name} fails (its key is None)"):
+        evaluated = jax.eval_shape(_seeing(mesh, placed.program.evaluate), placed.state, rows)
+    for name, value in [*metrics.items(), *evaluated.items()]:
         if value.shape:
             raise InputError(
                 f"metric {name} of {recipe.name} has shape {value.shape}, it must be a scalar: give its mean"

@@ -21,13 +21,17 @@ def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def place_batch(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int, sharding: Sharding) -> Batch:
-    """A batch of `size` rows, of which each host reads its own: `read(first, count)` gives rows of the batch."""
+    """A batch of `size` rows, of which each host reads its own: `read(first, count)` gives rows of the batch.
+
+    A source may fill the same arrays again for the next batch: what goes to the devices, which on a CPU may keep an
+    array as it is, is a copy.
+    """
     mine = sharding.addressable_devices_indices_map((size,)).values()
     bounds = [index[0].indices(size)[:2] for index in mine if index is not None]
     first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
-    rows = read(first, last - first)
+    rows = {name: np.array(array) for name, array in read(first, last - first).items()}
     if sharding.is_fully_addressable:
-        return jax.device_put(dict(rows), sharding)
+        return jax.device_put(rows, sharding)
 
     def placed(array: np.ndarray) -> jax.Array:
         def part(index: Any) -> np.ndarray:

@@ -50,20 +50,21 @@ class ArraySource:
         sizes = {name: len(array) for name, array in arrays.items()}
         if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise InputError(f"data arrays need the same, non-zero number of rows, not {sizes}")
-        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        # asanyarray keeps a memory map what it is: read row by row, and known as one to the digest.
+        self._arrays = {name: np.asanyarray(array) for name, array in arrays.items()}
         self._seed = seed
         self.rows_per_epoch = next(iter(sizes.values()))
-        self.digest = self._digest(arrays)
+        self.digest = self._digest()
 
-    def _digest(self, arrays: Mapping[str, np.ndarray]) -> str:
+    def _digest(self) -> str:
         digest = hashlib.sha256(str(self._seed).encode())
-        for name, array in arrays.items():
+        for name, array in self._arrays.items():
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             if isinstance(array, np.memmap) and array.filename:  # may be larger than memory
                 file = contents_digest(Path(array.filename))
                 digest.update(f"{file} {_first_byte(array)} {array.strides}".encode())
             else:
-                digest.update(np.ascontiguousarray(array).tobytes())
+                digest.update(np.ascontiguousarray(array).view(np.uint8))  # a view: tobytes would hold it twice
         return digest.hexdigest()
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:

@@ -64,7 +64,7 @@ class ArraySource:
                 file = contents_digest(Path(array.filename))
                 digest.update(f"{file} {_first_byte(array)} {array.strides}".encode())
             else:
-                digest.update(np.ascontiguousarray(array).view(np.uint8))  # a view: tobytes would hold it twice
+                digest.update(np.ascontiguousarray(array).view(np.uint8).data)  # a view: tobytes would hold it twice
         return digest.hexdigest()
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ import pytest
 from tests.local_cloud import local_cloud
 from tpuswarm.cloud.errors import Denied, Taken
 from tpuswarm.cloud.google.access import Access
+from tpuswarm.cloud.google.buckets import bucket_url
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.google.project import Project
 from tpuswarm.cloud.google.provider import Google
@@ -68,8 +69,8 @@ def test_the_bucket_carries_the_id_of_the_fleet_that_it_was_made_for(call, typed
     assert (code, err) == (0, "")
     access = Access("whole-1", connect(folder))
     (machine,) = Google(access).machines(["us-central1-b"]).machines
-    bucket = access.storage.get_bucket("whole-1-swarm")
-    assert machine.state == "ready" and bucket.labels == {"tpuswarm": "swarm", FLEET_LABEL: machine.fleet}
+    bucket = access.get("looking", bucket_url(access, "whole-1-swarm"))
+    assert machine.state == "ready" and bucket["labels"] == {"tpuswarm": "swarm", FLEET_LABEL: machine.fleet}
     assert typed("down", "--yes")[0] == 0
     assert Google(access).machines(["us-central1-b"]).machines == ()
 

@@ -22,7 +22,7 @@ LOCAL = Endpoints("127.0.0.1:1", "http://127.0.0.1:1", "token")
 @pytest.fixture
 def hasty(monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.5)
-    for name in ("access", "provider", "buckets"):
+    for name in ("access", "provider"):
         monkeypatch.setattr(f"tpuswarm.cloud.google.{name}.SECONDS", 0.2)
 
 

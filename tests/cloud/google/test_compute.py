@@ -7,6 +7,7 @@ import pytest
 from tests.cloud.google.conftest import FINE, until
 from tpuswarm.cloud.errors import Changed, NotFound, Taken
 from tpuswarm.cloud.google.access import Access
+from tpuswarm.cloud.google.buckets import bucket_url
 from tpuswarm.cloud.google.firewall import joins, lets_strangers_in, wanted
 from tpuswarm.cloud.google.project import APIS, Project
 from tpuswarm.cloud.protocol import VmSpec
@@ -82,8 +83,8 @@ def test_a_bucket_knows_its_region_and_takes_labels(project):
         project.make_bucket("here", "europe-west4", {})
     project.label_bucket("here", {"tpuswarm-fleet": "f1e2"})
     project.label_bucket("here", {"tpuswarm-fleet": "another"})
-    found = project._access.storage.get_bucket("here")
-    assert found.labels == {"tpuswarm": "mine", "tpuswarm-fleet": "f1e2"}
+    found = project._access.get("looking", bucket_url(project._access, "here"))
+    assert found["labels"] == {"tpuswarm": "mine", "tpuswarm-fleet": "f1e2"}
 
 
 def test_a_network_of_the_fleets_own_joins_its_machines_and_nobody_else(project):

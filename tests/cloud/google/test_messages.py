@@ -1,6 +1,7 @@
 """What we ask for, in Google's own message types, and what these types mean to us."""
 
 import datetime
+import json
 
 import pytest
 from google.cloud import compute_v1, tpu_v2
@@ -17,6 +18,12 @@ from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Disk, Machine, TpuS
 PLACE = "projects/p/locations/us-central1-f"
 SPEC = TpuSpec("n1", "us-central1-f", "v2-8", "spot", "f1e2", "small", "tpu-ubuntu2204-base", tags=("t",))
 HEAD = VmSpec("head", "us-central1-f", "n2-highmem-8", "f1e2", "head", "debian-cloud/debian-12", 50, tags=("t",))
+
+
+def shown(message) -> dict:
+    """As REST writes it."""
+    text = type(message).to_json(message, use_integers_for_enums=False, always_print_fields_with_no_presence=False)
+    return json.loads(text)
 
 
 def changed(spec, **fields):
@@ -44,7 +51,7 @@ def test_every_type_goes_to_the_api_and_comes_back_under_our_name(accelerator):
     node = to_node(changed(SPEC, type=accelerator.name), "p")
     node.name = f"{PLACE}/nodes/n1"
     assert node.accelerator_type == accelerator.api_name
-    assert of_node(node).type == accelerator.name
+    assert of_node(shown(node)).type == accelerator.name
 
 
 def test_a_queued_resource_asks_for_one_node_of_its_own_name():
@@ -61,7 +68,9 @@ def test_a_queued_resource_asks_for_one_node_of_its_own_name():
 
 @pytest.mark.parametrize("state", tpu_v2.Node.State)
 def test_every_state_of_a_node_has_a_meaning(state):
-    machine = of_node(tpu_v2.Node(name=f"{PLACE}/nodes/n1", accelerator_type="v2-8", state=state, health="HEALTHY"))
+    machine = of_node(
+        shown(tpu_v2.Node(name=f"{PLACE}/nodes/n1", accelerator_type="v2-8", state=state, health="HEALTHY"))
+    )
     assert machine.said == state.name
     dead = state.name in ("PREEMPTED", "TERMINATED")
     assert (machine.state == "dead") == dead
@@ -83,7 +92,7 @@ def test_a_node_as_google_shows_it():
             tpu_v2.NetworkEndpoint(ip_address="10.0.0.3"),
         ],
     )
-    machine = of_node(node)
+    machine = of_node(shown(node))
     assert (machine.name, machine.zone, machine.type, machine.kind) == ("n1", "us-central1-f", "v5e-16", "tpu")
     assert machine.healthy is False
     assert machine.why == "maintenance at noon; OUT_OF_MEMORY; worker 3 is slow"
@@ -94,16 +103,16 @@ def test_a_node_as_google_shows_it():
 
 def test_a_type_that_the_catalogue_does_not_know_keeps_its_name():
     of = {"name": f"{PLACE}/nodes/n1"}
-    assert of_node(tpu_v2.Node(**of, accelerator_type="v9-8")).type == "v9-8"
+    assert of_node(shown(tpu_v2.Node(**of, accelerator_type="v9-8"))).type == "v9-8"
     config = tpu_v2.AcceleratorConfig(type_="V4", topology="2x2x9")
-    assert of_node(tpu_v2.Node(**of, accelerator_config=config)).type == "v4:2x2x9"
+    assert of_node(shown(tpu_v2.Node(**of, accelerator_config=config))).type == "v4:2x2x9"
 
 
-def request_in(state: str, **fields) -> tpu_v2.QueuedResource:
+def request_in(state: str, **fields) -> dict:
     request = to_request(changed(SPEC, how="queued"), "p")
     request.name = f"{PLACE}/queuedResources/n1"
     request.state = tpu_v2.QueuedResourceState(state=state, **fields)
-    return request
+    return shown(request)
 
 
 @pytest.mark.parametrize("state", tpu_v2.QueuedResourceState.State)

@@ -1,7 +1,9 @@
 """Access to one project: credentials and clients, made when they are first needed, and how each call is made."""
 
 import functools
+import random
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,12 +15,15 @@ from tpuswarm.cloud.google.settings import find_project
 
 if TYPE_CHECKING:
     from google.auth.transport.requests import AuthorizedSession
-    from google.cloud import storage, tpu_v2
+    from google.cloud import tpu_v2
+    from requests import Response
 
 SECONDS = 30.0
 """That an answer may take. Google's clients wait for ever unless they are told."""
 PATIENCE = 10.0
 """Seconds for which a question is asked again while it is not answered."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0
+"""Seconds between two tries at most; each pause is random within that."""
 TRANSIENT = (429, 500, 502, 503, 504)
 """REST answers after which the same question is asked again."""
 
@@ -53,7 +58,7 @@ class Access:
 
     @functools.cached_property
     def tpu(self) -> "tpu_v2.TpuClient":
-        """The client of the TPU API."""
+        """The client of the TPU API. Importing it takes longer than most calls."""
         from google.cloud.tpu_v2 import TpuClient
         from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
@@ -62,16 +67,8 @@ class Access:
         return TpuClient(credentials=self.credentials)
 
     @functools.cached_property
-    def storage(self) -> "storage.Client":
-        """The client of Cloud Storage."""
-        from google.cloud.storage import Client
-
-        options = {"api_endpoint": self.endpoints.http} if self.endpoints else None
-        return Client(project=self.project, credentials=self.credentials, client_options=options)
-
-    @functools.cached_property
     def session(self) -> "AuthorizedSession":
-        """For APIs without a client of their own."""
+        """For REST: of APIs without a client of their own, and where importing that takes longer than the call."""
         from google.auth.transport.requests import AuthorizedSession
 
         return AuthorizedSession(self.credentials, refresh_timeout=SECONDS)  # type: ignore[no-untyped-call]
@@ -89,10 +86,17 @@ class Access:
 
     def ask(self, doing: str, call: Callable[[], T]) -> T:
         """The answer to a question: asked again for PATIENCE seconds while Google is not reached or fails itself."""
-        from google.api_core import retry
-
-        patient = retry.Retry(predicate=_transient, initial=0.5, maximum=4.0, timeout=PATIENCE)
-        return self._call(doing, patient(call))
+        deadline, pause = time.monotonic() + PATIENCE, FIRST_PAUSE
+        # Not google.api_core's retry: importing it brings gRPC, which most commands do without.
+        while True:
+            try:
+                return self._call(doing, call)
+            except CloudError as error:
+                cause = error.__cause__ or error
+                if not _transient(cause) or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause * random.random())
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     def change(self, doing: str, call: Callable[[], T]) -> T:
         """What comes of a call that changes something.
@@ -104,21 +108,30 @@ class Access:
 
     def get(self, doing: str, url: str, **query: str) -> dict[str, Any]:
         """The JSON that a REST API answers at `url`."""
-        return self.ask(doing, lambda: self._rest("GET", url, query))
+        return self.ask(doing, lambda: self.rest("GET", url, query).json())
 
-    def post(self, doing: str, url: str) -> dict[str, Any]:
-        """The JSON of a REST API's answer to an empty POST."""
-        return self.change(doing, lambda: self._rest("POST", url, {}))
+    def pages(self, doing: str, url: str, **query: str) -> list[dict[str, Any]]:
+        """All pages of what a REST API lists at `url`."""
+        found = [self.get(doing, url, **query)]
+        while token := found[-1].get("nextPageToken"):
+            found.append(self.get(doing, url, pageToken=token, **query))
+        return found
+
+    def post(self, doing: str, url: str, body: Any = None, **query: str) -> dict[str, Any]:
+        """The JSON of a REST API's answer to a POST of that as JSON; None: of nothing."""
+        return self.change(doing, lambda: self.rest("POST", url, query, json=body).json())
 
     def url(self, host: str, path: str) -> str:
         """Of a path at one of Google's hosts, or at `endpoints`."""
         return f"{self.endpoints.http if self.endpoints else f'https://{host}'}/{path}"
 
-    def _rest(self, method: str, url: str, query: dict[str, str]) -> dict[str, Any]:
-        answer = self.session.request(method, url, params=query, timeout=SECONDS)  # type: ignore[no-untyped-call]
+    def rest(self, method: str, url: str, query: dict[str, str], **body: Any) -> "Response":
+        """One call of a REST API, for `ask` and `change`; `body` as requests takes it."""
+        session = self.session
+        answer = session.request(method, url, params=query, timeout=SECONDS, **body)  # type: ignore[no-untyped-call]
         if not answer.ok:
             raise _Refused(answer)
-        return answer.json()
+        return answer
 
     def _call(self, doing: str, call: Callable[[], T]) -> T:
         try:
@@ -127,7 +140,7 @@ class Access:
         except CloudError:
             raise
         except _Refused as refused:
-            raise judge(of_json(refused.body, refused.status), doing, self.project) from None
+            raise judge(of_json(refused.body, refused.status), doing, self.project) from refused
         except Exception as error:
             if found := translate(error, doing, self.project):
                 raise found from error
@@ -153,12 +166,12 @@ class _Refused(Exception):
 
 
 def _transient(error: BaseException) -> bool:
+    if isinstance(error, _Refused):
+        return error.status in TRANSIENT
     import requests
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
 
-    if isinstance(error, _Refused):
-        return error.status in TRANSIENT
     return isinstance(
         error,
         api.TooManyRequests | api.ServerError | auth.TransportError | requests.ConnectionError | requests.Timeout,

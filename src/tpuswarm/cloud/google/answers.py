@@ -37,7 +37,7 @@ def of_status(status: Any) -> Answer:
     """Of a google.rpc.Status: why a TPU operation or a queued resource failed. Its details are packed."""
     from google.rpc import code_pb2, error_details_pb2
 
-    details = []
+    details: list[Any] = []
     for packed in status.details:
         for kind in (error_details_pb2.ErrorInfo, error_details_pb2.QuotaFailure):
             if packed.Is(kind.DESCRIPTOR):
@@ -59,6 +59,13 @@ def of_json(body: Mapping[str, Any], status: int) -> Answer:
         next((each.get("metadata") or each.get("metadatas") or {} for each in infos), {}),
         next((_first(each.get("violations", ()), lambda one: one.get("description", "")) for each in quotas), None),
     )
+
+
+def of_json_status(status: Mapping[str, Any]) -> Answer:
+    """Of a google.rpc.Status as REST writes it."""
+    from google.rpc import code_pb2
+
+    return of_json({"error": {**status, "status": code_pb2.Code.Name(status.get("code", 0))}}, 0)
 
 
 def of_compute(operation: Any) -> Answer | None:

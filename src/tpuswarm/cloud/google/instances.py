@@ -1,11 +1,10 @@
 """VMs between our types and the messages of Compute Engine. Values in, values out."""
 
-import datetime
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuswarm.catalog.prices import region_of
-from tpuswarm.cloud.google.nodes import GUEST_ATTRIBUTES, SCOPE, labels_of
+from tpuswarm.cloud.google.nodes import GUEST_ATTRIBUTES, SCOPE, labels_of, seconds
 from tpuswarm.cloud.protocol import Machine, State, VmSpec, Worker
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def of_instance(instance: Mapping[str, Any]) -> Machine:
         said=said,
         why=instance.get("statusMessage", ""),
         how="spot" if spot else "on-demand",
-        created=_seconds(instance.get("creationTimestamp")),
+        created=seconds(instance.get("creationTimestamp")),
         workers=_workers(instance.get("networkInterfaces", ())),
         labels=instance.get("labels", {}),
     )
@@ -112,7 +111,3 @@ def _workers(interfaces: Any) -> tuple[Worker, ...]:
         external = next((each.get("natIP") for each in first.get("accessConfigs", ())), None)
         return (Worker(first.get("networkIP"), external),)
     return ()
-
-
-def _seconds(stamp: str | None) -> float:
-    return datetime.datetime.fromisoformat(stamp).timestamp() if stamp else 0.0

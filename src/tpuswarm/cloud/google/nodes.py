@@ -1,12 +1,12 @@
 """TPUs between our types and the messages of the TPU API, v2. Values in, values out."""
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuswarm.catalog import Accelerator, find
 from tpuswarm.cloud.errors import CloudError
-from tpuswarm.cloud.google.answers import of_status
+from tpuswarm.cloud.google.answers import of_json_status
 from tpuswarm.cloud.google.failures import judge
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, How, Machine, Spec, State, TpuSpec, Worker
 from tpuswarm.errors import InputError
@@ -92,35 +92,37 @@ def to_request(spec: TpuSpec, project: str) -> "tpu_v2.QueuedResource":
     return request
 
 
-def of_node(node: "tpu_v2.Node") -> Machine:
-    """A node as a machine of ours."""
-    zone, name = _place(node.name)
-    state = STATES.get(node.state.name, "repairing")
-    health = node.health.name
-    said = [node.health_description, *(each.details or each.symptom_type.name for each in node.symptoms)]
+def of_node(node: Mapping[str, Any]) -> Machine:
+    """A node, as REST writes it, as a machine of ours."""
+    zone, name = _place(node["name"])
+    said, health = node.get("state", "STATE_UNSPECIFIED"), node.get("health", "HEALTH_UNSPECIFIED")
+    state = STATES.get(said, "repairing")
+    symptoms = (each.get("details") or each.get("symptomType", "") for each in node.get("symptoms", ()))
+    request = node.get("queuedResource", "").rsplit("/", 1)[-1] or None
     return Machine(
         name=name,
         zone=zone,
         kind="tpu",
         type=_type(node),
         state=state,
-        said=node.state.name,
-        why="; ".join(each for each in said if each),
+        said=said,
+        why="; ".join(each for each in (node.get("healthDescription", ""), *symptoms) if each),
         healthy=None if state != "ready" or health == "HEALTH_UNSPECIFIED" else health == "HEALTHY",
-        how=_how(node.scheduling_config, bool(node.queued_resource)),
-        created=_seconds(node.create_time),
+        how=_how(node.get("schedulingConfig", {}), request is not None),
+        created=seconds(node.get("createTime")),
         workers=tuple(
-            Worker(each.ip_address or None, each.access_config.external_ip or None) for each in node.network_endpoints
+            Worker(each.get("ipAddress") or None, each.get("accessConfig", {}).get("externalIp") or None)
+            for each in node.get("networkEndpoints", ())
         ),
-        labels=dict(node.labels),
-        request=node.queued_resource.rsplit("/", 1)[-1] or None,
+        labels=node.get("labels", {}),
+        request=request,
     )
 
 
 def of_requests(
-    requests: Iterable["tpu_v2.QueuedResource"], nodes: Iterable[Machine], unreachable: frozenset[str], project: str
+    requests: Iterable[Mapping[str, Any]], nodes: Iterable[Machine], unreachable: frozenset[str], project: str
 ) -> list[Machine]:
-    """The machines of queued resources that have no node among `nodes`.
+    """The machines of queued resources, as REST writes them, that have no node among `nodes`.
 
     Those of a zone whose nodes are unknown (`unreachable`) are left out: whether they have one is not known either.
     """
@@ -129,32 +131,34 @@ def of_requests(
     return [each for each in found if (each.zone, each.name) not in known and each.zone not in unreachable]
 
 
-def _of_request(request: "tpu_v2.QueuedResource", project: str) -> Iterable[Machine]:
-    zone, name = _place(request.name)
-    said = request.state.state.name
+def _of_request(request: Mapping[str, Any], project: str) -> Iterable[Machine]:
+    zone, name = _place(request["name"])
+    state = request.get("state", {})
+    said = state.get("state", "STATE_UNSPECIFIED")
     error: CloudError | None = None
     why = ""
-    if request.state.failed_data.error.code:
-        error = judge(of_status(request.state.failed_data.error), f"{name} in {zone}", project)
-        why = request.state.failed_data.error.message
+    if failure := state.get("failedData", {}).get("error"):
+        error = judge(of_json_status(failure), f"{name} in {zone}", project)
+        why = failure.get("message", "")
     elif said in ("SUSPENDING", "SUSPENDED"):
-        why = f"suspended by the {'user' if request.state.state_initiator.name == 'USER' else 'cloud'}"
+        why = f"suspended by the {'user' if state.get('stateInitiator') == 'USER' else 'cloud'}"
     elif said == "ACTIVE":
         why = "its node is gone"
-    for asked in request.tpu.node_spec:
-        spot = "spot" in request or asked.node.scheduling_config.spot
-        how: How = "spot" if spot else "reserved" if request.reservation_name else "queued"
+    for asked in request.get("tpu", {}).get("nodeSpec", ()):
+        node = asked.get("node", {})
+        spot = "spot" in request or node.get("schedulingConfig", {}).get("spot", False)
+        how: How = "spot" if spot else "reserved" if request.get("reservationName") else "queued"
         yield Machine(
-            name=asked.node_id or asked.multislice_params.node_id_prefix or name,
+            name=asked.get("nodeId") or asked.get("multisliceParams", {}).get("nodeIdPrefix") or name,
             zone=zone,
             kind="tpu",
-            type=_type(asked.node),
+            type=_type(node),
             state=REQUEST_STATES.get(said, "dead"),
             said=said,
             why=why,
             how=how,
-            created=_seconds(request.create_time),
-            labels=dict(asked.node.labels),
+            created=seconds(request.get("createTime")),
+            labels=node.get("labels", {}),
             request=name,
             error=error,
         )
@@ -168,19 +172,19 @@ def accelerator_of(machine: Machine) -> Accelerator | None:
         return None
 
 
-def _type(node: "tpu_v2.Node") -> str:
-    config = node.accelerator_config
-    said = node.accelerator_type or f"{config.type_.name.lower()}:{config.topology}"
+def _type(node: Mapping[str, Any]) -> str:
+    config = node.get("acceleratorConfig", {})
+    said = node.get("acceleratorType") or f"{config.get('type', '').lower()}:{config.get('topology', '')}"
     try:
         return find(said).name
     except InputError:
         return said
 
 
-def _how(scheduling: "tpu_v2.SchedulingConfig", queued: bool) -> How:
-    if scheduling.spot or scheduling.preemptible:
+def _how(scheduling: Mapping[str, Any], queued: bool) -> How:
+    if scheduling.get("spot") or scheduling.get("preemptible"):
         return "spot"
-    if scheduling.reserved:
+    if scheduling.get("reserved"):
         return "reserved"
     return "queued" if queued else "on-demand"
 
@@ -191,5 +195,6 @@ def _place(name: str) -> tuple[str, str]:
     return parts[3], parts[5]
 
 
-def _seconds(moment: Any) -> float:
-    return moment.timestamp() if isinstance(moment, datetime.datetime) else 0.0
+def seconds(stamp: str | None) -> float:
+    """Unix seconds of a moment, as REST writes it; 0: it says none."""
+    return datetime.datetime.fromisoformat(stamp).timestamp() if stamp else 0.0

@@ -9,6 +9,7 @@ from tpuswarm.cloud.errors import Denied, NotFound, Taken, Unreachable
 from tpuswarm.cloud.google import firewall, quotas
 from tpuswarm.cloud.google.access import SECONDS, Access
 from tpuswarm.cloud.google.answers import of_compute, of_json
+from tpuswarm.cloud.google.buckets import HOST, bucket_url
 from tpuswarm.cloud.google.failures import judge
 
 BILLING_API = "cloudbilling.googleapis.com"
@@ -73,30 +74,28 @@ class Project:
 
     def bucket_region(self, name: str) -> str | None:
         """Where a bucket lies, such as us-central1; None: there is none. Raises Taken for one of somebody else's."""
-        lookup = self._access.storage.lookup_bucket
         try:
-            found = self._access.ask(f"looking for bucket {name}", lambda: lookup(name, timeout=SECONDS, retry=None))
+            found = self._access.get(f"looking for bucket {name}", bucket_url(self._access, name))
+        except NotFound:
+            return None
         except Denied as error:
             raise Taken(f"bucket {name} is somebody else's, as it seems: choose another name ({error})") from None
-        return found.location.lower() if found else None
+        return str(found["location"]).lower()
 
     def make_bucket(self, name: str, region: str, labels: Mapping[str, str]) -> None:
         """Make a bucket for the project alone. Raises Taken where anybody on Google Cloud has one of that name."""
-        bucket = self._access.storage.bucket(name)
-        bucket.labels = dict(labels)
-        bucket.iam_configuration.uniform_bucket_level_access_enabled = True
-        bucket.iam_configuration.public_access_prevention = "enforced"
-        create = functools.partial(bucket.create, location=region, timeout=SECONDS, retry=None)
-        self._access.change(f"making bucket {name} in {region}", create)
+        access = {"uniformBucketLevelAccess": {"enabled": True}, "publicAccessPrevention": "enforced"}
+        bucket = {"name": name, "location": region, "labels": dict(labels), "iamConfiguration": access}
+        url = self._access.url(HOST, "storage/v1/b")
+        self._access.post(f"making bucket {name} in {region}", url, bucket, project=self.id)
 
     def label_bucket(self, name: str, labels: Mapping[str, str]) -> None:
         """Add labels to a bucket; those that it has stay as they are."""
         doing = f"labelling bucket {name}"
-        client = self._access.storage
-        bucket = self._access.ask(doing, lambda: client.get_bucket(name, timeout=SECONDS, retry=None))
-        if new := {key: value for key, value in labels.items() if key not in bucket.labels}:
-            bucket.labels = {**bucket.labels, **new}
-            self._access.change(doing, functools.partial(bucket.patch, timeout=SECONDS, retry=None))
+        access, url = self._access, bucket_url(self._access, name)
+        there = access.get(doing, url).get("labels", {})
+        if new := {key: value for key, value in labels.items() if key not in there}:
+            access.change(doing, lambda: access.rest("PATCH", url, {}, json={"labels": {**there, **new}}))
 
     def has_network(self, name: str) -> bool:
         """Whether there is such a network."""

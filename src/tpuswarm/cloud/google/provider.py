@@ -16,6 +16,7 @@ from tpuswarm.cloud.protocol import Bucket, Listing, Machine, Outcome, Spec, VmS
 
 PAGE = 500
 """Machines an answer."""
+TPU_HOST = "tpu.googleapis.com"
 
 
 class Google:
@@ -30,7 +31,10 @@ class Google:
         return self.access.project
 
     def machines(self, zones: Iterable[str]) -> Listing:
-        """See Provider: a call for all nodes, one for all VMs, one a zone for queued requests; more for more pages."""
+        """See Provider: a call for all nodes, one for all VMs, one a zone for queued requests; more for more pages.
+
+        By plain REST: importing the clients takes longer than all the rest.
+        """
         with ThreadPoolExecutor(16) as pool:
             vms = pool.submit(self._vms)
             # Requests before nodes: one that is active must then have its node among them.
@@ -160,49 +164,36 @@ class Google:
         return GoogleBucket(self.access, name)
 
     def _nodes(self) -> tuple[list[Machine], frozenset[str]]:
-        def ask() -> tuple[list[Machine], frozenset[str]]:
-            request = {"parent": self._parent("-"), "page_size": PAGE}
-            pages = list(self.access.tpu.list_nodes(request=request, timeout=SECONDS).pages)
-            found = [nodes.of_node(each) for page in pages for each in page.nodes]
-            return found, frozenset(each.rsplit("/", 1)[-1] for page in pages for each in page.unreachable)
-
-        return self.access.ask("listing TPUs", ask)
+        url = self.access.url(TPU_HOST, f"v2/{self._parent('-')}/nodes")
+        pages = self.access.pages("listing TPUs", url, pageSize=str(PAGE))
+        found = [nodes.of_node(each) for page in pages for each in page.get("nodes", ())]
+        return found, frozenset(each.rsplit("/", 1)[-1] for page in pages for each in page.get("unreachable", ()))
 
     def _requests(self, zone: str) -> tuple[str, list[Any] | None]:
         """The queued resources of a zone; None: it cannot be asked."""
-
-        def ask() -> list[Any] | None:
-            request = {"parent": self._parent(zone), "page_size": PAGE}
-            pages = list(self.access.tpu.list_queued_resources(request=request, timeout=SECONDS).pages)
-            return (
-                None
-                if any(page.unreachable for page in pages)
-                else [r for page in pages for r in page.queued_resources]
-            )
-
+        url = self.access.url(TPU_HOST, f"v2/{self._parent(zone)}/queuedResources")
         try:
-            return zone, self.access.ask(f"listing queued TPUs in {zone}", ask)
+            pages = self.access.pages(f"listing queued TPUs in {zone}", url, pageSize=str(PAGE))
         except NoQuota:  # a zone that the project may not see holds nothing of it
             return zone, []
         except Unreachable:
             return zone, None
+        if any(page.get("unreachable") for page in pages):
+            return zone, None
+        return zone, [each for page in pages for each in page.get("queuedResources", ())]
 
     def _vms(self) -> tuple[list[Machine], frozenset[str]]:
-        # By plain REST: importing the client takes longer than all the rest of a listing.
         url = self.access.url("compute.googleapis.com", f"compute/v1/projects/{self.project}/aggregated/instances")
         query = {"maxResults": str(PAGE), "returnPartialSuccess": "true"}
         found: list[Machine] = []
         dark: set[str] = set()
-        while True:
-            page = self.access.get("listing VMs", url, **query)
+        for page in self.access.pages("listing VMs", url, **query):
             dark |= {each.rsplit("/", 1)[-1] for each in page.get("unreachables", ())}
             for scope, each in page.get("items", {}).items():
                 if each.get("warning", {}).get("code") == "UNREACHABLE":
                     dark.add(scope.rsplit("/", 1)[-1])
                 found += map(instances.of_instance, each.get("instances", ()))
-            if "nextPageToken" not in page:
-                return found, frozenset(dark)
-            query["pageToken"] = page["nextPageToken"]
+        return found, frozenset(dark)
 
     def _instance(self, doing: str, machine: Machine) -> dict[str, Any]:
         place = f"projects/{self.project}/zones/{machine.zone}/instances/{machine.name}"

@@ -39,7 +39,7 @@ def problems(file: SwarmFile, now: float) -> Iterator[tuple[Place, str]]:
     yield from _budget(file)
     if file.storage and file.storage.region and not file.allow_cross_region:
         yield from _regions(file, file.storage.region)
-    if file.setup.nfs and file.setup.nfs.server not in (servers := _servers(file)):
+    if file.setup and file.setup.nfs and file.setup.nfs.server not in (servers := _servers(file)):
         yield ("setup", "nfs", "server"), f"there is no VM {file.setup.nfs.server}; {did_you_mean('', servers)}"
 
 

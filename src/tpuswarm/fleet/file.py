@@ -1,34 +1,26 @@
 """swarm.toml: the machines of a fleet, what they may cost, what covers them, and what is set up on them."""
 
-import re
 from collections.abc import Callable
 from datetime import UTC, date, datetime, time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import FLEET_LABEL, How
 from tpuswarm.config.toml_file import Strict, read_toml
 from tpuswarm.config.units import parse_seconds
+from tpuswarm.config.words import Name, matching
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.core.names import ZONE
+from tpuswarm.remote.setup.table import Setup
 
 DEFAULT = Path("swarm.toml")
 MOST = 1_000
 """Machines of a pool: a thousand is ten times the largest fleet we know of, ten thousand is a slip of the finger."""
 HEAD = "head"
 OURS = FLEET_LABEL.partition("-")[0]
-
-
-def _matching(pattern: str, what: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"{what}, not {text!r}")
-        return text
-
-    return AfterValidator(check)
 
 
 def _said(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -64,19 +56,16 @@ def _machine_count(count: int) -> int:
     return count
 
 
-Name = Annotated[
-    str, _matching(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?", "small letters, digits and -, at most 30, a letter first")
-]
-Zone = Annotated[str, _matching(ZONE.pattern, "a zone such as us-central1-f")]
-Tag = Annotated[str, _matching(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a network tag of small letters, digits and -")]
-Label = Annotated[str, _matching(r"[a-z0-9_-]{0,63}", "small letters, digits, - and _, at most 63")]
+Zone = Annotated[str, matching(ZONE.pattern, "a zone such as us-central1-f")]
+Tag = Annotated[str, matching(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a network tag of small letters, digits and -")]
+Label = Annotated[str, matching(r"[a-z0-9_-]{0,63}", "small letters, digits, - and _, at most 63")]
 Key = Annotated[
-    str, _matching(rf"(?!{OURS})[a-z][a-z0-9_-]{{0,62}}", f"a label such as owner, which does not begin with {OURS}")
+    str, matching(rf"(?!{OURS})[a-z][a-z0-9_-]{{0,62}}", f"a label such as owner, which does not begin with {OURS}")
 ]
 TpuType = Annotated[str, AfterValidator(_said(lambda text: find(text).name))]
-MachineType = Annotated[str, _matching(r"[a-z0-9]+-[a-z0-9-]+", "a machine type such as n2-highmem-8")]
+MachineType = Annotated[str, matching(r"[a-z0-9]+-[a-z0-9-]+", "a machine type such as n2-highmem-8")]
 Image = Annotated[
-    str, _matching(r"[a-z0-9.:-]+/[a-z0-9-]+", "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64")
+    str, matching(r"[a-z0-9.:-]+/[a-z0-9-]+", "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64")
 ]
 Moment = Annotated[float, BeforeValidator(_moment)]
 Seconds = Annotated[float, BeforeValidator(_said(lambda value: parse_seconds(value, "it")))]
@@ -185,55 +174,10 @@ class Storage(Strict):
     bucket: Annotated[
         str,
         AfterValidator(lambda text: text.removeprefix("gs://").rstrip("/")),
-        _matching(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", "a bucket's name such as my-swarm"),
+        matching(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", "a bucket's name such as my-swarm"),
     ]
     region: str | None = None
     """Where it lies: us-central1, or us for one in several regions."""
-
-
-class SetupStep(Strict):
-    """[[setup.run]]: a step of one's own."""
-
-    name: Name
-    do: str
-    check: str | None = None
-    """A command that succeeds where there is nothing to do."""
-
-
-class Nfs(Strict):
-    """[setup.nfs]: a folder of one machine on all."""
-
-    server: Name
-    """`head`, or the name of a [[vm]]."""
-    path: str = "/srv/shared"
-    mount: str = "/mnt/shared"
-
-
-class Setup(Strict):
-    """[setup]: what every machine has before anything runs on it."""
-
-    python: Annotated[str, _matching(r"3\.\d+(\.\d+)?", "a version of Python such as 3.12")] = "3.12"
-    apt: tuple[str, ...] = ()
-    pip: tuple[str, ...] = ()
-    requirements: Path | None = None
-    env: dict[str, str] = Field(default_factory=dict)
-    secrets: tuple[Annotated[str, _matching(r"[A-Za-z_]\w*", "the name of an environment variable")], ...] = ()
-    """Names; the values come from the caller's environment."""
-    timezone: str | None = None
-    run: tuple[SetupStep, ...] = ()
-    swap_gb: Annotated[int, Field(strict=True, ge=0)] = 0
-    nofile: PositiveInt | None = None
-    nfs: Nfs | None = None
-    data_disk: str | None = None
-    """Where the first data disk is mounted."""
-
-    @model_validator(mode="after")
-    def _one_list(self) -> "Setup":
-        if self.pip and self.requirements:
-            raise ValueError("give its packages as one of pip and requirements")
-        if self.requirements and not self.requirements.is_file():
-            raise ValueError(f"there is no file {self.requirements} for requirements")
-        return self
 
 
 class DownWhen(Strict):
@@ -269,7 +213,7 @@ class SwarmFile(Strict):
     name: Name
     provider: Literal["google", "rehearsal"] = "google"
     project: (
-        Annotated[str, _matching(r"[a-z][a-z0-9.:-]{4,61}[a-z0-9]", "a project's id such as my-project-123")] | None
+        Annotated[str, matching(r"[a-z][a-z0-9.:-]{4,61}[a-z0-9]", "a project's id such as my-project-123")] | None
     ) = None
     """None: of the environment or gcloud's configuration."""
     down_when: Annotated[DownWhen | None, BeforeValidator(_down_when)] = None
@@ -280,7 +224,7 @@ class SwarmFile(Strict):
     vm: tuple[Vm, ...] = ()
     budget: BudgetTable = BudgetTable()
     storage: Storage | None = None
-    setup: Setup = Setup()
+    setup: Setup | None = None
 
     @model_validator(mode="after")
     def _something(self) -> "SwarmFile":

@@ -19,7 +19,10 @@ from tpuswarm.cloud.rehearsal.place import Place
 from tpuswarm.cloud.rehearsal.wire.web import Web
 
 STAND_INS = Path(__file__).parent / "stand_ins"
-ALIASES = {"apt": "apt-get", "swapoff": "swapon", "umount": "mount", "poweroff": "reboot", "shutdown": "reboot"}
+ALIASES = {
+    "apt": "apt-get", "swapoff": "swapon", "umount": "mount", "poweroff": "reboot", "shutdown": "reboot",
+    "mkswap": "fallocate", "blkid": "lsblk", "mkfs.ext4": "lsblk",
+}  # fmt: skip
 
 
 def put_stand_ins(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from tpuswarm.cloud.rehearsal.common.hosts import Host
@@ -11,6 +12,8 @@ from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
 SSH_PORT, METADATA_PORT = 2222, 2223
 ROOT = "TPUSWARM_ROOT"
 """The variable with the folder that stands for `/`."""
+PYTHON = "TPUSWARM_PYTHON"
+"""The variable with what an environment that set-up makes runs as Python."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TCMALLOC = "usr/lib/x86_64-linux-gnu/libtcmalloc.so.4"
 UNITS = "run/units"
@@ -89,6 +92,7 @@ class Root:
             "TMPDIR": str(self.path / "tmp"),
             MACHINE: host.id,
             ROOT: str(self.path),
+            PYTHON: sys.executable,
             VARIABLE: str(self._place.folder),
             "GCE_METADATA_HOST": metadata,
             "GCE_METADATA_IP": metadata,

@@ -1,0 +1,43 @@
+"""Which steps a machine needs, in their order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tpuswarm.remote.host import Host
+from tpuswarm.remote.places import ENVIRONMENT
+from tpuswarm.remote.setup.nfs import nfs
+from tpuswarm.remote.setup.python import environment, python
+from tpuswarm.remote.setup.step import Step
+from tpuswarm.remote.setup.system import system
+from tpuswarm.remote.setup.table import Setup
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host, and what of it decides about its steps."""
+
+    host: Host
+    is_server: bool = False
+    """Whether it is the one of [setup.nfs]."""
+    server: str | None = None
+    """The internal address of the one that is, where there is one."""
+    has_disk: bool = False
+
+
+def steps(table: Setup, machine: Machine, secrets: Mapping[str, str]) -> tuple[Step, ...]:
+    """All of a machine's; `secrets` has a value for each name of the table."""
+    shared: list[Step] = []
+    if table.nfs and (machine.is_server or machine.server):
+        shared += nfs(table.nfs, None if machine.is_server else machine.server)
+    as_programs = f". ~/{ENVIRONMENT}\n"
+    own = (
+        Step(f"run-{each.name}", as_programs + each.do, as_programs + each.check if each.check else "true")
+        for each in table.run
+    )
+    return (
+        *system(table, machine.has_disk),
+        *python(table),
+        *environment(table, secrets),
+        *shared,
+        *own,
+    )

@@ -1,0 +1,275 @@
+"""Set-up: every step done, repeated, changed and failed half-way; what bad luck leaves, and where secrets are."""
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tpuswarm.errors import InputError
+from tpuswarm.remote.places import as_set_up
+from tpuswarm.remote.setup.plan import Machine, steps
+from tpuswarm.remote.setup.run import set_up
+from tpuswarm.remote.setup.secrets import Secrets
+from tpuswarm.remote.setup.table import Setup
+
+WHOLE = {
+    "python": "3.12",
+    "apt": ("htop", "tmux"),
+    "pip": ("numpy==2.1.0", "einops"),
+    "env": {"GREETING": 'it\'s a "good" $day'},
+    "secrets": ("HF_TOKEN",),
+    "timezone": "Asia/Tokyo",
+    "run": ({"name": "clone", "do": "echo $GREETING >> cloned", "check": "test -e cloned"},),
+    "swap_gb": 1,
+    "nofile": 4096,
+    "nfs": {"server": "head"},
+    "data_disk": "/mnt/data",
+}
+ALL = ["timezone", "nofile", "swap", "data-disk", "apt", "python", "packages", "environment", "secrets"]
+CHANGES = {
+    "timezone": ({"timezone": "Europe/Berlin"}, ["timezone"]),
+    "nofile": ({"nofile": 8192}, ["nofile"]),
+    "swap": ({"swap_gb": 2}, ["swap"]),
+    "data-disk": ({"data_disk": "/mnt/other"}, ["data-disk"]),
+    "apt": ({"apt": ("htop", "zsh")}, ["apt"]),
+    "python": ({"python": "3.13"}, ["python", "packages"]),
+    "packages": ({"pip": ("numpy==2.2.0",)}, ["packages"]),
+    "environment": ({"env": {"GREETING": "bye"}}, ["environment"]),
+    "run": ({"run": ({"name": "clone", "do": "true"},)}, ["run-clone"]),
+    "nfs": ({"nfs": {"server": "head", "mount": "/mnt/other"}}, ["nfs"]),
+}
+
+
+def table(**changes) -> Setup:
+    return Setup.model_validate(WHOLE | changes)
+
+
+@pytest.fixture
+def apply(here):
+    """Sets the machines up, the first as the server of NFS; what was done and what failed by label, and all of it."""
+    for each in here.machines:
+        (each.root / "etc/disks").write_text("/dev/sdb\n")
+
+    def run(wanted, secrets=None, only=None, **options):
+        server = here.machines[0]
+        machines = [
+            Machine(each.host, each is server, None if each is server else server.host.address, has_disk=True)
+            for each in here.machines
+        ]
+        chosen = machines if only is None else [machines[each] for each in only]
+        plan = {each.host: steps(wanted, each, secrets or {"HF_TOKEN": "hf_s3cret"}) for each in chosen}
+        told = []
+
+        async def work():
+            async with here.connections() as connections:
+                return await set_up(connections, plan, lambda *about: told.append(about), **options)
+
+        outcome = asyncio.run(work())
+        run.told = [(host.label, step, what) for host, step, what in told]
+        return (
+            {host.label: done for host, done in outcome.done.items()},
+            {host.label: str(error) for host, error in outcome.failed.items()},
+            outcome,
+        )
+
+    return run
+
+
+def sh(here, number: int, command: str) -> str:
+    async def work():
+        async with here.connections() as connections:
+            done = await (await connections.to(here.hosts[number])).run(command)
+            assert done.exit_status == 0, done.stderr
+            return done.stdout.strip()
+
+    return asyncio.run(work())
+
+
+def test_every_step_is_done_and_repeated_nothing_runs(here, apply):
+    before = the_computer()
+    done, failed, outcome = apply(table())
+    assert not failed and not outcome.notes
+    assert done["node-0/0"] == [*ALL, "nfs-server", "run-clone"] and done["node-1/0"] == [*ALL, "nfs", "run-clone"]
+    assert outcome.settled == "einops\nnumpy==2.1.0\n# Python 3.12\n"
+    for machine in here.machines:
+        root = machine.root
+        assert (root / "etc/timezone").read_text() == "Asia/Tokyo\n"
+        assert "hard nofile 4096" in (root / "etc/security/limits.d/tpuswarm.conf").read_text()
+        assert "/swapfile none swap sw 0 0\n" in (root / "etc/fstab").read_text()
+        assert {"htop", "tmux"} <= set((root / "var/lib/dpkg/installed").read_text().split())
+        assert "/dev/sdb on /mnt/data" in (root / "run/mounts").read_text()
+        assert (machine.home / "cloned").read_text() == 'it\'s a "good" $day\n'
+    address = here.hosts[0].address
+    assert f"{address}:/srv/shared on /mnt/shared" in (here.machines[2].root / "run/mounts").read_text()
+    said = sh(here, 1, as_set_up('which python; echo "$GREETING $HF_TOKEN"'))
+    assert said == f'{here.machines[1].home}/.tpuswarm/venv/bin/python\nit\'s a "good" $day hf_s3cret'
+
+    done, failed, outcome = apply(table())
+    assert not failed and set(map(tuple, done.values())) == {()}
+    assert the_computer() == before
+
+
+def the_computer():
+    """What stand-ins keep from being changed."""
+    return (
+        [Path(each).exists() for each in ("/swapfile", "/mnt/shared", "/etc/exports.d/tpuswarm.exports")],
+        Path("/proc/mounts").read_text(), Path("/proc/swaps").read_text(), Path("/etc/fstab").stat().st_mtime_ns,
+    )  # fmt: skip
+
+
+def test_only_what_changed_runs_again(here, apply):
+    apply(table(), only=[2])
+    for what, (change, expected) in CHANGES.items():
+        done, failed, _ = apply(table(**change), only=[2])
+        assert not failed, failed
+        assert done["node-2/0"] == expected, what
+        apply(table(), only=[2])
+    done, _, _ = apply(table(), secrets={"HF_TOKEN": "another"}, only=[2])
+    assert done["node-2/0"] == ["secrets"] and "another" in (here.machines[2].home / ".tpuswarm/secrets").read_text()
+
+
+def test_what_no_longer_holds_is_done_again(here, apply):
+    """As after a reboot: mounts and swap are gone, stamps are there."""
+    apply(table())
+    for each in ("mounts", "swaps"):
+        (here.machines[1].root / "run" / each).unlink()
+    done, _, _ = apply(table())
+    assert done == {"node-0/0": [], "node-1/0": ["swap", "data-disk", "nfs"], "node-2/0": []}
+
+
+STEPS = (*ALL, "nfs", "run-clone")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_that_fails_half_way_is_named_and_done_again_with_what_follows(here, apply, step):
+    log = here.machines[1].home / ".tpuswarm/setup" / f"{step}.log"
+    log.mkdir(parents=True)  # its log cannot be written
+    done, failed, _ = apply(table(), only=[1])
+    assert not done and failed["node-1/0"].startswith(f"node-1/0: {step}: ")
+    assert "goes on from there" in failed["node-1/0"]
+    log.rmdir()
+    done, failed, _ = apply(table(), only=[1])
+    assert not failed and done == {"node-1/0": [*STEPS[STEPS.index(step) :]]}
+
+
+def test_one_machine_that_fails_does_not_hold_up_the_others(here, apply):
+    (here.machines[1].home / ".tpuswarm/setup/apt.log").mkdir(parents=True)
+    done, failed, _ = apply(Setup.model_validate({"apt": ["htop"]}))
+    assert failed.keys() == {"node-1/0"} and done.keys() == {"node-0/0", "node-2/0"}
+
+
+def test_apts_lock_is_waited_for_and_who_holds_it_is_said(here, apply):
+    lock = here.machines[0].root / "var/lib/dpkg/lock-frontend"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("1234\n")
+    wanted = Setup.model_validate({"apt": ["htop"]})
+
+    async def work():
+        asyncio.get_running_loop().call_later(3.0, lock.unlink)
+
+    asyncio.run_coroutine_threadsafe(work(), here.loop)
+    done, failed, _ = apply(wanted, only=[0])
+    assert not failed and "apt" in done["node-0/0"]
+    assert ("node-0/0", "apt", "apt is busy there, waiting: held by process 1234 (unattended-upgr)") in apply.told
+
+
+@pytest.mark.parametrize(("way", "words"), [("+61", "61 s ahead of"), ("-61", "61 s behind")])
+def test_a_clock_that_is_a_minute_off_is_said(here, apply, tmp_path, way, words):
+    bin_ = tmp_path / "cloud/bin/date"
+    bin_.write_text(f'#!/bin/bash\n[[ $TPUSWARM_ROOT != {here.machines[1].root} ]] && exec /bin/date "$@"\n'
+                    f'echo $(/bin/date +%s.%N) {way} | awk \'{{printf "%.3f\\n", $1 + $2}}\'\n')  # fmt: skip
+    bin_.chmod(0o755)
+    _, failed, outcome = apply(Setup())
+    assert not failed and len(outcome.notes) == 1
+    assert outcome.notes[0].startswith("node-1/0: its clock is ") and words in outcome.notes[0]
+
+
+def test_a_full_disk_is_said_with_the_ways_out(here, apply):
+    run = ({"name": "data", "do": "echo 'tar: data: Cannot write: No space left on device' >&2; exit 2"},)
+    _, failed, _ = apply(Setup.model_validate({"run": run}), only=[0])
+    assert "node-0/0: run-data: its disk is full" in failed["node-0/0"] and "disk_gib" in failed["node-0/0"]
+
+
+def test_a_lost_connection_in_the_middle_is_gone_on_from(here, apply):
+    flag = here.machines[1].home / "begun"
+    run = ({"name": "slow", "do": "touch begun; until [ -e go ]; do sleep 0.05; done; echo ran >> runs"},)
+    wanted = Setup.model_validate({"run": run})
+    for each in (0, 2):
+        (here.machines[each].home / "go").touch()
+
+    async def cut():
+        while not flag.exists():
+            await asyncio.sleep(0.02)
+        from tests.remote.machines import CONNECTED
+
+        for each in list(CONNECTED[1]):
+            each.abort()
+
+    asyncio.run_coroutine_threadsafe(cut(), here.loop)
+    done, failed, _ = apply(wanted)
+    assert failed.keys() == {"node-1/0"} and len(done) == 2
+    (here.machines[1].home / "go").touch()
+    done, failed, _ = apply(wanted)
+    assert not failed and (here.machines[1].home / "runs").read_text() == "ran\n"  # it went on there, and ran once
+
+
+def test_all_machines_get_what_the_first_one_came_to(here, apply, tmp_path):
+    wanted = Setup.model_validate({"pip": ["numpy"]})
+    _, _, outcome = apply(wanted, only=[0])
+    _, _, later = apply(wanted, only=[1], versions=outcome.settled)
+    given = (here.machines[1].home / ".tpuswarm/setup/packages.given").read_text()
+    assert given == outcome.settled == later.settled
+    (here.machines[1].home / ".tpuswarm/setup/versions").write_text("numpy==1.0\n# Python 3.12\n")
+    _, failed, _ = apply(wanted)
+    assert "node-1/0 has other versions than the fleet (numpy==1.0 there, numpy elsewhere)" in failed["node-1/0"]
+
+
+def test_where_nothing_can_be_downloaded_uv_and_a_python_are_sent(here, apply, tmp_path):
+    stand_ins = tmp_path / "cloud/bin"
+    uv = (stand_ins / "uv").read_bytes()
+    (stand_ins / "uv").unlink()
+    (stand_ins / "curl").write_text("#!/bin/bash\necho 'curl: (6) Could not resolve host' >&2; exit 6\n")
+    (stand_ins / "curl").chmod(0o755)
+    bundle = tmp_path / "bundle"
+    (bundle / "bin").mkdir(parents=True)
+    (bundle / "python").mkdir()
+    (bundle / "bin/uv").write_bytes(uv)
+    (bundle / "bin/uv").chmod(0o755)
+    subprocess.run(["tar", "-cf", tmp_path / "python.tar", "-C", bundle, "."], check=True)
+
+    async def send(connections, host):
+        from tpuswarm.remote.copy import put
+
+        await put(connections, host, tmp_path / "python.tar", ".tpuswarm/python.tar")
+
+    wanted = Setup.model_validate({"pip": ["numpy"]})
+    _, failed, _ = apply(wanted, only=[0])
+    assert "curl: (6) Could not resolve host" in failed["node-0/0"]
+    done, failed, _ = apply(wanted, only=[0], send_python=send)
+    assert not failed and "packages" in done["node-0/0"]
+    assert ("node-0/0", "python", "uv and Python are sent to it") in apply.told
+
+
+def test_secrets_are_in_no_log_no_command_line_and_readable_by_their_owner_alone(here, apply):
+    watch = "while sleep 0.01; do cat /proc/[0-9]*/cmdline 2>/dev/null; done"
+    seen = subprocess.Popen(["bash", "-c", f"timeout 20 bash -c '{watch}'"], stdout=subprocess.PIPE)
+    _, failed, _ = apply(table(), secrets={"HF_TOKEN": "hf_s3" + "cret_value"})
+    seen.terminate()
+    out, _ = seen.communicate()
+    assert not failed and b"hf_s3" + b"cret_value" not in out
+    for machine in here.machines:
+        (with_it,) = [path for path in machine.root.rglob("*") if path.is_file() and b"cret_value" in path.read_bytes()]
+        assert with_it == machine.home / ".tpuswarm/secrets" and with_it.stat().st_mode & 0o077 == 0
+
+
+def test_secrets_come_from_the_environment_or_are_kept_and_what_lacks_is_named(tmp_path):
+    file = tmp_path / "state/secrets.json"
+    secrets = Secrets(file)
+    with pytest.raises(InputError, match=r"^A, B are not set in this shell.*`export A=…`"):
+        secrets.gather(["A", "B"], {})
+    assert secrets.missing(["A", "B"]) == ["A", "B"]
+    assert secrets.gather(["A", "B"], {"A": "1", "B": "2", "C": "3"}) == {"A": "1", "B": "2"}
+    assert file.stat().st_mode & 0o077 == 0
+    assert secrets.gather(["A", "B"], {"B": "3"}) == {"A": "1", "B": "3"}
+    assert secrets.missing(["A", "D"]) == ["D"]

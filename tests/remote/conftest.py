@@ -68,6 +68,13 @@ class Fleet:
         (found,) = self.place.machines.glob(f"{host}-*")
         return found
 
+    def user_home(self, host: str) -> Path:
+        """The home of whoever everything on it belongs to."""
+        root = self.home(host)
+        return next(
+            each for each in (root / "root", *root.glob("home/*")) if any(each.glob("*")) or any(each.glob(".*"))
+        )
+
 
 @pytest.fixture(scope="session")
 def session_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:

@@ -21,7 +21,7 @@ def test_sync_says_what_it_does_and_all_workers_have_it(fleet, project):
     assert "5 hosts: 1 file, 8 B: train.py" in out and "nothing was sent" in out
     out, _ = fleet.run("sync", "--fleet", "trio", cwd=project)
     assert "5 of 5 hosts have ~/project as it is here (1 file, 8 B); 0 had it already" in out
-    assert (fleet.home("v5e-usc1a-0-3") / "home").glob("*/project/train.py")
+    assert (fleet.user_home("v5e-usc1a-0-3") / "project/train.py").read_text() == "print(1)"
     (project / "train.py").rename(project / "main.py")
     out, _ = fleet.run("sync", "slice", "--fleet", "trio", cwd=project)
     assert "4 hosts: 1 file, 8 B: main.py" in out and "4 hosts: deletes train.py" in out

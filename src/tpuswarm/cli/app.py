@@ -22,10 +22,12 @@ from tpuswarm.cli import (
     rehearsal,
     router,
     runs,
+    setup,
     simulate,
     swarm,
     touch,
     train,
+    tunnels,
     up,
 )
 from tpuswarm.cli.help import Command, Group
@@ -52,7 +54,10 @@ GROUPS: dict[str, dict[str, Any]] = {
         "init": init.init, "up": up.up, "list": fleet.list_, "describe": fleet.describe, "pause": up.pause,
         "resume": up.resume, "cost": fleet.cost, "down": up.down, "keep": up.keep, "rehearsal": rehearsal.app,
     },
-    "Touch": {"exec": touch.exec_, "jobs": jobs.jobs, "copy": files.copy, "sync": files.sync},
+    "Touch": {
+        "exec": touch.exec_, "jobs": jobs.jobs, "copy": files.copy, "sync": files.sync, "setup": setup.setup,
+        "forward": tunnels.forward, "ssh-config": tunnels.ssh_config,
+    },
     "Network": {"router": router.app},
 }  # fmt: skip
 """All commands, in the order of `--help`."""

@@ -28,6 +28,9 @@ EXAMPLES = {
         "tpuswarm copy v2-usc1f-0:project/runs runs",
     ),
     "sync": ("tpuswarm sync", "tpuswarm sync small --dry-run"),
+    "setup": ("tpuswarm setup", "tpuswarm setup swarm.toml --dry-run", "tpuswarm setup --on small"),
+    "forward": ("tpuswarm forward v2-usc1f-0 8888", "tpuswarm forward v3-ew4a-0/2 16006:6006"),
+    "ssh-config": ("tpuswarm ssh-config",),
     "train": (
         "tpuswarm train gpt2-tiny --data my-text.txt --steps 500",
         "tpuswarm train gpt2-124m --init-from gpt2 --data my-text.txt --lr 1e-4",

@@ -1,5 +1,6 @@
 """`tpuswarm up`, `down`, `pause`, `resume`, `keep`: each shows what it is about to do, and asks."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -43,10 +44,15 @@ def up(
         bring.print_preview(bring.previewed(wanted, None, read.project or "PROJECT"), wanted, read.provider, keep)
         print("nothing was done; what is there already shows without --dry-run")
         return
+    from tpuswarm.cli.setup import set_up_now
     from tpuswarm.cloud.keys import make_key, public_key
     from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.setting_up import Kept
 
     fleet = fleets.of_file(read)
+    if read.setup:
+        Kept(fleet).secrets.gather(read.setup.secrets, os.environ)
     cloud = fleet.provider()
     store = fleet.store(cloud)
     document, listing, note = fleets.look_at(fleet, store, cloud, read)
@@ -68,6 +74,8 @@ def up(
     if keep:
         fleets.detach(fleet, None if type_ else file or DEFAULT)
     bring.work(fleet, cloud, store, bring.is_up)
+    if read.setup:
+        set_up_now(Reach(fleet, cloud, store), read.setup)
     if keep:
         print(f"it is kept in the background; what it does is in {fleet.log}")
     elif any(each.how == "spot" for each in wanted.pools) or wanted.down_when or wanted.budget.total:

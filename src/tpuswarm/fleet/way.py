@@ -1,0 +1,89 @@
+"""The ProxyCommand of `tpuswarm ssh-config`: finds where a host is now, says what its keys are, and is the way to it.
+
+python -m tpuswarm.fleet.way FLEET-FOLDER NAME/WORKER
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from tpuswarm.errors import TpuswarmError
+from tpuswarm.fleet.keeping.fleets import Fleet
+from tpuswarm.fleet.reach import Reach, find_reach
+from tpuswarm.remote.host import Host
+from tpuswarm.train.files import write_atomically
+
+PATIENCE_S = 20.0
+CHUNK = 1 << 16
+
+
+def alias(host: str) -> str:
+    """What programs call a host that take a slash before a colon for a folder: node-1.0 for node-1/0."""
+    return host.replace("/", ".")
+
+
+def known_hosts(fleet: Fleet, label: str) -> Path:
+    """The file with the keys of one host, written again at each connection."""
+    return fleet.folder / "known" / alias(label)
+
+
+def config(reach: Reach, hosts: list[Host]) -> str:
+    """For OpenSSH: all hosts by their names; addresses and keys are asked for at each connection."""
+    program = f'"{sys.executable}" -m tpuswarm.fleet.way "{reach.fleet.folder}"'
+    lines = [f"# Hosts of {reach.fleet.name}, written by `tpuswarm ssh-config`; it writes them again."]
+    for host in hosts:
+        machine, _, worker = host.label.partition("/")
+        names = [host.label, alias(host.label), *([machine] if worker == "0" else [])]
+        lines += [
+            f"Host {' '.join(names)}",
+            f"  User {host.user}",
+            f"  HostName {alias(host.label)}",
+            f"  ProxyCommand {program} {host.label}",
+            f'  UserKnownHostsFile "{known_hosts(reach.fleet, host.label)}"',
+            f"  HostKeyAlias {alias(host.label)}",
+            f'  IdentityFile "{reach.key}"',
+            "  IdentitiesOnly yes",
+            "  StrictHostKeyChecking yes",
+            "  CheckHostIP no",
+            "  ServerAliveInterval 15",
+            "  ServerAliveCountMax 3",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Be the way, until either end has had enough."""
+    folder, label = sys.argv[1:]
+    try:
+        fleet = Fleet(**json.loads((Path(folder) / "fleet.json").read_text(encoding="utf-8")))
+        (host,), _ = find_reach(fleet).hosts(label)
+        file = known_hosts(fleet, label)
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, "".join(f"{alias(label)} {key}\n" for key in host.keys))
+        if host.proxy:
+            way = host.proxy.replace("%h", host.address).replace("%p", str(host.port))
+            os.execvp("sh", ["sh", "-c", f"exec {way}"])
+        _join(socket.create_connection((host.address, host.port), PATIENCE_S))
+    except (TpuswarmError, OSError) as error:
+        sys.stderr.write(f"tpuswarm: {label}: {error}\n")
+        sys.exit(255)
+
+
+def _join(far: socket.socket) -> None:
+    far.settimeout(None)
+
+    def send() -> None:
+        while data := os.read(0, CHUNK):
+            far.sendall(data)
+        far.shutdown(socket.SHUT_WR)
+
+    threading.Thread(target=send, daemon=True).start()
+    while data := far.recv(CHUNK):
+        os.write(1, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.file import ALL
+from tpuswarm.fleet.core.names import ALL
 from tpuswarm.fleet.keeping.fleets import Fleet
 from tpuswarm.fleet.reach import Found, Reach, find_targets
 from tpuswarm.remote.connect import Connections

@@ -85,12 +85,16 @@ class Kill:
     """Seconds until the same name was alive as another process."""
 
 
-def torment(swarm: Swarm, rnd: random.Random, seconds: float, pause: Callable[[], float], names: str) -> list[Kill]:
+def torment(
+    swarm: Swarm, rnd: random.Random, seconds: float, pause: Callable[[], float], names: str, stopped: float = 0.0
+) -> list[Kill]:
     """Kill processes whose names begin with one of the letters in `names`, for so long; wait until all are back.
 
-    pause: seconds from one kill to the next, drawn anew each time. What is not back yet is not killed again.
+    pause: seconds from one kill to the next, drawn anew each time; stopped: share of the blows that only stop a process
+    for a minute. What is not back yet is not killed again.
     """
     began, kills, away = time.monotonic(), [], dict[str, tuple[int, float]]()
+    standing: dict[str, int] = {}
     due = began + pause()
 
     def over() -> bool:
@@ -100,13 +104,22 @@ def torment(swarm: Swarm, rnd: random.Random, seconds: float, pause: Callable[[]
             if there.get(name, pid) != pid:
                 del away[name]
                 kills.append(Kill(name, at - began, now - at))
+                standing.pop(name, None)
+            elif name in standing and now - at > 60.0:
+                del away[name]
+                with suppress(ProcessLookupError):
+                    os.kill(standing.pop(name), signal.SIGCONT)
         if now - began >= seconds:
             return not away
         found = sorted(name for name in there.keys() - away.keys() if name[0] in names)
         if now >= due and found:
             name = rnd.choice(found)
             with suppress(ProcessLookupError):  # the status may be older than the end of a process
-                os.kill(there[name], signal.SIGKILL)
+                if rnd.random() < stopped:
+                    os.kill(there[name], signal.SIGSTOP)
+                    standing[name] = there[name]
+                else:
+                    os.kill(there[name], signal.SIGKILL)
                 away[name], due = (there[name], now), now + pause()
         return False
 

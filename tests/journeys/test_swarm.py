@@ -202,7 +202,7 @@ def test_random_kills_for_two_minutes(tmp_path):
     swarm.start()
     try:
         swarm.wait(lambda: version(swarm) >= 2)
-        kills = torment(swarm, rnd, 120.0, lambda: rnd.uniform(2, 15), "mac")
+        kills = torment(swarm, rnd, 120.0, lambda: rnd.uniform(2, 15), "mac", stopped=0.3)
         before = version(swarm)
         swarm.wait(lambda: version(swarm) > before + 1)
     finally:

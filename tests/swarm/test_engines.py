@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from tpuswarm.swarm.effects import Call, Together, Unreachable
+from tpuswarm.swarm.effects import Call, Do, Over, Together, Unreachable
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.ray import seconds_for
 from tpuswarm.swarm.engines.threads import Node
@@ -80,6 +80,24 @@ def test_under_the_virtual_clock_they_take_as_long_as_the_slowest():
     assert found[1][0] == 2 and isinstance(found[1][1], Unreachable)
     engine.spawn("me", asking(), found.append)
     assert engine.run(lambda: len(found) == 3, 100) and found[2] == []
+
+
+def test_a_node_that_ended_waits_for_no_process_that_hangs():
+    never, hung = threading.Event(), threading.Event()
+
+    def trains():
+        yield Do("member trains", lambda: hung.set() or never.wait(60))
+
+    def talks():
+        yield Do("member waits", lambda: hung.wait(20))
+        raise Over("fenced")
+
+    node = Node(lambda call: None)
+    node.start("train", trains())
+    node.start("exchange", talks())
+    assert not node.drain(0.1) and isinstance(node.failure, Over)
+    never.set()
+    assert node.drain(20)
 
 
 def test_a_call_is_waited_for_as_long_as_what_it_carries_needs():

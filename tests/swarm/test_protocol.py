@@ -82,6 +82,23 @@ def test_a_minute_of_standstill_at_every_step_of_every_process(part):
             assert world.lives == world.members and sum(world.processed.values()) == world.horizon, world.points[point]
 
 
+@pytest.mark.parametrize("what", ["member trains", "member encodes", "member adopts"])
+def test_a_member_whose_devices_hang_loses_its_lease_while_it_talks(what):
+    """Its rows are trained by others, and nobody waits for it; a first time may last as long as it is compiled."""
+    world = World(seed=7, members=3, horizon=100)
+    made, takes = world.processes["m0"], world.engine.takes
+
+    def hang(node, effect):
+        now = world.engine.now > 25.0 and effect.name == what and world.processes.get("m0") is made
+        return 1e9 if node == "m0" and now else takes(node, effect)
+
+    world.engine.takes = hang
+    view = world.run()
+    assert world.lives == world.members + 1, "it came back as another incarnation"
+    times = [record.time for record in world.ledger.records]
+    assert len(view.counted) == 100 and max(after - before for before, after in pairwise(times)) < 60
+
+
 def test_members_add_what_changed_and_fetch_the_whole_where_that_is_wrong():
     world = World(seed=3, downlink=True)
     world.run()

@@ -30,6 +30,8 @@ REFUSALS = 3
 """Refusals of one contribution by a coordinator that knows the incarnation, until it gives up its life."""
 IDLE = 0.02
 """Seconds a training process without rows waits before it looks again."""
+FIRST = 600.0
+"""Seconds in which what the devices do for the first time may be compiled."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,10 @@ class MemberProcesses:
     """When it was copied last."""
     _inner_calls: list[Call] = field(default_factory=list)
     """What is left to do to save it, a call between two heartbeats."""
+    _busy: dict[str, float] = field(default_factory=dict)
+    """What the devices are at, and since when."""
+    _done: set[str] = field(default_factory=set)
+    """What they have done before."""
     _speed: "Speed" = field(default_factory=lambda: Speed())
 
     def __post_init__(self) -> None:
@@ -148,6 +154,12 @@ class MemberProcesses:
     def rows_per_s(self) -> float | None:
         """While there are rows to train; None until a step was measured."""
         return self._speed.rows_per_s
+
+    @property
+    def stalled(self) -> float:
+        """Seconds for which the devices have been at one thing, those in which it may be compiled left out."""
+        now = self.clock()
+        return max((now - at - FIRST * (name not in self._done) for name, at in list(self._busy.items())), default=0.0)
 
     @property
     def at_risk(self) -> int:
@@ -174,7 +186,7 @@ class MemberProcesses:
                 continue
             self._speed.begins(len(rows), self.clock())
             step = partial(self.holder.train, rows, self.books.progress, self.books.todo - rows)
-            done = yield Do("member trains", step)
+            done = yield from self._on_devices("member trains", step)
             self._speed.ends(done, self.clock())
             self.books = core.trained(self.books, rows)
 
@@ -214,35 +226,50 @@ class MemberProcesses:
             yield from self._beat()
             yield Sleep(BEAT)
 
+    def _on_devices(self, name: str, action: Callable[[], Any]) -> Process:
+        """Do something that never ends where the devices hang."""
+        self._busy[name] = self.clock()
+        try:
+            done = yield Do(name, action)
+        finally:
+            del self._busy[name]
+        self._done.add(name)
+        return done
+
+    def _between_batches(self) -> bool:
+        """Whether an evaluation is to be left; that it asks is progress."""
+        self._busy["member evaluates"] = self.clock()
+        return self.leaving
+
     def _settle(self) -> Process:
         if self._speed.running:
-            done = yield Do("member finishes its step", self.holder.settle)
+            done = yield from self._on_devices("member finishes its step", self.holder.settle)
             self._speed.ends(done, self.clock())
 
     def _take_snapshot(self) -> Process:
         now = self.clock()
         if self.inner_save is not None and not self._inner_calls and now - self._inner_at >= self.inner_save:
-            self._inner = yield Do("member copies its inner state", self.holder.inner)
+            self._inner = yield from self._on_devices("member copies its inner state", self.holder.inner)
             self._inner_at = now
-        self._snapshot = yield Do("member takes a snapshot", self.holder.snapshot)
+        self._snapshot = yield from self._on_devices("member takes a snapshot", self.holder.snapshot)
         self.books = core.snapshot(self.books)
 
     def _take_up(self, adopt: Adopt, tokens: int, version: Any) -> Process:
-        yield Do("member adopts", lambda: self.holder.adopt(adopt, version))
+        yield from self._on_devices("member adopts", lambda: self.holder.adopt(adopt, version))
         if adopt.how == "fresh":
             raise Over("its numbers were not finite")
         before = self.books.tokens
         self.books = core.adopted(self.books, adopt, tokens)
         if self.evaluate_every and tokens // self.evaluate_every > before // self.evaluate_every:
             yield from self._settle()
-            evaluate = partial(self.holder.evaluate, self.books.terms.batch, lambda: self.leaving)
-            if found := (yield Do("member evaluates", evaluate)):
+            evaluate = partial(self.holder.evaluate, self.books.terms.batch, self._between_batches)
+            if found := (yield from self._on_devices("member evaluates", evaluate)):
                 self.evaluated(adopt.version, tokens, *found)
 
     def _beat(self) -> Process:
         heard = self.books.heard
         try:
-            said = core.beat(self.books, self._speed.rows_per_s)
+            said = core.beat(self.books, self._speed.rows_per_s, max(0.0, self.stalled))
             reply: Granted | Refused | None = yield Call(self.coordinator, "beat", (said,))
         except Unreachable:
             return None
@@ -256,7 +283,8 @@ class MemberProcesses:
     def _encode(self) -> Process:
         snapshot, undecided = self._snapshot, self.books.undecided
         assert undecided is not None
-        payload = yield Do("member encodes", lambda: self.holder.payload(snapshot, undecided.identity))
+        encode = partial(self.holder.payload, snapshot, undecided.identity)
+        payload = yield from self._on_devices("member encodes", encode)
         self.books, header = core.header(self.books, payload.norm, payload.finite, payload.digests)
         self._snapshot, self._pushed = None, (header, payload)
 

@@ -12,7 +12,7 @@ from statistics import median
 from tpuswarm.swarm.core.choose import choose, effective
 from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Merge, Outdated, Refused, Store, Terms
 from tpuswarm.swarm.core.outer import advance
-from tpuswarm.swarm.core.rounds import Due, due
+from tpuswarm.swarm.core.rounds import Due, Patience, due
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
@@ -156,6 +156,8 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
         if missing > 0:
             rows |= state.taken.free(missing)
     until = now + state.terms.lease_seconds
+    if key in state.leases and said.stalled > _stall(state.terms.patience, cycle, said.rows_per_s):
+        until = state.leases[key].until  # it talks, but its rows would never come back
     news = said.processed > state.processed.get(key, -1)
     state = replace(
         state,
@@ -320,6 +322,13 @@ def _fence(state: State, keys: Iterable[Incarnation]) -> State:
     leases = {key: lease for key, lease in state.leases.items() if key not in gone}
     state = replace(state, leases=leases, fenced=state.fenced | gone)
     return replace(state, taken=_taken(state))
+
+
+def _stall(patience: Patience, cycle: int, rows_per_s: float | None) -> float:
+    """Seconds that a member's devices may be at one thing."""
+    if not rows_per_s:
+        return patience.stall_first
+    return patience.stall_least + patience.stall_cycles * cycle / rows_per_s
 
 
 def _cycle(terms: Terms, rows_per_s: float | None, fastest: float | None) -> int:

@@ -124,7 +124,7 @@ def header(member: Member, norm: float, finite: bool, digests: tuple[str, ...]) 
     return replace(member, undecided=replace(member.undecided, finite=finite)), made
 
 
-def beat(member: Member, rows_per_s: float | None) -> Beat:
+def beat(member: Member, rows_per_s: float | None, stalled: float = 0.0) -> Beat:
     """What it says to a coordinator."""
     return Beat(
         incarnation=member.incarnation,
@@ -136,6 +136,7 @@ def beat(member: Member, rows_per_s: float | None) -> Beat:
         undecided=_undecided(member),
         rows_per_s=rows_per_s,
         processed=member.processed,
+        stalled=stalled,
     )
 
 

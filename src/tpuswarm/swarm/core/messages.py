@@ -47,6 +47,8 @@ class Beat:
     rows_per_s: float | None
     processed: int
     """Tokens trained in its life."""
+    stalled: float = 0.0
+    """Seconds for which its devices have been at one thing; 0 where they have nothing to do."""
 
 
 @dataclass(frozen=True)

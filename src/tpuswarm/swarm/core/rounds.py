@@ -17,6 +17,11 @@ class Patience:
     deadline_cycles: float = 3.0
     deadline_first: float = 600.0
     """Deadline until a median cycle is known."""
+    stall_least: float = 60.0
+    stall_cycles: float = 3.0
+    """Cycles of a member, beside `stall_least`, that its devices may be at one thing until its lease ends."""
+    stall_first: float = 600.0
+    """Until its speed is known: a first step may have to be compiled."""
 
 
 class Due(NamedTuple):

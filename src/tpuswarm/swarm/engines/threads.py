@@ -47,6 +47,13 @@ class Node:
             thread.join(seconds)
         return not any(thread.is_alive() for thread in self._threads)
 
+    def drain(self, seconds: float) -> bool:
+        """Until all processes ended; False where the node did and one of them hangs for so long after that."""
+        for thread in self._threads:
+            while thread.is_alive() and not self._stopped.is_set():
+                thread.join(0.2)
+        return self.wait(seconds)
+
     def stop(self) -> None:
         """End the node at the next effects of its processes."""
         self._stopped.set()

@@ -35,6 +35,8 @@ from tpuswarm.train.session import chosen
 
 AGAIN = 0.5
 """Seconds between two tries of a call that nobody answers."""
+HANGS = 60.0
+"""Seconds after the end of an incarnation until what its devices still do is given up, and with it the process."""
 LIVES = 5
 """Incarnations that one process tries without a single accepted step before it gives up."""
 
@@ -180,7 +182,8 @@ class MemberHost:
         node.start("train", member.train())
         node.start("exchange", member.exchange())
         node.start("heartbeats", member.heartbeats())
-        node.wait()
+        if not node.drain(HANGS):
+            raise RunFailed(f"{place.name} hangs: its devices have been at one thing for {member.stalled:.0f} s")
         if node.failure is None or member.ended:
             if ready.validation is not None:
                 self._last_evaluation(holder)

@@ -204,6 +204,84 @@ def test_speed_price_and_a_swarm_of_them(call):
     assert free["swarm"]["traffic_dollars_a_day"] == rows[0]["swarm"]["traffic_dollars_a_day"]
 
 
+FILE = """\
+name = "s"
+[[pool]]
+name = "small"
+type = "v5e-1"
+zones = ["us-central1-a"]
+count = 3
+[[pool]]
+name = "more"
+type = "v6e-1"
+zones = ["us-east1-d"]
+count = 20
+[[grant]]
+type = "v6e-1"
+zone = "us-east1-d"
+how = "spot"
+count = 4
+expires = 2099-01-31
+[train]
+recipe = "my_recipe.py:wide"
+batch = 4096
+tokens = 1_000_000
+[train.options]
+width = 512
+"""
+
+
+def test_a_file_names_the_recipe_its_batch_and_the_tpus(call, tmp_path):
+    (tmp_path / "swarm.toml").write_text(FILE)
+    code, out, _ = call("plan swarm.toml --json")
+    found = json.loads(out)
+    assert code == 0 and found["asked"]["options"] == {"width": "512"}
+    rows = {row["accelerator"]: row for row in found["rows"]}
+    assert {name: (row["batch"], row["tokens"], row["swarm"]["members"]) for name, row in rows.items()} == {
+        "v5e-1": (4096, 1_000_000, 3), "v6e-1": (4096, 1_000_000, 20),
+    }  # fmt: skip
+    code, out, _ = call("plan swarm.toml")
+    assert "a swarm of 3 members" in out and "a swarm of 20 members" in out and "add up" in out
+
+
+def test_what_grants_cover_is_planned_as_one_free_swarm(call, tmp_path):
+    (tmp_path / "swarm.toml").write_text(FILE)
+    code, out, _ = call("plan my_recipe.py:wide --width 512 --batch 4096 --tokens 1M --mine --json")
+    [row] = json.loads(out)["rows"]
+    assert code == 0 and (row["accelerator"], row["swarm"]["members"]) == ("v6e-1", 4)
+    assert row["dollars"]["spot"] == {"low": 0, "high": 0}
+    _, out, _ = call("plan my_recipe.py:wide --width 512 --batch 4096 --mine")
+    assert "granted: 4 v6e-1 (spot) in us-east1-d, until 2099-01-31" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "old", "new", "words"),
+    [
+        ("swarm.toml", "[train]", "[training]", "has no key training; did you mean train?"),
+        (
+            "swarm.toml",
+            "width = 512",
+            "widht = 512",
+            "swarm.toml, line 23: train.options.widht: my_recipe.py:wide has no",
+        ),
+        (
+            "swarm.toml",
+            'recipe = "my_recipe.py:wide"',
+            'recipe = "gpt3"',
+            "line 19: train.recipe: unknown recipe 'gpt3'",
+        ),
+        ("swarm.toml --on v5e-1", "", "", "swarm.toml names the TPUs: leave --on out, or name a recipe"),
+        ("swarm.toml --members 3", "", "", "here the file says how many there are"),
+        ("gpt2-tiny --mine --on v5e-1", "", "", "--on and --mine exclude each other"),
+        ("gpt2-tiny --mine", "2099", "2020", "has no [[grant]] that still holds"),
+    ],
+)
+def test_a_file_that_is_wrong_is_one_sentence(call, tmp_path, line, old, new, words):
+    (tmp_path / "swarm.toml").write_text(FILE.replace(old, new))
+    code, out, err = call(f"plan {line}")
+    assert (code, out) == (2, "") and words in err and err.count("error: ") == 1
+
+
 def test_a_slice_that_the_batch_does_not_fit_into_leaves_the_others(call):
     code, out, _ = call("plan my_recipe.py:wide --on v5e-1 --on v5e-8 --batch 4 --json")
     one, eight = json.loads(out)["rows"]

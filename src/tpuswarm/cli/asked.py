@@ -68,7 +68,7 @@ def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
     if given["recipe"].endswith(".toml"):
         path = Path(given.pop("recipe"))
         file = read_train(path).model_dump(exclude_unset=True)
-        _check_options(path, file)
+        check_options(path, file)
         if not given.keys().isdisjoint(LENGTHS):
             file = {name: value for name, value in file.items() if name not in LENGTHS}
         options = file.pop("options", {}) | options
@@ -83,7 +83,7 @@ def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
         raise InputError(f"--{name}: {first['msg'][:1].lower()}{first['msg'][1:]}, not {first['input']!r}") from error
 
 
-def _check_options(path: Path, file: dict[str, Any]) -> None:
+def check_options(path: Path, file: dict[str, Any]) -> None:
     """Raise InputError with the line of the file for an option that its recipe does not take."""
     from tpuswarm import recipes
     from tpuswarm.config.nearest import did_you_mean

@@ -4,10 +4,12 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuswarm.cli.machines import granted, planned
 from tpuswarm.cli.recipe import make_recipe, recipe_options
 from tpuswarm.cli.runs import make_console
 from tpuswarm.cli.train import option
@@ -25,7 +27,9 @@ USUAL = ("v2-8", "v3-8", "v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8")
 
 def plan(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A built-in recipe (gpt2-tiny, gpt2-124m, …) or file.py:Recipe.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A built-in recipe (gpt2-tiny, gpt2-124m, …), file.py:Recipe, or swarm.toml.")
+    ],
     on: Annotated[
         list[str] | None, option("--on", "A TPU, by any of its names; repeatable. Default: the 8 of each generation.")
     ] = None,
@@ -41,12 +45,16 @@ def plan(
         int | None, option("--members", "Plan a swarm of this many: traffic, its price, the head.")
     ] = None,
     tokens: Annotated[str | None, option("--tokens", "Tokens to train on, e.g. 10B: adds hours and dollars.")] = None,
+    mine: Annotated[
+        bool,
+        typer.Option("--mine", help="On what the grants in ./swarm.toml cover: it is free, and all of it one swarm."),
+    ] = False,
     free: Annotated[bool, typer.Option("--free", help="The TPUs are free, for example a grant.")] = False,
     as_json: Annotated[bool, option("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Compile a recipe's training step for TPUs you have not rented: what fits, how fast at best, at what price.
 
-    The recipe's own options work too: --context 512.
+    A swarm.toml names both: its [train] and the types of its pools. The recipe's own options work too: --context 512.
     """
     from tpuswarm import catalog, recipes
     from tpuswarm.config.limits import check
@@ -58,8 +66,24 @@ def plan(
 
     if recipe.startswith("-"):
         raise InputError(f"the recipe comes first: tpuswarm plan RECIPE {recipe} …")
+    title, words, machines = recipe, recipe_options(context.args, "plan"), None
+    if recipe.endswith(".toml"):
+        if on or mine:
+            raise InputError(f"{recipe} names the TPUs: leave {'--on' if on else '--mine'} out, or name a recipe")
+        said, machines = planned(Path(recipe))
+        recipe, words = said.recipe, {name: str(value) for name, value in said.options.items()} | words
+        batch = str(said.batch) if batch == "auto" and said.batch is not None else batch
+        precision, shard = precision or said.precision, shard or (said.shard if said.shard != "auto" else None)
+        accumulate = accumulate or (None if said.accumulate is None else str(said.accumulate))
+        freeze, ema = freeze or said.freeze, said.ema if ema is None else ema
+        tokens = tokens or (None if said.tokens is None else str(said.tokens))
+    elif mine:
+        if on:
+            raise InputError("--on and --mine exclude each other: the grants say which TPUs")
+        machines = granted(Path("swarm.toml"))
+    if machines and members is not None:
+        raise InputError("--members is for one type of TPU each; here the file says how many there are")
     target, preset = recipes.find(recipe)
-    words = recipe_options(context.args, "plan")
     if ":" not in recipe:  # a file of the user's is only read where it is compiled: it imports JAX
         make_recipe(recipe, {}, words, context)
     asked = Asked(
@@ -76,22 +100,23 @@ def plan(
         check_number(members, "members", least=1)
     check({"ema": ema})
     reason = no_compiler()
-    slices = {each.name: each for each in map(catalog.find, on or USUAL)}
+    slices = {each.name: each for each in map(catalog.find, machines.counts if machines else on or USUAL)}
     orders = [Order(asked, place_of(each), reason) for each in slices.values()]
     wanted = None if tokens is None else parse_count(tokens, "tokens")
     rows: dict[str, Row] = {}
-    with _shown(recipe, orders, as_json) as show:
+    with _shown(title, orders, as_json) as show:
         children = Children(Cache(cache_folder("plan")), show.say)
         for order, found in children.answers(orders):
-            rows[order.place.name] = row = Row(slices[order.place.name], found, wanted, free)
+            rows[order.place.name] = row = Row(slices[order.place.name], found, wanted, free or mine)
             show.row(row)
     for note in (reason, "" if reason else other_libtpu(), children.unkept):
         if note:
             print(f"note: {note}", file=sys.stderr)
     ordered = [rows[name] for name in slices]
-    swarms = _swarms(ordered, members) if members is not None else {}
+    counts = machines.counts if machines else dict.fromkeys(slices, members or 0)
+    swarms = _swarms(ordered, counts) if members is not None or sum(counts.values()) > 1 else {}
     if as_json:
-        whole = document(recipe, asked, ordered)
+        whole = document(title, asked, ordered)
         for row_object in whole["rows"]:
             if swarm := swarms.get(row_object["accelerator"]):
                 row_object["swarm"] = swarm.document()
@@ -99,8 +124,14 @@ def plan(
     elif swarms:
         from tpuswarm.plan.together import tables
 
-        for each in tables(list(swarms.values())):
-            make_console().print("", each)
+        for count in dict.fromkeys(each.members for each in swarms.values()):
+            for each in tables([swarm for swarm in swarms.values() if swarm.members == count]):
+                make_console().print("", each)
+    if machines and not as_json:
+        for note in machines.notes:
+            print(f"granted: {note}")
+        if len(swarms) > 1:
+            print("Machines of all types may train one model: what they do a second, and their traffic, add up.")
     if all(each.found.fits is None and each.found.program is None for each in ordered):
         raise RunFailed(f"no answer for {recipe} on any of these: {ordered[0].found.problem}")
 
@@ -108,10 +139,11 @@ def plan(
 plan.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
 
 
-def _swarms(rows: list["Row"], members: int) -> dict[str, "Together"]:
+def _swarms(rows: list["Row"], counts: dict[str, int]) -> dict[str, "Together"]:
     from tpuswarm.plan.together import together
 
-    return {row.accelerator.name: swarm for row in rows if (swarm := together(row, members))}
+    made = {row.accelerator.name: together(row, counts[row.accelerator.name]) for row in rows}
+    return {name: swarm for name, swarm in made.items() if swarm}
 
 
 class _Show:

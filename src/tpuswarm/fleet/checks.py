@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tpuswarm import recipes
 from tpuswarm.catalog import find, generations, network
 from tpuswarm.catalog.accelerators import ACCESSES
 from tpuswarm.catalog.prices import region_of
@@ -39,6 +40,11 @@ def problems(file: SwarmFile, now: float) -> Iterator[tuple[Place, str]]:
     yield from _budget(file)
     if file.storage and file.storage.region and not file.allow_cross_region:
         yield from _regions(file, file.storage.region)
+    if file.train:
+        try:
+            recipes.find(file.train.recipe)
+        except InputError as error:
+            yield ("train", "recipe"), str(error)
     if file.setup and file.setup.nfs and file.setup.nfs.server not in (servers := _servers(file)):
         yield ("setup", "nfs", "server"), f"there is no VM {file.setup.nfs.server}; {did_you_mean('', servers)}"
 

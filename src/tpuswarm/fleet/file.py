@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, mode
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import FLEET_LABEL, How
 from tpuswarm.config.toml_file import Strict, read_toml
+from tpuswarm.config.train import Train
 from tpuswarm.config.units import parse_seconds
 from tpuswarm.config.words import Name, matching
 from tpuswarm.errors import InputError
@@ -225,6 +226,8 @@ class SwarmFile(Strict):
     budget: BudgetTable = BudgetTable()
     storage: Storage | None = None
     setup: Setup | None = None
+    train: Train | None = None
+    """What is trained on its pools."""
 
     @model_validator(mode="after")
     def _something(self) -> "SwarmFile":

@@ -95,10 +95,25 @@ def test_a_machine_that_comes_back_gets_folder_and_set_up_from_what_is_kept(flee
     for each in ("later/train.py", ".tpuswarm/setup/apt.stamp", ".tpuswarm/trees/later.json"):
         (home / each).unlink()
     monkeypatch.delenv("A_TOKEN")
-    said = []
-    failed = asyncio.run(prepare(find_reach(find(None)[0]), "v2-usc1f-0", said.append))
-    assert not failed and (home / "later/train.py").exists() and (home / ".tpuswarm/setup/apt.stamp").exists()
-    assert said == ["later: 1 of 1 hosts have got it"]
+    assert not asyncio.run(prepare(find_reach(find(None)[0]), "v2-usc1f-0"))
+    assert (home / "later/train.py").exists() and (home / ".tpuswarm/setup/apt.stamp").exists()
+
+
+def test_a_job_begins_where_folder_and_set_up_are_there_and_names_a_secret_that_is_lost(fleet, file):
+    fleet.run("setup")
+    home, kept = fleet.user_home("v2-usc1f-0-0"), find_reach(find(None)[0]).fleet.folder / "secrets.json"
+    (home / ".tpuswarm/environment").unlink()
+    fleet.run("exec", "one", "--detach", "--name", "greets", "--", 'echo "said $GREETING $A_TOKEN"')
+    assert "said hello s3cret" in (home / ".tpuswarm/jobs/greets/log").read_text()
+    kept.unlink()
+    fleet.environment.pop("A_TOKEN")
+    process = fleet.start("exec", "one", "--detach", "--name", "waits", "--", "true")
+    until(lambda: "A_TOKEN is not set" in fleet.run("jobs", "--json")[0])
+    process.terminate()
+    process.communicate()
+    fleet.environment["A_TOKEN"] = "s3cret"
+    fleet.run("setup")
+    fleet.run("stop", "waits")
 
 
 def test_a_file_without_the_table_says_where_it_is_described(fleet):

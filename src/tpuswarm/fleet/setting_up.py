@@ -1,9 +1,12 @@
 """Sets up the machines of a fleet: which they are, what they get, and what this computer keeps for later ones."""
 
+import asyncio
 import json
 import os
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.fleet.core.desired import Desired
@@ -22,6 +25,9 @@ from tpuswarm.remote.setup.table import Setup
 from tpuswarm.remote.sync.send import send
 from tpuswarm.train.files import write_atomically
 from tpuswarm.train.platform import cache_folder
+
+AGAIN_S = 30.0
+"""Seconds before a machine that could not be prepared is prepared again."""
 
 
 class Kept:
@@ -117,7 +123,7 @@ async def set_up_all(
     return outcome
 
 
-async def prepare(reach: Reach, where: str, say: Callable[[str], None]) -> dict[str, TpuswarmError]:
+async def prepare(reach: Reach, where: str) -> dict[str, TpuswarmError]:
     """All that a machine needs before anything runs on it: the folder that was synced last, then set-up.
 
     For machines that come back, without a person: what went wrong, by the label of the host. A secret that is lost is
@@ -126,16 +132,63 @@ async def prepare(reach: Reach, where: str, say: Callable[[str], None]) -> dict[
     failed: dict[str, TpuswarmError] = {}
     tree, table = reach.fleet.tree.load(), Kept(reach.fleet).table()
     if tree is not None:
-        hosts, _ = reach.hosts(where)
+        hosts, _ = await asyncio.to_thread(reach.hosts, where)
         async with Connections(reach.key) as connections:
             sent = await send(connections, hosts, tree, reach.fleet.tree)
         failed |= {host.label: error for host, error in sent.failed.items()}
-        say(f"{tree.name}: {len(sent.changed)} of {len(hosts)} hosts have got it")
     if table is not None:
-        machines = [each for each in meant(reach, table, where).machines if each.host.label not in failed]
+        found = await asyncio.to_thread(meant, reach, table, where)
+        machines = [each for each in found.machines if each.host.label not in failed]
         if machines:
             outcome = await set_up_all(reach, table, machines)
             failed |= {host.label: error for host, error in outcome.failed.items()}
-            for note in outcome.notes:
-                say(note)
     return failed
+
+
+class Beginning(NamedTuple):
+    """When something is about to begin on a machine: a reboot, or another machine of the name, is another one."""
+
+    created: float
+    """When the machine was created."""
+    runs: int
+    """How many runs have begun on it before."""
+
+
+class Preparing:
+    """Prepares machines beside whoever carries jobs out. To be used in one event loop."""
+
+    def __init__(self, reach: Reach):
+        self._reach = reach
+        self._tasks: dict[str, tuple[Beginning, asyncio.Task[dict[str, TpuswarmError]]]] = {}
+        self._failed: dict[str, tuple[float, str]] = {}
+
+    def look(self, machines: Mapping[str, Beginning]) -> dict[str, str]:
+        """Which of these are not prepared yet, and why; begins what has to be done."""
+        if Kept(self._reach.fleet).table() is None and self._reach.fleet.tree.load() is None:
+            return {}
+        found = {}
+        for name, begins in machines.items():
+            before, task = self._tasks.get(name, (None, None))
+            again, why = self._failed.get(name, (0.0, ""))
+            if task is None or before != begins or (why and task.done() and time.monotonic() > again):
+                task = asyncio.ensure_future(prepare(self._reach, name))
+                self._tasks[name] = (begins, task)
+            if not task.done():
+                found[name] = why or f"{name} is being set up"
+            elif said := _why(task):
+                if said != why or time.monotonic() > again:
+                    self._failed[name] = (time.monotonic() + AGAIN_S, said)
+                found[name] = said
+            else:
+                self._failed.pop(name, None)
+        return found
+
+
+def _why(task: "asyncio.Task[dict[str, TpuswarmError]]") -> str:
+    """Why a machine could not be prepared; empty: it was."""
+    error = task.exception()
+    if error is None:
+        return "; ".join(str(each) for each in task.result().values())
+    if not isinstance(error, TpuswarmError):
+        raise error
+    return str(error)

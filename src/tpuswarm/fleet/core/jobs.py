@@ -129,10 +129,18 @@ def scaled(job: Job, desired: Desired) -> Job:
     return job if len(seats) == len(job.seats) else replace(job, seats=tuple(seats))
 
 
-def next_of(job: Job, machines: Iterable[Machine], away: Collection[str], reports: Reports, now: float) -> Next:
+def next_of(
+    job: Job,
+    machines: Iterable[Machine],
+    away: Collection[str],
+    reports: Reports,
+    now: float,
+    unprepared: Mapping[str, str] | None = None,
+) -> Next:
     """The job as it is to be stored, and what is to be done after that.
 
-    `machines`: the fleet's own, as listed; `away`: zones that do not answer. What is done is safe to do again.
+    `machines`: the fleet's own, as listed; `away`: zones that do not answer; `unprepared`: on which nothing may
+    begin yet, and why. What is done is safe to do again.
     """
     there = {each.name: each for each in machines}
     taken = {seat.machine for seat in job.seats if seat.machine}
@@ -141,7 +149,9 @@ def next_of(job: Job, machines: Iterable[Machine], away: Collection[str], report
     for number, seat in enumerate(job.seats):
         seat = _seated(job, seat, there, away, taken)
         machine = there.get(seat.machine or "")
-        if machine is not None and machine.state == "ready":
+        if seat.phase == "waiting" and not job.stop and (why := (unprepared or {}).get(seat.machine or "")):
+            seat = replace(seat, why=why)
+        elif machine is not None and machine.state == "ready":
             workers = tuple(range(len(machine.workers))) if job.worker is None else (job.worker,)
             seat, more = _run(job, seat, number, workers, {w: reports[machine.name, w] for w in workers
                               if (machine.name, w) in reports}, now)  # fmt: skip

@@ -16,6 +16,7 @@ from tpuswarm.fleet.core.memory import Work
 from tpuswarm.fleet.keeping.document import Document, with_events
 from tpuswarm.fleet.keeping.fleets import Held
 from tpuswarm.fleet.reach import Reach, Seen, Target
+from tpuswarm.fleet.setting_up import Beginning, Preparing
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host
@@ -37,6 +38,7 @@ class Carrier:
         self._reach, self._store = reach, store
         self._hosts: dict[str, Host] = {}
         """By alias."""
+        self._preparing = Preparing(reach)
 
     @property
     def key(self) -> Path:
@@ -59,6 +61,7 @@ class Carrier:
             time_out_s=ANSWER,
         )
         answers = list(zip(reached, shown, strict=True))
+        unprepared = self._preparing.look(_begun(open_, answers))
         nexts: list[Next] = []
         for job in document.jobs:
             reports = {
@@ -67,7 +70,9 @@ class Carrier:
                 if not isinstance(found, TpuswarmError)
             }
             job = scaled(job, document.desired)
-            nexts.append(Next(job, ()) if job.over else next_of(job, ours, listing.unreachable, reports, now))
+            nexts.append(
+                Next(job, ()) if job.over else next_of(job, ours, listing.unreachable, reports, now, unprepared)
+            )
         jobs = tuple(each.job for each in nexts)
         if jobs != document.jobs or _work(document, jobs, now) != document.work:
             events = [event for old, new in zip(document.jobs, jobs, strict=True) for event in _events(old, new, now)]
@@ -169,6 +174,20 @@ def _targets(jobs: Iterable[Job], machines: Iterable[Machine]) -> Iterable[Targe
             for worker in range(len(machine.workers)):
                 if any(job.worker in (None, worker) for job in mine):
                     yield Target(machine, worker)
+
+
+def _begun(jobs: Iterable[Job], answers: Iterable[tuple[Target, object]]) -> dict[str, Beginning]:
+    """The machines on which something waits to begin, and how often anything has begun there before."""
+    waiting = [seat for job in jobs for seat in job.seats if seat.phase == "waiting"]
+    found: dict[str, tuple[Machine, int]] = {}
+    for target, states in answers:
+        machine = target.machine
+        if any(
+            each.machine == machine.name or (each.machine is None and each.pool == machine.pool) for each in waiting
+        ):
+            runs = sum(each.get("run", 0) for each in states.values()) if isinstance(states, dict) else 0
+            found[machine.name] = (machine, max(runs, found.get(machine.name, (machine, 0))[1]))
+    return {machine.name: Beginning(machine.created, runs) for machine, runs in found.values()}
 
 
 def _report(state: object) -> Report | None:

@@ -30,6 +30,7 @@ NAMES = (
     "router",
     "rehearsal",
     "fleet",
+    "remote",
     "plan",
     "calibration",
     "gpu",

@@ -55,8 +55,8 @@ GROUPS: dict[str, dict[str, Any]] = {
         "resume": up.resume, "cost": fleet.cost, "down": up.down, "keep": up.keep, "rehearsal": rehearsal.app,
     },
     "Touch": {
-        "exec": touch.exec_, "jobs": jobs.jobs, "copy": files.copy, "sync": files.sync, "setup": setup.setup,
-        "forward": tunnels.forward, "ssh-config": tunnels.ssh_config,
+        "ssh": touch.ssh, "exec": touch.exec_, "jobs": jobs.jobs, "copy": files.copy, "sync": files.sync,
+        "setup": setup.setup, "forward": tunnels.forward, "ssh-config": tunnels.ssh_config,
     },
     "Network": {"router": router.app},
 }  # fmt: skip

@@ -15,6 +15,7 @@ EXAMPLES = {
         "tpuswarm up swarm.toml --keep",
         "tpuswarm up --type v3-8 --zone europe-west4-a --name node-1",
         "tpuswarm up --scale small=4",
+        "tpuswarm up --type v2-8 --spot --keep -- python train.py",
     ),
     "list": ("tpuswarm list", "tpuswarm list --live"),
     "describe": ("tpuswarm describe v2-usc1f-0",),
@@ -49,6 +50,7 @@ EXAMPLES = {
     "export": ("tpuswarm export runs/mine exported",),
     "ledger show": ("tpuswarm ledger show last -n 3",),
     "ledger verify": ("tpuswarm ledger verify last",),
+    "ssh": ("tpuswarm ssh v2-usc1f-0", "tpuswarm ssh slice-0/2 -- htop"),
     "exec": (
         "tpuswarm exec all -- uptime",
         "tpuswarm exec v2-usc1f-0/0 -- 'df -h / | tail -1'",

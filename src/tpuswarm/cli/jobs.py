@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +15,15 @@ from tpuswarm.cli.runs import Json, make_console
 from tpuswarm.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
+    from tpuswarm.cloud.protocol import Listing
     from tpuswarm.fleet.core.jobs import Job
     from tpuswarm.fleet.keeping.document import Document
     from tpuswarm.fleet.keeping.fleets import Fleet
 
 Target = Annotated[str | None, typer.Argument(metavar="[FILE|FLEET]", help="swarm.toml, or a fleet's name.")]
 NAME = r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?"
+MAIN = "main"
+"""What the job of `up -- CMD` is called."""
 LOOK = 1.0
 """Seconds between two looks at a job that is followed or ended."""
 RESTARTS = ("preempted", "always", "never")
@@ -115,7 +118,7 @@ def detach(
 
 def store_job(
     fleet: "Fleet", where: str, words: list[str], name: str | None, restart: str | None, failures: int,
-    alive_s: float | None, machines: Callable[..., object],
+    alive_s: float | None, machines: "Callable[[Iterable[str]], Listing] | None",
 ) -> "Job":  # fmt: skip
     """Store what is to run from now on. Raises InputError for a name that is taken or a place that there is not."""
     from tpuswarm.fleet.core.jobs import Job, seats_for
@@ -134,8 +137,8 @@ def store_job(
         desired = found.desired
         machine = worker = None
         if where != ALL and where not in [each.name for each in desired.pools]:
-            listing = machines(found.zones)
-            targets = find_targets(where, desired, listing.machines).targets  # type: ignore[attr-defined]
+            assert machines is not None
+            targets = find_targets(where, desired, machines(found.zones).machines).targets
             machine = targets[0].machine
             worker = targets[0].worker if "/" in where else None
         taken = {each.name: each for each in found.jobs}
@@ -156,6 +159,16 @@ def store_job(
 
     store.change(add)
     return made[0]
+
+
+def store_main(fleet: "Fleet", pool: str, words: list[str]) -> None:
+    """Store the command of `up -- CMD`: a job that is run again until it exits 0; the same one again goes on."""
+    from tpuswarm.remote.attended import line_of
+
+    there = next((each for each in read(fleet).jobs if each.name == MAIN), None)
+    if there is not None and not there.over and there.line == line_of(words):
+        return
+    store_job(fleet, pool, words, MAIN, "always", 0, None, None)
 
 
 def see_begin(fleet: "Fleet", name: str) -> None:

@@ -82,6 +82,20 @@ def exec_(
     raise typer.Exit(endings.code)
 
 
+def ssh(
+    name: Annotated[str, typer.Argument(metavar="NAME[/WORKER]", help="A machine; without a worker its first.")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[-- CMD]", help="Instead of a shell.")] = None,
+    fleet: Fleets = None,
+) -> None:
+    """Log in to a machine with your own OpenSSH: in tmux where it is there, so that a lost connection loses nothing.
+
+    Comes back by itself after a lost connection, also where the machine has another address by then.
+    """
+    from tpuswarm.cli.shell import log_in
+
+    raise typer.Exit(log_in(name, words or [], fleet))
+
+
 def find_hosts(where: str, fleet: str | None) -> "tuple[Reach, list[Host]]":
     """The way to a fleet, and the hosts of it that are meant; what is meant and away is said."""
     from tpuswarm.fleet.keeping import fleets

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tpuswarm.cli import bring
+from tpuswarm.cli.help import WORDS
 from tpuswarm.errors import InputError
 
 Yes = Annotated[bool, typer.Option("--yes", help="Ask nothing.")]
@@ -19,23 +20,35 @@ Fleets = Annotated[str | None, typer.Option("--fleet", help="Of this fleet or fi
 
 
 def up(
+    context: typer.Context,
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Default: swarm.toml.")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- CMD]", help="With --type: a job on it, run again until it exits 0."),
+    ] = None,
     type_: Annotated[str | None, typer.Option("--type", help="Without a file: a TPU of this type.")] = None,
     zone: Annotated[list[str] | None, typer.Option("--zone", help="Without a file: zones in order.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Without a file: what it is called.")] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Without a file: cheaper, may be taken away.")] = False,
     provider: Annotated[str, typer.Option("--provider", help="Without a file: google or rehearsal.")] = "google",
     scale: Annotated[list[str] | None, typer.Option("--scale", help="POOL=N: that many from now on.")] = None,
+    down_when: Annotated[
+        str | None, typer.Option("--down-when", help='Without a file: "done", "idle 30m" or a date.')
+    ] = None,
     paid: Annotated[bool, typer.Option("--paid", help="TPUs that no grant covers may be paid for.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Then keep it so, in the background of this computer.")] = False,
     yes: Yes = False,
     dry_run: DryRun = False,
 ) -> None:
     """Create what swarm.toml asks for, or one TPU; see it become ready. Again: what lacks."""
+    from tpuswarm.cli import jobs
     from tpuswarm.fleet import asked
     from tpuswarm.fleet.file import DEFAULT
 
-    read, warnings = asked.asked(file, type_, zone or [], name, spot, provider)
+    file, command = _command(context, file, words or [])
+    if command and type_ is None:
+        raise InputError("-- CMD goes with --type; on a fleet, `tpuswarm exec POOL --detach -- CMD` starts a job")
+    read, warnings = asked.asked(file, type_, zone or [], name, spot, provider, down_when)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -71,15 +84,30 @@ def up(
     fleets.store_wanted(fleet, store, read, wanted)
     if before is None:
         bring.label_bucket(cloud, fleet, wanted)
+    if command:
+        jobs.store_main(fleet, wanted.pools[0].name, command)
     if keep:
         fleets.detach(fleet, None if type_ else file or DEFAULT)
     bring.work(fleet, cloud, store, bring.is_up)
     if read.setup:
         set_up_now(Reach(fleet, cloud, store), read.setup)
+    if command:
+        jobs.see_begin(fleet, jobs.MAIN)
     if keep:
         print(f"it is kept in the background; what it does is in {fleet.log}")
     elif any(each.how == "spot" for each in wanted.pools) or wanted.down_when or wanted.budget.total:
         print("nobody keeps it from here on: `tpuswarm keep` does, `tpuswarm up --keep` in the background")
+
+
+def _command(context: typer.Context, file: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
+    """FILE and CMD, told apart by the `--` between them."""
+    typed = context.meta[WORDS]
+    after = typed[typed.index("--") + 1 :] if "--" in typed else []
+    given = [*([str(file)] if file else []), *words]
+    before = given[: len(given) - len(after)]
+    if len(before) > 1:
+        raise InputError(f"{before[1]!r} is too much: give one FILE, and a command after --")
+    return Path(before[0]) if before else None, after
 
 
 def down(

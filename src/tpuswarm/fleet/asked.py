@@ -136,12 +136,18 @@ def keeping_keys(pool: Wanted, before: Sequence[Wanted]) -> Wanted:
 
 
 def asked(
-    file: Path | None, type_: str | None, zones: Sequence[str], name: str | None, spot: bool, provider: str
+    file: Path | None,
+    type_: str | None,
+    zones: Sequence[str],
+    name: str | None,
+    spot: bool,
+    provider: str,
+    down_when: str | None = None,
 ) -> tuple[SwarmFile, list[str]]:
     """The file, or one TPU that options ask for as a file; warnings. Raises InputError."""
     if type_ is None:
-        if zones or name or spot:
-            raise InputError("--zone, --name and --spot go with --type; of a fleet, the file says them")
+        if zones or name or spot or down_when:
+            raise InputError("--zone, --name, --spot and --down-when go with --type; of a fleet, the file says them")
         path = file or DEFAULT
         read = read_swarm(path)
         return read, check(path, read, time.time())
@@ -153,8 +159,9 @@ def asked(
     own = find_zone() if provider == "google" else None
     near = sorted(tpu.zones(), key=lambda each: each != own)
     pool = {"name": called, "type": type_, "zones": zones or near, "count": 1, "how": how}
+    table = {"name": called, "provider": provider, "pool": [pool], **({"down_when": down_when} if down_when else {})}
     try:
-        read = SwarmFile.model_validate({"name": called, "provider": provider, "pool": [pool]})
+        read = SwarmFile.model_validate(table)
     except ValidationError as error:
         raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
     for _, sentence in problems(read, time.time()):

@@ -51,7 +51,7 @@ def write(folder: Path, state: "dict[str, Any]") -> None:
 
 
 def read(folder: Path) -> "dict[str, Any]":
-    """How a job stands: running, ended (with a code), stalled or lost; an empty one: it has never run here."""
+    """How a job stands: running, ended (with a code), asked (to end), stalled or lost; empty: it has never run here."""
     try:
         state = json.loads((folder / "state.json").read_text())
     except (FileNotFoundError, ValueError):
@@ -149,7 +149,7 @@ def supervise(folder: Path, state: "dict[str, Any]", spec: "dict[str, Any]") -> 
             state.update(state="stalled", why=f"nothing was printed for {spec['alive_s']:g} s")
     except Asked as number:
         if number.args[0] == signal.SIGINT:
-            state.update(state="ended", code=130, why="its end was asked for")
+            state.update(state="asked", code=130, why="its end was asked for")
         else:
             state.update(state="lost", why="the machine was ending")
             write(folder, state)  # at once: there may be no later

@@ -76,11 +76,14 @@ class Report(NamedTuple):
     """How a job stands on a worker, as its supervisor says."""
 
     run: int
-    state: Literal["running", "ended", "lost", "stalled"]
+    state: Literal["running", "ended", "asked", "lost", "stalled"]
+    """`asked`: it ended as we have asked it to."""
     code: int | None = None
     why: str = ""
 
 
+BLAME = {"lost": 0, "stalled": 1, "ended": 2, "asked": 3}
+"""What counts of ends on several workers, most first: where a worker is lost the others fail, and then are ended."""
 Reports = Mapping[tuple[str, int], Report | None]
 """By machine and worker; a worker that answers and knows nothing of the job has None, one that is silent is absent."""
 
@@ -229,7 +232,7 @@ def _ended(
     bad: Sequence[tuple[int, Report]], end: list[Start | End], now: float,
 ) -> tuple[Seat, list[Start | End]]:  # fmt: skip
     """A run has ended on some worker, and not well: it ends on all, and then it is known why."""
-    worker, first = next((each for each in bad if each[1].state != "ended"), bad[0])
+    worker, first = min(bad, key=lambda each: BLAME[each[1].state])
     where = f"{seat.machine}/{worker}"
     said = first.why or f"exit {first.code}"
     if end:

@@ -1,0 +1,44 @@
+"""SSH servers on loopback, each at a port of its own, with real processes: `python -m benchmarks.ssh_servers DIR N`."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+
+
+async def serve(folder: Path, count: int) -> None:
+    """Until it is killed. Writes `ready`, the ports; keys are `host` and `user`, made here."""
+    host, user = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
+    for key, name in ((host, "host"), (user, "user")):
+        key.write_private_key(str(folder / name))
+        key.write_public_key(str(folder / f"{name}.pub"))
+        (folder / name).chmod(0o600)
+
+    async def run(process: Any) -> None:
+        pipe = asyncio.subprocess.PIPE
+        child = await asyncio.create_subprocess_exec(
+            "/bin/bash", "-c", process.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        await process.redirect(stdin=child.stdin, stdout=child.stdout, stderr=child.stderr, send_eof=False)
+        code = await child.wait()
+        await process.stdout.drain()
+        await process.stderr.drain()
+        process.exit(code)
+
+    servers = [
+        await asyncssh.listen(
+            "127.0.0.1", 0, server_host_keys=[host], authorized_client_keys=str(folder / "user.pub"),
+            process_factory=run, gss_host=None, encoding=None, line_editor=False, compression_algs=None,
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+    (folder / "ready.new").write_text(json.dumps([each.get_port() for each in servers]))
+    (folder / "ready.new").rename(folder / "ready")
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,74 @@
+"""`tpuswarm ssh`: the user's own OpenSSH in the foreground, started again when its connection was lost."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpuswarm.errors import InputError, TpuswarmError
+
+if TYPE_CHECKING:
+    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.remote.host import Host
+
+LOST = 255
+"""Exit code of OpenSSH where the connection, not the command, has failed."""
+TMUX = (
+    'if command -v tmux >/dev/null; then TMUX_TMPDIR="${TMPDIR:-/tmp}" exec tmux new-session -A -s tpuswarm; fi; '
+    'exec "${SHELL:-/bin/bash}" -l'
+)
+LONGEST = 15.0
+"""Seconds between two tries to come back, at most."""
+
+
+def log_in(name: str, words: list[str], fleet: str | None) -> int:
+    """A shell, or a command, on a worker; its exit code."""
+    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.remote.attended import line_of
+
+    if shutil.which("ssh") is None:
+        raise InputError("`tpuswarm ssh` uses OpenSSH, and there is no program ssh here: install openssh-client")
+    reach = find_reach(fleets.find(fleet)[0])
+    host = _host(reach, name)
+    shell = not words and sys.stdin.isatty()
+    line = line_of(words) if words else TMUX if shell else ""
+    with tempfile.TemporaryDirectory() as folder:
+        reached = Path(folder) / "reached"
+        pause = 1.0
+        while True:
+            code = _once(reach, host, line, reached)
+            if code != LOST or not shell or not reached.exists():
+                return code
+            print(f"the connection to {host.label} is lost; it is made again until Ctrl-C", file=sys.stderr)
+            time.sleep(pause)
+            pause = min(LONGEST, 2 * pause)
+            host = _back(reach, name, host)
+
+
+def _host(reach: "Reach", name: str) -> "Host":
+    """The one that is meant; of a slice its first worker."""
+    hosts, _ = reach.hosts(name if "/" in name else f"{name}/0")
+    return hosts[0]
+
+
+def _back(reach: "Reach", name: str, host: "Host") -> "Host":
+    """Where it is now; where it was, as long as that cannot be told."""
+    try:
+        return _host(reach, name)
+    except TpuswarmError as error:
+        print(f"{error}; tried again", file=sys.stderr)
+        return host
+
+
+def _once(reach: "Reach", host: "Host", line: str, reached: Path) -> int:
+    from tpuswarm.remote.openssh import openssh
+
+    words = openssh(host, reach.key)
+    if sys.stdin.isatty():
+        words += ["-t"]
+    words += ["-o", "PermitLocalCommand=yes", "-o", f"LocalCommand=touch {reached}", "-o", "LogLevel=ERROR"]
+    return subprocess.call([*words, f"{host.user}@{host.address}", *([line] if line else [])])

@@ -1,0 +1,159 @@
+"""Jobs on a slice of four workers: through preemptions, maintenance and the death of keepers, never one twice."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.local_cloud import local_cloud
+from tests.remote.conftest import Fleet
+from tpuswarm.cloud.rehearsal.client import ask
+
+FILE = """\
+name = "quad"
+provider = "rehearsal"
+
+[storage]
+bucket = "rehearsal-quad"
+region = "us-central1"
+
+[[pool]]
+name = "slice"
+type = "v5e-16"
+zones = ["us-central1-a"]
+count = 1
+network = "tpuswarm-quad"
+"""
+PROGRAM = """\
+worker=${{TPUSWARM_REHEARSAL_MACHINE%-*}}; worker=${{worker##*-}}
+exec 9>{folder}/$worker.lock
+flock -n 9 || echo "$worker is there twice" >>{folder}/twice
+echo "$worker $TPUSWARM_REHEARSAL_MACHINE" >>{folder}/began
+echo "began on $worker"
+while [ ! -e {folder}/finish ]; do sleep 0.1; done
+"""
+PATIENCE = 240.0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "swarm.toml").write_text(FILE)
+    with local_cloud(folder / "cloud") as place:
+        found = Fleet(folder, place)
+        found.run("init", "--yes")
+        found.run("up", "--yes", "--paid")
+        yield found
+
+
+def keep(fleet) -> subprocess.Popen[str]:
+    with (fleet.folder / "keeper.log").open("ab") as log:
+        return fleet.start("keep", stdout=log, stderr=log)
+
+
+def until(fleet, condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        shown = fleet.run("jobs")[0] if time.monotonic() > end else ""
+        assert time.monotonic() < end, f"no {what}:\n{shown}\n{(fleet.folder / 'keeper.log').read_text()[-3000:]}"
+        time.sleep(0.1)
+
+
+def begun(folder: Path) -> dict[str, list[str]]:
+    """The hosts on which each worker began, in order."""
+    found: dict[str, list[str]] = {}
+    for line in (folder / "began").read_text().splitlines() if (folder / "began").exists() else ():
+        worker, host = line.split()
+        found.setdefault(worker, []).append(host)
+    return found
+
+
+def machine(fleet) -> str:
+    (name,) = {each["name"] for each in ask(fleet.place, "status")["machines"] if each["state"] == "READY"}
+    return name
+
+
+def states(fleet) -> dict[str, list[dict]]:
+    return {each["name"]: each["seats"] for each in json.loads(fleet.run("jobs", "--json")[0])["jobs"]}
+
+
+def test_a_job_through_two_preemptions_a_maintenance_and_the_death_of_keepers(fleet, tmp_path):
+    chance = random.Random(5)
+    keeper = keep(fleet)
+    said = fleet.run("exec", "slice", "--detach", "--name", "train", "--", PROGRAM.format(folder=tmp_path))[1]
+    assert re.search(r"v5e-usc1a-\d+: running, run 1 on v5e-usc1a-\d+", said), said
+
+    def all_began(times: int) -> bool:
+        return len(begun(tmp_path)) == 4 and all(len(each) >= times for each in begun(tmp_path).values())
+
+    until(fleet, lambda: all_began(1), "first run")
+    ask(fleet.place, "preempt", name=machine(fleet), ending="preempted")
+    until(fleet, lambda: all_began(2), "run after a preemption")
+    ask(fleet.place, "maintenance", name=machine(fleet))
+    until(fleet, lambda: all_began(3), "run after a maintenance")
+    ask(fleet.place, "preempt", name=machine(fleet), ending="gone")
+    for _ in range(3):  # at any moment of what it does about it
+        time.sleep(chance.uniform(0.2, 3.0))
+        keeper.send_signal(signal.SIGKILL)
+        keeper.wait()
+        keeper = keep(fleet)
+    until(fleet, lambda: all_began(4), "run after a preemption and the death of three keepers")
+    (seat,) = states(fleet)["train"]
+    assert seat["phase"] == "running" and seat["failed"] == 0 and seat["lost"] == 3, seat
+    lines = fleet.run("logs", "train")[0].splitlines()
+    assert sorted(line.partition(" │ ")[2] for line in lines) == [f"began on {n}" for n in range(4)]
+
+    (tmp_path / "finish").touch()
+    until(fleet, lambda: states(fleet)["train"][0]["phase"] == "done", "end")
+    assert not (tmp_path / "twice").exists(), (tmp_path / "twice").read_text()
+    assert {worker: len(each) for worker, each in begun(tmp_path).items()} == dict.fromkeys("0123", seat["run"])
+    keeper.send_signal(signal.SIGINT)
+    keeper.wait()
+
+
+def test_a_failure_of_its_own_ends_it_on_all_workers_and_is_not_tried_again(fleet):
+    line = "case $TPUSWARM_REHEARSAL_MACHINE in *-2-*) echo bad; exit 3;; *) sleep 777;; esac"
+    fleet.run("exec", "slice", "--detach", "--name", "bad", "--", line)
+    keeper = keep(fleet)
+    until(fleet, lambda: states(fleet)["bad"][0]["phase"] == "failed", "failure")
+    (seat,) = states(fleet)["bad"]
+    assert seat["run"] == 1 and seat["failed"] == 1 and seat["why"].endswith("/2: exit 3")
+    assert "bad" in fleet.run("logs", "bad")[0]
+    assert "exit 3" in fleet.run("jobs")[0]
+    keeper.send_signal(signal.SIGKILL)
+    keeper.wait()
+
+
+def test_what_stands_still_is_run_again_and_stop_ends_it_with_its_children(fleet, tmp_path):
+    line = f"echo up >>{tmp_path}/ups; echo up; setsid sleep 888 & sleep 888"
+    keeper = keep(fleet)
+    fleet.run("exec", f"{machine(fleet)}/1", "--detach", "--name", "still", "--alive-for", "3", "--", line)
+    until(fleet, lambda: (tmp_path / "ups").read_text().count("up") >= 2, "second run")
+    assert states(fleet)["still"][0]["lost"] >= 1
+    out, err = fleet.run("stop", "still")
+    assert "stopped, its end was asked for" in out and "asked job still to end" in err
+    from tests.remote.test_exec import gone
+
+    gone(fleet, "888")
+    assert "job still is over: stopped" in fleet.run("stop", "still", code=2)[1]
+    keeper.send_signal(signal.SIGKILL)
+    keeper.wait()
+
+
+def test_names_and_options_that_are_wrong(fleet):
+    (fleet.folder / "runs" / "twin").mkdir(parents=True)
+    fleet.run("exec", "slice", "--detach", "--name", "twin", "--", "true")
+    assert "twin is a run and a job: say ./twin or runs/twin" in fleet.run("logs", "twin", code=2)[1]
+    for words, sentence in {
+        ("--name", "x"): "--name, --restart, --failures and --alive-for are a job's: give --detach too",
+        ("--detach", "--restart", "often"): "--restart is one of preempted, always, never, not 'often'",
+        ("--detach", "--name", "A b"): "--name takes small letters, digits and -",
+        ("--detach", "--time-out", "5"): "--time-out is for a command that is waited for",
+    }.items():
+        assert sentence in fleet.run("exec", "slice", *words, "--", "true", code=2)[1]

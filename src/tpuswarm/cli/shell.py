@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 LOST = 255
 """Exit code of OpenSSH where the connection, not the command, has failed."""
-TMUX = (
-    'if command -v tmux >/dev/null; then TMUX_TMPDIR="${TMPDIR:-/tmp}" exec tmux new-session -A -s tpuswarm; fi; '
-    'exec "${SHELL:-/bin/bash}" -l'
-)
+TMUX = "if command -v tmux >/dev/null; then exec tmux new-session -A -s tpuswarm; fi; "
+SHELL = 'exec "${SHELL:-/bin/bash}" -l'
 LONGEST = 15.0
 """Seconds between two tries to come back, at most."""
 
@@ -35,7 +33,9 @@ def log_in(name: str, words: list[str], fleet: str | None) -> int:
     reach = find_reach(fleets.find(fleet)[0])
     host = _host(reach, name)
     shell = not words and sys.stdin.isatty()
-    line = line_of(words) if words else TMUX if shell else ""
+    # In a rehearsal, tmux is not given the terminal by the local cloud's SSH server, and would show nothing.
+    tmux = "" if reach.fleet.provider_name == "rehearsal" else TMUX
+    line = line_of(words) if words else tmux + SHELL if shell else ""
     with tempfile.TemporaryDirectory() as folder:
         reached = Path(folder) / "reached"
         pause = 1.0

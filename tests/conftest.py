@@ -24,8 +24,9 @@ if "TPUSWARM_CACHE" not in os.environ:  # parallel workers inherit the one of th
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(os.environ["TPUSWARM_CACHE"]) / "xla")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
-# Never the cloud that a user rehearses on; the server of this one ends with its folder.
+# Never the cloud that a user rehearses on; the server of this one ends with its folder, and each one with the tests.
 os.environ.setdefault("TPUSWARM_REHEARSAL", f"{os.environ['TPUSWARM_CACHE']}/rehearsal")
+os.environ.setdefault("TPUSWARM_REHEARSAL_OWNER", str(os.getpid()))
 
 import jax
 import pytest

@@ -145,3 +145,19 @@ def test_gcloud_lines_of_the_preview_do_what_the_steps_do(call, folder, tmp_path
         assert ran.returncode == 0, f"{line}\n{ran.stderr}"
     code, out, _ = call("--yes", "--project", "typed-1", *ASKED)
     assert code == 0 and done(out) == ["8", "9"], "all that costs gcloud a line is there already"
+
+
+def test_a_firewall_rule_counts_for_what_it_allows_and_not_for_its_name(call, folder):
+    from tpuswarm.cloud.google.firewall import Rule
+
+    project = Project(Access("rules-1", connect(folder)))
+    project.make_network("tpuswarm-swarm", "tpuswarm swarm")
+    mine = ("tpuswarm-swarm",)
+    project.make_rule(Rule("tpuswarm-swarm-inside", "tpuswarm-swarm", (("tcp", ("80",)),), (), mine, mine))
+    project.make_rule(Rule("doors", "tpuswarm-swarm", (("tcp", ("22",)),), ("0.0.0.0/0",), (), mine))
+    code, _, err = call("--yes", "--project", "rules-1", *ASKED)
+    assert code == 1
+    assert "there is a firewall rule tpuswarm-swarm-inside, and it does not let its machines reach each other" in err
+    assert "gcloud compute firewall-rules delete tpuswarm-swarm-inside --project=rules-1" in err
+    ours = {each.name for each in project.rules() if each.network == "tpuswarm-swarm"}
+    assert ours == {"tpuswarm-swarm-inside", "doors"}

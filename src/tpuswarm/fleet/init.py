@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -64,6 +64,11 @@ class Plan:
         """The two firewall rules."""
         return firewall.wanted(self.network, firewall.tag_of(self.name), self.description)
 
+    def does(self, rule: firewall.Rule, there: Iterable[firewall.Rule]) -> bool:
+        """Whether rules that are there do what this one is for, whatever they are called."""
+        judge = firewall.joins if rule.source_tags else firewall.opens_ssh
+        return judge(there, self.network, [firewall.tag_of(self.name)])
+
     @property
     def description(self) -> str:
         """Of what carries no labels."""
@@ -119,7 +124,6 @@ def steps(plan: Plan, text: str, found: Found) -> list[Step]:
     missing = [api for api in rest if api not in found.apis] or rest
     ready = found.apis.issuperset(rest)
     inside, ssh = plan.rules
-    made = {rule.name for rule in found.rules}
     bucket = f"gcloud storage buckets create gs://{plan.bucket} {of} --location={plan.region}"
     network = ["gcloud", "compute", "networks", "create", plan.network, of, "--subnet-mode=auto"]
     return [
@@ -157,9 +161,9 @@ def steps(plan: Plan, text: str, found: Found) -> list[Step]:
             "inside",
             "let its machines reach each other on every TCP port",
             inside.gcloud(plan.project),
-            inside.name in made,
+            plan.does(inside, found.rules),
         ),
-        Step("ssh", "let SSH reach them from everywhere", ssh.gcloud(plan.project), ssh.name in made),
+        Step("ssh", "let SSH reach them from everywhere", ssh.gcloud(plan.project), plan.does(ssh, found.rules)),
         Step(
             "key",
             "make an SSH key for this computer",
@@ -205,12 +209,20 @@ def do(step: Step, project: "Project", plan: Plan, found: Found, text: str, say:
         make_key()
     elif step.id == "file":
         write_atomically(plan.file, text)
-    else:
+    elif step.id == "network":
         with suppress(Taken):  # it could not be seen before the APIs were on
-            if step.id == "network":
-                project.make_network(plan.network, plan.description)
-            else:
-                project.make_rule(inside if step.id == "inside" else ssh)
+            project.make_network(plan.network, plan.description)
+    else:
+        rule = inside if step.id == "inside" else ssh
+        try:
+            project.make_rule(rule)
+        except Taken:
+            if not plan.does(rule, project.rules()):
+                delete = f"gcloud compute firewall-rules delete {rule.name} --project={plan.project}"
+                raise Taken(
+                    f"there is a firewall rule {rule.name}, and it does not {step.says}: `{delete}` deletes it, and "
+                    "the same command makes the right one"
+                ) from None
 
 
 def main_region(zones: Counter[str]) -> str:

@@ -140,3 +140,12 @@ def test_a_damaged_state_file_is_said(tmp_path, damage):
         records.close()
     with pytest.raises(RunFailed, match=r"state.sqlite is damaged \(.*\): .* delete .* to begin a new one"):
         connect(tmp_path)
+
+
+def test_a_server_ends_when_the_process_is_gone_for_which_it_was_started(tmp_path, monkeypatch):
+    with subprocess.Popen(["sleep", "300"]) as owner:
+        monkeypatch.setenv("TPUSWARM_REHEARSAL_OWNER", str(owner.pid))
+        with local_cloud(tmp_path / "cloud") as place:
+            owner.kill()
+            owner.wait()
+            until(lambda: not is_running(place))

@@ -80,6 +80,19 @@ def joins(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> bool:
     )
 
 
+def opens_ssh(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> bool:
+    """Whether a rule opens SSH's port on machines with `tags` to everybody."""
+    own = set(tags)
+    return any(
+        rule.network == network
+        and rule.reaches(own)
+        and not rule.target_accounts
+        and ANYWHERE in rule.ranges
+        and any(protocol in ("all", "tcp", "6") and (not ports or "22" in ports) for protocol, ports in rule.allowed)
+        for rule in rules
+    )
+
+
 def lets_strangers_in(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> list[tuple[Rule, str]]:
     """Rules by which others than machines with `tags` reach those, each with a sentence that says who and where."""
     own = set(tags)

@@ -1,4 +1,8 @@
-"""The server: `python -m tpuswarm.cloud.rehearsal.server FOLDER`. It ends when it is told to, or with its folder."""
+"""The server: `python -m tpuswarm.cloud.rehearsal.server FOLDER`. It ends when it is told to, or with its folder.
+
+Where $TPUSWARM_REHEARSAL_OWNER has the id of a process, it also ends when that one is gone, however it ended: a run of
+tests that was killed leaves nothing behind.
+"""
 
 import asyncio
 import fcntl
@@ -25,8 +29,9 @@ from tpuswarm.cloud.rehearsal.wire.guard import Guard
 from tpuswarm.cloud.rehearsal.wire.web import Web
 from tpuswarm.errors import TpuswarmError
 
+OWNER = "TPUSWARM_REHEARSAL_OWNER"
 LOOK_S = 2.0
-"""Between two looks whether the folder is still there."""
+"""Between two looks whether the folder and the owner are still there."""
 
 
 async def serve(place: Place) -> None:
@@ -49,7 +54,8 @@ async def serve(place: Place) -> None:
     await machines.start()
     timetable = asyncio.create_task(cloud.timetable.run())
     place.write_address(pid=os.getpid(), rpc=rpc_port, http=port, block=addresses, started=time.time())
-    while not over.is_set() and place.address.exists():
+    owner = Path("/proc", os.environ.get(OWNER) or "self")
+    while not over.is_set() and place.address.exists() and owner.exists():
         try:
             await asyncio.wait_for(over.wait(), LOOK_S)
         except TimeoutError:

@@ -1,5 +1,6 @@
 """The protocol under faults: every row counted exactly once, whoever dies when (invariants 4, 5, 6, 9, 12)."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.swarm.world import World
 from tpuswarm.swarm.core.choose import Staleness
+from tpuswarm.swarm.core.messages import Accepted, Damaged, Refused
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.engines.inproc import Faults
 
@@ -97,6 +99,47 @@ def test_a_member_whose_devices_hang_loses_its_lease_while_it_talks(what):
     assert world.lives == world.members + 1, "it came back as another incarnation"
     times = [record.time for record in world.ledger.records]
     assert len(view.counted) == 100 and max(after - before for before, after in pairwise(times)) < 60
+
+
+def answer(process):
+    """What a process of a server answers, its effects made at once."""
+    value = None
+    while True:
+        try:
+            value = process.send(value).action()
+        except StopIteration as end:
+            return end.value
+
+
+def test_the_same_identity_with_other_digests_is_refused_after_its_verdict_too():
+    world = World(seed=1)
+    world.run()
+    coordinator, (header, *_) = world.coordinators["coordinator"], world.ledger.stored.values()
+    assert answer(coordinator.push(header)) == Accepted()
+    assert isinstance(answer(coordinator.push(replace(header, digests=("other", "digests")))), Refused)
+    assert world.ledger.stored[header.identity] == header
+
+
+def test_a_payload_that_always_arrives_damaged_ends_the_incarnation():
+    """It was sent again for ever, and its member trained no more."""
+
+    class Broken(World):
+        def start_shard(self, name):
+            super().start_shard(name)
+            shard = self.engine._servers[name]
+            put = shard.put
+
+            def arrives(identity, *rest):
+                broken = identity.incarnation == self.first
+                return Damaged("fragment 0 arrived with another digest") if broken else put(identity, *rest)
+
+            shard.put = arrives
+
+    Broken.first = World(seed=1).processes["m0"].books.incarnation
+    world = Broken(seed=1)
+    world.run()
+    assert world.lives == world.members + 1
+    assert Broken.first not in {each.incarnation for each in world.ledger.view().verdicts}
 
 
 def test_members_add_what_changed_and_fetch_the_whole_where_that_is_wrong():

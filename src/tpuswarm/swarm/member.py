@@ -27,7 +27,9 @@ BEAT = 2.0
 WAIT = 0.2
 """Seconds between two while a verdict or rows are awaited."""
 REFUSALS = 3
-"""Refusals of one contribution by a coordinator that knows the incarnation, until it gives up its life."""
+"""Refusals of one contribution by a coordinator that knows the incarnation, until it gives up its life; and arrivals of
+its payload at a shard with other bytes than were sent.
+"""
 IDLE = 0.02
 """Seconds a training process without rows waits before it looks again."""
 FIRST = 600.0
@@ -292,7 +294,7 @@ class MemberProcesses:
         """Bring the payload to the shards, then its header to the coordinator; again until it is accepted."""
         assert self._pushed is not None
         header, payload = self._pushed
-        refusals = 0
+        refusals = damaged = 0
         puts: dict[int, tuple[Any, ...]] = {
             number: (header.identity, number, arrays, payload.digests[number])
             for number, arrays in enumerate(payload.fragments)
@@ -304,6 +306,9 @@ class MemberProcesses:
                     raise Over(answer.reason)
             puts = {number: put for number, put in puts.items() if not isinstance(answers[number], Accepted)}
             if puts:
+                damaged += 1
+                if damaged > REFUSALS:  # it is this machine's memory rather than the way
+                    raise Over(answers[next(iter(puts))].reason)
                 yield Sleep(WAIT)
         while True:
             try:

@@ -186,7 +186,7 @@ def push(state: State, header: Header, now: float) -> tuple[State, Store | Accep
     if header.base > view.version:
         return state, Outdated(header.base)
     if identity in view.verdicts:
-        return state, Accepted()
+        return state, Store(header)  # it is stored for ever: whether with the same digests, only the header says
     if identity in state.pending:
         same = state.pending[identity][0] == header
         return state, Accepted() if same else Refused("a different push with the same identity was accepted")

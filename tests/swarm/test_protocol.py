@@ -8,8 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.swarm.world import World
+from tpuswarm.swarm.core import coordinator as core
 from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.messages import Accepted, Damaged, Refused
+from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.engines.inproc import Faults
 
@@ -109,6 +111,19 @@ def answer(process):
             value = process.send(value).action()
         except StopIteration as end:
             return end.value
+
+
+def test_a_new_coordinator_takes_one_stored_contribution_for_no_whole_quorum():
+    world = World(seed=1, members=4)
+    world.engine.run(lambda: len(world.ledger.records) > 2, 100)
+    view, (header, *_) = world.ledger.view(), world.ledger.stored.values()
+    again = replace(header, identity=replace(header.identity, sequence=99))
+    terms = replace(world.terms, outer=Outer("nesterov"))
+    state = core.start(terms, view, [again], 0.0, founded=False)
+    _, merge, _ = core.tick(state, 0.5)
+    assert merge is None and state.live == set(terms.members)
+    state, merge, _ = core.tick(state, terms.patience.deadline_first + terms.lease_seconds)
+    assert merge is not None, "nobody else came back"
 
 
 def test_the_same_identity_with_other_digests_is_refused_after_its_verdict_too():

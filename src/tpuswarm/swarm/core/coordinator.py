@@ -110,7 +110,8 @@ def start(
         view=view,
         epoch=view.newest.epoch + (not founded),
         recovering_until=-math.inf if alone else now + terms.lease_seconds,
-        awaited_until=now + terms.patience.deadline_first if alone else -math.inf,
+        # Else who pushed last would be the whole quorum until the others have announced themselves.
+        awaited_until=now + (terms.patience.deadline_first if alone else terms.lease_seconds),
         pending=pending,
         taken=Rows.union([view.decided, *(header.rows for header, _ in pending.values())]),
         contributed=frozenset(contributed),

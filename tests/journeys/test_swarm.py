@@ -157,7 +157,7 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
     assert json.loads(out) == result and {"loss", "eval_loss"} <= result["metrics"].keys()
     assert "is finished; nothing left to do" in err and len(swarm.events("started")) == lives
     out, _ = processes.run(["evaluate", str(swarm.run)], tmp_path)
-    assert f"at step {steps}" in out
+    assert f"at step {steps:,}" in out
 
 
 def alive(pid: int) -> bool:

@@ -77,21 +77,21 @@ class Terminal:
         seen = (lambda terminal: condition in terminal.screen) if isinstance(condition, str) else condition
         end = time.monotonic() + PATIENCE
         while not seen(self):
-            assert self._read(), f"it ended before {condition!r}, which is not in:\n{self.text}"
+            assert self.read(), f"it ended before {condition!r}, which is not in:\n{self.text}"
             assert time.monotonic() < end, f"no {condition!r} in:\n{self.text}"
         return self.screen
 
     def finish(self, code: int = 0) -> str:
         """Read to the end of the program, which has to end with `code`; all that it wrote."""
         end = time.monotonic() + PATIENCE
-        while self._read():
+        while self.read():
             assert time.monotonic() < end, f"it does not end:\n{self.text}"
         found = self.process.wait(PATIENCE)
         assert found == code, f"exit {found}, not {code}:\n{self.text}"
         assert "Traceback" not in self.text, self.text
         return self.text
 
-    def _read(self) -> bool:
+    def read(self) -> bool:
         """Take in what comes within a moment; whether there may be more."""
         if not select.select([self._end], [], [], 0.1)[0]:
             return True

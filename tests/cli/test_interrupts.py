@@ -68,6 +68,27 @@ def test_ctrl_c_before_there_is_a_run_leaves_nothing(tmp_path, moment):
     assert not list(tmp_path.glob("runs/*"))
 
 
+def children(name: str) -> Moment:
+    """The process has started one of that name."""
+    return lambda terminal, folder: any(name in each for each in processes_of(terminal.process.pid))
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet/raylet", "ray::Actor"])
+def test_ctrl_c_while_a_swarm_starts_does_not_wait_for_it(tmp_path, name):
+    moment = children(name)
+    with terminal([*TRAIN, "--members", "2"], tmp_path) as opened:
+        wait_until(lambda each, folder: each.read() and moment(each, folder), opened, tmp_path / "runs/a")
+        opened.send(CTRL_C)
+        said = opened.finish(130)
+        assert "runs/a was removed: it stopped before there was anything to keep" in opened.flowing
+        assert said.rstrip().endswith("interrupted") and "their last work" not in said
+        end = time.monotonic() + 60
+        while left := processes_of(opened.process.pid):
+            assert time.monotonic() < end, left
+            time.sleep(0.1)
+    assert not list(tmp_path.glob("runs/*"))
+
+
 @pytest.mark.parametrize("name", ["config.toml", METRICS])
 def test_ctrl_c_once_there_is_a_run_saves_it(tmp_path, name):
     with terminal(TRAIN, tmp_path) as opened:

@@ -1,5 +1,6 @@
 """Being asked to stop: Ctrl-C, the notice before a preemption, a terminal that closes."""
 
+import _thread
 import os
 import signal
 import sys
@@ -93,9 +94,8 @@ class Interrupts:
         raise Interrupted(Signals(number))
 
     def _again(self, number: int) -> None:
-        timer = threading.Timer(AGAIN, signal.raise_signal, [number])
-        timer.daemon = True
-        timer.start()
+        # Not a thread of `threading`, whose lock may be held by what was interrupted: that would wait for itself.
+        _thread.start_new_thread(_raise_again, (number,))
 
     def _swallowed(self, what: Any) -> None:
         if isinstance(what.exc_value, Interrupted):
@@ -103,6 +103,11 @@ class Interrupts:
             self._again(what.exc_value.asked)
         else:
             self._unraisable(what)
+
+
+def _raise_again(number: int) -> None:
+    time.sleep(AGAIN)
+    signal.raise_signal(number)
 
 
 @contextmanager

@@ -238,7 +238,8 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         if not self.found:
             use_token(self._token)
-        with held(), _signals_are_ours():
+        # It can be cut short: the processes that Ray has started by then end with this one.
+        with _signals_are_ours():
             return self._open()
 
     def _open(self) -> "Cluster":

@@ -46,6 +46,7 @@ from tpuswarm.train.run import (
     command_line,
     read_rows,
     removed_sentence,
+    stopped_sentence,
     writing,
 )
 from tpuswarm.train.session import Resolved, configuration, held_out, request, resolve
@@ -404,7 +405,11 @@ def _supervise(
         run.write_event("failed", message=str(error))
         raise
     except KeyboardInterrupt:
-        run.write_event("stopped", message="interrupted while its processes started or stopped")
+        message = "interrupted while its processes started or stopped"
+        run.write_event("stopped", message=message)
+        if not _nothing_came(run.folder):
+            screen.close()
+            screen.note(stopped_sentence(run.folder, message))
         raise
     except BaseException as error:
         run.write_event("failed", message=f"{type(error).__name__}: {error}")

@@ -24,7 +24,7 @@ from tpuswarm.swarm.exchanged import Exchanged
 from tpuswarm.swarm.holder import RAMP, ProgramHolder, layout_of
 from tpuswarm.swarm.inner import InnerStates, Saved, piece_digest
 from tpuswarm.swarm.leaves import InnerLeaves
-from tpuswarm.swarm.member import Speed
+from tpuswarm.swarm.pace import Speed
 from tpuswarm.swarm.prefetch import Prefetch
 from tpuswarm.train.fit import Request, fit
 from tpuswarm.train.paths import leaf_paths

@@ -5,11 +5,9 @@ down in `_arrived`, to be taken up between two steps.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +19,7 @@ from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Header, Identity
 from tpuswarm.swarm.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
 from tpuswarm.swarm.inner import Saved, piece_digest
+from tpuswarm.swarm.pace import Speed
 
 BEAT = 2.0
 """Seconds between two heartbeats while there is nothing to wait for."""
@@ -147,7 +146,7 @@ class MemberProcesses:
     """What the devices are at, and since when."""
     _done: set[str] = field(default_factory=set)
     """What they have done before."""
-    _speed: "Speed" = field(default_factory=lambda: Speed())
+    _speed: Speed = field(default_factory=Speed)
 
     def __post_init__(self) -> None:
         self._anchored = self.books.base
@@ -412,37 +411,3 @@ class MemberProcesses:
 
     def _of_shard(self, number: int, method: str, *arguments: Any) -> Call:
         return Call(self.shards[number % len(self.shards)], method, arguments)
-
-
-@dataclass
-class Speed:
-    """Rows a second while there are rows to train: the median of the newest steps, so that no single pause counts.
-
-    A step is known to be done when the next one was dispatched, or when the devices were waited for. The first step of
-    an incarnation is left out: it warms up.
-    """
-
-    running: int = 0
-    """Rows of steps not known to be done."""
-    _since: float = 0.0
-    _warm: bool = False
-    _seconds_per_row: deque[float] = field(default_factory=lambda: deque(maxlen=16))
-
-    @property
-    def rows_per_s(self) -> float | None:
-        """None until a step was measured."""
-        return 1 / median(self._seconds_per_row) if self._seconds_per_row else None
-
-    def begins(self, rows: int, now: float) -> None:
-        """A step is about to be dispatched."""
-        if not self.running:
-            self._since = now  # the time before it was a pause
-        self.running += rows
-
-    def ends(self, rows: int, now: float) -> None:
-        """Steps of so many rows are known to be done; nothing happens for none."""
-        if not rows:
-            return
-        if self._warm:
-            self._seconds_per_row.append(max(now - self._since, 1e-9) / rows)
-        self.running, self._since, self._warm = self.running - rows, now, True

@@ -29,6 +29,7 @@ NAMES = (
     "traffic",
     "router",
     "rehearsal",
+    "sync",
     "fleet",
     "remote",
     "plan",

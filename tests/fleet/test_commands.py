@@ -224,7 +224,7 @@ def test_ctrl_c_says_what_exists_and_the_same_command_goes_on(here, monkeypatch)
 
     monkeypatch.setattr("time.sleep", interrupted)
     said = here.run("up --yes", code=130)
-    assert "interrupted: 6 machines exist: gpt2-head (staging), gpt2-router (staging)" in said
+    assert "interrupted: 6 machines are there: gpt2-head (staging), gpt2-router (staging)" in said
     assert "the same command goes on from here" in said
     slept.clear()
     monkeypatch.setattr("time.sleep", lambda seconds: here.cloud.advance(20))
@@ -232,7 +232,7 @@ def test_ctrl_c_says_what_exists_and_the_same_command_goes_on(here, monkeypatch)
     assert len(here.ready()) == 6
     monkeypatch.setattr("time.sleep", interrupted)
     slept += [0, 0]
-    assert "interrupted: 6 machines exist" in here.run("down --yes", code=130)
+    assert "interrupted: 6 machines are there" in here.run("down --yes", code=130)
     monkeypatch.setattr("time.sleep", lambda seconds: here.cloud.advance(20))
     here.run("down --yes")
     assert here.cloud.there == {}
@@ -268,7 +268,7 @@ def test_machines_of_a_lost_fleet_are_shown_and_deleted_when_asked(here):
         ("up", "nobody can be asked here: give --yes"),
         ("up --scale smal=3", "there is no pool 'smal'; did you mean small?"),
         ("up --scale small=many", "--scale takes POOL=N with N from 0 to 1,000, such as small=20, not 'small=many'"),
-        ("up --spot", "--zone, --name and --spot go with --type"),
+        ("up --spot", "--zone, --name, --spot and --down-when go with --type"),
         ("up swarm.toml --type v2-8", "give a file or --type, not both"),
         ("up --type v2-8 --zone us-west1-a", "no list has a v2-8 in us-west1-a; zones that have it: asia-east1-c"),
         ("up none.toml", "there is no file none.toml"),

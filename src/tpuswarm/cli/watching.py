@@ -62,12 +62,13 @@ class Watching:
         ours = self._ours(self._tick)
         asked = self._tick.observed.memory.asked.keys() - {f"{each.zone}/{each.name}" for each in ours}
         if not ours and not asked:
-            return ["interrupted: no machine of the fleet exists"]
+            return ["interrupted: no machine of the fleet is there"]
         named = [f"{each.name} ({each.said.lower()})" for each in ours] + [
             f"{key} (asked for)" for key in sorted(asked)
         ]
         more = f" and {len(named) - 12} more" if len(named) > 12 else ""
-        return [f"interrupted: {len(named)} machines exist: {', '.join(named[:12])}{more}"]
+        there = "1 machine is" if len(named) == 1 else f"{len(named)} machines are"
+        return [f"interrupted: {there} there: {', '.join(named[:12])}{more}"]
 
     def _ours(self, tick: "Tick") -> list[Machine]:
         return [each for each in tick.observed.machines if each.fleet == tick.document.desired.fleet]
@@ -90,7 +91,7 @@ class Watching:
             again = "" if wait.until is None else f" (again in {max(0, wait.until - tick.now):.0f} s)"
             parts.append(Text(f"waiting: {wait.missing} of pool {wait.pool}: {wait.why}{again}", style="yellow"))
         what = f"coming down ({desired.down})" if desired.down else f"{ready} of {wanted} ready"
-        parts.append(Text(f"{desired.fleet}: {what}, {len(shown)} exist; {time.strftime('%H:%M:%S')}"))
+        parts.append(Text(f"{desired.fleet}: {what}, {len(shown)} there; {time.strftime('%H:%M:%S')}"))
         return Group(*parts)
 
 

@@ -225,7 +225,7 @@ class _Change:
         if (before := self.places.get(place)) and before.failures and asked_at > before.failed_at:
             self.places[place] = replace(before, failures=0, not_before=0.0)
         taken = self.now - machine.created
-        after = f" after {taken / 60:.1f} min" if 0 < taken < 86_400 else ""
+        after = f" after {_span(taken)}" if 0 < taken < 86_400 else ""
         self.say(machine.pool, machine.name, "ready", f"it is ready{after}")
 
     def _turned(self, old: Seen, machine: Machine) -> None:
@@ -276,6 +276,8 @@ class _Change:
 
 
 def _span(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
     if seconds < 3600:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 2 * 86_400 else f"{seconds / 86_400:.1f} days"

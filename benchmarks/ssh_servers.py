@@ -9,6 +9,13 @@ from typing import Any
 import asyncssh
 
 
+async def pass_on(reader: Any, writer: Any) -> None:
+    """What a process writes, as fast as it is taken."""
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+
+
 async def serve(folder: Path, count: int) -> None:
     """Until it is killed. Writes `ready`, the ports; keys are `host` and `user`, made here."""
     host, user = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
@@ -22,10 +29,9 @@ async def serve(folder: Path, count: int) -> None:
         child = await asyncio.create_subprocess_exec(
             "/bin/bash", "-c", process.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
-        await process.redirect(stdin=child.stdin, stdout=child.stdout, stderr=child.stderr, send_eof=False)
+        await process.redirect(stdin=child.stdin)
+        await asyncio.gather(pass_on(child.stdout, process.stdout), pass_on(child.stderr, process.stderr))
         code = await child.wait()
-        await process.stdout.drain()
-        await process.stderr.drain()
         process.exit(code)
 
     servers = [

@@ -146,6 +146,20 @@ def test_what_stands_still_is_run_again_and_stop_ends_it_with_its_children(fleet
     keeper.wait()
 
 
+def test_one_line_gets_a_machine_runs_a_program_until_it_exits_0_and_comes_down(fleet):
+    line = "if [ -e tried ]; then exit 0; fi; touch tried; exit 5"
+    words = ["up", "--type", "v2-8", "--spot", "--keep", "--provider", "rehearsal", "--paid", "--yes"]
+    said = fleet.run(*words, "--down-when", "done", "--", line)[1]
+    assert "running, run 1 on v2-" in said and "nobody keeps" not in said
+    log = fleet.folder / "state/tpuswarm/fleets/rehearsal/v2-8/keeper.log"
+    until(fleet, lambda: "deleting: down_when: the work is done" in log.read_text(), "end")
+    until(fleet, lambda: not any(each["type"] == "v2-8" for each in ask(fleet.place, "status")["machines"]), "deletion")
+    (seat,) = json.loads(fleet.run("jobs", "v2-8", "--json")[0])["jobs"][0]["seats"]
+    assert (seat["phase"], seat["failed"], seat["run"]) == ("done", 1, 2)
+    assert "'b' is too much" in fleet.run("up", "a.toml", "b", "--", "true", code=2)[1]
+    assert "-- CMD goes with --type" in fleet.run("up", "--", "true", code=2)[1]
+
+
 def test_names_and_options_that_are_wrong(fleet):
     (fleet.folder / "runs" / "twin").mkdir(parents=True)
     fleet.run("exec", "slice", "--detach", "--name", "twin", "--", "true")

@@ -171,14 +171,17 @@ def store_main(fleet: "Fleet", pool: str, words: list[str]) -> None:
     store_job(fleet, pool, words, MAIN, "always", 0, None, None)
 
 
-def see_begin(fleet: "Fleet", name: str) -> None:
-    """Wait until a job runs, or is over, on all machines; what no keeper does is done here."""
+def see_begin(fleet: "Fleet", name: str, kept: bool = False) -> None:
+    """Wait until a job runs, or is over, on all machines; what no keeper does is done here.
+
+    `kept`: a keeper has just been started, and will lead.
+    """
     carry(fleet, name, lambda job: all(each.phase != "waiting" for each in job.seats))
     document = read(fleet)
     job = next(each for each in document.jobs if each.name == name)
     for seat in job.seats:
         print(f"{seat.machine or seat.pool}: {seat.phase}, {seat.why}", file=sys.stderr)
-    if document.lease is None and job.restart != "never":
+    if document.lease is None and not kept and job.restart != "never":
         print(
             "nobody keeps the fleet: it is not started again until `tpuswarm keep`, or `tpuswarm up --keep`",
             file=sys.stderr,

@@ -92,7 +92,7 @@ def up(
     if read.setup:
         set_up_now(Reach(fleet, cloud, store), read.setup)
     if command:
-        jobs.see_begin(fleet, jobs.MAIN)
+        jobs.see_begin(fleet, jobs.MAIN, kept=keep)
     if keep:
         print(f"it is kept in the background; what it does is in {fleet.log}")
     elif any(each.how == "spot" for each in wanted.pools) or wanted.down_when or wanted.budget.total:

@@ -144,13 +144,23 @@ async def _plainly(process: Any, words: list[str], environment: Mapping[str, str
         *words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=home, start_new_session=True
     )
     process.set_redirect_pid(child.pid)
-    # The end of one of both is not the channel's: what the other one still says would break the connection.
-    await process.redirect(stdin=child.stdin, stdout=child.stdout, stderr=child.stderr, send_eof=False)
+    await process.redirect(stdin=child.stdin)
+    # Not by `redirect`: it takes the end of one of both for the channel's, and what is under way at the end is lost.
+    await asyncio.gather(_pass(child, 1, process.stdout), _pass(child, 2, process.stderr))
     code = await child.wait()
     process.set_redirect_pid(None)
-    await process.stdout.drain()
-    await process.stderr.drain()
     return code
+
+
+async def _pass(child: Any, number: int, writer: Any) -> None:
+    """Pass on what a process writes, as fast as it is taken; where nobody takes it any more, its pipe is broken."""
+    reader = child.stdout if number == 1 else child.stderr
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except (OSError, asyncssh.Error):
+        child._transport.get_pipe_transport(number).close()
 
 
 async def _on_terminal(process: Any, words: list[str], environment: Mapping[str, str], home: Path) -> int:

@@ -150,6 +150,12 @@ def test_a_job_that_is_stopped_ends_everywhere_and_starts_nowhere():
     assert step(begun(stop=True), [], {})[0].over
 
 
+def test_a_run_whose_start_may_be_on_its_way_is_ended_too():
+    found, acts = step(begun(stop=True), [machine("a")], both(None, Report(1, "asked", 130)))
+    assert acts == (End(0, 1, (0,)),) and found.seats[0].phase == "running"
+    assert step(begun(), [machine("a")], both(BAD, None))[1] == (End(0, 1, (1,)),)
+
+
 def test_seats_follow_their_pool():
     desired = Desired(FLEET, (pool(count=3), pool("other", count=1)))
     assert len(seats_for("small", None, desired)) == 3 and len(seats_for("all", None, desired)) == 4

@@ -240,9 +240,21 @@ def preempted() -> bool:
 
 
 def end(name: str, run: int) -> "dict[str, Any]":
-    """End a run; what is found dead is cleared of what it has left."""
+    """End a run; one that was never started never will be. What is found dead is cleared of what it has left."""
     folder = JOBS / name
+    folder.mkdir(parents=True, exist_ok=True)
     state = read(folder)
+    if state.get("run", 0) < run:
+        with (folder / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return state  # what was before it has not ended yet
+            now = time.time()
+            why = "its end was asked for before it began"
+            state = {"name": name, "run": run, "state": "asked", "boot": boot(), "began": now, "ended": now, "pid": 0}
+            write(folder, {**state, "code": 130, "why": why})
+        return read(folder)
     if state.get("run") != run:
         return state
     if state["state"] == "running":

@@ -202,9 +202,11 @@ def _run(
     """What comes next on a machine that is ready."""
     current = {w: each for w, each in reports.items() if each is not None and each.run == seat.run and seat.run}
     running = tuple(w for w, each in current.items() if each.state == "running")
-    end: list[Start | End] = [End(number, seat.run, running)] if running else []
+    # A worker that has not heard of the run is told of its end too: its start may still be on the way to it.
+    unended = tuple(w for w in workers if w in reports and (w not in current or w in running))
+    end: list[Start | End] = [End(number, seat.run, unended)] if unended and seat.run else []
     if job.stop and seat.phase in ("waiting", "running"):
-        if seat.phase == "running" and (running or len(reports) < len(workers)):
+        if seat.phase == "running" and (unended or len(reports) < len(workers)):
             return replace(seat, why="its end was asked for"), end
         return replace(seat, phase="stopped", why="its end was asked for"), []
     if seat.phase == "waiting":
@@ -217,7 +219,7 @@ def _run(
         seat = replace(seat, phase="running", run=run, code=None, why=f"run {run} on {seat.machine}")
         return seat, [Start(number, run, workers)]
     if seat.phase != "running":
-        return seat, end
+        return seat, [End(number, seat.run, running)] if running else []
     if bad := [(w, each) for w, each in sorted(current.items()) if each.state != "running" and each.code != 0]:
         return _ended(job, seat, number, workers, reports, bad, end, now)
     if missing := tuple(w for w in workers if w in reports and w not in current):

@@ -80,7 +80,7 @@ class Carrier:
             try:
                 self._store.save(document)
             except Changed:
-                return document, True  # somebody wrote meanwhile: the next look decides again
+                return self._store.load(), True  # somebody wrote meanwhile: the next look decides again
         acts = [(each.job, act) for each in nexts for act in each.acts]
         todo = [
             (job, act, hosts[target.alias])

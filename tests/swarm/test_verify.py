@@ -216,7 +216,7 @@ def test_a_wrong_state_is_found_by_computing_again(run):
         (lambda it: replace(it, base=it.base + 90), "disagree: rows, tokens or base differ"),
         (
             lambda it: replace(it, identity=replace(it.identity, sequence=77)),
-            r"77.json is missing, and .* says applied",
+            r"77.json is missing, but .* lists it as applied",
         ),
     ],
 )

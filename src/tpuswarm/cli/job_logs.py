@@ -45,6 +45,10 @@ class Following:
             while True:
                 document = await asyncio.to_thread(read, self._fleet)
                 job = next((each for each in document.jobs if each.name == self._name), None)
+                if follow and document.lease is None:
+                    self._say(
+                        "nobody keeps the fleet: only `tpuswarm keep` notices that a job has ended; Ctrl-C ends this"
+                    )
                 if job is not None:
                     try:
                         await self._look(reach, job, connections)

@@ -1,6 +1,5 @@
 """`tpuswarm setup`: what every machine has before anything runs on it."""
 
-import asyncio
 import sys
 import time
 from collections.abc import Sequence
@@ -43,6 +42,8 @@ def setup(
 
 def set_up_now(reach: "Reach", table: "Setup", where: str = "all") -> None:
     """Set up and show it; RunFailed where not all came to its end."""
+    import asyncio
+
     from tpuswarm.fleet.setting_up import meant
 
     found = meant(reach, table, where)
@@ -52,6 +53,8 @@ def set_up_now(reach: "Reach", table: "Setup", where: str = "all") -> None:
 
 
 async def _set_up(reach: "Reach", table: "Setup", machines: "Sequence[Machine]") -> None:
+    import asyncio
+
     from tpuswarm.fleet.setting_up import set_up_all
 
     watching = Watching(make_console(), [each.host for each in machines])

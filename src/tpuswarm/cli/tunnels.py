@@ -1,6 +1,5 @@
 """`tpuswarm forward` and `ssh-config`: what other programs on this computer need to reach machines."""
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +20,8 @@ def forward(
     fleet: Fleets = None,
 ) -> None:
     """Make a port of a machine one of this computer, on loopback at both ends, until Ctrl-C; a lost way comes back."""
+    import asyncio
+
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import find_reach
     from tpuswarm.remote.connect import Connections

@@ -78,7 +78,10 @@ main()
 
 
 def test_help_loads_nothing_that_it_does_not_need(tmp_path):
-    program = f"import sys, tpuswarm.cli.app; print([name for name in {SLOW} if name in sys.modules])"
+    program = (
+        "import sys; from tpuswarm.cli.app import make_app; make_app(); "
+        f"print([name for name in {SLOW} if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.stdout == "[]\n", done.stderr
 

@@ -6,12 +6,12 @@ import shlex
 import pytest
 import typer
 
-from tpuswarm.cli.app import app
+from tpuswarm.cli.app import make_app
 from tpuswarm.cli.examples import EXAMPLES
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.user_code import option_types
 
-ROOT = typer.main.get_command(app)
+ROOT = typer.main.get_command(make_app())
 COMMANDS = {
     words: command
     for name, each in ROOT.commands.items()

@@ -107,11 +107,11 @@ def _make_targets() -> set[str]:
 
 def _known_options() -> set[str]:
     """Options of all commands and of GPT-2."""
-    from tpuswarm.cli.app import app
+    from tpuswarm.cli.app import make_app
     from tpuswarm.recipes.gpt2.recipe import GPT2
     from tpuswarm.train.user_code import option_types
 
-    commands = [typer.main.get_command(app)]
+    commands = [typer.main.get_command(make_app())]
     for command in commands:
         commands += getattr(command, "commands", {}).values()
     found = {flag for command in commands for parameter in command.params for flag in parameter.opts}
@@ -119,6 +119,6 @@ def _known_options() -> set[str]:
 
 
 def _known_commands() -> set[str]:
-    from tpuswarm.cli.app import app
+    from tpuswarm.cli.app import make_app
 
-    return set(typer.main.get_command(app).commands)
+    return set(typer.main.get_command(make_app()).commands)

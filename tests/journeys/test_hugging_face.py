@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tests import processes
 from tests.recipes.hub import serving
-from tpuswarm.cli.app import app
+from tpuswarm.cli.app import make_app
 from tpuswarm.cli.recipe import make_recipe
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.objects import Objects
@@ -56,7 +56,7 @@ def test_a_published_model_is_tuned_and_given_out_again(tmp_path, text_file, mon
 def test_a_model_that_brings_no_tokenizer_is_noted(tmp_path, capsys):
     """Else the text becomes something that its weights never saw, without a word."""
     copy = Path(shutil.copytree(GOLDEN, tmp_path / "model"))
-    context = typer.Context(typer.main.get_command(app))
+    context = typer.Context(typer.main.get_command(make_app()))
 
     def note(**options: str) -> str:
         make_recipe("gpt2-tiny", {"data": "fake"}, options, context, parent=f"hf:{copy}")

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import asyncssh
 
@@ -20,6 +21,7 @@ from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host
 
 USER = "me"
+T = TypeVar("T")
 
 
 class Machine(NamedTuple):
@@ -50,7 +52,7 @@ class Here(NamedTuple):
     def connections(self) -> Connections:
         return Connections(self.key)
 
-    def ask(self, work):
+    def ask(self, work: Coroutine[Any, Any, T]) -> T:
         """What a coroutine of the servers' own loop returns."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
@@ -71,11 +73,11 @@ CONNECTED: dict[int, set[asyncssh.SSHServerConnection]] = {}
 class Noted(served.Server):
     """Knows its connections, so that a test can cut them."""
 
-    def __init__(self, keys, number: int):
+    def __init__(self, keys: served.Keys, number: int):
         super().__init__(keys)
         self._number = number
 
-    def connection_made(self, connection) -> None:
+    def connection_made(self, connection: asyncssh.SSHServerConnection) -> None:
         CONNECTED.setdefault(self._number, set()).add(connection)
 
 
@@ -103,7 +105,7 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
             root.boot()
             ours = served.host_key(root)
             address = described.internal
-            start = served.listen(root, address, ours, lambda: allowed, "", lambda keys, n=each: Noted(keys, n))
+            start = served.listen(root, address, ours, lambda: allowed, "", partial(Noted, number=each))
             here.acceptors[address] = here.ask(start)
             public = " ".join(ours.export_public_key().decode().split()[:2])
             alias, known = f"node-{each}.0", folder / "known_hosts"
@@ -114,8 +116,8 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
             root.home(USER)
         yield here
     finally:
-        for each in here.acceptors.values():
-            loop.call_soon_threadsafe(each.close)
+        for acceptor in here.acceptors.values():
+            loop.call_soon_threadsafe(acceptor.close)
         processes.kill([each.id for each in here.machines])
         here.ask(asyncio.sleep(0.05))
         loop.call_soon_threadsafe(loop.stop)

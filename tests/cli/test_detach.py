@@ -78,7 +78,7 @@ def test_a_detached_run_outlives_its_terminal_and_is_reached_from_another(tmp_pa
         2, f"error: runs/a is in use by process {pid}; stop it first, or use another --run\n",
     )  # fmt: skip
     out, _ = run(["stop", "runs/a"], tmp_path)
-    assert "the same `tpuswarm train` command resumes it" in out
+    assert "the same `tpuswarm train` command with --run runs/a resumes it" in out
     log, _ = follower.communicate(timeout=240)
     assert follower.returncode == 0 and "gpt2-tiny" in log and out.strip() in log
     events = [line for line in log.splitlines() if "started: " in line or " joined (" in line]

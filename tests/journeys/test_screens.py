@@ -98,7 +98,7 @@ def test_a_plain_run(tmp_path, text_file, size):
         assert re.search(r"0:0\d:\d\d elapsed +0:\d\d:\d\d left +\S+ steps/s +[\d,]+ tokens/s", screen)
         opened.send(CTRL_C)
         shown = opened.finish(130)
-    said = re.search(r"interrupted: saved at step (\d+); the same `tpuswarm train` command resumes it", opened.flowing)
+    said = re.search(r"interrupted: saved at step (\d+); the same `tpuswarm train` command with --run", opened.flowing)
     assert said and (tmp_path / name / "checkpoints" / f"{int(said[1]):08}").exists()
     assert "blocks/attn/proj/w " in shown and "…" not in shown
 

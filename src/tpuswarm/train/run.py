@@ -200,7 +200,7 @@ class Life(NamedTuple):
 
 def stopped_sentence(folder: Path, message: str) -> str:
     """What is said of a run that was asked to stop, in whatever way; message: of its last event."""
-    return f"{folder}: {message}; the same `tpuswarm train` command resumes it"
+    return f"{folder}: {message}; the same `tpuswarm train` command with --run {folder} resumes it"
 
 
 def removed_sentence(folder: Path) -> str:

@@ -89,6 +89,7 @@ def recipe(model):
         lambda w, batch, key: jnp.square(model(w, batch["x"]).astype(jnp.float32)).mean(),
         optax.adam(1e-3),
         {"x": np.ones((8, WIDTH), np.float32)},
+        cast="x",
     )
 
 

@@ -137,7 +137,7 @@ def test_an_input_that_keeps_products_float32_is_named_with_the_way_out(tmp_path
     data = {"n": np.ones(64, np.int32), "x": wide, "y": wide}
     list(loop(tmp_path, supervised(square, loss, optax.sgd(0.01), data, cast=cast), precision="bf16"))
     because = [each["message"].partition("because ")[2] for each in said(tmp_path)]
-    assert set(because) == (set() if cast else {'of float32 x in the batch: supervised(…, cast=["x"]) casts it'})
+    assert set(because) == (set() if cast else {'of float32 x in the batch; give supervised cast=["x"]'})
 
 
 def narrow(width):

@@ -37,7 +37,7 @@ class Float32:
         if self.inputs:
             given = ", ".join(f'"{each}"' for each in self.inputs)
             reason = f"because of float32 {' and '.join(self.inputs)} in the batch"
-            return f"{products}, {reason}: supervised(…, cast=[{given}]) casts it"
+            return f"{products}, {reason}; give supervised cast=[{given}]"
         cost = "twice the bytes, and several passes of the matrix unit at higher precision"
         return f"{products}: {cost}; cast the operands to bfloat16"
 

@@ -356,7 +356,8 @@ def test_stopping_a_run(call, chain, ends):
     assert process.wait(10) == 0 and f"asked process {process.pid} to stop" in err
     assert "note: members hand in what they have done" in err and "started" not in err
     if ends == "stopped":
-        assert (code, out) == (0, "runs/a: stopped at commit 9; the same `tpuswarm train` command with --run runs/a resumes it\n")
+        way = "the same `tpuswarm train` command with --run runs/a resumes it"
+        assert (code, out) == (0, f"runs/a: stopped at commit 9; {way}\n")
     else:
         assert (code, out) == (1, "") and err.endswith("error: runs/a killed\n")
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -24,6 +24,8 @@ PROMPT = '"""Return the '
 FOLDER = Path("runs/demo")
 REPLAYED = 5
 """Newest lines of the ledger on the screen."""
+WRITTEN = 3
+"""Lines of the model's text: how the run ended stays on a screen of 24."""
 
 
 def demo() -> None:
@@ -54,7 +56,8 @@ def demo() -> None:
     print(f"  … {len(lines) - REPLAYED} more")
     for line in lines[-REPLAYED:]:
         print(f"  {line}")
-    print(f"\nwhat the model writes now: {_sample()}")
+    written = "\n".join(_sample().splitlines()[:WRITTEN])
+    print(f"\nwhat the model writes now: {written}")
     print('\nnext: tpuswarm ledger verify runs/demo; tpuswarm sample runs/demo --prompt "import "')
 
 
@@ -95,10 +98,10 @@ class _Killer:
             os.kill(victim.pid, signal.SIGKILL)
 
 
-def _sample() -> Any:
+def _sample() -> str:
     from tpuswarm.swarm.load import load_swarm
     from tpuswarm.train import platform
 
     with waiting("generating text"):
         loaded = load_swarm(FOLDER, platform.local_devices())
-        return PROMPT + loaded.recipe.sample(loaded.state, PROMPT, tokens=200, temperature=0.5, seed=1)
+        return f"{PROMPT}{loaded.recipe.sample(loaded.state, PROMPT, tokens=200, temperature=0.5, seed=1)}"

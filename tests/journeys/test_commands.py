@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests import processes
 from tests.terminal import terminal
 from tests.train.findings import complaints
 from tpuswarm.cli import main
+from tpuswarm.errors import InputError
 from tpuswarm.train.run import Run
 
 RECIPE = """
@@ -145,7 +147,6 @@ def test_a_recipes_own_error_is_shown_at_its_line(call):
 def test_debug_shows_the_traceback(call, monkeypatch):
     monkeypatch.delenv("TPUSWARM_DEBUG", raising=False)
     monkeypatch.setenv("TPUSWARM_DEBUG", "")
-    from tpuswarm.errors import InputError
 
     with pytest.raises(InputError):
         monkeypatch.setattr(sys, "argv", ["tpuswarm", "--debug", "train", "gpt2-tny"])
@@ -285,7 +286,13 @@ def test_the_demo(tmp_path):
     losses = [row["loss"] for row in rows if "loss" in row]
     assert rows[-1]["eval_loss"] < 2.2 < 4.0 < losses[0]
     again = processes.start(["demo"], tmp_path)
-    processes.wait_for(lambda: processes.updates(folder) in range(1, 600), again)
+
+    def begun() -> bool:
+        with suppress(InputError):  # for a moment there are no metrics: the old run was removed
+            return processes.updates(folder) in range(1, 600)
+        return False
+
+    processes.wait_for(begun, again)
     _, err = processes.run(["demo"], tmp_path, code=2)
     assert f"in use by process {again.pid}" in err
     again.kill()

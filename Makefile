@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup demo test test-slow test-tpu-compiler oracle soak lint bench bench-router
+.PHONY: setup demo demo-cloud test test-slow test-all test-fleet test-tpu-compiler oracle soak lint bench bench-router
 
 setup: .venv/installed
 
@@ -17,6 +17,9 @@ setup: .venv/installed
 demo: setup
 	@$(BIN)/tpuswarm demo
 
+demo-cloud: setup
+	@$(BIN)/tpuswarm demo --cloud
+
 test: setup
 	$(BIN)/pytest -n 2 --dist worksteal
 
@@ -24,13 +27,22 @@ test: setup
 test-slow: setup
 	$(BIN)/pytest -m slow -n 2 --maxschedchunk 1
 
+# Both in one, over one cache of compilations: while a slow one waits, the other process has the cores.
+test-all: setup
+	$(BIN)/pytest -m 'not fleet and not tpu_compiler and not oracle' -n 2 --dist worksteal
+
+# A keeper on its head, one model over machines that come and go and over a bucket, and minutes of a swarm that is killed
+# and stopped at random: twenty minutes, for changes to fleet/ and swarm/.
+test-fleet: setup
+	$(BIN)/pytest -m fleet
+
 # The whole table of docs/plan.md, a quarter of an hour: for changes to plan/, train/ and recipes/.
 test-tpu-compiler: setup
 	$(BIN)/pytest -m tpu_compiler
 
 oracle: setup .venv-oracle/installed
-	$(BIN)/pytest -m oracle
-	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle
+	$(BIN)/pytest -m oracle -n 2
+	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle -n 2
 
 # The packages of .venv, and torch and transformers, which nothing but the oracle may import. Any build of torch will
 # do; pip prefers the one for the CPU, 2.13.0+cpu, where an index has it.

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import shlex
 import sys
 import time
@@ -24,13 +25,18 @@ NAMES = (
     "soak",
     "stall",
     "quality",
+    "returning",
     "scale",
     "merge",
     "traffic",
+    "bucket",
+    "head",
     "router",
     "rehearsal",
+    "keeping",
     "sync",
     "fleet",
+    "journey",
     "remote",
     "plan",
     "calibration",
@@ -38,7 +44,7 @@ NAMES = (
     "gpu_changes",
     "shakespeare_gpu",
 )
-READ_DATA = ("shakespeare", "shakespeare_gpu", "quality")
+READ_DATA = ("shakespeare", "shakespeare_gpu", "quality", "returning")
 DATA = Path("../shared/data/tinyshakespeare.txt")
 
 
@@ -52,6 +58,7 @@ def main() -> None:
     asked = parser.parse_args()
     if unknown := [name for name in asked.names if name not in NAMES]:
         parser.error(f"there is no benchmark {unknown[0]}; there are {', '.join(NAMES)}")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's processes find our modules compiled
     print(machine(), flush=True)
     for name in asked.names or NAMES:
         command = ["python", "-m", "benchmarks", name, *(["--quick"] if asked.quick else [])]

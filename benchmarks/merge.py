@@ -51,6 +51,7 @@ class Case:
     form: Form
     outer: Outer
     cold: bool
+    members: int = MEMBERS
 
 
 def run(settings: Settings) -> Table:
@@ -90,7 +91,7 @@ def run(settings: Settings) -> Table:
 
 
 def _row(case: Case, rounds: int) -> tuple[str, ...]:
-    with _folder(case) as folder:
+    with room_for(case) as folder:
         made = Run(folder, case)
         merges, copies = [], []
         for number in range(-1, rounds):
@@ -108,7 +109,7 @@ def _row(case: Case, rounds: int) -> tuple[str, ...]:
 
 
 class Run:
-    """A run at version 0 with four contributions to it."""
+    """A run at version 0 with a contribution of each member to it."""
 
     def __init__(self, folder: Path, case: Case):
         self._store, self._case = Store(folder), case
@@ -116,7 +117,7 @@ class Run:
         share = case.parameters // FRAGMENTS // 256 * 256
         sizes = [share] * (FRAGMENTS - 1) + [case.parameters - share * (FRAGMENTS - 1)]
         numbers = np.random.default_rng(0)
-        identities = [Identity(Incarnation(f"m{n}", f"{n:032x}"), 1) for n in range(MEMBERS)]
+        identities = [Identity(Incarnation(f"m{n}", f"{n:032x}"), 1) for n in range(case.members)]
         state: list[str] = []
         outer: list[str] = []
         digests: list[list[str]] = [[] for _ in identities]
@@ -143,7 +144,7 @@ class Run:
         for number, (identity, own) in enumerate(zip(identities, digests, strict=True)):
             rows = Rows.of((number, number + 1))
             ledger.create_header(Header(identity, "run", 0, rows, 1, 1, case.form, 1.0, True, tuple(own)))
-            decisions.append(Decision(identity, "applied", "", rows, 0, 1, 1 / MEMBERS))
+            decisions.append(Decision(identity, "applied", "", rows, 0, 1, 1 / case.members))
         self._merge = Merge(1, tuple(decisions), case.outer, 0.6, 1.0, 0.0, "")
         self._aggregator = Aggregator(ledger, objects, sizes, 0, 1)
         self._there = set(self._store.names(""))
@@ -211,10 +212,12 @@ def all_reduce(parameters: int, rounds: int) -> list[float]:
 
 
 @contextmanager
-def _folder(case: Case) -> Iterator[Path]:
+def room_for(case: Case) -> Iterator[Path]:
+    """A folder for a case; Skipped where the disk is too small."""
     with tempfile.TemporaryDirectory() as folder:
         room = shutil.disk_usage(folder).free
-        if room < 26 * case.parameters:
-            raise Skipped(f"{folder} has {room / 1e9:.0f} GB free, {26 * case.parameters / 1e9:.0f} are needed")
+        needed = (10 + 4 * case.members) * case.parameters
+        if room < needed:
+            raise Skipped(f"{folder} has {room / 1e9:.0f} GB free, {needed / 1e9:.0f} are needed")
         print(f"{case.name}: making contributions …", file=sys.stderr)
         yield Path(folder)

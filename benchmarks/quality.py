@@ -43,7 +43,8 @@ SIZES = {
         {"size": "tiny", "layers": 2, "width": 64, "heads": 2, "context": 32, "lr": 6e-3}, 16, 1_200, 3, 4_096
     ),
     "35m": Size(
-        {"size": "124m", "layers": 11, "width": 512, "heads": 8, "context": 512, "vocab": 256, "lr": 1e-3},
+        {"size": "124m", "layers": 11, "width": 512, "heads": 8, "context": 512, "vocab": 256, "lr": 1e-3}
+        | {"tokenizer": "bytes"},
         *(64, 1_200, 3, 1_024),
     ),
 }
@@ -76,6 +77,11 @@ class Runs:
         """The rows of training."""
         return self._recipes[seed].data("train")
 
+    @property
+    def source_held_out(self) -> Any:
+        """The same rows for all seeds."""
+        return self._recipes[0].data("validation")
+
     def losses(self, arm: Arm) -> list[float]:
         """On the held-out rows, one for each seed."""
         if arm not in self._losses:
@@ -85,8 +91,7 @@ class Runs:
     def _loss(self, arm: Arm, seed: int) -> float:
         size = self.size
         state = simulate(self.program, self.source(seed), arm, batch=size.batch, steps=size.steps, seed=seed)
-        validation: Any = self._recipes[0].data("validation")  # the same rows for all seeds
-        return held_out_loss(self.program, state, validation, size.batch, size.held_out)
+        return held_out_loss(self.program, state, self.source_held_out, size.batch, size.held_out)
 
     def table(
         self, title: str, arms: Sequence[tuple[str, Arm, str]], against: Arm, name: str, notes: Sequence[str]

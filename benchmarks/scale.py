@@ -38,7 +38,7 @@ def scenario(members: int, seconds: float) -> Scenario:
     return Scenario.model_validate(
         {
             "hours": seconds / 3600,
-            "model": {"parameters": "124M", "batch": 64, "tokens_per_row": 1024, "inner_bytes": 0},
+            "model": {"parameters": "124M", "batch": 64, "tokens_per_row": 1024},
             "exchange": {"cycle": 100, "quantize": "int8"},
             "members": [
                 {
@@ -207,7 +207,7 @@ def run(settings: Settings) -> Table:
         [
             "GPT-2 124M in int8, a push every 100 steps of a second, links of 1 Gbit/s and 40 ms, "
             "each member preempted every 2 hours on average and back after 3 minutes",
-            f"traffic from second {WARM} on, without inner states; from the fewest members to the most a member sends "
+            f"traffic from second {WARM} on; from the fewest members to the most a member sends "
             f"{sent:+.1%} and receives {received:+.1%}; limit ±{FLAT:.0%}: {flat}",
             f"a coordinator's core would be full at about {full(found):,} members, without the carrying of messages",
         ],

@@ -1,17 +1,20 @@
 """A folder of 2,000 files to 16 hosts on loopback, by `sync` and by rsync in parallel. Half a minute.
 
 Limits: unchanged under 1 s, one file changed under 2 s. Connections are opened anew each time, for both; servers and
-clients share the machine. The folder is a git repository of small files, 8 MB together.
+clients share the machine. CPU seconds are those of both ends together. The folder is a git repository of small files,
+8 MB together.
 """
 
 import asyncio
 import os
 import random
+import resource
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.report import Settings, Skipped, Table, median, verdict
 from tpuswarm.remote.connect import Connections
@@ -55,7 +58,7 @@ def run(settings: Settings) -> Table:
     for what, limit, mine, peer in zip(
         ("first", "unchanged", "one file changed"), (None, SAME_S, ONE_S), ours_s, rsync_s, strict=True
     ):
-        said = "" if limit is None or settings.quick else verdict(median(mine).middle <= limit)
+        said = "" if limit is None or settings.quick else verdict(median([each.wall for each in mine]).middle <= limit)
         rows.append((what, _shown(mine), _shown(peer), "" if limit is None else f"{limit:g} s {said}"))
     return Table(
         f"sync of {files:,} files to {hosts} hosts beside rsync in parallel, seconds (median and its interval)",
@@ -69,8 +72,17 @@ async def _send(key: Path, hosts: list[Host], tree: object, kept: Kept) -> Outco
         return await send(connections, hosts, tree, kept)  # type: ignore[arg-type]
 
 
-def _three(work: Callable[[], None], project: Path, times: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of the first time, of those without a change, and of those with one file changed."""
+class Took(NamedTuple):
+    """How long something took."""
+
+    wall: float
+    """Seconds."""
+    cpu: float
+    """Seconds of all processors, of this process with its servers, and of all that it started."""
+
+
+def _three(work: Callable[[], None], project: Path, times: int) -> tuple[list[Took], list[Took], list[Took]]:
+    """Of the first time, of those without a change, and of those with one file changed."""
     first, same, one = [_seconds(work)], [], []
     for turn in range(times):
         same.append(_seconds(work))
@@ -79,14 +91,21 @@ def _three(work: Callable[[], None], project: Path, times: int) -> tuple[list[fl
     return first, same, one
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def _seconds(work: Callable[[], None]) -> Took:
+    start, used = time.perf_counter(), _used()
     work()
-    return time.perf_counter() - start
+    return Took(time.perf_counter() - start, _used() - used)
 
 
-def _shown(seconds: list[float]) -> str:
-    return f"{seconds[0]:.2f}" if len(seconds) == 1 else median(seconds).show(".2f")
+def _used() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _shown(took: list[Took]) -> str:
+    wall, cpu = [each.wall for each in took], [each.cpu for each in took]
+    said = f"{wall[0]:.2f}" if len(wall) == 1 else median(wall).show(".2f")
+    return f"{said}, CPU {sorted(cpu)[len(cpu) // 2]:.2f}"
 
 
 def _rsync(host: Host, key: Path, project: Path) -> "subprocess.Popen[bytes]":

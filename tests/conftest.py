@@ -16,6 +16,10 @@ os.environ["XLA_FLAGS"] = (
     " --xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
     " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
+# What runs for a moment is not worth optimising: LLVM does less, XLA's program and its memory stay the same.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Our own modules are compiled once, as they are for a user, and not again by each of a thousand processes.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # code that a test writes elsewhere may import the tests
 if "TPUSWARM_CACHE" not in os.environ:  # parallel workers inherit the one of the process that starts them
     os.environ["TPUSWARM_CACHE"] = tempfile.mkdtemp(prefix="tpuswarm-tests-")
@@ -25,7 +29,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(os.environ["TPUSWARM_CACHE"])
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 # Never the cloud that a user rehearses on; the server of this one ends with its folder, and each one with the tests.
-os.environ.setdefault("TPUSWARM_REHEARSAL", f"{os.environ['TPUSWARM_CACHE']}/rehearsal")
+os.environ.setdefault("TPUSWARM_REHEARSAL", f"{os.environ['TPUSWARM_CACHE']}/rehearsal-{os.getpid()}")
 os.environ.setdefault("TPUSWARM_REHEARSAL_OWNER", str(os.getpid()))
 
 import jax
@@ -36,10 +40,8 @@ from tests.runs import Finished, finished_once
 from tpuswarm.cli import main
 from tpuswarm.train.stop import SIGNALS
 
+sys.dont_write_bytecode = True  # these processes leave nothing beside the files that a test makes
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# What runs for a moment in these processes is not worth optimising: LLVM does less, XLA's program and its memory stay
-# the same. Commands in processes of their own are compiled as a user's are.
-jax.config.update("jax_disable_most_optimizations", True)
 
 # Seconds are no subject of these tests: an example may compile, and other processes may have the cores.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -72,6 +72,11 @@ class Terminal:
         """All that was written, without the breaks at the end of the rows."""
         return self.text.replace("\n", "")
 
+    @property
+    def sentences(self) -> str:
+        """All that was written, with a blank between two words, wherever the lines end."""
+        return " ".join(self.text.split())
+
     def wait(self, condition: Callable[["Terminal"], bool] | str) -> str:
         """Read until `condition` holds, or until that text is on the screen; what is there then."""
         seen = (lambda terminal: condition in terminal.screen) if isinstance(condition, str) else condition

@@ -9,28 +9,42 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+    from tpuswarm.train.adapters import IndexedSource, StreamSource
     from tpuswarm.train.arrays import cpu_keys, shapes, to_jax, to_numpy, to_torch
-    from tpuswarm.train.loop import Result, Step
-    from tpuswarm.train.recipe import Clock, Exchange, Options, Program, Recipe, Source
+    from tpuswarm.train.hooks import EarlyStopping, Every, Step, Stop
+    from tpuswarm.train.outputs import Logger
+    from tpuswarm.train.recipe import Clock, Exchange, Options, Parameter, Program, Recipe, Source, Weighted
+    from tpuswarm.train.result import Result
     from tpuswarm.train.source import ArraySource
     from tpuswarm.train.supervised import supervised
     from tpuswarm.train.trainer import Trainer
+    from tpuswarm.train.trees import load, save
 
 _HOME = {
     "ArraySource": "train.source",
     "Clock": "train.recipe",
+    "EarlyStopping": "train.hooks",
+    "Every": "train.hooks",
     "Exchange": "train.recipe",
+    "IndexedSource": "train.adapters",
     "InputError": "errors",
+    "Logger": "train.outputs",
     "Options": "train.recipe",
+    "Parameter": "train.recipe",
     "Program": "train.recipe",
     "Recipe": "train.recipe",
-    "Result": "train.loop",
+    "Result": "train.result",
     "RunFailed": "errors",
     "Source": "train.recipe",
-    "Step": "train.loop",
+    "Step": "train.hooks",
+    "Stop": "train.hooks",
+    "StreamSource": "train.adapters",
     "TpuswarmError": "errors",
     "Trainer": "train.trainer",
+    "Weighted": "train.recipe",
     "cpu_keys": "train.arrays",
+    "load": "train.trees",
+    "save": "train.trees",
     "shapes": "train.arrays",
     "supervised": "train.supervised",
     "to_jax": "train.arrays",
@@ -41,18 +55,28 @@ _HOME = {
 __all__ = [
     "ArraySource",
     "Clock",
+    "EarlyStopping",
+    "Every",
     "Exchange",
+    "IndexedSource",
     "InputError",
+    "Logger",
     "Options",
+    "Parameter",
     "Program",
     "Recipe",
     "Result",
     "RunFailed",
     "Source",
     "Step",
+    "Stop",
+    "StreamSource",
     "TpuswarmError",
     "Trainer",
+    "Weighted",
     "cpu_keys",
+    "load",
+    "save",
     "shapes",
     "supervised",
     "to_jax",
@@ -66,6 +90,10 @@ def __getattr__(name: str) -> "Any":
         import importlib
 
         return getattr(importlib.import_module(f"tpuswarm.{_HOME[name]}"), name)
+    if name == "torch":
+        import importlib
+
+        return importlib.import_module("tpuswarm.torch")
     raise AttributeError(f"module 'tpuswarm' has no attribute {name!r}")
 
 

@@ -100,6 +100,14 @@ def test_every_figure_has_source_and_date():
         assert isinstance(source.read, date)
 
 
+def test_spot_tpus_that_others_kept_are_of_the_catalogue_and_have_a_source():
+    found = catalog.kept_spot_tpus()
+    assert len(found) == 7 and sum(each.lost for each in found) == 42
+    for each in found:
+        assert catalog.find(each.type).name == each.type and each.source.url.startswith("https://")
+        assert each.ran < each.hours and each.hours_between > 1 > each.hours_away
+
+
 def test_what_a_page_once_said_is_beside_what_it_says():
     bandwidth = catalog.find("v6e-8").generation.figures["bandwidth"]
     assert [each.value for each in _all([bandwidth])] == [1638e9, 1600e9, 1640e9]

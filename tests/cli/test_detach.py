@@ -63,7 +63,7 @@ def test_a_detached_run_outlives_its_terminal_and_is_reached_from_another(tmp_pa
         opened.wait("getting ready …")
         opened.wait("starting gpt2-tiny in runs/a … ")
         said = opened.finish()
-        assert "runs/a is training, process " in said and "to stop it: tpuswarm stop runs/a" in said
+        assert "runs/a is training, process " in said and "to stop it: `tpuswarm stop runs/a`" in said
         assert updates(tmp_path / FOLDER) > 0
     pid = read_life(tmp_path / FOLDER).pid
     assert pid and os.getsid(pid) == pid  # no terminal is over it
@@ -81,6 +81,7 @@ def test_a_detached_run_outlives_its_terminal_and_is_reached_from_another(tmp_pa
     assert "the same `tpuswarm train` command with --run runs/a resumes it" in out
     log, _ = follower.communicate(timeout=240)
     assert follower.returncode == 0 and "gpt2-tiny" in log and out.strip() in log
+    assert "parameter  " not in log, "a table is not for a log"
     events = [line for line in log.splitlines() if "started: " in line or " joined (" in line]
     assert len(events) == (3 if swarm else 1), "what happened is told once"
 
@@ -90,7 +91,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path):
         opened.wait("starting gpt2-tiny in runs/a … ")
         opened.wait(lambda each: (tmp_path / FOLDER / "train.log").exists())
         opened.send(b"\x03")
-        assert opened.finish(130).strip().splitlines()[-1].removeprefix("^C") == "interrupted"
+        assert opened.finish(130).strip().endswith("interrupted")
     assert not list(tmp_path.iterdir())
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.terminal import terminal
+from tpuswarm.train.run import Run
 
 HEAVY = ("jax", "ray", "optax", "orbax", "matplotlib")
 """What takes a second or more to import, the first two alone or together."""
@@ -19,6 +20,9 @@ WRONG = [
     "train gpt2-tiny --batch -3",
     "train gpt2-tiny --steps 5 --tokens 10K",
     "train gpt2-tiny --lr fast",
+    "train gpt2-tiny --data nowhere.txt",
+    "train gpt2-tiny --data nowhere.txt --dry-run",
+    "train gpt2-tiny --data empty.txt",
     "train gpt2-tiny --lr nan",
     "train gpt2-tiny --heads 3",
     "train gpt2-tiny --precision fp61",
@@ -28,6 +32,7 @@ WRONG = [
     "train gpt2-tiny --init-from nowhere",
     "train gpt2-tiny --run file.txt",
     "train gpt2-tiny --run .",
+    "train gpt2-tiny --run runs/used",
     "train gpt2-tiny --cycle 20",
     "train gpt2-tiny --members 2 --outer avrage",
     "train gpt2-tiny --members 2 --profile",
@@ -88,17 +93,20 @@ def test_help_loads_nothing_that_it_does_not_need(tmp_path):
 
 def test_wrong_words_are_answered_before_anything_heavy_is_loaded(tmp_path):
     (tmp_path / "file.txt").write_text("text")
+    (tmp_path / "empty.txt").touch()
+    held = Run(tmp_path / "runs/used")
     (tmp_path / "wrong.toml").write_text("[train]\nrecipe = 'gpt2-tiny'\nstepz = 5\n")
     done = subprocess.run(
         [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(WRONG)], cwd=tmp_path, capture_output=True, text=True,
         timeout=240,
     )  # fmt: skip
+    held.close()
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line for line, *_ in answers] == WRONG, done.stderr
     for line, code, said, loaded in answers:
         assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, (line, code, said)
         assert loaded == [], line
-    assert {path.name for path in tmp_path.iterdir()} == {"file.txt", "wrong.toml"}
+    assert {path.name for path in tmp_path.iterdir()} == {"empty.txt", "file.txt", "runs", "wrong.toml"}
 
 
 @pytest.mark.parametrize("words", ["train gpt2-tiny --devices 99", "sample runs/a"])

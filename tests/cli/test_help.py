@@ -1,6 +1,7 @@
 """What `--help`, `-h` and `--version` show, and that every example in them is a command that exists."""
 
 import importlib.metadata
+import re
 import shlex
 
 import pytest
@@ -47,13 +48,22 @@ def test_help_fits_80_columns_and_shows_its_examples(typed, words, monkeypatch):
     assert (code, err) == (0, "")
     assert all(example in out for example in EXAMPLES.get(words, ()))
     assert max(map(len, out.splitlines())) <= 80, max(out.splitlines(), key=len)
+    assert not re.search(r" <|[{]|\[\[", out), "how typer writes types and arguments"
     assert typed(*words.split(), "--help") == (0, out, "")
+
+
+def test_all_commands_fit_a_screen(typed):
+    """With the line of the shell under them."""
+    code, out, _ = typed()
+    assert code == 0 and len(out.splitlines()) < 24 and max(map(len, out.splitlines())) <= 80
+    assert all(re.search(rf"[ ,]{name}\b", out) for name in ROOT.commands)
+    assert "          down     Delete a fleet, or one of its machines\n" in out
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_a_recipes_own_options_are_in_the_help(typed, command):
     _, out, _ = typed(command, "gpt2-tiny", "--help")
-    assert all(f"--{name} <float>" in out for name in ("lr-end", "beta2", "weight-decay"))
+    assert all(f"--{name} NUMBER" in out for name in ("lr-end", "beta2", "weight-decay"))
     assert "gpt2-tiny" in typed(command, "--help")[1]
     assert "did you mean gpt2-tiny?" in typed(command, "gpt2-tini", "--help")[1]
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,6 @@ SMALL_MODEL = ["--data", "fake", "--layers", "1", "--width", "32", "--heads", "2
 TRAIN = ["train", "gpt2-tiny", *SMALL_MODEL, "--steps", "1000000", "--run", "runs/a"]
 LIBRARIES = (
     "_pydantic_core", "libjax_common", "_multiarray_umath", "_mlir.so", "_ml_dtypes_ext", "_chlo", "_tensorstore",
-    "cygrpc",
 )  # fmt: skip
 """Shared objects that a start maps, one after the other: each appears in the middle of an import."""
 
@@ -35,6 +36,7 @@ def has(name: str) -> Moment:
 def wait_until(moment: Moment, terminal: Terminal, folder: Path) -> None:
     while not moment(terminal, folder):
         assert terminal.process.poll() is None, terminal.finish()
+        assert not has(METRICS)(terminal, folder) or moment(terminal, folder), "it trains, and there was no such moment"
         time.sleep(0.001)
 
 
@@ -61,11 +63,15 @@ BEFORE_THERE_IS_A_RUN = [
 def test_ctrl_c_before_there_is_a_run_leaves_nothing(tmp_path, moment):
     with terminal(TRAIN, tmp_path) as opened:
         wait_until(moment, opened, tmp_path / "runs/a")
+        opened.process.send_signal(signal.SIGSTOP)  # where this test was slow to see it, the moment may be over
+        late = has("config.toml")(opened, tmp_path / "runs/a")
         opened.send(CTRL_C)
+        opened.process.send_signal(signal.SIGCONT)
         said = opened.finish(130).strip().splitlines()
         assert said[-1].removeprefix("^C") == "interrupted" and not any("rror" in line for line in said)
         assert processes_of(opened.process.pid) == []
-    assert not list(tmp_path.glob("runs/*"))
+    left = list(tmp_path.glob("runs/*"))
+    assert not left or (late and "saved at step" in read_life(left[0]).message), [*left, *said]
 
 
 def children(name: str) -> Moment:
@@ -80,13 +86,21 @@ def test_ctrl_c_while_a_swarm_starts_does_not_wait_for_it(tmp_path, name):
         wait_until(lambda each, folder: each.read() and moment(each, folder), opened, tmp_path / "runs/a")
         opened.send(CTRL_C)
         said = opened.finish(130)
-        assert "runs/a was removed: it stopped before there was anything to keep" in opened.flowing
+        assert "runs/a was removed: it stopped before there was anything to keep" in opened.sentences
         assert said.rstrip().endswith("interrupted") and "their last work" not in said
         end = time.monotonic() + 60
         while left := processes_of(opened.process.pid):
             assert time.monotonic() < end, left
             time.sleep(0.1)
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_terminal_that_closes_while_a_swarm_starts_leaves_word(tmp_path):
+    """Nobody is there to read that nothing was kept: the run says it."""
+    with terminal([*TRAIN, "--members", "2"], tmp_path) as opened:
+        wait_until(lambda each, folder: each.read() and children("raylet/raylet")(each, folder), opened, tmp_path)
+        assert opened.hang_up() == 128 + signal.SIGHUP
+    assert read_life(tmp_path / "runs/a").state == "stopped"
 
 
 @pytest.mark.parametrize("name", ["config.toml", METRICS])
@@ -118,3 +132,46 @@ def test_ctrl_c_again_and_again_is_no_worse(tmp_path):
         said = opened.finish(130)
         assert said.count("interrupted") == 1 and "rror" not in said
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_the_last_word_is_what_became_of_the_run(tmp_path):
+    program = "from tpuswarm.train.stop import *; end = Interrupts(); last_words('step 3 is safe'); end.end(None)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "step 3 is safe\n")
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from tpuswarm.train.stop import Interrupts
+
+end = Interrupts()
+try:
+    {body}
+except KeyboardInterrupt:
+    end.end(None)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "try: os.kill(os.getpid(), number); time.sleep(60)\n"
+            "    finally: os.kill(os.getpid(), 2); time.sleep(0.3); print('tidied up')",
+            "tidied up\n",
+        ),
+        # as C++ code does that calls Python
+        ("try: os.kill(os.getpid(), number); time.sleep(60)\n    except BaseException: pass\n    time.sleep(60)", ""),
+        (
+            "try: os.kill(os.getpid(), number); time.sleep(60)\n    finally: time.sleep(0.3); print('tidied up')",
+            "tidied up\n",
+        ),
+    ],
+    ids=["twice", "swallowed", "tidying"],
+)
+def test_it_comes_again_until_it_has_arrived_and_leaves_time_to_tidy_up(number, body, said):
+    program = INTERRUPTED.format(body=body.replace("number", str(int(number))))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    last = "interrupted\n" if number == signal.SIGINT else "ended by SIGTERM\n"
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, said, last)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuswarm.config.nearest import did_you_mean, nearest
-from tpuswarm.config.units import Every, check_number, parse_count, parse_every, parse_seconds
+from tpuswarm.config.units import Interval, check_number, parse_count, parse_every, parse_seconds
 from tpuswarm.errors import InputError
 
 
@@ -31,8 +31,8 @@ def test_seconds(text, value):
 
 
 def test_every_is_steps_or_time():
-    assert parse_every("500", "save_every") == Every(steps=500)
-    assert parse_every("5m", "save_every") == Every(seconds=300.0)
+    assert parse_every("500", "save_every") == Interval(steps=500)
+    assert parse_every("5m", "save_every") == Interval(seconds=300.0)
     for wrong in ("soon", "0m", "-3", "5 parsecs", "5x", "1e400d", ""):
         with pytest.raises(InputError, match="save_every is steps such as 500, or a time such as 30s or 5m, not"):
             parse_every(wrong, "save_every")
@@ -61,9 +61,9 @@ def test_numbers_within_bounds():
 
 
 def test_due():
-    assert [Every(steps=3).due(step, 1e9) for step in range(1, 7)] == [False, False, True] * 2
-    assert Every(seconds=10).due(1, 10.0) and not Every(seconds=10).due(1, 9.9)
-    assert not Every().due(1, 1e9)
+    assert [Interval(steps=3).due(step, 1e9) for step in range(1, 7)] == [False, False, True] * 2
+    assert Interval(seconds=10).due(1, 10.0) and not Interval(seconds=10).due(1, 9.9)
+    assert not Interval().due(1, 1e9)
 
 
 def test_did_you_mean_gives_the_nearest_or_all():

@@ -65,11 +65,11 @@ def test_a_notice_too_short_for_a_save_leaves_the_last_checkpoint(words, whole, 
     process = start([*words, "--grace", "0s"], tmp_path)
     wait_for(lambda: (folder / "checkpoints" / "00000010" / "manifest.json").exists(), process)
     process.send_signal(signal.SIGTERM)
-    _, err = finish(process, 128 + signal.SIGTERM)
+    out, _ = finish(process, 128 + signal.SIGTERM)
     done = updates(folder)
     kept = max(int(path.parent.name) for path in (folder / "checkpoints").glob("*/manifest.json"))
     if done > kept:
-        assert "more than the 0.0 s left" in err and f"checkpoint of step {kept} is safe" in err
+        assert "more than the 0.0 s left" in out and f"checkpoint of step {kept} is safe" in out
     _, err = run(words, tmp_path)
     assert f"resumed from the checkpoint of step {kept}" in err
     assert rows_without_times(folder) == whole
@@ -201,10 +201,10 @@ def test_killed_at_random_moments(words, whole, tmp_path):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")  # printed with a failure
     moments, folder = random.Random(seed), tmp_path / "run"
-    for _ in range(12):
+    for _ in range(6):
         process = start(words, tmp_path)
         begun = list(read_rows(folder / METRICS)) if folder.exists() else []
-        rows = min(STEPS - 2, max(1, len([row for row in begun if "loss" in row]) + moments.randrange(-8, 25)))
+        rows = min(STEPS - 2, max(1, len([row for row in begun if "loss" in row]) + moments.randrange(-8, 40)))
         if updates(folder) >= STEPS:
             process.communicate(timeout=240)
             break

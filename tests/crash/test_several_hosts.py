@@ -117,6 +117,7 @@ def test_a_stop_at_any_host_stops_all_at_the_same_step_and_they_go_on(tmp_path, 
     ends = Hosts(folder).end(0, 0)
     assert f"resumed from the checkpoint of step {zero['step']}" in ends[0][1]
     check(folder, wanted)
-    before = (folder / METRICS).read_bytes()
-    Hosts(folder).end(0, 0)
-    assert (folder / METRICS).read_bytes() == before, "a finished run is finished"
+    if asked == (0,):  # once is enough
+        before = (folder / METRICS).read_bytes()
+        Hosts(folder).end(0, 0)
+        assert (folder / METRICS).read_bytes() == before, "a finished run is finished"

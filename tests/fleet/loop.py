@@ -12,6 +12,7 @@ from tpuswarm.fleet.core.memory import Memory, Observed, Work
 from tpuswarm.fleet.core.money import machine_price
 from tpuswarm.fleet.core.plan import plan
 from tpuswarm.fleet.core.remember import remember
+from tpuswarm.fleet.core.traffic import Traffic
 
 FLEET = "gpt2-abc123"
 ZONE = "us-central1-f"
@@ -36,6 +37,11 @@ def desired(*pools: Wanted) -> Desired:
     return Desired(FLEET, pools, paid=True)
 
 
+def names(cloud: Cloud, *states: str) -> list[str]:
+    """Machines that are there, in these states if any are named."""
+    return sorted(each.name for each in cloud.there.values() if not states or each.state in states)
+
+
 @dataclass
 class Loop:
     """Ticks every so many seconds of the cloud's own time."""
@@ -51,6 +57,8 @@ class Loop:
         self.times: list[float] = []
         """Seconds after the beginning, of each action."""
         self.events: list[Event] = []
+        self.busy: frozenset[str] = frozenset()
+        self.traffic = Traffic()
         self.waits: tuple[Wait, ...] = ()
         self.listing = Listing((), frozenset())
         self.spent, self.begun, self.ahead = 0.0, self.cloud.now, 0.0
@@ -61,7 +69,7 @@ class Loop:
         return self.cloud.now + self.ahead
 
     def observed(self) -> Observed:
-        return Observed(self.listing, self.memory, self.spent, self.work)
+        return Observed(self.listing, self.memory, self.spent, self.work, self.traffic, self.busy)
 
     def run(self, seconds: float) -> None:
         """Look now, and then as often as fits."""

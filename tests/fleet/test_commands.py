@@ -1,19 +1,31 @@
 """The commands on a model of a cloud: previews as golden text, a life from up to down, and what interrupts it."""
 
+import io
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.fleet.cloud_model import Cloud
+from tpuswarm.cli.fleet import _drawn, look_at
+from tpuswarm.cli.jobs import carry
+from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL
+from tpuswarm.errors import RunFailed
+from tpuswarm.fleet.core.jobs import Job, Seat
+from tpuswarm.fleet.core.memory import Work
 from tpuswarm.fleet.keeping.clock import Clock
 from tpuswarm.fleet.keeping.document import path_of
-from tpuswarm.fleet.keeping.fleets import Fleet
+from tpuswarm.fleet.keeping.fleets import Fleet, find
+from tpuswarm.fleet.setting_up import Kept
+from tpuswarm.remote.setup.table import Setup
 
 GOLDEN = Path(__file__).parent / "golden"
 TRC = """\
@@ -91,12 +103,28 @@ how = "on-demand"
 [budget]
 total = 500.0
 """
+TRAINED = f"""allow_cross_region = true
+{SWARM}
+[storage]
+bucket = "my-bucket"
+region = "us-central1"
+
+[setup]
+pip = ["tpuswarm[gcloud,tpu]"]
+
+[train]
+recipe = "gpt2-tiny"
+data = "fake"
+steps = 100
+cycle = 8
+"""
 PREVIEWS = {
     "up-trc": (TRC, ["up", "--dry-run"]),
     "up-scale": (TRC, ["up", "--dry-run", "--scale", "small=120", "--scale", "five=0", "--paid"]),
     "up-not-paid": (TRC, ["up", "--dry-run", "--scale", "five=6"]),
     "up-swarm": (SWARM, ["up", "--dry-run"]),
     "up-one": (None, ["up", "--dry-run", "--type", "v3-8", "--zone", "europe-west4-a", "--name", "node-1"]),
+    "train-swarm": (TRAINED, ["train", "swarm.toml", "--dry-run"]),
 }
 
 
@@ -127,8 +155,19 @@ def here(typed, tmp_path, monkeypatch):
     found = Here(typed, tmp_path)
     monkeypatch.setattr(Fleet, "provider", lambda self: found.cloud)
     monkeypatch.setattr("tpuswarm.cli.bring.preflight", lambda *about: None)
-    monkeypatch.setattr("tpuswarm.fleet.keeping.fleets.new_id", lambda name: f"{name}-abc234")
-    monkeypatch.setattr("time.sleep", lambda seconds: found.cloud.advance(20))
+    monkeypatch.setattr("tpuswarm.cli.setup.route_now", lambda reach: None)  # nobody answers at a model's addresses
+    monkeypatch.setattr("tpuswarm.fleet.keeping.fleets.new_id", lambda name, mark: f"{name}-abc234")
+    monkeypatch.setattr(Fleet, "mark", "abc2")
+    command, asleep = threading.get_ident(), time.sleep
+
+    def sleep(seconds: float) -> None:
+        """Threads that an earlier test has left behind do not move this one's cloud."""
+        if threading.get_ident() == command:
+            found.cloud.advance(20)
+        else:
+            asleep(seconds)
+
+    monkeypatch.setattr("time.sleep", sleep)
     clock = Clock(lambda: found.cloud.now, lambda: found.cloud.now)
     monkeypatch.setattr("tpuswarm.fleet.keeping.keeper.Clock", lambda: clock)
     (tmp_path / "swarm.toml").write_text(SWARM)
@@ -169,11 +208,14 @@ def test_a_dry_run_imports_nothing_of_google_or_jax(tmp_path):
 def test_a_life(here):
     said = here.run("up --yes")
     assert here.ready() == ["gpt2-head", "gpt2-router", "v2-usc1f-0", "v2-usc1f-1", "v3-euw4a-0", "v5e-usw4a-0"]
-    assert "nobody keeps it from here on" in said and "v3-euw4a-0: ready: it is ready" in said
+    assert "nobody keeps it from now on" in said and "v3-euw4a-0: ready: it is ready" in said
     assert "there is nothing to do" in here.run("up --yes")
 
     here.cloud.preempt(("us-central1-f", "v2-usc1f-1"))
-    assert "1. delete v2-8 in us-central1-f: v2-usc1f-1; the cloud took it away (PREEMPTED)" in here.run("up --yes")
+    said = here.run("up --yes")
+    assert "1. delete v2-8 in us-central1-f: v2-usc1f-1; the cloud took it away (PREEMPTED)" in said
+    assert "2. create v2-8 (spot) in us-central1-f: v2-usc1f-1; $1.35 an hour" in said, "what it costs is shown first"
+    assert "together: 6 machines" in said
     assert len(here.ready()) == 6
     shown = json.loads(here.run("list --json"))
     lost = {each["name"]: each["preemptions"] for each in shown["machines"]}
@@ -199,8 +241,25 @@ def test_a_life(here):
     assert list(here.cloud.there) == [("us-central1-f", "theirs")]
     assert "nothing that carries the id gpt2-abc234 is left in project model, as its lists show" in said
     assert "`tpuswarm up` brings it back" in said
+    assert "it is down: requested by `tpuswarm down`; it has cost $" in here.run("list")
+    assert "keep" not in here.run("list")
+    again = here.run("down --yes")
+    assert again.startswith("gpt2-abc234 is down already: requested by `tpuswarm down`")
+    assert "nothing that carries the id gpt2-abc234 is left" in again
     here.run("up --yes")
     assert len(here.ready()) == 7
+
+
+def test_money_goes_on_while_nobody_keeps_it(here, monkeypatch):
+    here.run("up --yes")
+    monkeypatch.setattr("time.time", lambda: here.cloud.now)
+    before = json.loads(here.run("cost --json"))
+    here.cloud.advance(3600)
+    here.cloud.preempt(("us-central1-f", "v2-usc1f-1"))
+    after = json.loads(here.run("cost --json"))
+    assert after["pools"]["small"]["hours"] - before["pools"]["small"]["hours"] == pytest.approx(2, abs=0.1)
+    assert json.loads(here.run("list --json"))["dollars"] == pytest.approx(after["dollars"], abs=0.1)
+    assert "no keeper runs, so nothing lost is replaced" in here.run("list")
 
 
 def test_one_tpu_without_a_file(here, monkeypatch):
@@ -224,7 +283,8 @@ def test_ctrl_c_says_what_exists_and_the_same_command_goes_on(here, monkeypatch)
 
     monkeypatch.setattr("time.sleep", interrupted)
     said = here.run("up --yes", code=130)
-    assert "interrupted: 6 machines are there: gpt2-head (staging), gpt2-router (staging)" in said
+    assert "nobody keeps the fleet now" in said
+    assert "6 machines are there: gpt2-head (staging), gpt2-router (staging)" in said
     assert "the same command goes on from here" in said
     slept.clear()
     monkeypatch.setattr("time.sleep", lambda seconds: here.cloud.advance(20))
@@ -232,7 +292,7 @@ def test_ctrl_c_says_what_exists_and_the_same_command_goes_on(here, monkeypatch)
     assert len(here.ready()) == 6
     monkeypatch.setattr("time.sleep", interrupted)
     slept += [0, 0]
-    assert "interrupted: 6 machines are there" in here.run("down --yes", code=130)
+    assert "6 machines are there" in here.run("down --yes", code=130)
     monkeypatch.setattr("time.sleep", lambda seconds: here.cloud.advance(20))
     here.run("down --yes")
     assert here.cloud.there == {}
@@ -250,6 +310,38 @@ def test_a_damaged_document_is_made_again_from_the_file_and_labels(here):
     assert len(here.cloud.there) == 6
     here.run("down --yes")
     assert here.cloud.there == {}
+
+
+def test_nobody_waits_for_a_job_of_a_fleet_that_comes_down(here):
+    here.run("up --yes")
+    fleet = Fleet("gpt2", "google", "my-project", None)
+    job = Job("main", "small", "true", "preempted", (Seat("small"),))
+
+    def ends(found):
+        return replace(found, jobs=(job,), desired=replace(found.desired, down="its money is spent"))
+
+    fleet.store(here.cloud).change(ends)
+    with pytest.raises(RunFailed, match="gpt2 comes down"):
+        carry(fleet, "main", lambda job: job.over)
+
+
+def test_a_fleet_that_has_ended_by_itself_comes_up_again_and_its_jobs_do_not(here):
+    (here.folder / "swarm.toml").write_text(SWARM.replace('"idle 30m"', '"done"'))
+    here.run("up --yes")
+    store = Fleet("gpt2", "google", "my-project", None).store(here.cloud)
+    job = Job("main", "small", "true", "preempted", (Seat("small", "v2-usc1f-0", 1, "running"),))
+    ended = "the work is done"
+    store.change(
+        lambda found: replace(
+            found, jobs=(job,), work=Work(done=True), desired=replace(found.desired, down=ended, revision=2)
+        )
+    )
+    here.run("keep")  # to the end
+    assert here.cloud.there == {}
+    here.run("up --yes")
+    assert len(here.ready()) == 6
+    document = store.load()
+    assert document.work == Work() and document.desired.down is None and document.jobs[0].over
 
 
 def test_machines_of_a_lost_fleet_are_shown_and_deleted_when_asked(here):
@@ -297,3 +389,89 @@ def test_what_cannot_be_had_is_a_failure_with_its_reason(here):
     said = here.run("up --yes --scale five=6 --scale small=1", code=1)
     assert "not all of it can be had: 1 of pool five: europe-west4-a: no grant covers a further v3-8" in said
     assert len(here.ready()) == 6
+
+
+def test_a_router_leads_to_every_tpu_of_a_fleet(here):
+    here.run("up --yes")
+    said = here.run("router show --from swarm.toml")
+    assert "# port 22000: v2-usc1f-0/0" in said and "# port 22001: v2-usc1f-1/0" in said
+    assert "gpt2-head" not in said
+    first = next(each for each in here.cloud.there.values() if each.name == "v2-usc1f-0")
+    assert f"22000 : {first.workers[0].internal} . 22" in said
+    assert "give one of ROUTER.toml and --from" in here.run("router show", 2)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40)])
+def test_a_live_list_fits_its_screen_and_leaves_out_what_is_well(here, width, height):
+    (here.folder / "swarm.toml").write_text(TRC)
+    here.run("up --yes --scale small=60")
+    here.cloud.preempt(("us-central1-f", "v2-usc1f-57"))
+    _, read = look_at(None)
+    screen = Console(width=width, height=height, file=io.StringIO())
+    screen.print(_drawn(*read(), screen.width, screen))
+    lines = screen.file.getvalue().splitlines()
+    assert len(lines) == height - 1 and max(map(len, lines)) <= width, lines
+    assert lines[1].startswith("v2-usc1f-57  v2-8") and "preempted" in lines[1]
+    assert any(line.startswith("and ") and line.rstrip().endswith("more") for line in lines)
+    assert sum(line.startswith("grant of ") for line in lines) == 2
+
+
+def test_doctor_says_what_costs_and_is_of_no_use(here):
+    here.run("up --yes")
+    zone = "us-central1-f"
+    here.cloud.change((zone, "v2-usc1f-0"), healthy=False, why="HBM_ECC")
+    here.cloud.foreign("left", zone, labels={FLEET_LABEL: "gpt2-abc234", POOL_LABEL: "former"})
+    long_ago, here.cloud.capacity["us-west4-a"] = here.cloud.now - 3 * 86400, 0
+    here.cloud.change(("us-west4-a", "v5e-usw4a-0"), state="waiting", created=long_ago)
+    found = {each["check"]: each for each in json.loads(here.run("doctor cloud --json", 1))["found"]}
+    assert {name: each["of"] for name, each in found.items()} == {
+        "keeper": "gpt2", "health": "v2-usc1f-0", "orphan": "left", "waits": "v5e-usw4a-0",
+    }  # fmt: skip
+    assert "HBM_ECC" in found["health"]["what"] and "no pool former is wanted" in found["orphan"]["what"]
+    assert found["orphan"]["what"].startswith("a v2-8 in us-central1-f that costs $4.50 an hour")
+    assert found["orphan"]["mend"] == "`tpuswarm down left`"
+
+
+def test_whatever_goes_wrong_in_up_keep_somebody_keeps_it(here, monkeypatch):
+    begun = []
+    monkeypatch.setattr("tpuswarm.fleet.keeping.fleets.detach", lambda fleet, store, file: begun.append(file))
+
+    def fails(*about):
+        assert begun, "its keeper begins first"
+        raise RunFailed("not all of it can be had")
+
+    monkeypatch.setattr("tpuswarm.cli.bring.work", fails)
+    storage = '\n[storage]\nbucket = "my-bucket"\nregion = "us-central1"\n'
+    (here.folder / "swarm.toml").write_text("allow_cross_region = true\n" + SWARM + storage)
+    monkeypatch.setattr("tpuswarm.cli.bring.label_bucket", lambda *about: None)
+    assert "it is kept in the background" in here.run("up --yes --keep", code=1)
+    assert begun == [Path("swarm.toml")]
+
+
+def test_a_setup_that_was_taken_out_is_forgotten(here):
+    kept = Kept(find("swarm.toml")[0])
+    kept.keep(Setup(pip=("einops",)))
+    assert kept.table() is not None
+    here.run("up --yes")
+    assert kept.table() is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({'recipe = "gpt2-tiny"': 'recipe = "gpt2-tny"'}, "gpt2-tiny"),
+        ({'recipe = "gpt2-tiny"': 'recipe = "gpt2-tiny"\noptions = { layer = 2 }'}, "has no option layer"),
+        ({'pip = ["tpuswarm[gcloud,tpu]"]': 'pip = ["numpy"]'}, "[setup] must bring tpuswarm to the machines"),
+        ({'[storage]\nbucket = "my-bucket"\nregion = "us-central1"\n': ""}, "has no [storage]"),
+        ({"steps = 100": 'steps = 100\nrun = "runs/all"'}, "a folder of one machine, and machines come and go"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_anything_is_rented(here, wrong, said):
+    text = TRAINED
+    for old, new in wrong.items():
+        assert old in text
+        text = text.replace(old, new)
+    (here.folder / "swarm.toml").write_text(text)
+    assert said in here.run("train swarm.toml --yes --paid", 2)
+    assert here.cloud.there == {}
+    assert "--steps stands in [train]" in here.run("train swarm.toml --steps 3", 2)

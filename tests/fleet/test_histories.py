@@ -16,7 +16,7 @@ from tpuswarm.fleet.core.actions import Action, Create, Delete
 from tpuswarm.fleet.core.desired import Budget
 from tpuswarm.fleet.core.memory import Memory
 from tpuswarm.fleet.core.money import Grant, lot
-from tpuswarm.fleet.core.plan import UNHEALTHY, left
+from tpuswarm.fleet.core.plan import PATIENCE, left
 
 ZONES = ("us-central1-f", "us-central1-b", "europe-west4-a")
 POOLS = (
@@ -201,7 +201,7 @@ class Histories(RuleBasedStateMachine):
                 cloud.change(key, healthy=True)
         loop.desired = replace(loop.desired, paid=True, budget=Budget(), revision=loop.desired.revision + 1)
         loop.every = 60.0
-        loop.run(2.5 * 3600 + UNHEALTHY)
+        loop.run(2.5 * 3600 + PATIENCE)  # what hangs on demand has so long to be repaired
         ours = [each for each in cloud.there.values() if each.fleet == FLEET]
         assert all(each.state == "ready" for each in ours), f"left over: {ours}"
         assert {each.name: each.count for each in loop.desired.pools} == {

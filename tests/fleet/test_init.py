@@ -34,6 +34,7 @@ def typed_here(typed, tmp_path, monkeypatch):
     for name in [each for each in os.environ if each.startswith(("GOOGLE_", "CLOUDSDK_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", "swarm")
     monkeypatch.chdir(tmp_path)
     return lambda *words: typed("init", *words)
 
@@ -107,7 +108,7 @@ def test_grants_that_are_none(text, words):
             "1 to 1,000 machines",
         ),
         (["--type", "v2-8", "--zone", "us-central1-b", "--project", "my-project", "--bucket", "B!"], "a bucket's name"),
-        (["--type", "v2-8", "--zone", "us-central1-b", "--provider", "azure", "--project", "my-project"], "'google'"),
+        (["--provider", "azure"], "there is no provider 'azure'; known: google, rehearsal"),
         (["--project", "my-project", "--grant", "1 v2-8 us-central1-b spot until 2020-01-01"], "ended on 2020-01-01"),
         (
             ["--project", "my-project", "--grant", "2 v2-8 us-central1-b", "--grant", "1 v3-8 europe-west4-a"],
@@ -126,13 +127,24 @@ def test_a_file_that_is_there_is_made_ready_for_and_not_written(typed_here):
     Path("swarm.toml").write_text(text + 'zones = ["us-central1-b"]\ncount = 1\nnetwork = "own"\n')
     code, out, _ = typed_here("--dry-run")
     assert code == 0 and "bucket b-1 in us-central1; network own" in out
-    assert "write swarm.toml – is there already" in out and "--source-tags=tpuswarm-mine" in out
+    assert "write swarm.toml – already done" in out and "--source-tags=tpuswarm-mine" in out
     for word in (["--type", "v3-8"], ["--provider", "rehearsal"], ["--count", "2"]):
         code, _, err = typed_here("--dry-run", *word)
         assert code == 2 and "swarm.toml is there already" in err
     Path("swarm.toml").write_text('name = "mine"\n[head]\ntype = "e2-small"\nzone = "us-central1-b"\n')
     code, _, err = typed_here("--dry-run")
     assert code == 2 and "no project is named" in err
+
+
+@pytest.mark.parametrize(
+    ("user", "name"), [("ann", "ann"), ("Bob.Smith", "bob-smith"), ("007", "swarm"), ("用户", "swarm")]
+)
+def test_a_fleet_is_called_after_whoever_makes_it_or_after_its_file(user, name, typed_here, monkeypatch):
+    monkeypatch.setenv("LOGNAME", user)
+    _, out, _ = typed_here("--dry-run", *LINES["one"])
+    assert f"bucket my-project-{name} in us-west4; network tpuswarm-{name}" in out
+    _, out, _ = typed_here("big.toml", "--dry-run", *LINES["one"])
+    assert "bucket my-project-big in us-west4; network tpuswarm-big" in out
 
 
 def test_one_tpu_without_a_file_is_asked_for_in_gclouds_own_zone_first(monkeypatch):

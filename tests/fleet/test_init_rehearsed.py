@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tpuswarm.cloud.rehearsal.connect import connect
 from tpuswarm.cloud.rehearsal.place import Place
 
 ASKED = ["--provider", "rehearsal", "--type", "v2-8", "--zone", "us-central1-b"]
-THERE = " – is there already"
+THERE = " – already done"
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,7 @@ def folder(tmp_path_factory):
         ask(place, "quota", zone="europe-west4-a", generation="v2", limit=0)
         ask(place, "break", name="unpaid-1", fault="no-billing")
         ask(place, "break", name="fresh-1", fault="no-apis")
+        ask(place, "break", name="login-1", fault="os-login")
         ask(place, "break", name="asia-east1-c", fault="hidden")
         yield place.folder
 
@@ -40,6 +42,7 @@ def call(typed, folder, tmp_path, monkeypatch):
     """Runs `init` in an empty folder and an empty home: (code, out, err)."""
     monkeypatch.setenv("TPUSWARM_REHEARSAL", str(folder))
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", "swarm")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tpuswarm.cloud.google.project.LOOK_S", 0.05)
     return lambda *words: typed("init", *words)
@@ -63,6 +66,17 @@ def test_what_lacks_is_made_once(call, folder):
     assert (Path("swarm.toml").read_text(), Path(".ssh/tpuswarm").read_bytes()) == (text, key)
 
 
+def test_a_policy_that_would_keep_us_from_the_machines_is_found_before_there_are_any(call, typed, folder):
+    _, out, _ = call("--yes", "--project", "login-1", *ASKED)
+    assert "no: an organisation's policy turns OS Login on for all machines of project login-1" in " ".join(out.split())
+    code, out, err = typed("up", "--yes")
+    assert code == 2 and "org-policies disable-enforce compute.requireOsLogin --project=login-1" in out
+    assert "nothing was created" in err and Google(Access("login-1", connect(folder))).machines(["us-central1-b"]) == (
+        (),
+        frozenset(),
+    )
+
+
 def test_the_bucket_carries_the_id_of_the_fleet_that_it_was_made_for(call, typed, folder):
     call("--yes", "--project", "whole-1", *ASKED)
     code, _, err = typed("up", "--yes")
@@ -84,10 +98,17 @@ def test_it_goes_on_where_it_was_stopped(call, folder):
     assert code == 0 and done(out) == ["8"] and Path(".ssh/tpuswarm.pub").read_text().startswith("ssh-ed25519 ")
 
 
-def test_a_new_project_has_its_apis_turned_on_one_by_one(call):
+def test_a_new_project_has_its_apis_turned_on_one_by_one(call, monkeypatch):
+    told = []
+
+    @contextmanager
+    def waiting(what):
+        yield told.append
+
+    monkeypatch.setattr("tpuswarm.cli.init.waiting", waiting)
     code, out, _ = call("--yes", "--project", "fresh-1", *ASKED)
     assert code == 0 and done(out) == ["3", "4", "5", "6", "7", "8", "9"]
-    assert "turning on Cloud Quotas (1 of 3) …" in out and "turning on Cloud TPU (3 of 3) …" in out
+    assert {"turning on Cloud Quotas (1 of 3)", "turning on Cloud TPU (3 of 3)"} <= set(told)
 
 
 def test_where_nobody_pays_it_ends_before_anything_is_made(call):
@@ -121,7 +142,10 @@ def test_ctrl_c_says_where_the_same_command_goes_on(call, monkeypatch):
     monkeypatch.setattr(Project, "make_network", interrupted)
     code, out, _ = call("--yes", "--project", "short-1", *ASKED)
     assert code == 130 and done(out) == ["4"]
-    assert "5. not finished: make the network tpuswarm-swarm, which lets nobody in; the same command goes on" in out
+    assert (
+        "5. not finished: make the network tpuswarm-swarm, closed until a rule below opens it; the same command goes on"
+        in out
+    )
 
 
 def test_a_bucket_of_somebody_else_is_left_alone(monkeypatch):
@@ -131,6 +155,20 @@ def test_a_bucket_of_somebody_else_is_left_alone(monkeypatch):
     monkeypatch.setattr(Access, "ask", denied)
     with pytest.raises(Taken, match="choose another name"):
         Project(Access("p", Endpoints("127.0.0.1:1", "http://127.0.0.1:1", "token"))).bucket_region("b")
+
+
+def test_a_bucket_of_another_project_is_not_taken_for_ours_though_it_can_be_read(call, folder):
+    """Whoever writes a fleet's document says what runs on its machines, and names of buckets can be guessed."""
+    Project(Access("stranger-1", connect(folder))).make_bucket("victim-1-swarm", "us-central1", {})
+    code, _, err = call("--yes", "--project", "victim-1", *ASKED)
+    assert (
+        code != 0
+        and "bucket victim-1-swarm is not of project victim-1" in err
+        and "another name, or name its project" in err
+    )
+    assert not Path("swarm.toml").exists()
+    victim = Project(Access("victim-1", connect(folder)))
+    assert victim.bucket_region("victim-1-swarm", "stranger-1") == "us-central1", "where the file names its project"
 
 
 @pytest.mark.slow

@@ -7,7 +7,19 @@ import pytest
 from tests.fleet.loop import FLEET, ZONE, pool
 from tpuswarm.cloud.protocol import Machine, Worker
 from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.jobs import End, Job, Report, Seat, Start, next_of, scaled, seats_for
+from tpuswarm.fleet.core.jobs import (
+    GONE_S,
+    End,
+    Job,
+    Report,
+    Seat,
+    Start,
+    Stray,
+    next_of,
+    scaled,
+    seats_for,
+    strays,
+)  # fmt: skip
 
 NOW = 1_000.0
 
@@ -51,7 +63,7 @@ def test_a_seat_is_taken_then_all_workers_start_and_it_is_done_when_all_have_end
     found, acts = step(job(), [machine("a")], {})
     assert (found.seats[0].machine, found.seats[0].phase, acts) == ("a", "waiting", ())  # stored before it is started
     found, acts = step(found, [machine("a")], both(None, None))
-    assert acts == (Start(0, 1, (0, 1)),) and found.seats[0].phase == "running"
+    assert acts == (Start("a", 1, (0, 1)),) and found.seats[0].phase == "running"
     assert step(found, [machine("a")], both(RUNNING, RUNNING)) == (found, ())
     assert step(found, [machine("a")], both(RUNNING, OK)) == (found, ())
     found, acts = step(found, [machine("a")], both(OK, OK))
@@ -65,17 +77,17 @@ def test_nothing_starts_where_a_worker_is_silent():
 
 def test_a_run_that_was_begun_by_a_keeper_that_died_is_begun_on_the_rest():
     found, acts = step(begun(), [machine("a")], both(RUNNING, None))
-    assert acts == (Start(0, 1, (1,)),) and found == begun()
+    assert acts == (Start("a", 1, (1,)),) and found == begun()
 
 
 def test_a_host_that_has_seen_higher_numbers_gets_a_higher_one():
     _, acts = step(job(Seat("small", "a", 1.0)), [machine("a")], both(Report(7, "ended", 0), None))
-    assert acts == (Start(0, 8, (0, 1)),)
+    assert acts == (Start("a", 8, (0, 1)),)
 
 
 def test_a_failure_of_its_own_ends_it_everywhere_and_has_a_budget():
     found, acts = step(begun(), [machine("a")], both(BAD, RUNNING))
-    assert acts == (End(0, 1, (1,)),) and found.seats[0].phase == "running"
+    assert acts == (End("a", 1, (1,)),) and found.seats[0].phase == "running"
     asked = Report(1, "asked", 130)
     for reports, worker in ((both(BAD, asked), 0), (both(asked, BAD), 1)):
         found, acts = step(begun(), [machine("a")], reports)
@@ -85,7 +97,7 @@ def test_a_failure_of_its_own_ends_it_everywhere_and_has_a_budget():
     assert found.seats[0].not_before > NOW
     assert step(found, [machine("a")], both(BAD, OK))[1] == ()  # not at once
     again, acts = step(found, [machine("a")], both(BAD, OK), found.seats[0].not_before)
-    assert acts == (Start(0, 2, (0, 1)),)
+    assert acts == (Start("a", 2, (0, 1)),)
     bad = Report(2, "ended", 1)
     assert step(again, [machine("a")], both(bad, bad))[0].seats[0].phase == "failed"
     always = begun(restart="always")
@@ -93,7 +105,7 @@ def test_a_failure_of_its_own_ends_it_everywhere_and_has_a_budget():
         bad = Report(run, "ended", 1)
         always, _ = step(always, [machine("a")], both(bad, bad), NOW * run)
         always, acts = step(always, [machine("a")], both(bad, bad), NOW * run + 999)
-        assert acts == (Start(0, run + 1, (0, 1)),)
+        assert acts == (Start("a", run + 1, (0, 1)),)
     assert always.seats[0].failed == 5
 
 
@@ -102,9 +114,9 @@ def test_what_is_lost_or_stands_still_costs_no_budget_and_sets_its_siblings_free
     found, acts = step(begun(), [machine("a")], both(BAD, what))
     assert (found.seats[0].phase, found.seats[0].lost, found.seats[0].failed, acts) == ("waiting", 1, 0, ())
     found, acts = step(found, [machine("a")], both(BAD, what))
-    assert acts == (Start(0, 2, (0, 1)),)
+    assert acts == (Start("a", 2, (0, 1)),)
     assert step(begun(restart="never"), [machine("a")], both(BAD, what))[0].seats[0].phase == "failed"
-    assert step(begun(), [machine("a")], both(RUNNING, what))[1] == (End(0, 1, (0,)),)
+    assert step(begun(), [machine("a")], both(RUNNING, what))[1] == (End("a", 1, (0,)),)
 
 
 def test_nobody_is_blamed_while_a_worker_is_silent():
@@ -112,16 +124,53 @@ def test_nobody_is_blamed_while_a_worker_is_silent():
     assert acts == () and found.seats[0].phase == "running" and "a/1 does not answer" in found.seats[0].why
 
 
-@pytest.mark.parametrize("there", [[], [machine("a", "dead")], [machine("a", "deleting")], [machine("a", created=2.0)]])
+@pytest.mark.parametrize("there", [[], [machine("a", "dead")], [machine("a", created=2.0)]])
 def test_a_machine_that_was_taken_away_leaves_its_seat_to_another(there):
-    found, acts = step(begun(), [*there, machine("b", created=3.0)], {})
+    before = begun() if there else step(begun(), [machine("b", created=3.0)], {}, NOW - GONE_S)[0]
+    found, acts = step(before, [*there, machine("b", created=3.0)], {})
     seat = found.seats[0]
     assert seat.machine in ("a", "b") and (seat.phase, seat.lost, seat.failed, acts) == ("waiting", 1, 0, ())
     assert seat.created in (2.0, 3.0)
     workers = {(seat.machine, 0): None, (seat.machine, 1): None}
-    assert step(found, [*there, machine("b", created=3.0)], workers)[1] == (Start(0, 2, (0, 1)),)
-    gone = step(begun(restart="never"), there, {})[0]
+    assert step(found, [*there, machine("b", created=3.0)], workers)[1] == (Start(seat.machine, 2, (0, 1)),)
+    gone = step(replace(before, restart="never"), there, {})[0]
     assert gone.seats[0].phase == "failed"
+
+
+def test_a_machine_whose_processes_may_live_keeps_its_seat():
+    """One that is being deleted, and one that a single list leaves out: two instances would write one checkpoint."""
+    found, acts = step(begun(), [machine("a", "deleting"), machine("b")], {("b", 0): None, ("b", 1): None})
+    assert (found.seats[0].machine, found.seats[0].why, acts) == ("a", "a is deleting", ())
+    found, acts = step(begun(), [machine("b")], {("b", 0): None, ("b", 1): None})
+    assert (found.seats[0].machine, found.seats[0].why, acts) == ("a", "a is not listed", ())
+    found, acts = step(found, [machine("a"), machine("b")], both(RUNNING, RUNNING), NOW + 1)
+    assert found.seats[0].missed_at == 0.0 and acts == ()
+    found, _ = step(step(found, [machine("b")], {}, NOW + 2)[0], [machine("b")], {}, NOW + 2 + GONE_S)
+    assert found.seats[0].machine == "b" and found.seats[0].lost == 1
+    stopping = begun(stop=True)
+    assert step(stopping, [machine("a", "repairing")], {})[0].seats[0].phase == "running"  # it may live on there
+
+
+def test_what_runs_where_no_seat_is_has_strayed():
+    here = {("a", 0): RUNNING, ("b", 1): RUNNING, ("b", 0): Report(1, "ended", 0), ("c", 0): None}
+    assert strays([begun()], {"train": here}) == {Stray("train", "b", 1, 1)}
+    over = job(Seat("small", "a", 1.0, "stopped", 1))
+    assert strays([over], {"train": here, "unknown": {("a", 1): RUNNING}}) == {
+        Stray("train", "a", 0, 1), Stray("train", "b", 1, 1), Stray("unknown", "a", 1, 1),
+    }  # fmt: skip
+
+
+def test_a_job_that_is_over_gets_no_seat_on_a_new_machine():
+    over = job(Seat("small", "a", 1.0, "done", 1))
+    assert scaled(over, Desired(FLEET, (pool(count=3),))) is over
+
+
+def test_what_cannot_end_is_said():
+    stuck = Report(1, "running", why="exit 1, but 2 of its processes do not end")
+    found, acts = step(begun(), [machine("a")], both(RUNNING, stuck))
+    assert (found.seats[0].phase, found.seats[0].why, acts) == (
+        "running", "a/1: exit 1, but 2 of its processes do not end", (),
+    )  # fmt: skip
 
 
 def test_a_machine_in_a_zone_that_does_not_answer_is_not_taken_for_lost():
@@ -143,7 +192,7 @@ def test_two_seats_never_share_a_machine():
 
 def test_a_job_that_is_stopped_ends_everywhere_and_starts_nowhere():
     found, acts = step(begun(stop=True), [machine("a")], both(RUNNING, OK))
-    assert acts == (End(0, 1, (0,)),) and not found.over
+    assert acts == (End("a", 1, (0,)),) and not found.over
     found, acts = step(found, [machine("a")], both(Report(1, "asked", 130), OK))
     assert acts == () and found.seats[0].phase == "stopped"
     assert step(job(stop=True), [machine("a")], both(None, None))[0].seats[0].phase == "stopped"
@@ -152,8 +201,8 @@ def test_a_job_that_is_stopped_ends_everywhere_and_starts_nowhere():
 
 def test_a_run_whose_start_may_be_on_its_way_is_ended_too():
     found, acts = step(begun(stop=True), [machine("a")], both(None, Report(1, "asked", 130)))
-    assert acts == (End(0, 1, (0,)),) and found.seats[0].phase == "running"
-    assert step(begun(), [machine("a")], both(BAD, None))[1] == (End(0, 1, (1,)),)
+    assert acts == (End("a", 1, (0,)),) and found.seats[0].phase == "running"
+    assert step(begun(), [machine("a")], both(BAD, None))[1] == (End("a", 1, (1,)),)
 
 
 def test_seats_follow_their_pool():
@@ -167,3 +216,14 @@ def test_seats_follow_their_pool():
     assert scaled(busy, Desired(FLEET, (pool(count=1),))).seats == busy.seats[:1]
     one = begun(machine="a")
     assert scaled(one, desired) is one
+
+
+def test_nothing_begins_on_another_machine_before_it_is_prepared():
+    """It may have the name of the one that was taken away between two looks."""
+    runs = job(Seat("small", "a", created=1.0, phase="running", run=3))
+    again, reports = machine("a", created=2.0), {("a", 0): None, ("a", 1): None}
+    found = next_of(runs, [again], (), reports, NOW, {})
+    (seat,) = found.job.seats
+    assert (seat.phase, seat.lost, seat.created, found.acts) == ("waiting", 1, 2.0, ())
+    assert next_of(found.job, [again], (), reports, NOW, {"a": "a is being set up"}).acts == ()
+    assert next_of(found.job, [again], (), reports, NOW, {}).acts == (Start("a", 4, (0, 1)),)

@@ -1,52 +1,28 @@
 """The keeper: killed anywhere, begun again anywhere; two of them; damaged state; clocks that jump."""
 
+import errno
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.fleet.cloud_model import Cloud, Killed
-from tests.fleet.loop import desired, pool, vm
-from tpuswarm.cloud.errors import Changed, Unreachable
+from tests.fleet.keepers import WANTED, A, ask, begin, keeper, ready, run, store
+from tests.fleet.loop import desired, pool
+from tpuswarm.cloud.errors import Denied, Unreachable
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.core.desired import Budget, DownWhen
+from tpuswarm.fleet.core.jobs import Job, Seat
+from tpuswarm.fleet.core.memory import Work
 from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.document import Damaged, Document, LocalBucket, Store, path_of
+from tpuswarm.fleet.keeping.document import (
+    Document,
+    LocalBucket,
+    Store,
+    path_of,
+    with_job,
+)
 from tpuswarm.fleet.keeping.history import History
-from tpuswarm.fleet.keeping.keeper import TERM, Keeper, Tick
-
-A, B = "us-central1-f", "us-central1-b"
-WANTED = desired(pool("small", 2, (A, B)), pool("line", 1, (B,), "queued"), vm("head"))
-
-
-def store(cloud: Cloud) -> Store:
-    return Store(cloud.bucket("state"), "gpt2", "gs://state")
-
-
-def begin(cloud: Cloud, wanted=WANTED) -> None:
-    store(cloud).change(lambda _: Document("gpt2", "google", "model", wanted, wanted.zones))
-
-
-def ask(cloud: Cloud, **what: object) -> None:
-    store(cloud).change(lambda found: replace(found, desired=replace(found.desired, **what)))
-
-
-def keeper(cloud: Cloud, folder: Path) -> Keeper:
-    clock = Clock(wall=lambda: cloud.now, steady=lambda: cloud.now)
-    return Keeper(cloud, store(cloud), History(folder / "history.db"), clock, threads=1)
-
-
-def run(keeping: Keeper, cloud: Cloud, seconds: float, every: float = 10.0) -> Tick:
-    end = cloud.now + seconds
-    while True:
-        tick = keeping.tick()
-        cloud.advance(every)
-        if cloud.now >= end:
-            return tick
-
-
-def ready(cloud: Cloud) -> list[str]:
-    return sorted(each.name for each in cloud.there.values() if each.state == "ready")
+from tpuswarm.fleet.keeping.keeper import Keeper
 
 
 def test_it_brings_a_fleet_up_and_down(tmp_path):
@@ -118,48 +94,23 @@ def test_killed_at_every_effect_and_begun_again_on_any_computer(tmp_path):
         assert life(cloud, f"{number}", same_disk=number % 8 < 4) <= 1
 
 
-def test_the_second_keeper_watches_and_takes_over(tmp_path):
+def test_idleness_is_what_somebody_has_watched(tmp_path):
     cloud = Cloud()
-    begin(cloud)
-    first, second = keeper(cloud, tmp_path / "1"), keeper(cloud, tmp_path / "2")
-    for _ in range(40):
-        assert first.tick().leads and not second.tick().leads
-        cloud.advance(10)
-    assert len(ready(cloud)) == 4
-    cloud.preempt((A, "v2-usc1f-0"))
-    stood = cloud.now
-    while not second.tick().leads:  # the first is gone
-        cloud.advance(5)
-    assert TERM - 20 <= cloud.now - stood <= TERM + 10  # it was renewed up to 20 s before
-    run(second, cloud, 600)
-    assert len(ready(cloud)) == 4
-    assert not first.tick().leads  # it has come back, and sees who leads
+    begin(cloud, replace(WANTED, down_when=DownWhen(idle_s=1800.0)))
 
+    def work(phase: str, busy_at: float) -> None:
+        job = Job("train", "small", "python train.py", "preempted", (Seat("small", phase=phase),))
+        store(cloud).change(lambda found: replace(found, work=Work(busy_at=busy_at), jobs=(job,)))
 
-def test_a_lease_that_was_given_back_is_free_at_once(tmp_path):
-    cloud = Cloud()
-    begin(cloud)
-    first = keeper(cloud, tmp_path / "1")
-    assert first.tick().leads
-    first.release()
-    assert keeper(cloud, tmp_path / "2").tick().leads
-
-
-def test_a_keeper_that_cannot_renew_its_lease_stops_acting(tmp_path):
-    cloud = Cloud()
-    begin(cloud)
+    run(keeper(cloud, tmp_path), cloud, 600)
+    work("running", cloud.now)
+    cloud.advance(7200)  # nobody has looked, and it runs
     keeping = keeper(cloud, tmp_path)
-    run(keeping, cloud, 600)
-    bucket = cloud.bucket("state")
-    write, bucket.write = bucket.write, lambda *_: (_ for _ in ()).throw(Unreachable("no network"))
-    run(keeping, cloud, 50)
-    cloud.preempt((A, "v2-usc1f-0"))
-    assert not keeping.tick().leads
-    run(keeping, cloud, 300)
-    assert len(cloud.there) == 4 and len(ready(cloud)) == 3
-    bucket.write = write
-    run(keeping, cloud, 600)
-    assert len(ready(cloud)) == 4
+    assert run(keeping, cloud, 3600).document.desired.down is None
+    work("done", cloud.now - 3600)
+    cloud.advance(7200)  # the computer sleeps
+    assert run(keeping, cloud, 1700).document.desired.down is None
+    assert run(keeping, cloud, 200).document.desired.down == "down_when: nothing has run for 30 min"
 
 
 def test_what_ends_a_fleet_is_stored_before_anything_is_deleted(tmp_path):
@@ -199,54 +150,78 @@ def test_a_jump_of_the_clock_costs_nothing_and_deletes_nothing(tmp_path):
     before = keeping.tick().document.ledger.dollars
     for jump in (86_400.0, -200_000.0):
         ahead[0] += jump
-        cloud.advance(5)
+        cloud.advance(1)
         tick = keeping.tick()
-        assert tick.document.ledger.dollars == pytest.approx(before, abs=0.1)
         assert not tick.plan.actions and "the clock has jumped by" in tick.document.events[-1].text
+        for _ in range(20):  # also where nothing is stored in the look that sees it
+            assert tick.document.ledger.dollars == pytest.approx(before, abs=0.1)
+            cloud.advance(1)
+            tick = keeping.tick()
 
 
-def test_damaged_state_is_a_sentence(tmp_path):
-    cloud = Cloud()
+def test_a_jump_of_the_clock_is_not_forgotten_where_the_cloud_does_not_answer(tmp_path):
+    cloud, ahead = Cloud(), [0.0]
     begin(cloud)
+    clock = Clock(wall=lambda: cloud.now + ahead[0], steady=lambda: cloud.now)
+    keeping = Keeper(cloud, store(cloud), History(tmp_path / "history.db"), clock, threads=1)
+    run(keeping, cloud, 600)
+    before = keeping.tick().document.ledger.dollars
+    ahead[0] += 86_400.0
     bucket = cloud.bucket("state")
-    bucket.write(path_of("gpt2"), b"{broken", 1)
-    with pytest.raises(Damaged, match=r"gs://state/tpuswarm/fleets/gpt2\.json is damaged \(7 bytes\): `tpuswarm up`"):
-        store(cloud).load()
+    bucket.reachable = False
+    with pytest.raises(Unreachable):
+        keeping.tick()
+    bucket.reachable = True
+    tick = run(keeping, cloud, 30)
+    assert tick.document.ledger.dollars == pytest.approx(before, abs=0.1) and not tick.plan.actions
 
 
-def test_files_of_one_computer_are_a_bucket_too(tmp_path):
-    bucket = LocalBucket(tmp_path)
-    assert bucket.read("a/b.json") is None
-    assert bucket.write("a/b.json", b"one\ntwo", 0) == 1
-    with pytest.raises(Changed):
-        bucket.write("a/b.json", b"other", 0)
-    assert bucket.write("a/b.json", b"three", 1) == 2
-    assert bucket.read("a/b.json") == (b"three", 2)
-    bucket.delete("a/b.json")
-    assert bucket.read("a/b.json") is None
-
-
-def test_a_history_that_cannot_be_kept_is_said_and_nothing_else(tmp_path):
+def test_a_keeper_in_the_background_outlives_what_a_person_has_to_mend(tmp_path):
     cloud = Cloud()
     begin(cloud)
-    (tmp_path / "file").write_text("")
-    history = History(tmp_path / "file" / "history.db")
+    look, said, slept = cloud.machines, [], []
+
+    def refuse(zones):
+        cloud.machines = look
+        raise Denied("listing TPUs: permission denied")
+
+    cloud.machines = refuse
+    keeping = keeper(cloud, tmp_path)
+    keeping.told = said.append
+    with pytest.raises(Denied):
+        keeping.run(lambda tick: None, lambda tick: True, slept.append)
+    cloud.machines = refuse
+    keeping.run(lambda tick: None, lambda tick: True, slept.append, patient=True)
+    assert slept == [300.0] and said[0].endswith("listing TPUs: permission denied; asked again in 5 min")
+
+
+def test_a_full_disk_stops_no_keeper(tmp_path, monkeypatch):
+    """Nothing is done while the document cannot be written, and all of it afterwards."""
+    cloud, said = Cloud(), []
+    local = Store(LocalBucket(tmp_path), "gpt2", "here")
+    local.change(lambda _: Document("gpt2", "google", "model", WANTED, WANTED.zones))
     clock = Clock(wall=lambda: cloud.now, steady=lambda: cloud.now)
-    run(Keeper(cloud, store(cloud), history, clock, threads=1), cloud, 600)
-    assert len(ready(cloud)) == 4 and history.trouble and "File exists" in history.trouble
-    broken = tmp_path / "broken.db"
-    broken.write_bytes(b"no database at all" * 100)
-    assert History(broken).memory() is None and History(broken).events() == []
-    run(keeper(cloud, tmp_path), cloud, 30)
+    keeping = Keeper(cloud, local, History(tmp_path / "history.db"), clock, threads=1)
+    keeping.told = said.append
+    with monkeypatch.context() as full:
+        full.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        keeping.run(lambda tick: None, lambda tick: cloud.now > 1_800_000_100, cloud.advance)
+        assert cloud.there == {} and "gpt2.json cannot be written: No space left on device" in said[0]
+    keeping.run(lambda tick: None, lambda tick: tick.converged, cloud.advance)
+    assert len(ready(cloud)) == 4
 
 
-def test_events_of_a_machine_are_remembered(tmp_path):
+def test_a_fleet_is_not_done_while_a_job_of_it_is_not_over(tmp_path):
+    """Another job was stored, and who carries jobs out has not looked since."""
     cloud = Cloud()
-    begin(cloud)
-    run(keeper(cloud, tmp_path), cloud, 600)
-    cloud.preempt((A, "v2-usc1f-0"))
-    run(keeper(cloud, tmp_path / "x"), cloud, 30)
-    run(keeping := keeper(cloud, tmp_path), cloud, 600)
-    del keeping
-    kinds = [each.kind for each in History(tmp_path / "history.db").events("v2-usc1f-0")]
-    assert kinds[:2] == ["asked", "ready"] and "ready" in kinds[2:]
+    begin(cloud, replace(desired(pool(count=1)), down_when=DownWhen(done=True)))
+    keeping = keeper(cloud, tmp_path)
+    run(keeping, cloud, 300)
+    old = Job("old", "small", "true", "never", (Seat("small", phase="done"),))
+    store(cloud).change(lambda found: replace(with_job(found, old), work=Work(done=True)))
+    store(cloud).change(lambda found: with_job(found, replace(old, name="new", seats=(Seat("small"),))))
+    assert store(cloud).load().work.done is False
+    store(cloud).change(lambda found: replace(found, work=Work(done=True)))
+    assert run(keeping, cloud, 100).document.desired.down is None
+    store(cloud).change(lambda found: replace(with_job(found, replace(old, name="new")), work=Work(done=True)))
+    assert run(keeping, cloud, 300).document.desired.down == "down_when: the work is done"

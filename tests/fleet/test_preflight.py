@@ -3,18 +3,22 @@
 import dataclasses
 import datetime
 import shlex
+from pathlib import Path
 
 import pytest
 
+from tpuswarm.cli import bring
 from tpuswarm.cloud.errors import Denied, NoQuota, NotSignedIn, Unreachable
 from tpuswarm.cloud.google.firewall import Rule, wanted
-from tpuswarm.cloud.google.project import APIS
+from tpuswarm.cloud.google.project import APIS, Subnetwork
 from tpuswarm.cloud.google.quotas import Quota
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.facts import Facts, Net, nets_of
 from tpuswarm.fleet.file import SwarmFile
 from tpuswarm.fleet.preflight import Check, checks
+from tpuswarm.plan.head import head
+from tpuswarm.plan.swarm import Exchanged, traffic
 
 NOW = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC).timestamp()
 ZONE, NET = "us-central1-b", "tpuswarm-mine"
@@ -47,16 +51,18 @@ FACTS = Facts(
     types={ZONE: ("v2-8", "v3-8")},
     runtimes={ZONE: ("tpu-ubuntu2204-base", "tpu-vm-tf-2.18.0")},
     bucket="us-central1",
-    ranges={Net(NET, None, "us-central1"): "10.128.0.0/20"},
+    subnetworks={Net(NET, NET, "us-central1"): Subnetwork("10.128.0.0/20", False)},
     rules=wanted(NET, "tpuswarm-mine", "tpuswarm mine"),
     account="1-compute@developer.gserviceaccount.com",
 )
 
 
-def judged(text: str = TEXT, paid: bool = False, head_bytes: float | None = None, **facts) -> list[Check]:
-    from pathlib import Path
+def read(text: str) -> SwarmFile:
+    return parse_toml(text, Path("swarm.toml"), SwarmFile)
 
-    file = parse_toml(text, Path("swarm.toml"), SwarmFile)
+
+def judged(text: str = TEXT, paid: bool = False, head_bytes: float | None = None, **facts) -> list[Check]:
+    file = read(text)
     return checks(file, dataclasses.replace(FACTS, **facts), NOW, paid, head_bytes)
 
 
@@ -79,7 +85,13 @@ def test_where_all_is_right_every_check_says_so():
     [
         ({"apis": NotSignedIn("x: expired; y")}, "credentials", "expired", "gcloud auth application-default login"),
         ({"apis": Unreachable("Google Cloud cannot be reached")}, "credentials", "cannot be reached", "network"),
-        ({"apis": Denied("denied")}, "project", "denied", "gcloud projects describe my-project"),
+        (
+            {"apis": Denied("denied"), "types": {ZONE: Denied("denied")}},
+            "project",
+            "denied",
+            "gcloud projects describe my-project",
+        ),
+        ({"os_login": True}, "policy", "OS Login on for all machines", "disable-enforce compute.requireOsLogin"),
         ({"billing": None}, "billing", "no billing account", "gcloud billing projects link my-project"),
         (
             {"apis": frozenset(APIS) - {"tpu.googleapis.com"}},
@@ -95,13 +107,13 @@ def test_where_all_is_right_every_check_says_so():
         ({"bucket": None}, "bucket", "there is no bucket mine-bucket", "--location=us-central1"),
         ({"bucket": "us-east1"}, "bucket", "costs $0.02", "allow_cross_region = true"),
         (
-            {"ranges": {Net(NET, None, "us-central1"): None}},
+            {"subnetworks": {Net(NET, NET, "us-central1"): None}},
             "addresses",
             "no addresses",
             "gcloud compute networks subnets create",
         ),
         (
-            {"ranges": {Net(NET, None, "us-central1"): "10.0.0.0/29"}},
+            {"subnetworks": {Net(NET, NET, "us-central1"): Subnetwork("10.0.0.0/29", False)}},
             "addresses",
             "4 addresses (10.0.0.0/29) for 5 hosts",
             "expand-ip-range",
@@ -120,6 +132,31 @@ def test_where_all_is_right_every_check_says_so():
 def test_a_fact_that_is_wrong(facts, id_, sentence, mend):
     found = wrong(**facts)
     assert (found.id, sentence in found.sentence, mend in found.mend) == (id_, True, True), found
+
+
+def test_machines_without_an_external_address_need_a_way_to_google():
+    file = read(TEXT.replace("count = 4\nnetwork", "count = 4\nexternal_ips = false\nnetwork"))
+    (found,) = [each for each in checks(file, FACTS, NOW, False) if not each.ok]
+    assert "reach neither buckets nor the TPU service" in found.sentence
+    assert found.mend.endswith(
+        f"update {NET} --region=us-central1 --project=my-project --enable-private-ip-google-access"
+    )
+    ways = dict.fromkeys(FACTS.subnetworks, Subnetwork("10.128.0.0/20", True))
+    assert all(each.ok for each in checks(file, dataclasses.replace(FACTS, subnetworks=ways), NOW, False))
+
+
+@pytest.mark.parametrize("fact", ["apis", "billing", "quotas", "account"])
+def test_what_a_member_of_a_project_may_not_ask_is_said_and_keeps_nobody_from_creating(fact):
+    found = judged(**{fact: Denied("asking: the caller does not have permission; an owner gives it")})
+    (unknown,) = [each for each in found if not each.known]
+    assert all(each.ok for each in found) and unknown.sentence.startswith("could not be checked: asking: the caller")
+    assert {each.id for each in found} >= {"type", "runtime", "bucket", "firewall", "price"}
+
+
+def test_apis_that_only_tell_something_need_not_be_on():
+    off = Denied("asking for quotas: the API cloudquotas.googleapis.com is not on")
+    on = frozenset(APIS) - {"cloudquotas.googleapis.com", "cloudbilling.googleapis.com"}
+    assert all(each.ok for each in judged(apis=on, quotas=off, billing=off))
 
 
 @pytest.mark.parametrize(
@@ -168,4 +205,12 @@ def test_commands_that_mend_can_be_typed_as_they_are():
 def test_every_net_of_the_file_is_asked_about():
     from pathlib import Path
 
-    assert nets_of(parse_toml(TEXT, Path("f"), SwarmFile)) == set(FACTS.ranges)
+    assert nets_of(parse_toml(TEXT, Path("f"), SwarmFile)) == set(FACTS.subnetworks)
+
+
+def test_what_the_head_needs_is_what_plan_says_of_the_model():
+    text = TEXT.replace("[head]", '[train]\nrecipe = "gpt2-124m"\nsteps = 10\nmembers = 4\n\n[head]')
+    exchanged = Exchanged(124_439_808, 1.0, 50)
+    needed = head(4, exchanged, traffic(exchanged), "nesterov").memory_bytes
+    assert bring.head_bytes(read(text)) == pytest.approx(needed, rel=1e-3)
+    assert bring.head_bytes(read(TEXT)) is None

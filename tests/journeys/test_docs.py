@@ -26,8 +26,12 @@ SECONDS = 240
 """Nothing in a document takes that long; a stuck command must not stop the tests."""
 
 
+ELSEWHERE = ("benchmarks.md", "torch.md")
+"""Documents that are not run here: one takes hours, the other needs torch (tests/oracle/test_torch_docs.py)."""
+
+
 def runnable(document: Path) -> bool:
-    return any(block.language in ("sh", "python") for block in blocks(document)) and document.name != "benchmarks.md"
+    return any(block.language in ("sh", "python") for block in blocks(document)) and document.name not in ELSEWHERE
 
 
 @pytest.mark.parametrize("document", [each for each in DOCUMENTS if runnable(each)], ids=lambda path: path.name)
@@ -96,8 +100,9 @@ def _run(words: list[str], folder: Path, where: str, more: Mapping[str, str] = M
 
 
 def _user_environment() -> dict[str, str]:
-    """A user's environment: without the settings that these tests make for JAX, with the tests' own cache."""
+    """A user's environment: without the devices that these tests make for JAX, with the tests' own cache."""
     kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS" and not name.startswith("JAX_")}
+    kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
@@ -106,16 +111,18 @@ def _make_targets() -> set[str]:
 
 
 def _known_options() -> set[str]:
-    """Options of all commands and of GPT-2."""
+    """Options of all commands and of our recipes."""
     from tpuswarm.cli.app import make_app
     from tpuswarm.recipes.gpt2.recipe import GPT2
+    from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
     from tpuswarm.train.user_code import option_types
 
     commands = [typer.main.get_command(make_app())]
     for command in commands:
         commands += getattr(command, "commands", {}).values()
     found = {flag for command in commands for parameter in command.params for flag in parameter.opts}
-    return found | {"--help"} | {f"--{name.replace('_', '-')}" for name in option_types(GPT2)}
+    ours = {name for recipe in (GPT2, StyleGAN2) for name in option_types(recipe)}
+    return found | {"--help"} | {f"--{name.replace('_', '-')}" for name in ours}
 
 
 def _known_commands() -> set[str]:

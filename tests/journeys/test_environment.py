@@ -58,3 +58,19 @@ def test_a_ray_cluster_without_its_token(typed, tmp_path, monkeypatch):
         code, out, err = typed(*RAY.split(), address)
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert f"the Ray cluster at {address} needs a token; give it in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH" in err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("", "--dashboard needs --members"),
+        ("--members 2", "--dashboard needs what ray[default] brings"),
+        ("--members 2 --ray-address auto", "--dashboard and --ray-address exclude each other"),
+    ],
+)
+def test_a_dashboard_that_cannot_be(typed, tmp_path, monkeypatch, more, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray.dashboard.optional_deps", None)  # as where only `ray` is installed
+    code, out, err = typed(*TRAIN.split(), "--dashboard", *more.split())
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())

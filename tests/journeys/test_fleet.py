@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.local_cloud import cloud_of_this_test
 from tpuswarm.cloud.rehearsal.client import ask
-from tpuswarm.cloud.rehearsal.connect import connect, stop
 from tpuswarm.cloud.rehearsal.place import Place
 from tpuswarm.errors import TpuswarmError
 
@@ -59,21 +60,13 @@ count = 100
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A local cloud of this test's own, thirty times as fast as ours."""
-    found = Place(tmp_path / "cloud")
-    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(found.folder))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    connect(found.folder)
-    ask(found, "speed", speed=30.0)
-    yield found
-    stop(found)
+    with cloud_of_this_test(tmp_path, monkeypatch, 30.0) as found:
+        yield found
 
 
 def run(line: str) -> str:
     """What a command prints; it has to succeed."""
-    done = subprocess.run([PROGRAM, *line.split()], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run([PROGRAM, *shlex.split(line)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, f"tpuswarm {line}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -21,11 +21,11 @@ from tpuswarm.cli import control
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.events import commit_event
 from tpuswarm.swarm.ledger import commit_name
-from tpuswarm.swarm.logs import stamp
 from tpuswarm.swarm.objects import object_name
 from tpuswarm.swarm.status import MemberStatus, Progress, compose, write_status
 from tpuswarm.swarm.store import Store
 from tpuswarm.train.run import Run, append_event
+from tpuswarm.train.stamped import stamp
 
 COMMITS = 9
 CONFIG = {
@@ -156,7 +156,7 @@ def test_a_ledger_by_its_url(call, chain):
         ("ledger show runs/young", "runs/young has no commits: its first commit has not been made yet"),
         ("ledger verify runs/young", "has no commits"),
         ("ledger show runs/a -n 0", "-n, a number of commits, must be at least 1, not 0"),
-        ("ledger", "Missing command"),
+        ("ledger", "missing command"),
         ("ledger shwo runs/a", "shwo"),
         ("logs nowhere", "nowhere does not exist"),
         ("logs runs/a mO", "runs/a has no process 'mO'; did you mean m0?"),
@@ -207,7 +207,7 @@ def test_a_swarm_that_runs(call, chain, plain):
     code, out, err = call("status runs/a")
     assert code == 0 and err == "" and "alarm: m1 is far [away]" in out and "no update" not in out
     assert re.search(rf"commit +{COMMITS} ", out) and re.search("m0 +alive +11 ", out)
-    assert re.search("m1 +lost ", out) and "to add a machine: tpuswarm join host:1 --token-file runs/a/token\n" in out
+    assert re.search("m1 +lost ", out) and "to add a machine: `tpuswarm join host:1 --token-file runs/a/token`\n" in out
     status(chain, age=60.0)
     assert f"no update for 60 s: process {os.getpid()} does not respond" in call("status runs/a")[1]
     both = {each["run"]: each for each in json.loads(call("status --json")[1])["runs"]}

@@ -14,7 +14,6 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
     monkeypatch.delenv("XLA_FLAGS")  # a user's machine, not 8 virtual devices
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # what runs for a moment is not worth optimising
     NotebookClient(notebook, timeout=240, kernel_name="python3").execute(cwd=tmp_path)
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     curves, sample, line = outputs[-3:]

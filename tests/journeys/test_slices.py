@@ -19,8 +19,10 @@ from benchmarks.chaos import SMALL, Swarm
 from tests.hosts import free_port
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.fragments import Leaf
+from tpuswarm.swarm.engines.files import BATCH
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.runtime import files
+from tpuswarm.swarm.runtime import hosts as hosts_of_run
 from tpuswarm.swarm.runtime import join as joining
 from tpuswarm.swarm.runtime.group import Group
 from tpuswarm.swarm.runtime.head import Joining
@@ -175,10 +177,10 @@ def test_a_number_given_twice_is_refused_and_the_others_leave_with_host_0(tmp_pa
             one = Group(at, 3, 1, str(token))
             while joining.silent(at):
                 assert not zero.done()
-            first = pool.submit(join, at, one, token, said.append)
+            first = pool.submit(join, at, None, one, token, said.append)
             until(1)
             with pytest.raises(InputError, match="it expects hosts 1 to 2, each once, not another host 1"):
-                join(at, one, token, lambda text: None)
+                join(at, None, one, token, lambda text: None)
             assert not first.done()
         finally:
             leave.set()
@@ -205,7 +207,7 @@ def test_a_host_with_another_token_is_refused(tmp_path):
         thread.start()
         said: list[str] = []
         with pytest.raises(InputError, match=f"host 0 at {at} has a different secret; all hosts need the same"):
-            join(at, Group(at, 2, 1, str(other)), other, said.append)
+            join(at, None, Group(at, 2, 1, str(other)), other, said.append)
         thread.join()
     assert said == [f"this is host 1 of 2; connecting to {at}; Ctrl-C leaves"]
 
@@ -246,6 +248,13 @@ def test_a_member_on_the_runs_machine_trains_on_no_other_files_than_the_run_was_
     ):
         with pytest.raises(InputError, match=r"tokens.bin has changed since the run was started; restore a copy"):
             use()
+
+
+def test_a_batch_that_is_no_part_of_the_run_s_is_refused(monkeypatch):
+    monkeypatch.setenv(BATCH, "4")
+    made = hosts_of_run.member(PLAN, "j0", ("shard",), None, 0, False, pytest.fail)
+    with pytest.raises(InputError, match="j0 cannot join: its batch is 4, and the run's, 2, is no multiple of it"):
+        made.run()
 
 
 def test_a_machine_that_joined_fetches_what_has_changed_there(tmp_path, monkeypatch):

@@ -60,10 +60,13 @@ def tree(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in tree(int(child)))]
 
 
-def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_swarm_lives_through_everything(swarm, typed, tmp_path, monkeypatch):
     swarm.start()
     swarm.wait(lambda: version(swarm) >= 2 and member(swarm, "m1")["state"] == "alive")
 
+    titles = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in tree(swarm.process.pid)]
+    assert not any(b"log_monitor" in each or b"autoscaler" in each for each in titles), "Ray's helpers, for nothing"
     first = member(swarm, "m1")
     os.kill(first["pid"], signal.SIGKILL)
     swarm.wait(lambda: any(event["member"] == "m1" for event in swarm.events("lost")))
@@ -81,12 +84,11 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
     # SIGTERM is the notice of a preemption: the member hands in its work and goes.
     os.kill(member(swarm, "m1")["pid"], signal.SIGTERM)
     swarm.wait(lambda: swarm.events("left"))
-    out, _ = processes.run(["status", str(swarm.run), "--json"], tmp_path)
-    status = json.loads(out)
+    status = json.loads(typed("status", str(swarm.run), "--json")[1])
     assert (status["state"], {each["id"] for each in status["members"]}) == ("running", {"m0", "m1"})
     tokens = status["tokens"]
     assert tokens["processed"] == sum(tokens[name] for name in ("applied", "dropped", "outstanding", "lost"))
-    out, _ = processes.run(["logs", str(swarm.run)], tmp_path)
+    out = typed("logs", str(swarm.run))[1]
     assert "m1 killed; about" in out and "m1 left cleanly" in out
 
     wrong = tmp_path / "wrong-token"
@@ -152,12 +154,8 @@ def test_a_swarm_lives_through_everything(swarm, tmp_path, monkeypatch):
     own = [json.loads(line) for line in (swarm.run / "members" / "m0" / "metrics.jsonl").read_text().splitlines()]
     steps_made = [row["step"] for row in own if "loss" in row]
     assert steps_made == sorted(steps_made)
-    lives = len(swarm.events("started"))
-    out, err = processes.run(["train", *shorter, "--json"], tmp_path)
-    assert json.loads(out) == result and {"loss", "eval_loss"} <= result["metrics"].keys()
-    assert "is finished; nothing left to do" in err and len(swarm.events("started")) == lives
-    out, _ = processes.run(["evaluate", str(swarm.run)], tmp_path)
-    assert f"at step {steps:,}" in out
+    assert {"loss", "eval_loss"} <= result["metrics"].keys()
+    assert f"at step {steps:,}" in typed("evaluate", str(swarm.run))[1]
 
 
 def alive(pid: int) -> bool:
@@ -167,7 +165,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.fleet
 def test_whoever_stands_still_for_a_minute_the_others_commit(swarm):
     """SIGSTOP: nothing ends, nobody is told. What does not answer is replaced; the supervisor goes on where it was."""
     swarm.start()
@@ -192,7 +190,7 @@ def test_whoever_stands_still_for_a_minute_the_others_commit(swarm):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.fleet
 def test_random_kills_for_two_minutes(tmp_path):
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")

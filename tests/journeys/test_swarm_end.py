@@ -10,7 +10,7 @@ import pytest
 
 from tests.swarm.chains import Run as Chain
 from tpuswarm.cli import main
-from tpuswarm.swarm.runtime import memory, start
+from tpuswarm.swarm.runtime import needs, start
 from tpuswarm.swarm.runtime.head import FOUNDING
 from tpuswarm.swarm.runtime.supervisor import Ended
 from tpuswarm.swarm.store import Store
@@ -21,7 +21,7 @@ RUN = Path("a")
 
 
 class Cluster:
-    found, address = True, ""
+    found, address, dashboard = True, "", None
 
     def __init__(self, *arguments):
         pass
@@ -89,12 +89,12 @@ def test_the_same_command_after_the_end_says_the_same_and_changes_nothing(call, 
     def full(*needs):
         raise AssertionError("memory was asked for, and nothing will be started")
 
-    monkeypatch.setattr(memory, "check_memory", full)
+    monkeypatch.setattr(needs, "check_memory", full)
     for options in ("--steps 4", "--steps 4 --members 300", "--steps 2 --accept-code"):
         code, out, err = call(f"{options} --json")
         assert (code, json.loads(out)) == (0, first) and "is finished; nothing left to do" in err
     for options, words in (
-        ("--steps 4 --outer nesterof", "did you mean nesterov"),
+        ("--steps 4 --outer nesterof", "outer is average or nesterov, not 'nesterof'"),
         ("--steps 2", "steps was 4, now 2"),
         ("--steps 4 --batch 4 --accept-code", "is a different run: batch"),
     ):

@@ -1,16 +1,29 @@
 """Wrong input to `train --members` and `join`: one sentence, before anything is started."""
 
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.journeys.documents import ROOT
-from tpuswarm.swarm.runtime import machine, memory, start
+from tpuswarm.swarm.retention import disk
+from tpuswarm.swarm.runtime import machine, needs, start
 
 MODEL = ROOT / "tests" / "recipes" / "golden" / "model"
 TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --steps 4"
+
+NORMED = """
+import jax.numpy as jnp, numpy as np, optax
+from tpuswarm import supervised
+def loss(params, extra, batch, key):
+    return (batch["x"] * params["w"]).mean(), ({}, {"mean": batch["x"].mean()})
+def recipe():
+    return supervised(lambda key: {"w": jnp.ones(())}, loss, optax.sgd(0.1), {"x": np.ones(8, np.float32)},
+                      extra=lambda key: {"mean": jnp.zeros(())})
+"""
 
 
 @pytest.fixture
@@ -29,14 +42,14 @@ def call(monkeypatch, typed, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--members 0", "members must be at least 1, not 0"),
+        ("--members -1", "members must be at least 0, not -1"),
         ("--members 2 --cycle 0", "cycle must be at least 1, not 0"),
         ("--members 2 --devices-per-member 0", "devices-per-member must be at least 1, not 0"),
-        ("--members 2 --outer nesterof", "did you mean nesterov"),
+        ("--members 2 --outer nesterof", "outer is average or nesterov, not 'nesterof'"),
         ("--members 2 --outer average --outer-lr 0.5", "--outer average takes no --outer-lr (0.5)"),
         ("--members 2 --outer nesterov --outer-lr -1", "outer-lr must be above 0, not -1"),
-        ("--members 2 --quantize int9", "unknown quantize 'int9'"),
-        ("--members 2 --overlap 3", "unknown overlap '3'; known: 0, auto"),
+        ("--members 2 --quantize int9", "quantize is int8 or int4, not 'int9'"),
+        ("--members 2 --overlap 3", "overlap is auto or 0, not '3'"),
         ("--members 2 --devices 4", "this machine has no TPU or GPU to share out"),
         ("--members 2 --batch 12 --devices-per-member 5", "a batch of 12 rows does not divide evenly over devices (5)"),
         ("--members 2 --eval-every 5m", "in a swarm --eval-every counts steps"),
@@ -58,13 +71,42 @@ def test_wrong_options(call, tmp_path, options, sentence):
     assert not (tmp_path / "new").exists()
 
 
+def test_running_statistics_are_not_quantized(call, tmp_path):
+    (tmp_path / "normed.py").write_text(NORMED)
+    code, out, err = call("train normed.py:recipe --steps 4 --batch 4 --run new --members 2 --quantize int8")
+    assert (code, out) == (2, "") and err.endswith("a variance below 0; leave it out\n")
+    assert "running statistics (extra/mean)" in err and not (tmp_path / "new").exists()
+
+
 def test_memory_names_what_fits(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: 8 * 2**30)
-    with pytest.raises(
-        memory.InputError, match=r"9 members need about [\d.]+ GiB .* has 8.0 GiB free; use --members 2"
-    ):
-        memory.check_memory(9, exchanged=2**28, state=3 * 2**28, kind="cpu")
-    memory.check_memory(2, exchanged=2**28, state=3 * 2**28, kind="cpu")
+    monkeypatch.setattr(needs, "available_memory", lambda: 8 * 2**30)
+    with pytest.raises(needs.InputError, match=r"9 members need about [\d.]+ GiB .* has 8.0 GiB free; use --members 2"):
+        needs.check_memory(9, exchanged=2**28, largest=2**20, state=3 * 2**28, kind="cpu")
+    needs.check_memory(2, exchanged=2**28, largest=2**20, state=3 * 2**28, kind="cpu")
+
+
+def test_a_disk_that_is_too_small_is_found_before_anything_starts(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(needs.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    code, out, err = call(f"{TRAIN} --members 4 --run new --width 128")
+    assert (code, out) == (2, "") and not (tmp_path / "new").exists()
+    assert re.search(r"new will hold up to 0\.\d GiB, .* use --run on a larger disk or gs://BUCKET/FOLDER", err)
+
+
+def test_what_a_run_keeps_is_what_an_audit_saw():
+    """124M, 4 members, Nesterov in f32: about 70 GB were seen: versions, momenta and buffers, pushes."""
+    kept = disk(124_000_000, "plain", "nesterov", 4)
+    assert kept.held == pytest.approx(21 * 124e6 * 4 * (3 + 4)) and 60e9 < kept.held < 75e9
+    assert kept.version == 4 * 124e6
+    assert disk(124_000_000, "int8", "average", 4).held < kept.held / 2
+
+
+def test_what_is_there_already_needs_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(needs.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects" / "a").write_bytes(bytes(500))
+    needs.check_disk(tmp_path, 1500)
+    with pytest.raises(needs.InputError, match="will hold up to"):
+        needs.check_disk(tmp_path, 1501)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ WRONG = {
     "seed": (*NO_NUMBERS, "1.5", "4294967296", HUGE),
     "grace": (*NO_NUMBERS, "1e400", HUGE),
     "devices": (*NO_NUMBERS, "0", "[9]", "[]", "[0,0]", HUGE),
-    **dict.fromkeys(("members", "cycle", "devices-per-member"), (*NO_NUMBERS, "0", "1.5")),
+    "members": (*NO_NUMBERS, "1.5"),  # none is a head for members that join
+    **dict.fromkeys(("cycle", "devices-per-member"), (*NO_NUMBERS, "0", "1.5")),
     "outer-lr": (*NO_NUMBERS, "0"),
     "hosts": (*NO_NUMBERS, "0", "1.5"),
 }

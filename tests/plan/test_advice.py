@@ -37,4 +37,4 @@ def test_a_state_that_was_to_be_whole_on_each_device():
 def test_a_refusal_is_read_in_every_unit():
     """The compiler's own sentence, for 8 TiB."""
     refusal = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (8.00T) "
-    assert fit._needed_bytes(refusal + "exceeds available HBM (15.75G).") == 8 * 2**40
+    assert fit.needed_bytes(refusal + "exceeds available HBM (15.75G).") == 8 * 2**40

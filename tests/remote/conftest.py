@@ -1,17 +1,25 @@
 """A local cloud with a fleet on it, and its hosts, for all tests of this folder."""
 
+import contextlib
+import io
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from tests.cloud.rehearsal.conftest import until
 from tests.local_cloud import local_cloud
 from tests.remote.machines import machines
 from tests.terminal import PROGRAM
+from tpuswarm.cli import main
 from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
 from tpuswarm.fleet.reach import Reach, find_reach
+from tpuswarm.train.stop import SIGNALS
 
 FILE = """\
 name = "trio"
@@ -52,9 +60,24 @@ class Fleet:
         about = {"cwd": self.folder, "env": self.environment, **pipes, **about}
         return subprocess.Popen([PROGRAM, *words], text=True, **about)
 
-    def run(self, *words: str, code: int = 0, **about) -> tuple[str, str]:
-        """What a command printed."""
-        return self.finish(self.start(*words, **about), code)
+    def run(self, *words: str, code: int = 0, cwd: Path | None = None) -> tuple[str, str]:
+        """What a command printed, typed in this process: it has imported already what a new one would import."""
+        out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+        before = {each: signal.getsignal(each) for each in SIGNALS}
+        with (
+            patch.dict(os.environ, self.environment, clear=True), patch.object(sys, "argv", ["tpuswarm", *words]),
+            contextlib.chdir(cwd or self.folder), patch.object(sys, "stdout", out), patch.object(sys, "stderr", err),
+            Path(os.devnull).open() as nothing, patch.object(sys, "stdin", nothing), pytest.raises(SystemExit) as end,
+        ):  # fmt: skip
+            try:
+                main()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+        said = out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
+        assert end.value.code == code, f"exit {end.value.code}, not {code}:\n{said[0]}\n{said[1]}"
+        assert "Traceback" not in said[1], said[1]
+        return said
 
     def finish(self, process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
         """Wait for its end, which has to be with `code`."""
@@ -71,9 +94,8 @@ class Fleet:
     def user_home(self, host: str) -> Path:
         """The home of whoever everything on it belongs to."""
         root = self.home(host)
-        return next(
-            each for each in (root / "root", *root.glob("home/*")) if any(each.glob("*")) or any(each.glob(".*"))
-        )
+        homes = (root / "root", *root.glob("home/*"))
+        return until(lambda: next((each for each in homes if any(each.iterdir())), None))
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,8 @@ class Here(NamedTuple):
     key: Path
     loop: asyncio.AbstractEventLoop
     acceptors: dict[str, asyncssh.SSHAcceptor]
+    listen: list[Callable[[str], Coroutine[Any, Any, asyncssh.SSHAcceptor]]]
+    """Of each machine: its server, at an address."""
 
     @property
     def hosts(self) -> list[Host]:
@@ -65,6 +67,17 @@ class Here(NamedTuple):
             CONNECTED.pop(number, None)
 
         self.ask(close())
+
+    def move(self, number: int, address: str) -> None:
+        """A machine has another address from now on, and nobody answers at the old one."""
+        before = self.machines[number].host.address
+        self.acceptors[address] = self.ask(self.listen[number](address))
+        self.ask(_close(self.acceptors.pop(before)))
+        self.cut(number)
+
+
+async def _close(acceptor: asyncssh.SSHAcceptor) -> None:
+    acceptor.close()
 
 
 CONNECTED: dict[int, set[asyncssh.SSHServerConnection]] = {}
@@ -97,7 +110,7 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    here = Here([], key_file, loop, {})
+    here = Here([], key_file, loop, {}, [])
     try:
         for each in range(count):
             described = Described(f"m{each}-{folder.name}", "owner", each, f"127.{number}.1.{each + 1}", None, chips=4)
@@ -105,8 +118,9 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
             root.boot()
             ours = served.host_key(root)
             address = described.internal
-            start = served.listen(root, address, ours, lambda: allowed, "", partial(Noted, number=each))
-            here.acceptors[address] = here.ask(start)
+            server = partial(Noted, number=each)
+            here.listen.append(partial(served.listen, root, key=ours, keys=lambda: allowed, storage="", server=server))
+            here.acceptors[address] = here.ask(here.listen[each](address))
             public = " ".join(ours.export_public_key().decode().split()[:2])
             alias, known = f"node-{each}.0", folder / "known_hosts"
             with known.open("a") as lines:

@@ -1,6 +1,7 @@
 """Connections and the same on many hosts: who is trusted, who is not, and what a person reads of it."""
 
 import asyncio
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -146,4 +147,12 @@ def test_a_second_computer_makes_its_own_key_and_is_let_in(reach, fleet, tmp_pat
     fleet.run("up", "--yes", "--paid")  # which keeps the other one's key
     monkeypatch.setenv("HOME", str(tmp_path))
     assert not [each for each in said(reach, reach.hosts("all")[0]) if isinstance(each, NoWay)]
+    # Machines that were not told, as after Ctrl-C in the middle, are told by the next command.
+    admitted = reach.fleet.folder / "admitted.json"
+    assert len(json.loads(admitted.read_text())["told"]) == 2
+    for each in reach.look().listing.machines:
+        reach._cloud.set_metadata(each, {"ssh-keys": "nobody:ssh-ed25519 AAAA"})
+    admitted.write_text(json.dumps({**json.loads(admitted.read_text()), "told": []}))
+    assert not [each for each in said(reach, reach.hosts("all")[0]) if isinstance(each, NoWay)]
+    admitted.unlink()
     assert Path(reach.key).read_bytes() != (fleet.folder / ".ssh/tpuswarm").read_bytes() and len(theirs) == 5

@@ -3,10 +3,11 @@
 import asyncio
 import os
 
+import asyncssh
 import pytest
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.remote.copy import get, put, split
+from tpuswarm.remote.copy import _walk, get, put, split
 from tpuswarm.remote.host import NoWay
 
 
@@ -38,6 +39,37 @@ def over(here):
         return asyncio.run(inside())
 
     return run
+
+
+def test_the_same_file_twice_at_once_arrives_as_it_is(here, tmp_path):
+    """As where somebody gives the same command in two windows."""
+    source = tmp_path / "large"
+    source.write_bytes(os.urandom(12_000_000))
+    host = here.hosts[0]
+
+    async def both():
+        async with here.connections() as first, here.connections() as second:
+            begun = asyncio.Event()
+            one = asyncio.create_task(put(first, host, source, "large", lambda count: begun.set()))
+            await begun.wait()
+            return await asyncio.gather(one, put(second, host, source, "large"), return_exceptions=True)
+
+    for each in asyncio.run(both()):
+        assert each == 1 or isinstance(each, RunFailed), each
+    assert (here.machines[0].home / "large").read_bytes() == source.read_bytes()
+
+
+def test_a_host_cannot_choose_where_a_file_goes(tmp_path):
+    class Bad:
+        async def readdir(self, folder):
+            attributes = asyncssh.SFTPAttrs(permissions=0o100644, size=1, mtime=1)
+            return [asyncssh.SFTPName("../../.ssh/authorized_keys", attrs=attributes)]
+
+    async def names():
+        return [each async for each in _walk(Bad(), "runs")]
+
+    with pytest.raises(RunFailed, match=r"a host names a file '\.\./\.\./\.ssh/authorized_keys' in runs/"):
+        asyncio.run(names())
 
 
 def test_a_folder_goes_there_and_comes_back_as_it_was(here, over, tmp_path):

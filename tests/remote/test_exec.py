@@ -37,9 +37,9 @@ def test_all_workers_answer_line_by_line_with_one_summary_and_a_log_each(fleet):
     assert sorted(line for line in lines if line.endswith("one")) == [f"{name:<13} │ one" for name in NAMES]
     assert sum(" │ v5e-usc1a-0-" in line for line in lines) == 4 and len(lines) == 10
     assert sum(line.endswith(" │ two") for line in err.splitlines()) == 5
-    summary = err.splitlines()[-1]
-    assert summary.startswith("5/5 ok · logs: ")
-    logs = [each.name for each in Path(summary.rpartition(" ")[2]).iterdir()]
+    summary, place = err.splitlines()[-2:]
+    assert summary == "5/5 ok" and place.startswith("logs: ~/state/tpuswarm/fleets/rehearsal/trio/exec/")
+    logs = [each.name for each in (fleet.folder / place.removeprefix("logs: ~/")).iterdir()]
     assert sorted(logs) == sorted(f"{name.replace('/', '.')}.log" for name in NAMES)
 
 
@@ -51,21 +51,24 @@ def test_several_words_are_taken_as_they_are(fleet):
 def test_the_summary_says_who_failed_and_how(fleet):
     line = "case $TPUSWARM_REHEARSAL_MACHINE in *-0-1-*) exit 255;; *-0-2-*) kill -9 $$;; v2*) exit 3;; esac"
     _, err = fleet.run("exec", "all", "--", line, code=1)
-    assert "2/5 ok · v2-usc1f-0/0: exit 3 · v5e-usc1a-0/1: exit 255 · v5e-usc1a-0/2: exit 137 (SIGKILL) · logs: " in err
+    assert "2/5 ok · v2-usc1f-0/0: exit 3 · v5e-usc1a-0/1: exit 255 · v5e-usc1a-0/2: exit 137 (SIGKILL)\n" in err
     _, err = fleet.run("exec", "slice", "--", "exit 7", code=7)  # what all have in common is the command's own
     assert "0/4 ok · v5e-usc1a-0/0, v5e-usc1a-0/1, v5e-usc1a-0/2 and 1 more: exit 7" in err
 
 
 def test_a_command_that_reads_gets_nothing(fleet):
-    out, _ = fleet.run("exec", "v2", "--", "cat; echo end", stdin=subprocess.PIPE)
+    out, _ = fleet.finish(fleet.start("exec", "v2", "--", "cat; echo end", stdin=subprocess.PIPE))
     assert out == "v2-usc1f-0/0 │ end\n"
 
 
 def test_what_is_asked_wrongly(fleet):
     wrong = fleet.run("exec", "v2-usc1f-8", "--", "true", code=2)[1]
     assert "there is no machine 'v2-usc1f-8'; did you mean v2-usc1f-0?" in wrong
+    for words in (("exec", "slice/5", "--", "true"), ("ssh", "slice")):
+        wrong = fleet.run(*words, code=2)[1]
+        assert "slice is a pool, and a worker is one of a machine: name one of v5e-usc1a-0\n" in wrong
     assert "--time-out must be above 0" in fleet.run("exec", "v2", "--time-out", "0", "--", "true", code=2)[1]
-    assert "Missing argument" in fleet.run("exec", "v2", code=2)[1]
+    assert "missing argument" in fleet.run("exec", "v2", code=2)[1]
 
 
 def test_a_host_that_hangs_is_ended_and_named_and_the_others_finish(fleet):
@@ -84,7 +87,7 @@ def test_ctrl_c_ends_it_on_all_hosts_with_its_children(fleet):
         said = shown.finish(130)
     assert said.count("│ bye") == 5
     assert "asked it to end on 5 hosts; Ctrl-C again ends it at once" in said
-    assert "0/5 ok · v2-usc1f-0/0, v5e-usc1a-0/0, v5e-usc1a-0/1 and 2 more: exit 3" in shown.flowing
+    assert "0/5 ok · v2-usc1f-0/0, v5e-usc1a-0/0, v5e-usc1a-0/1 and 2 more: exit 3" in shown.sentences
     gone(fleet, "1234")
 
 
@@ -98,7 +101,7 @@ def test_ctrl_c_twice_ends_at_once_what_does_not_listen(fleet):
         shown.send(CTRL_C)
         shown.finish(130)
     assert time.monotonic() - began < 9  # by itself it would be killed after ten seconds
-    assert "exit 137 (SIGKILL)" in shown.flowing
+    assert "exit 137 (SIGKILL)" in shown.sentences
     gone(fleet, "2345")
 
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.terminal import terminal
+from tests.terminal import CTRL_C, terminal
 
 
 @pytest.fixture
@@ -20,13 +20,13 @@ def test_sync_says_what_it_does_and_all_workers_have_it(fleet, project):
     out, _ = fleet.run("sync", "all", "--fleet", "trio", "--dry-run", cwd=project)
     assert "5 hosts: 1 file, 8 B: train.py" in out and "nothing was sent" in out
     out, _ = fleet.run("sync", "--fleet", "trio", cwd=project)
-    assert "5 of 5 hosts have ~/project as it is here (1 file, 8 B); 0 had it already" in out
+    assert "all 5 hosts have ~/project as it is here (1 file, 8 B)\n" in out
     assert (fleet.user_home("v5e-usc1a-0-3") / "project/train.py").read_text() == "print(1)"
     (project / "train.py").rename(project / "main.py")
     out, _ = fleet.run("sync", "slice", "--fleet", "trio", cwd=project)
     assert "4 hosts: 1 file, 8 B: main.py" in out and "4 hosts: deletes train.py" in out
     with terminal(["sync", "--fleet", "trio"], project, env=fleet.environment) as screen:
-        assert "5 of 5 hosts have ~/project as it is here (1 file, 8 B); 4 had it already" in screen.finish()
+        assert "all 5 hosts have ~/project as it is here (1 file, 8 B); 4 had it already" in screen.finish()
 
 
 def test_sync_refuses_secrets_homes_and_asks_above_100_mb(fleet, project):
@@ -38,6 +38,11 @@ def test_sync_refuses_secrets_homes_and_asks_above_100_mb(fleet, project):
         file.truncate(150_000_000)
     out, err = fleet.run("sync", "--fleet", "trio", cwd=project, code=2)
     assert "150.0 MB that git does not ignore" in out and "give --yes" in err
+    for no, code in ((b"n\r", 1), (b"\x04", 1), (CTRL_C, 130)):
+        with terminal(["sync", "--fleet", "trio"], project, env=fleet.environment) as screen:
+            screen.wait("Proceed?")
+            screen.send(no)
+            assert "\nnothing was done" in screen.finish(code)
     _, err = fleet.run("sync", code=2)
     assert "cd into yours" in err
 
@@ -45,13 +50,22 @@ def test_sync_refuses_secrets_homes_and_asks_above_100_mb(fleet, project):
 def test_copy_goes_to_all_workers_and_comes_back_from_each(fleet, tmp_path):
     (tmp_path / "data.txt").write_text("data")
     out, _ = fleet.run("copy", str(tmp_path / "data.txt"), "slice:in/", "--fleet", "trio")
-    assert "1 file copied to 4 of 4 hosts" in out
-    fleet.run("copy", "slice:in", str(tmp_path / "back"))
+    assert "1 file copied to in/ of all 4 hosts" in out
+    out, _ = fleet.run("copy", "slice:in", str(tmp_path / "back"))
+    assert f"1 file copied from all 4 hosts to {tmp_path}/back, a folder for each host" in out
     assert sorted(str(path.relative_to(tmp_path / "back")) for path in (tmp_path / "back").rglob("*.txt")) == [
         f"v5e-usc1a-0-{worker}/in/data.txt" for worker in range(4)
     ]
+    out, err = fleet.run("copy", "slice:nothing", str(tmp_path / "none"), code=1)
+    assert "v5e-usc1a-0/3 has no file or folder nothing\n" in out and err.endswith("error: nothing was copied\n")
+    assert not (tmp_path / "none").exists()
     fleet.run("copy", "v5e-usc1a-0/2:in/data.txt", str(tmp_path / "one.txt"))
     assert (tmp_path / "one.txt").read_text() == "data"
+    fleet.run("copy", str(tmp_path / "data.txt"), "one:")
+    fleet.run("copy", "one:data.txt", str(tmp_path / "of-a-pool"))  # whatever number of machines it has
+    out, _ = fleet.run("copy", "v2-usc1f-0:data.txt", str(tmp_path / "of-a-machine"))
+    assert (tmp_path / "of-a-pool/v2-usc1f-0-0/data.txt").exists() and (tmp_path / "of-a-machine").is_file()
+    assert out == f"1 file copied from v2-usc1f-0/0 to {tmp_path}/of-a-machine\n"
     for words, said in [
         (("a", "b"), "one of SRC and DST is WHERE:path"),
         (("nothing", "slice:"), "there is no file or folder nothing"),

@@ -1,10 +1,12 @@
 """Jobs on a slice of four workers: through preemptions, maintenance and the death of keepers, never one twice."""
 
+import asyncio
 import json
 import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,14 @@ import pytest
 
 from tests.local_cloud import local_cloud
 from tests.remote.conftest import Fleet
+from tests.remote.test_exec import gone, pids
 from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.place import VARIABLE
+from tpuswarm.fleet.keeping import jobs
+from tpuswarm.fleet.keeping.fleets import find
+from tpuswarm.fleet.reach import Reach, find_reach
+from tpuswarm.remote.connect import Connections
+from tpuswarm.remote.supervisor import Supervisor
 
 FILE = """\
 name = "quad"
@@ -136,14 +145,78 @@ def test_what_stands_still_is_run_again_and_stop_ends_it_with_its_children(fleet
     fleet.run("exec", f"{machine(fleet)}/1", "--detach", "--name", "still", "--alive-for", "3", "--", line)
     until(fleet, lambda: (tmp_path / "ups").read_text().count("up") >= 2, "second run")
     assert states(fleet)["still"][0]["lost"] >= 1
+    following = fleet.start("logs", "still", "-f")
+    following.stdout.readline()
+    following.send_signal(signal.SIGINT)
+    assert "job still stays: `tpuswarm stop still` ends it" in fleet.finish(following, 130)[1]
     out, err = fleet.run("stop", "still")
-    assert "stopped, its end was asked for" in out and "asked job still to end" in err
-    from tests.remote.test_exec import gone
-
+    assert "stopped, it was asked to stop" in out and "asked job still to end" in err
     gone(fleet, "888")
     assert "job still is over: stopped" in fleet.run("stop", "still", code=2)[1]
     keeper.send_signal(signal.SIGKILL)
     keeper.wait()
+
+
+def test_without_a_keeper_whoever_asks_notices_an_end(fleet):
+    there = machine(fleet)
+    fleet.run("exec", f"{there}/1", "--detach", "--name", "short", "--", "sleep 1; echo said")
+    out, _ = fleet.run("logs", "short", "-f")  # ends with it
+    assert out == f"{there}/1 │ said\n"
+    (seat,) = states(fleet)["short"]
+    assert (seat["phase"], seat["why"]) == ("done", "exit 0 on every worker")
+    assert "job short is over: done" in fleet.run("stop", "short", code=2)[1]
+    fleet.run("exec", f"{there}/1", "--detach", "--name", "short", "--", "echo again; exit 3")  # its name is free
+    until(fleet, lambda: states(fleet)["short"][0]["phase"] == "failed", "failure")
+    out, _ = fleet.run("logs", there)
+    assert f"{there}/1 short │ again" in out and "/2 short" not in out
+    assert fleet.run("logs", f"{there}/0")[0].count("short") == 0
+    assert "no run, job or machine is called shirt: `tpuswarm status`" in fleet.run("logs", "shirt", code=2)[1]
+
+
+def test_a_host_on_which_nothing_can_begin_says_why_and_is_tried_again(fleet):
+    there = machine(fleet)
+    host = max(fleet.place.machines.glob(f"{there}-3-*"), key=lambda each: each.stat().st_mtime)  # not one of before
+    stand_in = fleet.place.stand_ins / "python3"
+    stand_in.write_text(
+        f'#!/bin/sh\nif [ $TPUSWARM_ROOT = {host} ] && [ "$2" = start ]; then\n'
+        f"echo 'OSError: [Errno 28] No space left on device' >&2; exit 1; fi\nexec {sys.executable} \"$@\"\n"
+    )
+    stand_in.chmod(0o755)
+    fleet.run("exec", "slice", "--detach", "--name", "full", "--", "exec sleep 9999")
+    keeper = keep(fleet)
+    until(fleet, lambda: "No space left on device; tried again" in states(fleet)["full"][0]["why"], "reason")
+    stand_in.unlink()
+    until(fleet, lambda: len(pids(fleet, "9999")) >= 4, "start")
+    fleet.run("stop", "full")
+    keeper.send_signal(signal.SIGKILL)
+    keeper.wait()
+
+
+def test_what_runs_on_where_no_job_is_any_more_is_ended(fleet, monkeypatch):
+    """As on a machine that was in no list for a while, and whose job runs elsewhere since."""
+    for name in (VARIABLE, "XDG_STATE_HOME", "HOME"):
+        monkeypatch.setenv(name, fleet.environment[name])
+    monkeypatch.chdir(fleet.folder)
+    monkeypatch.setattr(jobs, "SWEEP_S", 0.0)
+    there = find(None)[0]
+    cloud = there.provider()
+    carrier = jobs.Carrier(Reach(there, cloud, there.store(cloud)), there.store(cloud))
+    ((host,), _) = find_reach(there).hosts(f"{machine(fleet)}/3")
+
+    async def work():
+        async with Connections(carrier.key) as connections:
+            await Supervisor(connections, host).start("stray", 1, {"line": "exec sleep 4242"})
+            while not pids(fleet, "4242"):
+                await asyncio.sleep(0.05)
+            listing = cloud.machines(there.store(cloud).load().zones)
+            for _ in range(2):
+                assert pids(fleet, "4242")  # at the first look it may be a job that was just stored
+                await carrier.round(connections, listing, time.time())
+            while "running" in {each["state"] for each in (await Supervisor(connections, host).show()).values()}:
+                await asyncio.sleep(0.05)
+
+    asyncio.run(work())
+    gone(fleet, "4242")
 
 
 def test_one_line_gets_a_machine_runs_a_program_until_it_exits_0_and_comes_down(fleet):

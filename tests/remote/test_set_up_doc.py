@@ -21,8 +21,9 @@ def test_the_commands_run_as_they_are_shown(tmp_path):
             program, *words = shlex.split(line)
             assert program == "tpuswarm"
             said[words[0]] = fleet.run(*words, cwd=project)[0]
-    assert "1 of 1 hosts are set up; 1 were already" in said["setup"]
-    assert "1 of 1 hosts have ~/project" in said["sync"]
+    assert "rehearsed: python there is this computer's" in said["up"] and "einops is not among them" in said["up"]
+    assert "v2-usc1f-0/0 is set up, as before" in said["setup"]
+    assert "v2-usc1f-0/0 has ~/project" in said["sync"]
     assert all(each in said["exec"] for each in ("hello", "train.py", "Python 3."))
-    assert (project / "results/state").read_text() == "ready\n"
+    assert (project / "results/v2-usc1f-0-0/data/state").read_text() == "ready\n"
     assert len(commands) == 8 and "nothing that carries the id mine-" in said["down"]

@@ -1,7 +1,9 @@
 """Set-up: every step done, repeated, changed and failed half-way; what bad luck leaves, and where secrets are."""
 
 import asyncio
+import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from tpuswarm.remote.setup.table import Setup
 WHOLE = {
     "python": "3.12",
     "apt": ("htop", "tmux"),
-    "pip": ("numpy==2.1.0", "einops"),
+    "pip": ("numpy==2.1.0", "nobodys-package"),
     "env": {"GREETING": 'it\'s a "good" $day'},
     "secrets": ("HF_TOKEN",),
     "timezone": "Asia/Tokyo",
@@ -53,8 +55,9 @@ def apply(here):
 
     def run(wanted, secrets=None, only=None, **options):
         server = here.machines[0]
+        clients = tuple(host.address for host in here.hosts[1:])
         machines = [
-            Machine(each.host, each is server, None if each is server else server.host.address, has_disk=True)
+            Machine(each.host, each is server, None if each is server else server.host.address, True, clients)
             for each in here.machines
         ]
         chosen = machines if only is None else [machines[each] for each in only]
@@ -89,21 +92,32 @@ def sh(here, number: int, command: str) -> str:
 def test_every_step_is_done_and_repeated_nothing_runs(here, apply):
     before = the_computer()
     done, failed, outcome = apply(table())
-    assert not failed and not outcome.notes
-    assert done["node-0/0"] == [*ALL, "nfs-server", "run-clone"] and done["node-1/0"] == [*ALL, "nfs", "run-clone"]
-    assert outcome.settled == "einops\nnumpy==2.1.0\n# Python 3.12\n"
+    assert not failed
+    here_s = (
+        f"rehearsed: python there is this computer's {platform.python_version()}, for 3.12, with the packages it has"
+    )
+    assert outcome.notes == [f"3 hosts: {here_s}; nobodys-package is not among them"]
+    assert done["node-0/0"] == [*ALL, "nfs-server", "nfs-clients", "run-clone"]
+    assert done["node-1/0"] == [*ALL, "nfs", "run-clone"]
+    assert outcome.settled == "nobodys-package\nnumpy==2.1.0\n# Python 3.12\n"
     for machine in here.machines:
         root = machine.root
         assert (root / "etc/timezone").read_text() == "Asia/Tokyo\n"
         assert "hard nofile 4096" in (root / "etc/security/limits.d/tpuswarm.conf").read_text()
         assert "/swapfile none swap sw 0 0\n" in (root / "etc/fstab").read_text()
+        assert "UUID=uuid-of-sdb /mnt/data ext4 defaults,nofail 0 2\n" in (root / "etc/fstab").read_text()
         assert {"htop", "tmux"} <= set((root / "var/lib/dpkg/installed").read_text().split())
         assert "/dev/sdb on /mnt/data" in (root / "run/mounts").read_text()
         assert (machine.home / "cloned").read_text() == 'it\'s a "good" $day\n'
-    address = here.hosts[0].address
+    address, *clients = (each.address for each in here.hosts)
+    exports = (here.machines[0].root / "etc/exports.d/tpuswarm.exports").read_text().splitlines()
+    assert exports == [f"/srv/shared {each}(rw,async,no_subtree_check)" for each in clients]  # nobody else may
     assert f"{address}:/srv/shared on /mnt/shared" in (here.machines[2].root / "run/mounts").read_text()
     said = sh(here, 1, as_set_up('which python; echo "$GREETING $HF_TOKEN"'))
     assert said == f'{here.machines[1].home}/.tpuswarm/venv/bin/python\nit\'s a "good" $day hf_s3cret'
+
+    said = sh(here, 1, as_set_up("python -c 'import sys, numpy; print(sys.executable)'"))
+    assert said == sys.executable  # as it was said
 
     done, failed, outcome = apply(table())
     assert not failed and set(map(tuple, done.values())) == {()}
@@ -126,7 +140,12 @@ def test_only_what_changed_runs_again(here, apply):
         assert done["node-2/0"] == expected, what
         apply(table(), only=[2])
     done, _, _ = apply(table(), secrets={"HF_TOKEN": "another"}, only=[2])
-    assert done["node-2/0"] == ["secrets"] and "another" in (here.machines[2].home / ".tpuswarm/secrets").read_text()
+    kept = here.machines[2].home / ".tpuswarm/secrets"
+    assert done["node-2/0"] == ["secrets"] and "another" in kept.read_text()
+    apply(table(secrets=()), only=[2])
+    assert not kept.exists()
+    done, _, _ = apply(table(), only=[2])
+    assert done["node-2/0"] == ["environment", "secrets"] and "hf_s3cret" in kept.read_text()
 
 
 def test_what_no_longer_holds_is_done_again(here, apply):
@@ -181,8 +200,8 @@ def test_a_clock_that_is_a_minute_off_is_said(here, apply, tmp_path, way, words)
                     f'echo $(/bin/date +%s.%N) {way} | awk \'{{printf "%.3f\\n", $1 + $2}}\'\n')  # fmt: skip
     bin_.chmod(0o755)
     _, failed, outcome = apply(Setup())
-    assert not failed and len(outcome.notes) == 1
-    assert outcome.notes[0].startswith("node-1/0: its clock is ") and words in outcome.notes[0]
+    (note,) = (each for each in outcome.notes if "clock" in each)
+    assert not failed and note.startswith("node-1/0: its clock is ") and words in note
 
 
 def test_a_full_disk_is_said_with_the_ways_out(here, apply):
@@ -214,6 +233,38 @@ def test_a_lost_connection_in_the_middle_is_gone_on_from(here, apply):
     assert not failed and (here.machines[1].home / "runs").read_text() == "ran\n"  # it went on there, and ran once
 
 
+def test_a_step_that_hangs_is_ended_on_its_machine_with_all_it_started(here, apply):
+    """Nobody else would: whoever began it may be gone, and it holds set-up's lock there."""
+    stubborn = "(trap '' TERM; while :; do sleep 0.1; done) & echo $! >stubborn; echo waits for its server; sleep 4321"
+    wanted = Setup.model_validate({"run": ({"name": "hangs", "do": stubborn}, {"name": "more", "do": "true"})})
+    _, failed, _ = apply(wanted, only=[0], limit_s=2.0)
+    assert "node-0/0: run-hangs: not done after 0.0333 minutes, and ended there" in failed["node-0/0"]
+    command = Path("/proc") / (here.machines[0].home / "stubborn").read_text().strip() / "cmdline"
+    assert not command.exists() or not command.read_bytes()  # dead, where nobody has buried it yet
+    sh(here, 0, "flock -n ~/.tpuswarm/setup/lock true")
+    assert "waits for its server" in (here.machines[0].home / ".tpuswarm/setup/run-hangs.log").read_text()
+    done, _, _ = apply(Setup.model_validate({"run": ({"name": "hangs", "do": "true"},)}), only=[0])
+    assert done == {"node-0/0": ["run-hangs"]}
+
+
+def test_a_step_may_leave_a_program_running(here, apply):
+    serves = "nohup sleep 4321 >/dev/null 2>&1 </dev/null & echo $! >server"
+    done, _, _ = apply(Setup.model_validate({"run": ({"name": "serves", "do": serves},)}), only=[0])
+    assert done["node-0/0"][-1] == "run-serves"
+    command = Path("/proc") / (here.machines[0].home / "server").read_text().strip() / "cmdline"
+    assert b"4321" in command.read_bytes()
+
+
+def test_a_check_that_hangs_is_ended_and_named(here, apply, monkeypatch):
+    for module in ("run", "step"):
+        monkeypatch.setattr(f"tpuswarm.remote.setup.{module}.CHECKS_S", 1.0)
+    once = ({"name": "mount", "do": "true", "check": "[ ! -e hang ] || sleep 4321"},)
+    apply(Setup.model_validate({"run": once}), only=[0])
+    (here.machines[0].home / "hang").touch()
+    _, failed, _ = apply(Setup.model_validate({"run": once}), only=[0])
+    assert failed["node-0/0"] == "node-0/0: run-mount: whether it still holds could not be told within 1 s"
+
+
 def test_all_machines_get_what_the_first_one_came_to(here, apply, tmp_path):
     wanted = Setup.model_validate({"pip": ["numpy"]})
     _, _, outcome = apply(wanted, only=[0])
@@ -238,17 +289,18 @@ def test_where_nothing_can_be_downloaded_uv_and_a_python_are_sent(here, apply, t
     (bundle / "bin/uv").chmod(0o755)
     subprocess.run(["tar", "-cf", tmp_path / "python.tar", "-C", bundle, "."], check=True)
 
-    async def send(connections, host):
+    async def send(connections, host, step):
         from tpuswarm.remote.copy import put
 
         await put(connections, host, tmp_path / "python.tar", ".tpuswarm/python.tar")
+        return "uv and Python"
 
     wanted = Setup.model_validate({"pip": ["numpy"]})
     _, failed, _ = apply(wanted, only=[0])
     assert "curl: (6) Could not resolve host" in failed["node-0/0"]
-    done, failed, _ = apply(wanted, only=[0], send_python=send)
+    done, failed, _ = apply(wanted, only=[0], send=send)
     assert not failed and "packages" in done["node-0/0"]
-    assert ("node-0/0", "python", "uv and Python are sent to it") in apply.told
+    assert ("node-0/0", "python", "uv and Python sent") in apply.told
 
 
 def test_secrets_are_in_no_log_no_command_line_and_readable_by_their_owner_alone(here, apply):
@@ -268,8 +320,10 @@ def test_secrets_come_from_the_environment_or_are_kept_and_what_lacks_is_named(t
     secrets = Secrets(file)
     with pytest.raises(InputError, match=r"^A, B are not set in this shell.*`export A=…`"):
         secrets.gather(["A", "B"], {})
-    assert secrets.missing(["A", "B"]) == ["A", "B"]
+    assert not file.exists()
     assert secrets.gather(["A", "B"], {"A": "1", "B": "2", "C": "3"}) == {"A": "1", "B": "2"}
     assert file.stat().st_mode & 0o077 == 0
     assert secrets.gather(["A", "B"], {"B": "3"}) == {"A": "1", "B": "3"}
-    assert secrets.missing(["A", "D"]) == ["D"]
+    assert secrets.gather(["A"], {}) == {"A": "1"}
+    with pytest.raises(InputError, match=r"^D is not set in this shell"):
+        secrets.gather(["A", "D"], {})

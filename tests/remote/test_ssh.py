@@ -1,19 +1,29 @@
 """`ssh`: the user's own OpenSSH, in a terminal as a person has it."""
 
+import dataclasses
+import json
 import os
 import signal
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
-from tests.terminal import PROGRAM, terminal
+from tests.remote.machines import machines
+from tests.terminal import PROGRAM, Terminal, terminal
 
 
 def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def is_lost(screen: Terminal) -> bool:
+    """Whether it has said so; tmux has drawn over it since, perhaps."""
+    return b"is lost; it is made again" in b" ".join(screen.written.split())
+
+
 def test_a_command_and_its_exit_code(fleet):
-    out, _ = fleet.run("ssh", "v5e/2", "--", "echo $TPUSWARM_REHEARSAL_MACHINE; exit 7", code=7)
+    out, _ = fleet.finish(fleet.start("ssh", "v5e/2", "--", "echo $TPUSWARM_REHEARSAL_MACHINE; exit 7"), 7)
     assert out.startswith("v5e-usc1a-0-2-")
     done = subprocess.run(
         [PROGRAM, "ssh", "v2"], cwd=fleet.folder, env=fleet.environment, input="echo from a pipe\n",
@@ -23,16 +33,72 @@ def test_a_command_and_its_exit_code(fleet):
     assert "v5e-usc1a-0 has no worker '7'" in fleet.run("ssh", "v5e/7", code=2)[1]
 
 
-def test_a_lost_connection_is_made_again(fleet):
+def test_a_lost_connection_comes_back_to_the_same_tmux(fleet):
     with terminal(["ssh", "v2"], fleet.folder, env=fleet.environment) as shown:
-        shown.wait("#")
-        shown.send(b"echo it is $((41 + 1))\n")
+        shown.wait("[tpuswarm]")
+        shown.send(b"answer=$((41 + 1)); echo it is $answer\n")
         shown.wait("it is 42")
-        ssh = children(shown.process.pid)[0]
+        (ssh,) = children(shown.process.pid)
         os.kill(ssh, signal.SIGTERM)  # OpenSSH ends with 255 then, as where the network breaks
-        shown.wait(lambda screen: "is lost; it is made again" in screen.flowing)
-        shown.wait(lambda screen: screen.screen.count("#") >= 3)
-        shown.send(b"echo still $((41 + 2))\n")
-        shown.wait("still 43")
+        shown.wait(is_lost)
+        shown.wait(lambda screen: screen.written.count(b"[?1049h") == 2)  # what tmux begins with
+        shown.wait("it is 42")
+        shown.send(b"echo still $answer\n")
+        shown.wait("still 42")
         shown.send(b"exit\n")
         shown.finish()
+
+
+def test_without_tmux_or_where_it_does_not_know_the_terminal_it_is_a_shell(fleet):
+    with terminal(["ssh", "v2"], fleet.folder, env={**fleet.environment, "TERM": "unheard-of"}) as shown:
+        shown.wait(lambda screen: "unsuitable terminal" in screen.flowing)
+        shown.send(b"echo a $((41 + 2))\n")
+        shown.wait("a 43")
+        assert "getting ready" in shown.written.decode() and "getting ready" not in shown.text
+        shown.send(b"exit\n")
+        shown.finish()
+
+
+LOGS_IN = """
+import json, sys
+from pathlib import Path
+from types import SimpleNamespace
+from tpuswarm.cli import shell
+from tpuswarm.fleet import reach
+from tpuswarm.fleet.keeping import fleets
+from tpuswarm.remote.host import Host
+
+def hosts(name):
+    about = json.loads(Path("way.json").read_text())
+    return [Host(**{**about, "keys": tuple(about["keys"]), "known_hosts": Path(about["known_hosts"])})], ()
+
+fleets.find = lambda fleet: (None, None)
+reach.find_reach = lambda fleet: SimpleNamespace(hosts=hosts, key=Path("key").absolute())
+sys.exit(shell.log_in("node-0", [], None))
+"""
+
+
+def test_the_same_tmux_at_another_address(tmp_path_factory):
+    """The way is what the cloud says at that moment; the rest is OpenSSH, tmux, and a server that moves."""
+    tmp_path = tmp_path_factory.mktemp("m")  # the path of a socket is at most 107 bytes long
+    with machines(tmp_path, 1) as here:
+        machine = here.machines[0]
+
+        def at(address: str) -> None:
+            about = dataclasses.asdict(replace(machine.host, address=address))
+            (tmp_path / "way.json").write_text(json.dumps(about, default=str))
+
+        at(machine.host.address)
+        with terminal([sys.executable, "-c", LOGS_IN], tmp_path) as shown:
+            shown.wait("[tpuswarm]")
+            shown.send(b"answer=$((41 + 1)); echo it is $answer\n")
+            shown.wait("it is 42")
+            moved = machine.host.address.removesuffix("1") + "77"
+            here.move(0, moved)
+            shown.wait(is_lost)
+            at(moved)
+            shown.wait(lambda screen: screen.written.count(b"[?1049h") == 2)
+            shown.send(b"echo still $answer\n")
+            shown.wait("still 42")
+            shown.send(b"exit\n")
+            shown.finish()

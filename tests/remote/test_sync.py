@@ -74,6 +74,13 @@ def test_without_a_repository_everything_unignored_is_listed(tmp_path):
         ("keys/id_ed25519", "x"),
         ("server.pem", "-----BEGIN RSA PRIVATE KEY-----\n"),
         ("account.json", '{\n  "private_key": "-----BEGIN PRIVATE KEY-----"}'),
+        ("one-line.json", '{"type": "service_account", "private_key": "-----BEGIN PRIVATE KEY-----"}'),
+        ("adc.json", '{"client_id": "x", "refresh_token": "1//x"}'),
+        ("aws/credentials", "[default]\naws_secret_access_key = x\n"),
+        ("prod.env", "A=1"),
+        (".envrc", "export A=1"),
+        (".npmrc", "//registry/:_authToken=x"),
+        (".git-credentials", "x"),
     ],
 )
 def test_secrets_are_refused_by_name_with_the_ways_out(project, tmp_path, name, text):
@@ -131,6 +138,27 @@ def test_a_file_that_was_changed_there_is_named_and_overwritten(project, bring, 
     changes = bring(project).changed
     assert [(host.label, change.edited) for host, change in changes.items()] == [("node-1/0", ("train.py",))]
     assert there.read_text() == "print(1)"
+
+
+def test_a_file_that_was_made_there_is_named_or_left_also_where_the_list_is_lost(project, bring, here):
+    bring(project)
+    homes = [each.home for each in here.machines]
+    (homes[0] / "project/results.txt").write_text("made there")
+    (homes[1] / ".tpuswarm/trees/project.tree").unlink()
+    (homes[1] / "project/train.py").write_text("print('edited')")
+    (project / "results.txt").write_text("of here")
+    left = bring(project, leaves=True)
+    assert {host.label: paths for host, paths in left.left.items()} == {
+        "node-0/0": ("results.txt",), "node-1/0": ("train.py",)
+    }  # fmt: skip
+    assert (homes[0] / "project/results.txt").read_text() == "made there"
+    assert (homes[1] / "project/train.py").read_text() == "print('edited')"
+    assert [(homes[each] / "project/results.txt").read_text() for each in (1, 2)] == ["of here"] * 2
+    told = bring(project).changed  # a person is told, and it is overwritten
+    assert {host.label: change.edited for host, change in told.items()} == {
+        "node-0/0": ("results.txt",), "node-1/0": ("train.py",)
+    }  # fmt: skip
+    assert len(bring(project).same) == 3 and (homes[0] / "project/results.txt").read_text() == "of here"
 
 
 def test_nothing_is_sent_where_a_person_says_no(project, bring, here):

@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from tests.cloud.rehearsal.conftest import until
+from tpuswarm.cloud.errors import Unreachable
 from tpuswarm.errors import InputError
 from tpuswarm.remote.forward import forward, ports
 
@@ -56,7 +57,14 @@ def test_a_forwarded_port_answers_and_comes_back_after_a_lost_connection(here):
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
         there = server.sockets[0].getsockname()[1]
 
+        asked = []
+
         async def find():
+            asked.append(1)
+            if len(asked) == 2:
+                raise Unreachable("listing TPUs: Google Cloud cannot be reached; is this computer online?")
+            if len(asked) == 3:
+                raise InputError("node-0 is repairing, not ready")
             return here.hosts[0]
 
         async with here.connections() as connections:
@@ -72,7 +80,8 @@ def test_a_forwarded_port_answers_and_comes_back_after_a_lost_connection(here):
         server.close()
 
     asyncio.run(work())
-    assert said[0] == said[2] and "Ctrl-C ends it" in said[0]
+    assert said[0] == said[4] and "Ctrl-C ends it" in said[0]
+    assert "was lost" in said[1] and said[2].endswith("online?; again in 1 s") and "is repairing" in said[3]
 
 
 def test_the_command_says_where_it_is_and_ends_with_ctrl_c(fleet):
@@ -124,18 +133,32 @@ def test_a_machine_that_nobody_knows_is_refused_in_a_sentence(fleet, config):
     assert done.returncode == 255 and "there is no machine 'v2-usc1f-9'" in done.stderr
 
 
+def machines_of(fleet) -> list[dict]:
+    """As the cloud has them."""
+    from tpuswarm.cloud.rehearsal.client import ask
+
+    return ask(fleet.place, "status")["machines"]
+
+
 def test_a_machine_made_again_is_known_at_once_by_its_new_keys(fleet, config):
     """As after a preemption: same name, other addresses, other keys."""
     known = until(lambda: subprocess.run(
         ["ssh", "-F", config, "v2-usc1f-0", "true"], env=fleet.environment, timeout=60).returncode == 0)  # fmt: skip
     assert known
     before = fleet.home("v2-usc1f-0-0").name
+    config.write_text(
+        config.read_text().replace("Host v2-usc1f-0/0 ", "Host v2-usc1f-9/0 ")
+    )  # as of machines before it
     from tpuswarm.cloud.rehearsal.client import ask
 
     ask(fleet.place, "preempt", name="v2-usc1f-0")
+    until(lambda: ("v2-usc1f-0", "READY") not in {(each["name"], each["state"]) for each in machines_of(fleet)})
     fleet.run("up", "--yes", "--paid")
     done = subprocess.run(
         ["ssh", "-F", config, "v2-usc1f-0", "echo $TPUSWARM_REHEARSAL_MACHINE"], env=fleet.environment,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.strip() not in ("", before)
+    assert (
+        "Host v2-usc1f-0/0 v2-usc1f-0.0 v2-usc1f-0\n" in config.read_text() and "v2-usc1f-9" not in config.read_text()
+    )

@@ -45,8 +45,7 @@ def test_show_needs_no_rights(call):
 def test_a_dry_run_needs_no_rights(call):
     code, out, err = call("apply ROUTER.toml --dry-run --tune")
     assert (
-        code == 0
-        and "nft: table ip tpuswarm_router, 1 port, in one transaction\nnothing was changed; without root" in out
+        code == 0 and "nft: table ip tpuswarm_router, 1 port, in one transaction\nnothing was done; without root" in out
     )
     assert "write /etc/security/limits.d/tpuswarm-router.conf" in out
     assert "no target can be reached" not in err

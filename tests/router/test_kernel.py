@@ -189,7 +189,7 @@ def test_remove_restores_rules_and_settings_exactly(lab, tmp_path):
     lab.router.sh(f"nft -f - <<'END'\n{OTHERS}END")
     rules, settings = lab.rules(), lab.settings()
     file = write(tmp_path / "r.toml")
-    assert "nothing was changed" in lab.tpuswarm("apply", file, "--tune", "--persist", "--dry-run")
+    assert "nothing was done" in lab.tpuswarm("apply", file, "--tune", "--persist", "--dry-run")
     assert (lab.rules(), lab.settings()) == (rules, settings)
     lab.tpuswarm("apply", file, "--tune", "--persist")
     changed = set(lab.settings().splitlines()) - set(settings.splitlines())
@@ -209,7 +209,7 @@ def test_remove_restores_rules_and_settings_exactly(lab, tmp_path):
     assert f"router apply {file} --tune\n" in enabled
     lab.tpuswarm("apply", write(tmp_path / "r.toml", 49))  # what a later one does is undone too
     assert "10.49.3.2" in lab.rules()
-    assert "nothing was changed" in lab.tpuswarm("remove", "--dry-run") and "10.49.3.2" in lab.rules()
+    assert "nothing was done" in lab.tpuswarm("remove", "--dry-run") and "10.49.3.2" in lab.rules()
     assert "everything was restored" in lab.tpuswarm("remove")
     assert (lab.rules(), lab.settings()) == (rules, settings)
     assert "nothing is applied to this machine" in lab.tpuswarm("remove", code=2)

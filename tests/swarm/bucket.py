@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 
@@ -21,11 +22,20 @@ class Bucket:
         """Writes that met an object of their name."""
         self.lose_answers = 0
         """So many writes are carried out and not answered."""
+        self.denied = ""
+        """Who asks for anything is told that this is not allowed any more; empty: it is."""
+        self.gone = False
+        """Somebody has deleted it."""
 
     def over(self, app):
         """An application whose answers may be lost on the way."""
 
         async def respond(scope, receive, send):
+            if self.denied or self.gone:
+                code, why = (404, "The specified bucket does not exist.") if self.gone else (403, self.denied)
+                body = {"error": {"code": code, "message": why, "errors": [{"message": why}]}}
+                await JSONResponse(body, status_code=code)(scope, receive, send)
+                return
             upload = scope["type"] == "http" and scope["path"].startswith("/upload/") and scope["method"] == "POST"
             lost = upload and self.lose_answers > 0
             self.lose_answers -= lost

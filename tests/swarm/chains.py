@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuswarm.swarm.core.choose import Staleness, choose, effective
 from tpuswarm.swarm.core.merge import CHUNK
-from tpuswarm.swarm.core.outer import Outer, advance, commit
+from tpuswarm.swarm.core.outer import Outer, advance, commit, first_state, state_rows
 from tpuswarm.swarm.core.quantize import encode
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
@@ -43,8 +43,7 @@ class Run:
         self.pending: list[Header] = []
         self.headers: list[Header] = []
         state = [self.numbers.standard_normal(size).astype(np.float32) for size in SIZES]
-        rows = 2 * (rule == "nesterov") + (downlink != "plain")
-        outer = [np.zeros((rows, size), np.float32) for size in SIZES] if rows else []
+        outer = [first for size in SIZES if (first := first_state(self.outer, size)) is not None]
         genesis = Record(
             run="run", version=0, epoch=1, parent="", state=self.put(state), outer=self.put(outer), decisions=(),
             rule=rule, rate=0.0, momentum=self.outer.momentum, share=0.0, gathered=0.0, tokens=0, changes=0,
@@ -128,7 +127,7 @@ class Run:
 
     def _merged(self, record: Record) -> tuple[list[np.ndarray], list[np.ndarray], tuple[str, ...]]:
         known = {header.identity: header for header in self.headers}
-        newest, step, state, outer, updates = self.view.newest, record.gathered == 0, [], [], []
+        newest, state, outer, updates = self.view.newest, [], [], []
         bits = FORMS[self.outer.downlink]
         for number, theta in enumerate(self.state(newest.version)):
             contributions = [
@@ -141,12 +140,13 @@ class Run:
                 if each.fate == "applied"
             ]
             before = self.objects.get_array(newest.outer[number]) if newest.outer else None
-            new, after = np.empty_like(theta), None if before is None else np.empty_like(before)
+            rows = state_rows(self.outer, record.gathered)
+            new, after = np.empty_like(theta), np.empty((rows, theta.size), np.float32) if rows else None
             with ExitStack() as files:
                 sent, finish = (
                     (None, None) if bits is None else files.enter_context(self.objects.writing_update(theta.size, bits))
                 )
-                commit(theta, before, contributions, self.outer, record.rate, record.share, step, new, after, sent)
+                commit(theta, before, contributions, self.outer, record.rate, record.share, new, after, sent)
                 updates += [] if finish is None else [finish()]
             state.append(new)
             outer += [] if after is None else [after]

@@ -86,7 +86,7 @@ def test_a_swarm_of_one_trains_as_if_alone_bit_for_bit(steps, overlap, fragments
             if at == steps - 1:
                 snapshot = now
         for theta, s in zip(published, np.split(snapshot, fragments), strict=True):
-            commit(theta, None, [Contribution(1.0, 1.0, theta, s)], Outer("average"), 1.0, 1.0, True, theta, None)
+            commit(theta, None, [Contribution(1.0, 1.0, theta, s)], Outer("average"), 1.0, 1.0, theta, None)
         assert np.concatenate(published).tobytes() == snapshot.tobytes()
         now = np.asarray(adopt(now, np.concatenate(published), snapshot))
         assert now.tobytes() == alone.tobytes()

@@ -29,7 +29,7 @@ def normal(numbers: np.random.Generator, *shape: int) -> np.ndarray:
 
 def committed(theta, state, contributions, outer):
     new, after, sent = np.empty_like(theta), np.empty_like(state), empty(theta.size, BITS[outer.downlink])
-    commit(theta, state, contributions, outer, outer.rate or 1.0, 1.0, True, new, after, sent)
+    commit(theta, state, contributions, outer, outer.rate or 1.0, 1.0, new, after, sent)
     return new, after, sent
 
 
@@ -95,7 +95,7 @@ def test_members_come_to_the_bits_of_the_commits_whatever_the_chunk(rule, seed, 
             patch.setattr(merge, "CHUNK", chunk)
             theta, state = theta.copy(), state.copy()
             again = empty(1000, BITS[form])
-            commit(theta, state, contributions, outer, 1.0, 1.0, True, theta, state, again)  # in place
+            commit(theta, state, contributions, outer, 1.0, 1.0, theta, state, again)  # in place
             sent.append(again)
             assert follow(anchor, sent).tobytes() == theta.tobytes()
         assert [each.tobytes() for each in (theta, state, again.codes, again.scales)] == [

@@ -56,6 +56,10 @@ def test_everything_is_said(width):
     assert all(len(line) <= width for line in lines)
 
 
+def test_one_member_is_a_member():
+    assert drawn(draw(ABOUT, status([member(0)]), (), 80), 80)[0] == "gpt2-tiny, 1 member: runs/demo"
+
+
 def test_a_swarm_that_ended_has_no_speed_and_no_time_left():
     [line] = [each for each in drawn(draw(replace(ABOUT, ended=True), status([]), (), 80), 80) if " elapsed" in each]
     assert line.strip() == "0:00:44 elapsed"

@@ -98,6 +98,7 @@ def test_nothing_is_written_into_the_folder_of_another_run(tmp_path):
 def test_who_trains_something_else_founds_nothing(tmp_path, other):
     store = Store(tmp_path)
     head = Head(PLAN, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
+    assert head.hello("m1", makes=False) == Wait(), "hosts of a slice that still wait for each other hold nobody up"
     assert (head.hello("j0"), head.hello("m0"), head.hello("m1")) == (Wait(), Found(), Wait())
     ours = PLAN.terms(FOUNDING).digests
     wrong = replace(ours, **{other: "another"})

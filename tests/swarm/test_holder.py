@@ -1,7 +1,6 @@
 """A member's arrays: what is computed on the devices is what NumPy computes, and nothing waits that need not."""
 
 import gc
-import random
 import threading
 import weakref
 from functools import cache
@@ -12,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 
-from tests.swarm.chains import Run as Chain
 from tests.train import toy
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
@@ -22,10 +20,11 @@ from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.exchanged import Exchanged
 from tpuswarm.swarm.holder import RAMP, ProgramHolder, layout_of
-from tpuswarm.swarm.inner import InnerStates, Saved, piece_digest
-from tpuswarm.swarm.leaves import InnerLeaves
 from tpuswarm.swarm.pace import Speed
 from tpuswarm.swarm.prefetch import Prefetch
+from tpuswarm.swarm.runtime.plan import Plan, Swarm, code_digest
+from tpuswarm.swarm.runtime.program import make_ready
+from tpuswarm.train.evaluate import HeldOut
 from tpuswarm.train.fit import Request, fit
 from tpuswarm.train.paths import leaf_paths
 
@@ -188,7 +187,6 @@ def test_nothing_in_the_training_thread_waits_for_the_step_that_was_just_dispatc
     train(holder, 1, first=1)
     metrics = holder._running[1]["loss"]
     snapshot = holder.snapshot()
-    holder.inner()
     holder.adopt(Adopt("snapshot", None, 1, ("",)), version)
     assert not metrics.is_ready() and not snapshot[0].is_ready()
     assert ready == [False, False]
@@ -200,10 +198,10 @@ def test_nothing_that_is_kept_is_donated_where_a_fragment_is_a_single_vector(dev
     square = lambda params, batch, key: jnp.mean(params["w"] ** 2) + 0 * jnp.mean(batch["x"])  # noqa: E731
     made = supervised(lambda key: {"w": jnp.ones(512)}, square, optax.sgd(0.1), {"x": np.zeros(8, np.float32)})
     holder, _ = holder_of(made, fitted_on(devices, "replicate", made), fragments=1)
-    snapshot, inner = holder.snapshot(), holder.inner()
+    snapshot = holder.snapshot()
     holder.adopt(Adopt("take", None, 1, ("",)), holder.place([np.full(512, 0.5, np.float32)]))
     train(holder, 1)
-    assert np.all(holder.payload(snapshot, IDENTITY).fragments[0]["s"] == 1) and not holder.pack(inner)[1]
+    assert np.all(holder.payload(snapshot, IDENTITY).fragments[0]["s"] == 1)
     holder.adopt(Adopt("anchor", None, 2, ("",)), holder.place([np.full(512, 0.25, np.float32)]))
     train(holder, 1)
     assert holder.payload(holder.snapshot(), IDENTITY).finite
@@ -290,51 +288,6 @@ def test_speed_is_that_of_finished_steps():
     assert synchronous.rows_per_s == pytest.approx(4.0) and not synchronous.running
 
 
-def keyed(rate: float) -> optax.GradientTransformation:
-    """An optimizer whose state has leaves of many kinds."""
-
-    def start(params):
-        return {
-            "key": jax.random.key(3),
-            "half": jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params),
-            "count": jnp.int32(0),
-            "empty": jnp.zeros((0, 3)),
-        }
-
-    def update(grads, state, params=None):
-        key, draw = jax.random.split(state["key"])
-        noise = jax.random.normal(draw, ()).astype(jnp.float32)
-        half = jax.tree.map(lambda old, grad: (old * 0.5 + grad).astype(jnp.bfloat16), state["half"], grads)
-        updates = jax.tree.map(lambda leaf: -rate * noise * leaf.astype(jnp.float32), half)
-        return updates, {"key": key, "half": half, "count": state["count"] + 1, "empty": state["empty"]}
-
-    return optax.GradientTransformation(start, update)
-
-
-def test_an_inner_state_goes_to_other_devices_and_on_with_the_same_bits():
-    made = recipe(keyed(1e-2))
-    first, layout = holder_of(made, fitted_on(1, "replicate", made))
-    train(first, 3)
-    copied = first.inner()
-    theta = shared_of(first._fitted, first.state, layout)
-    train(first, 1, first=3)
-    specs, pieces = first.pack(copied)
-    assert all(piece.dtype == np.uint8 for piece in pieces)
-
-    second, _ = holder_of(made, fitted_on(4, "fsdp", made))
-    second.adopt(Adopt("take", None, 1, ("", "")), second.place(theta))
-    assert not second.restore(specs[::-1], pieces) and not second.restore(specs, pieces[:-1])
-    assert second.restore(specs, pieces)
-    train(second, 1, first=3)
-    raw = [jax.random.key_data(each.state.opt["key"]) for each in (first, second)]
-    assert same_bits(*raw) and int(second.state.opt["count"]) == 4
-    for ours, theirs in zip(jax.tree.leaves(second.state.params), jax.tree.leaves(first.state.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)  # sums over rows are made in another order
-    other = fitted_on(1, "replicate")
-    assert InnerLeaves(other).specs != specs
-    assert len(InnerLeaves(other).copy(other.init(jax.random.key(0)))) == 2 * 4 + 1  # two moments and a count
-
-
 def test_a_ramp_grows_the_updates_to_their_full_size():
     falling = lambda params, batch, key: params["w"].sum() + 0 * jnp.mean(batch["x"])  # noqa: E731  # by 1 a step
     made = supervised(lambda key: {"w": jnp.zeros(3)}, falling, optax.sgd(1.0), {"x": np.zeros(8, np.float32)})
@@ -347,55 +300,36 @@ def test_a_ramp_grows_the_updates_to_their_full_size():
     np.testing.assert_allclose(-np.diff(at), [min(1, (step + 1) / RAMP) for step in range(RAMP + 2)], atol=1e-5)
 
 
+def test_a_member_evaluates_in_batches_of_the_size_that_was_asked_for(tmp_path):
+    def at_once(own=None, **settings):
+        swarm = Swarm(
+            "run", members=1, cycle=4, outer="average", outer_lr=None, quantize="plain", overlap=False, fragments=1
+        )
+        settings = {"batch": 16, "seed": 0, "eval_batch": None, "init_from": None, **settings}
+        target = "tests.train.toy:toy"
+        plan = Plan(swarm, target, {}, settings, {}, {}, 1, data="", code=code_digest(target), evaluate_every=None)
+        ready = make_ready(
+            plan, tmp_path, jax.devices()[:1], True, lambda number, metrics: None, lambda text: None, own
+        )
+        assert ready.digests.config == plan.config
+        return ready.validation.batch
+
+    assert [at_once(), at_once(accumulate=2), at_once(eval_batch=48), at_once(own=4)] == [16, 8, 48, 4]
+
+
 def test_an_evaluation_is_of_the_published_version_and_leaves_training_alone():
     made = toy.recipe()
     fitted = fit(made, Request(batch=8), jax.devices()[:1])
     layout = layout_of(fitted, 1)
-    holder, _ = holder_of(made, fitted, fragments=1, validation=made.data("validation"))
+    holder, _ = holder_of(made, fitted, fragments=1, validation=HeldOut(made.data("validation"), 8))
     train(holder, 2)
     version = [np.linspace(-1, 1, size, dtype=np.float32) for size in layout.sizes]
     holder.adopt(Adopt("anchor", None, 1, ("",)), holder.place(version))
     theta = shared_of(fitted, holder.state, layout)
-    values, rows = holder.evaluate(8, lambda: False)
+    values, rows = holder.evaluate(lambda: False)
     params, data = layout.join(version), toy.data(1)
     error = data["x"] @ params["layer/w"] + params["layer/b"] - data["y"]
     assert rows == 64 and values["loss"] == pytest.approx(np.mean(error**2), rel=1e-5)
     assert all(map(same_bits, theta, shared_of(fitted, holder.state, layout)))
-    assert holder.evaluate(8, lambda: True) is None
+    assert holder.evaluate(lambda: True) is None
     train(holder, 1, first=2)
-
-
-def saved_of(sequence: int, base: int, pieces, name: str = "a") -> Saved:
-    identity = Identity(Incarnation("m0", name * 32), sequence)
-    return Saved(identity, base, "specs", tuple(map(piece_digest, pieces)))
-
-
-def test_the_newest_whole_inner_state_is_found_and_older_ones_go(store):
-    states = InnerStates(store)
-    assert states.find("m0") is None
-    for sequence, base in ((2, 3), (3, 12)):
-        pieces = [np.full(5, sequence + number, np.uint8) for number in range(2)]
-        saved = saved_of(sequence, base, pieces)
-        for number, piece in enumerate(pieces):
-            assert states.find("m0") != saved
-            states.put(saved.identity, base, number, piece)
-        states.finish(saved)
-        assert states.find("m0") == saved and len(store.names("inner/")) == 3
-        assert all(same_bits(states.get(saved, number), piece) for number, piece in enumerate(pieces))
-    states.put(saved_of(1, 20, [], "b").identity, 20, 0, np.zeros(3, np.uint8))  # its member died then
-    assert states.find("m0") == saved and states.find("m1") is None
-    states.put(saved.identity, saved.base, 0, np.zeros(5, np.uint8))
-    assert states.get(saved, 0) is None and states.get(saved, 1) is not None
-    states.drop("m0")
-    assert states.find("m0") is None and states.get(saved, 1) is None and not store.names("inner/")
-
-
-def test_inner_states_that_nobody_can_take_up_go(store):
-    """Whoever's they are: a machine that joined may come back."""
-    chain = Chain(store, random.Random(0)).grow(9)
-    states, newest = InnerStates(store), chain.records[-1].changes
-    for base in range(10):
-        states.put(Identity(Incarnation(("m0", "j-tpu")[base % 2], "a" * 32), 1), base, 0, np.zeros(3, np.uint8))
-    states.clean(chain.records, 4)
-    bases = {int(name.split("/")[2].partition("-")[0]) for name in store.names("inner/")}
-    assert bases == {each.version for each in chain.records if newest - each.changes <= 4} and 0 not in bases

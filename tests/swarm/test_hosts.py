@@ -36,7 +36,8 @@ def test_a_member_of_two_hosts(tmp_path, form, shard, lives):
     layout = Layout.of({"in": ((host.WIDTH, host.WIDTH), "float32"), "out": ((host.WIDTH,), "float32")}, 2)
     params = layout.join([Objects(store).get_array(digest) for digest in view.newest.state])
     found = json.loads((tmp_path / "found.json").read_text())
-    assert lives == 1 or found["first"] == found["second"]
+    if lives == 2:  # the same version, then small steps from it
+        assert found["first"][0] == found["second"][0] and found["first"][1] != found["second"][1]
     if form == "plain":  # invariant 1, up to the order in which gradients are summed
         folder = tmp_path / "plain"
         plain = Trainer(devices=8, seed=0).fit(host.recipe(), steps=host.STEPS, batch=host.BATCH, run=folder)

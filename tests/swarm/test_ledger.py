@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.swarm.chains import PER_ROW, Run
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Header, Identity, Incarnation, Record
+from tpuswarm.swarm.core.values import Averaged, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.index import Index
 from tpuswarm.swarm.ledger import Ledger, commit_name, digest, header_name
 from tpuswarm.swarm.store import Corrupt, Missing, Store
@@ -62,6 +62,16 @@ def test_json_is_canonical_and_digests_are_of_it(run, tmp_path):
         assert after is None or after.parent == value["sha256"]
     assert {path.name for path in (tmp_path / "run" / "commits").iterdir()} == {f"{n:06d}.json" for n in range(7)}
     assert (tmp_path / "run" / header_name(run.headers[0].identity)).exists()
+
+
+def test_what_is_averaged_stands_in_a_record_only_where_there_is_some(run, tmp_path):
+    """So records from before are what they were, to the byte."""
+    assert b"averaged" not in (tmp_path / "run" / commit_name(1)).read_bytes()
+    record = replace(run.records[0], averaged=(Averaged(0, 3, 7), Averaged(2, 0, 1)))
+    other = Ledger(Store(tmp_path / "other"))
+    other.append(record)
+    assert other.record(0) == record and b'"averaged":[[0,3,7],[2,0,1]]' in other.store.read(commit_name(0))
+    assert digest(record) != digest(run.records[0])
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5), st.integers(0, 2**60))

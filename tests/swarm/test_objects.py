@@ -2,6 +2,7 @@
 
 import hashlib
 import mmap
+import os
 import random
 import subprocess
 import sys
@@ -190,6 +191,31 @@ def test_other_arrays_than_expected_are_named(tmp_path, content, words):
     store.put(payload_name(ME, 0), tensors.encode(content))
     with pytest.raises(Corrupt, match="which is no payload"):
         Objects(store).get_payload(ME, 0, digest)
+
+
+def test_what_this_process_wrote_or_read_is_hashed_once(tmp_path, monkeypatch):
+    whole, hashed = hashlib.file_digest, []
+    monkeypatch.setattr("hashlib.file_digest", lambda file, name: hashed.append(file.name) or whole(file, name))
+    objects, array = Objects(Store(tmp_path)), np.arange(40, dtype=np.float32)
+    digest, payload = objects.put_array(array), objects.put_payload(ME, 0, PAYLOADS[1])
+    for _ in range(2):
+        objects.get_array(digest), objects.get_payload(ME, 0, payload)
+    assert hashed == []
+    objects.check(digest)
+    assert len(hashed) == 1, "whoever verifies means it"
+    other = Objects(Store(tmp_path))  # as after a restart
+    for _ in range(2):
+        other.get_array(digest)
+    assert len(hashed) == 2
+    file = tmp_path / object_name(digest)
+    file.write_bytes(file.read_bytes())  # somebody else's, of this moment: it may still change without a trace
+    for count in (3, 4):
+        other.get_array(digest)
+        assert len(hashed) == count
+    os.utime(file, (1e9, 1e9))
+    for _ in range(2):
+        other.get_array(digest)
+    assert len(hashed) == 5
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tpuswarm.swarm.core import merge, twins
 from tpuswarm.swarm.core.merge import Contribution, average, update
-from tpuswarm.swarm.core.outer import Outer, advance, commit, step
+from tpuswarm.swarm.core.outer import Outer, advance, commit, first_state, state_rows, step
 from tpuswarm.swarm.core.quantize import BLOCK, Quantized, encode, feedback
 
 f32 = np.float32
@@ -20,9 +20,13 @@ def normal(random: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def stepped(theta, outer_state, u, outer, rate, share, momentum_step):
-    out_theta, out_outer = np.full_like(theta, np.nan), np.full_like(outer_state, np.nan)
-    step(theta, outer_state, u, outer, rate, share, momentum_step, out_theta, out_outer)
-    return out_theta, out_outer
+    """outer_state: the momentum and its buffer; where that may be left out it is 0."""
+    out_theta, (momentum, buffer) = np.full_like(theta, np.nan), np.full_like(outer_state, np.nan)
+    before = outer_state[1] if outer_state[1].any() else None
+    step(
+        theta, outer_state[0], before, u, outer, rate, share, out_theta, momentum, None if momentum_step else buffer
+    )  # fmt: skip
+    return out_theta, np.stack([momentum, np.zeros_like(theta) if momentum_step else buffer])
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,57 @@ def test_partial_commits_move_as_far_as_one_step_on_their_mean(seed, quorum, mom
     np.testing.assert_allclose(outer_state, [velocity, np.zeros(300)], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("members", "at_once"), [(2, 1), (8, 4), (8, 1), (3, 2)])
+def test_members_that_miss_each_other_move_it_as_far_as_those_that_come_together(members, at_once):
+    """With the rates of their number: 40 rounds of the same delta."""
+    outer, u = Outer("nesterov"), np.ones(1, f32)
+
+    def moved(parts: list[int]) -> float:
+        theta, outer_state, gathered = np.zeros(1, f32), np.zeros((2, 1), f32), 0.0
+        for _ in range(40):
+            for part in parts:
+                share, gathered = advance(outer, gathered, part, members)
+                rate = outer.rate_for(part, share)
+                theta, outer_state = stepped(theta, outer_state, u, outer, rate, share, gathered == 0)
+        return float(theta[0])
+
+    parts = [at_once] * (members // at_once) + [members % at_once] * (members % at_once > 0)
+    assert moved(parts) == pytest.approx(moved([members]), rel=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["average", "nesterov"])
+@pytest.mark.parametrize("size", [300, 3 * merge.CHUNK + 5])
+def test_what_is_averaged_lies_between_the_snapshots(rule, size):
+    """All else is as without it; one contribution's base is old, and the next state is written where theta is."""
+    random, outer = np.random.default_rng(0), Outer(rule)
+    theta, old = np.abs(normal(random, 2, size))
+    rows = first_state(outer, size)
+    given = [
+        Contribution(0.25, 1.0, theta, np.abs(normal(random, size))),
+        Contribution(0.75, 0.5, old, np.abs(normal(random, size))),
+    ]
+    means = [slice(3, 50), slice(size - 200, size - 1)]
+    results = []
+    for averaged in ([], means):
+        new, new_rows = theta.copy(), None if rows is None else np.zeros((1, size), f32)
+        commit(new, rows, given, outer, 1.0, 1.0, new, new_rows, averaged=averaged)
+        results.append(new)
+    without, found = results
+    clipped = old + f32(0.5) * (given[1].payload - old)
+    wanted = f32(0.25) * given[0].payload + f32(0.75) * clipped
+    inside = np.zeros(size, bool)
+    for each in means:
+        inside[each] = True
+    np.testing.assert_array_equal(found[~inside], without[~inside])
+    np.testing.assert_array_equal(found[inside], wanted[inside])
+    assert (found[inside] >= 0).all() and (without[inside] < 0).any()
+
+
+def test_averages_are_not_sent_in_few_bits():
+    with pytest.raises(ValueError, match="1 arrays are averaged, which a downlink in int8 is not for"):
+        Outer("nesterov", downlink="int8", averaged=((0, 1, 2),))
+
+
 def test_momentum_at_every_arrival_runs_away():
     """The control: ten arrivals that agree, each with a momentum step, move 25 times as far as those of one quorum."""
     outer, u = Outer("nesterov"), np.ones(1, f32)
@@ -109,7 +164,7 @@ def test_one_member_that_waits_is_lookahead_with_nesterov():
     """Zhang et al. 2019: slow weights step towards the fast ones; here with Nesterov momentum, in float64."""
     random = np.random.default_rng(0)
     curvature, target = random.uniform(0.5, 2.0, 200), random.standard_normal(200)
-    theta, outer_state = np.zeros(200, f32), np.zeros((2, 200), f32)
+    theta, outer_state = np.zeros(200, f32), first_state(Outer("nesterov"), 200)
     slow, velocity = np.zeros(200), np.zeros(200)
     outer = Outer("nesterov")
     for _ in range(8):
@@ -129,8 +184,9 @@ def test_one_member_that_waits_is_lookahead_with_nesterov():
 def committed(theta, outer_state, contributions, outer, share=1.0, gathered=0.0):
     rate = outer.rate_for(len(contributions))
     out_theta = np.full_like(theta, np.nan)
-    out_outer = None if outer_state is None else np.full_like(outer_state, np.nan)
-    commit(theta, outer_state, contributions, outer, rate, share, gathered == 0, out_theta, out_outer)
+    rows = state_rows(outer, gathered)
+    out_outer = np.full((rows, theta.size), np.nan, f32) if rows else None
+    commit(theta, outer_state, contributions, outer, rate, share, out_theta, out_outer)
     return out_theta, out_outer
 
 
@@ -146,14 +202,15 @@ def test_a_commit_is_the_merge_and_then_the_step_whatever_the_chunk(momentum_ste
     update(contributions, u)
     average(theta, contributions, mean)
     want_theta, want_outer = stepped(theta, outer_state, u, outer, 0.6, 0.5, momentum_step)
+    want_outer = want_outer[: state_rows(outer, 0.0)] if momentum_step else want_outer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merge, "CHUNK", chunk)
         gathered = 0.0 if momentum_step else 0.5
         got_theta, got_outer = committed(theta, outer_state, contributions, outer, 0.5, gathered)
         assert committed(theta, None, contributions, Outer("average"))[0].tobytes() == mean.tobytes()
-        commit(theta, outer_state, contributions, outer, 0.6, 0.5, momentum_step, theta, outer_state)  # in place
+        commit(theta, outer_state, contributions, outer, 0.6, 0.5, theta, outer_state[: len(want_outer)])  # in place
     assert got_theta.tobytes() == want_theta.tobytes() == theta.tobytes()
-    assert got_outer.tobytes() == want_outer.tobytes() == outer_state.tobytes()
+    assert got_outer.tobytes() == want_outer.tobytes() == outer_state[: len(want_outer)].tobytes()
 
 
 @pytest.mark.parametrize("rule", ["average", "nesterov"])
@@ -166,7 +223,7 @@ def test_deltas_below_half_a_step_move_nothing_without_error_feedback_and_all_wi
     start = normal(random, size)
 
     def final(with_feedback: bool) -> np.ndarray:
-        theta, outer_state, rest = start, np.zeros((2, size), f32), np.zeros(size, f32)
+        theta, outer_state, rest = start, first_state(outer, size), np.zeros(size, f32)
         for _ in range(commits):
             x = delta + rest if with_feedback else delta
             codes, scales = encode(x, bits)
@@ -201,4 +258,5 @@ def test_the_twins_agree_up_to_rounding(rule, momentum_step):
     if rule == "average":
         assert got_outer is None
     else:
-        np.testing.assert_allclose(got_outer, want_outer, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(got_outer[: len(want_outer)], want_outer, rtol=0, atol=2e-6)
+        assert not np.any(got_outer[len(want_outer) :])

@@ -60,6 +60,34 @@ def test_any_schedule_of_faults_ends_clean(
     world.run()
 
 
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 10**9),
+    own=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4),
+    cycle=st.integers(1, 3),
+    overlap=st.booleans(),
+    kills=st.integers(0, 8),
+    leaves=st.lists(st.floats(1, 30), max_size=3),
+    lost=st.sampled_from([0.0, 0.1]),
+)
+def test_members_of_different_batches_hand_in_whole_batches_of_the_run(seed, own, cycle, overlap, kills, leaves, lost):
+    """Whoever dies or leaves in the middle of one: what the others are leased is whole, too."""
+    world = World(
+        seed=seed, members=len(own), own=tuple(own), batch=4, cycle=4 * cycle, horizon=32, overlap=overlap,
+        faults=Faults(lost=lost), random_kills=kills,
+    )  # fmt: skip
+
+    def leave():
+        if made := world.processes.get("m0"):
+            made.leaving = True
+
+    for at in leaves:
+        world.engine.at(at, leave)
+    view = world.run()
+    decided = [decision.rows for decision, _ in view.verdicts.values()]
+    assert not any(edge % 4 for rows in decided for each in rows.ranges for edge in each)
+
+
 def crash_points() -> list[int]:
     world = World(seed=3, members=2, horizon=8, downlink=True)
     world.run()

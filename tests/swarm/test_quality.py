@@ -16,7 +16,7 @@ from tpuswarm.swarm.core.adopt import adopt
 from tpuswarm.swarm.core.member import Adopt, Member
 from tpuswarm.swarm.core.merge import Contribution
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.outer import Outer, commit, first_state
+from tpuswarm.swarm.core.outer import Outer, commit, first_state, state_rows
 from tpuswarm.swarm.core.quantize import BITS, Quantized, empty, encode, feedback
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation
@@ -127,9 +127,11 @@ def by_hand(program, source, arm: Arm, batch: int, steps: int, seed: int) -> np.
             quorum = arm.quorum or len(everyone)
             moves = arm.outer.rule == "average" or gathered >= quorum
             gathered = 0 if moves else gathered
-            theta, after = theta.copy(), None if outer_state is None else outer_state.copy()
+            rows = state_rows(arm.outer, gathered)
+            theta, after = theta.copy(), np.empty((rows, theta.size), f32) if rows else None
             sent = None if arm.outer.downlink == "plain" else empty(theta.size, BITS[arm.outer.downlink])
-            commit(theta, after, contributions, arm.outer, rate, min(1, len(part) / quorum), moves, theta, after, sent)
+            share = min(1, len(part) / quorum)
+            commit(theta, outer_state, contributions, arm.outer, rate, share, theta, after, sent)
             outer_state, tokens = after, tokens + sum(counted)
             for one in part:
                 one["news"] = (theta, tokens)

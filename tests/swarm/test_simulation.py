@@ -21,7 +21,7 @@ from tpuswarm.swarm.simulation.result import Result, result
 from tpuswarm.swarm.simulation.scenario import Scenario
 
 PARAMETERS = 1_000_000
-MODEL = {"parameters": PARAMETERS, "batch": 2, "tokens_per_row": 10, "inner_bytes": 0}
+MODEL = {"parameters": PARAMETERS, "batch": 2, "tokens_per_row": 10}
 
 
 def group(count: int = 3, step_s: float = 1.0, mbit: float = 100, **more) -> dict:
@@ -189,16 +189,16 @@ def test_members_that_get_nothing_through_are_a_failed_run(simulate):
         ("step_s", "step_sec", "line 11: members 1 has no key step_sec; did you mean step_s?"),
         ("tokens = 30_000", "token = 30_000", "line 2: the file has no key token; did you mean tokens?"),
         ("[exchange]", "[exchanges]", "line 7: the file has no key exchanges; did you mean exchange?"),
-        ("count = 2", "count = 0", "line 10: members 1.count: input should be greater than 0, not 0"),
-        ("mbit_up = 100", "mbit_up = -1", "line 12: members 1.mbit_up: input should be greater than 0, not -1"),
-        ("step_s = 1.0", "step_s = nan", "line 11: members 1.step_s: input should be a finite number, not nan"),
+        ("count = 2", "count = 0", "line 10: members 1.count: must be greater than 0, not 0"),
+        ("mbit_up = 100", "mbit_up = -1", "line 12: members 1.mbit_up: must be greater than 0, not -1"),
+        ("step_s = 1.0", "step_s = nan", "line 11: members 1.step_s: must be a finite number, not nan"),
         ("step_s = 1.0", "", "line 9: members 1: give either tokens_per_s or step_s"),
         ("count = 2", "count = 20_000", "20,001 members are too many: at most 10,000 can be simulated"),
         ('"1M"', '"many"', "line 4: model.parameters: a count is a number such as 500, 20K or 10M, not 'many'"),
         ("batch = 2\n", "", "line 3: model needs batch"),
         ("tokens = 30_000", "tokens = 30_000\nhours = 1", "give either hours or tokens"),
         ("cycle = 10", "cycle = 10\nfragments = 2_000_000", "cannot be split into 2000000 fragments"),
-        ("cycle = 10", 'overlap = "1"', "line 8: exchange.overlap: input should be 'auto' or '0', not '1'"),
+        ("cycle = 10", 'overlap = "1"', "line 8: exchange.overlap: must be 'auto' or '0', not '1'"),
         ("tokens = 30_000", "tokens =", "is not valid TOML: "),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_run_that_lives(folder):
     made = json.loads(json.dumps(seen.json()))
     assert made["members"][0] == {
         "id": "m0", "state": "alive", "pid": 11, "incarnation": "a" * 32, "base": 4, "tokens": 700,
-        "tokens_per_s": 50.0, "loss": 2.0, "grad_norm": 1.0, "lag": 0,
+        "tokens_per_s": 50.0, "loss": 2.0, "grad_norm": 1.0, "lag": 0, "carried": 0,
     }  # fmt: skip
     assert made["tokens"] == {"processed": 1000, "applied": 640, "dropped": 40, "outstanding": 200, "lost": 120}
     assert {"run", "recipe", "state", "message", "version", "alarms", "step", "loss"} <= made.keys()

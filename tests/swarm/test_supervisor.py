@@ -33,7 +33,7 @@ class Played:
     def __init__(self, name: str, node: str | None):
         self.name, self.node = name, node
         self.ended: Outcome | None = None
-        self.answers, self.gone, self.incarnation = True, False, None
+        self.answers, self.gone, self.incarnation, self.evaluating = True, False, None, False
         self.rows: list[dict] = []
 
     def outcome(self):
@@ -46,6 +46,7 @@ class Played:
             leased = [Leased(Incarnation("x", each), 0, None, 9.0, 0) for each in Cluster.leased]
             return 1, Summary(0, 1, False, "", Tokens(0, 0, 0, 0, 0), tuple(leased), None)
         seen = {"incarnation": self.incarnation, "base": 0, "tokens": 0, "at_risk": 7, "rows_per_s": 3.0}
+        seen["evaluating"] = self.evaluating
         seen["rows"], self.rows = self.rows, []
         return 2, seen if self.name[0] in "mj" else None
 
@@ -57,7 +58,7 @@ class Played:
 
 
 class Cluster:
-    found, address = False, "here:1"
+    found, address, state_bytes = False, "here:1", 0
     leased: tuple[str, ...] = ()
 
     def __init__(self):
@@ -71,6 +72,7 @@ class Cluster:
 
     def start(self, name, maker, arguments, environment, log, node):
         self.started.append(Played(name, node))
+        self.started[-1].evaluates = arguments.get("evaluates")
         self.started[-1].answers = not self.silent
         return self.started[-1]
 
@@ -148,6 +150,37 @@ def test_a_machine_that_comes_back_is_the_same_member(play):
     assert play(script).how == "finished"
     lost = play.events("lost")
     assert [each["member"] for each in lost] == ["j-tpu-7"] * 3 and all(each["own_machine"] for each in lost)
+
+
+def test_what_a_member_is_at(play):
+    """One that evaluates has no speed; its tokens are those of all its lives; nobody is alive when the run is over."""
+
+    def script(supervisor, cluster):
+        yield
+        first = cluster.newest("m0")
+        first.incarnation = "a" * 32
+        Cluster.leased = (first.incarnation,)
+        first.rows = [{"step": 3, "tokens": 24, "loss": 1.0, "version": 0}]
+        yield
+        yield
+        (seen,) = supervisor.status.members
+        assert (seen.state, seen.tokens, seen.tokens_per_s) == ("alive", 24, 12.0)
+        first.ended = Outcome("dead", "killed")
+        yield
+        yield
+        second = cluster.newest("m0")
+        second.incarnation, second.evaluating = "b" * 32, True
+        Cluster.leased = (second.incarnation,)
+        yield
+        yield
+        (seen,) = supervisor.status.members
+        assert (seen.state, seen.tokens, seen.tokens_per_s) == ("evaluating", 24, None)
+        play.last = supervisor
+        finish(cluster)
+
+    assert play(script).how == "finished"
+    (seen,) = play.last.status.members
+    assert (seen.state, seen.pid, seen.tokens_per_s, play.last.status.tokens_per_s) == ("left", None, None, 0.0)
 
 
 def test_who_has_not_begun_does_not_hold_up_a_stop(play):
@@ -237,6 +270,34 @@ def test_back_before_its_node_is_known_to_be_gone(play):
         finish(cluster)
 
     assert play(script).how == "finished" and len(play.events("lost")) == 1
+
+
+def test_another_one_evaluates_where_the_machine_that_did_has_left(play):
+    def script(supervisor, cluster):
+        cluster.nodes = {"n1": "first", "n2": "second"}
+        yield
+        yield
+        assert cluster.newest("j-first").evaluates and not cluster.newest("j-second").evaluates
+        for name in ("j-first", "j-second"):  # both are killed: who evaluates may come back, so it stays that one
+            cluster.newest(name).ended = Outcome("dead", "killed")
+            yield
+            yield
+            yield
+            assert cluster.newest(name).evaluates == (name == "j-first")
+        cluster.newest("j-first").ended = Outcome("dead", "its node died")
+        del cluster.nodes["n1"]
+        yield
+        yield
+        yield
+        cluster.newest("j-second").ended = Outcome("dead", "killed")
+        yield
+        yield
+        yield
+        assert cluster.newest("j-second").evaluates
+        cluster.newest(HEAD).ended = cluster.newest("j-second").ended = Outcome("ended", "")
+
+    nobody = replace(PLAN, swarm=replace(SWARM, members=0))
+    assert play(script, nobody).how == "finished"
 
 
 def test_who_never_trained_does_not_hold_up_the_end(play):

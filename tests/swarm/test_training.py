@@ -1,7 +1,7 @@
 """Real programs in a swarm: one member is the plain trainer bit for bit, anchors are the ledger's (invariants 1, 7)."""
 
-import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from tests.train import toy
-from tpuswarm import Trainer
+from tpuswarm import Trainer, supervised
 from tpuswarm.swarm.aggregator import Aggregator
 from tpuswarm.swarm.coordinator import Coordinator
 from tpuswarm.swarm.core.choose import Staleness
@@ -23,13 +23,14 @@ from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.effects import Call, Unreachable
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.exchanged import Exchanged
 from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
-from tpuswarm.swarm.inner import InnerStates
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects, array_digest
 from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.verify import verify
+from tpuswarm.train.evaluate import HeldOut
 from tpuswarm.train.fit import Request, fit
 from tpuswarm.train.paths import leaf_paths
 
@@ -129,7 +130,7 @@ class Swarm:
 
     def start(self, number, state, anchor, base=0, tokens=0) -> None:
         """A life of a member."""
-        source, validation = self.recipe.data("train"), self.recipe.data("validation")
+        source, validation = self.recipe.data("train"), HeldOut(self.recipe.data("validation"), BATCH)
         holder = ProgramHolder(
             self.fitted, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation
         )
@@ -230,17 +231,16 @@ def loss_of(params, data) -> float:
     return float(np.mean((data["x"] @ params["layer/w"] + params["layer/b"] - data["y"]) ** 2))
 
 
-def test_saves_and_evaluations_change_no_bit_and_are_of_published_versions(tmp_path):
+def test_evaluations_change_no_bit_and_are_of_published_versions(tmp_path):
     told = []
     swarm = Swarm(
-        tmp_path / "swarm", toy.recipe(), fragments=2, inner_save=0.0,
-        evaluate_every=3 * BATCH, evaluated=lambda *found: told.append(found),
+        tmp_path / "swarm", toy.recipe(), fragments=2, evaluate_every=3 * BATCH,
+        evaluated=lambda *found: told.append(found),
     )  # fmt: skip
     found = swarm.run()
     plain = Trainer(devices=1, seed=0).fit(toy.recipe(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
     wanted = dict(zip(leaf_paths(plain.state.params), jax.tree.leaves(plain.state.params), strict=True))
     assert all(np.array_equal(wanted[path], array) for path, array in found.items())
-    assert swarm.store.names("inner/m0/")
     assert len(told) >= 2 and len({tokens // (3 * BATCH) for _, tokens, _, _ in told}) == len(told)
     for version, tokens, values, rows in told:
         record = swarm.ledger.record(version)
@@ -253,30 +253,11 @@ def adam_steps(holder) -> int:
     return int(holder.state.opt[0].count)
 
 
-def test_the_next_life_of_a_member_goes_on_with_its_inner_state(tmp_path):
-    swarm = Swarm(tmp_path / "swarm", toy.recipe(), members=2, steps=60, inner_save=0.0)
-    states = InnerStates(swarm.store)
-    assert swarm.engine.run(lambda: states.find("m0") is not None, 1000)
-    saved = states.find("m0")
+def test_the_next_life_of_a_member_begins_with_small_steps(tmp_path):
+    swarm = Swarm(tmp_path / "swarm", toy.recipe(), members=2, steps=60)
+    assert swarm.engine.run(lambda: len(swarm.store.names("commits/")) > 3, 1000)
+    assert not swarm.holders[0]._ramp_left
     swarm.engine.kill("m0")
-    made = swarm.holders[0]
-    assert made.restore(saved.specs, [states.get(saved, number) for number in range(len(saved.digests))])
-    before = adam_steps(made)
-    swarm.restart(0)
-    swarm.run()
-    books, holder = swarm.processes[-1].books, swarm.holders[-1]
-    assert before > 0 and books.processed > 0
-    assert adam_steps(holder) == before + books.processed // BATCH and not holder._ramp_left
-    assert not verify(swarm.store, lambda sentence: None).problems
-
-
-def test_a_life_without_a_usable_inner_state_begins_with_small_steps(tmp_path):
-    swarm = Swarm(tmp_path / "swarm", toy.recipe(), members=2, steps=60, staleness=Staleness(limit=1), inner_save=0.0)
-    states = InnerStates(swarm.store)
-    assert swarm.engine.run(lambda: states.find("m0") is not None, 1000)
-    swarm.engine.kill("m0")
-    base = states.find("m0").base
-    assert swarm.engine.run(lambda: swarm.ledger.view().staleness(base) > 1, 1000)  # by the other member
     swarm.restart(0)
     assert swarm.engine.run(lambda: swarm.processes[-1].books.processed > 0, 1000)
     assert swarm.holders[-1]._ramp_left and adam_steps(swarm.holders[-1]) == 1
@@ -285,13 +266,12 @@ def test_a_life_without_a_usable_inner_state_begins_with_small_steps(tmp_path):
 def test_a_machine_lost_with_its_disk_loses_nothing_committed(tmp_path):
     """Coordinator, a shard and a member were on it; others begin from the run's storage alone (invariant 14)."""
     folder = tmp_path / "swarm"
-    swarm = Swarm(folder, toy.recipe(), members=2, steps=60, fragments=2, shards=2, inner_save=0.0)
-    assert swarm.engine.run(lambda: len(swarm.store.names("commits/")) > 5 and (folder / "inner" / "m0").exists(), 1000)
+    swarm = Swarm(folder, toy.recipe(), members=2, steps=60, fragments=2, shards=2)
+    assert swarm.engine.run(lambda: len(swarm.store.names("commits/")) > 5, 1000)
     committed = {name: swarm.store.read(name) for name in swarm.store.names("commits/")}
     accepted = {header.identity for header in swarm.ledger.headers()}
     for node in ("coordinator", "shard-0", "m0"):
         swarm.engine.kill(node)
-    shutil.rmtree(folder / "inner" / "m0")
     store = Store(str(folder))
     swarm.ledger, swarm.objects = Ledger(store), Objects(store)
     swarm.engine.serve("shard-0", Aggregator(swarm.ledger, swarm.objects, swarm.layout.sizes, 0, 2))
@@ -307,12 +287,59 @@ def test_a_machine_lost_with_its_disk_loses_nothing_committed(tmp_path):
     assert not verify(store, lambda sentence: None).problems
 
 
-def test_numbers_that_are_not_finite_are_no_inner_state(tmp_path):
-    swarm = Swarm(tmp_path / "swarm", toy.recipe(), inner_save=0.0)
-    states = InnerStates(swarm.store)
-    assert swarm.engine.run(lambda: states.find("m0") is not None, 1000)
-    holder = swarm.holders[0]
-    holder.state = jax.tree.map(
-        lambda leaf: leaf * np.float32(np.nan) if leaf.dtype == np.float32 else leaf, holder.state
+def observing(data=toy.splits):
+    """Linear regression that keeps a running mean of the squares it sees, which cannot be negative."""
+
+    def loss(params, extra, batch, key):
+        value, metrics = toy.loss(params, batch, key)
+        return value, (metrics, {"square": 0.5 * extra["square"] + 0.5 * (batch["x"] ** 2).mean(0)})
+
+    return supervised(
+        toy.init, loss, toy.adam, data, lambda progress: 0.05, extra=lambda key: {"square": np.zeros(5, np.float32)}
     )
-    assert swarm.engine.run(lambda: states.find("m0") is None, 1000)
+
+
+def test_a_swarm_of_one_has_the_statistics_of_the_plain_trainer_and_three_share_a_mean(tmp_path):
+    plain = Trainer(devices=1, seed=0).fit(observing(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
+    wanted = {"extra/square": plain.state.extra["square"], "params/layer/w": plain.state.params["layer"]["w"]}
+    found = Swarm(tmp_path / "one", observing(), overlap=False).run()
+    assert all(np.array_equal(wanted[path], found[path]) for path in wanted)
+    three = Swarm(tmp_path / "three", observing(), members=3)
+    squares = three.run()["extra/square"]
+    seen = np.stack([toy.data()["x"][row] ** 2 for row in range(toy.ROWS)])
+    assert (squares > 0).all() and (squares < seen.max(0)).all()
+    assert not verify(three.store, lambda sentence: None).problems
+
+
+def test_statistics_are_averaged_beside_a_momentum_and_the_ledger_proves_it(tmp_path):
+    """With a rate and a momentum under which the same arrays, were they trained, would leave their range."""
+    outer = Outer("nesterov", rate=1.0)
+    fitted = fit(observing(), Request(batch=BATCH), jax.devices()[:1])
+    layout = layout_of(fitted, 2)
+    averaged = layout.places(["extra/square"])
+    assert sum(each.last - each.first for each in averaged) == 5
+    swarm = Swarm(
+        tmp_path / "swarm", observing(), members=3, fragments=2, outer=replace(outer, averaged=averaged), overlap=False
+    )
+    seen = np.stack([toy.data()["x"][row] ** 2 for row in range(toy.ROWS)])
+    squares = swarm.run()["extra/square"]
+    assert (squares > 0).all() and (squares < seen.max(0)).all()
+    assert {record.averaged for record in (swarm.ledger.record(version) for version in (1, 2))} == {averaged}
+    report = verify(swarm.store, lambda sentence: None)
+    assert not report.problems and not report.not_recomputed and report.recomputed
+
+
+def test_a_statistic_is_taken_over_and_not_moved():
+    fitted = fit(observing(), Request(batch=BATCH), jax.devices()[:1])
+    layout = layout_of(fitted, 1)
+    exchanged, exchange = Exchanged(fitted, layout, "plain"), fitted.program.exchange()
+
+    def state(level):
+        made = fitted.init(jax.random.key(0))
+        shared = jax.tree.map(lambda leaf: np.full_like(leaf, level), exchange.get(made))
+        return exchange.put(made, jax.device_put(shared))
+
+    new, reference = (exchanged.snapshot(state(level)) for level in (0.75, 1.0))
+    adopted = exchanged.adopt(state(0.125), new, reference)
+    assert (np.asarray(adopted.extra["square"]) == 0.75).all()
+    assert (np.asarray(adopted.params["layer"]["w"]) == -0.125).all()  # which a mean of squares must never be

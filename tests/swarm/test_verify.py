@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.swarm.chains import SIZES, Run
+from tests.swarm.test_retention import kept
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.ledger import Ledger, commit_name, header_name
 from tpuswarm.swarm.objects import Objects, object_name, payload_name
@@ -82,7 +83,7 @@ def test_after_retention_it_says_what_it_could_not_do(tmp_path):
     run = Run(Store(tmp_path), random.Random(1)).grow(30)
     for file in tmp_path.rglob("*"):
         os.utime(file, (1, 1))
-    gone = clean(run.store, run.records, 4)
+    gone = clean(run.store, kept(run.records))
     found = report(run)
     assert found.problems == []
     assert sorted([*found.recomputed, *found.not_recomputed]) == with_contributors(run)
@@ -101,7 +102,7 @@ def test_a_run_may_go_on_meanwhile(tmp_path, when):
             run.grow(25)
             for file in tmp_path.rglob("*"):
                 os.utime(file, (1, 1))
-            assert clean(run.store, run.records, 4)
+            assert clean(run.store, kept(run.records))
 
     assert verify(run.store, say).problems == []
 

@@ -161,6 +161,7 @@ class ExactHolder:
     sent: Vector = field(default_factory=dict)
 
     def train(self, rows: Rows, progress: tuple[int, int], ahead: Rows) -> int:
+        assert len(rows.ranges) == 1, "a batch is read in one piece"
         self.theta = combine((1, self.theta), (1, trained_rows(rows, self.incarnation)))
         self.processed[self.incarnation] = self.processed.get(self.incarnation, 0) + len(rows)
         if bad := {row for row in self.poison for start, stop in rows.ranges if start <= row < stop}:
@@ -179,6 +180,9 @@ class ExactHolder:
 
     def place(self, fragments: Sequence[Vector]) -> Vector:
         return combine(*((1, fragment) for fragment in fragments))
+
+    def ramp(self) -> None:
+        """Steps are counted here, whatever their size."""
 
     def adopt(self, adopt: Adopt, new: Vector) -> None:
         if adopt.how == "snapshot":
@@ -199,6 +203,8 @@ class World:
     horizon: int = 24
     cycle: int = 2
     batch: int = 1
+    own: tuple[int, ...] = ()
+    """Batches of members, which divide that of the run; none: they have that."""
     overlap: bool = True
     faults: Faults = field(default_factory=Faults)
     poison: set[int] = field(default_factory=set)
@@ -305,7 +311,7 @@ class World:
         theta = self.theta(newest.version)
         books = Member(
             terms=self.terms, form="plain", overlap=self.overlap, incarnation=incarnation,
-            base=newest.version, tokens=newest.tokens,
+            base=newest.version, tokens=newest.tokens, batch=self.own[int(name[1:])] if self.own else None,
         )  # fmt: skip
         made = MemberProcesses(
             books,

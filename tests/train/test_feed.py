@@ -63,6 +63,22 @@ def test_a_memory_map_stays_one(tmp_path):
     assert type(rows["x"]) is np.ndarray and source.digest == ArraySource({"x": made, "n": list(range(8))}).digest
 
 
+def test_no_more_batches_are_read_than_a_plan_counts():
+    """Each of them is on the devices as soon as it is read."""
+    third = threading.Event()
+
+    class Counted(Counter):
+        def rows(self, start, count):
+            if start == 2 * 4:
+                third.set()
+            return super().rows(start, count)
+
+    with feed(Counted()) as batches:
+        assert not third.wait(0.5)
+        batches.next()
+        assert third.wait(30)
+
+
 def test_leaving_early_ends_the_thread():
     with feed(Counter(), last=1000) as batches:
         batches.next()
@@ -90,3 +106,14 @@ def test_waiting_is_measured():
 
     with feed(Slow()) as batches:
         assert sum(batches.next()[1] for _ in range(10)) > 0.3
+
+
+def test_a_number_that_32_bits_do_not_hold_is_refused_by_name():
+    class Large(Counter):
+        def rows(self, start, count):
+            return {"x": np.arange(2**31 - 6, 2**31 - 6 + count) + start}
+
+    with feed(Large()) as batches:
+        assert np.asarray(batches.next()[0]["x"]).tolist()[-1] == 2**31 - 3
+        with pytest.raises(InputError, match="x holds 2147483648, too large for int32"):
+            batches.next()

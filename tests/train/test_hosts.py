@@ -4,6 +4,8 @@ import json
 import math
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +25,7 @@ MODULE = "tests.train.host"
 def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch, shard):
     """Up to the order in which gradients are summed: within a process and between processes it is another."""
     started = start_hosts(MODULE, tmp_path, shard=shard, steps=host.STEPS)
-    monkeypatch.setattr(mesh, "MIN_SHARDED_BYTES", host.mesh.MIN_SHARDED_BYTES)
+    monkeypatch.setattr(mesh, "MIN_SHARDED_BYTES", host.SHARDED_BYTES)
     one = host.train(shard, host.STEPS)
     finished(started, tmp_path)
     zero, other = (json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2))
@@ -207,3 +209,22 @@ def test_on_one_host_arrays_are_placed_and_fetched_as_ever(devices):
     with hosts.initialize("127.0.0.1:1", 1, 0, b"") as alone:
         alone.agree({"data": "any"})
         assert (alone.index, alone.count, jax.process_count()) == (0, 1, 1)
+
+
+def test_a_library_that_ends_the_process_waits_for_the_sentence(tmp_path):
+    """gloo does, in a thread of its own, where two devices no longer send each other the same once a host is gone."""
+    script = """
+import ctypes, threading, time
+from tpuswarm.train.line import end_process, hold_terminate
+
+hold_terminate()
+threading.Thread(target=ctypes.CDLL("libstdc++.so.6")["_ZSt9terminatev"], daemon=True).start()
+time.sleep(1)
+end_process("host 1 is gone")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (line.LOST, "host 1 is gone\n")
+    script = script.replace("hold_terminate()\n", "line.SILENCE = line.BEAT = 0.1\nhold_terminate()\n")
+    script = "from tpuswarm.train import line\n" + script.replace("time.sleep(1)", "time.sleep(60)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGABRT and "terminate called" in done.stderr, "it has only waited"

@@ -184,8 +184,8 @@ def test_a_name_that_means_two_runs_is_refused(tmp_path, monkeypatch):
     make_run(Path("runs/last")).close()
     with pytest.raises(InputError, match=r"last means the run used last, but runs/last exists too"):
         find_run("last")
-    with pytest.raises(InputError, match="gs://bucket/run is a URL"):
-        find_run("gs://bucket/run")
+    with pytest.raises(InputError, match="a run is a local folder or gs://BUCKET/FOLDER, not s3://bucket/run"):
+        find_run("s3://bucket/run")
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty"])

@@ -13,7 +13,7 @@ def test_only_what_is_asked_can_differ():
     assert differences(stored, {"steps": 10, "clip": 1}) == []
     found = differences(stored, {"steps": 20, "ema": 0.9})
     assert found == ["steps was 10, now 20", "ema was none, now 0.9"]
-    with pytest.raises(InputError, match=r"steps was 10.*ema was none.*only devices.*may change"):
+    with pytest.raises(InputError, match=r"steps was 10.*ema was none.*only --devices, .*may change"):
         refuse_differences("runs/x", found)
 
 

@@ -1,11 +1,14 @@
 import hashlib
 import os
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpuswarm import Trainer, supervised
 from tpuswarm.errors import InputError
 from tpuswarm.train.source import ArraySource, shuffled
 
@@ -63,3 +66,20 @@ def test_the_digest_of_a_memory_map_is_that_of_what_it_maps(tmp_path, monkeypatc
     changed.flush()
     os.utime(path)
     assert digest() != first and len(read) == 2
+
+
+def test_the_seed_of_a_run_orders_arrays_that_have_none_of_their_own(tmp_path):
+    def trained(of_run, **own):
+        def loss(params, batch, key):
+            return params["w"] * 0.0, {"row": batch["x"][0]}
+
+        arrays = {"x": np.arange(64, dtype=np.float32)}
+        data = ArraySource(arrays, **own) if own else arrays
+        made = supervised(lambda key: {"w": jnp.zeros(())}, loss, optax.sgd(0.1), data)
+        trainer = Trainer(devices=1, seed=of_run)
+        return trainer.fit(made, steps=1, batch=4, run=tmp_path / f"{of_run}-{len(own)}").metrics["row"]
+
+    usual, other = trained(None), trained(3)
+    assert usual == ArraySource({"x": np.arange(64)}, seed=0).rows(0, 1)["x"][0]
+    assert other == ArraySource({"x": np.arange(64)}, seed=3).rows(0, 1)["x"][0] != usual
+    assert trained(4, seed=0) == usual

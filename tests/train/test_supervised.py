@@ -7,7 +7,9 @@ import optax
 import pytest
 
 from tests.train import toy
+from tpuswarm import ArraySource, Weighted
 from tpuswarm.errors import InputError
+from tpuswarm.train.fit import Request, fit
 from tpuswarm.train.recipe import Clock, Options
 from tpuswarm.train.supervised import inference_params, supervised
 
@@ -46,6 +48,43 @@ def test_micro_batches_have_the_gradient_of_the_whole_batch(count):
     _, split, split_metrics = one_step(accumulate=count)
     np.testing.assert_allclose(split.params["layer"]["w"], whole.params["layer"]["w"], rtol=1e-5)
     np.testing.assert_allclose(split_metrics["loss"], metrics["loss"], rtol=1e-5)
+
+
+def masked(params, batch, key):
+    error = jnp.square(batch["x"] @ params["w"] - batch["y"]) * batch["counts"]
+    right = Weighted(((error < 1) * batch["counts"]).sum(), batch["counts"].sum())
+    return Weighted(error.sum(), batch["counts"].sum()), {"right": right, "largest": error.max()}
+
+
+def masked_data():
+    """Rows that mostly do not count, and those that do are not spread evenly over micro-batches, devices, batches."""
+    counts = np.zeros(toy.ROWS, np.float32)
+    counts[[0, 1, 2, 3, 5, 8, 40]] = 1
+    return toy.data() | {"counts": counts}
+
+
+@pytest.mark.parametrize("count", [1, 2, 16])
+def test_a_weighted_loss_is_that_of_the_whole_batch_for_any_split(count, devices):
+    data = masked_data()
+    batch = {name: array[:16] for name, array in data.items()}
+    recipe = supervised(lambda key: {"w": jnp.ones(5)}, masked, optax.sgd(1.0), data)
+    fitted = fit(recipe, Request(batch=16, accumulate=count), devices[: 16 // count])
+    before = fitted.init(jax.random.key(0))
+    after, metrics = fitted.step(before, batch, CLOCK)
+    x, chosen = batch["x"].astype(np.float64), batch["counts"]
+    error = (x.sum(1) - batch["y"]) * chosen
+    np.testing.assert_allclose(metrics["loss"], (error**2).sum() / chosen.sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["right"], ((error**2 < 1) * chosen).sum() / chosen.sum(), rtol=1e-5)
+    np.testing.assert_allclose(after.params["w"], 1 - 2 * error @ x / chosen.sum(), rtol=1e-4)
+
+
+def test_nothing_that_counts_is_no_step():
+    recipe = supervised(lambda key: {"w": jnp.ones(5)}, masked, optax.sgd(1.0), masked_data())
+    program = recipe.program(Options(accumulate=2))
+    batch = {name: array[48:] for name, array in masked_data().items()}
+    after, metrics = program.step(program.init(jax.random.key(0)), batch, CLOCK)
+    assert metrics["loss"] == metrics["right"] == metrics["grad_norm"] == 0
+    np.testing.assert_array_equal(after.params["w"], np.ones(5))
 
 
 def test_clipping_limits_the_norm_and_leaves_small_gradients_alone():
@@ -117,6 +156,33 @@ def test_bf16_leaves_targets_as_they_are_and_casts_the_inputs_that_are_named(cas
     assert seen["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(metrics["largest"], np.float32(101))
     np.testing.assert_allclose(metrics["loss"], np.square(data["y"], dtype=np.float64).mean(), rtol=1e-6)
+
+
+def test_parameters_that_stay_float32_are_named_by_their_path():
+    """With a last layer in float32 sums of many small logits keep their digits, and gradients are float32 anyway."""
+    seen = {}
+
+    def loss(params, batch, key):
+        seen.update({name: leaf.dtype for name, leaf in params.items()})
+        h = batch["x"] @ params["w"]
+        seen["h"], seen["out"] = h.dtype, (h @ params["head"]).dtype
+        return jnp.square((h * jnp.broadcast_to(params["norm"], h.shape)) @ params["head"] - batch["y"]).mean()
+
+    def init(key):
+        return {"w": jnp.ones((5, 3)), "norm": jnp.ones(3), "head": jnp.ones(3)}
+
+    made = supervised(init, loss, optax.sgd(0.01), toy.data(), cast="x", float32="norm|head")
+    batch = made.data("train").rows(0, 8)
+    for precision, narrow in (("bf16", jnp.bfloat16), ("f32", jnp.float32)):
+        program = made.program(Options(precision=precision))
+        state = program.init(jax.random.key(0))
+        program.step(state, batch, Clock(jax.random.key(0), 0, 0.0))
+        assert seen["w"] == seen["h"] == narrow and seen["norm"] == seen["head"] == seen["out"] == jnp.float32
+        wrong = supervised(init, loss, optax.sgd(0.01), toy.data(), float32="nrom").program(
+            Options(precision=precision)
+        )
+        with pytest.raises(InputError, match="float32 'nrom' matches none of the parameters: head, norm, w"):
+            wrong.step(state, batch, Clock(jax.random.key(0), 0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +272,47 @@ def test_data_is_asked_for_once_a_split():
     recipe.program(Options())
     recipe.data("train"), recipe.data("train"), recipe.data("validation")
     assert asked == ["train", "validation"]
+
+
+def test_data_may_be_a_dict_of_splits():
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), {"train": toy.data(0), "validation": toy.data(1)})
+    assert recipe.data("validation").digest == ArraySource(toy.data(1)).digest
+    with pytest.raises(InputError, match="has no all data"):
+        recipe.data("all")
+
+
+def rows():
+    yield toy.data()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((toy.data()["x"], toy.data()["y"]), "the train data of toy is a tuple: give a dict of arrays"),
+        (rows(), "the train data of toy is a generator: give a dict of arrays"),
+        ({"in": {"x": np.ones(4)}, "y": np.ones(4)}, "a dict under in: a batch is one dict of arrays, without dicts"),
+        ({"x": [[1], [1, 2]]}, "x of the data is no array: setting an array element with a sequence"),
+        ({"x": np.ones(4), "n": 4}, r"n of the data is a int \(int64\): a batch is one dict of arrays of numbers"),
+        ({"x": ["a", "b"]}, r"x of the data is a list \(<U1\)"),
+    ],
+)
+def test_data_of_another_form_is_refused_in_words(data, words):
+    with pytest.raises(InputError, match=words):
+        supervised(toy.init, toy.loss, optax.sgd(0.1), data).data("train")
+
+
+def test_the_average_of_bfloat16_parameters_moves():
+    """By a thousandth a step, which is below bfloat16's resolution."""
+    recipe = supervised(
+        lambda key: {"w": jnp.ones(5, jnp.bfloat16)},
+        lambda params, batch, key: params["w"].astype(jnp.float32).sum(),
+        optax.sgd(1.0),
+        toy.data(),
+    )
+    program = recipe.program(Options(ema=0.999))
+    state, _ = program.step(program.init(jax.random.key(0)), BATCH, CLOCK)
+    np.testing.assert_allclose(state.ema["w"], 0.999, rtol=1e-6)
+    assert inference_params(state)["w"].dtype == jnp.bfloat16
 
 
 def test_a_state_around_given_parameters_starts_its_average_with_them():

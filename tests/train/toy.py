@@ -40,8 +40,8 @@ def splits(split: str) -> Any:
     return {"train": data(0), "validation": data(1)}.get(split)
 
 
-def recipe(optimizer: Any = adam, rate: float = 0.05, cast: str = ""):
-    return supervised(init, loss, optimizer, splits, lambda progress: rate * (1 - progress), cast=cast or ())
+def recipe(optimizer: Any = adam, rate: float = 0.05, **options: Any):
+    return supervised(init, loss, optimizer, splits, lambda progress: rate * (1 - progress), **options)
 
 
 def toy(rate: float = 0.05):

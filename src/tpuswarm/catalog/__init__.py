@@ -6,6 +6,7 @@ from tpuswarm.catalog.figures import Figure, Source
 from tpuswarm.catalog.generations import Generation, Host, generation_of, generations
 from tpuswarm.catalog.gpus import Gpu, gpus, memory_bandwidth, peak_flops
 from tpuswarm.catalog.machines import Machine, machines
+from tpuswarm.catalog.preemptions import Kept, kept_spot_tpus
 from tpuswarm.catalog.prices import Price
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Gke",
     "Gpu",
     "Host",
+    "Kept",
     "Machine",
     "Price",
     "Source",
@@ -24,6 +26,7 @@ __all__ = [
     "generation_of",
     "generations",
     "gpus",
+    "kept_spot_tpus",
     "machines",
     "memory_bandwidth",
     "network",

@@ -19,6 +19,15 @@ def continent_of(place: str) -> str:
     raise InputError(f"{place!r} is not a Google Cloud region or zone; they look like us-central1 or us-central1-a")
 
 
+def relation_of(place: str, other: str) -> Relation:
+    """How far a zone is from another. Raises InputError for what is no zone."""
+    if place == other:
+        return "same zone"
+    if place.rpartition("-")[0] == other.rpartition("-")[0]:
+        return "same region"
+    return "same continent" if continent_of(place) == continent_of(other) else "other continent"
+
+
 def transfer_price(how: Relation, place: str) -> Figure | None:
     """Dollars for a GiB sent from a machine in `place` to another so far away, over internal addresses. None: unknown.
 

@@ -3,9 +3,17 @@
 Modules here import nothing heavy at their top, so that `--help` is immediate; a command imports what it needs.
 """
 
+import sys
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
+
+SLOW = (
+    "copy", "cost", "demo", "describe", "down", "evaluate", "exec", "export", "forward", "jobs", "keep", "list", "logs",
+    "plan", "sample", "setup", "ssh", "ssh-config", "stop", "sync", "train", "up",
+)  # fmt: skip
+"""Commands that load JAX or ask a cloud: they have their first line before typer is there."""
 
 
 def main() -> "NoReturn":
@@ -15,13 +23,16 @@ def main() -> "NoReturn":
     except KeyboardInterrupt:  # nothing is there yet that would take it
         raise SystemExit(130) from None
     interrupts = Interrupts()
-    code = None
     try:
-        from tpuswarm.cli.app import run
-        from tpuswarm.train.terminal import take_over
+        from tpuswarm.train.terminal import at_once, settle, take_over
 
         take_over()
+        if sys.argv[1:2] and sys.argv[1] in SLOW:
+            at_once("getting ready")
+        from tpuswarm.cli.app import run
+
         code = run()
+        settle()
+        interrupts.end(code)
     except KeyboardInterrupt:
-        pass
-    interrupts.end(code)
+        interrupts.end(None)

@@ -2,14 +2,18 @@
 
 import importlib
 import os
+import re
 import shlex
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import typer
 
-from tpuswarm.cli.help import Command, Group
+from tpuswarm.cli.help import Command, Group, Top
+from tpuswarm.config.refused import must_be
 from tpuswarm.errors import TpuswarmError
+from tpuswarm.train.terminal import say
 
 UsageError: Any = typer.BadParameter.__base__
 GROUPS: dict[str, dict[str, str]] = {
@@ -18,28 +22,33 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Train": {
         "train": "train:train", "status": "runs:status", "logs": "control:logs", "stop": "control:stop",
-        "join": "swarm:join", "sample": "runs:sample", "evaluate": "runs:evaluate", "export": "export:export",
+        "sample": "runs:sample", "join": "swarm:join", "evaluate": "runs:evaluate", "export": "export:export",
         "profile": "profile:profile", "ledger": "ledger:app",
     },
     "Get TPUs": {
-        "init": "init:init", "up": "up:up", "list": "fleet:list_", "describe": "fleet:describe", "pause": "up:pause",
-        "resume": "up:resume", "cost": "fleet:cost", "down": "up:down", "keep": "up:keep",
+        "init": "init:init", "up": "up:up", "list": "fleet:list_", "down": "up:down", "describe": "fleet:describe",
+        "pause": "up:pause", "resume": "up:resume", "keep": "up:keep", "cost": "fleet:cost",
         "rehearsal": "rehearsal:app",
     },
     "Touch": {
         "ssh": "touch:ssh", "exec": "touch:exec_", "jobs": "jobs:jobs", "copy": "files:copy", "sync": "files:sync",
-        "setup": "setup:setup", "forward": "tunnels:forward", "ssh-config": "tunnels:ssh_config",
+        "setup": "setup:setup", "doctor": "doctor:doctor", "forward": "tunnels:forward",
+        "ssh-config": "tunnels:ssh_config",
     },
     "Network": {"router": "router:app"},
 }  # fmt: skip
 """All commands, in the order of `--help`, each with its file in this folder and its name there."""
 
 
+class _Top(Top):
+    first: ClassVar[Mapping[str, int]] = {"Learn": 3, "Train": 5, "Get TPUs": 4, "Touch": 2, "Network": 1}
+
+
 def make_app(only: str | None = None) -> typer.Typer:
     """All commands; only one of them, where it is known which: the files of the others take a tenth of a second."""
     app = typer.Typer(
         help="Train one model on all the Cloud TPUs you can get.",
-        cls=Group,
+        cls=_Top,
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -70,7 +79,7 @@ def _version(asked: bool) -> None:
         from importlib import metadata
 
         said = " · ".join(f"{name} {metadata.version(name)}" for name in ("tpuswarm", "jax", "ray"))
-        typer.echo(f"{said} · Python {platform.python_version()}")
+        say(f"{said} · Python {platform.python_version()}")
         raise typer.Exit
 
 
@@ -91,13 +100,20 @@ def run() -> int:
         sys.argv.append("--help")
     first = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
     try:
-        code = make_app(first if any(first in each for each in GROUPS.values()) else None)(standalone_mode=False)
+        code = make_app(first if any(first in each for each in GROUPS.values()) else None)(
+            prog_name="tpuswarm", standalone_mode=False
+        )
     except TpuswarmError as error:
         return _say(error, error.exit_code)
     except OSError as error:  # a disk, a network, a permission: not a fault of the program
         return _say(error, 1, ": ".join(map(str, filter(None, (error.strerror or error, error.filename)))))
     except UsageError as error:
         return _say(error, 2, _usage(error))
+    except (
+        typer.Abort
+    ) as no:  # where a person was asked; typer's own, for Ctrl-C and Ctrl-D, leaves the line without an end
+        say("nothing was done" if no.args else "\nnothing was done", err=True)
+        return 1
     except Exception as error:  # noqa: BLE001  # a fault of the program's: still one sentence, and the way to more
         words = " ".join(str(error).split())[:300]
         command = shlex.join(sys.argv[1:])
@@ -109,7 +125,18 @@ def run() -> int:
 
 def _usage(error: Any) -> str:
     """What click says of wrong words, in one line, with the help of the very command."""
+    if near := getattr(error, "possibilities", None):
+        return f"there is no option {error.option_name}; did you mean {near[0]}?"
     said = " ".join(error.format_message().split()).rstrip(".")
+    for theirs, ours in (
+        ("Missing", "missing"),
+        ("No such option:", "there is no option"),
+        ("No such", "there is no"),
+        ("Value error, ", ""),
+    ):
+        said = said.replace(theirs, ours)
+    if typed := re.fullmatch(r"Invalid value for '(.*?)': (Input should be .*)", said):
+        said = f"{typed[1]} {must_be(typed[2])}"
     help_of = error.ctx.command_path if error.ctx else "tpuswarm"
     return f"{said}{' See' if said.endswith('?') else '; see'} `{help_of} --help`"
 
@@ -117,6 +144,5 @@ def _usage(error: Any) -> str:
 def _say(error: BaseException, code: int, text: str | None = None) -> int:
     if os.environ.get("TPUSWARM_DEBUG"):
         raise error
-    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print(f"{typer.style('error:', fg='red', bold=True) if coloured else 'error:'} {text or error}", file=sys.stderr)
+    say(f"error: {text or error}", err=True)
     return code

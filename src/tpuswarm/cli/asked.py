@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from tpuswarm.config.train import Train
     from tpuswarm.train.recipe import Recipe
 
-SWARM = ("members", "devices_per_member", "cycle", "outer", "outer_lr", "quantize", "overlap", "ray_address")
+SWARM = (
+    "members", "devices_per_member", "cycle", "outer", "outer_lr", "quantize", "overlap", "ray_address", "dashboard",
+)  # fmt: skip
 """Options that a run of members has and a plain one has not."""
 FIT = (
     "devices", "shard", "precision", "accumulate", "clip", "freeze", "decay", "ema", "seed", "save_every",
-    "eval_every", "keep", "grace", "deterministic", "profile", "wandb",
+    "eval_every", "eval_batch", "keep", "keep_best", "grace", "deterministic", "overfit_batches", "fast_dev_run",
+    "profile", "wandb",
 )  # fmt: skip
 """Those that a Trainer takes."""
 
@@ -35,6 +38,7 @@ class Asked(NamedTuple):
 
 def ask(context: typer.Context) -> Asked:
     """All of it; raises InputError for what cannot be done on any machine."""
+    from tpuswarm.train.mirror import folder_for
     from tpuswarm.train.parent import find_parent
     from tpuswarm.train.run import require_usable
     from tpuswarm.train.several import several
@@ -44,16 +48,21 @@ def ask(context: typer.Context) -> Asked:
     if words["recipe"].startswith("-"):
         raise InputError(f"the recipe comes first: tpuswarm train RECIPE {words['recipe']} …")
     table = _table(words, recipe_options(context.args, "train"))
-    folder = Path(table.run) if table.run else None
+    folder = folder_for(table.run) if table.run else None
     if folder:
         require_usable(folder)
     swarm = _swarm(table, folder, words)
     several(words["hosts"], words["host"], words["hosts_at"])
+    if words["hosts"] is not None and table.run and "://" in table.run:
+        raise InputError(
+            f"--hosts saves on a disk that all hosts share, and {table.run} is a bucket; use a folder on such a disk"
+        )
     if table.wandb is not None:
         require()
     parent = find_parent(table.init_from) if table.init_from else None
     given = {name: value for name in ("data", "seed") if (value := getattr(table, name)) is not None}
     recipe = make_recipe(table.recipe, given, dict(table.options), context, folder, parent)
+    recipe.require_data()
     return Asked(table, recipe, folder, parent, swarm)
 
 
@@ -62,6 +71,7 @@ def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
     from pydantic import ValidationError
 
     from tpuswarm.config.limits import flag
+    from tpuswarm.config.refused import refused
     from tpuswarm.config.train import LENGTHS, Train, read_train
 
     given = {name: words[name] for name in Train.model_fields if words.get(name) is not None}
@@ -74,13 +84,17 @@ def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
         options = file.pop("options", {}) | options
         given = file | given
     try:
-        return Train(**given | {"options": options})
+        table = Train(**given | {"options": options})
+        if table.batch == "auto":
+            raise InputError("batch = auto is for a file with machines: `tpuswarm plan` says what fits on a TPU")
+        if isinstance(table.batch, dict):
+            raise InputError("a batch for each pool is for a file with pools: give batch a number")
+        return table
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "value_error":
             raise InputError(str(first["ctx"]["error"])) from error
-        name = flag(str(first["loc"][0]))
-        raise InputError(f"--{name}: {first['msg'][:1].lower()}{first['msg'][1:]}, not {first['input']!r}") from error
+        raise InputError(f"--{flag(str(first['loc'][0]))} {refused(first)}") from error
 
 
 def check_options(path: Path, file: dict[str, Any]) -> None:
@@ -102,6 +116,7 @@ def check_options(path: Path, file: dict[str, Any]) -> None:
 
 def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[str, Any] | None:
     """The options of a swarm, where it is to be one."""
+    from tpuswarm.swarm.engines.ports import parse_ports
     from tpuswarm.train.run import CONFIG, read_config
 
     given = {name: getattr(table, name) for name in SWARM}
@@ -110,6 +125,11 @@ def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[s
     if given["members"] is None:
         if alone := next((name for name, value in given.items() if value is not None), None):
             raise InputError(f"--{alone.replace('_', '-')} needs --members")
+        if words["token_file"] is not None:
+            raise InputError("--token-file needs --members")
+        for name in ("expect", "ports"):
+            if words[name] is not None:
+                raise InputError(f"--{name} needs --members")
         if words["accept_code"]:
             raise InputError(
                 "--accept-code needs --members; a plain run resumes with any code and with its own settings"
@@ -121,4 +141,9 @@ def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[s
         )
     if table.profile or table.wandb is not None:
         raise InputError("--profile and --wandb do not work with --members yet")
-    return {**given, "accept_code": words["accept_code"]}
+    if table.overfit_batches or table.fast_dev_run:
+        raise InputError("--overfit-batches and --fast-dev-run check a model in one process: leave --members out")
+    if table.keep_best is not None:
+        raise InputError("--keep-best does not work with --members: `tpuswarm ledger` has every version's place")
+    own = {"expect": words["expect"], "ports": parse_ports(words["ports"])}
+    return {**given, "accept_code": words["accept_code"], "token": words["token_file"], **own}

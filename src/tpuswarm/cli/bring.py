@@ -1,41 +1,173 @@
 """What the commands that change a fleet have in common: show it, ask, and watch until it is done."""
 
+import os
 import sys
 import textwrap
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from tpuswarm.cli.runs import make_console
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing, Provider
     from tpuswarm.fleet.core.desired import Desired
     from tpuswarm.fleet.file import SwarmFile
+    from tpuswarm.fleet.keeping.document import Document, Store
     from tpuswarm.fleet.keeping.fleets import Fleet, Held
     from tpuswarm.fleet.keeping.keeper import Tick
     from tpuswarm.fleet.preview import Preview
+    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.remote.setup.table import Setup
+
+ANSWERS = {"y": True, "yes": True, "n": False, "no": False}
+
+
+class Agreed(NamedTuple):
+    """What was shown, agreed to and stored."""
+
+    cloud: "Provider"
+    store: "Store"
+    wanted: "Desired"
+
+
+def agree(
+    fleet: "Fleet",
+    read: "SwarmFile",
+    make: "Callable[[Desired], Desired]",
+    paid: bool,
+    yes: bool,
+    keep: bool,
+    also: Callable[[], None] = lambda: None,
+    adopt: str | None = None,
+) -> Agreed:
+    """Look at what there is, check, show, ask, and store what is wanted from now on; nothing is created yet.
+
+    make: changes what the file wants, as options of the command say; also: says what else it will do; paid, adopt: see
+    `up`. Raises InputError where something speaks against it.
+    """
+    from tpuswarm.cloud.keys import make_key, public_key
+    from tpuswarm.fleet import asked
+    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.setting_up import Kept
+
+    if read.setup:
+        Kept(fleet).secrets.gather(read.setup.secrets, os.environ)
+    cloud = fleet.provider()
+    store = fleet.store(cloud)
+    document, listing, note = fleets.look_at(fleet, store, cloud, read, adopt)
+    if note:
+        say(f"note: {note}", err=True)
+    before = document.desired if document else None
+    make_key()
+    wanted = make(fleets.merged(read, fleet.mark, before, paid, public_key()))
+    if keep:
+        wanted = asked.kept(wanted, fleet.bucket)
+    asked.same_types(before, wanted)
+    if not any(each.fleet == wanted.fleet for each in listing.machines):
+        preflight(cloud, read, wanted.paid)
+    shown = previewed(wanted, listing, cloud.project, document)
+    print_preview(shown, wanted, read.provider, keep or wanted.kept_on is not None)
+    also()
+    if shown.changes:
+        confirm(yes)
+    fleets.store_wanted(fleet, store, read, wanted, before)
+    if before is None:
+        label_bucket(cloud, fleet, wanted)
+    return Agreed(cloud, store, wanted)
+
+
+def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, file: Path | None) -> "Reach":
+    """Make what was agreed to: machines, what they need, the fleet's routers, and who keeps them; the way to them.
+
+    What is kept has its keeper first, in the background of this computer: whatever then goes wrong here, that one goes
+    on, and puts a keeper on the head. file: swarm.toml, for it; None: the fleet has none.
+    """
+    from tpuswarm.cli.setup import route_now, seat_now, set_up_now
+    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.setting_up import Kept
+    from tpuswarm.train.waiting import waiting
+
+    cloud, store, wanted = agreed
+    Kept(fleet).keep(table)
+    if keep:
+        fleets.detach(fleet, store, file)
+    work(fleet, cloud, store, is_up)
+    reach = Reach(fleet, cloud, store)
+    if table is not None:
+        set_up_now(reach, table)
+    if any(each.routes for each in wanted.pools):
+        route_now(reach)
+    if wanted.kept_on is not None:
+        seat_now(reach, store)
+    elif keep:
+        with waiting("waiting until the keeper in the background leads"):
+            fleets.see_kept(fleet, store)
+    return reach
+
+
+def dry_run(
+    read: "SwarmFile",
+    make: "Callable[[Desired], Desired]",
+    paid: bool,
+    keep: bool,
+    also: Callable[[], None] = lambda: None,
+) -> None:
+    """Show what `agree` would where nothing is there yet."""
+    from tpuswarm.fleet import asked
+
+    wanted = make(asked.desired_of(read, f"{read.name}-{asked.UNNAMED}", paid, None))
+    if keep:
+        wanted = asked.kept(wanted, read.storage.bucket if read.storage else None)
+    print_preview(previewed(wanted, None, read.project or "PROJECT"), wanted, read.provider, keep)
+    also()
+    say("nothing was done; a dry run does not look at what exists already")
 
 
 def preflight(cloud: "Provider", read: "SwarmFile", paid: bool) -> None:
     """Raises InputError, after saying how to mend it, if something is wrong before the first machine."""
-    from tpuswarm.cli.init import print_checks, waiting
+    from tpuswarm.cli.init import print_checks
     from tpuswarm.cloud.google.project import Project
     from tpuswarm.cloud.google.provider import Google
     from tpuswarm.fleet.facts import collect
     from tpuswarm.fleet.preflight import checks
+    from tpuswarm.train.waiting import waiting
 
     assert isinstance(cloud, Google)
-    with waiting(make_console(), "checking project, quota, zones, firewall and bucket"):
-        found = checks(read, collect(cloud, Project(cloud.access), read), time.time(), paid)
+    with waiting("checking project, quota, zones, firewall and bucket"):
+        facts = collect(cloud, Project(cloud.access), read)
+        found = checks(read, facts, time.time(), paid, head_bytes(read))
+    for each in found:
+        if not each.known:
+            say(f"note: {each.id} {each.sentence}", err=True)
     if wrong := [each for each in found if not each.ok]:
         print_checks(wrong)
         raise InputError(
             f"{len(wrong)} of {len(found)} checks say no: mend them, or let `tpuswarm init` do it; nothing was created"
         )
+
+
+def head_bytes(read: "SwarmFile") -> float | None:
+    """Memory that the head needs for what is trained; None: nothing is, or there is no head."""
+    if read.train is None or read.head is None:
+        return None
+    from tpuswarm import recipes
+    from tpuswarm.plan.head import elements_of, memory_bytes
+    from tpuswarm.train.user_code import build_recipe
+
+    target, preset = recipes.find(read.train.recipe)
+    recipe = build_recipe(target, {**preset, **read.train.options})
+    rule = read.train.outer or recipe.defaults.get("outer", "nesterov")
+    members = read.train.members or sum(each.count for each in read.pool)
+    form: Any = read.train.quantize or "plain"
+    return memory_bytes(members, elements_of(recipe), form, "average" if rule == "average" else "nesterov")
 
 
 def label_bucket(cloud: "Provider", fleet: "Fleet", wanted: "Desired") -> None:
@@ -51,45 +183,61 @@ def label_bucket(cloud: "Provider", fleet: "Fleet", wanted: "Desired") -> None:
     try:
         Project(cloud.access).label_bucket(fleet.bucket, {FLEET_LABEL: wanted.fleet})
     except Denied as error:
-        print(f"note: the bucket does not carry the fleet's id: {error}", file=sys.stderr)
+        say(f"note: the bucket does not carry the fleet's id: {error}", err=True)
 
 
-def previewed(wanted: "Desired", listing: "Listing | None", project: str) -> "Preview":
-    """What is about to be done about these machines; None: nothing is known of any."""
+def previewed(
+    wanted: "Desired", listing: "Listing | None", project: str, document: "Document | None" = None
+) -> "Preview":
+    """What is about to be done about these machines; None: nothing is known of any. `document`: the fleet's so far."""
     from tpuswarm.cloud.protocol import Listing
+    from tpuswarm.fleet.core.jobs import busy
     from tpuswarm.fleet.core.memory import Memory, Observed
     from tpuswarm.fleet.core.plan import plan
+    from tpuswarm.fleet.core.traffic import Traffic
     from tpuswarm.fleet.preview import preview
 
     now = time.time()
     known = listing or Listing((), frozenset())
-    return preview(wanted, known, plan(wanted, Observed(known, Memory(revision=wanted.revision)), now), project, now)
+    observed = Observed(
+        known,
+        Memory(revision=wanted.revision),
+        traffic=document.traffic if document else Traffic(),
+        busy=busy(document.jobs if document else ()),
+    )
+    return preview(wanted, known, plan(wanted, observed, now), project, now)
 
 
 def print_preview(shown: "Preview", wanted: "Desired", provider: str, kept: bool, ending: bool = False) -> None:
     """Numbered steps, what they cost, and the gcloud lines that do the same."""
-    from rich.markup import escape
-
-    console = make_console()
     for number, step in enumerate(shown.steps, 1):
-        free = step.costs.startswith("nothing")
-        price = f"; [{'green' if free else 'red'}]{escape(step.costs)}[/]" if step.costs else ""
-        console.print(f"{number}. {escape(step.says)}{price}", soft_wrap=True)
+        say(f"{number}. {step.says}{f'; {step.costs}' if step.costs else ''}", hang=3)
         print(textwrap.indent(step.line, "     "))
     for wait in shown.waits:
-        count = f"{wait.missing:,} of pool {wait.pool} " if wait.missing else f"pool {wait.pool} "
-        console.print(f"[yellow]not now:[/] {escape(count)}– {escape(wait.why)}", soft_wrap=True)
+        say(f"not now: {wait.of} – {wait.why}")
     if not shown.steps:
-        print("there is nothing to do")
+        say("there is nothing to do")
     if ending:
         return
     total = shown.free + shown.paid
     money = f"{shown.rate.hour} an hour, {shown.rate.day} a day" if shown.paid else "nothing"
     rehearsed = ", at Google's prices: a rehearsal costs nothing" if provider == "rehearsal" and shown.paid else ""
-    print(f"together: {total:,} machine{'s' * (total != 1)}, {shown.free:,} under grants; {money}{rehearsed}")
+    say(f"together: {total:,} machine{'s' * (total != 1)}, {shown.free:,} under grants; {money}{rehearsed}")
+    if kept:
+        say(f"kept by {_home(wanted)}")
     limited = wanted.budget.total is not None or wanted.down_when or any(each.expires for each in wanted.grants)
     if limited and not kept:
-        print("budget, grants and down_when hold only while a keeper lives: `tpuswarm up --keep`, or `tpuswarm keep`")
+        say("budget, grants and down_when hold only while a keeper lives: `tpuswarm up --keep`, or `tpuswarm keep`")
+
+
+def _home(wanted: "Desired") -> str:
+    from tpuswarm.fleet.file import HEAD
+
+    if wanted.home:
+        return f"{wanted.home}: tpuswarm goes there, with the secrets of [setup] and the folder that was synced"
+    if any(each.name == HEAD for each in wanted.pools):
+        return "this computer, in the background: a keeper on the head needs a bucket under [storage]"
+    return "this computer, in the background"
 
 
 def confirm(yes: bool) -> None:
@@ -98,52 +246,80 @@ def confirm(yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise InputError("nobody can be asked here: give --yes")
-    if not typer.confirm("Proceed?"):
-        raise typer.Abort
+    while (answer := typer.prompt("Proceed? [y/N]", default="n", show_default=False).strip().lower()) not in ANSWERS:
+        say("answer y or n", err=True)
+    if not ANSWERS[answer]:
+        raise typer.Abort("no")
 
 
-def work(fleet: "Fleet", cloud: "Provider", store: "Held", until: Callable[["Tick"], bool]) -> "Tick":
-    """Be the keeper, or watch the one there is, until then; on Ctrl-C say what there is."""
+def work(
+    fleet: "Fleet",
+    cloud: "Provider",
+    store: "Held",
+    until: Callable[["Tick"], bool],
+    stays: bool = False,
+    patient: bool = False,
+) -> "Tick":
+    """Be the keeper, or watch the one there is, until then; on Ctrl-C say what there is.
+
+    stays: as a keeper that outlives what it makes now: leave it to one on the fleet's head, where it is to live there,
+    and lead routers to what comes later; patient: see Keeper.run.
+    """
     from tpuswarm.cli.watching import Watching
     from tpuswarm.fleet.keeping.jobs import Carrier, Carrying
-    from tpuswarm.fleet.keeping.keeper import Keeper
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.keeping.keeper import HERE, Keeper
+    from tpuswarm.fleet.keeping.log import shorten
+    from tpuswarm.fleet.reach import Reach, Seen
+    from tpuswarm.fleet.routers import Routing
+    from tpuswarm.fleet.seating import Seating
 
     keeper = Keeper(cloud, store, fleet.history)
     watching = Watching(make_console())
     keeper.told = watching.say
     carrying = Carrying(lambda: Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud)), watching.say)
 
+    def make_reach() -> Reach:
+        return Reach(fleet, cloud, fleet.store(cloud))
+
+    reach = make_reach()
+    seating, routing = Seating(keeper, make_reach, watching.say), Routing(make_reach, watching.say)
+
     def show(tick: "Tick") -> None:
         watching.show(tick)
+        shorten(fleet.log)
+        reach.follow(Seen(tick.document, tick.observed.listing))
+        if tick.leads and stays:
+            seating.look(tick, os.environ.get(HERE))
+            routing.look(tick.document.desired, tick.observed.listing)
         if tick.leads:
             carrying.look(tick.observed.listing, bool(tick.document.jobs))
 
     try:
         with watching:
-            return keeper.run(show, until, time.sleep)
+            return keeper.run(show, until, time.sleep, patient)
     except KeyboardInterrupt:
         for line in watching.what_exists():
-            print(line, file=sys.stderr)
-        print("the same command goes on from here", file=sys.stderr)
+            say(line, err=True)
+        say("the same command goes on from here", err=True)
         raise
     finally:
         carrying.stop()
-        keeper.release()
+        with suppress(TpuswarmError):  # else it ends by itself after a minute; what ended this command is to be seen
+            keeper.release()
 
 
 def is_up(tick: "Tick") -> bool:
     """Whether all is there; RunFailed where the rest needs a person."""
     if tick.converged:
         return True
-    settled = not tick.plan.actions and not tick.observed.memory.asked and tick.leads
+    settled = not tick.plan.actions and not tick.observed.memory.asked
     moving = any(
         each.fleet == tick.document.desired.fleet and each.state not in ("ready", "stopped", "dead")
         for each in tick.observed.machines
     )
     hopeless = tick.plan.waits and all(each.until is None for each in tick.plan.waits)
     if settled and not moving and hopeless and tick.document.desired.down is None:
-        said = "; ".join(f"{each.missing} of pool {each.pool}: {each.why}" for each in tick.plan.waits)
+        said = "; ".join(f"{each.of}: {each.why}" for each in tick.plan.waits)
         raise RunFailed(f"not all of it can be had: {said}")
     return False
 

@@ -9,6 +9,7 @@ import typer
 from tpuswarm.cli.runs import make_console
 from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,8 +57,8 @@ def catalog(
     console.print(_types_table(chosen, zone, console.width))
     dates = {price.source.read for each in chosen for price in each.prices()}
     if dates:
-        console.print(f"Prices from public lists as of {max(dates)}; they change. Traffic is billed separately.")
-    console.print("TFLOP/s: bf16 peak; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
+        say(f"Prices from public lists as of {max(dates)}; they change. Traffic is billed separately.")
+    say("TFLOP/s: bf16 peak; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
 
 
 def _chosen(among: Iterable["Generation"], zone: str | None, max_chips: int | None) -> list["Accelerator"]:
@@ -139,12 +140,12 @@ def _types_table(chosen: list["Accelerator"], zone: str | None, width: int) -> "
 
     columns = [
         Column("type"),
-        Column("topology"),
+        Column("topology", rank=1),
         Column("chips", right=True),
-        Column("cores", right=True, rank=2),
+        Column("cores", right=True, rank=3),
         Column("hosts", right=True),
         Column("GiB", right=True),
-        Column("TFLOP/s", right=True, rank=1),
+        Column("TFLOP/s", right=True, rank=2),
         Column("$/h", right=True),
         Column("spot", right=True),
         Column("in"),
@@ -184,7 +185,7 @@ def _print_one(one: "Accelerator") -> None:
     console = make_console()
     console.print(_table((one.name, "source", ""), rows))
     for number, each in enumerate(sources, 1):
-        console.print(f"[{number}] {each.title}: {each.url}, read {each.read}", soft_wrap=True)
+        say(f"[{number}] {each.title}: {each.url}, read {each.read}", hang=4)
 
 
 def _facts(one: "Accelerator") -> list[tuple[str, str, list["Source"]]]:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.terminal import say
 from tpuswarm.train.waiting import waiting
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.core.jobs import Job
     from tpuswarm.fleet.keeping.fleets import Fleet
 
-LOOK = 0.5
-"""Seconds between two looks at a run's files."""
+LOOK, LOOK_FAR = 0.5, 5.0
+"""Seconds between two looks at a run's files: on this disk, and in a bucket."""
 PATIENCE = 60.0
 """Seconds after which a run that was asked to stop should have."""
 
@@ -26,11 +27,14 @@ RunOrJob = Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's direct
 
 
 def logs(
-    run: RunOrJob,
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN|NAME|JOB", help="A run's directory, its name, `last`; a job; a machine: its jobs."),
+    ],
     name: Annotated[str | None, typer.Argument(help="Only this process: coordinator, aggregator-0, m0, …")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
 ) -> None:
-    """Show what happened in a run, in words, and what its processes printed; or what a job printed on its machines."""
+    """Show what happened in a run, and what its processes printed; or what a job printed on its machines."""
     if found_job := _job(run):
         from tpuswarm.cli.job_logs import show_logs
 
@@ -39,24 +43,36 @@ def logs(
             raise InputError(f"{run} is a job, which has no processes with names")
         show_logs(fleet, job, follow)
         return
+    if found_machine := _machine(run):
+        from tpuswarm.cli.job_logs import show_machine_logs
+
+        if name is not None:
+            raise InputError(f"{run} is a machine, which has no processes with names")
+        show_machine_logs(*found_machine, follow)
+        return
     from tpuswarm.swarm.logs import Logs
-    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.mirror import origin, refresh
     from tpuswarm.train.run import holder, read_config
 
-    folder = Path(find_run(run))
+    folder = _folder(run)
     read_config(folder)
     found = Logs(folder, name)
     if found.elsewhere:
-        print(f"this is what the run knows about {name}; its own log is on its machine, in Ray's logs", file=sys.stderr)
+        say(f"this is what the run knows about {name}; its own log is on its machine, in Ray's logs", err=True)
+    dated, day = sys.stdout.isatty(), ""  # on a terminal a date stands over its lines
     try:
         while True:
+            refresh(folder)
             alive = follow and holder(folder) is not None
             for line in found.new():
-                print(line)
+                if dated and line.day != day:
+                    day = line.day
+                    print(day)
+                print(line.within_a_day if dated else line)
             sys.stdout.flush()
             if not alive:
                 return
-            time.sleep(LOOK)
+            time.sleep(LOOK if origin(folder) is None else LOOK_FAR)
     except BrokenPipeError:  # whoever read has seen enough; nothing may be written at the end either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -84,46 +100,95 @@ def _job(name: str) -> "tuple[Fleet, Job] | None":
     return found[0], found[2]
 
 
+def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
+    """The machine of this folder's fleet that is meant, and its worker; None: a run is."""
+    from tpuswarm.cloud.errors import CloudError
+    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.reach import find_reach, find_targets
+    from tpuswarm.train.listing import find_run
+
+    machine, slash, worker = name.partition("/")
+    if name == "last" or (slash and not worker.isdecimal()) or not machine or Path(find_run(name)).exists():
+        return None
+    try:
+        fleet, _ = fleets.find(None)
+        if not (fleet.folder / "fleet.json").exists():
+            return None
+        seen = find_reach(fleet).look()
+        (target, *others) = find_targets(name, seen.document.desired, seen.listing.machines).targets
+    except (InputError, CloudError):
+        return None
+    if any(each.machine.name != target.machine.name for each in others):
+        return None  # a pool, or all
+    return fleet, target.machine.name, target.worker if slash else None
+
+
+def _folder(name: str) -> Path:
+    """The folder of the run that is meant. InputError, with jobs and machines in mind, where nothing has that name."""
+    from tpuswarm.train.listing import find_run
+
+    folder = Path(find_run(name))
+    if not folder.exists() and "/" not in name and Path("swarm.toml").exists():
+        raise InputError(
+            f"no run, job or machine is called {name}: `tpuswarm status` lists the runs in ./runs, `tpuswarm jobs` the "
+            "jobs, `tpuswarm list` the machines"
+        )
+    return folder
+
+
 def stop(run: RunOrJob) -> None:
-    """Stop a running run as Ctrl-C does, or a job on all of its machines, and wait until it has stopped."""
+    """Stop a run as Ctrl-C does, or a job on all its machines, and wait until it has stopped."""
     if found_job := _job(run):
         from tpuswarm.cli.jobs import stop_job
 
         stop_job(*found_job)
         return
+    from tpuswarm.cli.over_fleet import end_jobs, open_jobs
     from tpuswarm.swarm.logs import RUN, Logs
-    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.mirror import ask_to_stop, elsewhere, origin, refresh, shown
     from tpuswarm.train.run import holder, read_config, read_life, removed_sentence, stopped_sentence
 
-    folder = Path(find_run(run))
+    folder = _folder(run)
     pid = holder(folder)
+    url = origin(folder)
+    jobs = open_jobs(url) if url else None
+    if not pid and jobs and jobs[1]:
+        end_jobs(*jobs)
+        say(f"{url} is trained by nobody any more")
+        return
     if not pid:  # 0 for a moment, while a process takes the run
         read_config(folder)
-        raise InputError(f"{folder} is not running: {read_life(folder).state}; `tpuswarm status` lists the runs")
+        raise InputError(f"{shown(folder)} is not running: {read_life(folder).state}; `tpuswarm status` lists the runs")
     happened = Logs(folder)
     happened.new()
+    far = ask_to_stop(folder) if elsewhere(folder) else None
+    who = f"process {pid}{f' on {far.host}' if far else ''}"
     try:
-        os.kill(pid, signal.SIGINT)
+        if far is None:
+            os.kill(pid, signal.SIGINT)
     except PermissionError as error:
         raise InputError(f"{folder} is used by process {pid} of another user, who has to stop it") from error
     except ProcessLookupError:  # it has ended meanwhile
         pass
-    print(f"asked process {pid} to stop", file=sys.stderr)
+    say(f"asked {who} to stop", err=True)
     asked, warned = time.monotonic(), False
     with waiting("waiting until it has stopped"):
         while holder(folder) is not None:
-            time.sleep(LOOK)
+            time.sleep(LOOK if origin(folder) is None else LOOK_FAR)
+            refresh(folder)
             for line in happened.new():
-                if line.source == RUN:
-                    print(line.text, file=sys.stderr)
+                if line.source == RUN and not line.text.startswith("stopped"):  # that is said at the end
+                    say(line.text, err=True)
             if time.monotonic() - asked > PATIENCE and not warned:
                 warned = True
-                print(f"still running; `kill -9 {pid}` ends it at once, and nothing committed is lost", file=sys.stderr)
+                say(f"still running; `kill -9 {pid}` ends it at once, and nothing committed is lost", err=True)
+    if jobs:
+        end_jobs(*jobs)
     if not folder.exists():
-        print(removed_sentence(folder))
+        say(removed_sentence(folder))
         return
     life = read_life(folder)
     if life.state not in ("stopped", "finished"):
         raise RunFailed(f"{folder} {life.state}{': ' if life.message else ''}{life.message}")
     said = life.message or life.state
-    print(stopped_sentence(folder, said) if life.state == "stopped" else f"{folder}: {said}")
+    say(stopped_sentence(folder, said) if life.state == "stopped" else f"{shown(folder)}: {said}")

@@ -17,9 +17,10 @@ import typer
 
 from tpuswarm.cli.asked import Asked
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.logs import STAMP, Stamped
 from tpuswarm.train.run import EVENTS, METRICS, Run, read_rows
+from tpuswarm.train.stamped import STAMP, Stamped
 from tpuswarm.train.stop import Interrupted, held
+from tpuswarm.train.terminal import say
 from tpuswarm.train.waiting import waiting
 
 LOG = "train.log"
@@ -59,7 +60,7 @@ def detach(asked: Asked, hosts: int | None, as_json: bool) -> None:
     if process.returncode < 0:
         name = signal.Signals(-process.returncode).name
         raise RunFailed(f"{folder}: its process was ended by {name} before the first step")
-    print(said, end="", file=sys.stderr if process.returncode else sys.stdout)
+    say(said.rstrip("\n"), err=bool(process.returncode))
     raise typer.Exit(process.returncode)
 
 
@@ -95,9 +96,9 @@ def _tell(folder: Path, pid: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"run": str(folder), "pid": pid}))
         return
-    print(f"{folder} is training, process {pid}; it goes on when this terminal closes")
-    print(f"to look at it: tpuswarm logs -f {folder}; tpuswarm status {folder}")
-    print(f"to stop it: tpuswarm stop {folder}")
+    say(f"{folder} is training, process {pid}; it goes on when this terminal closes")
+    say(f"to look at it: `tpuswarm logs -f {folder}`, `tpuswarm status {folder}`")
+    say(f"to stop it: `tpuswarm stop {folder}`")
 
 
 def _unstamped(log: bytes) -> str:

@@ -30,6 +30,7 @@ EXAMPLES = {
     ),
     "sync": ("tpuswarm sync", "tpuswarm sync small --dry-run"),
     "setup": ("tpuswarm setup", "tpuswarm setup swarm.toml --dry-run", "tpuswarm setup --on small"),
+    "doctor": ("tpuswarm doctor", "tpuswarm doctor all", "tpuswarm doctor v2-usc1f-0 --fix", "tpuswarm doctor cloud"),
     "forward": ("tpuswarm forward v2-usc1f-0 8888", "tpuswarm forward v3-ew4a-0/2 16006:6006"),
     "ssh-config": ("tpuswarm ssh-config",),
     "train": (
@@ -44,7 +45,10 @@ EXAMPLES = {
     "status": ("tpuswarm status", "tpuswarm status last --watch"),
     "logs": ("tpuswarm logs last -f", "tpuswarm logs runs/swarm m0", "tpuswarm logs train -f"),
     "stop": ("tpuswarm stop last", "tpuswarm stop train"),
-    "sample": ('tpuswarm sample last --prompt "The " --tokens 100',),
+    "sample": (
+        'tpuswarm sample last --prompt "The " --tokens 100',
+        "tpuswarm sample runs/digits --grid 8x8 --out grid.png",
+    ),
     "evaluate": ("tpuswarm evaluate last", "tpuswarm evaluate runs/mine --data other-text.txt"),
     "profile": ("tpuswarm profile last --steps 3",),
     "export": ("tpuswarm export runs/mine exported",),

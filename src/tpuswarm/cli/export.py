@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from tpuswarm.cli.runs import Json, Run, load
+from tpuswarm.cli.runs import Best, Json, Run, load
+from tpuswarm.train.terminal import say
 from tpuswarm.train.waiting import waiting
 
 
@@ -14,6 +15,7 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
     form: Annotated[Literal["hf"], typer.Option("--format", help="hf: for Hugging Face transformers.")] = "hf",
+    best: Best = False,
     as_json: Json = False,
 ) -> None:
     """Export a trained model to files that other programs read."""
@@ -21,7 +23,7 @@ def export(
     from tpuswarm.train.run import writing
 
     require_new(out)
-    loaded = load(run, None)
+    loaded = load(run, None, best)
     with writing(out), waiting("exporting"), whole_folder(out) as folder:
         loaded.recipe.export(loaded.state, folder)
     files = sorted(path.name for path in out.iterdir())
@@ -32,4 +34,4 @@ def export(
             )
         )
     else:
-        print(f"exported {loaded.folder} at step {loaded.step:,} to {out}: {', '.join(files)}")
+        say(f"exported {loaded.folder} at step {loaded.step:,} to {out}: {', '.join(files)}")

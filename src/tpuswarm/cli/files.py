@@ -1,13 +1,18 @@
 """`tpuswarm sync` and `copy`: files to machines and back."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuswarm.cli.options import Fleets, Yes
 from tpuswarm.cli.runs import make_console
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.cli.setup import finish, some_of
+from tpuswarm.errors import InputError
+from tpuswarm.train.keys import hidden
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.remote.host import Host
@@ -17,8 +22,6 @@ MUCH = 100_000_000
 """Bytes above which a person is asked."""
 NAMED = 5
 """Files that are named; of more, how many there are."""
-Fleets = Annotated[str | None, typer.Option("--fleet", help="Of this fleet or file. Default: swarm.toml here.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Ask nothing.")]
 
 
 def sync(
@@ -27,7 +30,8 @@ def sync(
     yes: Yes = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
 ) -> None:
-    """Send this folder to machines, all at once: what git tracks or does not ignore, and of it only what they lack."""
+    """Send this folder to machines, all at once: what git tracks or does not ignore, skipping what is already there."""
+    from tpuswarm.cli.setup import hand_over
     from tpuswarm.fleet import reach as reaching
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.remote.places import root_of
@@ -39,16 +43,17 @@ def sync(
     tree = kept.take(root, asking.about_new)
     hosts, away = reach.hosts(where)
     for each in away:
-        print(f"not now: {each}")
+        say(f"not now: {each}")
     if not tree.files:
         raise InputError(f"there is nothing to send in {root}: git ignores all of it")
     import asyncio
 
     outcome = asyncio.run(_send(reach, hosts, tree, asking, dry_run))
     if dry_run:
-        print("nothing was sent" if outcome.changed else "there is nothing to send")
+        say("nothing was sent" if outcome.changed else "there is nothing to send")
         return
-    _say(tree, outcome, len(hosts))
+    _say(tree, outcome, hosts)
+    hand_over(reach)
 
 
 class NotDone(Exception):
@@ -76,7 +81,7 @@ class Asking:
         from tpuswarm.cli.bring import confirm
 
         if not self.sure:
-            print(what)
+            say(what)
             confirm(False)
         self.sure = True
 
@@ -95,23 +100,24 @@ async def _send(reach: Any, hosts: "Sequence[Host]", tree: "Tree", asking: Askin
     def agree(changes: "Mapping[Host, Change]") -> None:
         planned.update(changes)
         for line in _planned(tree, changes):
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
+            say(line)
         if dry_run:
             raise NotDone
         asking.about_changes(tree, changes)
         if console.is_terminal:
+            picture.enter_context(hidden())
             progress.start()
+            picture.callback(progress.stop)
 
     def told(host: "Host", count: int) -> None:
         progress.update(bar, advance=count, visible=True)
 
-    async with Connections(reach.key) as connections:
-        try:
-            return await send(connections, hosts, tree, reach.fleet.tree, agree, told)
-        except NotDone:
-            return Outcome(changed=planned)
-        finally:
-            progress.stop()
+    with ExitStack() as picture:
+        async with Connections(reach.key) as connections:
+            try:
+                return await send(connections, hosts, tree, reach.fleet.tree, agree, told)
+            except NotDone:
+                return Outcome(changed=planned)
 
 
 def _planned(tree: "Tree", changes: "Mapping[Host, Change]") -> list[str]:
@@ -131,15 +137,13 @@ def _planned(tree: "Tree", changes: "Mapping[Host, Change]") -> list[str]:
     return lines
 
 
-def _say(tree: "Tree", outcome: Any, asked: int) -> None:
-    for error in outcome.failed.values():
-        print(error)
-    good = asked - len(outcome.failed)
+def _say(tree: "Tree", outcome: Any, hosts: "Sequence[Host]") -> None:
+    good = len(hosts) - len(outcome.failed)
     what = f"{_count(len(tree.files))}, {_bytes(tree.size)}"
-    said = f"{good} of {asked} hosts have ~/{tree.name} as it is here ({what}); {len(outcome.same)} had it already"
-    if outcome.failed:
-        raise RunFailed(said)
-    print(said)
+    have = f"{some_of(good, hosts)} {'has' if good == 1 else 'have'} ~/{tree.name} as it is here ({what})"
+    before = len(outcome.same)
+    already = "" if not before else f"; {before} had it already" if before < good else ", as before"
+    finish(have + already, list(outcome.failed.values()), hosts)
 
 
 def _hosts(hosts: "Sequence[Host] | Mapping[Host, Change]") -> str:
@@ -170,11 +174,12 @@ def copy(
 ) -> None:
     """Copy a file or folder to machines or from them: WHERE is NAME, NAME/2, POOL or all, a path begins at the home.
 
-    From several hosts each one's goes into a folder of its name. What arrived before a lost connection stays.
+    From a pool, all or a slice, each host's goes into a folder of its name. What arrived before a lost connection
+    stays.
     """
     from tpuswarm.fleet import reach as reaching
     from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.remote.copy import get, put, split
+    from tpuswarm.remote.copy import get, name_of, put, split
 
     (from_where, from_path), (to_where, to_path) = split(source), split(target)
     if (from_where is None) == (to_where is None):
@@ -185,30 +190,27 @@ def copy(
     if from_where is not None and not from_path:
         raise InputError(f"name what to copy from {from_where}, as in {from_where}:runs")
     reach = reaching.find_reach(fleets.find(fleet)[0])
-    hosts, away = reach.hosts(from_where or to_where or "")
+    hosts, away, group = reach.find(from_where or to_where or "")[:3]
     for each in away:
-        print(f"not now: {each}")
-    several = from_where is not None and len(hosts) > 1
+        say(f"not now: {each}")
+    apart = from_where is not None and (group or len(hosts) > 1)
 
     async def one(connections: Any, host: "Host", told: Any) -> int:
         if from_where is None:
             return await put(connections, host, here, to_path, told)
-        to = here / host.label.replace("/", "-") if several else here
-        if several:
-            to.mkdir(parents=True, exist_ok=True)
+        to = here / host.label.replace("/", "-") / name_of(from_path) if apart else here
         return await get(connections, host, from_path, to, told)
 
     import asyncio
 
     found = asyncio.run(_copy(reach.key, hosts, one))
-    for error in (each for each in found if isinstance(each, Exception)):
-        print(error)
-    good = [each for each in found if isinstance(each, int)]
-    way = "to" if from_where is None else "from"
-    said = f"{_count(max(good, default=0))} copied {way} {len(good)} of {len(hosts)} hosts"
-    if len(good) < len(hosts):
-        raise RunFailed(said)
-    print(said)
+    counts = [each for each in found if isinstance(each, int)]
+    files, on = _count(max(counts, default=0)), some_of(len(counts), hosts)
+    if from_where is None:
+        said = f"{files} copied to {to_path or 'the home'} of {on}"
+    else:
+        said = f"{files} copied from {on} to {here}{', a folder for each host' if apart else ''}"
+    finish(said if counts else "nothing was copied", [each for each in found if isinstance(each, Exception)], hosts)
 
 
 async def _copy(key: Path, hosts: "Sequence[Host]", one: Any) -> Any:
@@ -219,7 +221,8 @@ async def _copy(key: Path, hosts: "Sequence[Host]", one: Any) -> Any:
 
     console = make_console()
     columns = (TextColumn("{task.fields[size]} copied"), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with hidden() if console.is_terminal else nullcontext(), shown as progress:
         bar = progress.add_task("", total=None, size="0 B")
         done = 0
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuswarm.cli.options import Fleets, Target
 from tpuswarm.cli.runs import Json, make_console
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing
@@ -18,17 +20,15 @@ if TYPE_CHECKING:
 
 LOOKS = 5.0
 """Seconds between two looks of --live."""
-Target = Annotated[str | None, typer.Argument(metavar="[FILE|FLEET]", help="swarm.toml, or a fleet's name.")]
-Fleets = Annotated[str | None, typer.Option("--fleet", help="Of this fleet or file. Default: swarm.toml here.")]
 
 
 def list_(
     target: Target = None,
-    live: Annotated[bool, typer.Option("--live", help="Again and again, until Ctrl-C.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Redraw until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List a fleet's machines in all zones: state, age, how often each was lost, what it costs; and its grants."""
-    _fleet, read = _look(target)
+    """List a fleet's machines in all zones: state, age, losses and price; and its grants."""
+    _fleet, read = look_at(target)
     if as_json:
         from tpuswarm.fleet.view import document_object
 
@@ -36,26 +36,35 @@ def list_(
         print(json.dumps(document_object(document, listing, events, time.time())))
         return
     if not live:
-        make_console().print(_drawn(*read()))
+        console = make_console()
+        document, listing, events = read()
+        console.print(_drawn(document, listing, events, console.width))
         return
-    from rich.live import Live
+    from tpuswarm.train.drawn import Drawn
 
-    with Live(_drawn(*read()), console=make_console(), auto_refresh=False) as screen:
+    console = make_console()
+
+    def look() -> Any:
+        document, listing, events = read()
+        return _drawn(document, listing, events, console.width, console)
+
+    with Drawn(look(), console=console, auto_refresh=False) as screen:
         while True:
             time.sleep(LOOKS)
-            screen.update(_drawn(*read()), refresh=True)
+            screen.update(look(), refresh=True)
 
 
 def describe(
-    name: Annotated[str, typer.Argument(help="A machine: its name, its number, or a beginning that only it has.")],
+    name: Annotated[str, typer.Argument(help="A machine: its name, its number, or a unique prefix.")],
     fleet: Fleets = None,
     as_json: Json = False,
 ) -> None:
-    """Show everything known of a machine: what it is, what happened to it and why, also after its death."""
+    """Show everything known about a machine: what it is, what happened to it and why, even after it is gone."""
+    from tpuswarm.config.shown import age
     from tpuswarm.fleet.core.names import resolve
-    from tpuswarm.fleet.view import age, rows
+    from tpuswarm.fleet.view import rows
 
-    _, read = _look(fleet)
+    _, read = look_at(fleet)
     document, listing, events = read()
     now = time.time()
     there = {row.name: row for row in rows(document.desired, listing, events, now)}
@@ -66,13 +75,13 @@ def describe(
         print(json.dumps({"machine": asdict(row) if row else None, "events": [each._asdict() for each in mine]}))
         return
     if row is None:
-        print(f"{found}: it is not there any more")
+        say(f"{found}: it is not there any more")
     else:
         health = {True: "healthy", False: f"unhealthy: {row.why}", None: row.why or "health not known"}[row.healthy]
-        print(f"{row.name}: {row.type} ({row.how}) of pool {row.pool} in {row.zone}")
-        print(f"state: {row.said}, {health}; {age(row.age_s)} old")
+        say(f"{row.name}: {row.type} ({row.how}) of pool {row.pool} in {row.zone}")
+        say(f"state: {row.said}, {health}" + (f"; {age(row.age_s)} old" if row.age_s is not None else ""))
         for number, (internal, external) in enumerate(row.workers):
-            print(f"worker {number}: {internal or '–'} inside, {external or '–'} outside")
+            say(f"worker {number}: {internal or '–'} inside, {external or '–'} outside")
         price = (
             "unknown"
             if row.hourly is None
@@ -80,31 +89,34 @@ def describe(
             if row.hourly == 0
             else f"${row.hourly:,.2f} an hour"
         )
-        print(f"price: {price}" + (f"; ${row.cost:,.2f} since it was created" if row.cost else ""))
-    print("history:" if mine else "no history of it is known here")
+        say(f"price: {price}" + (f"; ${row.cost:,.2f} since it was created" if row.cost else ""))
+    say("history:" if mine else "no history of it is known here")
     for each in mine:
-        print(f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(each.at))}  {each.kind}: {each.text}")
+        say(f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(each.at))}  {each.kind}: {each.text}")
 
 
 def cost(target: Target = None, as_json: Json = False) -> None:
-    """Show what a fleet has cost so far and costs an hour, by pool, from what was seen of it and public prices."""
+    """Show what a fleet has cost so far and costs per hour, by pool, from what was observed and public prices."""
     from tpuswarm.fleet.core.ledger import Spent
     from tpuswarm.fleet.core.money import Rate, dollars
     from tpuswarm.fleet.view import rows
+    from tpuswarm.fleet.view import spent as spent_by
 
-    _, read = _look(target)
+    _, read = look_at(target)
     document, listing, _ = read()
+    now = time.time()
+    ledger = spent_by(document, listing, now)
     rates: dict[str, Rate] = {}
-    for row in rows(document.desired, listing, (), time.time()):
+    for row in rows(document.desired, listing, (), now):
         if row.state not in ("dead", "deleting", "waiting", "stopped"):
             rates[row.pool] = rates.get(row.pool, Rate()).plus(row.hourly)
-    spent = document.ledger.pools
+    spent = ledger.pools
     pools = list(dict.fromkeys((*(each.name for each in document.desired.pools), *spent)))
     if as_json:
         shown = {
             pool: {**asdict(spent.get(pool, Spent())), "hourly": asdict(rates.get(pool, Rate()))} for pool in pools
         }
-        print(json.dumps({"dollars": document.ledger.dollars, "at": document.ledger.at, "pools": shown}))
+        print(json.dumps({"dollars": ledger.dollars, "at": ledger.at, "pools": shown}))
         return
     from rich.table import Table
 
@@ -114,16 +126,14 @@ def cost(target: Target = None, as_json: Json = False) -> None:
     for pool in pools:
         one = spent.get(pool, Spent())
         table.add_row(
-            pool, f"{one.hours:,.1f}", f"{one.free_hours:,.1f}", f"{one.unknown_hours:,.1f}", dollars(one.dollars),
+            pool, f"{one.hours:,.2f}", f"{one.free_hours:,.2f}", f"{one.unknown_hours:,.2f}", dollars(one.dollars),
             rates.get(pool, Rate()).hour,
         )  # fmt: skip
     make_console().print(table)
-    print(
-        f"{dollars(document.ledger.dollars)} so far, without traffic, buckets and disks of TPUs; Google's bill decides"
-    )
+    say(f"{dollars(ledger.dollars)} so far, without traffic, buckets and disks of TPUs; Google's bill decides")
 
 
-def _look(target: str | None) -> "tuple[Fleet, Any]":
+def look_at(target: str | None) -> "tuple[Fleet, Any]":
     """A fleet, and what reads it: document, listing, events."""
     from tpuswarm.fleet.keeping import fleets
 
@@ -142,7 +152,8 @@ def _look(target: str | None) -> "tuple[Fleet, Any]":
     return fleet, read
 
 
-def _drawn(document: "Document", listing: "Listing", events: "list[Event]") -> Any:
+def _drawn(document: "Document", listing: "Listing", events: "list[Event]", width: int, screen: Any = None) -> Any:
+    """`screen`: a console on which all has to be seen at once; what does not fit there is what is well."""
     from rich.console import Group
     from rich.text import Text
 
@@ -150,11 +161,19 @@ def _drawn(document: "Document", listing: "Listing", events: "list[Event]") -> A
 
     now = time.time()
     shown = rows(document.desired, listing, events, now)
-    parts: list[Any] = [machines_table(shown)] if shown else [Text("no machines")]
-    parts += [Text(line) for line in summary(document, listing, now)]
+    parts: list[Any] = [Text(line) for line in summary(document, listing, now)]
     if listing.unreachable:
         parts.append(
             Text(f"not known, as they do not answer: {', '.join(sorted(listing.unreachable))}", style="yellow")
         )
     parts += [Text(f"not of this fleet: {line}", style="dim") for line in strangers(document.desired, listing)]
-    return Group(*parts)
+    if not shown:
+        return Group(Text("no machines"), *parts)
+    if screen is not None:
+        below = sum(len(screen.render_lines(part)) for part in parts)
+        room = max(1, screen.height - below - 3)  # heads of columns, what is left out, and the cursor's line
+        if len(shown) > room:
+            shown.sort(key=lambda row: row.state == "ready" and row.healthy is not False)
+            parts.insert(0, Text(f"and {len(shown) - room} more", style="dim"))
+            shown = shown[:room]
+    return Group(machines_table(shown, width), *parts)

@@ -1,18 +1,21 @@
 """`tpuswarm init`: from nothing to a project that is ready for a fleet."""
 
+import getpass
+import re
 import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuswarm.cli.runs import make_console
+from tpuswarm.cli.bring import confirm
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
+from tpuswarm.train.waiting import waiting
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.init import GrantText, Plan, PoolText, Step
@@ -21,9 +24,10 @@ if TYPE_CHECKING:
 GRANTS = """TPUs that you were granted, as by TPU Research Cloud, cost nothing. Type one
 grant a line, such as: 100 v2-8 us-central1-f spot until 2027-01-31
 An empty line ends them."""
+DEFAULT = Path("swarm.toml")
 TOLD = ("quota", "price")
 """Checks of preflight that tell something worth knowing where they are passed."""
-File = Annotated[Path, typer.Argument(metavar="[FILE]", help="swarm.toml: written, or made ready for if it is there.")]
+File = Annotated[Path, typer.Argument(metavar="[FILE]", help="swarm.toml: used if it exists, else written.")]
 
 
 def option(flag: str, text: str) -> Any:
@@ -32,26 +36,33 @@ def option(flag: str, text: str) -> Any:
 
 
 def init(
-    file: File = Path("swarm.toml"),
+    file: File = DEFAULT,
     project: Annotated[str | None, option("--project", "Google Cloud project. Default: gcloud's.")] = None,
     grant: Annotated[
-        list[str] | None, option("--grant", "What costs nothing: `100 v2-8 us-central1-f spot until 2027-01-31`.")
+        list[str] | None,
+        option("--grant", "TPUs that are free: `100 v2-8 us-central1-f spot until 2027-01-31`."),
     ] = None,
     type_: Annotated[str | None, option("--type", "TPU type, where there is no grant.")] = None,
     zone: Annotated[list[str] | None, option("--zone", "Zones in order of preference.")] = None,
     count: Annotated[int | None, option("--count", "Machines. Default: 1.")] = None,
-    on_demand: Annotated[bool, typer.Option("--on-demand", help="Pay more, and lose none.")] = False,
-    bucket: Annotated[str | None, option("--bucket", "Its name. Default: PROJECT-NAME.")] = None,
+    on_demand: Annotated[
+        bool, typer.Option("--on-demand", help="On-demand instead of spot: more expensive, never preempted.")
+    ] = False,
+    bucket: Annotated[
+        str | None,
+        option("--bucket", "Its name. Default: PROJECT-YOU, or PROJECT-FILE for another FILE than swarm.toml."),
+    ] = None,
     cross_region: Annotated[
-        bool, typer.Option("--allow-cross-region", help="TPUs may be in other regions than the bucket, at a price.")
+        bool, typer.Option("--allow-cross-region", help="Allow TPUs outside the bucket's region, which costs extra.")
     ] = False,
     provider: Annotated[str | None, option("--provider", "google or rehearsal. Default: google.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the steps, and do none. Needs no credentials.")
+        bool, typer.Option("--dry-run", help="Show the steps, do nothing. Needs no credentials.")
     ] = False,
 ) -> None:
-    """Make a project ready for a fleet: APIs, bucket, network, firewall, key; write swarm.toml. Again: what lacks."""
+    """Prepare a project for a fleet: APIs, bucket, network, firewall, key, swarm.toml. Skips what already exists."""
+    from tpuswarm.fleet.clouds import check_provider
     from tpuswarm.fleet.init import Found, do, look, steps
 
     ask = _asker(yes or dry_run)
@@ -62,38 +73,40 @@ def init(
         provider, plan, text = _of_file(file)
     else:
         provider = provider or "google"
+        check_provider(provider)
+        if not (grant or type_ or yes or dry_run) and sys.stdin.isatty():
+            print(GRANTS)
         grants, pools = _machines(ask, grant or [], type_, zone or [], 1 if count is None else count, on_demand)
         plan, text = _new(ask, file, provider, project, bucket, cross_region, grants, pools)
-    console = make_console()
-    print(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
+    say(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
     if dry_run:
         _print_steps(steps(plan, text, Found(file=file.exists())))
-        print("nothing was done; what is there already shows without --dry-run")
+        say("nothing was done; a dry run does not look at what exists already")
         return
     from tpuswarm.cloud.google.project import Project
     from tpuswarm.fleet.clouds import open_access
 
-    with waiting(console, "looking at what is there"):
+    with waiting("looking at what is there"):
         access = open_access(provider, plan.project)
         setup = Project(access)
         found = look(setup, plan)
     todo = steps(plan, text, found)
     _print_steps(todo)
-    if not all(each.there for each in todo) and not yes and not typer.confirm("Proceed?"):
-        raise typer.Abort
+    if not all(each.there for each in todo):
+        confirm(yes)
     for number, step in enumerate(todo, 1):
         if not step.there:
             try:
-                with waiting(console, step.says) as say:
-                    do(step, setup, plan, found, text, say)
+                with waiting(step.says) as far:
+                    do(step, setup, plan, found, text, far)
             except KeyboardInterrupt:
-                print(f"{number}. not finished: {step.says}; the same command goes on from here")
+                say(f"{number}. not finished: {step.says}; the same command goes on from here")
                 raise
-            print(f"{number}. done: {step.says}")
-    _finish(access, setup, file, console)
+            say(f"{number}. done: {step.says}")
+    _finish(access, setup, file)
 
 
-def _finish(access: Any, setup: Any, file: Path, console: Any) -> None:
+def _finish(access: Any, setup: Any, file: Path) -> None:
     """What preflight says of the file, and how to go on."""
     from tpuswarm.cloud.google.provider import Google
     from tpuswarm.fleet.facts import collect
@@ -101,24 +114,28 @@ def _finish(access: Any, setup: Any, file: Path, console: Any) -> None:
     from tpuswarm.fleet.preflight import checks
 
     read = read_swarm(file)
-    with waiting(console, "checking quota, zones and runtime versions"):
+    with waiting("checking quota, zones and runtime versions"):
         found = checks(read, collect(Google(access), setup, read), time.time(), paid=True)
-    print_checks([each for each in found if not each.ok or each.id in TOLD])
-    here = "" if file == Path("swarm.toml") else f" {file}"
-    print(f"next: `tpuswarm up{here}`" if all(each.ok for each in found) else f"mend this, then `tpuswarm up{here}`")
+    print_checks([each for each in found if not each.ok or not each.known or each.id in TOLD])
+    here = "" if file == DEFAULT else f" {file}"
+    say(f"next: `tpuswarm up{here}`" if all(each.ok for each in found) else f"mend this, then `tpuswarm up{here}`")
     if read.provider == "google":
-        print(
+        say(
             f"to stop it all at the end: `tpuswarm down{here}`; nothing can cost anything any more after "
             f"`gcloud billing projects unlink {setup.id}`"
         )
 
 
+def _verdict(check: "Check") -> str:
+    return "no" if not check.ok else "ok" if check.known else f"{check.id}"
+
+
 def print_checks(found: "list[Check]") -> None:
     """A line for each check, and how to mend what is wrong."""
     for check in found:
-        make_console().print(f"{'ok' if check.ok else 'no'}: {check.sentence}", markup=False)
+        say(f"{_verdict(check)}: {check.sentence}", hang=4)
         if not check.ok and check.mend:
-            print(f"    mend: {check.mend}")
+            say(f"    mend: {check.mend}")
 
 
 def _of_file(file: Path) -> "tuple[str, Plan, str]":
@@ -147,8 +164,6 @@ def _machines(
 
     grants = [parse_grant(each) for each in typed]
     if not grants and not type_:
-        if sys.stdin.isatty():
-            print(GRANTS)
         while text := ask("grant", "--grant", ""):
             grants.append(parse_grant(text))
     if grants and not type_:
@@ -181,18 +196,25 @@ def _new(
         project = project or REHEARSAL_PROJECT
     else:
         project = project or _known_project() or ask("Google Cloud project", "--project", None)
-    name = file.stem
+    name = _own_name() if file == DEFAULT else file.stem
     zones = Counter({zone: pool.count for pool in pools for zone in pool.zones})
     plan = Plan(name, project, tag_of(name), bucket or f"{project}-{name}", main_region(zones), file)
     text = write_file(plan, provider, cross_region, grants, pools)
     for place, sentence in problems(parse_toml(text, file, SwarmFile), time.time()):
         if place != ("storage", "region"):
             raise InputError(sentence)
-        make_console().print(sentence, markup=False)
+        say(sentence)
         if ask("allow it, yes or no", "--allow-cross-region", "no").lower() not in ("y", "yes"):
             raise InputError(f"{sentence} (--allow-cross-region)")
         return plan, write_file(plan, provider, True, grants, pools)
     return plan, text
+
+
+def _own_name() -> str:
+    """What a person's fleet is called where nothing says it: whoever shares the project has another one."""
+    words = re.findall(r"[a-z0-9]+", getpass.getuser().lower())
+    name = "-".join(words).lstrip("-0123456789")[:20].rstrip("-")
+    return name or DEFAULT.stem
 
 
 def _known_project() -> str | None:
@@ -206,8 +228,8 @@ def _known_project() -> str | None:
 
 def _print_steps(todo: "list[Step]") -> None:
     for number, step in enumerate(todo, 1):
-        there = " – is there already" if step.there else ""
-        make_console().print(f"{number}. {step.says}{there}", markup=False)
+        there = " – already done" if step.there else ""
+        say(f"{number}. {step.says}{there}", hang=3)
         if not step.there:
             print(textwrap.indent(step.line, "     "))
 
@@ -223,13 +245,3 @@ def _asker(silent: bool) -> Callable[[str, str, str | None], str]:
         return str(typer.prompt(question, default=default, show_default=bool(default)))
 
     return ask
-
-
-@contextmanager
-def waiting(console: Any, what: str) -> Iterator[Callable[[str], None]]:
-    """A line that moves on a terminal while something is waited for; elsewhere a line for each thing it is told."""
-    if not console.is_terminal:
-        yield lambda text: print(f"{text} …")
-        return
-    with console.status(f"{what} …") as status:
-        yield lambda text: status.update(f"{text} …")

@@ -1,17 +1,23 @@
-"""`tpuswarm logs JOB`: what a job prints on all of its workers, wherever it runs meanwhile."""
+"""`tpuswarm logs JOB` and `logs NAME`: what a job prints on all of its workers, or a machine's jobs on that machine."""
 
 import asyncio
 import os
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from tpuswarm.cli.jobs import LOOK, read
+from tpuswarm.cli.jobs import ASKED_S, LOOK, leaving, notice, read
 from tpuswarm.errors import TpuswarmError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.core.jobs import Job
     from tpuswarm.fleet.keeping.fleets import Fleet
+    from tpuswarm.fleet.reach import Reach
     from tpuswarm.remote.connect import Connections
+    from tpuswarm.remote.host import Host
 
 SHOWN = 200
 """Lines of each worker that are shown before what comes."""
@@ -19,19 +25,25 @@ SHOWN = 200
 
 def show_logs(fleet: "Fleet", job: "Job", follow: bool) -> None:
     """The last lines of each worker; with `follow` also what comes, until the job is over."""
-    asyncio.run(Following(fleet, job.name).run(follow))
+    with leaving(job.name) if follow and not job.over else nullcontext():
+        asyncio.run(Following(fleet, job.name).run(follow))
+
+
+def show_machine_logs(fleet: "Fleet", machine: str, worker: int | None, follow: bool) -> None:
+    """What all jobs of a machine print, or of one of its workers."""
+    asyncio.run(Following(fleet, None, machine, worker).run(follow))
 
 
 class Following:
-    """The logs of one job, by the host that they lie on."""
+    """The logs of one job, or of all jobs of a machine."""
 
-    def __init__(self, fleet: "Fleet", name: str):
+    def __init__(self, fleet: "Fleet", job: str | None, machine: str | None = None, worker: int | None = None):
         from tpuswarm.remote.lines import Lines
 
-        self._fleet, self._name = fleet, name
-        self._read: dict[str, tuple[int, int]] = {}
-        """By alias of the host: inode of the log, and how far it was read."""
-        self._lines: dict[str, Lines] = {}
+        self._fleet, self._job, self._machine, self._worker = fleet, job, machine, worker
+        self._read: dict[tuple[str, str], tuple[int, int]] = {}
+        """By alias of the host and job, how far its log was read."""
+        self._lines: dict[tuple[str, str], Lines] = {}
         self._said: set[str] = set()
 
     async def run(self, follow: bool) -> None:
@@ -40,64 +52,79 @@ class Following:
         from tpuswarm.remote.connect import Connections
 
         cloud = self._fleet.provider()
+        store = self._fleet.store(cloud)
         reach = Reach(self._fleet, cloud, self._fleet.store(cloud))
+        asked = time.monotonic()
         async with Connections(reach.key) as connections:
             while True:
-                document = await asyncio.to_thread(read, self._fleet)
-                job = next((each for each in document.jobs if each.name == self._name), None)
-                if follow and document.lease is None:
-                    self._say(
-                        "nobody keeps the fleet: only `tpuswarm keep` notices that a job has ended; Ctrl-C ends this"
-                    )
-                if job is not None:
-                    try:
-                        await self._look(reach, job, connections)
-                    except BrokenPipeError:  # whoever read has seen enough
-                        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                        return
-                if job is None or job.over or not follow:
+                document = await asyncio.to_thread(read, self._fleet, store)
+                if follow and time.monotonic() - asked > ASKED_S:  # without a keeper nobody else notices an end
+                    document = await asyncio.to_thread(notice, self._fleet)
+                    asked = time.monotonic()
+                jobs = [each for each in document.jobs if self._is_meant(each)]
+                if self._machine is not None and not jobs:
+                    say(f"no job is on {self._machine}; `tpuswarm ssh {self._machine}` shows what else runs there")
+                    return
+                try:
+                    await self._look(reach, jobs, connections)
+                except BrokenPipeError:  # whoever read has seen enough
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                    return
+                if not follow or all(each.over for each in jobs):
                     return
                 await asyncio.sleep(LOOK)
 
-    async def _look(self, reach: object, job: "Job", connections: "Connections") -> None:
+    def _is_meant(self, job: "Job") -> bool:
+        if self._machine is None:
+            return job.name == self._job
+        return any(each.machine == self._machine for each in job.seats) and (
+            self._worker is None or job.worker in (None, self._worker)
+        )
+
+    async def _look(self, reach: "Reach", jobs: "Sequence[Job]", connections: "Connections") -> None:
         from tpuswarm.cli.touch import Screen
-        from tpuswarm.fleet.reach import Reach, Target
+        from tpuswarm.fleet.reach import Target
         from tpuswarm.remote.fan_out import fan_out
         from tpuswarm.remote.lines import Lines
         from tpuswarm.remote.supervisor import Supervisor
 
-        assert isinstance(reach, Reach)
         seen = await asyncio.to_thread(reach.look)
         there = {each.name: each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet}
-        targets = [
-            Target(machine, worker)
+        found = [
+            (job, Target(machine, worker))
+            for job in jobs
             for seat in job.seats
+            if self._machine in (None, seat.machine)
             if (machine := there.get(seat.machine or "")) is not None and machine.state == "ready" and seat.run
             for worker in range(len(machine.workers))
-            if job.worker in (None, worker)
+            if job.worker in (None, worker) and self._worker in (None, worker)
         ]
-        hosts = await asyncio.to_thread(reach.ways, seen, targets)
+        hosts = await asyncio.to_thread(reach.ways, seen, [target for _, target in found])
         if not hosts:
-            self._say("; ".join(f"{each.machine or each.pool}: {each.why}" for each in job.seats))
+            self._say("; ".join(f"{each.machine or each.pool}: {each.why}" for job in jobs for each in job.seats))
             return
-        screen = Screen([each.label for each in hosts])
+        named = {
+            (host, job.name): host.label if self._machine is None else f"{host.label} {job.name}"
+            for host, (job, _) in zip(hosts, found, strict=True)
+        }
+        screen = Screen([*named.values()])
+        over = {each.name for each in jobs if each.over}
 
-        async def one(host: object) -> None:
-            from tpuswarm.remote.host import Host
+        async def one(host: "Host") -> None:
+            for job in (job for at, job in named if at == host):
+                key, supervisor = (host.alias, job), Supervisor(connections, host)
+                lines = self._lines.setdefault(key, Lines())
+                while True:
+                    before = self._read.get(key)
+                    self._read[key], data = await supervisor.log(job, SHOWN, before)
+                    if whole := list(lines.feed(data)):
+                        screen.lines(named[host, job], whole, False)
+                    if before is None or not data:  # the first time the last lines, later all that came since
+                        break
+                if job in over and (rest := list(lines.end())):
+                    screen.lines(named[host, job], rest, False)
 
-            assert isinstance(host, Host)
-            inode, size = self._read.get(host.alias, (0, 0))
-            new, length, data = await Supervisor(connections, host).log(job.name, SHOWN, size if inode else None)
-            if inode and new != inode:  # it was rotated
-                _, length, data = await Supervisor(connections, host).log(job.name, SHOWN, 0)
-            self._read[host.alias] = (new, length)
-            lines = self._lines.setdefault(host.alias, Lines())
-            if whole := list(lines.feed(data)):
-                screen.lines(host.label, whole, False)
-            if job.over and (rest := list(lines.end())):
-                screen.lines(host.label, rest, False)
-
-        for each in await fan_out(hosts, one, time_out_s=30.0):
+        for each in await fan_out(list(dict.fromkeys(hosts)), one, time_out_s=30.0):
             if isinstance(each, TpuswarmError):
                 self._say(str(each))
 
@@ -105,4 +132,4 @@ class Following:
         """Once."""
         if text not in self._said:
             self._said.add(text)
-            print(text, file=sys.stderr)
+            say(text, err=True)

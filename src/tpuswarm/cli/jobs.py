@@ -2,28 +2,31 @@
 
 import json
 import re
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from tpuswarm.cli.options import Target
 from tpuswarm.cli.runs import Json, make_console
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing
     from tpuswarm.fleet.core.jobs import Job
     from tpuswarm.fleet.keeping.document import Document
-    from tpuswarm.fleet.keeping.fleets import Fleet
+    from tpuswarm.fleet.keeping.fleets import Fleet, Held
 
-Target = Annotated[str | None, typer.Argument(metavar="[FILE|FLEET]", help="swarm.toml, or a fleet's name.")]
 NAME = r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?"
 MAIN = "main"
 """What the job of `up -- CMD` is called."""
+ASKED_S = 10.0
+"""Seconds in which a host has to let us in that is only asked how a job stands."""
+IDLE_S = 20.0
+"""Seconds in which a keeper should have done something about a job."""
 LOOK = 1.0
 """Seconds between two looks at a job that is followed or ended."""
 RESTARTS = ("preempted", "always", "never")
@@ -35,36 +38,81 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
     from tpuswarm.fleet.keeping import fleets
 
     fleet, _ = fleets.find(target)
-    document = read(fleet)
+    document = notice(fleet)
     if as_json:
-        print(json.dumps({"jobs": [asdict(each) for each in document.jobs], "keeper": document.lease is not None}))
+        print(json.dumps({"jobs": [asdict(each) for each in document.jobs], "keeper": is_kept(document)}))
         return
     if not document.jobs:
-        print("there are no jobs: `tpuswarm exec WHERE --detach -- CMD` starts one")
+        say("there are no jobs: `tpuswarm exec WHERE --detach -- CMD` starts one")
         return
-    from rich.table import Table
+    from tpuswarm.train.live import Column, table
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("job", "machine", "state", "run", "failed", "lost", "age"):
-        table.add_column(column, no_wrap=True, justify="right" if column in ("run", "failed", "lost") else "left")
-    table.add_column("why", overflow="ellipsis", no_wrap=True)
+    columns = [
+        Column("job"),
+        Column("machine"),
+        Column("state"),
+        Column("run", right=True, rank=3),
+        Column("failed", right=True, rank=1),
+        Column("lost", right=True, rank=2),
+        Column("age"),
+        Column("why", wraps=20),
+    ]
+    rows = []
     for job in document.jobs:
         for seat in job.seats:
             state = "ending" if job.stop and seat.phase in ("waiting", "running") else seat.phase
             where = "–" if seat.machine is None else seat.machine + (f"/{job.worker}" if job.worker is not None else "")
             since = age(time.time() - job.at)
-            table.add_row(job.name, where, state, f"{seat.run}", f"{seat.failed}", f"{seat.lost}", since, seat.why)
-    make_console().print(table)
-    if document.lease is None and any(not job.over for job in document.jobs):
-        print("nobody keeps the fleet: what ends is not started again until `tpuswarm keep`, or `tpuswarm up --keep`")
+            rows.append((job.name, where, state, f"{seat.run}", f"{seat.failed}", f"{seat.lost}", since, seat.why))
+    console = make_console()
+    console.print(table(columns, rows, console.width))
+    if not is_kept(document) and any(not job.over for job in document.jobs):
+        say("nobody keeps the fleet: what ends is not started again until `tpuswarm keep`, or `tpuswarm up --keep`")
 
 
-def read(fleet: "Fleet") -> "Document":
-    """A fleet's document. Raises InputError where there is none."""
-    document = fleet.store(fleet.provider()).load()
+def read(fleet: "Fleet", store: "Held | None" = None) -> "Document":
+    """A fleet's document, by the store of whoever looks again and again. Raises InputError where there is none."""
+    document = (store or fleet.store(fleet.provider())).load()
     if document is None:
         raise InputError(f"there is no fleet {fleet.name} in project {fleet.project}: `tpuswarm up` makes it")
     return document
+
+
+def is_kept(document: "Document") -> bool:
+    """Whether a keeper leads, as far as can be told from here: it renews its lease, and its process lives."""
+    from tpuswarm.fleet.keeping.document import runs
+    from tpuswarm.fleet.keeping.keeper import TERM
+
+    lease = document.lease
+    return lease is not None and time.time() - lease.at < TERM and runs(lease) is not False
+
+
+def notice(fleet: "Fleet") -> "Document":
+    """A fleet's document. Where nobody keeps the fleet, its hosts are asked first which jobs have ended."""
+    import asyncio
+
+    document = read(fleet)
+    if is_kept(document) or all(job.over for job in document.jobs):
+        return document
+    from tpuswarm.cloud.errors import CloudError
+    from tpuswarm.fleet.keeping.jobs import Carrier
+    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.remote.connect import Connections
+    from tpuswarm.train.waiting import waiting
+
+    cloud = fleet.provider()
+    carrier = Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
+
+    async def go() -> "Document | None":
+        async with Connections(carrier.key, ASKED_S) as connections:
+            return (await carrier.round(connections, cloud.machines(document.zones), time.time(), begins=False))[0]
+
+    try:
+        with waiting("asking the machines how their jobs stand"):
+            return asyncio.run(go()) or document
+    except (CloudError, RunFailed) as error:
+        say(f"how jobs stand now cannot be told: {error}", err=True)
+        return document
 
 
 def find_job(name: str, target: str | None = None) -> "tuple[Fleet, Document, Job] | None":
@@ -78,10 +126,10 @@ def find_job(name: str, target: str | None = None) -> "tuple[Fleet, Document, Jo
     if not (fleet.folder / "fleet.json").exists():
         return None  # this computer has not made it: a name is not worth asking a cloud
     document = fleet.store(fleet.provider()).load()
-    for job in document.jobs if document else ():
-        if job.name == name:
-            return fleet, document, job  # type: ignore[return-value]
-    return None
+    if document is None or all(each.name != name for each in document.jobs):
+        return None
+    document = notice(fleet)
+    return fleet, document, next(each for each in document.jobs if each.name == name)
 
 
 def detach(
@@ -110,9 +158,11 @@ def detach(
 
     reach = find_reach(fleet)
     reach.look()  # this computer's key is let in
+    if name is not None and any(each.name == name and not each.over for each in read(fleet).jobs):
+        notice(fleet)  # it may have ended, and be over
     cloud = fleet.provider()
     job = store_job(fleet, where, words, name, restart, failures, alive_s, cloud.machines)
-    print(f"job {job.name} is stored: {job.line}", file=sys.stderr)
+    say(f"job {job.name} is stored: `{job.line}`", err=True)
     see_begin(fleet, job.name)
 
 
@@ -123,7 +173,7 @@ def store_job(
     """Store what is to run from now on. Raises InputError for a name that is taken or a place that there is not."""
     from tpuswarm.fleet.core.jobs import Job, seats_for
     from tpuswarm.fleet.core.names import ALL
-    from tpuswarm.fleet.keeping.document import Document
+    from tpuswarm.fleet.keeping.document import Document, with_job
     from tpuswarm.fleet.reach import find_targets
     from tpuswarm.remote.attended import line_of
     from tpuswarm.remote.places import there
@@ -146,16 +196,15 @@ def store_job(
         if called in taken and not taken[called].over:
             raise InputError(f"job {called} is not over: `tpuswarm stop {called}` ends it; or give another --name")
         seats = seats_for(where, machine, desired)
-        if called in taken:  # numbers of runs only grow: hosts remember them
-            last = max((each.run for each in taken[called].seats), default=0)
-            seats = tuple(replace(each, run=last) for each in seats)
+        # Numbers of runs only grow: hosts remember them.
+        last = max((each.run for each in taken[called].seats), default=0) if called in taken else found.last_run
+        seats = tuple(replace(each, run=last) for each in seats)
         job = Job(
             called, where, line_of(words), restart or "preempted", seats, there(Path.cwd()),  # type: ignore[arg-type]
             machine.name if machine else None, worker, failures, alive_s, time.time(),
         )  # fmt: skip
         made[:] = [job]
-        kept = tuple(each for each in found.jobs if each.name != called)
-        return replace(found, jobs=(*kept, job))
+        return with_job(found, job)
 
     store.change(add)
     return made[0]
@@ -176,44 +225,68 @@ def see_begin(fleet: "Fleet", name: str, kept: bool = False) -> None:
 
     `kept`: a keeper has just been started, and will lead.
     """
-    carry(fleet, name, lambda job: all(each.phase != "waiting" for each in job.seats))
+    with leaving(name):
+        carry(fleet, name, lambda job: all(each.phase != "waiting" for each in job.seats))
     document = read(fleet)
     job = next(each for each in document.jobs if each.name == name)
     for seat in job.seats:
-        print(f"{seat.machine or seat.pool}: {seat.phase}, {seat.why}", file=sys.stderr)
-    if document.lease is None and not kept and job.restart != "never":
-        print(
+        say(f"{seat.machine or seat.pool}: {seat.phase}, {seat.why}", err=True)
+    if not is_kept(document) and not kept and job.restart != "never":
+        say(
             "nobody keeps the fleet: it is not started again until `tpuswarm keep`, or `tpuswarm up --keep`",
-            file=sys.stderr,
+            err=True,
         )
-    print(f"`tpuswarm logs {name} -f` follows it, `tpuswarm stop {name}` ends it", file=sys.stderr)
+    say(f"`tpuswarm logs {name} -f` follows it, `tpuswarm stop {name}` ends it", err=True)
+
+
+@contextmanager
+def leaving(name: str) -> Iterator[None]:
+    """Ctrl-C ends our looking on, not the job, and says so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"job {name} stays: `tpuswarm stop {name}` ends it", err=True)
+        raise
 
 
 def carry(fleet: "Fleet", name: str, until: "Callable[[Job], bool]") -> "Job":
-    """Carry jobs out until then: beside a keeper as well, as nothing is started twice."""
+    """Carry jobs out until then, or watch a keeper do it."""
     import asyncio
 
+    from tpuswarm.fleet.keeping.document import Document
     from tpuswarm.fleet.keeping.jobs import MOVING, Carrier
     from tpuswarm.fleet.reach import Reach
     from tpuswarm.remote.connect import Connections
     from tpuswarm.train.waiting import waiting
 
     cloud = fleet.provider()
+    store = fleet.store(cloud)
     carrier = Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
 
     async def go() -> "Job":
+        before, since = None, time.monotonic()
         async with Connections(carrier.key) as connections:
             while True:
-                listing = cloud.machines((await asyncio.to_thread(read, fleet)).zones)
-                document, _ = await carrier.round(connections, listing, time.time())
+                document: Document | None = await asyncio.to_thread(read, fleet, store)
+                assert document is not None
+                if document.jobs != before:
+                    before, since = document.jobs, time.monotonic()
+                # Beside a keeper nothing is done twice but work: it is watched, unless it does nothing.
+                if not is_kept(document) or time.monotonic() - since > IDLE_S:
+                    listing = await asyncio.to_thread(cloud.machines, document.zones)
+                    document, _ = await carrier.round(connections, listing, time.time())
                 job = next((each for each in document.jobs if each.name == name), None) if document else None
                 if job is None:
                     raise RunFailed(f"job {name} is gone: somebody has deleted it")
                 if until(job):
                     return job
+                if document and document.desired.down is not None:  # nobody carries jobs out any more
+                    raise RunFailed(f"fleet {fleet.name} comes down ({document.desired.down}), and its jobs with it")
                 far(
                     "; ".join(
-                        f"{each.machine or each.pool}: {each.why}" for each in job.seats if each.phase == "waiting"
+                        f"{each.machine or each.pool}: {each.why}"
+                        for each in job.seats
+                        if each.phase in ("waiting", "running")
                     )
                 )
                 await asyncio.sleep(MOVING)
@@ -235,7 +308,7 @@ def stop_job(fleet: "Fleet", job: "Job") -> None:
     if job.over:
         raise InputError(f"job {job.name} is over: {', '.join(sorted({each.phase for each in job.seats}))}")
     fleet.store(fleet.provider()).change(ask)
-    print(f"asked job {job.name} to end; after 20 s it is killed", file=sys.stderr)
+    say(f"asked job {job.name} to end; after 20 s it is killed", err=True)
     ended = carry(fleet, job.name, lambda each: each.over)
     for seat in ended.seats:
-        print(f"{job.name} on {seat.machine or seat.pool}: {seat.phase}, {seat.why}")
+        say(f"{job.name} on {seat.machine or seat.pool}: {seat.phase}, {seat.why}")

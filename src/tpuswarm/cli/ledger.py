@@ -1,7 +1,6 @@
 """`tpuswarm ledger show` and `verify`: what a swarm's ledger says, and whether it is true."""
 
 import json
-import sys
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from tpuswarm.cli.runs import Json, Run, make_console
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.swarm.store import Store
@@ -60,7 +60,7 @@ def verify(run: Run, as_json: Json = False) -> None:
     """
     from tpuswarm.swarm.verify import verify as check
 
-    report = check(_store(run), lambda text: print(text, file=sys.stderr))
+    report = check(_store(run), lambda text: say(text, err=True))
     if as_json:
         print(json.dumps({"run": run, "sound": not report.problems, **asdict(report)}))
     else:
@@ -71,25 +71,25 @@ def verify(run: Run, as_json: Json = False) -> None:
 
 def _print(run: str, report: "Report") -> None:
     if report.newest is not None:
-        print(f"commits 0 to {report.newest}: hash chain intact, no row counts twice, the tokens add up")
-        print(
+        say(f"commits 0 to {report.newest}: hash chain intact, no row counts twice, the tokens add up")
+        say(
             f"tokens: {report.processed:,} trained, {report.applied:,} counted, {report.dropped:,} dropped, "
             f"{report.undecided:,} accepted but undecided"
         )
     if report.recomputed:
-        print(f"recomputed from their pushes, bit-identical: {_ranges(report.recomputed)}")
+        say(f"recomputed from their pushes, bit-identical: {_ranges(report.recomputed)}")
     reasons: dict[str, list[int]] = {}
     for version, why in report.not_recomputed.items():
         kind = "its payloads are gone" if why.startswith("payloads/") and why.endswith("is gone") else why
         reasons.setdefault(kind, []).append(version)
     for why, versions in sorted(reasons.items(), key=lambda each: each[1]):
-        print(f"not recomputed: {_ranges(sorted(versions))}: {why}")
+        say(f"not recomputed: {_ranges(sorted(versions))}: {why}")
     for each in report.problems[:PROBLEMS]:
-        print(f"problem: {each}")
+        say(f"problem: {each}")
     if rest := len(report.problems) - PROBLEMS:
-        print(f"and {rest} more") if rest > 0 else None
+        say(f"and {rest} more") if rest > 0 else None
     count = len(report.problems)
-    print(f"{run} is not sound: {count} problem{'s' * (count > 1)}" if count else f"{run} is sound")
+    say(f"{run} is not sound: {count} problem{'s' * (count > 1)}" if count else f"{run} is sound")
 
 
 def _ranges(versions: list[int]) -> str:

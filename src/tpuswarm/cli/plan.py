@@ -1,23 +1,26 @@
 """`tpuswarm plan`: does it fit, how fast at best, at what price, on TPUs you have not rented yet."""
 
 import json
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuswarm.cli.machines import granted, planned
+from tpuswarm.cli.machines import Machines, granted, planned
 from tpuswarm.cli.recipe import make_recipe, recipe_options
 from tpuswarm.cli.runs import make_console
 from tpuswarm.cli.train import option
 from tpuswarm.config.units import check_number, parse_count
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.plan.order import Order
+    from tpuswarm.plan.outlook import Outlook
     from tpuswarm.plan.row import Row
     from tpuswarm.plan.together import Together
 
@@ -72,7 +75,8 @@ def plan(
             raise InputError(f"{recipe} names the TPUs: leave {'--on' if on else '--mine'} out, or name a recipe")
         said, machines = planned(Path(recipe))
         recipe, words = said.recipe, {name: str(value) for name, value in said.options.items()} | words
-        batch = str(said.batch) if batch == "auto" and said.batch is not None else batch
+        if batch == "auto" and said.batch is not None and not isinstance(said.batch, dict):
+            batch = str(said.batch)
         precision, shard = precision or said.precision, shard or (said.shard if said.shard != "auto" else None)
         accumulate = accumulate or (None if said.accumulate is None else str(said.accumulate))
         freeze, ema = freeze or said.freeze, said.ema if ema is None else ema
@@ -101,7 +105,10 @@ def plan(
     check({"ema": ema})
     reason = no_compiler()
     slices = {each.name: each for each in map(catalog.find, machines.counts if machines else on or USUAL)}
-    orders = [Order(asked, place_of(each), reason) for each in slices.values()]
+    own = machines.batches if machines and batch == "auto" else {}
+    orders = [
+        Order(replace(asked, batch=own.get(each.name, asked.batch)), place_of(each), reason) for each in slices.values()
+    ]
     wanted = None if tokens is None else parse_count(tokens, "tokens")
     rows: dict[str, Row] = {}
     with _shown(title, orders, as_json) as show:
@@ -111,7 +118,7 @@ def plan(
             show.row(row)
     for note in (reason, "" if reason else other_libtpu(), children.unkept):
         if note:
-            print(f"note: {note}", file=sys.stderr)
+            say(f"note: {note}", err=True)
     ordered = [rows[name] for name in slices]
     counts = machines.counts if machines else dict.fromkeys(slices, members or 0)
     swarms = _swarms(ordered, counts) if members is not None or sum(counts.values()) > 1 else {}
@@ -120,6 +127,8 @@ def plan(
         for row_object in whole["rows"]:
             if swarm := swarms.get(row_object["accelerator"]):
                 row_object["swarm"] = swarm.document()
+        if machines:
+            whole["together"] = _outlook(machines, ordered, wanted, free).document()
         print(json.dumps(whole))
     elif swarms:
         from tpuswarm.plan.together import tables
@@ -129,9 +138,10 @@ def plan(
                 make_console().print("", each)
     if machines and not as_json:
         for note in machines.notes:
-            print(f"granted: {note}")
+            say(f"granted: {note}")
         if len(swarms) > 1:
-            print("Machines of all types may train one model: what they do a second, and their traffic, add up.")
+            say("Machines of all types may train one model: what they do a second, and their traffic, add up.")
+        _show_outlook(_outlook(machines, ordered, wanted, free))
     if all(each.found.fits is None and each.found.program is None for each in ordered):
         raise RunFailed(f"no answer for {recipe} on any of these: {ordered[0].found.problem}")
 
@@ -146,6 +156,28 @@ def _swarms(rows: list["Row"], counts: dict[str, int]) -> dict[str, "Together"]:
     return {name: swarm for name, swarm in made.items() if swarm}
 
 
+def _outlook(machines: Machines, rows: list["Row"], tokens: int | None, free: bool) -> "Outlook":
+    """A machine hands over what it trained with each push of a swarm, or alone with each checkpoint."""
+    from tpuswarm.plan.outlook import outlook
+    from tpuswarm.swarm.runtime.plan import CYCLE
+
+    groups = [replace(each, dollars=0.0) for each in machines.groups] if free else machines.groups
+    speeds = {row.accelerator.name: row.speed for row in rows if row.speed}
+    alone = sum(machines.counts.values()) == 1
+    kept_s = 300.0 if alone or not speeds else CYCLE * min(each.seconds.high for each in speeds.values())
+    rates = {name: each.tokens_per_s for name, each in speeds.items()}
+    return outlook(groups, rates, kept_s, tokens, time.time())
+
+
+def _show_outlook(found: "Outlook") -> None:
+    from tpuswarm.plan.outlook import sentences, table
+
+    if found.groups:
+        make_console().print("", table(found))
+        for each in sentences(found):
+            say(each)
+
+
 class _Show:
     """Lines on stderr as answers come, the whole table on stdout at the end."""
 
@@ -156,12 +188,12 @@ class _Show:
 
     def say(self, order: "Order", text: str) -> None:
         """What a compilation is at."""
-        print(f"{order.place.name}: {text}", file=sys.stderr, flush=True)
+        say(f"{order.place.name}: {text}", err=True)
 
     def row(self, row: "Row") -> None:
         """An answer."""
         self._rows[row.accelerator.name] = row
-        print(f"{row.accelerator.name}: {row.sentence}", file=sys.stderr, flush=True)
+        say(f"{row.accelerator.name}: {row.sentence}", err=True)
 
     def draw(self) -> Any:
         """The table with what is known so far."""
@@ -179,10 +211,10 @@ class _LiveShow(_Show):
     """On a terminal: the table, drawn anew as answers come."""
 
     def __init__(self, title: str, orders: list["Order"]):
-        from rich.live import Live
+        from tpuswarm.train.drawn import Drawn
 
         super().__init__(title, orders, False)
-        self._live = Live(get_renderable=self.draw, console=make_console(), refresh_per_second=2)
+        self._live = Drawn(get_renderable=self.draw, console=make_console(), refresh_per_second=2)
         self._live.start()
 
     def say(self, order: "Order", text: str) -> None:

@@ -1,6 +1,5 @@
 """`tpuswarm profile`: a trace of a run's steps."""
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ import typer
 from tpuswarm.cli.runs import Run
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.terminal import say
 from tpuswarm.train.waiting import waiting
 
 LOOK = 0.2
@@ -40,7 +40,7 @@ def profile(
 
     before = len(told())
     profiling.request(folder, steps or profiling.STEPS)
-    print(f"asked process {pid} to trace {steps or profiling.STEPS} steps; Ctrl-C cancels", file=sys.stderr)
+    say(f"asked process {pid} to trace {steps or profiling.STEPS} steps; Ctrl-C cancels", err=True)
     try:
         with waiting("waiting for the trace"):
             while len(told()) == before:
@@ -52,7 +52,7 @@ def profile(
     message = told()[before]
     if not message.startswith("trace of"):
         raise RunFailed(message)
-    print(message)
+    say(message)
 
 
 def _show(folder: Path, steps: int | None) -> None:
@@ -67,4 +67,4 @@ def _show(folder: Path, steps: int | None) -> None:
         )
     for trace in found:
         print(trace)
-    print(f"to open them: {HOW_TO_OPEN.format(folder=folder / 'tensorboard')}")
+    say(f"to open them: {HOW_TO_OPEN.format(folder=folder / 'tensorboard')}")

@@ -1,6 +1,5 @@
 """A recipe by its name, with the options of its own that a command was given."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +7,7 @@ import typer
 
 from tpuswarm.config.nearest import nearest
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.train.recipe import Recipe
@@ -44,7 +44,7 @@ def make_recipe(
     as in `parent`, the run or published model whose parameters are taken over.
     """
     from tpuswarm import recipes
-    from tpuswarm.train.parent import parent_options
+    from tpuswarm.train.parent import parent_folder, parent_options
     from tpuswarm.train.run import CONFIG, read_config
     from tpuswarm.train.settings import differences, refuse_differences
     from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types
@@ -72,13 +72,13 @@ def make_recipe(
         refuse_differences(folder, differences({"recipe": config["target"]}, ours))
         stored, home = config["options"], folder
     elif parent is not None:
-        stored, home = parent_options(parent, maker), Path(parent)
+        stored, home = parent_options(parent, maker), parent_folder(parent) or Path(parent)
         lacking = next(iter(getattr(maker, "identity", ())), None)
     options = {**stored, **preset, **asked, **extra}
     if lacking and lacking not in options:
-        print(
+        say(
             f"note: {parent} has no {lacking}, so {name} uses its usual one; set --{lacking} if the parameters were "
             "trained with another",
-            file=sys.stderr,
+            err=True,
         )
     return build_recipe(target, options, home)

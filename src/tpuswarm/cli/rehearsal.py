@@ -3,28 +3,30 @@
 import json
 import os
 import shlex
-import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tpuswarm.cli.runs import Json
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.rehearsal.place import Place
 
 app = typer.Typer(help="A local cloud to rehearse on, and bad weather for it.", rich_markup_mode=None)
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A machine; `tpuswarm rehearsal status` lists them.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A machine: its name, its number, or a unique prefix; see `status`.")
+]
 
 
 @app.command()
 def start(
     speed: Annotated[
-        float | None, typer.Option(help="Seconds of its clock in one of ours. Default: as before, at first 10.")
+        float | None, typer.Option(help="Seconds of its clock per second of ours. Default: as before, initially 10.")
     ] = None,
 ) -> None:
-    """Start the local cloud, if it does not run: a process of its own that goes on when this command has ended."""
+    """Start the local cloud in the background, unless it is already running."""
     from tpuswarm.cloud.rehearsal.client import ask
     from tpuswarm.cloud.rehearsal.connect import connect
 
@@ -34,21 +36,23 @@ def start(
     connect(place.folder)
     if speed is not None:
         ask(place, "speed", speed=speed)
-    print(f"the local cloud runs; its clock goes {ask(place, 'status')['speed']:g} times as fast as ours")
-    print(f"everything of it is in {place.folder}")
+    say(f"the local cloud runs; its clock goes {ask(place, 'status')['speed']:g} times as fast as ours")
+    say(f"its files are in {place.folder}")
     if os.geteuid() == 0:
-        print(
+        say(
             "note: you are root: what a start-up script writes to /etc and the like, it writes to this computer",
-            file=sys.stderr,
+            err=True,
         )
 
 
 @app.command()
 def status(
     as_json: Json = False,
-    env: Annotated[bool, typer.Option("--env", help="Print what makes gcloud and gcsfs use it, for `eval`.")] = False,
+    env: Annotated[
+        bool, typer.Option("--env", help="Print variables that make gcloud and gcsfs use it, for `eval`.")
+    ] = False,
 ) -> None:
-    """Show the machines, the requests that wait, and the weather."""
+    """Show the machines, the waiting requests and the faults."""
     from tpuswarm.cloud.rehearsal.client import ask, environment
     from tpuswarm.cloud.rehearsal.connect import running
 
@@ -66,9 +70,9 @@ def status(
         print(json.dumps({**about, **(found or {}), **({"http": endpoints.http} if endpoints else {})}))
         return
     if found is None or endpoints is None:
-        print(f"no local cloud runs in {place.folder}; `tpuswarm rehearsal start` starts it")
+        say(f"no local cloud runs in {place.folder}; `tpuswarm rehearsal start` starts it")
         return
-    print(f"{place.folder}, {found['speed']:g} times as fast as ours, at {endpoints.http}")
+    say(f"{place.folder}, {found['speed']:g} times as fast as ours, at {endpoints.http}")
     lines = [("name", "zone", "type", "state", "address")]
     for each in found["machines"]:
         addresses = [worker["external"] or worker["internal"] for worker in each["workers"]]
@@ -78,18 +82,18 @@ def status(
     for each in found["requests"]:
         lines.append((each["name"], each["zone"], "request", each["state"], "–"))
     if len(lines) == 1:
-        print("no machines")
+        say("no machines")
     else:
         widths = [max(len(line[column]) for line in lines) for column in range(5)]
         for line in lines:
             print("  ".join(f"{text:{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
     for zone, faults in found["zones"].items():
-        print(f"{zone}: {', '.join(faults)}")
+        say(f"{zone}: {', '.join(faults)}")
     for what, limit in found["quotas"].items():
         zone, generation = what.split(" ")
-        print(f"{zone}: at most {limit:,} of {'each generation' if generation == '*' else generation}")
+        say(f"{zone}: at most {limit:,} of {'each generation' if generation == '*' else generation}")
     for failure in found["failures"]:
-        print(f"fault of the local cloud itself: {failure}; {place.log} has more")
+        say(f"fault of the local cloud itself: {failure}; {place.log} has more")
 
 
 @app.command()
@@ -100,32 +104,34 @@ def preempt(
         typer.Option("--as", help="How the cloud shows it afterwards."),
     ] = "preempted",
 ) -> None:
-    """Take a machine away: SIGTERM to what runs there, SIGKILL 30 s of the cloud's clock later."""
+    """Preempt a machine: its processes get SIGTERM, and SIGKILL 30 s later by the cloud's clock."""
     from tpuswarm.cloud.rehearsal.client import ask
 
+    name = _machine(name)
     ask(_place(), "preempt", name=name, ending=ending)
-    print(f"{name} is being preempted: its processes have got SIGTERM, and SIGKILL follows")
+    say(f"{name} is being preempted: its processes have got SIGTERM, and SIGKILL follows")
 
 
 @app.command()
 def maintenance(name: Name) -> None:
-    """Repair a machine: it reboots, and has another external address afterwards."""
+    """Put a machine through maintenance: it reboots and comes back with a new external address."""
     from tpuswarm.cloud.rehearsal.client import ask
 
+    name = _machine(name)
     ask(_place(), "maintenance", name=name)
-    print(f"{name} is being repaired: it reboots, and gets another external address")
+    say(f"{name} is being repaired: it reboots, and gets another external address")
 
 
 @app.command()
 def stockout(
     zone: Annotated[str, typer.Argument(metavar="ZONE")],
-    over: Annotated[bool, typer.Option("--over", help="There are TPUs again.")] = False,
+    over: Annotated[bool, typer.Option("--over", help="End the stockout.")] = False,
 ) -> None:
-    """Let a zone have no TPUs left."""
+    """Make a zone run out of TPUs."""
     from tpuswarm.cloud.rehearsal.client import ask
 
     ask(_place(), "stockout", zone=zone, over=over)
-    print(f"{zone} has TPUs again" if over else f"{zone} has no TPUs left; --over ends that")
+    say(f"{zone} has TPUs again" if over else f"{zone} has no TPUs left; --over ends that")
 
 
 @app.command()
@@ -152,7 +158,7 @@ def quota(
         limit=None if number == "none" else int(number),
     )
     what = generation or "each generation"
-    print(f"{zone}: as many of {what} as one likes" if number == "none" else f"{zone}: at most {number} of {what}")
+    say(f"{zone}: no limit on {what}" if number == "none" else f"{zone}: at most {number} of {what}")
 
 
 @app.command("break")
@@ -162,29 +168,44 @@ def break_(
         str,
         typer.Argument(
             metavar="FAULT",
-            help="Of a machine: lock, holder, missing-device. Of a zone: stockout, vm-stockout, hidden, unreachable, "
-            "stuck. Of a project: no-billing, no-apis.",
+            help="Of a machine: lock, holder, missing-device, tpu-logs, preload, apt. Of a zone: stockout, "
+            "vm-stockout, hidden, unreachable, stuck. Of a project: no-billing, no-apis, os-login.",
         ),
     ],
-    mend: Annotated[bool, typer.Option("--mend", help="Take the fault away again.")] = False,
+    mend: Annotated[bool, typer.Option("--mend", help="Remove the fault.")] = False,
 ) -> None:
-    """Plant a fault."""
+    """Inject a fault."""
     from tpuswarm.cloud.rehearsal.client import ask
+    from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS
 
+    if fault in MACHINE_FAULTS:
+        machine, slash, worker = name.partition("/")
+        name = f"{_machine(machine)}{slash}{worker}"
     what = ask(_place(), "break", name=name, fault=fault, mend=mend)["what"]
-    print(f"{name}: {fault} is mended" if mend else f"{name}: {what}")
+    say(f"{name}: {fault} is mended" if mend else f"{name}: {what}")
 
 
 @app.command()
 def stop() -> None:
-    """End the local cloud and all that runs on its machines. What it knows stays; `start` goes on with it."""
+    """Stop the local cloud and everything on its machines. Its state stays; `start` continues from it."""
     from tpuswarm.cloud.rehearsal import connect
 
     place = _place()
     if connect.stop(place):
-        print(f"the local cloud has ended; delete {place.folder} to forget it")
+        say(f"the local cloud has ended; delete {place.folder} to forget it")
     else:
-        print(f"no local cloud runs in {place.folder}")
+        say(f"no local cloud runs in {place.folder}")
+
+
+def _machine(text: str) -> str:
+    """The name of the machine that is meant; what means none is left for the local cloud to judge."""
+    from tpuswarm.cloud.rehearsal.client import ask
+    from tpuswarm.fleet.core.names import resolve
+
+    names = [each["name"] for each in ask(_place(), "status")["machines"]]
+    if not any(each.startswith(text) or each.endswith(f"-{text}") for each in names):
+        return text
+    return resolve(text, names)
 
 
 def _place() -> "Place":

@@ -13,6 +13,7 @@ import typer
 
 from tpuswarm.cli.runs import Json
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.router.apply import Prepared
@@ -26,15 +27,23 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done
 
 
 @app.command()
-def show(file: File) -> None:
+def show(
+    file: Annotated[Path | None, typer.Argument(metavar="[ROUTER.toml]", help="See examples/router-ssh.toml.")] = None,
+    of_fleet: Annotated[
+        Path | None, typer.Option("--from", metavar="SWARM.toml", help="Instead: a port to each TPU worker of a fleet.")
+    ] = None,
+) -> None:
     """Print what a file means, as input for `nft -f`; the rest is comments. Needs no privileges, changes nothing."""
-    from tpuswarm.router.file import read_router
     from tpuswarm.router.ruleset import ruleset
     from tpuswarm.router.settings import tuning
 
-    read, mapping = read_router(file)
+    if (file is None) == (of_fleet is None):
+        raise InputError("give one of ROUTER.toml and --from SWARM.toml")
+    read, mapping, labels = _meant(file, of_fleet)
     for line in _table(read, mapping):
         print(f"# {line}".rstrip())
+    for port, label in labels.items():
+        print(f"# port {port}: {label}")
     print(f"\n{ruleset(mapping)}")
     print("# --tune also sets")
     for path, value in tuning(mapping):
@@ -60,7 +69,7 @@ def apply(
         except PermissionError as error:
             raise InputError(f"only root may read {error.filename}; run: {_with_rights()}") from None
         _print_plan(file, prepared)
-        print("nothing was changed" if root else "nothing was changed; without root the current rules cannot be read")
+        say("nothing was done" if root else "nothing was done; without root the current rules cannot be read")
         return
     _need_root()
     with machine.alone():
@@ -69,7 +78,7 @@ def apply(
         record = act.apply(prepared)
     if not changes:
         return
-    print(f"to undo it: `tpuswarm router remove`, or by hand (kept in {machine.RECORD}):")
+    say(f"to undo it: `tpuswarm router remove`, or by hand (kept in {machine.RECORD}):")
     for line in undo(record):
         print(f"  {line}")
 
@@ -85,12 +94,12 @@ def status(as_json: Json = False) -> None:
         print(json.dumps(asdict(found)))
         return
     if not found.rows and not found.drift:
-        print("nothing is applied to this machine")
+        say("nothing is applied to this machine")
         return
     for line in _counters(found):
-        print(line)
+        say(line)
     for sentence in found.drift:
-        print(f"drift: {sentence}")
+        say(f"drift: {sentence}")
 
 
 @app.command()
@@ -104,13 +113,31 @@ def remove(dry_run: DryRun = False) -> None:
         removal = act.prepare_removal()
         _print_numbered(removal.steps())
         for each in removal.foreign:
-            print(f"left alone: {each.path}, which someone else has changed since")
+            say(f"left alone: {each.path}, which someone else has changed since")
         if not dry_run:
             act.remove(removal)
     if dry_run:
-        print("nothing was changed")
+        say("nothing was done")
     else:
-        print("everything else was restored" if removal.foreign else "everything was restored")
+        say("everything else was restored" if removal.foreign else "everything was restored")
+
+
+def _meant(file: Path | None, of_fleet: Path | None) -> "tuple[RouterFile, Mapping, dict[int, str]]":
+    """A router's file, what it means, and what its ports lead to where that has names."""
+    from tpuswarm.router.file import mapping, read_router
+
+    if file is not None:
+        return *read_router(file), {}
+    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.routing import routed
+
+    fleet, _ = fleets.find(str(of_fleet))
+    cloud = fleet.provider()
+    document = fleet.store(cloud).load()
+    if document is None:
+        raise InputError(f"there is no fleet {fleet.name} in project {fleet.project}: `tpuswarm up` makes it")
+    read, labels = routed(document.desired, cloud.machines(document.zones).machines)
+    return read, mapping(read), labels
 
 
 def _counters(found: "Status") -> list[str]:
@@ -157,17 +184,17 @@ def _table(file: "RouterFile", mapping: "Mapping") -> list[str]:
 def _print_plan(file: Path, prepared: "Prepared") -> bool:
     """What is to be done; whether there is anything."""
     for note in prepared.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", err=True)
     steps = prepared.plan.steps()
     _print_numbered(steps)
     if not steps:
-        print(f"{file} is already applied; nothing to do")
+        say(f"{file} is already applied; nothing to do")
     return bool(steps)
 
 
 def _print_numbered(steps: list[str]) -> None:
     for number, step in enumerate(steps, 1):
-        print(f"{number}. {step}")
+        say(f"{number}. {step}", hang=3)
 
 
 def _need_root() -> None:

@@ -1,6 +1,7 @@
 """`tpuswarm status`, `sample`, `evaluate`: looking at runs."""
 
 import json
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 from tpuswarm.config.shown import age, significant
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
 from tpuswarm.train.waiting import waiting
 
 if TYPE_CHECKING:
@@ -21,37 +23,58 @@ PIPE_WIDTH = 240
 """Columns of a file or a pipe."""
 SILENT = 10.0
 """Seconds without a new status.json after which a swarm that lives is not well."""
-Run = Annotated[str, typer.Argument(help="A run's directory, its name in ./runs, or `last`.")]
+Run = Annotated[str, typer.Argument(help="A run's directory, its name in ./runs, gs://BUCKET/FOLDER, or `last`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Best = Annotated[bool, typer.Option("--best", help="The checkpoint that --keep-best kept, not the newest.")]
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(help="A run's directory, its name in ./runs, or `last`.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="A run's directory, its name in ./runs, gs://BUCKET/FOLDER, or `last`.")
+    ] = None,
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Redraw every second until the run ends.")] = False,
 ) -> None:
-    """Show a run, or all runs in ./runs: state, step, loss, speed; for a swarm also its members."""
+    """Show a run, or all runs in ./runs: state, step, loss, speed; for a swarm also its members.
+
+    Where ./swarm.toml trains on a fleet, its run comes with machines, what each of them does and why, and costs.
+    """
     if watch and as_json:
         raise InputError("--watch and --json exclude each other: use one of them")
+    from tpuswarm.cli.picture import training_here
+
+    training = training_here(run) if run is None or "://" in run else None
     if watch:
-        _watch(run)
+        if training:
+            training.watch(make_console())
+        else:
+            _watch(run)
         return
-    found = _looks(run)
+    seen = training.see() if training else None
+    found = [] if seen and run else _looks(run)
     from tpuswarm.swarm.status import Look
     from tpuswarm.train.listing import Status
 
     if as_json:
         objects = [asdict(each) if isinstance(each, Status) else each.json() for each in found]
-        print(json.dumps(objects[0] if run else {"runs": objects}))
+        if seen and run:
+            print(json.dumps(seen.json()))
+        else:
+            print(json.dumps(objects[0] if run else {"runs": objects, **({"training": seen.json()} if seen else {})}))
+        return
+    if seen:
+        make_console().print(seen.draw(make_console().width))
+    if seen and not found:
         return
     if not found:
-        print("no runs in ./runs; start one with `tpuswarm train gpt2-tiny`")
+        say("no runs in ./runs; start one with `tpuswarm train gpt2-tiny`")
         return
     console = make_console()
     console.print(_drawn(found, run, console.width))
-    if run and isinstance(found[0], Look) and found[0].status.address:
+    local = run is not None and "://" not in run
+    if local and isinstance(found[0], Look) and found[0].status.address:
         command = f"tpuswarm join {found[0].status.address} --token-file {Path(found[0].run) / 'token'}"
-        console.print(f"to add a machine: {command}", soft_wrap=True, markup=False)
+        say(f"to add a machine: `{command}`")
 
 
 def make_console() -> Any:
@@ -75,15 +98,15 @@ def _looks(run: str | None) -> list[Any]:
         except InputError as error:
             if run:
                 raise
-            typer.echo(f"not shown: {error}", err=True)
+            say(f"not shown: {error}", err=True)
     return found
 
 
 def _watch(run: str | None) -> None:
-    from rich.live import Live
+    from tpuswarm.train.drawn import Drawn
 
     console = make_console()
-    with Live(console=console, auto_refresh=False) as live:
+    with Drawn(console=console, auto_refresh=False) as live:
         while True:
             found = _looks(run)
             live.update(_drawn(found, run, console.width, console.height - 1), refresh=True)
@@ -98,7 +121,7 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
     from rich.text import Text
 
     from tpuswarm.swarm.status import Look
-    from tpuswarm.train.listing import used
+    from tpuswarm.train.listing import folder_called, used
     from tpuswarm.train.live import STATES
 
     if not run:
@@ -106,7 +129,11 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
         more = [Text(f"and {len(found) - len(shown):,} used earlier")] if len(found) > len(shown) else []
         return Group(_table(shown, width), *more)
     [each] = found
-    state = f"running, pid {each.pid}" if each.pid else f"{each.state} {age(time.time() - used(Path(each.run)))} ago"
+    state = (
+        f"running, pid {each.pid}"
+        if each.pid
+        else f"{each.state} {age(time.time() - used(folder_called(each.run)))} ago"
+    )
     said = [Text(f"{state}{': ' if each.message else ''}{each.message}", STATES.get(each.state, ""))]
     if not isinstance(each, Look):
         return Group(_plain(each, width), *said)
@@ -144,7 +171,7 @@ def _swarm(look: "Look", width: int, height: int | None) -> Any:
 
 
 def _table(found: list[Any], width: int) -> Any:
-    from tpuswarm.train.listing import used
+    from tpuswarm.train.listing import folder_called, used
     from tpuswarm.train.live import Column, table
 
     columns = [
@@ -165,7 +192,7 @@ def _table(found: list[Any], width: int) -> Any:
             each.recipe,
             each.state,
             f"{each.pid}" if each.pid else "",
-            "now" if each.state == "running" else age(time.time() - used(Path(each.run))),
+            "now" if each.state == "running" else age(time.time() - used(folder_called(each.run))),
             f"{each.step:,}/{each.steps:,}",
             f"{each.tokens:,}",
             significant(each.loss),
@@ -184,16 +211,53 @@ def sample(
     temperature: Annotated[
         float, typer.Option(help="0: always the most likely token; 1: the model's own distribution.")
     ] = 0.8,
-    seed: Annotated[int, typer.Option(help="Another seed gives another text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Another seed gives another text, or other pictures.")] = 0,
+    grid: Annotated[
+        str | None, typer.Option(metavar="ROWSxCOLUMNS", help="Pictures side by side, such as 8x8, of a StyleGAN2.")
+    ] = None,
+    interpolate: Annotated[
+        int | None,
+        typer.Option(metavar="FRAMES", help="A film of so many pictures, on a walk that comes back."),
+    ] = None,
+    truncation: Annotated[
+        float, typer.Option(help="Of pictures. 1: all that the model makes; less: fewer kinds, better ones.")
+    ] = 1.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file for pictures; its ending says the format."),
+    ] = None,
+    best: Best = False,
     as_json: Json = False,
 ) -> None:
-    """Generate text with a trained model."""
+    """Generate text, or a grid of pictures, with a trained model."""
     from tpuswarm.config.limits import check
 
     check_number(tokens, "tokens", least=1)
     check_number(temperature, "temperature", least=0)
+    check_number(truncation, "truncation", least=0, most=1)
     check({"seed": seed})
-    loaded = load(run, None)
+    if interpolate is not None:
+        check_number(interpolate, "interpolate", least=2)
+        grid = grid or "1x1"
+    if grid is not None:
+        from tpuswarm.cli.pictures import check_picture, write_pictures
+
+        rows, columns = _rows_and_columns(grid)
+        out = out or Path("grid.png" if interpolate is None else "walk.gif")
+        check_picture(out, interpolate is not None)
+        loaded = load(run, None, best)
+        count = interpolate or 1
+        with waiting("generating"):
+            made = loaded.recipe.grids(loaded.state, rows, columns, truncation=truncation, seed=seed, count=count)
+            write_pictures(made, out)
+        if as_json:
+            print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "grid": grid, "out": str(out)}))
+        elif interpolate is None:
+            say(f"{loaded.folder} at step {loaded.step:,}: {rows * columns:,} pictures in {out}")
+        else:
+            say(f"{loaded.folder} at step {loaded.step:,}: a film of {count:,} frames in {out}")
+        return
+    loaded = load(run, None, best)
     with waiting("generating"):
         text = loaded.recipe.sample(loaded.state, prompt, tokens=tokens, temperature=temperature, seed=seed)
     if as_json:
@@ -202,13 +266,21 @@ def sample(
         print(prompt + text)
 
 
+def _rows_and_columns(grid: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9][0-9]?)x([1-9][0-9]?)", grid)
+    if not match:
+        raise InputError(f"grid is ROWSxCOLUMNS, each from 1 to 99, such as 8x8, not {grid!r}")
+    return int(match[1]), int(match[2])
+
+
 def evaluate(
     run: Run,
     data: Annotated[str | None, typer.Option(help="Use all of this data instead of the run's held-out part.")] = None,
+    best: Best = False,
     as_json: Json = False,
 ) -> None:
     """Measure the loss of a trained model on data."""
-    loaded = load(run, data)
+    loaded = load(run, data, best)
     from tpuswarm.train.evaluate import evaluate as measure
     from tpuswarm.train.user_code import blame
 
@@ -217,7 +289,9 @@ def evaluate(
     if getattr(source, "rows_per_epoch", None) is None:
         raise InputError(f"the data of {loaded.recipe.name} has no rows_per_epoch, so evaluation would never end")
     devices = loaded.placed.mesh.size
-    batch = -(-loaded.config["train"]["batch"] // devices) * devices
+    own = loaded.config.get("may_change", {}).get("eval_batch")
+    micro = loaded.config["train"]["batch"] // loaded.config.get("chosen", {}).get("micro_batches", 1)
+    batch = -(-(own or micro) // devices) * devices
     with waiting("evaluating") as far:
         found = measure(loaded.placed, loaded.state, source, batch, far=far)
     assert found is not None
@@ -226,24 +300,28 @@ def evaluate(
         print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "rows": rows, **values}))
     else:
         shown = ", ".join(f"{name} {significant(value)}" for name, value in values.items())
-        print(f"{loaded.folder} at step {loaded.step:,}: {shown} over {rows:,} rows of {data or 'the held-out data'}")
+        say(f"{loaded.folder} at step {loaded.step:,}: {shown} over {rows:,} rows of {data or 'the held-out data'}")
 
 
-def load(run: str, data: str | None) -> Any:
-    """A run's newest state on all devices, with `data` in the place of its own."""
+def load(run: str, data: str | None, best: bool = False) -> Any:
+    """A run's newest state on all devices, or the best that it kept, with `data` in the place of its own."""
     from tpuswarm.train import platform
     from tpuswarm.train.listing import find_run
+    from tpuswarm.train.mirror import bring, is_url, shown
     from tpuswarm.train.run import read_config
 
-    folder = Path(find_run(run))
+    folder = bring(run, whole=True) if is_url(run) else Path(find_run(run))
     swarm = "swarm" in read_config(folder)
     platform.load_jax()
-    from tpuswarm.swarm.load import load_swarm
-    from tpuswarm.train.load import load_run
+    with waiting(f"reading {shown(folder)}", short=0.0):
+        from tpuswarm.swarm.load import load_swarm
+        from tpuswarm.train.load import load_run
 
-    with waiting(f"reading {folder}"):
-        read = load_swarm if swarm else load_run
-        loaded = read(folder, platform.local_devices(), {"data": data} if data else None)
+        options = {"data": data} if data else None
+        if swarm and not best:
+            loaded = load_swarm(folder, platform.local_devices(), options)
+        else:
+            loaded = load_run(folder, platform.local_devices(), options, best=best)
     for note in loaded.notes:
-        typer.echo(note, err=True)
+        say(note, err=True)
     return loaded

@@ -1,6 +1,5 @@
 """`tpuswarm setup`: what every machine has before anything runs on it."""
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuswarm.cli.runs import make_console
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
+    from tpuswarm.fleet.keeping.fleets import Held
     from tpuswarm.fleet.reach import Reach
     from tpuswarm.remote.host import Host
     from tpuswarm.remote.setup.plan import Machine
@@ -23,9 +24,9 @@ MOST = 14
 def setup(
     target: Annotated[str | None, typer.Argument(metavar="[FILE|FLEET]", help="Default: swarm.toml.")] = None,
     where: Annotated[str, typer.Option("--on", help="NAME, NAME/2 or POOL.")] = "all",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, and do none.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
 ) -> None:
-    """Set machines up as [setup] says, all at once: what holds already is left, only what changed runs again."""
+    """Set machines up as [setup] says, all at once. Steps that are done are skipped, changed ones run again."""
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import find_reach
     from tpuswarm.fleet.setting_up import Kept
@@ -33,11 +34,13 @@ def setup(
     fleet, file = fleets.find(target)
     table = file.setup if file else Kept(fleet).table()
     if table is None:
-        raise InputError(f"{target or 'swarm.toml'} has no [setup]: docs/fleet.md shows what may be in it")
+        raise InputError(f"{target or 'swarm.toml'} has no [setup]: docs/set-up.md lists its keys, with an example")
     if dry_run:
-        _print_steps(table)
+        _print_steps(table, file is not None and any(each.role == "router" for each in file.vm))
         return
-    set_up_now(find_reach(fleet), table, where)
+    reach = find_reach(fleet)
+    set_up_now(reach, table, where)
+    hand_over(reach)
 
 
 def set_up_now(reach: "Reach", table: "Setup", where: str = "all") -> None:
@@ -48,8 +51,57 @@ def set_up_now(reach: "Reach", table: "Setup", where: str = "all") -> None:
 
     found = meant(reach, table, where)
     for each in found.away:
-        print(f"not now: {each}")
+        say(f"not now: {each}")
     asyncio.run(_set_up(reach, table, found.machines))
+
+
+def seat_now(reach: "Reach", store: "Held") -> None:
+    """Put the keeper on the head, show it, and see it lead; hands over what this computer knows."""
+    import asyncio
+
+    asyncio.run(_seat(reach, store))
+
+
+def route_now(reach: "Reach") -> None:
+    """Apply and tune the fleet's routers, where it has any, and say what their ports lead to."""
+    import asyncio
+
+    from tpuswarm.fleet.routers import route, router_hosts
+
+    hosts = router_hosts(reach)
+    if not hosts:
+        return
+    with Watching(make_console(), hosts) as watching:
+        ports = asyncio.run(route(reach, hosts, watching.told))
+    numbers = f"ports {min(ports)} to {max(ports)} lead" if len(ports) > 1 else f"port {min(ports)} leads"
+    for host in hosts:
+        say(f"{host.label.partition('/')[0]} routes: its {numbers} to SSH; `tpuswarm router show --from` lists them")
+
+
+def hand_over(reach: "Reach") -> None:
+    """Let a keeper on the head know what this computer has kept for machines that come later."""
+    desired = reach.look().document.desired
+    if desired.kept_on is not None and desired.down is None:
+        import asyncio
+
+        from tpuswarm.fleet.seating import seat
+
+        try:
+            asyncio.run(seat(reach))
+        except TpuswarmError as error:
+            say(f"note: the keeper on {desired.home} does not know of it yet: {error}", err=True)
+        else:
+            say(f"the keeper on {desired.home} knows of it too")
+
+
+async def _seat(reach: "Reach", store: "Held") -> None:
+    from tpuswarm.fleet.seating import seat, see_lead
+    from tpuswarm.train.waiting import waiting
+
+    with Watching(make_console(), []) as watching:
+        host = await seat(reach, watching.told)
+    with waiting(f"waiting until the keeper on {host.label.partition('/')[0]} leads"):
+        await see_lead(reach, store, host)
 
 
 async def _set_up(reach: "Reach", table: "Setup", machines: "Sequence[Machine]") -> None:
@@ -62,37 +114,56 @@ async def _set_up(reach: "Reach", table: "Setup", machines: "Sequence[Machine]")
         with watching:
             outcome = await set_up_all(reach, table, machines, watching.told)
     except asyncio.CancelledError:
-        print("interrupted: what was done stays, and the same command goes on from there", file=sys.stderr)
+        say("interrupted: what was done stays, and the same command goes on from there", err=True)
         raise
     for note in outcome.notes:
-        print(f"note: {note}")
-    for error in outcome.failed.values():
-        print(error)
-    fresh = sum(bool(each) for each in outcome.done.values())
-    said = f"{len(outcome.done)} of {len(machines)} hosts are set up; {len(outcome.done) - fresh} were already"
-    if outcome.failed:
+        say(f"note: {note}")
+    good, before = len(outcome.done), sum(not each for each in outcome.done.values())
+    already = "" if not before else f"; {before} had all of it" if before < good else ", as before"
+    hosts = [each.host for each in machines]
+    said = f"{some_of(good, hosts)} {'is' if good == 1 else 'are'} set up{already}"
+    finish(said, list(outcome.failed.values()), hosts)
+
+
+def some_of(good: int, hosts: "Sequence[Host]") -> str:
+    """`node-1/0`, `all 5 hosts`, `4 of 5 hosts`."""
+    if len(hosts) == 1:
+        return hosts[0].label
+    return f"all {good:,} hosts" if good == len(hosts) else f"{good:,} of {len(hosts):,} hosts"
+
+
+def finish(said: str, errors: "Sequence[Exception]", hosts: "Sequence[Host]") -> None:
+    """Say what came of it on all hosts, or raise it where something went wrong on one; of a single host its error."""
+    if len(hosts) == 1 and errors:
+        raise errors[0]
+    for error in errors:
+        say(str(error))
+    if errors:
         raise RunFailed(said)
-    print(said)
+    say(said)
 
 
-def _print_steps(table: "Setup") -> None:
+def _print_steps(table: "Setup", routed: bool) -> None:
     from tpuswarm.remote.setup.plan import Machine, steps
     from tpuswarm.remote.setup.step import Step
 
     nobody: Any = None
     secrets = dict.fromkeys(table.secrets, "…")
     found: dict[str, Step] = {}
-    for machine in (Machine(nobody, is_server=True, has_disk=True), Machine(nobody, server="SERVER", has_disk=True)):
+    settings = (("", ""),) if routed else ()
+    for is_server, server in ((True, None), (False, "SERVER")):
+        machine = Machine(nobody, is_server, server, has_disk=True, settings=settings)
         found |= {each.id: each for each in steps(table.whole(), machine, secrets)}
     for number, each in enumerate(found.values(), 1):
-        print(f"{number}. {each.id}{_about(each.id, table)}")
-    print("nothing was done")
+        say(f"{number}. {each.id}{_about(each.id, table)}", hang=3)
+    say("nothing was done")
 
 
 def _about(step: str, table: "Setup") -> str:
     """What is in it, in a few words."""
     packages = table.pip or ([str(table.requirements)] if table.requirements else [])
     said = {
+        "network": "buffers of the kernel, on TPUs behind the router",
         "timezone": table.timezone,
         "nofile": f"{table.nofile} open files",
         "swap": f"{table.swap_gb} GB",
@@ -105,6 +176,7 @@ def _about(step: str, table: "Setup") -> str:
     }
     if table.nfs:
         said |= {"nfs-server": f"{table.nfs.path} on {table.nfs.server}", "nfs": f"{table.nfs.mount} on all others"}
+        said["nfs-clients"] = "all others may mount it, and nobody else"
     return f": {said[step]}" if said.get(step) else ""
 
 
@@ -118,9 +190,9 @@ class Watching:
 
     def __enter__(self) -> "Watching":
         if self._console.is_terminal:
-            from rich.live import Live
+            from tpuswarm.train.drawn import Drawn
 
-            self._live = Live(get_renderable=self._drawn, console=self._console, refresh_per_second=4)  # type: ignore[assignment]
+            self._live = Drawn(get_renderable=self._drawn, console=self._console, refresh_per_second=4)  # type: ignore[assignment]
             self._live.start()  # type: ignore[attr-defined]
         return self
 
@@ -134,14 +206,15 @@ class Watching:
         self._now[host.label] = (step, what)
         self._since[host.label] = time.monotonic()
         if self._live is None:
-            self._console.print(f"{host.label}: {step + ': ' if step else ''}{what}", soft_wrap=True, markup=False)
+            say(f"{host.label}: {step + ': ' if step else ''}{what}")
 
     def _drawn(self) -> Any:
         from rich.table import Table
 
         now = time.monotonic()
         table = Table(box=None, pad_edge=False, show_header=False)
-        for width in (24, 14, 8):
+        table.add_column(no_wrap=True, min_width=max(map(len, self._now), default=0))
+        for width in (14, 8):
             table.add_column(no_wrap=True, max_width=width)
         table.add_column(no_wrap=True, overflow="ellipsis")
         busy = sorted(self._now, key=lambda label: self._now[label] == ("", "done"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.train.terminal import say, settle
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.reach import Reach
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 LOST = 255
 """Exit code of OpenSSH where the connection, not the command, has failed."""
-TMUX = "if command -v tmux >/dev/null; then exec tmux new-session -A -s tpuswarm; fi; "
-SHELL = 'exec "${SHELL:-/bin/bash}" -l'
+SHELL = 'if command -v tmux >/dev/null && tmux new-session -A -s tpuswarm; then exit; fi; exec "${SHELL:-/bin/bash}" -l'
+"""A plain shell where there is no tmux, or where it does not know this terminal."""
 LONGEST = 15.0
 """Seconds between two tries to come back, at most."""
 
@@ -33,9 +34,7 @@ def log_in(name: str, words: list[str], fleet: str | None) -> int:
     reach = find_reach(fleets.find(fleet)[0])
     host = _host(reach, name)
     shell = not words and sys.stdin.isatty()
-    # In a rehearsal, tmux is not given the terminal by the local cloud's SSH server, and would show nothing.
-    tmux = "" if reach.fleet.provider_name == "rehearsal" else TMUX
-    line = line_of(words) if words else tmux + SHELL if shell else ""
+    line = line_of(words) if words else SHELL if shell else ""
     with tempfile.TemporaryDirectory() as folder:
         reached = Path(folder) / "reached"
         pause = 1.0
@@ -43,7 +42,7 @@ def log_in(name: str, words: list[str], fleet: str | None) -> int:
             code = _once(reach, host, line, reached)
             if code != LOST or not shell or not reached.exists():
                 return code
-            print(f"the connection to {host.label} is lost; it is made again until Ctrl-C", file=sys.stderr)
+            say(f"the connection to {host.label} is lost; it is made again until Ctrl-C", err=True)
             time.sleep(pause)
             pause = min(LONGEST, 2 * pause)
             host = _back(reach, name, host)
@@ -60,7 +59,7 @@ def _back(reach: "Reach", name: str, host: "Host") -> "Host":
     try:
         return _host(reach, name)
     except TpuswarmError as error:
-        print(f"{error}; tried again", file=sys.stderr)
+        say(f"{error}; tried again", err=True)
         return host
 
 
@@ -70,5 +69,6 @@ def _once(reach: "Reach", host: "Host", line: str, reached: Path) -> int:
     words = openssh(host, reach.key)
     if sys.stdin.isatty():
         words += ["-t"]
+    settle()
     words += ["-o", "PermitLocalCommand=yes", "-o", f"LocalCommand=touch {reached}", "-o", "LogLevel=ERROR"]
     return subprocess.call([*words, f"{host.user}@{host.address}", *([line] if line else [])])

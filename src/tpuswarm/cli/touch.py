@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tpuswarm.cli.options import Fleets
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import at_once, say
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.reach import Reach
     from tpuswarm.remote.everywhere import Endings
     from tpuswarm.remote.host import Host
 
-Fleets = Annotated[str | None, typer.Option("--fleet", help="Of this fleet or file. Default: swarm.toml here.")]
 Where = Annotated[str, typer.Argument(metavar="WHERE", help="NAME, NAME/2 (a worker), POOL or all.")]
 Words = Annotated[
     list[str], typer.Argument(metavar="-- CMD", help="One word: a line of the shell. Several: as they are.")
@@ -58,7 +59,7 @@ def exec_(
 ) -> None:
     """Run a command on all workers at once: their lines as they come, each with its host's name, and one summary.
 
-    The command reads nothing. Ctrl-C ends it on all hosts, with all that it has started; Ctrl-C again at once.
+    The command gets no input. Ctrl-C ends it on all hosts, with all that it has started; Ctrl-C again at once.
     With --detach it is a job, which is kept running on every worker of its machines, whoever comes and goes.
     """
     if detached:
@@ -104,7 +105,7 @@ def find_hosts(where: str, fleet: str | None) -> "tuple[Reach, list[Host]]":
     reach = find_reach(fleets.find(fleet)[0])
     hosts, away = reach.hosts(where)
     for each in away:
-        print(f"left out: {each}", file=sys.stderr)
+        say(f"left out: {each}", err=True)
     return reach, hosts
 
 
@@ -130,7 +131,9 @@ def attend(reach: "Reach", hosts: "list[Host]", words: list[str], time_out_s: fl
             drawing.cancel()
 
     endings = asyncio.run(run())
-    print(f"{endings.summary()} · logs: {logs}", file=sys.stderr)
+    say(endings.summary(), err=True)
+    home = Path.home()
+    say(f"logs: {Path('~') / logs.relative_to(home) if logs.is_relative_to(home) else logs}", err=True)
     return endings
 
 
@@ -166,13 +169,11 @@ class Screen:
     def tell(self, text: str) -> None:
         """What is said beside them."""
         if not self._closed:
-            print(text, file=sys.stderr)
+            say(text, err=True)
 
     async def draw(self, waiting: Mapping[str, object]) -> None:
         """On a terminal, say for whom is waited."""
         import asyncio
-
-        from tpuswarm.train.terminal import at_once
 
         began = time.monotonic()
         while True:

@@ -3,16 +3,19 @@
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuswarm.cli import over_fleet
 from tpuswarm.cli.asked import FIT, Asked, ask
 from tpuswarm.config.shown import significant
-from tpuswarm.train.terminal import at_once
+from tpuswarm.train.terminal import say
+from tpuswarm.train.waiting import waiting
 
 if TYPE_CHECKING:
-    from tpuswarm.train.loop import Result
+    from tpuswarm.train.result import Result
 
 LENGTH, HOW, KEPT = "Data and length", "How it trains", "The run"
 HOSTS, SWARM = "Several machines as one program", "A swarm"
@@ -26,7 +29,7 @@ def option(flag: str, text: str, panel: str | None = None) -> Any:
 def train(
     context: typer.Context,
     recipe: Annotated[
-        str, typer.Argument(help="gpt2-tiny, gpt2-124m, …, file.py:Recipe, or a file.toml with a table [train].")
+        str, typer.Argument(help="gpt2-tiny, gpt2-124m, …, file.py:Recipe, or a file.toml with [train].")
     ],
     data: Annotated[str | None, option("--data", "Text: a file, folder or URL, or `fake`.", LENGTH)] = None,
     steps: Annotated[str | None, option("--steps", "Length of the whole run, in steps.", LENGTH)] = None,
@@ -58,13 +61,26 @@ def train(
     eval_every: Annotated[
         str | None, option("--eval-every", "Steps (500) or time (5m) between evaluations.", KEPT)
     ] = None,
+    eval_batch: Annotated[
+        str | None, option("--eval-batch", "Rows of a batch in evaluations. Default: as in a step.", KEPT)
+    ] = None,
     save_every: Annotated[
         str | None, option("--save-every", "Steps (500) or time between checkpoints. Default: 5m.", KEPT)
     ] = None,
     keep: Annotated[int | None, option("--keep", "Checkpoints to keep. Default: 3.", KEPT)] = None,
+    keep_best: Annotated[
+        str | None,
+        option("--keep-best", "Keep the checkpoint of the best evaluation too: eval_loss, eval_accuracy:max.", KEPT),
+    ] = None,
     grace: Annotated[
         str | None,
         option("--grace", "Grace period: time from SIGTERM until the machine is gone. Default: 10s.", KEPT),
+    ] = None,
+    fast_dev_run: Annotated[
+        bool | None, option("--fast-dev-run", "Two steps, an evaluation and a checkpoint; nothing is kept.", HOW)
+    ] = None,
+    overfit_batches: Annotated[
+        int | None, option("--overfit-batches", "Train and evaluate on the first so many batches alone.", HOW)
     ] = None,
     profile: Annotated[bool | None, option("--profile", "Trace a few steps for xprof and TensorBoard.", KEPT)] = None,
     wandb: Annotated[str | None, option("--wandb", "Log every row to this Weights & Biases project.", KEPT)] = None,
@@ -85,7 +101,9 @@ def train(
             "--hosts-at", "Address of host 0, HOST:PORT. Default: the first of $TPU_WORKER_HOSTNAMES, port 8490.", HOSTS
         ),
     ] = None,
-    members: Annotated[int | None, option("--members", "Train as a swarm of this many members.", SWARM)] = None,
+    members: Annotated[
+        int | None, option("--members", "Train as a swarm of this many members; 0: only those that join.", SWARM)
+    ] = None,
     devices_per_member: Annotated[
         int | None,
         option(
@@ -104,15 +122,32 @@ def train(
     ] = None,
     overlap: Annotated[str | None, option("--overlap", "auto, or 0: wait while a push is in flight.", SWARM)] = None,
     ray_address: Annotated[str | None, option("--ray-address", "Use this existing Ray cluster.", SWARM)] = None,
+    dashboard: Annotated[
+        bool | None, option("--dashboard", "Serve Ray's own dashboard, to this machine alone.", SWARM)
+    ] = None,
+    token_file: Annotated[
+        Path | None, option("--token-file", "File with the secret of all who join. Default: made for the run.", SWARM)
+    ] = None,
+    expect: Annotated[
+        int | None, option("--expect", "Members that will join: what serves them is sized for them. Default: 0.", SWARM)
+    ] = None,
+    ports: Annotated[
+        str | None, option("--ports", "TCP ports on which Ray listens, such as 20000-20999. Default: any.", SWARM)
+    ] = None,
+    paid: Annotated[bool, option("--paid", "With a fleet: pay for TPUs that no grant covers.", SWARM)] = False,
+    yes: Annotated[bool, option("--yes", "With a fleet: rent its machines without asking.", SWARM)] = False,
     accept_code: Annotated[
         bool, option("--accept-code", "Resume with changed code or settings, and record the change.", SWARM)
     ] = False,
 ) -> None:
     """Train a recipe. Its own options work too: --lr 3e-4 --context 256.
 
-    The same --run directory resumes. With --members it is a swarm: any member may die at any moment.
+    The same --run directory resumes. With --members it is a swarm: any member may die at any moment. A swarm.toml with
+    machines trains on all of them.
     """
-    at_once("getting ready")
+    if recipe.endswith(".toml") and over_fleet.is_fleet(Path(recipe)):
+        over_fleet.train(context, Path(recipe), yes, paid, detach, dry, accept_code)
+        return
     asked = ask(context)
     if dry:
         from tpuswarm.cli.dry_run import dry_run
@@ -124,6 +159,10 @@ def train(
 
         start_detached(asked, hosts, as_json)
         return
+    if asked.folder and hosts is None:  # of several hosts it is host 0's
+        from tpuswarm.train.run import require_free
+
+        require_free(asked.folder)
     code = _swarm(asked, as_json) if asked.swarm is not None else _plain(asked, context.params)
     if code is not None:
         raise typer.Exit(128 + code)
@@ -137,15 +176,16 @@ def _show(plan: dict[str, str], as_json: bool) -> None:
         print(json.dumps(plan))
         return
     for name, text in plan.items():
-        print(f"{name:12}{text}")
-    print("nothing was changed; without --dry-run it trains")
+        say(f"{name:12}{text}", hang=12)
+    say("nothing was done")
 
 
 def _trainer(asked: Asked, **options: Any) -> Any:
     from tpuswarm.train.platform import load_jax
 
     load_jax()
-    from tpuswarm.train.trainer import Trainer
+    with waiting("loading JAX's libraries", short=0.0):
+        from tpuswarm.train.trainer import Trainer
 
     return Trainer(**{name: getattr(asked.table, name) for name in FIT}, **options)
 
@@ -164,11 +204,12 @@ def _plain(asked: Asked, words: dict[str, Any]) -> int | None:
 def _swarm(asked: Asked, as_json: bool) -> int | None:
     """Train in processes of their own; the signal that stopped it."""
     from tpuswarm.cli.swarm import print_result
-    from tpuswarm.swarm.runtime import start
 
     table = asked.table
     settings = _trainer(asked).settings(table.steps, table.batch, asked.parent)
-    swarm = start.Asked(**asked.swarm or {})
+    with waiting("loading Ray", short=0.0):
+        from tpuswarm.swarm.runtime import decide, start
+    swarm = decide.Asked(**asked.swarm or {})
     result = start.train(asked.recipe, swarm, settings, table.tokens, table.epochs, asked.folder)
     print_result(result, as_json)
     return result.ended.signal
@@ -183,19 +224,24 @@ def _alone_on_stdout() -> None:
 
 def print_result(result: "Result", as_json: bool) -> None:
     """The end of a run on stdout."""
+    from tpuswarm.train.mirror import shown as called
     from tpuswarm.train.run import stopped_sentence
 
     if as_json:
-        facts = {"run": str(result.run), "ended": result.ended, "step": result.step, "steps": result.steps}
+        facts = {"run": called(result.run), "ended": result.ended, "step": result.step, "steps": result.steps}
         print(json.dumps({**facts, "message": result.message, "metrics": result.metrics}))
         return
+    if not result.run.exists():
+        through = "went through: two steps, an evaluation, a checkpoint"
+        say(f"the fast dev run {through if result.ended == 'finished' else 'was stopped'}; nothing was kept")
+        return
     if result.ended == "stopped":
-        print(stopped_sentence(result.run, result.message))
+        say(stopped_sentence(result.run, result.message))
         return
     shown = [
         f"{text} {significant(result.metrics[name])}"
         for name, text in (("loss", "loss"), ("eval_loss", "held-out loss"))
         if result.metrics.get(name) is not None
     ]
-    end = f"{result.run} finished at step {result.step} of {result.steps}"
-    print(f"{end}: {', '.join(shown)}; {result.run / 'report.html'}")
+    end = f"{called(result.run)} finished at step {result.step} of {result.steps}"
+    say(f"{end}: {', '.join(shown)}; {result.run / 'report.html'}")

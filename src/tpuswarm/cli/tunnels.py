@@ -1,25 +1,24 @@
 """`tpuswarm forward` and `ssh-config`: what other programs on this computer need to reach machines."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tpuswarm.cli.options import Fleets
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.reach import Reach
     from tpuswarm.remote.host import Host
 
-Fleets = Annotated[str | None, typer.Option("--fleet", help="Of this fleet or file. Default: swarm.toml here.")]
-
 
 def forward(
     name: Annotated[str, typer.Argument(help="A machine, or NAME/2 for one of its workers.")],
-    port: Annotated[str, typer.Argument(metavar="PORT[:PORT]", help="Here, and there where it is another.")],
+    port: Annotated[str, typer.Argument(metavar="PORT[:PORT]", help="The port here, and the one there if it differs.")],
     fleet: Fleets = None,
 ) -> None:
-    """Make a port of a machine one of this computer, on loopback at both ends, until Ctrl-C; a lost way comes back."""
+    """Forward a port of a machine to this computer until Ctrl-C, loopback to loopback. Reconnects by itself."""
     import asyncio
 
     from tpuswarm.fleet.keeping import fleets
@@ -36,7 +35,7 @@ def forward(
 
     async def work() -> None:
         async with Connections(reach.key) as connections:
-            await forwarded(connections, find, here, there, lambda text: print(text, flush=True))
+            await forwarded(connections, find, here, there, say)
 
     asyncio.run(work())
 
@@ -49,25 +48,27 @@ def _one(reach: "Reach", name: str) -> "Host":
 
 
 def ssh_config(fleet: Fleets = None) -> None:
-    """Write a file by which VS Code, rsync, scp and plain ssh know every machine; addresses are asked for each time."""
+    """Write an ssh config with which VS Code, rsync, scp and ssh find every machine, even after a preemption."""
     from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
-    from tpuswarm.fleet.way import alias, config
+    from tpuswarm.fleet.reach import find_reach, find_targets
+    from tpuswarm.fleet.ssh_config import alias, config, file_of
     from tpuswarm.train.files import write_atomically
 
     reach = find_reach(fleets.find(fleet)[0])
-    hosts, away = reach.hosts("all")
-    folder = Path.home() / ".ssh" / "tpuswarm.d"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = folder / f"{reach.fleet.name}.config"
-    write_atomically(file, config(reach, hosts))
-    for each in away:
-        print(f"not now: {each}")
-    print(f"{file} has {len(hosts)} hosts; after machines with new names came, give this command again")
+    seen = reach.look()
+    found = find_targets("all", seen.document.desired, seen.listing.machines)
+    users = reach.users(seen)
+    file = file_of(reach.fleet)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(file, config(reach.fleet, reach.key, users))
+    for each in found.away:
+        say(f"not now: {each}")
+    count = f"{len(users)} host{'s' * (len(users) != 1)}"
+    say(f"{file} has {count}; later commands keep it up to date when machines come and go")
+    folder = file.parent
     own = folder.parent / "config"
     line = "Include ~/.ssh/tpuswarm.d/*.config"
     if not own.exists() or line not in own.read_text(encoding="utf-8").splitlines():
-        print(f"first, once: put the line `{line}` at the top of {own}")
-    print(
-        f"then: ssh {hosts[0].label}; scp FILE {alias(hosts[0].label)}: (also rsync and VS Code: a dot for the slash)"
-    )
+        say(f"put this line at the top of {own}, once: `{line}`")
+    label = next(iter(users))
+    say(f"then: `ssh {label}`, `scp FILE {alias(label)}:` (also rsync and VS Code: a dot for the slash)")

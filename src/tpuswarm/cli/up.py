@@ -1,22 +1,27 @@
 """`tpuswarm up`, `down`, `pause`, `resume`, `keep`: each shows what it is about to do, and asks."""
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tpuswarm.cli import bring
 from tpuswarm.cli.help import WORDS
+from tpuswarm.cli.options import Fleets, Target, Yes
 from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
 
-Yes = Annotated[bool, typer.Option("--yes", help="Ask nothing.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the steps, and do none. Needs no credentials.")]
-Target = Annotated[str | None, typer.Argument(metavar="[FILE|NAME]", help="swarm.toml, a fleet, or a machine of it.")]
-Name = Annotated[str, typer.Argument(help="A machine: its name, its number, or a beginning that only it has.")]
-Fleets = Annotated[str | None, typer.Option("--fleet", help="Of this fleet or file. Default: swarm.toml here.")]
+if TYPE_CHECKING:
+    from tpuswarm.fleet.core.desired import Desired
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing. Needs no credentials.")]
+FleetOrMachine = Annotated[
+    str | None, typer.Argument(metavar="[FILE|NAME]", help="swarm.toml, a fleet, or a machine of it.")
+]
+Name = Annotated[str, typer.Argument(help="A machine: its name, its number, or a unique prefix.")]
+BY_HAND = "requested by `tpuswarm down`"
 
 
 def up(
@@ -24,23 +29,34 @@ def up(
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Default: swarm.toml.")] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- CMD]", help="With --type: a job on it, run again until it exits 0."),
+        typer.Argument(metavar="[-- CMD]", help="With --type: a job to run on it until it exits 0."),
     ] = None,
     type_: Annotated[str | None, typer.Option("--type", help="Without a file: a TPU of this type.")] = None,
     zone: Annotated[list[str] | None, typer.Option("--zone", help="Without a file: zones in order.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Without a file: what it is called.")] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="Without a file: cheaper, may be taken away.")] = False,
+    name: Annotated[str | None, typer.Option("--name", help="Without a file: its name.")] = None,
+    spot: Annotated[
+        bool, typer.Option("--spot", help="Without a file: a spot TPU: cheaper, may be preempted.")
+    ] = False,
     provider: Annotated[str, typer.Option("--provider", help="Without a file: google or rehearsal.")] = "google",
-    scale: Annotated[list[str] | None, typer.Option("--scale", help="POOL=N: that many from now on.")] = None,
+    scale: Annotated[
+        list[str] | None, typer.Option("--scale", help="POOL=N: set the number of machines in a pool.")
+    ] = None,
     down_when: Annotated[
         str | None, typer.Option("--down-when", help='Without a file: "done", "idle 30m" or a date.')
     ] = None,
-    paid: Annotated[bool, typer.Option("--paid", help="TPUs that no grant covers may be paid for.")] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Then keep it so, in the background of this computer.")] = False,
+    paid: Annotated[
+        bool, typer.Option("--paid", help="Also create TPUs that no grant covers, and pay for them.")
+    ] = False,
+    adopt: Annotated[
+        str | None, typer.Option("--adopt", help="Take over the machines of a fleet, by its id: its document is lost.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Then start a keeper: on the head, or else on this computer.")
+    ] = False,
     yes: Yes = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Create what swarm.toml asks for, or one TPU; see it become ready. Again: what lacks."""
+    """Create what swarm.toml asks for, or one TPU, and wait until ready. Run it again to create what is missing."""
     from tpuswarm.cli import jobs
     from tpuswarm.fleet import asked
     from tpuswarm.fleet.file import DEFAULT
@@ -50,53 +66,34 @@ def up(
         raise InputError("-- CMD goes with --type; on a fleet, `tpuswarm exec POOL --detach -- CMD` starts a job")
     read, warnings = asked.asked(file, type_, zone or [], name, spot, provider, down_when)
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}", err=True)
+
+    def as_asked(wanted: "Desired") -> "Desired":
+        return asked.named(asked.scaled(wanted, scale or []), name)
+
     if dry_run:
-        wanted = asked.desired_of(read, f"{read.name}-{asked.UNNAMED}", paid, None)
-        wanted = asked.named(asked.scaled(wanted, scale or []), name)
-        bring.print_preview(bring.previewed(wanted, None, read.project or "PROJECT"), wanted, read.provider, keep)
-        print("nothing was done; what is there already shows without --dry-run")
+        bring.dry_run(read, as_asked, paid, keep)
         return
-    from tpuswarm.cli.setup import set_up_now
-    from tpuswarm.cloud.keys import make_key, public_key
     from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import Reach
-    from tpuswarm.fleet.setting_up import Kept
 
     fleet = fleets.of_file(read)
-    if read.setup:
-        Kept(fleet).secrets.gather(read.setup.secrets, os.environ)
-    cloud = fleet.provider()
-    store = fleet.store(cloud)
-    document, listing, note = fleets.look_at(fleet, store, cloud, read)
-    if note:
-        print(f"note: {note}", file=sys.stderr)
-    before = document.desired if document else None
-    make_key()
-    wanted = asked.named(asked.scaled(fleets.merged(read, before, paid, public_key()), scale or []), name)
-    asked.same_types(before, wanted)
-    if not any(each.fleet == wanted.fleet for each in listing.machines):
-        bring.preflight(cloud, read, wanted.paid)
-    shown = bring.previewed(wanted, listing, cloud.project)
-    bring.print_preview(shown, wanted, read.provider, keep)
-    if shown.changes:
-        bring.confirm(yes)
-    fleets.store_wanted(fleet, store, read, wanted)
-    if before is None:
-        bring.label_bucket(cloud, fleet, wanted)
+    agreed = bring.agree(fleet, read, as_asked, paid, yes, keep, adopt=adopt)
+    wanted = agreed.wanted
     if command:
         jobs.store_main(fleet, wanted.pools[0].name, command)
-    if keep:
-        fleets.detach(fleet, None if type_ else file or DEFAULT)
-    bring.work(fleet, cloud, store, bring.is_up)
-    if read.setup:
-        set_up_now(Reach(fleet, cloud, store), read.setup)
-    if command:
-        jobs.see_begin(fleet, jobs.MAIN, kept=keep)
-    if keep:
-        print(f"it is kept in the background; what it does is in {fleet.log}")
-    elif any(each.how == "spot" for each in wanted.pools) or wanted.down_when or wanted.budget.total:
-        print("nobody keeps it from here on: `tpuswarm keep` does, `tpuswarm up --keep` in the background")
+    at_home = False
+    try:
+        bring.bring_up(fleet, agreed, read.setup, keep, None if type_ else file or DEFAULT)
+        at_home = wanted.kept_on is not None
+        if command:
+            jobs.see_begin(fleet, jobs.MAIN, kept=keep)
+    finally:  # whatever went wrong: machines may be there, and cost money
+        if at_home:
+            say(f"{wanted.home} keeps it: this computer may go")
+        elif keep:
+            say(f"it is kept in the background; what it does is in {fleet.log}")
+        elif any(each.how == "spot" for each in wanted.pools) or wanted.down_when or wanted.budget.total:
+            say("nobody keeps it from now on: run `tpuswarm keep`, or `tpuswarm up --keep` for the background")
 
 
 def _command(context: typer.Context, file: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
@@ -111,51 +108,57 @@ def _command(context: typer.Context, file: Path | None, words: list[str]) -> tup
 
 
 def down(
-    target: Target = None,
+    target: FleetOrMachine = None,
     orphans: Annotated[
-        str | None, typer.Option("--orphans", help="Instead what carries the id of a fleet that is lost.")
+        str | None, typer.Option("--orphans", help="Delete the machines of a lost fleet, by its id.")
     ] = None,
     yes: Yes = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, and do none.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
 ) -> None:
-    """Delete a fleet, or one machine of it, and see by listing that nothing is left that costs money."""
+    """Delete a fleet, or one of its machines, and check by listing that nothing is left that costs money."""
     from tpuswarm.fleet import asked
     from tpuswarm.fleet.keeping import fleets
 
     fleet, machine = bring.target_of(target)
     cloud = fleet.provider()
     store: fleets.Held = fleet.store(cloud)
-    document, listing, _ = fleets.look_at(fleet, store, cloud, None)
-    if orphans is not None:
-        document = fleets.orphans(fleet, document, listing, orphans)
-        store = fleets.Unstored(document)
-    elif document is None:
-        print(f"there is no fleet {fleet.name} in project {cloud.project}")
+    if orphans is None:
+        document, listing, note = fleets.look_at(fleet, store, cloud, None)
+    else:
+        found, listing = fleets.orphans(fleet, store, cloud, orphans)
+        document, store, note = found, fleets.Unstored(found), ""
+    if note:
+        say(f"note: {note}", err=True)
+    if document is None:
+        say(f"there is no fleet {fleet.name} in project {cloud.project}")
         return
     desired = document.desired
-    wanted = asked.without(desired, listing, machine) if machine else replace(desired, down="its end was asked for")
+    wanted = asked.without(desired, listing, machine) if machine else replace(desired, down=BY_HAND)
     wanted = replace(wanted, revision=wanted.revision + 1)
-    shown = bring.previewed(wanted, listing, cloud.project)
-    bring.print_preview(shown, wanted, fleet.provider_name, kept=True, ending=True)
+    shown = bring.previewed(wanted, listing, cloud.project, document)
+    if desired.down is not None and machine is None and not shown.changes:
+        say(f"{desired.fleet} is down already: {desired.down}")
+    else:
+        bring.print_preview(shown, wanted, fleet.provider_name, kept=True, ending=True)
     if dry_run:
-        print("nothing was done")
+        say("nothing was done")
         return
     if shown.changes:
         bring.confirm(yes)
-    fleets.change(store, wanted)
+    fleets.change(store, wanted, desired)
     bring.work(fleet, cloud, store, lambda tick: tick.converged if machine else tick.done)
     if machine:
-        print("it is gone, and its pool has one machine fewer")
+        say("it is gone, and its pool has one machine fewer")
         return
     stays = f"; the bucket gs://{fleet.bucket} stays, with what is in it" if fleet.bucket else ""
-    print(f"nothing that carries the id {desired.fleet} is left in project {cloud.project}, as its lists show{stays}")
+    say(f"nothing that carries the id {desired.fleet} is left in project {cloud.project}, as its lists show{stays}")
     if orphans is None:
         fleet.forget()
-        print(f"`tpuswarm up{f' {target}' if target and target.endswith('.toml') else ''}` brings it back")
+        say(f"`tpuswarm up{f' {target}' if target and target.endswith('.toml') else ''}` brings it back")
 
 
 def pause(name: Name, fleet: Fleets = None, yes: Yes = False) -> None:
-    """Stop a machine, so that its disk alone costs money. A pod cannot stop, and spot cannot be started again."""
+    """Stop a machine, so that only its disk costs money. Pods cannot be stopped, spot machines cannot be resumed."""
     _turn(name, fleet, yes, pausing=True)
 
 
@@ -165,12 +168,13 @@ def resume(name: Name, fleet: Fleets = None, yes: Yes = False) -> None:
 
 
 def keep(target: Target = None) -> None:
-    """Keep a fleet as it is wanted, in the foreground: create what lacks, delete what is dead, until Ctrl-C."""
+    """Run the keeper in the foreground until Ctrl-C: create what is missing, delete what is dead."""
     from tpuswarm.fleet.keeping import fleets
 
     fleet, _ = fleets.find(target)
     cloud = fleet.provider()
-    bring.work(fleet, cloud, fleet.store(cloud), lambda tick: tick.done)
+    alone = not sys.stdin.isatty()
+    bring.work(fleet, cloud, fleet.store(cloud), lambda tick: tick.done, stays=True, patient=alone)
 
 
 def _turn(text: str, where: str | None, yes: bool, pausing: bool) -> None:
@@ -203,9 +207,9 @@ def _turn(text: str, where: str | None, yes: bool, pausing: bool) -> None:
     else:
         paused[name] = machine.pool or ""
     wanted = replace(wanted, paused=paused, revision=wanted.revision + 1)
-    shown = bring.previewed(wanted, listing, cloud.project)
+    shown = bring.previewed(wanted, listing, cloud.project, document)
     bring.print_preview(shown, wanted, fleet.provider_name, kept=True, ending=True)
     if shown.changes:
         bring.confirm(yes)
-    fleets.change(store, wanted)
+    fleets.change(store, wanted, document.desired)
     bring.work(fleet, cloud, store, lambda tick: tick.converged)

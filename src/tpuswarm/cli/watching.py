@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tpuswarm.cloud.protocol import Machine
+from tpuswarm.train.terminal import say_on
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.core.actions import Event
@@ -23,9 +24,9 @@ class Watching:
 
     def __enter__(self) -> "Watching":
         if self._console.is_terminal:
-            from rich.live import Live
+            from tpuswarm.train.drawn import Drawn
 
-            self._live = Live(console=self._console, auto_refresh=False)  # type: ignore[assignment]
+            self._live = Drawn(console=self._console, auto_refresh=False)  # type: ignore[assignment]
             self._live.start()  # type: ignore[attr-defined]
         return self
 
@@ -35,8 +36,11 @@ class Watching:
             self._live = None
 
     def say(self, text: str) -> None:
-        """Something beside the looks."""
-        self._console.print(text, soft_wrap=True, markup=False)
+        """Something beside the looks; what a full disk does not take is lost, and the keeper goes on."""
+        try:
+            say_on(self._console, text)
+        except OSError:
+            self._console._buffer.clear()  # rich would keep it, and try it again with all that follows
 
     def show(self, tick: "Tick") -> None:
         """What came of a look."""
@@ -46,29 +50,32 @@ class Watching:
             lease = tick.document.lease
             self.say(f"the keeper on {lease.host} (process {lease.pid}) does it; this command watches")
         for event in tick.events:
-            self.say(_line(event))
+            self.say(event_line(event))
         if self._live is not None:
             self._live.update(self._drawn(tick), refresh=True)
             return
         for wait in tick.plan.waits:
             if wait.why not in self._said:
                 self._said.add(wait.why)
-                self.say(f"waiting: {wait.missing} of pool {wait.pool}: {wait.why}")
+                self.say(f"waiting: {wait.of}: {wait.why}")
 
     def what_exists(self) -> list[str]:
         """For who interrupts it."""
         if self._tick is None:
-            return ["interrupted before the first look: nothing was asked of the cloud"]
+            return ["nothing was asked of the cloud yet"]
         ours = self._ours(self._tick)
         asked = self._tick.observed.memory.asked.keys() - {f"{each.zone}/{each.name}" for each in ours}
         if not ours and not asked:
-            return ["interrupted: no machine of the fleet is there"]
+            return ["no machine of the fleet is there"]
         named = [f"{each.name} ({each.said.lower()})" for each in ours] + [
             f"{key} (asked for)" for key in sorted(asked)
         ]
         more = f" and {len(named) - 12} more" if len(named) > 12 else ""
         there = "1 machine is" if len(named) == 1 else f"{len(named)} machines are"
-        return [f"interrupted: {there} there: {', '.join(named[:12])}{more}"]
+        found = [f"{there} there: {', '.join(named[:12])}{more}"]
+        if self._tick.leads:
+            found.append("nobody keeps the fleet now, and what is there still costs money: see `tpuswarm list`")
+        return found
 
     def _ours(self, tick: "Tick") -> list[Machine]:
         return [each for each in tick.observed.machines if each.fleet == tick.document.desired.fleet]
@@ -84,17 +91,18 @@ class Watching:
         shown.sort(key=lambda row: row.state == "ready")
         ready = sum(row.state == "ready" for row in shown)
         wanted = 0 if desired.down else sum(pool.count for pool in desired.pools)
-        parts: list[Any] = [machines_table(shown[:MOST])] if shown else []
+        parts: list[Any] = [machines_table(shown[:MOST], self._console.width)] if shown else []
         if len(shown) > MOST:
             parts.append(Text(f"and {len(shown) - MOST} more", style="dim"))
         for wait in tick.plan.waits:
             again = "" if wait.until is None else f" (again in {max(0, wait.until - tick.now):.0f} s)"
-            parts.append(Text(f"waiting: {wait.missing} of pool {wait.pool}: {wait.why}{again}", style="yellow"))
+            parts.append(Text(f"waiting: {wait.of}: {wait.why}{again}", style="yellow"))
         what = f"coming down ({desired.down})" if desired.down else f"{ready} of {wanted} ready"
         parts.append(Text(f"{desired.fleet}: {what}, {len(shown)} there; {time.strftime('%H:%M:%S')}"))
         return Group(*parts)
 
 
-def _line(event: "Event") -> str:
+def event_line(event: "Event") -> str:
+    """What happened to a machine, in a line."""
     what = f"{event.machine}: " if event.machine else f"{event.pool}: " if event.pool else ""
     return f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {what}{event.kind}: {event.text}"

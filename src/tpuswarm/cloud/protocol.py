@@ -59,8 +59,6 @@ class TpuSpec:
     reservation: str | None = None
     wait_s: float | None = None
     """A queued request is given up by the cloud after that long."""
-    max_run_s: float | None = None
-    """The cloud itself ends it after that long, where its API can."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,13 @@ class VmSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     service_account: str | None = None
+    ends: float | None = None
+    """Unix seconds at which the cloud itself deletes it. The TPU API has no such thing."""
+
+    @property
+    def how(self) -> How:
+        """How it is asked for."""
+        return "spot" if self.spot else "on-demand"
 
 
 Spec = TpuSpec | VmSpec

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import MOST, check_number
 from tpuswarm.errors import InputError
 
@@ -12,13 +11,16 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     "steps": {"least": 1, "below": 2**31},  # counted in int32 on a device, as rows are
     "epochs": {"above": 0, "most": MOST},
     "batch": {"least": 1, "below": 2**31},
+    "eval_batch": {"least": 1, "below": 2**31},
     "accumulate": {"least": 1},
+    "overfit_batches": {"least": 1},
     "clip": {"above": 0},
     "ema": {"above": 0, "below": 1},
     "seed": {"least": 0, "below": 2**32},  # JAX takes no more bits
     "keep": {"least": 1},
     "grace": {"least": 0},
-    "members": {"least": 1},
+    "members": {"least": 0},
+    "expect": {"least": 0},
     "devices_per_member": {"least": 1},
     "cycle": {"least": 1},
     "outer_lr": {"above": 0},
@@ -39,14 +41,15 @@ PATTERNS = ("freeze", "decay")
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raise InputError, with the nearest right one, for a value that no run can have; None is not asked."""
+    """Raise InputError, with the right ones, for a value that no run can have; None is not asked."""
     for name, value in settings.items():
         if value is None:
             continue
         if name in LIMITS:
             check_number(value, flag(name), **LIMITS[name])
         if name in CHOICES and value not in CHOICES[name]:
-            raise InputError(f"unknown {name} {value!r}; {did_you_mean(str(value), CHOICES[name])}")
+            *others, last = CHOICES[name]
+            raise InputError(f"{flag(name)} is {', '.join(others)} or {last}, not {value!r}")
         if name in PATTERNS:
             try:
                 re.compile(value)

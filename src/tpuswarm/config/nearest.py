@@ -7,13 +7,16 @@ ALSO = {"--learning-rate": "--lr", "--batch-size": "--batch", "--dropout-rate": 
 """What other programs call an option of ours."""
 
 
-def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """The known name most like a wrong one; None where none is near. The dashes of options make nothing alike."""
+def nearest(wrong: str, known: Iterable[str], least: float = 0.5) -> str | None:
+    """The known name most like a wrong one; None where none is near. The dashes of options make nothing alike.
+
+    least: how much of both has to be alike.
+    """
     known, wrong = sorted(known), wrong.lower()
     if ALSO.get(wrong) in known:
         return ALSO[wrong]
     bare = {each.lstrip("-"): each for each in known}
-    near = difflib.get_close_matches(wrong.lstrip("-"), bare, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(wrong.lstrip("-"), bare, n=1, cutoff=least)
     return bare[near[0]] if near else None
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.refused import refused
 from tpuswarm.config.units import parse_count
 from tpuswarm.errors import InputError
 
@@ -80,10 +81,7 @@ def _sentence(path: Path, text: str, kind: type[BaseModel], error: Any) -> str:
         return f"{where}: {table or 'the file'} has no key {name}; {did_you_mean(name, _keys(kind, place[:-1]))}"
     if error["type"] == "missing":
         return f"{where}: {table or 'the file'} needs {name}"
-    if error["type"] == "value_error":
-        said = str(error["ctx"]["error"])
-    else:
-        said = f"{error['msg'][:1].lower()}{error['msg'][1:]}, not {error['input']!r}"
+    said = str(error["ctx"]["error"]) if error["type"] == "value_error" else refused(error)
     return f"{where}: {_named(place) or 'the file'}: {said}"
 
 
@@ -116,6 +114,7 @@ def line_of(text: str, place: Place) -> int | None:
             here = [*at, match[1]]
         else:
             continue
-        if len(here) > best[0] and tuple(here) == place[: len(here)]:
-            best = (len(here), number)
+        shared = min(len(here), len(place))
+        if shared > best[0] and tuple(here[:shared]) == place[:shared]:
+            best = (shared, number)
     return best[1]

@@ -1,7 +1,7 @@
 """The table [train]: what is trained, and how; of a file of its own, and of swarm.toml."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -26,7 +26,8 @@ class Train(Strict):
     steps: int | None = None
     tokens: int | None = None
     epochs: float | None = None
-    batch: int | None = None
+    batch: int | Literal["auto"] | dict[str, int] | None = None
+    """A table: of each pool, by its name."""
     devices: str | int | list[int] = "all"
     precision: str | None = None
     shard: str = "auto"
@@ -36,13 +37,17 @@ class Train(Strict):
     decay: str | None = None
     ema: float | None = None
     eval_every: str | int | None = None
+    eval_batch: int | None = None
     save_every: str | int = "5m"
     keep: int = 3
+    keep_best: str | None = None
     grace: float = 10.0
     init_from: str | None = None
     run: str | None = None
     seed: int | None = None
     deterministic: bool | None = None
+    overfit_batches: int | None = None
+    fast_dev_run: bool = False
     profile: bool = False
     wandb: str | None = None
     members: int | None = None
@@ -53,11 +58,16 @@ class Train(Strict):
     quantize: str | None = None
     overlap: str | None = None
     ray_address: str | None = None
+    dashboard: bool | None = None
 
-    @field_validator("steps", "tokens", "batch", "accumulate", mode="before")
+    @field_validator("steps", "tokens", "batch", "eval_batch", "accumulate", mode="before")
     @classmethod
     def _counted(cls, value: Any, field: ValidationInfo) -> Any:
-        return value if value is None else _said(parse_count, value, field.field_name)
+        if value is None or (value == "auto" and field.field_name == "batch"):
+            return value
+        if isinstance(value, dict) and field.field_name == "batch":
+            return {name: _said(parse_count, each, f"batch of {name}") for name, each in value.items()}
+        return _said(parse_count, value, field.field_name)
 
     @field_validator("grace", mode="before")
     @classmethod
@@ -74,14 +84,17 @@ class Train(Strict):
     @field_validator("*")
     @classmethod
     def _within(cls, value: Any, field: ValidationInfo) -> Any:
-        _said(lambda value, name: check({name: value}), value, field.field_name)
+        for one in value.values() if field.field_name == "batch" and isinstance(value, dict) else [value]:
+            if one == "auto":
+                continue
+            _said(lambda value, name: check({name: value}), one, field.field_name)
         return value
 
     @field_validator("run")
     @classmethod
     def _here(cls, value: str | None) -> str | None:
-        if value and "://" in value:
-            raise ValueError(f"run takes a local directory, not {value}; runs in a bucket are not built yet")
+        if value and "://" in value and not value.startswith("gs://"):
+            raise ValueError(f"run takes a local directory or gs://BUCKET/FOLDER, not {value}")
         return value
 
     @model_validator(mode="after")

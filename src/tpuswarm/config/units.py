@@ -73,7 +73,7 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class Every:
+class Interval:
     """An interval either in steps or in seconds; exactly one is set."""
 
     steps: int | None = None
@@ -86,13 +86,13 @@ class Every:
         return self.seconds is not None and elapsed >= self.seconds
 
 
-def parse_every(text: str | int, what: str) -> Every:
+def parse_every(text: str | int, what: str) -> Interval:
     """`500` is every 500 steps, `5m` every five minutes. Raises InputError naming `what`."""
     try:
         if re.fullmatch(r".*[smhd]", str(text).strip()):
             seconds = parse_seconds(text, what)
             check_number(seconds, what, above=0)
-            return Every(seconds=seconds)
-        return Every(steps=parse_count(text, what))
+            return Interval(seconds=seconds)
+        return Interval(steps=parse_count(text, what))
     except InputError as error:
         raise InputError(f"{what} is steps such as 500, or a time such as 30s or 5m, not {text!r}") from error

@@ -1,6 +1,7 @@
 """What swarm.toml, or a few options, ask of a fleet, as the values with which it is planned."""
 
 import getpass
+import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from tpuswarm.cloud.protocol import Disk, Listing, TpuSpec, VmSpec
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.checks import check, problems
+from tpuswarm.fleet.clouds import check_provider
 from tpuswarm.fleet.core.desired import Budget, Desired, DownWhen, Wanted
 from tpuswarm.fleet.core.money import Grant
 from tpuswarm.fleet.core.names import resolve
@@ -28,9 +30,18 @@ SSH_KEYS = "ssh-keys"
 """The key of a machine's metadata from which it takes who may log in: USER:KEY."""
 
 
-def new_id(name: str) -> str:
-    """An id that no other fleet has: the name, so that a person knows it, and a random part."""
-    return f"{name}-{''.join(secrets.choice(LETTERS) for _ in range(6))}"
+def new_id(name: str, mark: str) -> str:
+    """An id that no other fleet has: the name, so that a person knows it, and a random part, which begins with `mark`.
+
+    `mark` says where the fleet's document is kept: who has lost it knows his own machines by that.
+    """
+    return f"{name}-{mark}{''.join(secrets.choice(LETTERS) for _ in range(6))}"
+
+
+def mark_of(place: str) -> str:
+    """The letters that stand for a place: another place has others, as good as surely."""
+    number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8])
+    return "".join(LETTERS[number // len(LETTERS) ** power % len(LETTERS)] for power in range(4))
 
 
 def desired_of(file: SwarmFile, fleet: str, paid: bool, public_key: str | None) -> Desired:
@@ -39,11 +50,16 @@ def desired_of(file: SwarmFile, fleet: str, paid: bool, public_key: str | None) 
     return Desired(
         fleet=fleet,
         pools=tuple(wanted(file, fleet, public_key)),
-        grants=tuple(Grant(each.type, each.zone, each.how == "spot", each.count, each.expires) for each in file.grant),
+        grants=grants_of(file),
         budget=Budget(budget.per_hour, budget.total, budget.traffic_per_day),
         down_when=DownWhen(when.done, when.idle_s, when.at) if when else None,
         paid=paid or not file.grant,
     )
+
+
+def grants_of(file: SwarmFile) -> tuple[Grant, ...]:
+    """All of the file, those that have ended as well."""
+    return tuple(Grant(each.type, each.zone, each.how == "spot", each.count, each.expires) for each in file.grant)
 
 
 def wanted(file: SwarmFile, fleet: str, public_key: str | None) -> list[Wanted]:
@@ -63,7 +79,7 @@ def _pool(file: SwarmFile, pool: Pool, fleet: str, public_key: str | None) -> Wa
         pool=pool.name,
         runtime=pool.runtime or find(pool.type).generation.runtime or "",
         network=pool.network,
-        subnetwork=pool.subnetwork,
+        subnetwork=pool.subnet,
         external_ips=pool.external_ips,
         tags=_tags(file, pool),
         labels=pool.labels,
@@ -86,7 +102,7 @@ def _vm(file: SwarmFile, name: str, table: Head, fleet: str, public_key: str | N
         image=table.image,
         disk_gib=table.disk_gib,
         network=table.network,
-        subnetwork=table.subnetwork,
+        subnetwork=table.subnet,
         external_ips=table.external_ips,
         ip_forward=isinstance(table, Vm) and table.ip_forward,
         spot=isinstance(table, Vm) and table.spot,
@@ -95,7 +111,8 @@ def _vm(file: SwarmFile, name: str, table: Head, fleet: str, public_key: str | N
         metadata=_metadata(table, public_key),
         service_account=table.service_account,
     )
-    return Wanted(name, spec, (table.zone,), 1)
+    routes = isinstance(table, Vm) and table.role == "router"
+    return Wanted(name, spec, (table.zone,), 1, routes=routes)
 
 
 def _tags(file: SwarmFile, table: Placed) -> tuple[str, ...]:
@@ -108,6 +125,12 @@ def _metadata(table: Placed, public_key: str | None) -> Mapping[str, str]:
     if public_key is None or SSH_KEYS in table.metadata:
         return table.metadata
     return {SSH_KEYS: f"{getpass.getuser()}:{public_key}", **table.metadata}
+
+
+def kept(wanted: Desired, bucket: str | None) -> Desired:
+    """With its keeper where it lives best: on the head, which needs its document in a bucket; else wherever it is."""
+    has_head = any(each.name == HEAD for each in wanted.pools)
+    return replace(wanted, kept_on=HEAD if has_head and bucket else None)
 
 
 def user_of(pool: Wanted) -> str:
@@ -153,6 +176,7 @@ def asked(
         return read, check(path, read, time.time())
     if file is not None:
         raise InputError("give a file or --type, not both")
+    check_provider(provider)
     tpu = find(type_)
     called = name or tpu.name
     how = "spot" if spot else "on-demand"

@@ -68,7 +68,11 @@ def _servers(file: SwarmFile) -> list[str]:
 def _pool(file: SwarmFile, pool: Pool) -> Iterator[tuple[Place, str]]:
     found = find(pool.type)
     if found.api_name is None:
-        yield ("type",), f"{pool.type} exists in Compute Engine only, where tpuswarm creates no TPUs yet"
+        yield (
+            ("type",),
+            f"{pool.type} exists in Compute Engine and GKE only, not in the TPU API, and tpuswarm makes no TPUs there "
+            f"yet; `tpuswarm plan RECIPE --on {pool.type}` tells what it would do",
+        )
     offered = {zone for access in ACCESSES for zone in found.zones(access)}
     granted = {each.zone for each in file.grant if money.lot(each.type, "", True) == money.lot(pool.type, "", True)}
     for number, zone in enumerate(pool.zones):

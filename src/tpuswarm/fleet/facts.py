@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tpuswarm.catalog.prices import region_of
-from tpuswarm.cloud.errors import CloudError
+from tpuswarm.cloud.errors import CloudError, Denied
 from tpuswarm.fleet.file import Placed, SwarmFile
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.google.firewall import Rule
-    from tpuswarm.cloud.google.project import Project
+    from tpuswarm.cloud.google.project import Project, Subnetwork
     from tpuswarm.cloud.google.provider import Google
     from tpuswarm.cloud.google.quotas import Quota
 
@@ -32,7 +32,7 @@ class Facts:
 
     project: str
     apis: frozenset[str] | CloudError
-    """Those that are on. With an error here nothing else was asked."""
+    """Those that are on. With an error here that is not `Denied` nothing else was asked."""
     billing: str | CloudError | None = None
     quotas: "tuple[Quota, ...] | CloudError" = ()
     types: Mapping[str, tuple[str, ...] | CloudError] = field(default_factory=dict)
@@ -41,21 +41,27 @@ class Facts:
     """Runtime versions, by zone."""
     bucket: str | CloudError | None = None
     """The region of the bucket; None: there is none, or the file names none."""
-    ranges: Mapping[Net, str | CloudError | None] = field(default_factory=dict)
-    """Addresses such as 10.128.0.0/20; None: the network has none there."""
+    subnetworks: "Mapping[Net, Subnetwork | CloudError | None]" = field(default_factory=dict)
+    """None: the network has none there."""
     rules: "tuple[Rule, ...] | CloudError" = ()
     account: str | CloudError | None = None
     """The project's default service account; None: it has none."""
+    os_login: bool | CloudError = False
+    """Whether a policy of an organisation turns OS Login on for all machines."""
+
+    @property
+    def denies_all(self) -> bool:
+        """Whether nothing may be asked of the project: it is somebody else's, or there is none of that name."""
+        return isinstance(self.apis, CloudError) and all(isinstance(each, Denied) for each in self.types.values())
 
 
 def collect(google: "Google", project: "Project", file: SwarmFile) -> Facts:
     """Everything that `preflight.checks` judges of this file; questions are asked side by side."""
     apis = _asked(project.apis)
-    if isinstance(apis, CloudError):
+    if isinstance(apis, CloudError) and not isinstance(apis, Denied):
         return Facts(project.id, apis)
     zones = sorted({zone for pool in file.pool for zone in pool.zones})
     nets = sorted(nets_of(file), key=str)
-    bucket = file.storage.bucket if file.storage else None
     with ThreadPoolExecutor(16) as pool:
 
         def ask(question: Callable[..., T], *about: object) -> Callable[[], T | CloudError]:
@@ -64,9 +70,10 @@ def collect(google: "Google", project: "Project", file: SwarmFile) -> Facts:
         billing, quotas = ask(project.billing), ask(project.quotas)
         types = {zone: ask(google.types, zone) for zone in zones}
         runtimes = {zone: ask(google.runtimes, zone) for zone in zones}
-        where = ask(project.bucket_region, bucket) if bucket else lambda: None
-        ranges = {net: ask(project.address_range, net.network, net.region, net.subnetwork) for net in nets}
-        rules, account = ask(project.rules), ask(project.default_account)
+        stored = file.storage
+        where = ask(project.bucket_region, stored.bucket, stored.project) if stored else lambda: None
+        subnetworks = {net: ask(project.subnetwork, net.network, net.region, net.subnetwork) for net in nets}
+        rules, account, os_login = ask(project.rules), ask(project.default_account), ask(project.forces_os_login)
         return Facts(
             project=project.id,
             apis=apis,
@@ -75,9 +82,10 @@ def collect(google: "Google", project: "Project", file: SwarmFile) -> Facts:
             types={zone: _tuple(get()) for zone, get in types.items()},
             runtimes={zone: _tuple(get()) for zone, get in runtimes.items()},
             bucket=where(),
-            ranges={net: get() for net, get in ranges.items()},
+            subnetworks={net: get() for net, get in subnetworks.items()},
             rules=rules(),
             account=account(),
+            os_login=os_login(),
         )
 
 
@@ -90,7 +98,7 @@ def placed(file: SwarmFile) -> list[tuple[str, Placed, tuple[str, ...]]]:
 
 def nets_of(file: SwarmFile) -> set[Net]:
     """Networks, by region, in which the file has machines."""
-    return {Net(table.network, table.subnetwork, region_of(zone)) for _, table, zones in placed(file) for zone in zones}
+    return {Net(table.network, table.subnet, region_of(zone)) for _, table, zones in placed(file) for zone in zones}
 
 
 def _asked(question: Callable[..., T], *about: object) -> T | CloudError:

@@ -68,6 +68,7 @@ MachineType = Annotated[str, matching(r"[a-z0-9]+-[a-z0-9-]+", "a machine type s
 Image = Annotated[
     str, matching(r"[a-z0-9.:-]+/[a-z0-9-]+", "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64")
 ]
+ProjectId = Annotated[str, matching(r"[a-z][a-z0-9.:-]{4,61}[a-z0-9]", "a project's id such as my-project-123")]
 Moment = Annotated[float, BeforeValidator(_moment)]
 Seconds = Annotated[float, BeforeValidator(_said(lambda value: parse_seconds(value, "it")))]
 MachineCount = Annotated[int, Field(strict=True), AfterValidator(_machine_count)]
@@ -90,6 +91,15 @@ class Placed(Strict):
     labels: dict[Key, Label] = Field(default_factory=dict)
     metadata: dict[str, str] = Field(default_factory=dict)
     service_account: str | None = None
+
+    @property
+    def subnet(self) -> str | None:
+        """The subnetwork that it is in; None: the one called `default`.
+
+        The TPU API takes `default` in whatever network, where none is named. A network with one in each region, as
+        `tpuswarm init` makes it, calls them like itself.
+        """
+        return self.subnetwork or (None if self.network == "default" else self.network)
 
 
 class Pool(Placed):
@@ -179,6 +189,8 @@ class Storage(Strict):
     ]
     region: str | None = None
     """Where it lies: us-central1, or us for one in several regions."""
+    project: ProjectId | None = None
+    """What it is of, where that is another project than the machines are of."""
 
 
 class DownWhen(Strict):
@@ -213,9 +225,7 @@ class SwarmFile(Strict):
 
     name: Name
     provider: Literal["google", "rehearsal"] = "google"
-    project: (
-        Annotated[str, matching(r"[a-z][a-z0-9.:-]{4,61}[a-z0-9]", "a project's id such as my-project-123")] | None
-    ) = None
+    project: ProjectId | None = None
     """None: of the environment or gcloud's configuration."""
     down_when: Annotated[DownWhen | None, BeforeValidator(_down_when)] = None
     allow_cross_region: bool = False

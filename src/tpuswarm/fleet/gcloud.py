@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Machine, Spec, TpuSpec, VmSpec
@@ -56,6 +57,9 @@ def _vm(spec: VmSpec, project: str) -> str:
     words = [*INSTANCES, "create", spec.name, *_place(spec, project), f"--machine-type={spec.type}"]
     words += [f"--image-project={image_project}", f"--image-family={family}", f"--boot-disk-size={spec.disk_gib}GB"]
     words += ["--provisioning-model=SPOT"] if spec.spot else []
+    if spec.ends is not None:
+        ends = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
+        words += [f"--termination-time={ends}", "--instance-termination-action=DELETE"]
     words += _network(spec) + ([] if spec.external_ips else ["--no-address"])
     words += ["--can-ip-forward"] if spec.ip_forward else []
     words += [f"--labels={_pairs({**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool})}"]

@@ -58,6 +58,8 @@ class Plan:
     region: str
     """Of the bucket: that of most TPUs."""
     file: Path
+    bucket_of: str | None = None
+    """The project of the bucket, where it is another one."""
 
     @property
     def rules(self) -> tuple[firewall.Rule, firewall.Rule]:
@@ -148,12 +150,12 @@ def steps(plan: Plan, text: str, found: Found) -> list[Step]:
         Step(
             "bucket",
             f"make the bucket {plan.bucket} in {plan.region}",
-            f"{bucket} --uniform-bucket-level-access --public-access-prevention",
+            f"{bucket} --uniform-bucket-level-access --public-access-prevention --soft-delete-duration=0s",
             found.bucket is not None,
         ),
         Step(
             "network",
-            f"make the network {plan.network}, which lets nobody in",
+            f"make the network {plan.network}, closed until a rule below opens it",
             shlex.join([*network, f"--description={plan.description}"]),
             found.network,
         ),
@@ -163,7 +165,12 @@ def steps(plan: Plan, text: str, found: Found) -> list[Step]:
             inside.gcloud(plan.project),
             plan.does(inside, found.rules),
         ),
-        Step("ssh", "let SSH reach them from everywhere", ssh.gcloud(plan.project), plan.does(ssh, found.rules)),
+        Step(
+            "ssh",
+            "let SSH reach them from anywhere; only the fleet's keys get in",
+            ssh.gcloud(plan.project),
+            plan.does(ssh, found.rules),
+        ),
         Step(
             "key",
             "make an SSH key for this computer",
@@ -184,7 +191,7 @@ def look(project: "Project", plan: Plan) -> Found:
     return replace(
         found,
         billing=billing,
-        bucket=project.bucket_region(plan.bucket) if "storage.googleapis.com" in found.apis else None,
+        bucket=project.bucket_region(plan.bucket, plan.bucket_of) if "storage.googleapis.com" in found.apis else None,
         network=project.has_network(plan.network) if compute else False,
         rules=project.rules() if compute else (),
     )
@@ -203,7 +210,7 @@ def do(step: Step, project: "Project", plan: Plan, found: Found, text: str, say:
             say(f"turning on {APIS[api]} ({number} of {len(missing)})")
             project.turn_on(api)
     elif step.id == "bucket":
-        if project.bucket_region(plan.bucket) is None:  # or that of somebody else: Taken
+        if project.bucket_region(plan.bucket, plan.bucket_of) is None:  # or that of somebody else: Taken
             project.make_bucket(plan.bucket, plan.region, {NAME_LABEL: plan.name})
     elif step.id == "key":
         make_key()
@@ -270,7 +277,7 @@ def plan_of(file: SwarmFile, path: Path, project: str) -> Plan:
     if len(networks) > 1:
         raise InputError(f"{path} has pools in {len(networks)} networks; the set-up is for one: {', '.join(networks)}")
     region = file.storage.region or main_region(zones)
-    return Plan(file.name, project, networks.pop(), file.storage.bucket, region, path)
+    return Plan(file.name, project, networks.pop(), file.storage.bucket, region, path, file.storage.project)
 
 
 def _need_billing(project: "Project") -> None:

@@ -11,16 +11,19 @@ from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Denied, NotSignedIn, Unreachable
 from tpuswarm.cloud.google import firewall
 from tpuswarm.cloud.google.failures import SIGN_IN
-from tpuswarm.cloud.google.project import APIS
+from tpuswarm.cloud.google.project import APIS, BILLING_API, Subnetwork
 from tpuswarm.cloud.google.quotas import allowance, size
 from tpuswarm.config.nearest import nearest
 from tpuswarm.config.units import GIB
+from tpuswarm.fleet.asked import grants_of
 from tpuswarm.fleet.core import money
 from tpuswarm.fleet.facts import Facts, Net, placed
 from tpuswarm.fleet.file import Placed, Pool, SwarmFile
 
 PLENTY = 10**6
 """Quota for so many machines is no limit."""
+ASKED_ALONE = (BILLING_API, "cloudquotas.googleapis.com")
+"""APIs without which there is a machine all the same: only what is asked of them stays unknown."""
 TAKEN = 4
 """Addresses of a range that Google keeps for itself."""
 
@@ -34,6 +37,8 @@ class Check(NamedTuple):
     """What was found."""
     mend: str = ""
     """The command, or the line of swarm.toml, that puts it right."""
+    known: bool = True
+    """Else nobody may ask the cloud about it: it is taken for right, and the first creation tells."""
 
 
 def checks(file: SwarmFile, facts: Facts, now: float, paid: bool, head_bytes: float | None = None) -> list[Check]:
@@ -42,7 +47,7 @@ def checks(file: SwarmFile, facts: Facts, now: float, paid: bool, head_bytes: fl
     `head_bytes`: memory that the head needs for the model, as plan says; None: there is no model yet.
     """
     first = _signed_in(facts)
-    if isinstance(facts.apis, CloudError):
+    if not all(each.ok for each in first):
         return first
     found = [*first, _billing(facts), _apis(facts)]
     if not all(each.ok for each in found):
@@ -52,7 +57,7 @@ def checks(file: SwarmFile, facts: Facts, now: float, paid: bool, head_bytes: fl
     found += _bucket(file, facts)
     found += _addresses(file, facts)
     found += _firewall(file, facts)
-    found += [_account(facts), *_price(file, now, paid), *_head(file, head_bytes)]
+    found += [_account(facts), _policy(facts), *_price(file, now, paid), *_head(file, head_bytes)]
     return found
 
 
@@ -63,7 +68,7 @@ def _signed_in(facts: Facts) -> list[Check]:
     if isinstance(error, Unreachable):
         return [Check("credentials", False, str(error), "check the network of this computer and try again")]
     signed = Check("credentials", True, "signed in to Google Cloud")
-    if error is None:
+    if error is None or not facts.denies_all:
         return [signed, Check("project", True, f"project {facts.project} can be reached")]
     mend = f"gcloud projects describe {facts.project}"
     if not isinstance(error, Denied):
@@ -79,17 +84,19 @@ def _billing(facts: Facts) -> Check:
             return Check("billing", True, f"billing account {account} pays for project {facts.project}")
         return Check("billing", False, f"no billing account is linked to project {facts.project}", mend)
 
-    return _unless_unknown("billing", facts.billing, judge)
+    return _unless_denied("billing", facts.billing, judge)
 
 
 def _apis(facts: Facts) -> Check:
-    assert not isinstance(facts.apis, CloudError)
-    missing = [api for api in APIS if api not in facts.apis]
-    if not missing:
-        return Check("apis", True, f"the {len(APIS)} APIs that tpuswarm calls are on")
-    named = ", ".join(APIS[api] for api in missing)
-    mend = shlex.join(["gcloud", "services", "enable", *missing, f"--project={facts.project}"])
-    return Check("apis", False, f"not on in project {facts.project}: {named}", mend)
+    def judge(on: frozenset[str]) -> Check:
+        missing = [api for api in APIS if api not in on and api not in ASKED_ALONE]
+        if not missing:
+            return Check("apis", True, "the APIs that machines need are on")
+        named = ", ".join(APIS[api] for api in missing)
+        mend = shlex.join(["gcloud", "services", "enable", *missing, f"--project={facts.project}"])
+        return Check("apis", False, f"not on in project {facts.project}: {named}", mend)
+
+    return _unless_denied("apis", facts.apis, judge)
 
 
 def _quota(pool: Pool, facts: Facts) -> Check:
@@ -116,7 +123,7 @@ def _quota(pool: Pool, facts: Facts) -> Check:
             f"zone{f', or set count = {fits}' if fits else ''}",
         )
 
-    return _unless_unknown("quota", facts.quotas, judge)
+    return _unless_denied("quota", facts.quotas, judge)
 
 
 def _offers(pool: Pool, facts: Facts) -> Iterator[Check]:
@@ -171,7 +178,7 @@ def _bucket(file: SwarmFile, facts: Facts) -> Iterator[Check]:
         mend = f"make a bucket in {far[0]} and name it in [storage], or write allow_cross_region = true"
         return Check("bucket", False, said, mend)
 
-    yield _unless_unknown("bucket", facts.bucket, judge)
+    yield _unless_denied("bucket", facts.bucket, judge)
 
 
 def _read(region: str, bucket: str) -> str:
@@ -181,27 +188,34 @@ def _read(region: str, bucket: str) -> str:
 
 
 def _addresses(file: SwarmFile, facts: Facts) -> Iterator[Check]:
-    for net, addresses in facts.ranges.items():
-        needed = sum(
-            _hosts(table)
+    for net, subnetwork in facts.subnetworks.items():
+        inside = [
+            table
             for _, table, zones in placed(file)
-            if net in {Net(table.network, table.subnetwork, region_of(zone)) for zone in zones}
-        )
+            if net in {Net(table.network, table.subnet, region_of(zone)) for zone in zones}
+        ]
+        needed, hidden = sum(map(_hosts, inside)), not all(table.external_ips for table in inside)
 
-        def judge(cidr: str | None, net: Any = net, needed: int = needed) -> Check:
-            where = f"network {net.network} in {net.region}"
-            if cidr is None:
-                make = f"gcloud compute networks subnets create {net.network}-{net.region} --network={net.network}"
+        def judge(found: Subnetwork | None, net: Net = net, needed: int = needed, hidden: bool = hidden) -> Check:
+            where, name = f"network {net.network} in {net.region}", net.subnetwork or net.network
+            if found is None:
+                where += f" has no subnetwork {name}"
+                make = f"gcloud compute networks subnets create {name} --network={net.network}"
                 mend = f"{make} --region={net.region} --range=10.200.0.0/20 --project={facts.project}"
-                return Check("addresses", False, f"{where} has no addresses, or does not exist", mend)
-            room = ipaddress.ip_network(cidr).num_addresses - TAKEN
+                return Check("addresses", False, f"{where}, and so no addresses, or does not exist", mend)
+            if hidden and not found.reaches_google:
+                said = f"{where} lets machines without an external address reach neither buckets nor the TPU service"
+                mend = f"gcloud compute networks subnets update {name} --region={net.region} --project={facts.project}"
+                return Check("addresses", False, said, f"{mend} --enable-private-ip-google-access")
+            room = ipaddress.ip_network(found.addresses).num_addresses - TAKEN
             if room >= needed:
                 return Check("addresses", True, f"{where} has {room:,} addresses for {needed:,} hosts")
-            name = net.subnetwork or net.network
             mend = f"gcloud compute networks subnets expand-ip-range {name} --region={net.region} --prefix-length=20"
-            return Check("addresses", False, f"{where} has {room:,} addresses ({cidr}) for {needed:,} hosts", mend)
+            return Check(
+                "addresses", False, f"{where} has {room:,} addresses ({found.addresses}) for {needed:,} hosts", mend
+            )
 
-        yield _unless_unknown("addresses", addresses, judge)
+        yield _unless_unknown("addresses", subnetwork, judge)
 
 
 def _hosts(table: Placed) -> int:
@@ -241,11 +255,21 @@ def _account(facts: Facts) -> Check:
         )
         return Check("account", False, said, mend)
 
-    return _unless_unknown("account", facts.account, judge)
+    return _unless_denied("account", facts.account, judge)
+
+
+def _policy(facts: Facts) -> Check:
+    if facts.os_login is True:
+        said = f"an organisation's policy turns OS Login on for all machines of project {facts.project}"
+        mend = f"gcloud resource-manager org-policies disable-enforce compute.requireOsLogin --project={facts.project}"
+        return Check("policy", False, f"{said}, so none would take the fleet's SSH key; who sets it can lift it", mend)
+    if isinstance(facts.os_login, CloudError):  # few may ask, and few projects have an organisation: it is no news
+        return Check("policy", True, f"whether a policy turns OS Login on could not be asked: {facts.os_login}")
+    return Check("policy", True, "no policy turns OS Login on")
 
 
 def _price(file: SwarmFile, now: float, paid: bool) -> Iterator[Check]:
-    grants = [money.Grant(each.type, each.zone, each.how == "spot", each.count, each.expires) for each in file.grant]
+    grants = grants_of(file)
     cover, rate, outside = money.Cover(grants, now), money.Rate(), Counter[str]()
     for pool in file.pool:
         for _ in range(pool.count):
@@ -298,3 +322,10 @@ def _unless_unknown(id_: str, answer: Any, judge: Callable[[Any], Check]) -> Che
         return judge(answer)
     said, _, way = str(answer).partition("; ")
     return Check(id_, False, said, way)
+
+
+def _unless_denied(id_: str, answer: Any, judge: Callable[[Any], Check]) -> Check:
+    """The same of what many a member of a project may not ask, and may create machines all the same."""
+    if isinstance(answer, Denied):
+        return Check(id_, True, f"could not be checked: {answer}", known=False)
+    return _unless_unknown(id_, answer, judge)

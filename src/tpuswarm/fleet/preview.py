@@ -1,7 +1,7 @@
 """What is about to be done, as numbered steps with what they cost and the gcloud lines that do the same."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from tpuswarm.cloud.protocol import Listing, Machine, Spec, TpuSpec
 from tpuswarm.fleet import gcloud
 from tpuswarm.fleet.core.actions import Action, Create, Delete, Plan, Start, Stop, Wait
 from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.limits import costs, how_of
+from tpuswarm.fleet.core.limits import costs
 from tpuswarm.fleet.core.money import Cover, Rate, covered, machine_price, spec_price
 from tpuswarm.fleet.core.names import by_number
 
@@ -50,11 +50,28 @@ def preview(desired: Desired, listing: Listing, plan: Plan, project: str, now: f
     gone = {_key(each.machine) for each in plan.actions if isinstance(each, Delete)}
     stay = [each for each in listing.machines if costs(each) and _key(each) not in gone]
     _, cover = covered(stay, desired.grants, now)
-    for _, group in groupby(plan.actions, key=_alike):
+    actions = (*plan.actions, *_successors(desired, ours, plan))
+    for _, group in groupby(actions, key=_alike):
         steps += _steps(list(group), project, cover)
-    created = [each.spec for each in plan.actions if isinstance(each, Create)]
+    created = [each.spec for each in actions if isinstance(each, Create)]
     free, paid, rate = _bill(desired, [each for each in stay if each in ours], stay, created, now)
     return Preview(tuple(steps), plan.waits, free, paid, rate)
+
+
+def _successors(desired: Desired, ours: Sequence[Machine], plan: Plan) -> Iterable[Create]:
+    """What the plans after this one create in the place of machines that are deleted now."""
+    deleted = [each.machine for each in plan.actions if isinstance(each, Delete)]
+    gone = {_key(each) for each in deleted}
+    for pool in desired.pools if desired.down is None else ():
+        stay = [each for each in ours if each.pool == pool.name and each.state != "dead" and _key(each) not in gone]
+        created = sum(isinstance(each, Create) and each.spec.pool == pool.name for each in plan.actions)
+        paused = sum(
+            of == pool.name and name not in {each.name for each in stay} for name, of in desired.paused.items()
+        )
+        waits = sum(each.missing for each in plan.waits if each.pool == pool.name)
+        missing = max(0, pool.count - len(stay) - created - paused - waits)
+        for each in [each for each in deleted if each.pool == pool.name][:missing]:
+            yield Create(replace(pool.spec, name=each.name, zone=each.zone), "it comes when what was there is gone")
 
 
 def _key(machine: Machine) -> tuple[str, str]:
@@ -91,7 +108,7 @@ def _steps(group: Sequence[Action], project: str, cover: Cover) -> Iterable[Step
 def _creation(specs: list[Spec], free: bool, project: str) -> Step:
     spec, names = specs[0], [each.name for each in specs]
     kind = "VM " if not isinstance(spec, TpuSpec) else ""
-    says = f"create {_count(len(specs))}{kind}{spec.type} ({how_of(spec)}) in {spec.zone}: {_names(names)}"
+    says = f"create {_count(len(specs))}{kind}{spec.type} ({spec.how}) in {spec.zone}: {_names(names)}"
     rate = Rate()
     for each in specs:
         rate = rate.plus(spec_price(each))

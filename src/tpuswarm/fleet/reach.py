@@ -1,5 +1,6 @@
 """Which hosts a person means by WHERE, and the way to each: address, host keys, our key."""
 
+import json
 import shlex
 import time
 from collections.abc import Iterable, Mapping
@@ -8,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.keys import key_file, make_key, public_key
 from tpuswarm.cloud.protocol import Listing, Machine, Provider, VmSpec
 from tpuswarm.errors import InputError
@@ -16,9 +18,11 @@ from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.names import ALL, by_number, resolve
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.keeping.fleets import Fleet, Held
+from tpuswarm.fleet.ssh_config import follow
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.known import Known
 from tpuswarm.remote.openssh import openssh
+from tpuswarm.train.files import write_atomically
 
 HOST_KEYS = "hostkeys/"
 """Where a machine writes down its SSH host keys."""
@@ -41,6 +45,11 @@ class Target(NamedTuple):
         return f"{self.machine.name}/{self.worker}"
 
     @property
+    def internal(self) -> str:
+        """Its address within the network; it has one once it can be reached."""
+        return self.machine.workers[self.worker].internal or ""
+
+    @property
     def alias(self) -> str:
         """Its name in `known_hosts`: made again, it has another one."""
         return f"{self.machine.name}.{self.worker}.{self.machine.zone}.{self.machine.created * 1000:.0f}"
@@ -52,6 +61,18 @@ class Found(NamedTuple):
     targets: tuple[Target, ...]
     away: tuple[str, ...]
     """Machines that are meant too and cannot be reached now; why."""
+    group: bool = False
+    """Whether it means however many machines there are: a pool, or all."""
+
+
+class Reached(NamedTuple):
+    """The way to what a word means."""
+
+    hosts: list[Host]
+    away: tuple[str, ...]
+    group: bool
+    machines: Mapping[str, Machine]
+    """Of each host, by its label."""
 
 
 def find_targets(text: str, desired: Desired, machines: Iterable[Machine]) -> Found:
@@ -71,11 +92,17 @@ def find_targets(text: str, desired: Desired, machines: Iterable[Machine]) -> Fo
             what = "the fleet" if text == ALL else f"pool {text}"
             raise InputError(f"no machine of {what} can be reached: {there}")
         away = tuple(f"{each.name} {why}" for each in meant if (why := _why_not(each)))
-        return Found(tuple(target for each in ready for target in _workers(each)), away)
+        return Found(tuple(target for each in ready for target in _workers(each)), away, group=True)
     name, slash, number = text.partition("/")
-    machine = ours[resolve(name, ours, (*pools, ALL))]
+    if slash and name in (ALL, *pools) and name not in ours:
+        of = ", ".join(sorted((each for each in ours if name in (ALL, ours[each].pool)), key=by_number)[:6])
+        what = "means all machines" if name == ALL else "is a pool"
+        raise InputError(f"{name} {what}, and a worker is one of a machine: name one" + (f" of {of}" if of else ""))
+    machine = ours[resolve(name, ours, () if slash else (*pools, ALL))]
     if why := _why_not(machine):
-        raise InputError(f"{machine.name} {why}")
+        raise InputError(
+            f"{machine.name} {why}: `tpuswarm list` shows it; `tpuswarm up`, or a keeper, replaces what is lost"
+        )
     workers = _workers(machine)
     if not slash:
         return Found(workers, ())
@@ -106,6 +133,42 @@ class Seen:
     listing: Listing
 
 
+class Admitted:
+    """Which machines know this computer's key, where it came to the fleet later: a file of this computer."""
+
+    def __init__(self, file: Path):
+        self._file = file
+
+    def begin(self) -> None:
+        """From now on new machines know it, and all others have to be told."""
+        self._write(time.time(), [])
+
+    def lacks(self, machine: Machine) -> bool:
+        """Whether it was made before the key came, and not told since."""
+        since, told = self._read()
+        return machine.created < since + TAKEN_OVER and _id(machine) not in told
+
+    def add(self, machines: Iterable[Machine]) -> None:
+        """They were told."""
+        since, told = self._read()
+        self._write(since, [*told, *map(_id, machines)])
+
+    def _read(self) -> tuple[float, list[str]]:
+        try:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return -TAKEN_OVER, []  # the key has been there as long as the fleet
+        return found["since"], found["told"]
+
+    def _write(self, since: float, told: list[str]) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._file, json.dumps({"since": since, "told": told}))
+
+
+def _id(machine: Machine) -> str:
+    return f"{machine.name}.{machine.zone}.{machine.created * 1000:.0f}"
+
+
 class Reach:
     """The way to the machines of one fleet, from this computer."""
 
@@ -126,16 +189,50 @@ class Reach:
             raise InputError(
                 f"there is no fleet {self.fleet.name} in project {self._cloud.project}: `tpuswarm up` makes it"
             )
-        return Seen(self._admit(document), self._cloud.machines(document.zones))
+        listing = self._cloud.machines(document.zones)
+        seen = Seen(self._admit(document, listing), listing)
+        self.follow(seen)
+        return seen
+
+    def follow(self, seen: Seen) -> None:
+        """Tell OpenSSH which hosts there are, where it is told at all."""
+        if not seen.listing.unreachable:
+            follow(self.fleet, self.key, self.users(seen))
+
+    def users(self, seen: Seen) -> dict[str, str]:
+        """All hosts that can be reached by what they are called, and as which user."""
+        pools = {each.name: each for each in seen.document.desired.pools}
+        ours = (each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet)
+        return {
+            target.label: user_of(pool)
+            for machine in sorted(ours, key=lambda each: by_number(each.name))
+            if _why_not(machine) is None and (pool := pools.get(machine.pool or "")) is not None
+            for target in _workers(machine)
+        }
 
     def hosts(self, where: str) -> tuple[list[Host], tuple[str, ...]]:
         """Those that `where` means, now; and which machines are meant too and away."""
+        return self.find(where)[:2]
+
+    def find(self, where: str) -> Reached:
+        """The same, and whether `where` means a group."""
         seen = self.look()
         found = find_targets(where, seen.document.desired, seen.listing.machines)
-        return self.ways(seen, found.targets), found.away
+        hosts, keyless = self._ways(seen, found.targets)
+        if not hosts:
+            raise InputError(_no_keys(keyless[0]))
+        machines = {each.label: each.machine for each in found.targets}
+        return Reached(hosts, (*found.away, *map(_no_keys, keyless)), found.group, machines)
 
     def ways(self, seen: Seen, targets: Iterable[Target]) -> list[Host]:
         """The way to each. Raises InputError for a machine that has not written down its host keys."""
+        hosts, keyless = self._ways(seen, targets)
+        if keyless:
+            raise InputError(_no_keys(keyless[0]))
+        return hosts
+
+    def _ways(self, seen: Seen, targets: Iterable[Target]) -> tuple[list[Host], list[Target]]:
+        """The way to each that has written down its host keys; and those that have not."""
         targets = list(targets)
         desired = seen.document.desired
         pools = {each.name: each for each in desired.pools}
@@ -143,6 +240,8 @@ class Reach:
         keys = self._host_keys(seen, targets)
         hosts = []
         for target in targets:
+            if target.alias not in keys:
+                continue
             pool = pools.get(target.machine.pool or "")
             if pool is None:
                 raise InputError(f"{target.machine.name} is of no pool of the fleet any more")
@@ -157,7 +256,7 @@ class Reach:
                     keys[target.alias], self.known.path, proxy,
                 )
             )  # fmt: skip
-        return hosts
+        return hosts, [each for each in targets if each.alias not in keys]
 
     @property
     def _port(self) -> int:
@@ -169,13 +268,20 @@ class Reach:
 
     # Keys.
 
-    def _admit(self, document: Document) -> Document:
-        """See to it that this computer's key may log in on all machines, now and later."""
+    def is_let_in(self, document: Document) -> bool:
+        """Whether this computer's key may log in on all machines; `look` sees to it."""
+        mine = public_key()
+        return mine is not None and all(with_key(each, mine) is each for each in document.desired.pools)
+
+    def _admit(self, document: Document, listing: Listing) -> Document:
+        """See to it that this computer's key may log in on all machines, now and later.
+
+        Which were told is noted: what was cut short goes on with the next command, and what was being created is told
+        when it is ready.
+        """
         make_key()
         mine = public_key()
         assert mine is not None
-        if all(with_key(each, mine) is each for each in document.desired.pools):
-            return document
 
         def add(found: Document | None) -> Document:
             if found is None:
@@ -183,26 +289,33 @@ class Reach:
             pools = tuple(with_key(each, mine) for each in found.desired.pools)
             return replace(found, desired=replace(found.desired, pools=pools))
 
-        document = self._store.change(add)
+        admitted = Admitted(self.fleet.folder / "admitted.json")
+        if not self.is_let_in(document):
+            admitted.begin()
+            document = self._store.change(add)
         lines = {each.name: each.spec.metadata[SSH_KEYS] for each in document.desired.pools}
-        there = self._cloud.machines(document.zones).machines
-        ours = [each for each in there if each.fleet == document.desired.fleet and each.state == "ready"]
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda each: self._tell(each, lines.get(each.pool or "")), ours))
+        ours = [each for each in listing.machines if each.fleet == document.desired.fleet and each.state == "ready"]
+        if untold := [each for each in ours if admitted.lacks(each)]:
+            with ThreadPoolExecutor(THREADS) as pool:
+                done = list(pool.map(lambda each: self._tell(each, lines.get(each.pool or "")), untold))
+            admitted.add(each for each, told in zip(untold, done, strict=True) if told)
         return document
 
-    def _tell(self, machine: Machine, keys: str | None) -> None:
+    def _tell(self, machine: Machine, keys: str | None) -> bool:
+        """Whether it was told. One that was not refuses our key, and that is said of it; the others are reached."""
         if keys is None:
-            return
-        operation = self._cloud.set_metadata(machine, {SSH_KEYS: keys})
-        end = time.monotonic() + TAKEN_OVER
-        while not (outcome := self._cloud.outcome(operation)).done and time.monotonic() < end:
-            time.sleep(0.2)
-        if outcome.error:
-            raise outcome.error
+            return True
+        try:
+            operation = self._cloud.set_metadata(machine, {SSH_KEYS: keys})
+            end = time.monotonic() + TAKEN_OVER
+            while not (outcome := self._cloud.outcome(operation)).done and time.monotonic() < end:
+                time.sleep(0.2)
+        except CloudError:
+            return False
+        return outcome.done and outcome.error is None
 
     def _host_keys(self, seen: Seen, targets: Iterable[Target]) -> Mapping[str, tuple[str, ...]]:
-        """The host keys of targets by alias: those that are known, else those that the machine has written down."""
+        """The host keys by alias: those that are known, else those that a machine has written down, if it has."""
         targets = list(targets)
         known = self.known.keys()
         new = [each for each in targets if each.alias not in known]
@@ -210,14 +323,10 @@ class Reach:
             return known
         with ThreadPoolExecutor(THREADS) as pool:
             read = list(pool.map(lambda each: self._cloud.guest_attributes(each.machine, each.worker, HOST_KEYS), new))
-        if without := [each.label for each, found in zip(new, read, strict=True) if not found]:
-            raise InputError(
-                f"{without[0]} has not written down its SSH host key yet, and without it nobody knows whether it is "
-                "that machine: a new one needs a minute; enable-guest-attributes in its metadata must stay TRUE"
-            )
         lines = {
             target.alias: [f"{kind} {value}" for kind, value in found.items()]
             for target, found in zip(new, read, strict=True)
+            if found
         }
         ours = (each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet)
         keep = None if seen.listing.unreachable else {to.alias for each in ours for to in _workers(each)}
@@ -250,6 +359,13 @@ class Reach:
             f"{machine.name} has no external address, and the fleet no [[vm]] or [head] with one by which it could be "
             "reached: add one, or give the command on such a machine"
         )
+
+
+def _no_keys(target: Target) -> str:
+    return (
+        f"{target.label} has not written down its SSH host key yet, and without it nobody knows whether it is that "
+        "machine: a new one needs a minute; enable-guest-attributes in its metadata must stay TRUE"
+    )
 
 
 def find_reach(fleet: Fleet) -> Reach:

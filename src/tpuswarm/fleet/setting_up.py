@@ -2,17 +2,19 @@
 
 import asyncio
 import json
+import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.names import ALL
 from tpuswarm.fleet.keeping.fleets import Fleet
 from tpuswarm.fleet.reach import Found, Reach, find_targets
+from tpuswarm.fleet.routing import client_settings
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.copy import put
 from tpuswarm.remote.host import Host
@@ -21,6 +23,7 @@ from tpuswarm.remote.setup.plan import Machine, steps
 from tpuswarm.remote.setup.python import BUNDLE
 from tpuswarm.remote.setup.run import Outcome, Told, set_up
 from tpuswarm.remote.setup.secrets import Secrets
+from tpuswarm.remote.setup.step import LIMIT_S, Step
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.remote.sync.send import send
 from tpuswarm.train.files import write_atomically
@@ -28,6 +31,14 @@ from tpuswarm.train.platform import cache_folder
 
 AGAIN_S = 30.0
 """Seconds before a machine that could not be prepared is prepared again."""
+TRIES = 2
+"""Failures after which a machine is a bad one, where others are not."""
+STILL_S = 300.0
+"""Seconds that a machine which is being prepared may stand still beyond the limit of a step, which it watches over
+itself: it then hangs, is paid for, and its job waits."""
+
+NO_TABLE = "null"
+"""In the table's file: the fleet has no [setup]."""
 
 
 class Kept:
@@ -40,17 +51,15 @@ class Kept:
     def table(self) -> Setup | None:
         """[setup] as it was used last; None: there was none."""
         try:
-            return Setup.model_validate_json(self._table.read_text(encoding="utf-8"))
+            text = self._table.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
+        return None if text == NO_TABLE else Setup.model_validate_json(text)
 
     def keep(self, table: Setup | None) -> None:
-        """What is set up from now on."""
-        if table is None:
-            self._table.unlink(missing_ok=True)
-            return
+        """What is set up from now on. That it is nothing is kept too: a keeper elsewhere may know an older table."""
         self._table.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._table, table.whole().model_dump_json())
+        write_atomically(self._table, NO_TABLE if table is None else table.whole().model_dump_json())
 
     def versions(self, of: str) -> str:
         """Those that the machines have of a list of packages, which is known by its stamp; empty: none has them yet."""
@@ -75,27 +84,32 @@ class Meant:
 
 
 def meant(reach: Reach, table: Setup, where: str = ALL) -> Meant:
-    """The hosts of `where`, with what decides about their steps. Raises InputError."""
+    """The hosts of `where`, with what decides about their steps; the server of [setup.nfs] too, which lets them in.
+
+    Raises InputError.
+    """
     seen = reach.look()
     desired = seen.document.desired
     found: Found = find_targets(where, desired, seen.listing.machines)
-    server = None
+    targets, server, clients = found.targets, None, tuple[str, ...]()
     if table.nfs:
-        of = (each for each in seen.listing.machines if each.fleet == desired.fleet and each.pool == table.nfs.server)
-        server = next(
-            (each for each in of if each.state == "ready" and each.workers and each.workers[0].internal), None
-        )
+        every = find_targets(ALL, desired, seen.listing.machines).targets
+        server = next((each for each in every if each.machine.pool == table.nfs.server), None)
         if server is None:
             raise InputError(f"{table.nfs.server}, the server of [setup.nfs], is not ready: `tpuswarm list` shows why")
+        clients = tuple(sorted(each.internal for each in every if each != server))
+        targets += () if server in targets else (server,)
     disks = _with_disks(desired)
     machines = tuple(
         Machine(
             host,
-            server is not None and to.machine.name == server.name,
-            None if server is None or to.machine.name == server.name else server.workers[0].internal,
+            to == server,
+            None if server is None or to == server else server.internal,
             to.machine.pool in disks,
+            clients if to == server else (),
+            client_settings(desired) if to.machine.kind == "tpu" else (),
         )
-        for host, to in zip(reach.ways(seen, found.targets), found.targets, strict=True)
+        for host, to in zip(reach.ways(seen, targets), targets, strict=True)
     )
     return Meant(machines, found.away)
 
@@ -105,44 +119,79 @@ def _with_disks(desired: Desired) -> set[str]:
 
 
 async def set_up_all(
-    reach: Reach, table: Setup, machines: Iterable[Machine], told: Told = lambda host, step, what: None
+    reach: Reach,
+    table: Setup,
+    machines: Iterable[Machine],
+    told: Told = lambda host, step, what: None,
+    environment: Mapping[str, str] = os.environ,
+    limit_s: float = LIMIT_S,
 ) -> Outcome:
-    """Set these machines up. Raises InputError for a secret that is nowhere, naming it."""
+    """Set these machines up. Raises InputError for a secret that is nowhere, naming it.
+
+    environment: of whoever gives the command; values of secrets that are not in it are those that are kept.
+    limit_s: for each step.
+    """
     kept, table = Kept(reach.fleet), table.whole()
-    secrets = kept.secrets.gather(table.secrets, os.environ)
+    secrets = kept.secrets.gather(table.secrets, environment)
     kept.keep(table)
     wanted = {each.host: steps(table, each, secrets) for each in machines}
     of = next(each.stamp for each in next(iter(wanted.values())) if each.settles)
 
-    async def send_python(connections: Connections, host: Host) -> None:
-        await put(connections, host, bundle(table.python, cache_folder("machines")), BUNDLE)
+    async def send_python(connections: Connections, host: Host, step: Step) -> str:
+        made = await asyncio.to_thread(bundle, table.python, cache_folder("machines"))
+        await put(connections, host, made, BUNDLE)
+        return "uv and Python"
 
     async with Connections(reach.key) as connections:
-        outcome = await set_up(connections, wanted, told, kept.versions(of), send_python)
+        outcome = await set_up(connections, wanted, told, kept.versions(of), send_python, limit_s)
     kept.keep_versions(of, outcome.settled)
     return outcome
 
 
-async def prepare(reach: Reach, where: str) -> dict[str, TpuswarmError]:
+class Prepared(NamedTuple):
+    """What came of preparing a machine."""
+
+    failed: Mapping[str, TpuswarmError]
+    """By the label of the host."""
+    left: tuple[str, ...] = ()
+    """Files of the synced folder that were changed on a host, and stay as they are there."""
+
+
+async def prepare(reach: Reach, where: str, limit_s: float = LIMIT_S) -> Prepared:
     """All that a machine needs before anything runs on it: the folder that was synced last, then set-up.
 
-    For machines that come back, without a person: what went wrong, by the label of the host. A secret that is lost is
-    an InputError that names it.
+    For machines that come back, without a person: nothing that was changed on a host is overwritten, and a step that is
+    not done within `limit_s` has failed. A secret that is lost is an InputError that names it.
     """
     failed: dict[str, TpuswarmError] = {}
+    left: set[str] = set()
+    at: dict[str, str] = {}
     tree, table = reach.fleet.tree.load(), Kept(reach.fleet).table()
-    if tree is not None:
-        hosts, _ = await asyncio.to_thread(reach.hosts, where)
-        async with Connections(reach.key) as connections:
-            sent = await send(connections, hosts, tree, reach.fleet.tree)
-        failed |= {host.label: error for host, error in sent.failed.items()}
-    if table is not None:
-        found = await asyncio.to_thread(meant, reach, table, where)
-        machines = [each for each in found.machines if each.host.label not in failed]
-        if machines:
-            outcome = await set_up_all(reach, table, machines)
-            failed |= {host.label: error for host, error in outcome.failed.items()}
-    return failed
+    try:
+        async with asyncio.timeout(limit_s + STILL_S) as limit:
+            if tree is not None:
+                hosts, _ = await asyncio.to_thread(reach.hosts, where)
+                at.update({host.label: "sync" for host in hosts})
+                async with Connections(reach.key) as connections:
+                    sent = await send(connections, hosts, tree, reach.fleet.tree, leaves=True)
+                failed |= {host.label: error for host, error in sent.failed.items()}
+                left.update(path for paths in sent.left.values() for path in paths)
+            if table is not None:
+                found = await asyncio.to_thread(meant, reach, table, where)
+                machines = [each for each in found.machines if each.host.label not in failed]
+
+                def told(host: Host, step: str, what: str) -> None:
+                    at[host.label] = step
+                    limit.reschedule(asyncio.get_running_loop().time() + limit_s + STILL_S)
+
+                if machines:
+                    # Values from a keeper's own environment may be older than those that a person has given since.
+                    outcome = await set_up_all(reach, table, machines, told, {}, limit_s)
+                    failed |= {host.label: error for host, error in outcome.failed.items()}
+    except TimeoutError:
+        step = "; ".join(f"{label}: {step}" for label, step in sorted(at.items()) if step) or where
+        failed[where] = RunFailed(f"{step}: nothing has moved for {(limit_s + STILL_S) / 60:.0f} minutes: given up")
+    return Prepared(failed, tuple(sorted(left)))
 
 
 class Beginning(NamedTuple):
@@ -150,8 +199,12 @@ class Beginning(NamedTuple):
 
     created: float
     """When the machine was created."""
-    runs: int
-    """How many runs have begun on it before."""
+    runs: int | None
+    """How many runs have begun on it before; None: it does not answer."""
+
+    def is_that(self, other: "Beginning") -> bool:
+        """Whether both may be the same: silence is no other beginning."""
+        return self.created == other.created and (None in (self.runs, other.runs) or self.runs == other.runs)
 
 
 class Preparing:
@@ -159,36 +212,76 @@ class Preparing:
 
     def __init__(self, reach: Reach):
         self._reach = reach
-        self._tasks: dict[str, tuple[Beginning, asyncio.Task[dict[str, TpuswarmError]]]] = {}
+        self._tasks: dict[str, tuple[Beginning, asyncio.Task[Prepared]]] = {}
+        self.left: dict[str, str] = {}
+        """By machine, what was changed there and stays so, in words."""
         self._failed: dict[str, tuple[float, str]] = {}
+        """When a machine is prepared again, by the even clock, and why; infinity: it is being prepared."""
+        self._failures: dict[str, tuple[float, int]] = {}
+        """By machine, when it was created and how often it could not be prepared."""
+        self._prepared: dict[str, str | None] = {}
+        """Machines that were, and the table with which."""
+        self._table: str | None = None
 
-    def look(self, machines: Mapping[str, Beginning]) -> dict[str, str]:
-        """Which of these are not prepared yet, and why; begins what has to be done."""
-        if Kept(self._reach.fleet).table() is None and self._reach.fleet.tree.load() is None:
+    def spoilt(self, tpus: Mapping[str, float]) -> dict[str, tuple[float, str]]:
+        """Which of these machines cannot be prepared, though another one of them was, with the same table.
+
+        tpus: when each was created. For each of the found, when that was, and why it cannot be.
+        """
+        if not any(table == self._table for name, table in self._prepared.items() if name in tpus):
+            return {}
+        return {
+            name: (created, self._failed[name][1])
+            for name, (created, failures) in self._failures.items()
+            if failures >= TRIES and tpus.get(name) == created
+        }
+
+    def look(self, machines: Mapping[str, Beginning], answer: Collection[str]) -> dict[str, str]:
+        """Which of these are not prepared yet, and why; begins what has to be done.
+
+        answer: machines that answer now: where no other one does, it is the way to them that is to blame.
+        """
+        table = Kept(self._reach.fleet).table()
+        self._table = None if table is None else table.model_dump_json()
+        if table is None and self._reach.fleet.tree.load() is None:
             return {}
         found = {}
         for name, begins in machines.items():
             before, task = self._tasks.get(name, (None, None))
-            again, why = self._failed.get(name, (0.0, ""))
-            if task is None or before != begins or (why and task.done() and time.monotonic() > again):
+            again, why = self._failed.get(name, (math.inf, ""))
+            same = before is not None and before.is_that(begins)
+            if task is None or (task.done() and (not same or time.monotonic() > again)):
                 task = asyncio.ensure_future(prepare(self._reach, name))
+                self._tasks[name] = (begins, task)
+                again = math.inf
+                self._failed[name] = (again, why)
+            elif same and begins.runs is not None:
                 self._tasks[name] = (begins, task)
             if not task.done():
                 found[name] = why or f"{name} is being set up"
             elif said := _why(task):
-                if said != why or time.monotonic() > again:
+                if again == math.inf:  # the first look since it failed
                     self._failed[name] = (time.monotonic() + AGAIN_S, said)
+                    self._prepared.pop(name, None)
+                    if task.exception() is None and set(answer) - {name}:  # else this computer can prepare none
+                        created, failures = self._failures.get(name, (begins.created, 0))
+                        self._failures[name] = (begins.created, failures + 1 if created == begins.created else 1)
                 found[name] = said
             else:
                 self._failed.pop(name, None)
+                self._failures.pop(name, None)
+                self._prepared[name] = self._table
+                self.left.pop(name, None)
+                if paths := task.result().left:
+                    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+                    self.left[name] = f"{', '.join(paths[:3])}{more} stay as they were changed there"
         return found
 
 
-def _why(task: "asyncio.Task[dict[str, TpuswarmError]]") -> str:
+def _why(task: "asyncio.Task[Prepared]") -> str:
     """Why a machine could not be prepared; empty: it was."""
     error = task.exception()
     if error is None:
-        return "; ".join(str(each) for each in task.result().values())
-    if not isinstance(error, TpuswarmError):
-        raise error
-    return str(error)
+        return "; ".join(str(each) for each in task.result().failed.values())
+    # Files of this computer may be damaged, or its disk full: the job waits for it, and says so.
+    return str(error) if isinstance(error, TpuswarmError) else f"{type(error).__name__}: {error}"

@@ -1,21 +1,31 @@
 """A fleet as people look at it: its machines, its grants, what it costs."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuswarm.cloud.protocol import Listing, Machine
+from tpuswarm.config.shown import age, significant
+from tpuswarm.config.units import GIB
 from tpuswarm.fleet.core.actions import Event
 from tpuswarm.fleet.core.desired import Desired
+from tpuswarm.fleet.core.ledger import Ledger, charge
 from tpuswarm.fleet.core.limits import costs, machine_quota
+from tpuswarm.fleet.core.memory import Memory, Observed
 from tpuswarm.fleet.core.money import DAY, HOUR, Rate, covered, dollars, lot, machine_price
 from tpuswarm.fleet.core.names import by_number
+from tpuswarm.fleet.core.remember import remember
 from tpuswarm.fleet.keeping.document import Document
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
+    from tpuswarm.fleet.doing import Doing
+
+DOES = {"training": "green", "joining": "yellow", "not ready": "yellow", "missing": "red", "lost": "red"}
+"""Colours of what machines of a training do."""
 COLORS = {"ready": "green", "dead": "red", "deleting": "red", "stopped": "dim"}
 
 
@@ -92,44 +102,129 @@ def grants(desired: Desired, listing: Listing, now: float) -> list[GrantUse]:
     return found
 
 
-def machines_table(shown: list[Row], title: str | None = None) -> "Table":
-    """In 80 columns."""
-    from rich.table import Table
+def machines_table(shown: Sequence[Row], width: int) -> "Table":
+    """In so many columns; what names a machine is not cut."""
+    from tpuswarm.train.live import Column, table
 
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    for name in ("machine", "type", "zone", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("age", "lost", "$/h", "$"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in shown:
-        state = each.said.lower() if each.healthy is not False else "unhealthy"
-        color = "red" if each.healthy is False else COLORS.get(each.state, "yellow")
-        table.add_row(
-            each.name, each.type, each.zone, f"[{color}]{state}[/]", age(each.age_s), str(each.preemptions or ""),
+    columns = [
+        Column("machine"),
+        Column("type", rank=1),
+        Column("zone", rank=2),
+        Column("state", wraps=9),
+        Column("age", right=True),
+        Column("lost", right=True, rank=3),
+        Column("$/h", right=True),
+        Column("cost, $", right=True),
+    ]
+    lines = [
+        (
+            each.name, each.type, each.zone, each.said.lower() if each.healthy is not False else "unhealthy",
+            "–" if each.age_s is None else age(each.age_s), str(each.preemptions or ""),
             _amount(each.hourly), _amount(each.cost),
-        )  # fmt: skip
-    return table
+        )
+        for each in shown
+    ]  # fmt: skip
+    colors = ["red" if each.healthy is False else COLORS.get(each.state, "yellow") for each in shown]
+    return table(columns, lines, width, colors)
+
+
+def doings_table(found: Sequence["Doing"], unit: str, width: int, room: int | None) -> list["RenderableType"]:
+    """A row for each machine that trains or should; where there is not room for so many, the rest in a line."""
+    count = len(found) if room is None else min(len(found), room)
+    while True:
+        parts = _doings_rows(found, count, unit, width)
+        if room is None or count <= 1 or lines_of(parts, width) <= room:
+            return parts
+        count -= 1
+
+
+def lines_of(parts: Sequence["RenderableType"], width: int) -> int:
+    """Of a terminal so wide."""
+    from rich.console import Console
+
+    console = Console(width=width)
+    return sum(len(console.render_lines(part)) for part in parts)
+
+
+def _doings_rows(found: Sequence["Doing"], count: int, unit: str, width: int) -> list["RenderableType"]:
+    from rich.text import Text
+
+    from tpuswarm.fleet.doing import counted
+    from tpuswarm.train.live import Column, table
+
+    shown = found[:count]
+    columns = [
+        Column("machine"),
+        Column("pool", rank=1),
+        Column("state", width=len("not ready")),
+        Column(f"{unit}/s", right=True, width=9),
+        Column("loss", right=True, width=len("0.01234")),
+        Column("commit", right=True, rank=2),
+        Column("what and why", wraps=24),
+    ]
+    rows = []
+    for each in shown:
+        one = each.member
+        speed = "" if one is None or one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}"
+        loss = "" if one is None or one.loss is None else significant(one.loss)
+        base = "" if one is None or one.base is None else f"{one.base}"
+        rows.append((each.machine or "–", each.pool, each.kind, speed, loss, base, each.why))
+    colors = [DOES.get(each.kind, "") for each in shown]
+    parts: list[RenderableType] = [table(columns, rows, width, colors)]
+    if len(shown) < len(found):
+        parts.append(Text(f"and {len(found) - len(shown):,} more: {counted(found[len(shown) :])}", style="dim"))
+    return parts
+
+
+def costs_line(document: Document, listing: Listing, now: float, left: float | None, carried: int) -> str:
+    """What a training has cost and will cost. left: seconds until it is finished; carried: bytes so far."""
+    rate = Rate()
+    for row in rows(document.desired, listing, (), now):
+        if row.state not in ("dead", "deleting", "waiting", "stopped"):
+            rate = rate.plus(row.hourly)
+    budget = document.desired.budget.total
+    so_far = dollars(spent(document, listing, now).dollars) + (f" of {dollars(budget)}" if budget is not None else "")
+    ahead = ""
+    if left is not None:
+        ahead = f"; {left / HOUR:,.1f} hours left, {dollars(rate.dollars * left / HOUR)} at this pace"
+    return f"{so_far} so far, {rate.hour} an hour{ahead}; {carried / GIB:,.2f} GiB carried between members and head"
 
 
 def summary(document: Document, listing: Listing, now: float) -> list[str]:
     """What there is beside the machines: keeper, grants, costs, limits."""
     desired, lease = document.desired, document.lease
-    if lease is None:
-        lines = ["nobody keeps it: `tpuswarm keep`"]
+    ours = rows(desired, listing, (), now)
+    so_far = dollars(spent(document, listing, now).dollars)
+    if desired.down is not None and not ours and not listing.unreachable:
+        return [f"it is down: {desired.down}; it has cost {so_far}; `tpuswarm up` brings it back"]
+    if lease is None and desired.down is not None:
+        lines = ["nobody brings it down: `tpuswarm down` goes on"]
+    elif lease is None:
+        lines = ["no keeper runs, so nothing lost is replaced and no limit is enforced: `tpuswarm keep`"]
     else:
-        lines = [f"kept by {lease.host}, process {lease.pid}, which was seen {age(max(0.0, now - lease.at))} ago"]
+        still = max(0.0, now - lease.at)
+        gone = ": it may be gone, and `tpuswarm keep` takes over" if still > 2 * HELD else ""
+        lines = [f"kept by {lease.host}, process {lease.pid}, which was seen {age(still)} ago{gone}"]
     for each in grants(desired, listing, now):
         left = "" if each.days_left is None else f", {each.days_left:.0f} days left"
         lines.append(f"grant of {each.type} {each.how} in {each.zone}: {each.used:g} of {each.count} used{left}")
     rate = Rate()
-    for row in rows(desired, listing, (), now):
+    for row in ours:
         if row.state not in ("dead", "deleting", "waiting", "stopped"):
             rate = rate.plus(row.hourly)
     total = f" of {dollars(desired.budget.total)}" if desired.budget.total is not None else ""
-    lines.append(f"{rate.hour} an hour; {dollars(document.ledger.dollars)}{total} so far")
+    lines.append(f"{rate.hour} an hour; {so_far}{total} so far")
+    if (limit := desired.budget.traffic_per_day) is not None:
+        lines.append(f"traffic of the last 24 hours: {dollars(document.traffic.day(now))} of {dollars(limit)} a day")
     if desired.down is not None:
         lines.append(f"it comes down: {desired.down}")
     return lines
+
+
+def spent(document: Document, listing: Listing, now: float) -> Ledger:
+    """What it has cost up to now: what its keeper has counted, and what is there since then."""
+    memory, _ = remember(Memory(), document.desired, listing, (), now)
+    return charge(document.ledger, document.desired, Observed(listing, memory), now)
 
 
 def strangers(desired: Desired, listing: Listing) -> list[str]:
@@ -144,15 +239,8 @@ def strangers(desired: Desired, listing: Listing) -> list[str]:
     ]
 
 
-def age(seconds: float | None) -> str:
-    """`45 s`, `12 min`, `3.5 h`, `2.1 d`."""
-    if seconds is None:
-        return "–"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 2 * HOUR:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / HOUR:.1f} h" if seconds < 2 * DAY else f"{seconds / DAY:.1f} d"
+HELD = 60.0
+"""Seconds after which a keeper that is not seen has lost the fleet."""
 
 
 def _amount(value: float | None) -> str:
@@ -176,6 +264,6 @@ def document_object(document: Document, listing: Listing, events: Iterable[Event
         ],
         "machines": [asdict(each) for each in rows(desired, listing, events, now)],
         "grants": [asdict(each) for each in grants(desired, listing, now)],
-        "dollars": document.ledger.dollars,
+        "dollars": spent(document, listing, now).dollars,
         "unreachable": sorted(listing.unreachable),
     }

@@ -12,46 +12,12 @@ from pathlib import Path
 
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.fleet.keeping.fleets import Fleet
-from tpuswarm.fleet.reach import Reach, find_reach
-from tpuswarm.remote.host import Host
+from tpuswarm.fleet.reach import find_reach
+from tpuswarm.fleet.ssh_config import alias, known_hosts
 from tpuswarm.train.files import write_atomically
 
 PATIENCE_S = 20.0
 CHUNK = 1 << 16
-
-
-def alias(host: str) -> str:
-    """What programs call a host that take a slash before a colon for a folder: node-1.0 for node-1/0."""
-    return host.replace("/", ".")
-
-
-def known_hosts(fleet: Fleet, label: str) -> Path:
-    """The file with the keys of one host, written again at each connection."""
-    return fleet.folder / "known" / alias(label)
-
-
-def config(reach: Reach, hosts: list[Host]) -> str:
-    """For OpenSSH: all hosts by their names; addresses and keys are asked for at each connection."""
-    program = f'"{sys.executable}" -m tpuswarm.fleet.way "{reach.fleet.folder}"'
-    lines = [f"# Hosts of {reach.fleet.name}, written by `tpuswarm ssh-config`; it writes them again."]
-    for host in hosts:
-        machine, _, worker = host.label.partition("/")
-        names = [host.label, alias(host.label), *([machine] if worker == "0" else [])]
-        lines += [
-            f"Host {' '.join(names)}",
-            f"  User {host.user}",
-            f"  HostName {alias(host.label)}",
-            f"  ProxyCommand {program} {host.label}",
-            f'  UserKnownHostsFile "{known_hosts(reach.fleet, host.label)}"',
-            f"  HostKeyAlias {alias(host.label)}",
-            f'  IdentityFile "{reach.key}"',
-            "  IdentitiesOnly yes",
-            "  StrictHostKeyChecking yes",
-            "  CheckHostIP no",
-            "  ServerAliveInterval 15",
-            "  ServerAliveCountMax 3",
-        ]
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

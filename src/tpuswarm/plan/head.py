@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from tpuswarm.catalog import Accelerator, Price, machines
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.swarm import DAY, Exchanged, Traffic
-from tpuswarm.swarm.core.fragments import shards_for
+from tpuswarm.swarm.core.fragments import FRAGMENT, shards_for
 from tpuswarm.swarm.core.quantize import bytes_per_element
-from tpuswarm.swarm.core.values import Rule
-from tpuswarm.swarm.retention import COMMITS, EVERY
-from tpuswarm.swarm.runtime.memory import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
+from tpuswarm.swarm.core.values import Form, Rule
+from tpuswarm.swarm.engines.files import store_bytes
+from tpuswarm.swarm.retention import EVERY, disk
+from tpuswarm.swarm.runtime.needs import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
 from tpuswarm.swarm.simulation.shard import MERGE
+from tpuswarm.train.recipe import Options, Recipe
 
 ROOM = 2.0
 """Times the average traffic that a head's network carries: pushes come in bursts."""
@@ -29,7 +31,7 @@ class Head:
     memory_bytes: float
     """Processes, and the arrays of one commit: a head with less reads them from its disk each time."""
     disk_bytes: float
-    """Held at any time: the last 20 versions and contributions, and an inner state for each member."""
+    """Held at any time: the last 20 versions and contributions."""
     disk_bytes_a_day: float
     """What stays for ever of a day: every 50th version, and the ledger."""
     mbit_in: float
@@ -38,18 +40,33 @@ class Head:
     cores: int
 
 
+def elements_of(recipe: Recipe) -> int:
+    """The numbers that a swarm shares of a recipe: shapes alone, in a second or two."""
+    import jax
+
+    program = recipe.program(Options())
+    state = jax.eval_shape(program.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return sum(leaf.size for leaf in jax.tree.leaves(program.exchange().get(state)))
+
+
+def memory_bytes(members: int, elements: int, form: Form, rule: Rule) -> float:
+    """What the processes of a head hold, with the arrays of one commit and, in Ray's store, those on their way."""
+    sent = elements * bytes_per_element(form)
+    rows = 1 + 2 * (rule == "nesterov") + (form != "plain")  # the state; momentum and buffer; what is unsent
+    update = sent if form != "plain" else 0.0
+    processes = RAY_BYTES + store_bytes(FRAGMENT) + (shards_for(members) - 1) * PROCESS_BYTES
+    return processes + 8.0 * rows * elements + update + members * sent
+
+
 def head(members: int, exchanged: Exchanged, member: Traffic, rule: Rule) -> Head:
     """For so many members, each with this traffic."""
-    sent = exchanged.elements * bytes_per_element(exchanged.form)
-    rows = 1 + 2 * (rule == "nesterov") + (exchanged.form != "plain")  # the state; momentum and buffer; what is unsent
-    version = 4.0 * rows * exchanged.elements
-    update = sent if exchanged.form != "plain" else 0.0
+    kept = disk(exchanged.elements, exchanged.form, rule, members)
     versions = DAY / exchanged.cycle_seconds
     merging = members * exchanged.elements / exchanged.cycle_seconds / (MERGE / MERGING_CORES)
     return Head(
-        RAY_BYTES + (shards_for(members) - 1) * PROCESS_BYTES + 2 * version + update + members * sent,
-        COMMITS * (version + update + members * sent) + members * exchanged.inner_bytes,
-        versions * ((version + update) / EVERY + members * RECORD_BYTES),
+        memory_bytes(members, exchanged.elements, exchanged.form, rule),
+        kept.held,
+        versions * (kept.version / EVERY + members * RECORD_BYTES),
         members * member.mbit_up,
         members * sum(member.received.values()) * 8 / DAY / 1e6,
         1 + math.ceil(merging),

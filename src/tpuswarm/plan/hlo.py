@@ -16,7 +16,7 @@ from tpuswarm.train.flops import Flops, library_caller
 from tpuswarm.train.matrix_unit import underfilled
 from tpuswarm.train.user_code import Place, is_recipe_file, recipe_place
 
-Kind = Literal["refused", "float32", "matrix unit", "host transfer", "collective", "unrolled"]
+Kind = Literal["refused", "evaluation", "float32", "matrix unit", "host transfer", "collective", "unrolled"]
 
 REPEATS = 6
 """Copies of a block from which on a scan pays: compile time grows with each."""

@@ -7,20 +7,24 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
 from tpuswarm.plan.hlo import Hazard, hazards, refusal
 from tpuswarm.plan.largest import largest
 from tpuswarm.plan.order import Found, Order, Place, Program
 from tpuswarm.train import fit as fitting
+from tpuswarm.train.feed import ALIVE, DEPTH
 from tpuswarm.train.fit import Choice, DoesNotFit, Fitted, Placed, Request, TooLarge
 from tpuswarm.train.flops import Flops, model_flops
-from tpuswarm.train.mesh import bytes_per_device, make_mesh
+from tpuswarm.train.mesh import batch_sharding, bytes_per_device, make_mesh
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.user_code import build_recipe
 
 Say = Callable[[str], None]
 
+WAITING = 3
+"""Batches of an evaluation on the devices at once (train/evaluate.py): two that wait, and the next."""
 TOKEN_BYTES = 2
 """Of a token as it is kept (uint16)."""
 
@@ -142,10 +146,37 @@ class _Compiler:
     def _found(self, sized: _Sized, above: int | None) -> Found:
         memory, fitted = sized.fitted.memory, sized.fitted
         program = _program(self._recipe, fitted, fitted.choice, sized.rows, fitted.flops)
+        found = [*self._evaluation(sized), *hazards(fitted, program.batch, self._place.matrix_unit)]
         return Found(
             True, program, memory.arguments, memory.temporaries, memory.code, above,
-            hazards=_plain(hazards(fitted, program.batch, self._place.matrix_unit)), compilations=self.count,
+            hazards=_plain(found), compilations=self.count,
         )  # fmt: skip
+
+    def _evaluation(self, sized: _Sized) -> list[Hazard]:
+        """What is wrong with evaluations at the batch that training gives them: the rows of a micro-batch."""
+        fitted = sized.fitted
+        spec = dict(fitted.program.batch_spec(sized.rows * fitted.mesh.size))
+        rows = fitting.with_sharding(spec, batch_sharding(fitted.mesh))
+        traced = fitted.evaluate.trace(fitted.state, rows)  # type: ignore[attr-defined]
+        self.count += 1
+        try:
+            memory = fitting.memory_of(traced.lower().compile(), "tpu", 0)
+        except Exception as error:  # noqa: BLE001  # whatever an op or a kernel raises that has no form here
+            if not fitting.lacks_memory(str(error), "tpu"):
+                refused = refusal(error, traced.jaxpr)
+                return [replace(refused, sentence=f"in its evaluation {refused.sentence}")]
+            needed = fitting.needed_bytes(str(error))
+        else:
+            state = bytes_per_device(fitted.state, fitted.shardings)
+            ahead = (fitted.memory.arguments - state) * DEPTH // ALIVE  # of the training that goes on afterwards
+            batches = ahead + WAITING * (memory.arguments - state)
+            needed = state + batches + memory.temporaries + fitted.memory.code + memory.code
+            if self._place.hbm_bytes is None or needed <= self._place.hbm_bytes:
+                return []
+        need = f"needs {needed / GIB:.2f} GiB per device" if needed else "is too large for the compiler"
+        have = f", of {self._place.hbm_bytes / GIB:.2f} available" if self._place.hbm_bytes else ""
+        sentence = f"it trains, but its evaluation of {sized.rows} rows per device {need}{have}: use --eval-batch"
+        return [Hazard("evaluation", sentence, None)]
 
 
 def _lowered(recipe: Recipe, request: Request, order: Order) -> Found:

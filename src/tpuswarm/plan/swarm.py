@@ -1,7 +1,7 @@
 """What members of a swarm send and receive, and what that costs between places.
 
-All of it is computed, for members that are equally fast and never preempted; each preemption adds the whole model and
-the inner state once. `tpuswarm simulate` is the tool for anything less even.
+All of it is computed, for members that are equally fast and never preempted; each preemption adds the whole
+model once. `tpuswarm simulate` is the tool for anything less even.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,6 @@ from tpuswarm.catalog import Figure, network
 from tpuswarm.config.units import GIB
 from tpuswarm.swarm.core.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form
-from tpuswarm.swarm.inner import INNER_SAVE
 
 DAY = 86_400.0
 MESSAGES = (1_700.0, 1_100.0)
@@ -25,8 +24,6 @@ class Exchanged:
 
     elements: int
     """Float32 numbers that the swarm shares: the parameters."""
-    inner_bytes: int
-    """Of the member's own state, saved for its next incarnation: the optimizer's."""
     step_seconds: float
     cycle: int
     """Steps between two pushes."""
@@ -62,22 +59,12 @@ class Traffic:
 
 
 def traffic(exchanged: Exchanged) -> Traffic:
-    """Of one member.
-
-    In each cycle it sends one contribution and receives one version. At one of its pushes every ten minutes
-    (INNER_SAVE), or at every one where the cycle is longer, it saves its inner state: with AdamW twice the parameters,
-    in float32. That is its checkpoint.
-    """
+    """Of one member, which in each cycle sends one contribution and receives one version."""
     once = exchanged.elements * bytes_per_element(exchanged.form)
     cycles = DAY / exchanged.cycle_seconds
-    pushes_per_save = max(1.0, -(-INNER_SAVE // exchanged.cycle_seconds))
     beats_up, beats_down = (each * DAY for each in MESSAGES)
     return Traffic(
-        {
-            "contributions": cycles * once,
-            "checkpoints": cycles / pushes_per_save * exchanged.inner_bytes,
-            "messages": beats_up,
-        },
+        {"contributions": cycles * once, "messages": beats_up},
         {"versions": cycles * once, "messages": beats_down},
         exchanged.data_bytes / exchanged.step_seconds * DAY,
     )
@@ -89,14 +76,13 @@ class Bill:
 
     relation: network.Relation
     exchange: float | None
-    checkpoints: float | None
     data: float | None
     """Of a bucket beside the head."""
 
     @property
     def parts(self) -> dict[str, float | None]:
         """By what they are for."""
-        return {"exchange": self.exchange, "checkpoints": self.checkpoints, "data": self.data}
+        return {"exchange": self.exchange, "data": self.data}
 
 
 def bill(member: Traffic, place: str, relation: network.Relation) -> Bill:
@@ -106,8 +92,7 @@ def bill(member: Traffic, place: str, relation: network.Relation) -> Bill:
     internet sends costs what its owner pays there, which is not in it.
     """
     up = _dollars(network.transfer_price(relation, place))
-    checkpoints = member.sent["checkpoints"] / GIB
-    exchanged = sum(member.sent.values()) / GIB - checkpoints
+    exchanged = sum(member.sent.values()) / GIB
     if relation != "internet":  # between two places of Google's a GiB costs the same in both ways
         exchanged += sum(member.received.values()) / GIB
     read: float | None = 0.0
@@ -116,7 +101,6 @@ def bill(member: Traffic, place: str, relation: network.Relation) -> Bill:
     return Bill(
         relation,
         None if up is None else up * exchanged,
-        None if up is None else up * checkpoints,
         None if read is None else read * member.data / GIB,
     )
 

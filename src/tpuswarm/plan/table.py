@@ -18,7 +18,7 @@ def table(title: str, lines: Sequence[Line]) -> RenderableType:
     memory = columns(
         f"{title}: memory of one device in GiB",
         ("TPU", "fits", "batch", "rows", "micro-\nbatches", "sharding", "remat", "used", "of", "args", "temps", "code"),
-        [(name, *(_memory(row) if row else (doing,))) for name, row, doing in lines],
+        [(name, *(_memory(row) if row else ("…",))) for name, row, _ in lines],
         left=("fits", "sharding", "remat"),
     )
     rows = [row for _, row, _ in lines if row]
@@ -27,7 +27,7 @@ def table(title: str, lines: Sequence[Line]) -> RenderableType:
         parts += ["", _speeds(fast)]
     if priced := [row for row in rows if row.cost]:
         parts += ["", _costs(priced)]
-    said = [Text(f"{row.accelerator.name}: {row.sentence}") for row in rows]
+    said = [Text(f"{name}: {row.sentence if row else doing}") for name, row, doing in lines]
     hazards: dict[str, list[str]] = {}
     for row in rows:
         for each in row.warnings:

@@ -74,7 +74,6 @@ def together(row: Row, members: int) -> Together | None:
         return None
     exchanged = Exchanged(
         program.exchanged,
-        program.state_bytes - 4 * program.exchanged,
         speed.seconds.low,
         CYCLE,
         data_bytes=program.batch * program.row_bytes,
@@ -123,8 +122,8 @@ def tables(swarms: Sequence[Together]) -> list[Table]:
         [(each.row.accelerator.name, *(_dollars(each, relation) for relation in RELATIONS)) for each in swarms],
     )
     money.caption = (
-        f"at the fastest expected speed, a push every {first.exchanged.cycle} steps in full precision, checkpoints "
-        "included; data read from a bucket next to the head; a name after + has no known price"
+        f"at the fastest expected speed, a push every {first.exchanged.cycle} steps in full precision; "
+        "data read from a bucket next to the head; a name after + has no known price"
     )
     heads = columns(
         "the head",

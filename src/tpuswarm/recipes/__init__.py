@@ -4,6 +4,7 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 
 GPT2 = "tpuswarm.recipes.gpt2.recipe:GPT2"
+STYLEGAN2 = "tpuswarm.recipes.stylegan2.recipe:StyleGAN2"
 
 BUILT_IN: dict[str, tuple[str, dict[str, str]]] = {
     "gpt2-tiny": (GPT2, {"size": "tiny"}),
@@ -11,6 +12,7 @@ BUILT_IN: dict[str, tuple[str, dict[str, str]]] = {
     "gpt2-355m": (GPT2, {"size": "355m"}),
     "gpt2-774m": (GPT2, {"size": "774m"}),
     "gpt2-1558m": (GPT2, {"size": "1558m"}),
+    **{f"stylegan2-{side}": (STYLEGAN2, {"resolution": f"{side}"}) for side in (32, 64, 128, 256, 512, 1024)},
 }
 """Name → where the recipe is made and the options that name stands for."""
 

@@ -5,6 +5,7 @@ import secrets
 import shlex
 import signal
 from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,11 @@ LINGER = 1.0
 LOOK = 0.25
 Take = Callable[[bytes, bool], None]
 """Takes output as it comes; whether it is standard error's."""
+
+
+@cache
+def _script() -> str:
+    return files("tpuswarm.remote").joinpath("attended.sh").read_text(encoding="utf-8")
 
 
 def line_of(words: list[str]) -> str:
@@ -43,9 +49,8 @@ class Attended:
 
         Cancelled, it ends all that it has started there; so does a lost connection, once the host has noticed it.
         """
-        script = files("tpuswarm.remote").joinpath("attended.sh").read_text(encoding="utf-8")
         connection = await self._connections.to(self.host)
-        command = shlex.join(["/bin/bash", "-c", script, "tpuswarm-exec", self._line, self._mark])
+        command = shlex.join(["/bin/sh", "-c", _script(), "tpuswarm-exec", self._line, self._mark])
 
         async def go() -> int:
             async with connection.create_process(command, encoding=None) as process:

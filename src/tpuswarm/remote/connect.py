@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tpuswarm.remote.host import Host, HostKeyChanged, KeyRefused, NoWay, Silent
 
@@ -30,7 +30,6 @@ class Connections:
         self._turn = asyncio.Semaphore(AT_ONCE)
         self._open: dict[Host, asyncio.Task[asyncssh.SSHClientConnection]] = {}
         self._options: dict[tuple[str, str], asyncssh.SSHClientConnectionOptions] = {}
-        self._trusted: dict[tuple[str, int | None], list[Any]] = {}
 
     async def __aenter__(self) -> "Connections":
         return self
@@ -53,11 +52,13 @@ class Connections:
     async def _connect(self, host: Host) -> "asyncssh.SSHClientConnection":
         import asyncssh
 
-        self._trusted[host.address, host.port] = [asyncssh.import_public_key(each) for each in host.keys]
+        trusted = [asyncssh.import_public_key(each) for each in host.keys]
         options = self._options_for(host)
         try:
             async with self._turn, asyncio.timeout(self._answer):
-                return await asyncssh.connect(host.address, host.port, options=options, config=None)
+                return await asyncssh.connect(
+                    host.address, host.port, options=options, config=None, known_hosts=(trusted, [], [])
+                )
         except TimeoutError as error:
             raise Silent(host, self._answer) from error
         except asyncssh.HostKeyNotVerifiable as error:
@@ -77,7 +78,7 @@ class Connections:
             self._options[kind] = asyncssh.SSHClientConnectionOptions(
                 username=host.user,
                 client_keys=[asyncssh.read_private_key(self._key)],
-                known_hosts=self._known,
+                known_hosts=([], [], []),
                 config=None,
                 agent_path=None,
                 gss_host=None,
@@ -92,10 +93,6 @@ class Connections:
             )
         return self._options[kind]
 
-    def _known(self, host: str, address: str, port: int | None) -> tuple[list[Any], list[Any], list[Any]]:
-        """For asyncssh: keys that are trusted, authorities, keys that are revoked."""
-        return self._trusted.get((host, port), []), [], []
-
 
 def _is_good(task: "asyncio.Task[asyncssh.SSHClientConnection]") -> bool:
     return not task.cancelled() and task.exception() is None and not task.result().is_closed()
@@ -109,6 +106,17 @@ async def on_host(host: Host, work: Callable[[], Awaitable[T]]) -> T:
         return await work()
     except (asyncssh.Error, OSError) as error:
         raise NoWay(host, f"was lost: {_words(error)}") from error
+
+
+async def ask(connections: Connections, host: Host, line: str, data: bytes = b"") -> tuple[int | None, bytes, bytes]:
+    """Run a line of bash with `data` as its input; exit code, output, errors. Raises NoWay."""
+    connection = await connections.to(host)
+
+    async def go() -> tuple[int | None, bytes, bytes]:
+        done = await connection.run(shlex.join(["/bin/bash", "-c", line]), input=data, encoding=None)
+        return done.exit_status, done.stdout or b"", done.stderr or b""  # type: ignore[return-value]
+
+    return await on_host(host, go)
 
 
 def _words(error: Exception) -> str:

@@ -49,14 +49,19 @@ async def put(connections: Connections, host: Host, source: Path, target: str, t
     return await _over(connections, host, work)
 
 
+def name_of(path: str) -> str:
+    """What something that is copied from there is called here; nothing for a path that ends in no name."""
+    name = path.rstrip("/").rpartition("/")[2]
+    return "" if name in (".", "..") else name
+
+
 async def get(connections: Connections, host: Host, source: str, target: Path, told: Told = lambda count: None) -> int:
     """Copy a file or folder from a host; how many files. A target that is a folder gets it inside."""
 
     async def work(files: "asyncssh.SFTPClient") -> int:
         if not await files.exists(source or "."):
             raise InputError(f"{host.label} has no file or folder {source}")
-        name = source.rstrip("/").rpartition("/")[2] or host.label.replace("/", "-")
-        to = target / name if target.is_dir() else target
+        to = target / name_of(source) if target.is_dir() else target
         if not await files.isdir(source or "."):
             to.parent.mkdir(parents=True, exist_ok=True)
             await _get_file(files, source, to, told)
@@ -95,6 +100,8 @@ async def _walk(files: "asyncssh.SFTPClient", folder: str) -> AsyncIterator[tupl
             name = str(each.filename)
             if name in (".", ".."):
                 continue
+            if "/" in name or "\0" in name:  # it would be written to where the host wants
+                raise RunFailed(f"a host names a file {name!r} in {folder}/{below}, which no file can be called")
             if stat.S_ISDIR(each.attrs.permissions or 0):
                 waiting.append(f"{below}{name}/")
             else:
@@ -115,12 +122,17 @@ async def _put_file(files: "asyncssh.SFTPClient", source: Path, target: str, tol
     part = _part(target, about.st_size, int(about.st_mtime))
     begun = (await files.stat(part)).size or 0 if await files.exists(part) else 0
     told(begun)
-    async with files.open(part, "ab" if begun else "wb") as out:
+    # At offsets, not appended: where the same is copied by two at once, both write the same bytes to the same places.
+    async with files.open(part, "r+b" if begun else "wb") as out:
+        await out.seek(begun)
         with source.open("rb") as file:
             file.seek(begun)
             while chunk := file.read(CHUNK):
                 await out.write(chunk)
                 told(len(chunk))
+    if (size := (await files.stat(part)).size) != about.st_size:
+        await files.remove(part)
+        raise RunFailed(_grew(str(source), about.st_size, size or 0))
     mode, at = stat.S_IMODE(about.st_mode), int(about.st_mtime)
     await files.setstat(part, asyncssh.SFTPAttrs(permissions=mode, atime=at, mtime=at))
     await files.posix_rename(part, target)
@@ -135,15 +147,23 @@ async def _get_file(files: "asyncssh.SFTPClient", source: str, target: Path, tol
     part = Path(_part(str(target), size, written))
     begun = part.stat().st_size if part.exists() else 0
     told(begun)
-    with part.open("ab") as out:
+    with part.open("r+b" if begun else "wb") as out:
+        out.seek(begun)
         async with files.open(source, "rb") as file:
             await file.seek(begun)
             while chunk := await file.read(CHUNK):
                 out.write(cast(bytes, chunk))
                 told(len(chunk))
+    if (came := part.stat().st_size) != size:
+        part.unlink()
+        raise RunFailed(_grew(source, size, came))
     part.chmod(stat.S_IMODE(about.permissions or 0o644))
     os.utime(part, (written, written))
     part.replace(target)
+
+
+def _grew(path: str, size: int, came: int) -> str:
+    return f"{path} has changed while it was copied, from {size:,} bytes to {came:,}: give the same command again"
 
 
 def _part(path: str, size: int, written: int) -> str:

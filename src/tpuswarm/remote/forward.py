@@ -4,12 +4,16 @@ import asyncio
 import errno
 from collections.abc import Awaitable, Callable
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.host import Host, HostKeyChanged, NoWay
+from tpuswarm.remote.host import Host, HostKeyChanged
 
 AGAIN_S, MOST_S = 1.0, 30.0
 """Seconds before the connection is tried again: at first, and at most."""
+
+
+class Taken(InputError):
+    """A port of this computer is another program's."""
 
 
 async def forward(
@@ -21,7 +25,7 @@ async def forward(
 ) -> None:
     """Until it is cancelled. `find`: the host as it is now, asked again before each connection.
 
-    Raises InputError where the port of this computer is taken, and NoWay where the first connection cannot be made.
+    Raises Taken where the port of this computer is, and NoWay or what `find` raises where there is no first connection.
     """
     wait, first = AGAIN_S, True
     while True:
@@ -33,14 +37,13 @@ async def forward(
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                raise InputError(
+                raise Taken(
                     f"port {here} of this computer is taken by another program: `tpuswarm forward "
                     f"{host.label} {here + 1}:{there}` takes the next one"
                 ) from error
-        except HostKeyChanged:
-            raise
-        except NoWay as error:
-            if first:
+        except TpuswarmError as error:
+            # Later whatever it is passes: the cloud may not answer, the machine may be repaired or made again.
+            if first or isinstance(error, HostKeyChanged | Taken):
                 raise
             say(f"{error}; again in {wait:g} s")
             await asyncio.sleep(wait)

@@ -52,7 +52,8 @@ class KeyRefused(NoWay):
         super().__init__(
             host,
             f"does not take the key {key} for user {host.user}: its metadata does not name it (yet; a new machine may "
-            "need a minute), or its program that reads the metadata has ended",
+            "need a minute), or its program that reads the metadata has ended, or OS Login is on there, which takes no "
+            "keys from metadata (enable-oslogin; a policy, constraints/compute.requireOsLogin, may force it)",
         )
 
 

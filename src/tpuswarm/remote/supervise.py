@@ -7,14 +7,17 @@ nothing, so whoever asks twice, or late, cannot make it run twice.
 
     supervise.py start NAME RUN     what to run as JSON on standard input; says the state
     supervise.py show [NAME]        the states as JSON, a line for each
-    supervise.py end NAME RUN       end that run and all that it has started; says the state
-    supervise.py log NAME LINES [FROM]
+    supervise.py end NAME RUN       end that run, or an earlier one, and all that it has started; says the state
+    supervise.py log NAME LINES     the last lines of what it printed, after a line INODE OFFSET
+    supervise.py log NAME LINES OFFSET INODE        what came since, as much as is sent at once
+    supervise.py again              begin again what a reboot has ended, where the host may do that by itself
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +32,25 @@ LOG_BYTES = 64 << 20
 """Of `log`; then it becomes `log.1`, and the `log.1` before it is gone."""
 GRACE = 20.0
 """Seconds between asking a job to end and killing it."""
+STUCK = 60.0
+"""Seconds after which a process that does not end is said: in the kernel, no signal reaches it."""
 LOOK = 0.1
+SENT = 8 << 20
+"""Bytes of a log in one answer."""
+UNIT = "tpuswarm-jobs.service"
+FIRST = 120
+"""Seconds after a reboot in which a keeper may begin jobs, after set-up, before the host does it by itself."""
+SERVICE = """\
+[Unit]
+Description=Jobs of tpuswarm, begun again after a reboot
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStartPre=/bin/sleep {first}
+ExecStart=/usr/bin/env python3 {program} again
+[Install]
+WantedBy=default.target
+"""
 PREEMPTED = "computeMetadata/v1/instance/preempted"
 
 
@@ -41,13 +62,24 @@ def boot() -> str:
 
 
 def write(folder: Path, state: "dict[str, Any]") -> None:
-    """The state, whole or not at all."""
-    new = folder / "state.json.new"
+    """The state."""
+    save(folder / "state.json", state)
+
+
+def save(path: Path, what: "dict[str, Any]") -> None:
+    """A file, whole or not at all."""
+    new = path.with_name(path.name + ".new")
     with new.open("w") as file:
-        json.dump(state, file)
+        json.dump(what, file)
         file.flush()
         os.fsync(file.fileno())
-    new.replace(folder / "state.json")
+    new.replace(path)
+
+
+def load(path: Path) -> "dict[str, Any]":
+    """What `save` has written."""
+    found = json.loads(path.read_text())
+    return found if isinstance(found, dict) else {}
 
 
 def read(folder: Path) -> "dict[str, Any]":
@@ -74,18 +106,26 @@ def held(folder: Path) -> bool:
     return False
 
 
-def start(name: str, run: int, spec: "dict[str, Any]") -> "dict[str, Any]":
-    """Start a run in the background, unless it, or a later one, was started before."""
+def start(name: str, run: int, spec: "dict[str, Any]", once_more: bool = False) -> "dict[str, Any]":
+    """Start a run in the background, unless it, or a later one, was started before; an earlier one has to end first.
+
+    On a machine that is being taken away nothing is begun again: whoever asks finds the earlier run lost.
+    `spec`: line, alive_s, and `again`: whether the host may begin it again after a reboot. `once_more`: it does.
+    """
     folder = JOBS / name
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / "lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return read(folder)  # something runs: whoever asks sees which run it is
+        supersede(folder, run)
+        return read(folder)  # something runs: whoever asks sees which run it is, and asks again
     before = read(folder)
-    if before.get("run", 0) >= run:
+    if before.get("run", 0) >= run and not once_more:
         return before
+    if before.get("state") == "lost" and before["boot"] == boot() and preempted():
+        return before
+    save(folder / "spec.json", spec)
     end_all(name, signal.SIGKILL)  # what a supervisor that was killed has left
     state = {"name": name, "run": run, "state": "running", "boot": boot(), "began": time.time(), "pid": 0}
     ready, tell = os.pipe()
@@ -101,13 +141,57 @@ def start(name: str, run: int, spec: "dict[str, Any]") -> "dict[str, Any]":
             os.close(tell)
             apart()
             supervise(folder, state, spec)
+        except OSError as error:
+            os.write(tell, str(error).encode())  # where that is too late it goes nowhere
         finally:
             os._exit(0)
     os.close(tell)
     os.wait()
-    os.read(ready, 1)  # the state is written, or it could not be
+    said = os.read(ready, 1024)
+    if said != b".":
+        sys.exit(f"the state of the job cannot be written: {said.decode() or 'its supervisor was killed'}")
     lock.close()  # the supervisor has it
+    if spec.get("again"):
+        keep_through_reboots()
     return read(folder)
+
+
+def supersede(folder: Path, run: int) -> None:
+    """Ask what runs to end, if it is an earlier run."""
+    state = read(folder)
+    if state.get("state") == "running" and 0 < state["run"] < run and state["pid"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(state["pid"], signal.SIGINT)
+
+
+def keep_through_reboots() -> None:
+    """See to it that systemd runs `again` after a reboot; without systemd that is left to a keeper."""
+    folder = Path.home() / ".config" / "systemd" / "user"
+    wanted = SERVICE.format(first=FIRST, program=Path(__file__).resolve())
+    if shutil.which("systemctl") is None:
+        return
+    try:
+        if (folder / UNIT).exists() and (folder / UNIT).read_text() == wanted:
+            return
+        commands = [["systemctl", "--user", "daemon-reload"], ["systemctl", "--user", "enable", "--quiet", UNIT]]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / UNIT).write_text(wanted)
+        # Units of a user run without a log-in only where he lingers.
+        for words in (["sudo", "-n", "loginctl", "enable-linger", os.environ.get("USER", "root")], *commands):
+            subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        pass  # the job runs; it is only not begun again without a keeper
+
+
+def begin_again() -> None:
+    """Begin again what ran when the host went down, as the same run, where nobody has begun a later one since."""
+    for folder in sorted(JOBS.iterdir()) if JOBS.exists() else ():
+        try:
+            state, spec = load(folder / "state.json"), load(folder / "spec.json")
+        except (OSError, ValueError):
+            continue  # a job that has never begun
+        if spec.get("again") and state["state"] in ("running", "lost") and state["boot"] != boot():
+            start(folder.name, state["run"], spec, once_more=True)
 
 
 def apart() -> None:
@@ -130,7 +214,6 @@ def supervise(folder: Path, state: "dict[str, Any]", spec: "dict[str, Any]") -> 
             signal.signal(each, signal.SIG_IGN)
         raise Asked(number)
 
-    name = state["name"]
     log = Log(folder / "log")
     environment = {**os.environ, MARK: str(folder)}
     child = None
@@ -149,7 +232,7 @@ def supervise(folder: Path, state: "dict[str, Any]", spec: "dict[str, Any]") -> 
             state.update(state="stalled", why=f"nothing was printed for {spec['alive_s']:g} s")
     except Asked as number:
         if number.args[0] == signal.SIGINT:
-            state.update(state="asked", code=130, why="its end was asked for")
+            state.update(state="asked", code=130, why="it was asked to stop")
         else:
             state.update(state="lost", why="the machine was ending")
             write(folder, state)  # at once: there may be no later
@@ -157,10 +240,11 @@ def supervise(folder: Path, state: "dict[str, Any]", spec: "dict[str, Any]") -> 
         state.update(state="ended", code=126, why=str(error))
     # What it has started ends with it. It may still have much to say.
     if child is not None:
-        finish(name, child, log)
+        finish(folder, state, child, log)
     log.close()
     state["ended"] = time.time()
-    write(folder, state)
+    with contextlib.suppress(OSError):  # on a full disk it is found dead, and lost
+        write(folder, state)
 
 
 def follow(child: "subprocess.Popen[bytes]", log: "Log", alive_s: "float | None") -> bool:
@@ -191,8 +275,9 @@ def drain(pipe: Any, log: "Log") -> bool:
     return bool(data)
 
 
-def finish(name: str, child: "subprocess.Popen[bytes]", log: "Log") -> None:
-    """End all that is left of it: SIGINT, then SIGTERM, then SIGKILL."""
+def finish(folder: Path, state: "dict[str, Any]", child: "subprocess.Popen[bytes]", log: "Log") -> None:
+    """End all that is left of it: SIGINT, then SIGTERM, then SIGKILL. What does not end keeps the job running."""
+    name, told = folder.name, False
     pipe: Any = child.stdout
     os.set_blocking(pipe.fileno(), False)
     began = time.monotonic()
@@ -208,6 +293,12 @@ def finish(name: str, child: "subprocess.Popen[bytes]", log: "Log") -> None:
         child.poll()
         if not left:
             return
+        if took > STUCK and not told:
+            told = True
+            end = state.get("why") or f"exit {state.get('code')}"
+            why = f"{end}, but {left} of its processes do not end, whatever signal: `tpuswarm down` ends the machine"
+            with contextlib.suppress(OSError):
+                write(folder, {**state, "state": "running", "code": None, "why": why})
         time.sleep(LOOK)
 
 
@@ -249,9 +340,10 @@ def end(name: str, run: int) -> "dict[str, Any]":
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return state  # what was before it has not ended yet
+                supersede(folder, run)
+                return read(folder)  # what was before it has not ended yet
             now = time.time()
-            why = "its end was asked for before it began"
+            why = "it was asked to stop before it began"
             state = {"name": name, "run": run, "state": "asked", "boot": boot(), "began": now, "ended": now, "pid": 0}
             write(folder, {**state, "code": 130, "why": why})
         return read(folder)
@@ -262,6 +354,8 @@ def end(name: str, run: int) -> "dict[str, Any]":
             os.kill(state["pid"], signal.SIGINT)
     elif not held(folder):
         end_all(name, signal.SIGKILL)
+        if state["state"] == "lost":  # nobody begins it again
+            write(folder, {**state, "state": "asked", "code": 130, "why": "its end was asked for"})
     return read(folder)
 
 
@@ -288,23 +382,34 @@ class Log:
         self.file.close()
 
 
-def show_log(name: str, lines: int, begin: "int | None") -> None:
-    """The last lines of the log; or all from a byte on. Before them a line: INODE SIZE."""
-    try:
-        file = (JOBS / name / "log").open("rb")
-    except FileNotFoundError:
-        print("0 0", flush=True)
+def show_log(name: str, lines: int, offset: int, inode: int) -> None:
+    """The last lines of the log, or what came since an offset of a file of that inode; before it INODE OFFSET.
+
+    Where that file is `log.1` by now, its rest comes first, and then the next file from its beginning.
+    """
+    for each in (JOBS / name / "log.1", JOBS / name / "log"):
+        try:
+            file = each.open("rb")
+        except FileNotFoundError:
+            continue
+        about = os.fstat(file.fileno())
+        if inode:
+            if each.name == "log.1" and about.st_ino != inode:
+                continue
+            file.seek(offset if about.st_ino == inode and offset <= about.st_size else 0)
+            data = file.read(SENT)
+            if not data and each.name == "log.1":
+                continue
+        elif each.name == "log":
+            file.seek(max(0, about.st_size - (lines + 1) * 4096))
+            data = b"".join(file.read().splitlines(keepends=True)[-lines:] if lines else [])
+            file.seek(0, os.SEEK_END)
+        else:
+            continue
+        print(about.st_ino, file.tell(), flush=True)
+        sys.stdout.buffer.write(data)
         return
-    about = os.fstat(file.fileno())
-    print(about.st_ino, about.st_size, flush=True)
-    if begin is None:
-        begin = max(0, about.st_size - (lines + 1) * 4096)
-        file.seek(begin)
-        data = b"".join(file.read(about.st_size - begin).splitlines(keepends=True)[-lines:] if lines else [])
-    else:
-        file.seek(begin if begin <= about.st_size else 0)
-        data = file.read(about.st_size - file.tell())
-    sys.stdout.buffer.write(data)
+    print("0 0", flush=True)
 
 
 def main(words: "list[str]") -> None:
@@ -315,7 +420,9 @@ def main(words: "list[str]") -> None:
     elif verb == "end":
         print(json.dumps(end(rest[0], int(rest[1]))))
     elif verb == "log":
-        show_log(rest[0], int(rest[1]), int(rest[2]) if len(rest) > 2 else None)
+        show_log(rest[0], int(rest[1]), *(map(int, rest[2:]) if len(rest) > 2 else (0, 0)))
+    elif verb == "again":
+        begin_again()
     else:
         for each in sorted(JOBS.iterdir()) if JOBS.exists() else ():
             if not rest or each.name in rest:

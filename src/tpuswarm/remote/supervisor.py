@@ -4,11 +4,12 @@ import hashlib
 import json
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from tpuswarm.remote.connect import Connections, on_host
+from tpuswarm.remote.connect import Connections, ask
 from tpuswarm.remote.host import Host, NoWay
 
 MISSING = 66
@@ -30,45 +31,53 @@ class Supervisor:
 
     async def show(self) -> dict[str, dict[str, Any]]:
         """How all jobs stand that it has ever run, by name. Raises NoWay."""
-        lines = (await self._ask("show")).decode().splitlines()
-        return {each["name"]: each for each in map(json.loads, lines)}
+        return {each["name"]: each for each in await self._objects("show")}
 
     async def start(self, name: str, run: int, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Start a run unless it was started before; how the job stands. `spec`: line, alive_s."""
-        return json.loads(await self._ask("start", name, str(run), data=json.dumps(spec).encode()))
+        return (await self._objects("start", name, str(run), data=json.dumps(spec).encode()))[0]
 
     async def end(self, name: str, run: int) -> dict[str, Any]:
         """Ask a run to end; how the job stands."""
-        return json.loads(await self._ask("end", name, str(run)))
+        return (await self._objects("end", name, str(run)))[0]
 
-    async def log(self, name: str, lines: int, begin: int | None = None) -> tuple[int, int, bytes]:
-        """The last lines of what a job printed, or all from a byte on; with the file's inode and size."""
-        head, _, data = (await self._ask("log", name, str(lines), *([] if begin is None else [str(begin)]))).partition(
-            b"\n"
-        )
-        inode, size = map(int, head.split())
-        return inode, size, data
+    async def log(self, name: str, lines: int, since: tuple[int, int] | None = None) -> tuple[tuple[int, int], bytes]:
+        """The last lines of what a job printed, or what came since a place; and the place to which that goes.
+
+        A place is a file's inode and an offset. What came may go on: it does until nothing comes.
+        """
+        asked = [] if since is None else [str(since[1]), str(since[0])]
+        head, _, data = (await self._ask("log", name, str(lines), *asked)).partition(b"\n")
+        inode, offset = map(int, head.split())
+        return (inode, offset), data
+
+    async def _objects(self, *words: str, data: bytes = b"") -> list[dict[str, Any]]:
+        """The lines that are its answer: what a ~/.bashrc prints comes before them."""
+        found = []
+        for line in (await self._ask(*words, data=data)).decode(errors="replace").splitlines():
+            with suppress(ValueError):
+                if isinstance(each := json.loads(line), dict) and "name" in each:
+                    found.append(each)
+        if not found and words[0] != "show":
+            raise NoWay(self._host, "does not say how the job stands: its supervisor answered nothing")
+        return found
 
     async def _ask(self, *words: str, data: bytes = b"") -> bytes:
         program, path = _program()
         said = shlex.join(words)
-        ask = f'[ -e "{path}" ] || exit {MISSING}; exec python3 "{path}" {said}'
-        code, out, err = await self._run(ask, data)
+        line = f'[ -e "{path}" ] || exit {MISSING}; exec python3 "{path}" {said}'
+        code, out, err = await self._run(line, data)
         if code == MISSING:
-            send = f'mkdir -p ~/.tpuswarm && cat >"{path}.$$" && mv "{path}.$$" "{path}"'
+            # A connection that breaks is the end of the file there too: only what is whole gets its name.
+            whole = f'[ "$(wc -c <"{path}.$$")" = {len(program)} ]'
+            send = f'mkdir -p ~/.tpuswarm && cat >"{path}.$$" && {whole} && mv "{path}.$$" "{path}"'
             code, out, err = await self._run(send, program)
             if code == 0:
-                code, out, err = await self._run(ask, data)
+                code, out, err = await self._run(line, data)
         if code != 0:
             last = err.decode(errors="replace").strip().rpartition("\n")[2]
             raise NoWay(self._host, f"cannot run its supervisor of jobs (exit {code}): {last or 'it said nothing'}")
         return out
 
     async def _run(self, line: str, data: bytes) -> tuple[int | None, bytes, bytes]:
-        connection = await self._connections.to(self._host)
-
-        async def go() -> tuple[int | None, bytes, bytes]:
-            done = await connection.run(shlex.join(["/bin/bash", "-c", line]), input=data, encoding=None)
-            return done.exit_status, done.stdout or b"", done.stderr or b""  # type: ignore[return-value]
-
-        return await on_host(self._host, go)
+        return await ask(self._connections, self._host, line, data)

@@ -45,6 +45,15 @@ def tuning(mapping: Mapping, open_files: int = OPEN_FILES) -> tuple[Setting, ...
     return (
         *forwarding(mapping),
         *(Setting(f"{SYSCTL}/ipv4/conf/{each}/send_redirects", "0") for each in one_armed),
+        *ends(),
+        *(Setting(f"/sys/class/net/{each}/tx_queue_len", str(QUEUE)) for each in _interfaces(mapping)),
+        Setting(LIMITS, f"* - nofile {open_files}"),
+    )
+
+
+def ends() -> tuple[Setting, ...]:
+    """Room for connections that begin or end on a host, a router or one behind it."""
+    return (
         Setting(f"{SYSCTL}/ipv4/tcp_congestion_control", "bbr"),
         Setting(f"{SYSCTL}/core/somaxconn", str(LISTEN)),
         Setting(f"{SYSCTL}/core/netdev_max_backlog", str(BACKLOG)),
@@ -52,8 +61,6 @@ def tuning(mapping: Mapping, open_files: int = OPEN_FILES) -> tuple[Setting, ...
         Setting(f"{SYSCTL}/core/wmem_max", str(BUFFER)),
         Setting(f"{SYSCTL}/ipv4/tcp_rmem", f"4096 131072 {BUFFER}"),  # TCP heeds the third, not rmem_max
         Setting(f"{SYSCTL}/ipv4/tcp_wmem", f"4096 16384 {BUFFER}"),
-        *(Setting(f"/sys/class/net/{each}/tx_queue_len", str(QUEUE)) for each in _interfaces(mapping)),
-        Setting(LIMITS, f"* - nofile {open_files}"),
     )
 
 

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 
-from tpuswarm.errors import RunFailed
 from tpuswarm.swarm import tensors
 from tpuswarm.swarm.core.merge import Contribution
 from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Lost, Merge, Part, Refused
-from tpuswarm.swarm.core.outer import commit, first_state
+from tpuswarm.swarm.core.outer import commit, first_state, state_rows
 from tpuswarm.swarm.core.quantize import BITS
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.downlink import Chain, chain
 from tpuswarm.swarm.effects import Do, Process
-from tpuswarm.swarm.inner import InnerStates, Saved, piece_digest
 from tpuswarm.swarm.ledger import Ledger, header_name
 from tpuswarm.swarm.objects import Objects, fits
 from tpuswarm.swarm.replay import contribution, outer_before, restore
@@ -53,7 +51,6 @@ class Aggregator:
         """sizes: elements of each fragment of the run's layout."""
         self._ledger, self._objects, self._sizes = ledger, objects, tuple(sizes)
         self._index, self._shards = index, shards
-        self._inner = InnerStates(ledger.store)
 
     @_slowly("shard stores a payload")
     def put(
@@ -66,7 +63,7 @@ class Aggregator:
         if not fits(payload, self._sizes[fragment]):
             return Refused(f"fragment {fragment} does not have the {self._sizes[fragment]} elements of the layout")
         try:
-            self._objects.put_payload(identity, fragment, payload)
+            self._objects.put_payload(identity, fragment, payload, digest)
         except Conflict as error:
             return Refused(str(error))
         return Accepted()
@@ -120,44 +117,6 @@ class Aggregator:
             {number: each.update for number, each in whole.items() if each.update},
         )
 
-    # Inner states of members, for their next incarnation: losing one is no error, so none is raised.
-
-    @_slowly("shard stores an inner state")
-    def put_inner(
-        self, identity: Identity, base: int, number: int, piece: np.ndarray, digest: str
-    ) -> Accepted | Refused | Damaged:
-        """Keep a piece, uint8[n], of the inner state that a member had at this contribution."""
-        if piece_digest(piece) != digest:
-            return Damaged(f"piece {number} of an inner state arrived damaged")
-        return _done(lambda: self._inner.put(identity, base, number, piece))
-
-    @_slowly("shard finishes an inner state")
-    def finish_inner(self, saved: Saved) -> Accepted | Refused:
-        """All its pieces are there; older inner states of the member go."""
-        return _done(lambda: self._inner.finish(saved))
-
-    @_slowly("shard drops an inner state")
-    def drop_inner(self, member: str) -> Accepted | Refused:
-        """The member's numbers were not finite: its next incarnation has to start afresh."""
-        return _done(lambda: self._inner.drop(member))
-
-    @_slowly("shard finds an inner state")
-    def find_inner(self, member: str, version: int, limit: int) -> Saved | None:
-        """The newest inner state of a member whose base is at most `limit` changes before a version; None without."""
-        try:
-            saved = self._inner.find(member)
-            if saved is None:
-                return None
-            stale = self._ledger.record(version).changes - self._ledger.record(saved.base).changes
-        except RunFailed:
-            return None
-        return saved if stale <= limit else None
-
-    @_slowly("shard reads an inner state")
-    def get_inner(self, saved: Saved, number: int) -> np.ndarray | None:
-        """A piece of it, uint8[n]; None where it is missing or damaged."""
-        return self._inner.get(saved, number)
-
     @property
     def _mine(self) -> range:
         return range(self._index, len(self._sizes), self._shards)
@@ -199,12 +158,13 @@ class Aggregator:
             new_outer, sent = None, None
             finish_outer = finish_sent = _nothing
             if outer is not None:
-                new_outer, finish_outer = files.enter_context(self._objects.writing_array(outer.shape))
+                rows = state_rows(merge.outer, merge.gathered)
+                new_outer, finish_outer = files.enter_context(self._objects.writing_array((rows, theta.size)))
             if merge.outer.downlink != "plain":
                 room = self._objects.writing_update(theta.size, BITS[merge.outer.downlink])
                 sent, finish_sent = files.enter_context(room)
-            step = merge.gathered == 0
-            commit(theta, outer, contributions, merge.outer, merge.rate, merge.share, step, new, new_outer, sent)
+            means = merge.outer.averaged_in(number)
+            commit(theta, outer, contributions, merge.outer, merge.rate, merge.share, new, new_outer, sent, means)
             return _Digests(finish(), finish_outer(), finish_sent())
 
     def _array(self, number: int, digest: str) -> np.ndarray:
@@ -227,11 +187,3 @@ class _Digests(NamedTuple):
 
 def _nothing() -> str:
     return ""
-
-
-def _done(action: Callable[[], None]) -> Accepted | Refused:
-    try:
-        action()
-    except RunFailed as error:
-        return Refused(str(error))
-    return Accepted()

@@ -1,7 +1,7 @@
 """A swarm as a picture: how far it is, its members or those among them that need a look, its alarms."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tpuswarm.config.shown import clock, pace, significant
-from tpuswarm.swarm.status import MemberStatus, SwarmStatus
+from tpuswarm.swarm.status import FINISHED, MemberStatus, SwarmStatus
 from tpuswarm.train.display import speed_text
 from tpuswarm.train.live import Column, bar, sparkline, table
 
@@ -39,20 +39,33 @@ class About:
     """Nothing goes on, so there is no speed and no time left."""
 
 
+Members = Callable[[int | None], list[RenderableType]]
+"""What stands for the members, in so many rows; None: in all that it takes."""
+
+
 def draw(
-    about: About, status: SwarmStatus, losses: Sequence[float], width: int, height: int | None = None
+    about: About,
+    status: SwarmStatus,
+    losses: Sequence[float],
+    width: int,
+    height: int | None = None,
+    instead: Members | None = None,
 ) -> RenderableType:
-    """All of it; with a height only as many members and alarms as have room, those that need a look first."""
+    """All of it; with a height only as many members and alarms as have room, those that need a look first.
+
+    instead: of the table of members, for who knows more about them.
+    """
+    count = len(status.members)
     alarms, room = [Text(f"alarm: {each}", style="red") for each in status.alarms], None
     if height is not None:
         alarms = _fitting(alarms, width)
         room = max(1, height - HEAD - sum(_rows(each, width) for each in alarms))
     return Group(
-        Text(f"{about.title}, {len(status.members)} members: {about.run}", overflow="fold"),
+        Text(f"{about.title}, {count} member{'' if count == 1 else 's'}: {about.run}", overflow="fold"),
         bar(min(status.tokens.applied, status.horizon), status.horizon, f"{about.unit} counted", width),
         *facts(about, status),
         *([Text(sparkline(losses, width), style="cyan")] if losses else []),
-        *members(status, about.unit, width, room),
+        *(instead(room) if instead else members(status, about.unit, width, room)),
         *alarms,
     )
 
@@ -67,9 +80,10 @@ def facts(about: About, status: SwarmStatus) -> list[Text]:
     goodput = "–" if status.goodput is None else f"{status.goodput:.1%}"
     speed = status.tokens_per_s
     steps, rows = pace(speed / about.tokens_per_step), speed_text(speed, about.unit)
+    ended = about.ended or status.phase == FINISHED
     now = f"   {clock(status.left)} left   {steps:>15}   {rows:>18}"
     return [
-        Text(f"{clock(status.elapsed)} elapsed{'' if about.ended else now}"),
+        Text(f"{clock(status.elapsed)} elapsed{'' if ended else now}"),
         Text(f"training loss {significant(status.loss):5} (last 20 steps of each)   held-out loss {held_out}"),
         Text(
             f"commit {version}   goodput {goodput}   {about.unit}: {tokens.outstanding:,} in flight, "
@@ -98,7 +112,7 @@ def members_table(
     """One row for each; why: what is to be looked at, for each of them, or nothing."""
     columns = [
         Column("member"),
-        Column("state", width=len("joining")),
+        Column("state", width=len("evaluating")),
         Column("pid", right=True, width=7, rank=2),
         Column("incarnation", width=8, rank=4),
         Column("commit", right=True, rank=1),
@@ -148,7 +162,7 @@ def _rest(status: SwarmStatus, shown: Collection[str], more: int, unit: str) -> 
     """The members without a row, in words; more: so many of them need a look."""
     rest = [each for each in status.members if each.id not in shown]
     count = Counter(each.state for each in rest)
-    said = [f"{count[state]:,} {state}" for state in ("alive", "joining", "lost", "left") if count[state]]
+    said = [f"{count[state]:,} {state}" for state in ("alive", "evaluating", "joining", "lost", "left") if count[state]]
     alive = [each for each in rest if each.state == "alive"]
     if speeds := [each.tokens_per_s for each in alive if each.tokens_per_s is not None]:
         said.append(f"{min(speeds):,.0f} to {max(speeds):,.0f} {unit}/s each")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.swarm.arrays import fragment_to_devices, split_sharding, to_host
-from tpuswarm.swarm.core.adopt import adopt
+from tpuswarm.swarm.core.adopt import adopt, adopt_mean
 from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.quantize import BITS, BLOCK, encode, feedback
 from tpuswarm.swarm.core.values import Form
@@ -51,6 +51,7 @@ class Exchanged:
         self._exchange, self._layout, self._mesh = placed.program.exchange(), layout, placed.mesh
         self._bits = BITS.get(form, 0)
         self._shared = self._exchange.get(placed.state)
+        self._statistics = [each.statistic for each in placed.program.parameters(placed.state)]
         devices = placed.mesh.size
         unit = BLOCK * devices if devices > 1 else 1
         self._lengths = [-(-size // unit) * unit for size in layout.sizes]
@@ -137,8 +138,10 @@ class Exchanged:
         return jax.tree.unflatten(jax.tree.structure(self._shared), [arrays[path] for path in leaf_paths(self._shared)])
 
     def _adopted(self, state: State, new: Sequence[Any], reference: Sequence[Any]) -> State:
-        now = self._exchange.get(state)
-        return self._exchange.put(state, adopt(now, self._tree(new), self._tree(reference)))
+        trees = self._exchange.get(state), self._tree(new), self._tree(reference)
+        leaves = zip(self._statistics, *map(jax.tree.leaves, trees), strict=True)
+        adopted = [adopt_mean(*each) if statistic else adopt(*each) for statistic, *each in leaves]
+        return self._exchange.put(state, jax.tree.unflatten(jax.tree.structure(self._shared), adopted))
 
     def _blended(self, state: State, before: Sequence[Any], share: Any) -> State:
         now = self._exchange.get(state)

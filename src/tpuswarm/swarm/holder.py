@@ -1,7 +1,6 @@
 """A member's arrays: the trainer's compiled step around the shared state, its anchor and its error feedback."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,10 +13,9 @@ from tpuswarm.swarm.core.member import Adopt
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Form, Identity
 from tpuswarm.swarm.exchanged import Coded, Exchanged, Flat, norm
-from tpuswarm.swarm.leaves import InnerLeaves
 from tpuswarm.swarm.member import Payload
 from tpuswarm.swarm.prefetch import Prefetch
-from tpuswarm.train.evaluate import EVAL_BATCHES, FiniteSource, evaluate
+from tpuswarm.train.evaluate import EVAL_BATCHES, HeldOut, evaluate
 from tpuswarm.train.feed import read_rows
 from tpuswarm.train.fit import Fitted
 from tpuswarm.train.paths import leaf_paths
@@ -66,7 +64,7 @@ class ProgramHolder:
         state: State,
         anchor: Sequence[np.ndarray],
         took: Callable[[int, Metrics], None],
-        validation: FiniteSource | None = None,
+        validation: HeldOut | None = None,
     ):
         """state: its shared part is `anchor`, float32[size] of each fragment; took: told of every step its number
         in the run's order of batches and its metrics, which are still on the devices; validation: for `evaluate`.
@@ -147,35 +145,15 @@ class ProgramHolder:
             self._feedback = self._next_feedback
         self._anchor, self._reference, self._next_feedback = version, [], []
 
-    def evaluate(self, batch: int, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
+    def evaluate(self, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
         """Held-out metrics of the version adopted last, as it was published, and of how many rows."""
         assert self._validation is not None
         state = self._exchanged.take(self.state, self._anchor)
-        return evaluate(self._fitted, state, self._validation, batch, EVAL_BATCHES, leave)
-
-    def inner(self) -> tuple[jax.Array, ...]:
-        """A copy of the inner state on the devices; see leaves.py for what it costs."""
-        return tuple(self._inner.copy(self.state))
-
-    def pack(self, inner: Sequence[jax.Array]) -> tuple[str, list[np.ndarray]]:
-        """What `inner` copied as bytes, and the digest of what they mean."""
-        return self._inner.specs, self._inner.pack(inner)
-
-    def restore(self, specs: str, pieces: Sequence[np.ndarray]) -> bool:
-        """Go on with an inner state of `pack`; False, and nothing done, if it is another program's."""
-        state = self._inner.unpack(self.state, pieces) if specs == self._inner.specs else None
-        if state is None:
-            return False
-        self.state = state
-        return True
+        return evaluate(self._fitted, state, *self._validation, EVAL_BATCHES, leave)
 
     def ramp(self) -> None:
         """The state has parameters that were trained and no inner state: begin with small updates."""
         self._ramp_left = RAMP - 1
-
-    @cached_property
-    def _inner(self) -> InnerLeaves:
-        return InnerLeaves(self._fitted)
 
     def _ramped_step(self, batch: Batch, clock: Clock) -> Metrics:
         before = self._exchanged.snapshot(self.state)

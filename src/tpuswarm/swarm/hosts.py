@@ -29,14 +29,16 @@ PIECE = 2**22
 
 MakeHolder = Callable[[Sequence[np.ndarray]], ProgramHolder]
 """A holder around a version: float32[size] of each fragment."""
+Begin = Callable[[], Sequence[np.ndarray]]
+"""Makes a first state, a program over all hosts: float32[size] of each fragment."""
 
 
 class Lead:
     """At host 0: the programs of a member of several hosts."""
 
-    def __init__(self, hosts: Hosts, make_holder: MakeHolder):
-        """make_holder: the same as the other hosts give `follow`."""
-        self._hosts, self._make_holder = hosts, make_holder
+    def __init__(self, hosts: Hosts, make_holder: MakeHolder, begin: Begin):
+        """make_holder, begin: the same as the other hosts give `follow`."""
+        self._hosts, self._make_holder, self._begin = hosts, make_holder, begin
         self._order = threading.Lock()
         self._arrays = threading.Lock()
 
@@ -44,6 +46,11 @@ class Lead:
         """The holder of a new incarnation, around a version: float32[size] of each fragment."""
         self.tell("holder", fragments)
         return LeadHolder(self, self._make_holder(fragments), self._order)
+
+    def begin(self) -> Sequence[np.ndarray]:
+        """A first state."""
+        self.tell("begin")
+        return self._begin()
 
     def tell(self, call: str, arrays: Sequence[np.ndarray] = (), **arguments: Any) -> None:
         """Have the other hosts make a call, with arrays or without; other calls may pass while arrays are sent."""
@@ -105,24 +112,8 @@ class LeadHolder:
             self._lead.tell("adopt", how=adopt.how, number=version.number)
             self._holder.adopt(adopt, version.version)
 
-    def evaluate(self, batch: int, leave: Callable[[], bool]) -> None:
+    def evaluate(self, leave: Callable[[], bool]) -> None:
         """Not asked for: the one that evaluates is the first of those that the run was started with."""
-
-    def inner(self) -> tuple[jax.Array, ...]:
-        """A copy of the inner state."""
-        with self._order:
-            self._lead.tell("inner")
-            return self._holder.inner()
-
-    def pack(self, inner: Sequence[jax.Array]) -> tuple[str, list[np.ndarray]]:
-        """An inner state as bytes."""
-        return self._holder.pack(inner)
-
-    def restore(self, specs: str, pieces: Sequence[np.ndarray]) -> bool:
-        """Go on with an inner state."""
-        with self._order:
-            self._lead.tell("restore", pieces, specs=specs)
-            return self._holder.restore(specs, pieces)
 
     def ramp(self) -> None:
         """Begin with small updates."""
@@ -131,17 +122,17 @@ class LeadHolder:
             self._holder.ramp()
 
 
-def follow(hosts: Hosts, make_holder: MakeHolder) -> None:
+def follow(hosts: Hosts, make_holder: MakeHolder, begin: Begin) -> None:
     """At every other host: make the calls that host 0 makes, until it says farewell."""
-    follower = _Follower(make_holder)
+    follower = _Follower(make_holder, begin)
     while message := hosts.receive():
         follower.take(message)
     follower.rest()
 
 
 class _Follower:
-    def __init__(self, make_holder: MakeHolder):
-        self._make_holder = make_holder
+    def __init__(self, make_holder: MakeHolder, begin: Begin):
+        self._make_holder, self._begin = make_holder, begin
         self._pieces: list[np.ndarray] = []
         self._arrays: list[np.ndarray] = []
         self._holder: ProgramHolder | None = None
@@ -164,6 +155,9 @@ class _Follower:
         if not about["pieces_left"]:
             self._arrays.append(np.concatenate(self._pieces))
             self._pieces = []
+
+    def begin(self) -> None:
+        self._begin()  # host 0 keeps what comes of it
 
     def holder(self) -> None:
         self._holder, self._snapshot, self._placed = None, [], _Placed(0, [])  # room for the new one
@@ -190,14 +184,6 @@ class _Follower:
     def adopt(self, how: Any, number: int) -> None:
         assert self._holder is not None and number == self._placed.number
         self._holder.adopt(Adopt(how, None, number, ()), self._placed.version)
-
-    def inner(self) -> None:
-        assert self._holder is not None
-        self._holder.inner()
-
-    def restore(self, specs: str) -> None:
-        assert self._holder is not None
-        self._holder.restore(specs, self._taken())
 
     def ramp(self) -> None:
         assert self._holder is not None

@@ -202,7 +202,7 @@ def _verdict(decision: Decision) -> Verdict:
 
 def _place(store: Store) -> Path:
     """Beside the ledger where that is a folder that may be written to, else in this user's cache."""
-    beside = store.path(FILE)
+    beside = store.here(FILE)
     if beside is not None and os.access(beside.parent, os.W_OK):
         return beside
     from tpuswarm.train.platform import cache_folder

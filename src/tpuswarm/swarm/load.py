@@ -1,5 +1,6 @@
 """A swarm's run read back: its recipe rebuilt, a committed version on devices."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.fragments import Layout
+from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.runtime.head import FOUNDING, read_founding
@@ -28,7 +30,27 @@ def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] 
     Its step is the number of whole batches counted. Raises InputError where there is no version yet, and RunFailed
     where none is whole.
     """
-    config, store = read_config(folder), Store(folder)
+    config = read_config(folder)
+    layout, record, fragments, notes = _newest(folder)
+    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
+    placed = place(recipe, request(config["train"]), devices)
+    state = placed.init(jax.random.key(0), on_devices(placed, layout, fragments))
+    tokens_per_step = config["train"]["batch"] * placed.program.tokens_per_row
+    return LoadedRun(folder, config, recipe, placed, state, record.tokens // tokens_per_step, notes)
+
+
+def shared_arrays(folder: Path) -> tuple[dict[str, np.ndarray], str]:
+    """What the members of the swarm in `folder` share, by path: its newest whole version; and its digest.
+
+    Raises as `load_swarm` does; needs no recipe.
+    """
+    layout, record, fragments, _ = _newest(folder)
+    return layout.join(fragments), hashlib.sha256("".join(record.state).encode()).hexdigest()
+
+
+def _newest(folder: Path) -> tuple[Layout, Record, list[np.ndarray], list[str]]:
+    """The newest whole version, and a sentence where a newer one is damaged."""
+    store = Store(folder)
     founding = read_founding(store)
     if founding is None:
         raise InputError(f"{folder} has no {FOUNDING}: its first commit has not been made yet")
@@ -42,11 +64,7 @@ def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] 
         record = ledger.record(newest_whole(store))
         notes.append(f"{error}; using commit {record.version}, which is intact")
         fragments = [objects.get_array(digest) for digest in record.state]
-    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
-    placed = place(recipe, request(config["train"]), devices)
-    state = placed.init(jax.random.key(0), on_devices(placed, founding.layout, fragments))
-    tokens_per_step = config["train"]["batch"] * placed.program.tokens_per_row
-    return LoadedRun(folder, config, recipe, placed, state, record.tokens // tokens_per_step, notes)
+    return founding.layout, record, fragments, notes
 
 
 def on_devices(placed: Placed, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:

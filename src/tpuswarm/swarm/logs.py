@@ -1,25 +1,22 @@
 """What a run and its processes said, in the order of time: events in words, and the lines of its logs."""
 
-import io
-import re
 import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.events import sentence
 from tpuswarm.train.run import EVENTS, read_rows, reading
 from tpuswarm.train.schema import parse_row
+from tpuswarm.train.stamped import STAMP
 
 RUN = "run"
 """The source of events."""
 SLACK = timedelta(seconds=1)
 """A file's clock is coarser than the one that is written into it."""
-STAMP = re.compile(r"([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{3}))? ")
-"""How such a line is found again."""
 
 
 class Line(NamedTuple):
@@ -31,8 +28,18 @@ class Line(NamedTuple):
     """`run`, or the name of a process."""
     text: str
 
+    @property
+    def day(self) -> str:
+        """Its date."""
+        return time.strftime("%Y-%m-%d", time.localtime(self.time))
+
+    @property
+    def within_a_day(self) -> str:
+        """The line under its date."""
+        return f"{time.strftime('%H:%M:%S', time.localtime(self.time))}  {self.source:<13} {self.text}"
+
     def __str__(self) -> str:
-        return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.time))}  {self.source:<13} {self.text}"
+        return f"{self.day} {self.within_a_day}"
 
 
 class Logs:
@@ -80,29 +87,6 @@ class Logs:
         whole = data[: data.rfind(b"\n") + 1]
         self._read[path] = self._read.get(path, 0) + len(whole)
         return whole.splitlines(keepends=True)
-
-
-def stamp(at: float) -> str:
-    """How a line of a process's log begins; at: seconds since 1970.
-
-    Lines of several processes are put into order by it, and those have more than one thing to say in a second.
-    """
-    return f"{datetime.fromtimestamp(at).time().isoformat('milliseconds')} "
-
-
-class Stamped(io.FileIO):
-    """A log file that says of each line when it was written."""
-
-    fresh = True
-    """Whether the next byte begins a line."""
-
-    def write(self, data: Any) -> int:
-        """As FileIO does."""
-        lines, at = bytes(data).splitlines(keepends=True), stamp(time.time()).encode()
-        for line in lines:
-            super().write(at + line if self.fresh else line)
-            self.fresh = line.endswith(b"\n")
-        return len(data)
 
 
 def dated(lines: Sequence[str], source: str, ended: float) -> list[Line]:

@@ -4,13 +4,10 @@ They share the books (core/member.py). Only the training process changes paramet
 down in `_arrived`, to be taken up between two steps.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
-
-import numpy as np
 
 from tpuswarm.swarm.core import member as core
 from tpuswarm.swarm.core.member import Adopt, Member
@@ -18,7 +15,6 @@ from tpuswarm.swarm.core.messages import Accepted, Granted, Refused
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Header, Identity
 from tpuswarm.swarm.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
-from tpuswarm.swarm.inner import Saved, piece_digest
 from tpuswarm.swarm.pace import Speed
 
 BEAT = 2.0
@@ -31,6 +27,7 @@ its payload at a shard with other bytes than were sent.
 """
 IDLE = 0.02
 """Seconds a training process without rows waits before it looks again."""
+EVALUATES = "member evaluates"
 FIRST = 600.0
 """Seconds in which what the devices do for the first time may be compiled."""
 
@@ -76,27 +73,15 @@ class Holder(Protocol):
         """Come to a version that `place` gave, in the way that `adopt.how` says."""
         ...
 
-    def evaluate(self, batch: int, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
-        """Held-out metrics of the version adopted last, in batches of so many rows, and the number of rows.
+    def evaluate(self, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
+        """Held-out metrics of the version adopted last, and the number of rows.
 
         None if told to leave. Asked for with `evaluate_every` only.
         """
         ...
 
-    def inner(self) -> Any:
-        """A copy of the inner state, on the devices. This and the next three are asked for with `inner_save` only."""
-        ...
-
-    def pack(self, inner: Any) -> tuple[str, list[np.ndarray]]:
-        """What `inner` gave as pieces, uint8 each, and a digest of what their bytes mean."""
-        ...
-
-    def restore(self, specs: str, pieces: Sequence[np.ndarray]) -> bool:
-        """Take up what `pack` gave an earlier incarnation; False, and nothing done, where it does not fit."""
-        ...
-
     def ramp(self) -> None:
-        """Begin with small updates: there is no inner state to parameters that were trained."""
+        """Begin with small updates: parameters that were trained come without the inner state that they had."""
         ...
 
 
@@ -121,8 +106,6 @@ class MemberProcesses:
     """Asked to go: hand in what is done, give the rest back."""
     ended: bool = False
     """The run is over."""
-    inner_save: float | None = None
-    """Seconds between two saves of the inner state, at least; None: it is neither saved nor restored."""
     evaluate_every: int | None = None
     """Tokens counted between two evaluations; None: there are none."""
     evaluated: Callable[[int, int, dict[str, float], int], None] = lambda version, tokens, values, rows: None
@@ -136,12 +119,6 @@ class MemberProcesses:
     _arrived: tuple[Adopt, int, Any] | None = None
     _anchored: int = field(init=False)
     """The version of `anchor`."""
-    _inner: Any = None
-    """Copied with the snapshot, and not yet packed."""
-    _inner_at: float = -math.inf
-    """When it was copied last."""
-    _inner_calls: list[Call] = field(default_factory=list)
-    """What is left to do to save it, a call between two heartbeats."""
     _busy: dict[str, float] = field(default_factory=dict)
     """What the devices are at, and since when."""
     _done: set[str] = field(default_factory=set)
@@ -171,17 +148,18 @@ class MemberProcesses:
 
     def train(self) -> Process:
         """Steps, snapshots and adoptions, until the run ends; raises Over when this incarnation has to end."""
-        if self.inner_save is not None:
-            yield from self._restore()
+        if self.books.base > 0:
+            self.holder.ramp()
         while not self.ended:
             if self._arrived:
                 if core.fits(self.books, self._arrived[0]):
                     yield from self._take_up(*self._arrived)
                 self._arrived = None
-            if self.books.push_due or (self.leaving and self.books.outstanding and not self.books.undecided):
+            last = self.leaving and (self.books.undecided or self.books.whole)  # else a batch of the run is half done
+            if self.books.push_due or (last and self.books.outstanding and not self.books.undecided):
                 yield from self._take_snapshot()
             rows = self.books.next_rows
-            if not rows or self.leaving:
+            if not rows or last:
                 yield from self._settle()
                 yield Sleep(IDLE)
                 continue
@@ -197,9 +175,6 @@ class MemberProcesses:
             if self._snapshot is not None:
                 yield from self._encode()
                 yield from self._push()
-                yield from self._pack_inner()
-            elif self._inner_calls:
-                yield from self._save_inner()
             reply = yield from self._beat()
             if reply is not None:
                 if reply.unknown and self._pushed and self._snapshot is None:
@@ -216,7 +191,7 @@ class MemberProcesses:
     def _pause(self) -> float:
         """Seconds until there is something to say: a heartbeat, or the push that is due by then."""
         books, speed = self.books, self._speed.rows_per_s
-        if books.undecided or not books.todo or self._inner_calls:
+        if books.undecided or not books.todo:
             return WAIT
         due = (books.cycle - len(books.outstanding)) / speed if speed else 0.0
         return min(BEAT, max(WAIT, due))
@@ -237,9 +212,14 @@ class MemberProcesses:
         self._done.add(name)
         return done
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether it evaluates, and does not train meanwhile."""
+        return EVALUATES in self._busy
+
     def _between_batches(self) -> bool:
         """Whether an evaluation is to be left; that it asks is progress."""
-        self._busy["member evaluates"] = self.clock()
+        self._busy[EVALUATES] = self.clock()
         return self.leaving
 
     def _settle(self) -> Process:
@@ -248,10 +228,6 @@ class MemberProcesses:
             self._speed.ends(done, self.clock())
 
     def _take_snapshot(self) -> Process:
-        now = self.clock()
-        if self.inner_save is not None and not self._inner_calls and now - self._inner_at >= self.inner_save:
-            self._inner = yield from self._on_devices("member copies its inner state", self.holder.inner)
-            self._inner_at = now
         self._snapshot = yield from self._on_devices("member takes a snapshot", self.holder.snapshot)
         self.books = core.snapshot(self.books)
 
@@ -263,8 +239,8 @@ class MemberProcesses:
         self.books = core.adopted(self.books, adopt, tokens)
         if self.evaluate_every and tokens // self.evaluate_every > before // self.evaluate_every:
             yield from self._settle()
-            evaluate = partial(self.holder.evaluate, self.books.terms.batch, self._between_batches)
-            if found := (yield from self._on_devices("member evaluates", evaluate)):
+            evaluate = partial(self.holder.evaluate, self._between_batches)
+            if found := (yield from self._on_devices(EVALUATES, evaluate)):
                 self.evaluated(adopt.version, tokens, *found)
 
     def _beat(self) -> Process:
@@ -366,48 +342,6 @@ class MemberProcesses:
         self._arrived = (adopt, tokens, version)
         if follows:
             self.anchor, self._anchored = fragments, adopt.version
-
-    def _pack_inner(self) -> Process:
-        """After an accepted push: lay out the calls that save the inner state; forget it where it is not finite."""
-        assert self._pushed is not None
-        header, payload = self._pushed
-        inner, self._inner = self._inner, None
-        if self.inner_save is not None and not payload.finite:
-            self._inner_calls = []
-            yield from self._until_answered(Call(self.shards[0], "drop_inner", (header.identity.incarnation.member,)))
-        elif inner is not None:
-            specs, pieces = yield Do("member packs its inner state", lambda: self.holder.pack(inner))
-            digests = tuple(map(piece_digest, pieces))
-            saved = Saved(header.identity, header.base, specs, digests)
-            puts = enumerate(zip(pieces, digests, strict=True))
-            self._inner_calls = [
-                self._of_shard(n, "put_inner", header.identity, header.base, n, *each) for n, each in puts
-            ]
-            self._inner_calls.append(Call(self.shards[0], "finish_inner", (saved,)))
-
-    def _save_inner(self) -> Process:
-        """The next call; a piece that is refused ends this save, and the next one tries again."""
-        try:
-            answer = yield self._inner_calls[0]
-        except Unreachable:
-            return
-        if isinstance(answer, Refused):
-            self._inner_calls = []
-        elif isinstance(answer, Accepted):
-            del self._inner_calls[0]
-
-    def _restore(self) -> Process:
-        """Take up the inner state of the incarnation before, if it is not too old; else begin with a ramp."""
-        member, base, limit = self.books.incarnation.member, self.books.base, self.books.terms.staleness.limit
-        saved = yield from self._until_answered(Call(self.shards[0], "find_inner", (member, base, limit)))
-        pieces = []
-        for number in range(len(saved.digests) if saved else 0):
-            pieces.append((yield from self._until_answered(self._of_shard(number, "get_inner", saved, number))))
-        whole = saved is not None and all(piece is not None for piece in pieces)
-        restore = partial(self.holder.restore, saved.specs if saved else "", pieces)
-        restored = whole and (yield Do("member restores its inner state", restore))
-        if base > 0 and not restored:
-            self.holder.ramp()
 
     def _of_shard(self, number: int, method: str, *arguments: Any) -> Call:
         return Call(self.shards[number % len(self.shards)], method, arguments)

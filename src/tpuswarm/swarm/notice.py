@@ -8,9 +8,13 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
+
+from tpuswarm.errors import InputError
 
 METADATA = "metadata.google.internal"
-PREEMPTED = "/computeMetadata/v1/instance/preempted"
+INSTANCE = "/computeMetadata/v1/instance/"
+PREEMPTED = f"{INSTANCE}preempted"
 """Its value turns from FALSE to TRUE some 30 s before a preemption.
 
 https://cloud.google.com/compute/docs/instances/create-use-preemptible
@@ -42,6 +46,39 @@ def on_notice(leave: Callable[[], None]) -> None:
     host = os.environ.get("GCE_METADATA_HOST") or (METADATA if _made_by_google() else None)
     if host:
         threading.Thread(target=_watch, args=(host, leave), name="preemption", daemon=True).start()
+
+
+class Here(NamedTuple):
+    """What a machine of Google's knows of itself."""
+
+    name: str
+    """Of the TPU, or of the VM."""
+    number: int
+    """Which of its hosts this is."""
+    hosts: tuple[str, ...]
+    """Internal addresses of all of them; one or none for a machine of one host."""
+
+
+def machine_here() -> Here:
+    """This machine, by its metadata server; InputError where there is none."""
+    host = os.environ.get("GCE_METADATA_HOST") or METADATA
+    name = _ask(host, "attributes/instance-id") or _ask(host, "name")
+    if name is None:
+        raise InputError(
+            f"no metadata server answers at {host}: this is no machine of Google's, so leave --of-machine out"
+        )
+    workers = _ask(host, "attributes/worker-network-endpoints") or ""
+    addresses = tuple(each.rpartition(":")[2] for each in workers.split(",") if each)
+    return Here(name, int(_ask(host, "attributes/agent-worker-number") or 0), addresses)
+
+
+def _ask(host: str, what: str) -> str | None:
+    request = urllib.request.Request(f"http://{host}{INSTANCE}{what}", headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return str(answer.read().decode().strip()) or None
+    except (OSError, http.client.HTTPException):
+        return None
 
 
 def _made_by_google() -> bool:

@@ -13,6 +13,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm import tensors
 from tpuswarm.swarm.core.quantize import BLOCK, Quantized
 from tpuswarm.swarm.core.values import Identity
+from tpuswarm.swarm.stamps import Stamps
 from tpuswarm.swarm.store import Conflict, Corrupt, Store
 
 MEMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -70,15 +71,20 @@ def update_digest(update: Quantized) -> str:
 
 
 class Objects:
-    """The arrays in a run's storage. What is read is checked against its digest first; nothing is unpickled."""
+    """The arrays in a run's storage. What is read is checked against its digest first; nothing is unpickled.
+
+    A file that this process has read so, or written, and that was not touched since is not hashed again.
+    """
 
     def __init__(self, store: Store):
-        self._store = store
+        self._store, self._stamps = store, Stamps()
 
     def put_array(self, array: np.ndarray) -> str:
         """Store a float32 array; its digest, SHA-256 in hexadecimal. The same array again changes nothing."""
         digest = array_digest(array)
-        self._store.put(object_name(digest), tensors.encode({ONLY: array}))
+        name = object_name(digest)
+        self._store.put(name, tensors.parts({ONLY: array}))
+        self._wrote(name, digest)
         return digest
 
     def get_array(self, digest: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
@@ -96,8 +102,8 @@ class Objects:
         return array
 
     def check(self, digest: str) -> None:
-        """Read an object, whatever it is; raises Missing and Corrupt."""
-        self._load(object_name(digest), digest)
+        """Read an object, whatever it is, and hash it, whatever is known of it; raises Missing and Corrupt."""
+        self._load(object_name(digest), digest, again=True)
 
     @contextmanager
     def writing_array(self, shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, Callable[[], str]]]:
@@ -145,20 +151,25 @@ class Objects:
                         array.flags.writeable = False
                     with part.open("rb") as file:
                         digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    self._store.put_file(object_name(digest), part)
+                self._store.put_file(object_name(digest), part)
+                self._wrote(object_name(digest), digest)
                 return digest
 
             yield arrays, finish
 
-    def put_payload(self, identity: Identity, fragment: int, payload: Mapping[str, np.ndarray]) -> str:
+    def put_payload(
+        self, identity: Identity, fragment: int, payload: Mapping[str, np.ndarray], known: str | None = None
+    ) -> str:
         """Store one fragment of a contribution, {"s": float32} or {"codes": uint8, "scales": float32}.
 
-        Its digest, that of `tensors.digest`. The same again changes nothing. Raises Conflict where other bytes are
-        stored for this identity, InputError for a member's name that cannot be part of a file's.
+        Its digest, that of `tensors.digest`, which the caller may know. The same again changes nothing. Raises Conflict
+        where other bytes are stored for this identity, InputError for a member's name that cannot be part of a file's.
         """
         name = payload_name(identity, fragment)
-        digest = tensors.digest(payload)
-        if not self._store.create(name, tensors.encode(payload)) and self._digest(name) != digest:
+        digest = known or tensors.digest(payload)
+        if self._store.create(name, tensors.parts(payload)):
+            self._wrote(name, digest)
+        elif self._digest(name) != digest:
             raise Conflict(
                 f"{name} is already stored with other bytes: a push is resent unchanged; start a new incarnation"
             )
@@ -175,7 +186,11 @@ class Objects:
             raise self._corrupt(name, f"it holds {_described(found)}, which is no payload")
         return found
 
-    def _load(self, name: str, digest: str) -> dict[str, np.ndarray]:
+    def _wrote(self, name: str, digest: str) -> None:
+        with self._store.writing(name):
+            self._stamps.wrote(name, self._store.here(name), digest)
+
+    def _load(self, name: str, digest: str, again: bool = False) -> dict[str, np.ndarray]:
         path = self._store.path(name)
         data: bytes | mmap
         if path is None:
@@ -183,7 +198,12 @@ class Objects:
             found = hashlib.sha256(data).hexdigest()
         else:
             with self._store.reading(name), path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                if not again and self._stamps.holds(name, path, digest):
+                    found = digest
+                else:
+                    before = os.fstat(file.fileno())
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                    self._stamps.read(name, before, path, found)
                 if found == digest:
                     data = mmap(file.fileno(), 0, access=ACCESS_READ)
         if found != digest:

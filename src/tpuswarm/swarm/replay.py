@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from tpuswarm.swarm.core.merge import Contribution
-from tpuswarm.swarm.core.outer import Outer, commit, first_state
+from tpuswarm.swarm.core.outer import Outer, commit, first_state, state_rows
 from tpuswarm.swarm.core.quantize import BITS, Quantized, empty
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.ledger import Ledger, header_name
@@ -51,7 +51,7 @@ def replay(
     does not fit together.
     """
     record, before = records(version), records(version - 1)
-    outer = Outer(record.rule, record.momentum, downlink=record.downlink)
+    outer = Outer(record.rule, record.momentum, downlink=record.downlink, averaged=record.averaged)
     theta = _there(arrays(before.state[fragment]), f"the state of commit {version - 1}")
     state = first_state(outer, theta.size)
     if (kept := outer_before(before, outer, fragment)) is not None:
@@ -66,10 +66,11 @@ def replay(
             base = _there(arrays(digest), f"the state of commit {decision.base}")
             payload = _there(payloads(header, fragment), payload_name(decision.identity, fragment))
             contributions.append(contribution(decision, theta if digest == before.state[fragment] else base, payload))
-    new, new_outer = np.empty_like(theta), None if state is None else np.empty_like(state)
+    rows = state_rows(outer, record.gathered)
+    new, new_outer = np.empty_like(theta), np.empty((rows, theta.size), np.float32) if rows else None
     sent = None if outer.downlink == "plain" else empty(theta.size, BITS[outer.downlink])
-    step = record.gathered == 0
-    commit(theta, state, contributions, outer, record.rate, record.share, step, new, new_outer, sent)
+    means = outer.averaged_in(fragment)
+    commit(theta, state, contributions, outer, record.rate, record.share, new, new_outer, sent, means)
     return Replayed(new, new_outer, sent)
 
 

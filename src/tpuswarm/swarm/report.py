@@ -66,17 +66,20 @@ def write_report(folder: Path) -> Path:
     commits, totals = read_commits(Store(folder))
     rows, events = list(read_rows(folder / METRICS)), list(read_rows(folder / EVENTS))
     seen = look(folder)
-    picture = loss_picture(rows)
+    picture = loss_picture(rows, seen.unit)
     (folder / "loss.png").write_bytes(picture)
     config = read_config(folder)
     spans, marks, seconds = lives(events)
     sections = [
         ("", facts_table(history(events) + _facts(config, seen, commits, totals, seconds))),
-        ("Loss", image("training loss of each member against its tokens, held-out loss against all tokens", picture)),
+        (
+            "Loss",
+            image("training loss of each member against its tokens, held-out loss against all", picture),
+        ),
         *samples(events),
         ("Members", image("which members were alive when, and what was lost", members_picture(spans, marks, seconds))),
         ("Commits", image("weight of each member in each commit", commits_picture(commits)) + _commits(commits)),
-        ("Tokens", facts_table(_tokens(seen)) + _totals(totals)),
+        (seen.unit.capitalize(), facts_table(_tokens(seen)) + _totals(totals)),
         ("What happened", _happened(events)),
         configuration(config),
     ]
@@ -108,8 +111,11 @@ def replay_lines(store: Store) -> Iterator[str]:
         )
 
 
-def loss_picture(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """PNG: the losses of each member over its own tokens, and beside them the held-out losses over those counted."""
+def loss_picture(rows: Iterable[Mapping[str, Any]], what: str) -> bytes:
+    """PNG: the losses of each member over its own tokens, and beside them the held-out losses over those counted.
+
+    what: tokens, or rows where a row counts for one.
+    """
     evaluations: list[tuple[int, float]] = []
     members: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -125,13 +131,13 @@ def loss_picture(rows: Iterable[Mapping[str, Any]]) -> bytes:
     for number, (member, own) in enumerate(sorted(members.items())):
         label, color = (member, f"C{number}") if few else (f"each of {len(members)}" if not number else "", "tab:blue")
         draw_losses(left, [row["tokens"] for row in own], [row["loss"] for row in own], label, color, raw=few)
-    left.set(xlabel="tokens of the member", ylabel="loss", title="training loss of each member")
+    left.set(xlabel=f"{what} of the member", ylabel="loss", title="training loss of each member")
     show_thousands(left)
     if members:
         left.legend(ncols=2)
     if right is not None:
         right.plot(*zip(*sorted(evaluations), strict=True), "o-", color="black", ms=4)
-        right.set(xlabel="tokens counted", title="held-out loss of the model", xlim=(0, None))
+        right.set(xlabel=f"{what} counted", title="held-out loss of the model", xlim=(0, None))
         show_thousands(right)
     return png(figure)
 
@@ -176,11 +182,8 @@ def members_picture(spans: Sequence[Span], marks: Sequence[Mark], seconds: float
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(names)), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     row = {name: number for number, name in enumerate(names)}
-    lives_of = dict.fromkeys(names, 0)
-    for span in sorted(spans, key=lambda span: span.start):
-        shade = ("tab:blue", "tab:cyan")[lives_of[span.member] % 2]
-        lives_of[span.member] += 1
-        axes.barh(row[span.member], span.end - span.start, left=span.start, height=0.6, color=shade)
+    for span in spans:
+        axes.barh(row[span.member], span.end - span.start, left=span.start, height=0.6, color="tab:blue", ec="white")
         if span.end - span.start > seconds / 10:
             axes.text(span.start, row[span.member], f" {span.incarnation[:8]}", va="center", fontsize=TEXT)
     if marks:

@@ -13,6 +13,7 @@ from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.train.files import write_atomically
+from tpuswarm.train.mirror import shown
 from tpuswarm.train.run import read_config, read_life, reading, writing
 from tpuswarm.train.schema import Stamp
 
@@ -24,13 +25,14 @@ class MemberStatus:
     """One member."""
 
     id: str
-    state: Literal["alive", "joining", "lost", "left"]
+    state: Literal["alive", "evaluating", "joining", "lost", "left"]
+    """evaluating: alive, and not training meanwhile."""
     pid: int | None
     incarnation: str | None
     base: int | None
     """The version it has adopted."""
     tokens: int
-    """Trained by its incarnation."""
+    """Trained by it, in all its incarnations."""
     tokens_per_s: float | None
     """None unless it is alive or joining."""
     loss: float | None
@@ -38,6 +40,13 @@ class MemberStatus:
     grad_norm: float | None
     lag: int | None
     """Versions behind the newest."""
+    carried: int = 0
+    """Bytes between it and what serves it so far: a payload there and a version back for each contribution."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it takes part."""
+        return self.state in ("alive", "evaluating")
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,8 @@ class SwarmStatus:
     """Where others join."""
     processes: dict[str, int]
     """Pids of coordinator and aggregators, by name."""
+    carried: int = 0
+    """Bytes between members and what serves them so far: a payload there and a version back for each contribution."""
 
     @property
     def elapsed(self) -> float:
@@ -90,7 +101,12 @@ class Progress:
     """Tokens, of late."""
     eval_loss: float | None = None
     eval_version: int | None = None
+    carried: int = 0
+    """Bytes, of the whole run."""
 
+
+FINISHED, STOPPED = "the run is finished", "the run was stopped"
+"""The phases after the last: who looks for a head by the run's folder alone looks no further."""
 
 _STATUS: TypeAdapter[SwarmStatus] = TypeAdapter(SwarmStatus)
 
@@ -108,7 +124,7 @@ def compose(
     """One picture of what the coordinator and the supervisor know."""
     tokens = summary.tokens if summary else Tokens(0, 0, 0, 0, 0)
     settled = tokens.processed - tokens.outstanding
-    alive = [each for each in members if each.state == "alive"]
+    alive = [each for each in members if each.lives]
     losses = [each.loss for each in members if each.loss is not None and each.state != "lost"]
     speed = progress.counted_per_s
     return SwarmStatus(
@@ -130,6 +146,7 @@ def compose(
         alarms=tuple(alarms),
         address=address,
         processes=processes,
+        carried=progress.carried,
     )
 
 
@@ -154,6 +171,11 @@ def read_status(folder: Path) -> SwarmStatus | None:
             f"{folder / FILE} is not a swarm status ({where + ': ' if where else ''}{first['msg']}); remove it: "
             "a run writes it again every second"
         ) from error
+
+
+def parse_status(data: bytes) -> SwarmStatus:
+    """What `write_status` has written; raises ValidationError."""
+    return _STATUS.validate_json(data)
 
 
 @dataclass(frozen=True)
@@ -216,14 +238,14 @@ def look(folder: Path) -> Look:
         now = clock.time()
         status = compose(None, (), config["train"]["steps"] * tokens_per_step, (), "", {}, now, Progress(now))
     if life.pid is None:
-        members = tuple(_after_the_end(each, life.state) for each in status.members)
+        members = tuple(after_the_end(each, life.state) for each in status.members)
         phase = f"ended; last status from {clock.strftime('%Y-%m-%d %H:%M:%S', clock.localtime(status.time))}"
         status = replace(
             status, members=members, phase=phase, tokens_per_s=0.0, lag=None, left=None, alarms=(), processes={},
             address="",
         )  # fmt: skip
     return Look(
-        run=str(folder),
+        run=shown(folder),
         recipe=config["recipe"]["name"],
         state=life.state,
         pid=life.pid,
@@ -235,6 +257,7 @@ def look(folder: Path) -> Look:
     )
 
 
-def _after_the_end(member: MemberStatus, ended: str) -> MemberStatus:
+def after_the_end(member: MemberStatus, ended: str) -> MemberStatus:
+    """A member of a run of which no process is left; ended: how, as in train/run.py."""
     left = member.state == "left" or ended == "finished"
     return replace(member, state="left" if left else "lost", pid=None, tokens_per_s=None)

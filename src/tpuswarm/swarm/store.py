@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.places import Bucket, Folder, Memory
+from tpuswarm.train.mirror import origin
+from tpuswarm.train.stored import Bucket, Content, Copied, Folder, Memory
 
 
 class Missing(RunFailed):
@@ -40,6 +41,8 @@ class Conflict(RunFailed):
 class Store:
     """The files under one root: a local folder, or a URL gs://bucket/folder; memory://folder for simulations.
 
+    A local folder that stands for a run in a bucket (train/mirror.py) is that run, with copies on this disk.
+
     Names are relative, with / between their parts. What goes wrong outside is raised as RunFailed. Methods may be
     called from several threads and processes at once.
     """
@@ -49,7 +52,9 @@ class Store:
         self.root = str(root)
         self._back: Folder | Bucket
         protocol, apart, _ = self.root.partition("://")
-        if not apart:
+        if not apart and (url := origin(Path(root))):
+            self.root, self._back = url, Copied(url, Path(root))
+        elif not apart:
             self._back = Folder(Path(root))
         elif protocol == "file":
             self._back = Folder(Path(self.root.removeprefix("file://")))
@@ -63,7 +68,7 @@ class Store:
                 "it does not exist; use one of these"
             )
 
-    def create(self, name: str, data: bytes) -> bool:
+    def create(self, name: str, data: Content) -> bool:
         """Write a new file; False, and nothing done, if one of that name is there.
 
         A caller who got no answer calls again, and compares what it then finds with its own bytes.
@@ -71,7 +76,7 @@ class Store:
         with self._failing(name, "written"):
             return self._back.create(_checked(name), data)
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: Content) -> None:
         """Write a file whose name follows from its content; what is there under that name is replaced."""
         with self._failing(name, "written"):
             self._back.put(_checked(name), data)
@@ -97,8 +102,16 @@ class Store:
             return self._back.read(_checked(name))
 
     def path(self, name: str) -> Path | None:
-        """Where a file is or would be, for memory maps; None where the root is not a local folder."""
-        return self._back.path(_checked(name))
+        """Where a file is or would be, for memory maps; None where the root is not a local folder.
+
+        Of a run in a bucket it is brought first: raises Missing where there is none.
+        """
+        with self._failing(name, "read"):
+            return self._back.path(_checked(name))
+
+    def here(self, name: str) -> Path | None:
+        """Where on this disk something may lie beside the run's files; None where they are not on it."""
+        return self._back.here(_checked(name))
 
     def exists(self, name: str) -> bool:
         """Whether a file of that name is there."""

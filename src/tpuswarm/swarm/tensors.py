@@ -7,7 +7,7 @@ content has one form, the one that the safetensors library gives it, so that a d
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from mmap import mmap
 from typing import Any
 
@@ -54,15 +54,21 @@ def over(of: Specs, data: Any, offset: int) -> dict[str, np.ndarray]:
     }
 
 
+def parts(tensors: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
+    """The bytes of `encode`, one part after the other, without copying the arrays."""
+    of = specs(tensors)
+    return [header(of), *(tensors[name].reshape(-1).view(np.uint8).data for name in _ordered(of))]
+
+
 def encode(tensors: Mapping[str, np.ndarray]) -> bytes:
     """Arrays as bytes; ValueError for a dtype that is not exchanged."""
-    return b"".join(_parts(tensors))
+    return b"".join(parts(tensors))
 
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
     """SHA-256, in hexadecimal, of the bytes of `encode`, without making them."""
     found = hashlib.sha256()
-    for part in _parts(tensors):
+    for part in parts(tensors):
         found.update(part)
     return found.hexdigest()
 
@@ -85,13 +91,6 @@ def decode(data: bytes | mmap) -> dict[str, np.ndarray]:
     if len(data) != end:
         raise ValueError(f"it has {len(data)} bytes, its header says {end}")
     return over(of, data, 8 + size)
-
-
-def _parts(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
-    of = specs(tensors)
-    yield header(of)
-    for name in _ordered(of):
-        yield tensors[name].reshape(-1).view(np.uint8).data
 
 
 def _ordered(of: Specs) -> list[str]:

@@ -181,9 +181,9 @@ class _Check:
     def rest(self, view: View) -> None:
         """What has to be there is there, and what is there and was not read yet is whole."""
         for record in self.records:
+            for digest in retention.kept_objects(record, self._changes, 0):
+                self._require(object_name(digest))
             for digest in record.objects:
-                if retention.keeps_state(record, self._changes, 0):
-                    self._require(object_name(digest))
                 if self._unseen(object_name(digest)):
                     self._loaded(object_name(digest), partial(self._objects.check, digest))
         for identity, header in self._headers.items():

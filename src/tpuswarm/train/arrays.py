@@ -139,7 +139,7 @@ def _to_jax(path: Any, leaf: Any) -> jax.Array:
     array = _imported(leaf, name)
     if isinstance(array, jax.Array) and array.dtype == jax.dtypes.canonicalize_dtype(array.dtype):
         return array
-    host = _narrowed(np.asarray(array), name)
+    host = narrowed(np.asarray(array), name)
     try:
         return jax.device_put(host)
     except TypeError as error:
@@ -178,7 +178,7 @@ def _imported(leaf: Any, name: str) -> Any:
         raise InputError(f"{name} ({type(leaf).__name__}) cannot be read: {_first_line(error)}") from error
 
 
-def _narrowed(array: np.ndarray, name: str) -> np.ndarray:
+def narrowed(array: np.ndarray, name: str) -> np.ndarray:
     """`array` in JAX's types: byte order of this machine, 32 bits unless 64 are on; InputError for a value it loses."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
@@ -66,6 +67,8 @@ class Checkpoints:
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.pinned: int | None = None
+        """The step of one that is kept however old it is."""
         self.seconds = seconds
         """What the last save took, from its start to its manifest; at first, that of the process before."""
 
@@ -134,7 +137,8 @@ class Checkpoints:
         whole = [folder for folder in self.folders() if (folder / MANIFEST).exists()]
         unfinished = [folder for folder in self.folders() if folder not in whole]
         for folder in unfinished + whole[self._keep :]:
-            shutil.rmtree(folder)
+            if int(folder.name) != self.pinned or folder in unfinished:
+                shutil.rmtree(folder)
 
     def folders(self) -> list[Path]:
         """All checkpoint folders, whole or not, newest first."""
@@ -220,6 +224,16 @@ def restore(saved: Saved, abstract: Any) -> Any:
                 f"the first {name} ({there.get(name, 'missing')} there, {here.get(name, 'missing')} in this recipe)"
             )
         return orbax.restore(place, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
+
+
+def arrays(saved: Saved) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint on the host, by its path; the program that made it is not needed."""
+    place = (saved.folder / "state").absolute()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        there = orbax.metadata(place).item_metadata.tree
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), there)
+        tree = orbax.restore(place, args=ocp.args.PyTreeRestore(restore_args=args))
+    return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
 
 
 def _shapes(tree: Any) -> dict[str, str]:

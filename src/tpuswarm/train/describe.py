@@ -47,8 +47,9 @@ def parameter_rows(fitted: Fitted) -> list[ParameterRow]:
 
 
 def _axes(leaf: jax.ShapeDtypeStruct) -> str:
-    split = [axis for axis, name in enumerate(leaf.sharding.spec) if name is not None]
-    return f"axis {split[0]} / {leaf.sharding.mesh.size}" if split else "replicated"
+    parts = [whole // part for whole, part in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape), strict=True)]
+    split = [f"axis {axis} / {count}" for axis, count in enumerate(parts) if count > 1]
+    return ", ".join(split) or "replicated"
 
 
 def memory_sentence(fitted: Fitted) -> str:

@@ -14,6 +14,8 @@ from tpuswarm.config.shown import clock, pace, significant
 from tpuswarm.train.describe import ParameterRow
 from tpuswarm.train.diagnose.summary import rows as summary_rows
 from tpuswarm.train.live import Column, Curve, Pace, bar, region, sparkline, table
+from tpuswarm.train.stamped import logged
+from tpuswarm.train.terminal import say_on
 from tpuswarm.train.waiting import stderr_console
 
 PLAIN_WIDTH = 120
@@ -29,12 +31,16 @@ class Opening:
     title: str
     devices: str
     run: str
+    step: int
+    """Done before."""
     steps: int
     tokens_per_step: int
     unit: str
     """What these tokens are: tokens, or rows where a row counts for one."""
     parameters: Sequence[ParameterRow]
     sentences: Sequence[str]
+    seconds: float = 0.0
+    """Of this process, before."""
 
 
 class Display:
@@ -48,16 +54,15 @@ class Display:
     def open(self, opening: Opening) -> None:
         """Say what is about to be trained."""
         self._opening = opening
-        self.console.print(
-            f"{opening.title} on {opening.devices}, {opening.steps:,} steps, in {opening.run}", soft_wrap=True
-        )
-        self.console.print(parameter_table(opening.parameters, self.console.width))
+        say_on(self.console, f"{opening.title} on {opening.devices}, {opening.steps:,} steps, in {opening.run}")
+        if not logged():
+            self.console.print(parameter_table(opening.parameters, self.console.width))
         for sentence in opening.sentences:
             self.note(sentence)
 
     def note(self, text: str) -> None:
         """Say one sentence."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        say_on(self.console, text)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl."""
@@ -111,15 +116,12 @@ class LiveDisplay(Display):
         """Say what is about to be trained, then draw the view."""
         super().open(opening)
         self._picture = Picture(
-            f"{opening.title} on {opening.devices}", opening.run, 0, opening.steps, opening.tokens_per_step,
-            opening.unit,
+            f"{opening.title} on {opening.devices}", opening.run, opening.step, opening.steps,
+            opening.tokens_per_step, opening.unit,
         )  # fmt: skip
-        self._began = time.monotonic()
-        self._live = region(self.console, self._draw)
-
-    def note(self, text: str) -> None:
-        """Say one sentence, above the view."""
-        self.console.print(text, markup=False)
+        self._began = time.monotonic() - opening.seconds
+        if opening.step < opening.steps:
+            self._live = region(self.console, self._draw)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl."""

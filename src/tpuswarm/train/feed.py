@@ -4,7 +4,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +18,10 @@ from tpuswarm.train.user_code import blame
 PATIENCE = 1.0
 """Seconds that leaving waits for rows still being read; a save may be waiting for it."""
 DEPTH = 2
-"""Batches held ready; more would only take device memory."""
+"""Batches held ready or being read; more would only take device memory."""
+ALIVE = DEPTH + 2
+"""Batches on the devices at once, at most: besides those, that of the step which runs and that of the one dispatched
+behind it."""
 
 
 class Feed:
@@ -30,8 +32,9 @@ class Feed:
 
     def __init__(self, source: Source, spec: Mapping[str, Any], sharding: Sharding, first_step: int, last_step: int):
         self._source, self._spec, self._sharding = source, dict(spec), sharding
-        self._steps = range(first_step, last_step)
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=DEPTH)
+        self._steps, self._size = range(first_step, last_step), next(iter(self._spec.values())).shape[0]
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue()
+        self._room = threading.Semaphore(DEPTH)  # taken before a batch is read: one read too early is on the devices
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
@@ -43,10 +46,8 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
-        end = time.monotonic() + PATIENCE
-        while self._thread.is_alive() and time.monotonic() < end:
-            with suppress(queue.Empty):
-                self._ready.get(timeout=0.05)
+        self._room.release()
+        self._thread.join(PATIENCE)
 
     def next(self, leave: Callable[[], bool] = lambda: False) -> tuple[Batch, float] | None:
         """The next batch, and the seconds that were spent waiting for it; None if told to leave while waiting.
@@ -63,24 +64,26 @@ class Feed:
                     return None
         if isinstance(item, BaseException):
             raise item
+        self._room.release()
         return item, time.perf_counter() - start
 
     def _run(self) -> None:
         try:
             for step in self._steps:
+                self._room.acquire()
                 if self._stopped.is_set():
                     return
-                self._ready.put(read_batch(self._source, self._spec, self._sharding, step))
+                self._ready.put(read_batch(self._source, self._spec, self._sharding, step * self._size))
         except BaseException as error:  # noqa: BLE001  # whatever it is, the training thread raises it
             self._ready.put(error)
 
 
-def read_batch(source: Source, spec: Mapping[str, Any], sharding: Sharding, step: int) -> Batch:
-    """The batch of a step, as Feed has it, on the devices; each host reads the rows of its own."""
+def read_batch(source: Source, spec: Mapping[str, Any], sharding: Sharding, start: int) -> Batch:
+    """Rows of a source from `start` on, as many as `spec` has, on the devices; each host reads those of its own."""
     size = next(iter(spec.values())).shape[0]
 
     def read(first: int, count: int) -> Mapping[str, np.ndarray]:
-        return read_rows(source, spec, step * size + first, count)
+        return read_rows(source, spec, start + first, count)
 
     return place_batch(read, size, sharding)
 

@@ -21,6 +21,7 @@ from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import mesh as meshes
 from tpuswarm.train import paths
+from tpuswarm.train.feed import ALIVE
 from tpuswarm.train.flops import Flops, model_flops
 from tpuswarm.train.recipe import (
     Batch,
@@ -93,6 +94,7 @@ class Memory:
     """Bytes on one device, from the compiler."""
 
     arguments: int
+    """The state, and every batch that is there at once while training (train/feed.py): a step takes one of them."""
     temporaries: int
     """At the moment when most is needed."""
     code: int
@@ -170,7 +172,7 @@ def fit(
     with blame(f"batch_spec of {recipe.name} fails"):
         rows = dict(recipe.program(request.options(platform, kind)).batch_spec(request.batch))
     last: TooLarge | None = None
-    if memory_bytes is not None and (alone := _bytes(rows) // len(devices)) > memory_bytes:
+    if memory_bytes is not None and (alone := ALIVE * _bytes(rows) // len(devices)) > memory_bytes:
         every, last = [], TooLarge(every[-1], alone, 0)  # whatever is compiled, a device holds its rows
     for choice in every:
         if last and choice is not every[-1] and _hopeless(choice, last, memory_bytes):
@@ -215,13 +217,13 @@ def attempt(
         try:
             compiled = traced.lower().compile()
         except Exception as error:
-            if not _lacks_memory(str(error), options.platform):  # whatever an op or a kernel raises that has no form
+            if not lacks_memory(str(error), options.platform):  # whatever an op or a kernel raises that has no form
                 raise Refused(recipe.name, devices[0].device_kind, error, traced.jaxpr) from error
-            needed = _needed_bytes(str(error))
+            needed = needed_bytes(str(error))
         else:
-            memory = _memory(compiled, options.platform)
-            # A TPU's compiler knows the memory, and refuses what it does not hold.
-            if memory_bytes is None or options.platform == "tpu" or memory.total <= memory_bytes:
+            waiting = (ALIVE - 1) * _bytes(dict(placed.program.batch_spec(request.batch))) // len(devices)
+            memory = memory_of(compiled, options.platform, waiting)
+            if memory_bytes is None or memory.total <= memory_bytes:
                 fields = placed.program, placed.options, placed.mesh, placed.state
                 return Fitted(*fields, choice, compiled, memory, traced.jaxpr)
             needed = memory.total
@@ -235,9 +237,11 @@ class DoesNotFit(InputError):
         self.batch, self.last, self.memory_bytes = batch, last, memory_bytes
         need = f"needs {last.needed / 2**30:.2f} GiB per device" if last.needed else "is too large for the compiler"
         have = f", of {memory_bytes / 2**30:.2f} available" if memory_bytes else ""
+        split = "micro-batches (--accumulate), " if last.choice.accumulate == 1 else ""
         super().__init__(
             f"{name} with batch {batch} does not fit on {len(devices)} x {devices[0].device_kind}: even its "
-            f"smallest form ({last.choice.why}) {need}{have}; use a smaller batch, a smaller model or more devices"
+            f"smallest form ({last.choice.why}) {need}{have}; use a smaller batch, {split}a smaller model or more "
+            "devices"
         )
 
 
@@ -250,11 +254,11 @@ class Refused(RunFailed):
         super().__init__(f"the compiler refuses {name} for {kind}: {type(error).__name__}: {first}")
 
 
-def place(recipe: Recipe, request: Request, devices: Sequence[Any]) -> Placed:
-    """A program on `devices` without compiling its step, its large leaves sharded; for evaluation and sampling."""
+def place(recipe: Recipe, request: Request, devices: Sequence[Any], shard: str = "fsdp") -> Placed:
+    """A program on `devices` without compiling its step, with `fsdp` its large leaves sharded: to be looked at."""
     with blame(f"init of {recipe.name} fails"):
         options = request.options(devices[0].platform, devices[0].device_kind)
-        return _place(recipe, options, meshes.make_mesh(devices), "fsdp")
+        return _place(recipe, options, meshes.make_mesh(devices), shard)
 
 
 def forms(platform: str, kind: str) -> tuple[Literal["xla", "cudnn", "splash"], Literal["scan", "unroll"]]:
@@ -281,7 +285,7 @@ def choices(
 ) -> Iterator[Choice]:
     """Ways to run, best first: no recomputation before some, replicated before sharded, then smaller micro-batches.
 
-    honoured: `Recipe.forms`; what a program does not do is not tried.
+    honoured: `Recipe.forms`; what is neither there nor asked is not tried.
     """
     many = devices > 1
     held = f"{state_bytes / 2**30:.2f} GiB of state"
@@ -360,7 +364,7 @@ def _seeing(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 def _place(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
     program = recipe.program(options)
     state = _abstract_state(program)
-    return Placed(program, options, mesh, _with_sharding(state, meshes.state_shardings(state, mesh, shard)))
+    return Placed(program, options, mesh, with_sharding(state, meshes.state_shardings(state, mesh, shard)))
 
 
 def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Mesh) -> tuple[Placed, Any]:
@@ -372,7 +376,7 @@ def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Me
     options = replace(options, remat=choice.remat, accumulate=choice.accumulate)
     placed = _place(recipe, options, mesh, choice.shard)
     everywhere = meshes.replicated(mesh)
-    rows = _with_sharding(dict(placed.program.batch_spec(batch)), meshes.batch_sharding(mesh))
+    rows = with_sharding(dict(placed.program.batch_spec(batch)), meshes.batch_sharding(mesh))
     clock = Clock(jax.eval_shape(lambda: jax.random.key(0)), np.int32(0), np.float32(0))
     step = jax.jit(
         _seeing(mesh, placed.program.step),
@@ -380,32 +384,34 @@ def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Me
         out_shardings=(placed.shardings, everywhere),
         donate_argnums=0,
     )
-    traced = step.trace(placed.state, rows, _with_sharding(clock, everywhere))
+    traced = step.trace(placed.state, rows, with_sharding(clock, everywhere))
     _, metrics = traced.out_info
     with blame(f"the evaluation of {recipe.name} fails (its key is None)"):
         evaluated = jax.eval_shape(_seeing(mesh, placed.program.evaluate), placed.state, rows)
     for name, value in [*metrics.items(), *evaluated.items()]:
-        if value.shape:
-            raise InputError(
-                f"metric {name} of {recipe.name} has shape {value.shape}, it must be a scalar: give its mean"
-            )
+        for leaf in jax.tree.leaves(value):
+            if leaf.shape:
+                raise InputError(
+                    f"metric {name} of {recipe.name} has shape {leaf.shape}, it must be a scalar: give its mean"
+                )
     return placed, traced
 
 
-def _memory(compiled: Any, platform: str) -> Memory:
+def memory_of(compiled: Any, platform: str, waiting: int) -> Memory:
+    """What a compiled program takes; waiting: bytes of batches that come next, which the compiler knows nothing of."""
     stats = compiled.memory_analysis()
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     if platform == "tpu":  # there the temporaries have the donated arguments among them; its peak is of both together
         temporaries = max(0, stats.peak_memory_in_bytes - arguments)
-    return Memory(arguments, temporaries, stats.generated_code_size_in_bytes)
+    return Memory(arguments + waiting, temporaries, stats.generated_code_size_in_bytes)
 
 
-def _lacks_memory(refusal: str, platform: str) -> bool:
+def lacks_memory(refusal: str, platform: str) -> bool:
     """Whether a compiler lacks a device's main memory; a kernel on TPU may lack another, the chip's own (VMEM)."""
     return "RESOURCE_EXHAUSTED" in refusal and (platform != "tpu" or "hbm" in refusal.lower())
 
 
-def _needed_bytes(refusal: str) -> int:
+def needed_bytes(refusal: str) -> int:
     """Bytes a device in a compiler's words `(15.92G) exceeds available` or `Used 15.92G of 15.75G`; else 0."""
     found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available|Used ([\d.]+)([KMGT]) of", refusal)
     if not found:
@@ -414,7 +420,7 @@ def _needed_bytes(refusal: str) -> int:
     return int(float(amount) * {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[unit])
 
 
-def _with_sharding(tree: Any, sharding: Any) -> Any:
+def with_sharding(tree: Any, sharding: Any) -> Any:
     """Shapes and dtypes of `tree` with a sharding, or one for each leaf."""
     shardings = jax.tree.map(lambda _: sharding, tree) if isinstance(sharding, jax.sharding.Sharding) else sharding
     return jax.tree.map(

@@ -24,9 +24,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train import platform
-from tpuswarm.train.line import LEFT, LOST, TAKEN, Line, Message, WrongSecret, authenticate, end_process, relay
+from tpuswarm.train.line import (
+    BEAT,
+    LEFT,
+    LOST,
+    TAKEN,
+    Line,
+    Message,
+    WrongSecret,
+    authenticate,
+    end_process,
+    hold_terminate,
+    relay,
+)
 from tpuswarm.train.several import host_0
 
 PATIENCE = 120.0
@@ -67,6 +79,8 @@ class Hosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exit_code = getattr(error, "exit_code", LOST)
+        if isinstance(error, Exception) and not isinstance(error, TpuswarmError):
+            self._hear()
         self.close(None if error is None else str(error) or type(error).__name__, self._exit_code)
 
     def send(self, about: Mapping[str, Any], data: bytes | memoryview = b"") -> None:
@@ -140,6 +154,7 @@ class Hosts:
                 ) from error
             raise
         self._runtime = True
+        hold_terminate()
         atexit.register(self._exit)
 
     def close(self, reason: str | None = None, status: int = LOST) -> None:
@@ -156,6 +171,12 @@ class Hosts:
             self._runtime = False
             _settle()
             jax.distributed.shutdown()
+
+    def _hear(self) -> None:
+        """Give the lines a moment: what a collective throws here may come of a host that is gone, which they say."""
+        end = time.monotonic() + BEAT
+        for line in self._lines.values():
+            line.wait(max(0, end - time.monotonic()))
 
     def _exit(self) -> None:
         """At the end of a process that does not end with the others: JAX would wait for them, then print its stack."""

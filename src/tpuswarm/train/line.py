@@ -4,6 +4,7 @@ A host that dies leaves the others inside a collective that never returns, where
 notices it is a thread of this connection, and all that it can do is end its process.
 """
 
+import ctypes
 import hashlib
 import hmac
 import json
@@ -12,12 +13,13 @@ import queue
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
+
+from tpuswarm.train.terminal import say
 
 BEAT = 2.0
 """Seconds between two signs of life."""
@@ -50,8 +52,7 @@ def end_process(sentence: str, status: int = LOST) -> NoReturn:
         with suppress(Exception):  # whatever is wrong with it, the process has to end
             witness(sentence)
     with suppress(OSError, ValueError):
-        sys.stderr.write(f"{sentence}\n")
-        sys.stderr.flush()
+        say(sentence, err=True)
     os._exit(status)
 
 
@@ -204,6 +205,31 @@ def relay(host: str, port: int) -> int:
 
     threading.Thread(target=accept, name="relay", daemon=True).start()
     return int(listener.getsockname()[1])
+
+
+def hold_terminate() -> None:
+    """Leave the lines the time to say what happened before a C++ library ends this process.
+
+    Once a host is gone, gloo, which carries the collectives of CPUs, may throw in a thread of its own: some devices of
+    this host are still in the collective that broke, some in the next, and no longer agree on what they send.
+    """
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+    except (OSError, AttributeError):  # another C++ library: its end may come before the sentence
+        return
+    handler = ctypes.CFUNCTYPE(None)
+    set_terminate.restype, set_terminate.argtypes = handler, [handler]
+
+    def hold() -> None:
+        time.sleep(SILENCE + BEAT)
+        former()
+
+    held = handler(hold)
+    former = set_terminate(held)
+    _kept.append(held)  # C++ alone refers to it
+
+
+_kept: list[Callable[[], None]] = []
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

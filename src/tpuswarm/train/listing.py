@@ -10,6 +10,7 @@ from typing import Any
 
 from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError
+from tpuswarm.train.mirror import bring, folder_of, is_url, shown
 from tpuswarm.train.run import CONFIG, EVENTS, METRICS, has_begun, holder, read_config, read_life, reading
 from tpuswarm.train.schema import parse_row
 
@@ -20,10 +21,11 @@ TAIL = 1 << 16
 def find_run(name: str, runs: Path = Path("runs")) -> Path:
     """The folder meant by RUN: a path, the name of one in ./runs, or `last`, the one that was used last.
 
-    Raises InputError for a name that means two of them, and for a URL.
+    Of gs://BUCKET/FOLDER it is the copy on this disk, brought up to date but for what is large.
+    Raises InputError for a name that means two of them, and for a URL of another kind.
     """
-    if "://" in name:
-        raise InputError(f"{name} is a URL; this command reads runs on a local disk: use a folder")
+    if is_url(name):
+        return bring(name)
     here, listed = Path(name), runs / name
     both = ((here, f"./{name}"), (listed, str(listed))) if name == here.name else ()
     meant = [shown for path, shown in both if path.exists()]
@@ -36,6 +38,11 @@ def find_run(name: str, runs: Path = Path("runs")) -> Path:
     if len(meant) > 1 and not here.samefile(listed):
         raise InputError(f"{name} means both {' and '.join(meant)}: say which you mean")
     return listed if not here.exists() and listed.is_dir() else here
+
+
+def folder_called(run: str) -> Path:
+    """The folder of a run by what it is called in a status."""
+    return folder_of(run) if is_url(run) else Path(run)
 
 
 def used(folder: Path) -> float:
@@ -94,7 +101,7 @@ def status(folder: Path) -> Status:
         seconds, steps = (timed[-1][name] - timed[0][name] for name in ("wall_s", "step"))
         left = max(0.0, (config["train"]["steps"] - train["step"]) * seconds / steps)
     return Status(
-        run=str(folder),
+        run=shown(folder),
         state=life.state,
         pid=life.pid,
         recipe=config["recipe"]["name"],

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
@@ -12,6 +13,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from tpuswarm.train.drawn import Drawn
+
 REFRESH_HZ = 2
 """The view is drawn on the processor that trains; more often would be felt."""
 ABOVE, LEAST = 8, 8
@@ -20,15 +23,15 @@ BARS = "▁▂▃▄▅▆▇█"
 GAP = 2
 """Columns between those of a table."""
 WIDEST = 120
-"""Columns of a bar."""
+"""Columns of a bar and of a curve."""
 POINTS = 256
 """Of a curve."""
 WINDOW = 120.0
 """Seconds over which a pace is told."""
 
 STATES = {
-    "running": "green", "alive": "green", "joining": "yellow", "stopped": "yellow",
-    "failed": "red", "killed": "red", "lost": "red",
+    "running": "green", "alive": "green", "evaluating": "green", "joining": "yellow",
+    "stopped": "yellow", "failed": "red", "killed": "red", "lost": "red",
 }  # fmt: skip
 """Colours of those of runs and members in a column `state`."""
 
@@ -47,7 +50,7 @@ class _Sized:
 
 def region(console: Console, draw: Draw) -> Live:
     """The end of a terminal, drawn anew twice a second; what is printed scrolls above it."""
-    live = Live(_Sized(draw), console=console, refresh_per_second=REFRESH_HZ, redirect_stdout=False)
+    live = Drawn(_Sized(draw), console=console, refresh_per_second=REFRESH_HZ, redirect_stdout=False)
     live.start()
     return live
 
@@ -103,11 +106,12 @@ class Curve:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as bars, averaged into at most `width` of them."""
+    """Values as bars, averaged into `width` of them where there are more, but never more than WIDEST."""
     if not values:
         return ""
-    size = max(1, -(-len(values) // width))
-    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    count = min(len(values), width, WIDEST)
+    ends = [len(values) * each // count for each in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(ends)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in means)
@@ -140,10 +144,13 @@ class Column:
     """It may be as narrow as this, its text in several lines; 0 where it may not."""
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> Table:
+def table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, colors: Sequence[str] | None = None
+) -> Table:
     """A table in which nothing is cut: where there is no room, text is wrapped, then columns are left out.
 
     In the end the first column, which has the names, is folded. A column in which nothing stands is left out as well.
+    colors: of each row's `state`, where STATES does not say.
     """
     wide = [
         max(each.width, cell_len(each.name), *(cell_len(row[number]) for row in rows), 0)
@@ -160,8 +167,9 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
         justify: JustifyMethod = "right" if columns[each].right else "left"
         size = needed[each] if needed else None if each == shown[0] else wide[each]
         made.add_column(columns[each].name, justify=justify, overflow="fold", width=size)
-    for row in rows:
-        styles = (STATES.get(row[each], "") if columns[each].name == "state" else "" for each in shown)
+    for number, row in enumerate(rows):
+        color = [colors[number] if colors else STATES.get(cell, "") for cell in row]
+        styles = (color[each] if columns[each].name == "state" else "" for each in shown)
         made.add_row(*(Text(row[each], style) for each, style in zip(shown, styles, strict=True)))
     return made
 

@@ -2,19 +2,19 @@
 
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from signal import Signals
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.profiler import StepTraceAnnotation
 
 from tpuswarm.config.shown import unit
-from tpuswarm.config.units import Every
-from tpuswarm.errors import RunFailed, TpuswarmError
+from tpuswarm.config.units import Interval
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.train import best
+from tpuswarm.train.best import Best
 from tpuswarm.train.checkpoint import Checkpoints
 from tpuswarm.train.describe import memory_sentence, parameter_rows
 from tpuswarm.train.diagnose import times
@@ -23,43 +23,20 @@ from tpuswarm.train.display import Display, Opening
 from tpuswarm.train.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.feed import Feed
 from tpuswarm.train.finite import not_finite
+from tpuswarm.train.hooks import Hooks, Step, Stop
 from tpuswarm.train.mesh import batch_sharding
-from tpuswarm.train.outputs import Outputs
+from tpuswarm.train.mirror import shown
+from tpuswarm.train.outputs import Logger, Outputs
 from tpuswarm.train.profile import TRACE, Profiler
-from tpuswarm.train.recipe import Metrics, State
-from tpuswarm.train.report import write_report
-from tpuswarm.train.run import METRICS, SAMPLE, command_line, read_rows, writing
+from tpuswarm.train.recipe import Metrics
+from tpuswarm.train.result import Result, figures, last_row
+from tpuswarm.train.run import METRICS, SAMPLE, command_line, read_rows, stopped_sentence, writing
 from tpuswarm.train.session import Session
-from tpuswarm.train.stop import Interrupted, StopDecision, decide_stop
+from tpuswarm.train.stop import Interrupted, StopDecision, decide_stop, last_words
 from tpuswarm.train.waiting import waiting
 
-
-class Step(NamedTuple):
-    """What a training loop yields: a row of metrics.jsonl, and the newest state.
-
-    `row` of an update has step, tokens, loss, …; of an evaluation, step and eval_loss. The devices run ahead: `state`
-    is that of the row's step or of the one after. It is only good until the next step is asked for.
-    """
-
-    row: dict[str, Any]
-    state: State
-
-
-@dataclass(frozen=True)
-class Result:
-    """The end of `fit`."""
-
-    run: Path
-    state: State
-    step: int
-    steps: int
-    metrics: dict[str, Any]
-    """The last row of an update, with the figures of the newest evaluation: eval_loss, …"""
-    ended: str
-    """finished or stopped."""
-    message: str
-    signal: int | None
-    """The signal that stopped it."""
+ASKED = {Signals.SIGINT: "interrupted", Signals.SIGTERM: "SIGTERM", Signals.SIGHUP: "its terminal closed"}
+"""Who asked a run to stop, as its end says it."""
 
 
 class Loop:
@@ -71,18 +48,30 @@ class Loop:
         watch: Watch,
         display: Display,
         *,
-        save_every: Every,
-        eval_every: Every,
+        save_every: Interval,
+        eval_every: Interval,
+        hooks: Hooks,
         profile: bool,
         wandb: str | None,
+        loggers: Iterable[Logger] = (),
+        keep_best: str | None = None,
+        eval_batches: int = EVAL_BATCHES,
     ):
         self._session, self._watch, self._display, self._together = session, watch, display, session.together
-        self._wandb = wandb
-        self._save_every, self._eval_every = save_every, eval_every
+        self._wandb, self._loggers, self._eval_batches = wandb, loggers, eval_batches
+        self._enough = ""
+        """Why a hook ended the run."""
+        self._save_every, self._eval_every, self._hooks = save_every, eval_every, hooks
         writes, keep = session.run.writes, session.settings["keep"]
         self._checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_seconds, writes)
         self._outputs = Outputs(session.run, self._display, session.first_step)
         self._profiler = Profiler(session.run, session.first_step, session.steps, profile)
+        self._best: Best | None = None
+        if keep_best is not None:
+            if session.validation is None:
+                raise InputError(f"{session.recipe.name} has no held-out rows: keep_best {keep_best} has no meaning")
+            self._best = Best(keep_best, session.run.folder)
+        self._checkpoints.pinned = best.kept_step(session.run.folder)
         self._state = session.state
         session.state = None  # its buffers are donated to the first step
         self._done = self._saved = session.first_step
@@ -100,8 +89,10 @@ class Loop:
         try:
             self._open()
             yield from self._train()
-            if self._done == self._session.steps:
+            if self._enough or self._done == self._session.steps:
                 yield from self._finish()
+            if self._enough and not self._stopping():
+                return self._result("finished", f"ended at step {self._done}: {self._enough}", None)
             if self._done == self._session.steps and not self._stopping():
                 return self._result("finished", f"finished: {self._session.steps} steps", None)
             asked = self._together.asked
@@ -130,7 +121,9 @@ class Loop:
         except Interrupted:  # for the second time
             with suppress(RunFailed):
                 safe = f"the checkpoint of step {self._saved} is safe"
-                self._event("stopped", f"interrupted twice: step {self._done} was not saved; {safe}")
+                said = f"interrupted twice: step {self._done} was not saved; {safe}"
+                last_words(stopped_sentence(self._session.run.folder, said))
+                self._event("stopped", said)
             raise
         except BaseException as error:  # whatever ended it, the run should say so
             with suppress(RunFailed):
@@ -147,17 +140,19 @@ class Loop:
         session, fitted = self._session, self._session.fitted
         mesh = fitted.mesh
         session.begin()
-        self._outputs.open()
+        self._outputs.open(self._loggers)
         self._display.open(
             Opening(
                 title=session.recipe.name,
                 devices=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
-                run=str(session.run.folder),
+                run=shown(session.run.folder),
+                step=session.first_step,
                 steps=session.steps,
                 tokens_per_step=session.tokens_per_step,
                 unit=unit(fitted.program.tokens_per_row),
                 parameters=parameter_rows(fitted),
                 sentences=[memory_sentence(fitted), *session.notes],
+                seconds=self._watch.times.of(*times.PLACES),
             )
         )
         self._outputs.event(self._done, "started", f"from step {self._done}", command=command_line())
@@ -183,7 +178,7 @@ class Loop:
             self._read_at = time.monotonic()
             # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
             # wait; and everything up to a checkpoint's step is written before the checkpoint.
-            while self._done < session.steps and not self._stopping():
+            while self._done < session.steps and not (self._enough or self._stopping()):
                 fed = feed.next(leave=self._together.leaves_feed)
                 if fed is None:
                     break
@@ -202,13 +197,15 @@ class Loop:
                 now = time.monotonic()
                 due = [self._save_every.due(self._done, now - self._saved_at)]
                 due.append(self._evaluation_due(now - self._evaluated_at))
-                save, evaluate = self._together.same("deciding what is due", due)
-                if (save or evaluate) and self._done < session.steps and not self._stopping():
+                save, evaluate, *hooks = self._together.same("deciding what is due", due + self._hooks.due(self._done))
+                if any((save, evaluate, *hooks)) and self._done < session.steps and not self._stopping():
                     yield from self._flush()
                     if save:
                         self._save(wait=False)
                     if evaluate:
-                        yield from self._evaluate()
+                        yield from (found := self._evaluate())
+                        hooks = self._hooks.evaluated(hooks) if found else hooks
+                    self._call(hooks)
             yield from self._flush()
             self._traced(self._profiler.close())
 
@@ -217,23 +214,25 @@ class Loop:
         session = self._session
         if self._saved < self._done:
             self._save(wait=True)
-        to_evaluate = session.validation is not None and not self._evaluated()
-        if to_evaluate:
+        if session.validation is not None and not self._evaluated():
             yield from self._evaluate()
         if self._stopping():
             return
-        if not session.run.writes:
-            self._last = last_row(session.run.folder) | self._last
-        elif to_evaluate or self._done > session.first_step:
+        self._last = last_row(session.run.folder) | self._last
+        self._call(None)
+        if session.run.writes:
             self._sum_up()
             if (text := self._sample()) is not None:
                 session.run.write_event(SAMPLE, step=self._done, text=text)
             with writing(session.run.folder / "report.html"), waiting("writing the report"):
+                from tpuswarm.train.report import write_report  # matplotlib: half a second that no start waits for
+
                 write_report(session.run.folder)
+        if self._enough:  # the same command does not go on from here
+            facts = {"of": session.steps}
+            self._outputs.tell(self._done, "finished", f"ended at step {self._done}: {self._enough}", **facts)
         else:
-            self._display.note(f"{session.run.folder} is finished; nothing left to do")
-            self._last = last_row(session.run.folder) | self._last
-        self._event("finished", f"{self._done} steps")
+            self._event("finished", f"{self._done} steps")
 
     def _sample(self) -> str | None:
         """What the model writes, for the report; None where it does not, or is spread over several hosts."""
@@ -251,11 +250,11 @@ class Loop:
             self._save(wait=True)
         with self._watch.times.during(times.CHECKPOINTS):
             self._checkpoints.wait()
-        message = f"{decision.reason}: " + (
-            f"saved at step {self._done}"
-            if self._saved == self._done
-            else f"step {self._done} was not saved; the checkpoint of step {self._saved} is safe"
-        )
+        who = ASKED[asked]
+        message = f"{who}: saved at step {self._done}"
+        if self._saved != self._done:
+            why = who if decision.save else f"{who}, {decision.reason}"
+            message = f"{why}: step {self._done} was not saved; the checkpoint of step {self._saved} is safe"
         self._event("stopped", message)
         self._sum_up()
         return message
@@ -287,11 +286,11 @@ class Loop:
         """One row; none where the run is asked to stop meanwhile: the next process evaluates."""
         session, start = self._session, time.monotonic()
         assert session.validation is not None
-        batch = session.settings["batch"]
         with self._watch.times.during(times.EVALUATION), waiting("evaluating") as far:
             found = evaluate(
-                session.fitted, self._state, session.validation, batch, EVAL_BATCHES, leave=self._stopping, far=far
-            )
+                session.fitted, self._state, session.validation, session.eval_batch, self._eval_batches,
+                leave=self._stopping, far=far,
+            )  # fmt: skip
         if found is None:
             return []
         values, rows = found
@@ -301,8 +300,28 @@ class Loop:
         self._read_at += self._evaluated_at - start  # speed is that of training alone
         row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
         row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
-        self._last |= _figures(row)
-        return [self._write(row)]
+        self._last |= figures(row)
+        written = [self._write(row)]
+        if self._best and self._best.better(row):
+            self._checkpoints.pinned = self._done
+            if self._saved < self._done:
+                self._save(wait=False)
+            self._event(best.EVENT, str(self._best))
+            if self._session.run.writes:
+                self._best.write(self._session.run.folder)
+        return written
+
+    def _call(self, hooks: list[bool] | None) -> None:
+        """Those hooks; None: all of them."""
+        start = time.monotonic()
+        with self._watch.times.during(times.USER):
+            returned = self._hooks.call(hooks, self._last, self._state)
+            for index, found in returned.items():
+                self._outputs.returned(self._done, index, found)
+        if returned and not self._enough:
+            wanted = [str(found.reason) for found in returned.values() if isinstance(found, Stop)]
+            self._enough = self._together.same("deciding whether a hook ends the run", "; ".join(wanted))
+        self._read_at += time.monotonic() - start  # speed is that of training alone
 
     def _write(self, row: dict[str, Any]) -> Step:
         self._outputs.row(row)
@@ -313,7 +332,7 @@ class Loop:
 
     def _evaluated(self) -> bool:
         rows = read_rows(self._session.run.folder / METRICS)
-        found = [_figures(row) for row in rows if row["step"] == self._done and "eval_loss" in row]
+        found = [figures(row) for row in rows if row["step"] == self._done and "eval_loss" in row]
         found = self._together.same("evaluating", found[-1:])
         self._last |= found[-1] if found else {}
         return bool(found)
@@ -361,12 +380,3 @@ class Loop:
         return Result(
             self._session.run.folder, self._state, self._done, self._session.steps, self._last, ended, message, signal
         )
-
-
-def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name.startswith("eval_")}
-
-
-def last_row(folder: Path) -> dict[str, Any]:
-    """The newest row of an update in a run's metrics; empty where there is none."""
-    return max((row for row in read_rows(folder / METRICS) if "loss" in row), key=lambda row: row["step"], default={})

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,21 +43,44 @@ def make_mesh(devices: Sequence[Any]) -> Mesh:
     return Mesh(np.asarray(sorted(devices, key=lambda device: device.process_index)), (AXIS,))
 
 
-def leaf_spec(shape: tuple[int, ...], itemsize: int, devices: int, shard: str) -> PartitionSpec:
-    """Where one leaf lies: with fsdp its largest axis that `devices` divide, if it is large; else replicated."""
-    large = math.prod(shape) * itemsize >= MIN_SHARDED_BYTES
-    divisible = [axis for axis, size in enumerate(shape) if size % devices == 0]
-    if shard != "fsdp" or devices == 1 or not large or not divisible:
-        return PartitionSpec()
-    axis = max(divisible, key=lambda axis: shape[axis])
-    return PartitionSpec(*[AXIS if each == axis else None for each in range(axis + 1)])
+def leaf_sharding(shape: tuple[int, ...], itemsize: int, mesh: Mesh, shard: str) -> NamedSharding:
+    """Where one leaf lies: with fsdp it is split, if it is large, along its largest axis that the devices divide.
+
+    Where they divide none, their prime factors are shared out among its axes, the largest first: 128 devices split
+    [48, 1600, 4800] into 2 and 64 parts. Factors that no axis takes repeat the parts. Else it is replicated.
+    """
+    if shard != "fsdp" or mesh.size == 1 or math.prod(shape) * itemsize < MIN_SHARDED_BYTES:
+        return replicated(mesh)
+    order = sorted(range(len(shape)), key=lambda axis: -shape[axis])
+    for axis in order:
+        if shape[axis] % mesh.size == 0:
+            return NamedSharding(mesh, PartitionSpec(*[AXIS if each == axis else None for each in range(axis + 1)]))
+    factors = prime_factors(mesh.size)
+    names = [f"{AXIS}{number}" for number in range(len(factors))]
+    free, taken = dict(zip(names, factors, strict=True)), [list[str]() for _ in shape]
+    for axis in order:
+        left = shape[axis]
+        for name, factor in list(free.items()):
+            if left % factor == 0:
+                left //= free.pop(name)
+                taken[axis].append(name)
+    return NamedSharding(Mesh(mesh.devices.reshape(factors), names), PartitionSpec(*[tuple(each) for each in taken]))
+
+
+def prime_factors(number: int) -> list[int]:
+    """In ascending order; [] of 1."""
+    found, factor = list[int](), 2
+    while number > 1:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return found
 
 
 def state_shardings(state: Any, mesh: Mesh, shard: str) -> Any:
     """A NamedSharding for every leaf of an (abstract) state."""
-    return jax.tree.map(
-        lambda leaf: NamedSharding(mesh, leaf_spec(leaf.shape, leaf.dtype.itemsize, mesh.size, shard)), state
-    )
+    return jax.tree.map(lambda leaf: leaf_sharding(leaf.shape, leaf.dtype.itemsize, mesh, shard), state)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -77,6 +101,22 @@ def gathered(weights: jax.Array) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return weights
     return jax.lax.with_sharding_constraint(weights, PartitionSpec())
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered_as(weights: jax.Array, dtype: Any) -> jax.Array:
+    """`weights` rounded to `dtype` and gathered so, then in their own dtype again; their gradient is not rounded.
+
+    In bfloat16 half the bytes travel, and what is added up from many uses, chunk by chunk, stays exact.
+    """
+    return gathered(weights.astype(dtype)).astype(weights.dtype)
+
+
+def _backward(dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (gathered(gradient),)  # whole until all uses are added up: else it is reduced in every chunk
+
+
+gathered_as.defvjp(lambda weights, dtype: (gathered_as(weights, dtype), None), _backward)
 
 
 def bytes_per_device(state: Any, shardings: Any) -> int:

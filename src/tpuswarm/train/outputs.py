@@ -2,14 +2,50 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from tpuswarm.train import wandb_log
 from tpuswarm.train.board import Board
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.summary import sentence
 from tpuswarm.train.display import Display
-from tpuswarm.train.run import Run
+from tpuswarm.train.run import SAMPLE, Run, writing
+from tpuswarm.train.user_code import blame
+
+PICTURES = "pictures"
+"""Of a run: those that hooks returned."""
+
+
+class Logger(Protocol):
+    """What a run's rows go to, besides its directory: `Trainer(loggers=[…])`."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Take in a row of metrics.jsonl; one of an update has `loss`, one of an evaluation `eval_loss`.
+
+        What is not finite is None.
+        """
+        ...
+
+    def close(self) -> None:
+        """The run ends in this process, however it ends."""
+        ...
+
+
+class _Blamed:
+    """A logger of the user's, whose faults are told with their line."""
+
+    def __init__(self, logger: Logger):
+        self._logger = logger
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        with blame(f"a logger failed at step {row['step']}"):
+            self._logger.write(dict(row))
+
+    def close(self) -> None:
+        with blame("a logger failed at the end"):
+            self._logger.close()
 
 
 class Outputs:
@@ -17,25 +53,27 @@ class Outputs:
 
     def __init__(self, run: Run, display: Display, first_step: int):
         self._run, self._display, self._first_step = run, display, first_step
-        self._boards: list[Board | wandb_log.WandbLog] = []
+        self._board: Board | None = None
+        self._loggers: list[Logger] = []
 
-    def open(self) -> None:
-        """Begin to write."""
+    def open(self, loggers: Iterable[Logger] = ()) -> None:
+        """Begin to write, to the user's loggers too."""
         if self._run.writes:
-            self._boards.append(Board(self._run.folder / "tensorboard", self._first_step))
+            self._board = Board(self._run.folder / "tensorboard", self._first_step)
+            self._loggers += [self._board, *map(_Blamed, loggers)]
 
     def open_wandb(self, step: int, project: str) -> None:
         """Send the rows to a project of W&B as well; InputError where it refuses."""
         if self._run.writes:
             log = wandb_log.WandbLog(self._run.folder, project)
-            self._boards.append(log)
+            self._loggers.append(log)
             self.tell(step, wandb_log.EVENT, f"W&B: {log.where}", id=log.id)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """A row of metrics.jsonl."""
         self._run.write_metrics(row)
-        for board in self._boards:
-            board.write(row)
+        for logger in self._loggers:
+            logger.write(row)
         self._display.row(row)
 
     def event(self, step: int, event: str, message: str, **facts: Any) -> None:
@@ -47,6 +85,23 @@ class Outputs:
         if message is not None:
             self.event(step, event, message, **facts)
             self._display.note(message)
+
+    def returned(self, step: int, index: int, found: Any) -> None:
+        """What the hook `index` returned: a text, a picture, or nothing that counts."""
+        if not self._run.writes:
+            return
+        if isinstance(found, str):
+            self.event(step, SAMPLE, f"a hook at step {step}", text=found)
+            self._display.note(f"step {step}: {found}")
+        elif isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.ndim == 3 and found.shape[2] == 3:
+            assert self._board is not None
+            self._board.picture(step, f"hook {index}", found)
+            place = self._run.folder / PICTURES / f"{step:08d}-{index}.png"
+            with writing(place):
+                from matplotlib.image import imsave  # half a second that no start waits for
+
+                place.parent.mkdir(exist_ok=True)
+                imsave(place, found)
 
     def findings(self, step: int, findings: Iterable[Finding]) -> None:
         """What was diagnosed."""
@@ -61,6 +116,6 @@ class Outputs:
     def close(self) -> None:
         """End everything but the run directory."""
         with ExitStack() as ends:
-            for board in self._boards:
-                ends.callback(board.close)
+            for logger in self._loggers:
+                ends.callback(logger.close)
             ends.callback(self._display.close)

@@ -1,5 +1,6 @@
 """Arrays on the devices of one or several hosts, and back."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from tpuswarm.train.arrays import narrowed
 from tpuswarm.train.recipe import Batch
 
 HOST = "host"
@@ -24,12 +26,12 @@ def place_batch(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int,
     """A batch of `size` rows, of which each host reads its own: `read(first, count)` gives rows of the batch.
 
     A source may fill the same arrays again for the next batch: what goes to the devices, which on a CPU may keep an
-    array as it is, is a copy.
+    array as it is, is a copy. Raises InputError, naming the array, for a number that JAX's 32 bits do not hold.
     """
     mine = sharding.addressable_devices_indices_map((size,)).values()
     bounds = [index[0].indices(size)[:2] for index in mine if index is not None]
     first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
-    rows = {name: np.array(array) for name, array in read(first, last - first).items()}
+    rows = {name: narrowed(np.array(array), name) for name, array in read(first, last - first).items()}
     if sharding.is_fully_addressable:
         return jax.device_put(rows, sharding)
 
@@ -46,7 +48,7 @@ def place_batch(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int,
 def within_host(sharding: Sharding) -> Sharding:
     """The same division among the devices of each host alone, so that every host holds the whole.
 
-    Of a sharding on a mesh of make_mesh; where every host holds the whole already, nothing changes.
+    Of a sharding that `train/mesh.py` made; where every host holds the whole already, nothing changes.
     """
     if sharding.is_fully_addressable or sharding.is_fully_replicated:
         return sharding
@@ -54,8 +56,13 @@ def within_host(sharding: Sharding) -> Sharding:
     mesh = sharding.mesh
     if HOST in mesh.axis_names:
         return sharding
-    count = len({device.process_index for device in mesh.devices.flat})
-    return NamedSharding(Mesh(mesh.devices.reshape(count, -1), (HOST, *mesh.axis_names)), sharding.spec)
+    left = count = len({device.process_index for device in mesh.devices.flat})
+    sizes = []
+    for size in mesh.devices.shape:
+        shared = math.gcd(size, left)
+        sizes.append(size // shared)
+        left //= shared
+    return NamedSharding(Mesh(mesh.devices.reshape(count, *sizes), (HOST, *mesh.axis_names)), sharding.spec)
 
 
 def on_every_host(arrays: Sequence[jax.Array]) -> list[jax.Array]:

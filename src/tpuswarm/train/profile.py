@@ -70,8 +70,10 @@ class Profiler:
         import jax
 
         self._start_after = None
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # hooks in every thread, which slow each call
         try:
-            jax.profiler.start_trace(self._folder)
+            jax.profiler.start_trace(self._folder, profiler_options=options)
         except RuntimeError as error:  # somebody else traces this process
             return f"no trace was taken: {error}"
         self._began, self._end_after = done + 1, min(done + self._steps, self._last_step)

@@ -5,7 +5,7 @@ program owns the numerics; the trainer owns devices, sharding, feed and checkpoi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +23,24 @@ State = Any
 Batch = Mapping[str, Any]
 """Arrays by name; the first axis of each is the row."""
 
-Metrics = Mapping[str, "jax.Array"]
-"""Scalars by name; `loss` is always among them."""
+
+class Weighted(NamedTuple):
+    """A mean over the batch as its two parts, both scalars: the mean of any split is then that of the whole.
+
+    A masked loss is `Weighted(sum of the losses that count, how many count)`. No gradient goes through the weight.
+    """
+
+    sum: Any
+    weight: Any
+
+    @property
+    def mean(self) -> Any:
+        """sum / weight; 0 where nothing counts."""
+        return self.sum / (self.weight + (self.weight == 0))
+
+
+Metrics = Mapping[str, Any]
+"""Scalars by name, means over the batch; `loss` is always among them. Those of an evaluation may be Weighted."""
 
 Precision = Literal["bf16", "f32", "highest"]
 
@@ -100,6 +116,8 @@ class Parameter(NamedTuple):
     decayed: bool
     tied: str
     """The other use of the same leaf, for example `output head`; empty if there is none."""
+    statistic: bool = False
+    """Not trained but observed, as the running variance of BatchNorm is: members of a swarm average it."""
 
 
 class Program(ABC):
@@ -157,7 +175,7 @@ class Recipe(ABC):
     given: Mapping[str, Any] = MappingProxyType({})
     """The arguments that `target` was called with, including its plain defaults."""
     forms: tuple[str, ...] = ()
-    """Which of fit.py's ways to save memory its programs support: `remat`, `accumulate`."""
+    """Which ways to save memory fit.py may choose for its programs unasked: `remat`, `accumulate`."""
     identity: tuple[str, ...] = ()
     """Options that give the parameters their meaning, such as the tokenizer; `--init-from` copies them."""
     home: Path | None = None
@@ -172,6 +190,10 @@ class Recipe(ABC):
     @abstractmethod
     def data(self, split: str) -> Source:
         """The rows of `train`, `validation` or `all`; InputError if there is no such split."""
+
+    def require_data(self) -> None:
+        """Raise InputError where its data is not there; asked before JAX is loaded, so it only takes a glance."""
+        return
 
     def options(self) -> dict[str, Any]:
         """The arguments that rebuild this recipe, resolved: plain values that TOML can hold."""
@@ -227,6 +249,15 @@ class Recipe(ABC):
             return None
         except Exception as error:  # noqa: BLE001  # a user's method; the run has succeeded, whatever it does
             return f"no sample: {type(error).__name__}: {error}"
+
+    def grids(
+        self, state: State, rows: int, columns: int, *, truncation: float, seed: int, count: int = 1
+    ) -> "Iterator[np.ndarray]":
+        """Pictures of a trained state side by side, uint8 (height, width, 3), where the model can make some.
+
+        truncation: how far from the mean picture they may be, 0 to 1; count: of them, on a closed walk from the first.
+        """
+        raise InputError(f"{self.name} cannot make pictures")
 
     def export(self, state: State, folder: Path) -> None:
         """Write a trained state into `folder` in Hugging Face's form, where the model has one."""

@@ -42,22 +42,22 @@ def write_report(folder: Path) -> Path:
     metrics = list(read_rows(folder / METRICS))
     updates = [row for row in metrics if "loss" in row]
     evaluations = [row for row in metrics if "eval_loss" in row]
-    picture = loss_picture(updates, evaluations)
+    picture = loss_picture(updates, evaluations, unit(read_config(folder)["chosen"]["tokens_per_row"]))
     (folder / "loss.png").write_bytes(picture)
     made = folder / "report.html"
     made.write_text(_page(folder, updates, evaluations, picture), encoding="utf-8")
     return made
 
 
-def loss_picture(updates: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> bytes:
-    """PNG: loss against tokens, every update and every evaluation."""
+def loss_picture(updates: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], what: str) -> bytes:
+    """PNG: loss against tokens, or whatever a run counts, every update and every evaluation."""
     figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     draw_losses(axes, [row["tokens"] for row in updates], [row["loss"] for row in updates], "training", "tab:blue")
     if evaluations:
         tokens, losses = zip(*[(row["tokens"], row["eval_loss"]) for row in evaluations], strict=True)
         axes.plot(tokens, losses, "o-", color="tab:orange", label="held out")
-    axes.set(xlabel="tokens", ylabel="loss")
+    axes.set(xlabel=what, ylabel="loss")
     show_thousands(axes)
     axes.legend()
     return png(figure)
@@ -140,7 +140,7 @@ def history(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 def samples(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The section of texts that the model made, where there is one."""
     found = "".join(
-        f"<h3>step {event['step']:,}</h3><pre>{html.escape(str(event['text']))}</pre>"
+        f"<h3>step {event['step']:,}</h3><pre>{html.escape(str(event['text']).strip())}</pre>"
         for event in events
         if event["event"] == SAMPLE
     )

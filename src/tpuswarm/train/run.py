@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 import tomllib
@@ -16,10 +17,13 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
+from tpuswarm.config.nearest import nearest
 from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import schema
 from tpuswarm.train.files import write_atomically
+from tpuswarm.train.mirror import ORIGIN, elsewhere, origin, shown
+from tpuswarm.train.tended import Tended
 
 CONFIG, METRICS, EVENTS, LOCK = "config.toml", schema.METRICS, schema.EVENTS, "lock"
 CHECKPOINTS, COMMITS = "checkpoints", "commits"
@@ -40,6 +44,7 @@ class Run:
     def __init__(self, folder: Path | None, name: str = ""):
         """Make or take the directory, for None a new one in ./runs for a recipe's `name`.
 
+        Of a run in a bucket it is the copy on this disk, which is brought up to date first (train/mirror.py).
         InputError if a living process has it, naming its pid, and if its files lack some.
         """
         place = folder or RUNS
@@ -56,11 +61,21 @@ class Run:
                 f"{place} cannot be a run directory: {where}{error.strerror}; use another --run"
             ) from error
         if not self._take():
-            raise InputError(f"{folder} is in use by process {holder(folder)}; stop it first, or use another --run")
+            raise _in_use(folder, holder(folder))
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
         self._metrics: Any = None
+        self._tended: Tended | None = None
+        if origin(folder):
+            try:
+                tended = Tended(folder)
+                tended.take()
+                require_whole(folder)
+            except BaseException:
+                self._lock.close()
+                raise
+            self._tended = tended
 
     def _take(self) -> bool:
         for _ in range(5):  # a look from `status` holds a shared lock for a moment
@@ -102,8 +117,24 @@ class Run:
             os.truncate(path, sum(len(line) for line in lines[:kept]))
         return len(lines) - kept
 
+    @property
+    def in_bucket(self) -> bool:
+        """Whether each look at its record is a request."""
+        return self._tended is not None
+
+    def send_soon(self) -> None:
+        """To a bucket, where the run is in one: somebody waits for what is new."""
+        if self._tended:
+            self._tended.soon()
+
+    def check(self) -> None:
+        """Raise RunFailed where a run in a bucket is not this process's any more, or cannot be kept."""
+        if self._tended:
+            self._tended.check()
+
     def write_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system at once."""
+        self.check()
         with writing(self.folder / METRICS):
             if self._metrics is None:
                 self._metrics = (self.folder / METRICS).open("ab", buffering=0)
@@ -123,17 +154,29 @@ class Run:
     def abandon(self) -> None:
         """Let the directory go, and remove it if nothing came of it."""
         if not (self.folder / CONFIG).exists():
+            if self._tended:
+                self.remove()
             (self.folder / LOCK).unlink(missing_ok=True)  # two threads may come to the end of a run
             for each in dict.fromkeys((self.folder, *self._made)):
                 with suppress(OSError):  # it holds something else, or is gone
                     each.rmdir()
         self.close()
 
+    def remove(self) -> None:
+        """Remove all of it: nothing came of it."""
+        if self._tended:
+            self._tended.clear()
+        shutil.rmtree(self.folder, ignore_errors=self._tended is not None)
+
     def close(self) -> None:
         """Let the directory go."""
         if self._metrics is not None:
             self._metrics.close()
-        self._lock.close()
+        try:
+            if self._tended:
+                self._tended.close()
+        finally:
+            self._lock.close()
 
 
 class FollowedRun(Run):
@@ -200,12 +243,13 @@ class Life(NamedTuple):
 
 def stopped_sentence(folder: Path, message: str) -> str:
     """What is said of a run that was asked to stop, in whatever way; message: of its last event."""
-    return f"{folder}: {message}; the same `tpuswarm train` command with --run {folder} resumes it"
+    run = shown(folder)
+    return f"{run}: {message}; the same `tpuswarm train` command with --run {run} resumes it"
 
 
 def removed_sentence(folder: Path) -> str:
     """What is said of one that had nothing to resume from."""
-    return f"{folder} was removed: it stopped before there was anything to keep"
+    return f"{shown(folder)} was removed: it stopped before there was anything to keep"
 
 
 def read_life(folder: Path) -> Life:
@@ -213,18 +257,22 @@ def read_life(folder: Path) -> Life:
     pid = holder(folder)
     if pid is not None:
         return Life("running", pid, "")
+    last = last_event(folder)
+    return Life(last["event"], None, last.get("message", "")) if last else Life("killed", None, "")
+
+
+def last_event(folder: Path) -> dict[str, Any]:
+    """How the last process of a run ended, as its events say; empty where it was killed, or lives."""
     last: dict[str, Any] = {}
     for row in read_rows(folder / EVENTS):
         if row["event"] in ("started", *LAST):
             last = row
-    if last.get("event") in LAST:
-        return Life(last["event"], None, last.get("message", ""))
-    return Life("killed", None, "")
+    return last if last.get("event") in LAST else {}
 
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run, was about to become one, or is what damage left of one."""
-    if (folder / LOCK).exists() or _left_something(folder):
+    if (folder / LOCK).exists() or (folder / ORIGIN).exists() or _left_something(folder):
         return True
     try:
         return {"recipe", "train"} <= tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")).keys()
@@ -239,6 +287,16 @@ def has_begun(folder: Path) -> bool:
 
 def _left_something(folder: Path) -> bool:
     return any((folder / name).exists() for name in (METRICS, EVENTS))
+
+
+def require_free(folder: Path) -> None:
+    """Raise InputError for a run that a living process of this machine has: said before there is a wait."""
+    if origin(folder) is None and (pid := holder(folder)) is not None:
+        raise _in_use(folder, pid)
+
+
+def _in_use(folder: Path, pid: int | None) -> InputError:
+    return InputError(f"{shown(folder)} is in use by process {pid}; stop it first, or use another --run")
 
 
 def require_usable(folder: Path) -> None:
@@ -263,7 +321,7 @@ def require_whole(folder: Path) -> None:
     metrics = next(read_rows(folder / METRICS), None) is not None
     if (folder / CONFIG).exists():
         kept = COMMITS if "swarm" in read_config(folder) else CHECKPOINTS
-        if metrics and not holds(kept):
+        if metrics and not holds(kept) and not origin(folder):
             raise InputError(
                 f"{folder} has {METRICS} but no {kept}/ to resume from; restore a copy of it, or use another --run to "
                 "start over"
@@ -282,7 +340,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         if _left_something(folder):
             raise InputError(f"{folder} has no {CONFIG}, which says what was trained; restore a copy of it")
         what = f"is not a run (it has no {CONFIG})" if folder.exists() else "does not exist"
-        raise InputError(f"{folder} {what}; `tpuswarm status` lists the runs in ./runs")
+        near = nearest(folder.name, (each.name for each in Path("runs").glob("*") if has_begun(each)), least=0.6)
+        more = f"; did you mean runs/{near}?" if near else ""
+        raise InputError(f"{folder} {what}{more or '; `tpuswarm status` lists the runs in ./runs'}")
     try:
         read_toml(path, schema.Config)
     except InputError as error:
@@ -304,17 +364,20 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def holder(folder: Path) -> int | None:
-    """The pid of the living process that holds a run, 0 where it has not said it yet; None where there is none."""
+    """The pid of the living process that holds a run, 0 where it has not said it yet; None where there is none.
+
+    Of a run in a bucket the process may be one of another machine: see `elsewhere`.
+    """
     path = folder / LOCK
-    if not path.exists():
-        return None
-    with reading(path), path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = file.read().strip()
-            return int(pid) if pid.isdigit() else 0
-    return None
+    if path.exists():
+        with reading(path), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = file.read().strip()
+                return int(pid) if pid.isdigit() else 0
+    far = elsewhere(folder)
+    return far.pid if far else None
 
 
 def new_folder(name: str, runs: Path = RUNS) -> Path:

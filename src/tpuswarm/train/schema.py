@@ -6,6 +6,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveInt,
     TypeAdapter,
     ValidationError,
@@ -47,6 +48,7 @@ class _Train(_Table):
     deterministic: bool | None = None
     init_from: str | None = None
     data: str | None = None
+    overfit_batches: PositiveInt | None = None
 
 
 class _Chosen(_Table):
@@ -56,7 +58,8 @@ class _Chosen(_Table):
 class _Swarm(_Table):
     """Names of swarm/runtime/plan.py."""
 
-    members: PositiveInt
+    members: NonNegativeInt
+    expected: NonNegativeInt = 0
     run: str | None = None
     cycle: PositiveInt | None = None
     outer: str | None = None

@@ -18,12 +18,14 @@ from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError
 from tpuswarm.train import checkpoint, platform
 from tpuswarm.train.evaluate import FiniteSource
-from tpuswarm.train.fit import BATCH, Fitted, Request, fit
+from tpuswarm.train.fit import BATCH, Fitted, Request, fit, place
 from tpuswarm.train.load import load_parameters
+from tpuswarm.train.mirror import shown
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
-from tpuswarm.train.run import FollowedRun, Run
-from tpuswarm.train.settings import FIXED, FREE, count_steps, differences, refuse_differences
+from tpuswarm.train.run import FollowedRun, Run, last_event
+from tpuswarm.train.settings import FIXED, FREE, check_batch, count_steps, differences, refuse_differences
 from tpuswarm.train.several import Several
+from tpuswarm.train.source import Repeated, training_rows
 from tpuswarm.train.stop import held
 from tpuswarm.train.together import Together, join
 from tpuswarm.train.user_code import blame, file_digest
@@ -68,6 +70,11 @@ class Session:
         return int(self.settings["steps"])
 
     @property
+    def eval_batch(self) -> int:
+        """Rows of a batch in evaluations; where nobody says, those of a micro-batch, which the devices hold."""
+        return int(self.settings["eval_batch"] or self.settings["batch"] // self.fitted.choice.accumulate)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one batch."""
         return int(self.settings["batch"]) * self.fitted.program.tokens_per_row
@@ -78,6 +85,16 @@ class Session:
         return Clock(self.step_key, np.int32(step), np.float32(progress))
 
 
+@dataclass
+class Finished:
+    """A run that came to its end before, held by this process."""
+
+    run: Run
+    together: Together
+    state: State
+    steps: int
+
+
 def prepare(
     recipe: Recipe,
     asked: Mapping[str, Any],
@@ -86,8 +103,10 @@ def prepare(
     folder: Path | None,
     ends: ExitStack,
     hosts: Several | None = None,
-) -> Session:
+) -> Session | Finished:
     """Take the run directory, resolve every setting, compile, and restore or make the state.
+
+    Of a run that is finished, and not to be any longer, nothing is compiled.
 
     asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
     that cannot be done as asked; the other hosts end then. ends: when it is closed, the directory is let go, and
@@ -140,13 +159,17 @@ def resolve(
     """
     config = run.config()
     stored = dict(config["train"]) if config else {}
+    usual = {"steps": STEPS, "seed": 0, "deterministic": False, **recipe.defaults}
+    seed = _first(asked.get("seed"), stored.get("seed"), usual["seed"])
     with blame(f"the data of {recipe.name} failed"):
-        source = recipe.data("train")
+        source = training_rows(recipe, seed)
     asked["data"] = getattr(source, "digest", None)
     batch = asked["batch"] or stored.get("batch") or _default_batch(recipe, devices, asked["accumulate"] or 1)
     with blame(f"{recipe.name} fails"):
         program = recipe.program(Options())
         tokens_per_row = program.tokens_per_row
+    if batches := _first(asked.get("overfit_batches"), stored.get("overfit_batches")):
+        source = Repeated(source, batches * batch)
     rows_per_epoch = getattr(source, "rows_per_epoch", None)
     asked["steps"] = count_steps(asked["steps"], tokens, epochs, batch * tokens_per_row, rows_per_epoch, batch)
     changed: list[str] = []
@@ -157,7 +180,6 @@ def resolve(
         if may_grow and not scheduled and (fixed["steps"] or 0) > stored["steps"]:
             fixed["steps"] = None
         changed = found + differences(stored, fixed)
-    usual = {"steps": STEPS, "seed": 0, "deterministic": False, **recipe.defaults}
     usual["precision"] = default_precision(platform)
     settings = {name: _first(asked.get(name), stored.get(name), None if config else usual.get(name)) for name in FIXED}
     settings |= {"batch": batch} | {name: asked[name] for name in FREE}
@@ -167,19 +189,31 @@ def resolve(
 
 def _prepare(
     run: Run, together: Together, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
-) -> Session:
+) -> Session | Finished:
     devices = together.devices(asked["devices"])
     with waiting(f"reading the data of {recipe.name}"):
         resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
-    refuse_differences(run.folder, resolved.changed)
+    refuse_differences(shown(run.folder), resolved.changed)
     settings, source, config = resolved.settings, resolved.source, resolved.config
     batch = settings["batch"]
+    if settings["eval_batch"]:
+        check_batch(settings["eval_batch"], len(devices), 1)
     together.agree(lambda: facts(recipe, settings, source))
+    saved, damaged = _last_saved(run, together)
+    last = last_event(run.folder)
+    early = saved is not None and last.get("step") == saved.step and last.get("of") == settings["steps"]
+    ended = last.get("event") == "finished" and saved is not None and (early or saved.step == settings["steps"])
+    if saved and together.same("looking for what is left to do", ended):
+        with waiting(f"restoring the checkpoint of step {saved.step}"):
+            placed = place(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
+            return Finished(run, together, checkpoint.restore(saved, placed.state), saved.step)
     with waiting(f"compiling {recipe.name} for {len(devices)} x {devices[0].device_kind}"):
         fitted = fit(recipe, request(settings), devices)
     together.agree(lambda: {"form of the program": f"{fitted.choice.why}, {fitted.choice.accumulate} micro-batches"})
-    validation = held_out(recipe, required=asked["eval_every"] is not None)
-    saved, damaged = _last_saved(run, together)
+    if isinstance(source, Repeated):
+        validation: FiniteSource | None = source
+    else:
+        validation = held_out(recipe, required=asked["eval_every"] is not None)
     shared = None
     if saved is None and settings["init_from"]:
         with waiting(f"reading the parameters of {settings['init_from']}"):
@@ -189,6 +223,8 @@ def _prepare(
     notes = [f"{fitted.choice.why}; {fitted.options.precision}"]
     if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
         notes.append(f"batch {batch}, a multiple of {len(devices)} devices")
+    if settings["overfit_batches"]:
+        notes.append(f"trains and evaluates on the first {settings['overfit_batches'] * batch:,} rows alone")
     notes += damaged
     init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
     first_step, wall_s, save_seconds = 0, 0.0, None

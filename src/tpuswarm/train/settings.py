@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tpuswarm.config.limits import flag
 from tpuswarm.config.units import MOST, check_number
 from tpuswarm.errors import InputError
 
@@ -20,10 +21,11 @@ FIXED = (
     "deterministic",
     "init_from",
     "data",
+    "overfit_batches",
 )
 """Settings that make a run what it is; the others may change when it is resumed."""
 
-FREE = ("devices", "shard", "save_every", "keep", "eval_every", "grace")
+FREE = ("devices", "shard", "save_every", "keep", "eval_every", "eval_batch", "grace")
 
 
 def differences(stored: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
@@ -51,7 +53,7 @@ def refuse_differences(where: Any, found: list[str]) -> None:
         )
     raise InputError(
         f"{where} has a different configuration: {'; '.join(found)}; "
-        f"only {', '.join(FREE)} may change on resume; use another --run"
+        f"only {', '.join(f'--{flag(each)}' for each in FREE)} may change on resume; use another --run"
     )
 
 

@@ -12,9 +12,17 @@ from signal import Signals
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
+from tpuswarm.train import keys
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WIPE = "\r\x1b[2K"
+"""Takes a line of a terminal away."""
 AGAIN = 0.02
-"""Seconds until a signal that came at a bad moment is looked at again."""
+"""Seconds until a signal that came at a bad moment comes again."""
+ARRIVES = 1.0
+"""Seconds until it is looked whether what was raised has been swallowed: a future may hold it for a moment."""
+TIDY = 3.0
+"""Seconds in which another Ctrl-C does not cut short what is done because of the first."""
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
@@ -38,6 +46,7 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, asked: Signals):
         super().__init__(asked.name)
         self.asked = _Process.taken = asked
+        _Process.taken_at = time.monotonic()
 
 
 class _Process:
@@ -47,18 +56,30 @@ class _Process:
     """How many parts of it must not be cut short."""
     taken: Signals | None = None
     """The signal that was raised."""
+    taken_at = 0.0
+    again = False
+    """Whether the next signal is one of this process's own, by `_raise_again`."""
+    words: str | None = None
+    """What is said where Ctrl-C ends it."""
+
+
+def last_words(text: str) -> None:
+    """What this process says where Ctrl-C ends it."""
+    _Process.words = text
 
 
 class Interrupts:
     """From when it is made, a signal raises Interrupted in the main thread, once what it does there can be cut short.
 
-    A library that is being imported cannot: C++ code crashes, or an `except` of its own swallows what was raised. Nor
-    can what is `held`, and what Python runs between two lines (`__del__`, a callback of the garbage collector). The
-    signal comes again shortly after. For a whole process: nothing puts the handlers back.
+    A library that is being imported cannot: C++ code crashes. Nor can what is `held`: the signal comes again shortly
+    after. So it does for as long as the process lives, because what was raised may be swallowed, by C++ code that calls
+    Python as a program is compiled, or in what Python runs between two lines (`__del__`, a callback of the garbage
+    collector): then it is raised once more. For a whole process: nothing puts the handlers back.
     """
 
     def __init__(self) -> None:
-        _Process.taken = None
+        _Process.taken = _Process.words = None
+        _Process.again = False
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
         _install(self._take)
 
@@ -70,44 +91,61 @@ class Interrupts:
         _install(signal.SIG_IGN)
         taken = _Process.taken
         if taken == signal.SIGINT or (taken is None and code is None):
-            sys.stderr.write("interrupted\n")
+            self._say(_Process.words or "interrupted")
         elif taken is not None:
-            sys.stderr.write(f"ended by {taken.name}\n")
+            self._say(f"ended by {taken.name}")
         if taken is not None:
             self._end_at_once(128 + taken)
         _install(lambda number, frame: self._end_at_once(128 + number))
         sys.exit(128 + signal.SIGINT if code is None else code)
 
+    def _say(self, text: str) -> None:
+        """In place of a line of waiting that was cut short."""
+        sys.stderr.write(f"{WIPE * sys.stderr.isatty()}{text}\n")
+
     def _end_at_once(self, code: int) -> NoReturn:
         """Without Python's own tidying up, in which threads of JAX that still compile crash."""
+        keys.restore()
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):  # closed, or not there
                 stream.flush()
         os._exit(code)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if _Process.taken is not None and number != signal.SIGINT:
-            return  # it is on its way out
-        if _Process.holds or _importing(frame):
-            self._again(number)
+        again, _Process.again = _Process.again, False
+        soon = time.monotonic() - _Process.taken_at < TIDY
+        if _Process.taken is not None and (again or soon or number != signal.SIGINT) and _on_its_way():
+            if again:
+                self._again(number, ARRIVES)
             return
-        raise Interrupted(Signals(number))
-
-    def _again(self, number: int) -> None:
         # Not a thread of `threading`, whose lock may be held by what was interrupted: that would wait for itself.
-        _thread.start_new_thread(_raise_again, (number,))
+        late = bool(_Process.holds) or _importing(frame)
+        self._again(number, AGAIN if late else ARRIVES)
+        if not late:
+            raise Interrupted(Signals(number))
+
+    def _again(self, number: int, seconds: float) -> None:
+        _thread.start_new_thread(_raise_again, (number, seconds))
 
     def _swallowed(self, what: Any) -> None:
-        if isinstance(what.exc_value, Interrupted):
-            _Process.taken = None
-            self._again(what.exc_value.asked)
-        else:
+        if not isinstance(what.exc_value, Interrupted):
             self._unraisable(what)
 
 
-def _raise_again(number: int) -> None:
-    time.sleep(AGAIN)
-    signal.raise_signal(number)
+def _raise_again(number: int, seconds: float) -> None:
+    time.sleep(seconds)
+    _Process.again = True
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, number)  # it wakes up for it, whatever it waits for
+
+
+def _on_its_way() -> bool:
+    """Whether what the main thread does now is done because Interrupted was raised."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 import functools
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from tpuswarm.config.limits import check
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.train import paths
+from tpuswarm.train.losses import Loss, Terms, in_precision, mean_gradient, means, objective, terms, terms_and_extra
 from tpuswarm.train.recipe import (
     Batch,
     Clock,
@@ -29,14 +30,7 @@ from tpuswarm.train.recipe import (
 )
 from tpuswarm.train.source import ArraySource
 
-Loss = Callable[[Any, Batch, jax.Array | None], Any]
-"""`loss(params, batch, key) -> scalar` or `-> (scalar, metrics)`: means over the batch; no key in evaluation."""
-
-RESERVED = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version")
-"""Columns of metrics.jsonl; a loss's own metrics cannot use these names."""
-
-NUMERIC = (jax.Array, np.ndarray, np.generic, float, int)
-"""What a loss or a metric may be, before its shape is looked at."""
+SPLITS = ("train", "validation", "all")
 
 DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema")
 """Run settings for which a recipe may set defaults."""
@@ -50,6 +44,16 @@ class TrainState:
     params: Any
     opt: Any
     ema: Any
+    extra: ClassVar[Any] = None
+    """Mutable state of the loss: see StateWithExtra. Where there is none a checkpoint has no such key."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateWithExtra(TrainState):
+    """Of a loss with mutable state."""
+
+    extra: Any  # type: ignore[misc]  # a field here alone
 
 
 class SupervisedProgram(Program):
@@ -70,7 +74,9 @@ class SupervisedProgram(Program):
         *,
         tokens_per_row: int = 1,
         tied: Mapping[str, str] | None = None,
+        extra: Callable[[jax.Array], Any] | None = None,
     ):
+        self._extra = extra
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self.scheduled = schedule is not None
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
@@ -87,59 +93,81 @@ class SupervisedProgram(Program):
 
     def init(self, key: jax.Array, shared: Any = None) -> TrainState:
         """Fresh parameters, or `shared` ones; optimizer state and moving average begin with them."""
-        params = self._init(key) if shared is None else shared
+        extra = self._extra(key) if self._extra else None
+        if shared is None:
+            params = self._init(key)
+        else:
+            params, statistics = (shared, None) if extra is None else (shared["params"], shared["extra"])
+            extra = paths.overlay(extra, statistics) if statistics is not None else extra
         for path, leaf in zip(paths.leaf_paths(params), jax.tree.leaves(params), strict=True):
             if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
                 raise InputError(f"parameter {path} is {jnp.result_type(leaf)}: parameters are floating-point arrays")
         trained = paths.keep(params, self._trained(params))
-        return TrainState(
-            params=params,
-            opt=self._transformation(0.0, params).init(trained),
-            ema=jax.tree.map(jnp.copy, trained) if self._options.ema is not None else None,
-        )
+        opt = self._transformation(0.0, params).init(trained)
+        return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
 
     def step(self, state: TrainState, batch: Batch, clock: Clock) -> tuple[TrainState, Metrics]:
         """Gradient, clipping, optimizer, moving average."""
         params = state.params
         trained = paths.keep(params, self._trained(params))
-        loss, extra, grads = self._gradient(params, trained, batch, jax.random.fold_in(clock.key, clock.step))
+        metrics, grads, extra = self._gradient(
+            params, trained, state.extra, batch, jax.random.fold_in(clock.key, clock.step)
+        )
         norm = optax.tree.norm(grads)
         if self._options.clip is not None:
             scale = jnp.minimum(1.0, self._options.clip / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
-        metrics = {"loss": loss, "grad_norm": norm}
+        metrics["grad_norm"] = norm
         rate: Any = None
         if self._schedule is not None:
             rate = jnp.asarray(self._schedule(jnp.asarray(clock.progress)), jnp.float32)
             metrics["lr"] = rate
+
+        def value(trained: Any) -> jax.Array:
+            """The loss of the whole batch at once, for the line search of an optimizer that has one."""
+            key = jax.random.fold_in(clock.key, clock.step)
+            return means(self._terms(paths.overlay(params, trained), state.extra, batch, key)[0], 1)["loss"]
+
+        transformation = optax.with_extra_args_support(self._transformation(rate, params))
         with jax.numpy_dtype_promotion("standard"):  # optax's updates do not pass the strict rules
-            updates, opt = self._transformation(rate, params).update(grads, state.opt, trained)
+            updates, opt = transformation.update(
+                grads, state.opt, trained, value=metrics["loss"], grad=grads, value_fn=value
+            )
             trained = optax.apply_updates(trained, updates)
         ema = state.ema
         if self._options.ema is not None:
             decay = self._options.ema
-            ema = jax.tree.map(lambda old, new: (old * decay + new * (1 - decay)).astype(old.dtype), ema, trained)
-        return TrainState(paths.overlay(params, trained), opt, ema), {**extra, **metrics}
+            ema = jax.tree.map(lambda old, new: old * decay + new.astype(old.dtype) * (1 - decay), ema, trained)
+        return _state(paths.overlay(params, trained), opt, ema, extra), metrics
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics of the moving average where there is one, else of the parameters."""
-        loss, extra = self._loss_and_metrics(inference_params(state), batch, None)
-        return {**extra, "loss": loss}
+        return self._terms(inference_params(state), state.extra, batch, None)[0]
 
     def batch_spec(self, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of a batch of `size` rows."""
         return self._batch_spec(size)
 
     def exchange(self) -> Exchange:
-        """A swarm shares the parameters."""
-        return Exchange(lambda state: state.params, lambda state, params: TrainState(params, state.opt, state.ema))
+        """A swarm shares the parameters, and what is floating-point in the mutable state."""
+        if self._extra is None:
+            return Exchange(lambda state: state.params, lambda state, params: replace(state, params=params))
+
+        def put(state: StateWithExtra, shared: Any) -> TrainState:
+            return replace(state, params=shared["params"], extra=paths.overlay(state.extra, shared["extra"]))
+
+        return Exchange(lambda state: {"extra": _floats(state.extra), "params": state.params}, put)
 
     def parameters(self, state: TrainState) -> list[Parameter]:
         """Path, frozen, decayed, tied of each parameter."""
         trained = jax.tree.leaves(self._trained(state.params))
         decayed = jax.tree.leaves(self._decayed(state.params))
         names = paths.leaf_paths(state.params)
-        return [
+        statistics = [
+            Parameter(f"extra/{name}", False, False, "", statistic=True)
+            for name in paths.leaf_paths(_floats(state.extra))
+        ]
+        return statistics + [
             Parameter(name, not train, train and decay, self._tied.get(name, ""))
             for name, train, decay in zip(names, trained, decayed, strict=True)
         ]
@@ -158,87 +186,66 @@ class SupervisedProgram(Program):
             return self._optimizer
         return self._optimizer(rate, paths.keep(self._decayed(params), self._trained(params)))
 
-    def _loss_and_metrics(self, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
-        out = self._loss(params, batch, key)
-        pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
-        loss, metrics = out if pair else (out, {})
-        for name, value in {"the loss": loss, **metrics}.items():
-            if not isinstance(value, NUMERIC):
-                raise InputError(
-                    f"{name} is a {type(value).__name__}: a loss returns a scalar, or (scalar, dict of scalar metrics)"
-                )
-            if jnp.shape(value) != ():
-                raise InputError(
-                    f"{name} has shape {jnp.shape(value)}, it must be a scalar: take its mean over the batch"
-                )
-            if name in RESERVED:
-                raise InputError(f"a metric cannot be called {name}: the trainer writes one of that name")
-        return jnp.asarray(loss, jnp.float32), metrics
+    def _terms(self, params: Any, extra: Any, batch: Batch, key: jax.Array | None) -> tuple[Terms, Any]:
+        """Loss and metrics, and the mutable state after the batch."""
+        if self._extra is None:
+            return terms(self._loss(params, batch, key)), None
+        return terms_and_extra(self._loss(params, extra, batch, key), extra)
 
-    def _gradient(self, params: Any, trained: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics, Any]:
-        """Loss, metrics and gradient of the mean over the batch, micro-batch by micro-batch."""
+    def _gradient(self, params: Any, trained: Any, extra: Any, batch: Batch, key: jax.Array) -> tuple[Terms, Any, Any]:
+        """Loss and metrics, gradient, mutable state after it, of the whole batch, micro-batch by micro-batch."""
 
-        def loss(trained: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
-            return self._loss_and_metrics(paths.overlay(params, trained), batch, key)
+        def loss(trained: Any, extra: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Terms, Any]]:
+            found, after = self._terms(paths.overlay(params, trained), extra, batch, key)
+            return objective(found), (found, after)
 
-        gradient = jax.value_and_grad(loss, has_aux=True)
+        gradient = jax.grad(loss, has_aux=True)
         count = self._options.accumulate
         if count == 1:
-            (mean, metrics), grads = gradient(trained, batch, key)
-            return mean, metrics, grads
+            grads, (total, extra) = gradient(trained, extra, batch, key)
+        else:
 
-        def micro(index: jax.Array, batch: Batch) -> Any:
-            (value, metrics), grads = gradient(trained, batch, jax.random.fold_in(key, index))
-            return value, metrics, grads
+            def micro(extra: Any, index: jax.Array, batch: Batch) -> Any:
+                grads, (found, after) = gradient(trained, extra, batch, jax.random.fold_in(key, index))
+                return (grads, found), after
 
-        def add(total: Any, indexed: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, micro(*indexed)), None
+            def add(carried: Any, indexed: Any) -> tuple[Any, None]:
+                total, extra = carried
+                more, extra = micro(extra, *indexed)
+                return (jax.tree.map(jnp.add, total, more), extra), None
 
-        # Micro-batch a takes every count-th row from a on: each device then keeps rows that it already holds.
-        micros = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), dict(batch))
-        shapes = jax.eval_shape(micro, jnp.int32(0), jax.tree.map(lambda x: x[0], micros))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        total, _ = jax.lax.scan(add, zeros, (jnp.arange(count), micros))
-        return jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), total)
+            # Micro-batch a takes every count-th row from a on: each device then keeps rows that it already holds.
+            micros = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), dict(batch))
+            shapes, _ = jax.eval_shape(micro, extra, jnp.int32(0), jax.tree.map(lambda x: x[0], micros))
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            ((grads, total), extra), _ = jax.lax.scan(add, (zeros, extra), (jnp.arange(count), micros))
+        return means(total, count), mean_gradient(grads, total, count), extra
+
+
+def _floats(extra: Any) -> Any:
+    """The floating-point leaves of mutable state: averages, which can be merged; not counters and keys."""
+    return paths.keep(extra, jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), extra))
+
+
+def _state(params: Any, opt: Any, ema: Any, extra: Any) -> TrainState:
+    return TrainState(params, opt, ema) if extra is None else StateWithExtra(params, opt, ema, extra)
 
 
 def inference_params(state: TrainState) -> Any:
     """The parameters to evaluate and sample with: the moving average where there is one."""
-    return state.params if state.ema is None else paths.overlay(state.params, state.ema)
+    if state.ema is None:
+        return state.params
+    averaged = paths.overlay(state.params, state.ema)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), averaged, state.params)
 
 
-def in_precision(loss: Loss, precision: str, cast: Collection[str] = ()) -> Loss:
-    """`loss` computed in `precision` over float32 parameters; of a batch, the arrays named in `cast` go with them."""
-    if precision == "f32":
-        return loss
-    if precision == "highest":
-
-        def full(params: Any, batch: Batch, key: jax.Array | None) -> Any:
-            with jax.default_matmul_precision("highest"):
-                return loss(params, batch, key)
-
-        return full
-
-    def half(leaf: Any) -> Any:
-        return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
-
-    def halved(params: Any, batch: Batch, key: jax.Array | None) -> Any:
-        rows = {name: half(array) if name in cast else array for name, array in batch.items()}
-        try:
-            return loss(jax.tree.map(half, params), rows, key)
-        except TypeError as error:
-            whole = [name for name, array in rows.items() if array.dtype == jnp.float32]
-            if whole and "bfloat16" in str(error):  # as lax.conv says, which does not promote
-                error.args = (f"{error}; {' and '.join(whole)} of the batch stay float32 without cast={whole}",)
-            raise
-
-    return halved
+def _average(leaf: jax.Array) -> jax.Array:
+    """Where a moving average begins: a copy, in at least float32, for small steps are lost in fewer bits."""
+    return jnp.array(leaf, jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype)
 
 
 class Supervised(Recipe):
     """What `supervised` returns."""
-
-    forms = ("accumulate",)
 
     def __init__(
         self,
@@ -249,14 +256,19 @@ class Supervised(Recipe):
         schedule: Any,
         defaults: Mapping[str, Any] | None,
         cast: str | Collection[str],
+        micro_batches: bool,
+        extra: Callable[[jax.Array], Any] | None,
+        float32: str | None,
     ):
+        self._extra, self._float32 = extra, float32
+        self.forms = ("accumulate",) if micro_batches else ()
         self.defaults = dict(defaults or {})
         for name in self.defaults:
             if name not in DEFAULTS:
                 raise InputError(f"defaults takes no {name}; {did_you_mean(name, DEFAULTS)}")
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self._cast = (cast,) if isinstance(cast, str) else tuple(cast)
-        self._data = functools.cache(data if callable(data) else {"train": data}.get)
+        self._data = functools.cache(_by_split(data))
         module = sys.modules.get(getattr(loss, "__module__", ""))
         self.name = Path(getattr(module, "__file__", None) or "recipe").stem
 
@@ -272,15 +284,40 @@ class Supervised(Recipe):
                 raise InputError(f"cast names {name}, which the data has not; {did_you_mean(name, list(row))}")
             if row[name].dtype != np.float32:
                 raise InputError(f"cast names {name}, which is {row[name].dtype}: only float32 inputs are cast")
-        loss = in_precision(self._loss, options.precision, self._cast)
-        return SupervisedProgram(self._init, loss, self._optimizer, self._schedule, spec, options)
+        loss = in_precision(self._loss, options.precision, self._cast, self._float32)
+        return SupervisedProgram(self._init, loss, self._optimizer, self._schedule, spec, options, extra=self._extra)
 
     def data(self, split: str) -> Source:
         """The rows of one split."""
         data = self._data(split)
         if data is None:
             raise InputError(f"{self.name} has no {split} data; give data as a function of the split")
-        return ArraySource(data) if isinstance(data, Mapping) else data
+        if isinstance(data, Mapping):
+            return ArraySource(data)
+        if not callable(getattr(data, "rows", None)):
+            raise InputError(
+                f"the {split} data of {self.name} is a {type(data).__name__}: give a dict of arrays with a common "
+                "first axis, or a Source, an object with rows(start, count); IndexedSource and StreamSource make one "
+                "of a dataset and of a DataLoader"
+            )
+        return data
+
+
+def _by_split(data: Any) -> Callable[[str], Any]:
+    """What a recipe was given as its data, as a function of the split."""
+    if callable(data):
+        return data
+    nested = isinstance(data, Mapping) and [
+        name for name, each in data.items() if isinstance(each, Mapping) or hasattr(each, "rows")
+    ]
+    if not nested:
+        return {"train": data}.get
+    if not data.keys() <= set(SPLITS):
+        raise InputError(
+            f"data has a {type(data[nested[0]]).__name__} under {nested[0]}: a batch is one dict of arrays, without "
+            f"dicts in it; a dict of splits has the keys {', '.join(SPLITS)}"
+        )
+    return data.get
 
 
 def supervised(
@@ -291,18 +328,28 @@ def supervised(
     schedule: Callable[[jax.Array], Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
     cast: str | Collection[str] = (),
+    micro_batches: bool = False,
+    extra: Callable[[jax.Array], Any] | None = None,
+    float32: str | None = None,
 ) -> Supervised:
     """A recipe from one loss.
 
     - init(key) → parameters, any pytree of float32 arrays.
     - loss(params, batch, key) → the mean loss of a batch (scalar), or (loss, dict of scalar metrics); key is a typed
-      PRNG key, None during evaluation.
-    - optimizer: an optax transformation; with `schedule(progress) → learning rate`, a function of
-      (learning_rate, decay_mask) that returns one.
-    - data: a mapping of arrays with a common first axis, a Source, or a function from a split's name to either (None
-      where there is no such split).
+      PRNG key, None during evaluation. In the place of any mean it may return Weighted(sum, weight).
+    - optimizer: an optax transformation, those that need the loss too, such as reduce_on_plateau and lbfgs; with
+      `schedule(progress) → learning rate`, a function of (learning_rate, decay_mask) that returns one.
+    - data: a mapping of arrays with a common first axis, a Source, or a mapping or function from a split's name
+      (`train`, `validation`, `all`) to either (None where there is no such split).
     - defaults: settings of a run when the user names none, such as {"steps": 400, "batch": 64}.
     - cast: float32 arrays of a batch that are cast to bfloat16 with the parameters where the precision is bf16, such as
       the pixels of a picture; all others, targets among them, reach the loss as they are.
+    - float32: a regular expression; parameters whose path it matches, such as those of norms or of the last layer, are
+      not cast where the precision is bf16, and what is computed with them is float32.
+    - micro_batches: the loss of a batch is the mean of the losses of its equal parts, or Weighted: where memory is
+      short, a step may be computed part by part. A contrastive loss, or a masked mean that is not Weighted, is not so.
+    - extra(key) → mutable state, such as the running mean and variance of BatchNorm: any pytree of arrays, made with
+      the key that init gets. The loss is then loss(params, extra, batch, key) → (loss, (dict of metrics, extra)): what
+      it returns is what it gets at the next step. No gradient goes into it; what an evaluation returns is not kept.
     """
-    return Supervised(init, loss, optimizer, data, schedule, defaults, cast)
+    return Supervised(init, loss, optimizer, data, schedule, defaults, cast, micro_batches, extra, float32)

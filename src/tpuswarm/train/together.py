@@ -5,7 +5,6 @@ depends on a clock, a signal or a file is host 0's decision, which the others he
 """
 
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from tpuswarm.train.hosts import Hosts, initialize
 from tpuswarm.train.mesh import select_devices
 from tpuswarm.train.several import Several
 from tpuswarm.train.stop import StopSignals
+from tpuswarm.train.terminal import say
 
 SECRET = "secret"
 """The file in the run directory by which hosts know each other, there while they come together."""
@@ -132,9 +132,12 @@ def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Together:
     """
     place = folder / SECRET
     if asked.index:
-        _say(f"this is host {asked.index} of {asked.count}; connecting to {asked.at}; host 0 shows the progress")
+        say(
+            f"this is host {asked.index} of {asked.count}; connecting to {asked.at}; host 0 shows the progress",
+            err=True,
+        )
         return Together(initialize(asked.at, asked.count, asked.index, lambda: _read(place, asked)))
-    _say(f"this is host 0 of {asked.count}; waiting for the others at {asked.at}")
+    say(f"this is host 0 of {asked.count}; waiting for the others at {asked.at}", err=True)
     secret = secrets.token_hex(32).encode()
     line.witnesses.append(lambda why: place.unlink(missing_ok=True))  # where the process ends within `initialize`
     line.witnesses.append(lost)
@@ -146,11 +149,6 @@ def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Together:
     finally:
         place.unlink(missing_ok=True)
     return Together(hosts)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 def _read(place: Path, asked: Several) -> bytes:

@@ -1,20 +1,27 @@
 """The trainer: the settings of a run, on the devices of one process or of several hosts together."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tpuswarm.config.limits import check
-from tpuswarm.config.units import Every, parse_every
+from tpuswarm.config.units import Interval, parse_every
+from tpuswarm.errors import InputError
 from tpuswarm.train import wandb_log
 from tpuswarm.train.diagnose.watch import Watch
 from tpuswarm.train.display import Display, auto_display
-from tpuswarm.train.loop import Loop, Result, Step
+from tpuswarm.train.evaluate import EVAL_BATCHES
+from tpuswarm.train.hooks import Every, Hooks, Step
+from tpuswarm.train.loop import Loop
+from tpuswarm.train.mirror import folder_for, is_url
+from tpuswarm.train.outputs import Logger
 from tpuswarm.train.parent import find_parent
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.session import prepare
+from tpuswarm.train.result import Result, ended_before
+from tpuswarm.train.session import Finished, prepare
 from tpuswarm.train.settings import FIXED, FREE
 from tpuswarm.train.several import several
 
@@ -29,9 +36,16 @@ class Trainer:
     - precision: `bf16`, `f32`, `highest`; None is bf16 on TPU and GPU, f32 on CPU.
     - accumulate, clip, freeze, decay, ema: see train/recipe.py Options.
     - save_every, eval_every: steps (500) or time (`5m`); keep: how many checkpoints to keep.
+    - eval_batch: rows of a batch in evaluations; None is those of a step or of a micro-batch.
     - grace: seconds from SIGTERM until the machine is gone.
     - deterministic: deterministic GPU kernels (CPU and TPU are deterministic anyway).
+    - overfit_batches: train and evaluate on the first so many batches alone, which a sound model learns by heart.
+    - fast_dev_run: two steps, one batch of evaluation and a checkpoint, whatever length was asked for, in a run that is
+      not kept; `run` is not touched.
     - profile: trace a few steps for xprof and TensorBoard; wandb: the Weights & Biases project to log to.
+    - hooks: your own functions, called between steps: `hooks=[Every(100, look)]`.
+    - loggers: objects of yours that get every row of metrics.jsonl (train/outputs.py Logger).
+    - keep_best: `eval_loss`, or `eval_accuracy:max`: the checkpoint of the best evaluation is kept besides the newest.
     - display: where progress goes; None: a live view on a terminal, else lines.
     - hosts, host, hosts_at: how many hosts train together, the number of this one from 0, and the address HOST:PORT of
       host 0 (docs/hosts.md). Once per process, before anything else uses JAX.
@@ -48,11 +62,17 @@ class Trainer:
     seed: int | None = None
     save_every: str | int = "5m"
     eval_every: str | int | None = None
+    eval_batch: int | None = None
     keep: int = 3
     grace: float = 10.0
     deterministic: bool | None = None
+    overfit_batches: int | None = None
+    fast_dev_run: bool = False
     profile: bool = False
     wandb: str | None = None
+    hooks: Sequence[Every] = ()
+    loggers: Sequence[Logger] = ()
+    keep_best: str | None = None
     display: Display | None = None
     hosts: int | None = None
     host: int | None = None
@@ -95,21 +115,35 @@ class Trainer:
     ) -> Generator[Step, None, Result]:
         """The training loop as a generator: yields a Step for every row of metrics, returns a Result.
 
-        run: the run directory; an existing one resumes, None creates one in ./runs. batch: rows of one whole step, over
-        all devices. Closing the loop early (`contextlib.closing`, or leaving the function that holds it) saves and ends
-        the run like Ctrl-C; a loop left open at the end of a script resumes from its last checkpoint.
+        run: the run directory, or gs://BUCKET/FOLDER; an existing one resumes, None creates one in ./runs. batch: rows
+        of one whole step, over all devices. Closing the loop early (`contextlib.closing`, or leaving the function that
+        holds it) saves and ends the run like Ctrl-C; a loop left open at the end of a script resumes from its last
+        checkpoint.
         """
         asked = self.settings(steps, batch, init_from)
         save_every = parse_every(self.save_every, "save_every")
-        eval_every = Every() if self.eval_every is None else parse_every(self.eval_every, "eval_every")
+        eval_every = Interval() if self.eval_every is None else parse_every(self.eval_every, "eval_every")
+        hooks = Hooks(self.hooks)
         if self.wandb is not None:
             wandb_log.require()
         hosts = several(self.hosts, self.host, self.hosts_at)
         with Watch() as watch, ExitStack() as ends:
-            session = prepare(recipe, asked, tokens, epochs, Path(run) if run else None, ends, hosts)
+            if self.fast_dev_run:
+                if hosts:
+                    raise InputError("a fast dev run is of one host: its folder is not shared; leave --hosts out")
+                run = Path(ends.enter_context(TemporaryDirectory(prefix="tpuswarm-"))) / "fast-dev-run"
+                asked["steps"], tokens, epochs = 2, None, None
+            elif run is not None and is_url(str(run)) and hosts:
+                raise InputError(f"several hosts save on a disk that they share, and {run} is a bucket: use its folder")
+            folder = folder_for(str(run)) if run else None
+            session = prepare(recipe, asked, tokens, epochs, folder, ends, hosts)
             display = self.display or auto_display(quiet=not session.together.leads)
+            if isinstance(session, Finished):
+                return ended_before(session, display)
             loop = Loop(
                 session, watch, display,
-                save_every=save_every, eval_every=eval_every, profile=self.profile, wandb=self.wandb,
+                save_every=save_every, eval_every=eval_every, hooks=hooks, profile=self.profile,
+                wandb=None if self.fast_dev_run else self.wandb, loggers=self.loggers, keep_best=self.keep_best,
+                eval_batches=1 if self.fast_dev_run else EVAL_BATCHES,
             )  # fmt: skip
             return (yield from watch.hand_out(loop.run()))

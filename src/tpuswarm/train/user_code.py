@@ -14,7 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
+from tpuswarm.config.limits import flag
 from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.refused import refused
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.platform import prepare
@@ -197,7 +199,7 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
             return adapter.validate_python(value)
         found = adapter.validate_strings(value)
     except ValidationError as error:
-        raise InputError(f"{name}={value}: {error.errors()[0]['msg']}") from error
+        raise InputError(f"{flag(name)} {refused(error.errors()[0])}") from error
     if isinstance(found, float):
-        check_number(found, name)
+        check_number(found, flag(name))
     return found

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
+from tpuswarm.train.stop import held
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -36,15 +38,17 @@ def waiting(what: str, short: float = SHORT) -> Iterator[Callable[[str], None]]:
     shown = _Shown(line)
     timer = threading.Timer(short, shown.begin)
     timer.daemon = True
-    if short:
-        timer.start()
-    else:
-        shown.begin()
+    with held():  # a picture that is begun, and cut short before it can be ended, would be drawn for ever
+        if short:
+            timer.start()
+        else:
+            shown.begin()
     try:
         yield line.at
     finally:
-        timer.cancel()
-        shown.end()
+        with held():
+            timer.cancel()
+            shown.end()
 
 
 class _Line:
@@ -76,11 +80,11 @@ class _Shown:
 
     def begin(self) -> None:
         """It takes long."""
-        from rich.live import Live
+        from tpuswarm.train.drawn import Drawn
 
         with self._lock:
             if not self._over:
-                live = Live(
+                live = Drawn(
                     self._line, console=stderr_console(), transient=True, refresh_per_second=2, redirect_stdout=False
                 )
                 live.start(refresh=True)

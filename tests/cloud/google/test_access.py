@@ -4,9 +4,12 @@ import json
 import os
 import socket
 import stat
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from google.api_core import exceptions as api
+from google.auth.credentials import Credentials
 
 from tests.cloud.google.test_provider import spec
 from tpuswarm.cloud.errors import NotSignedIn, Unreachable
@@ -159,3 +162,35 @@ def test_whoever_signed_in_to_gcloud_alone_needs_no_more(nobody, tmp_path, monke
     else:
         assert access.ask("asking", lambda: access.credentials.token) == token
         assert access.credentials.valid
+
+
+def test_a_token_that_google_takes_for_ended_is_renewed_once():
+    """As where this computer's clock is behind: by it the token holds for hours."""
+    tokens = iter(["old", "new"])
+
+    class Renewed(Credentials):
+        def refresh(self, request: object) -> None:
+            self.token = next(tokens)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            good = self.headers["Authorization"] == "Bearer new"
+            body = b'{"is": "there"}' if good else b'{"error": {"status": "UNAUTHENTICATED", "message": "ended"}}'
+            self.send_response(200 if good else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *about: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        access = Access("p", LOCAL)
+        access.credentials = Renewed()
+        assert access.get("asking", f"http://127.0.0.1:{server.server_port}/it") == {"is": "there"}
+        access.credentials.token = "old"
+        tokens = iter(["older"])
+        with pytest.raises(NotSignedIn, match="ended; sign in"):
+            access.get("asking", f"http://127.0.0.1:{server.server_port}/it")
+        server.shutdown()

@@ -44,7 +44,12 @@ def test_a_vm_from_its_creation_to_its_end(google):
     machine = ready(google)
     until(lambda: google.outcome(google.set_metadata(machine, {"b": "2"})).done)
     items = google._instance("looking", machine)["metadata"]["items"]
-    assert {each["key"]: each["value"] for each in items} == {"a": "1", "b": "2", "enable-guest-attributes": "TRUE"}
+    assert {each["key"]: each["value"] for each in items} == {
+        "a": "1",
+        "b": "2",
+        "enable-guest-attributes": "TRUE",
+        "enable-oslogin": "FALSE",
+    }
     assert google.guest_attributes(machine, 0, "nothing/") == {}
     google.delete(machine)
     until(lambda: only(google) is None)
@@ -91,7 +96,7 @@ def test_a_network_of_the_fleets_own_joins_its_machines_and_nobody_else(project)
     assert not project.has_network("own")
     project.make_network("own", "tpuswarm mine")
     assert project.has_network("own")
-    assert project.address_range("own", "us-central1") and project.address_range("absent", "us-central1") is None
+    assert project.subnetwork("own", "us-central1") and project.subnetwork("absent", "us-central1") is None
     for rule in wanted("own", "tpuswarm-mine", "tpuswarm mine"):
         project.make_rule(rule)
         assert rule in project.rules()

@@ -33,7 +33,7 @@ def changed(spec, **fields):
 def test_a_node_carries_the_fleet_and_what_it_needs_to_be_reached():
     node = to_node(changed(SPEC, labels={"mine": "1"}, metadata={"startup-script": "x"}, disks=(Disk("d", True),)), "p")
     assert node.labels == {"mine": "1", FLEET_LABEL: "f1e2", POOL_LABEL: "small"}
-    assert node.metadata == {"startup-script": "x", "enable-guest-attributes": "TRUE"}
+    assert node.metadata == {"startup-script": "x", "enable-guest-attributes": "TRUE", "enable-oslogin": "FALSE"}
     assert node.accelerator_type == "v2-8" and not node.accelerator_config
     assert node.scheduling_config.spot and node.network_config.enable_external_ips
     assert node.service_account.scope == ["https://www.googleapis.com/auth/cloud-platform"]
@@ -82,8 +82,8 @@ def test_a_node_as_google_shows_it():
         name=f"{PLACE}/nodes/n1",
         accelerator_type="v5litepod-16",
         state="READY",
-        health="UNHEALTHY_MAINTENANCE",
-        health_description="maintenance at noon",
+        health="TIMEOUT",
+        health_description="no answer since noon",
         symptoms=[tpu_v2.Symptom(symptom_type="OUT_OF_MEMORY"), tpu_v2.Symptom(details="worker 3 is slow")],
         create_time=datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC),
         queued_resource=f"{PLACE}/queuedResources/q1",
@@ -95,10 +95,17 @@ def test_a_node_as_google_shows_it():
     machine = of_node(shown(node))
     assert (machine.name, machine.zone, machine.type, machine.kind) == ("n1", "us-central1-f", "v5e-16", "tpu")
     assert machine.healthy is False
-    assert machine.why == "maintenance at noon; OUT_OF_MEMORY; worker 3 is slow"
+    assert machine.why == "no answer since noon; OUT_OF_MEMORY; worker 3 is slow"
     assert machine.created == 1795348800.0
     assert machine.workers == (Worker("10.0.0.2", "34.1.2.3"), Worker("10.0.0.3", None))
     assert (machine.how, machine.request, machine.fleet) == ("queued", "q1", None)
+
+
+def test_a_node_under_maintenance_is_repaired_and_not_unhealthy():
+    """ "Will resume running once rescheduled": https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.nodes"""
+    node = tpu_v2.Node(name=f"{PLACE}/nodes/n1", accelerator_type="v2-8", state="READY", health="UNHEALTHY_MAINTENANCE")
+    machine = of_node(shown(node))
+    assert (machine.state, machine.said, machine.healthy) == ("repairing", "UNHEALTHY_MAINTENANCE", None)
 
 
 def test_a_type_that_the_catalogue_does_not_know_keeps_its_name():
@@ -119,10 +126,14 @@ def request_in(state: str, **fields) -> dict:
 def test_a_queued_resource_without_a_node_is_a_machine_that_waits_or_is_dead(state):
     (machine,) = of_requests([request_in(state.name)], [], frozenset(), "p")
     assert (machine.name, machine.request, machine.fleet, machine.type) == ("n1", "n1", "f1e2", "v2-8")
-    assert machine.state == REQUEST_STATES.get(state.name, "dead")
-    assert (machine.state == "dead") == (
-        state.name in ("STATE_UNSPECIFIED", "ACTIVE", "FAILED", "SUSPENDING", "SUSPENDED")
-    )
+    assert machine.state == REQUEST_STATES.get(state.name, "repairing")
+    assert (machine.state == "dead") == (state.name in ("ACTIVE", "FAILED", "SUSPENDING", "SUSPENDED"))
+
+
+def test_a_state_of_a_queued_resource_that_google_adds_is_not_deleted_at_once():
+    request = request_in("ACCEPTED")
+    request["state"]["state"] = "PREPARING"
+    assert of_requests([request], [], frozenset(), "p")[0].state == "repairing"
 
 
 def test_a_queued_resource_and_its_node_are_one_machine():
@@ -142,6 +153,13 @@ def test_why_a_request_failed_is_an_error_of_ours():
     (machine,) = of_requests([request_in("FAILED", **failed)], [], frozenset(), "p")
     assert machine.why == why
     assert isinstance(machine.error, NoQuota) and machine.error.limit == "TPUV2sPerProjectPerZoneForTPUAPI"
+
+
+def test_a_code_of_a_failure_that_google_adds_is_still_a_sentence():
+    request = request_in("FAILED")
+    request["state"]["failedData"] = {"error": {"code": 99, "message": "out of luck"}}
+    (machine,) = of_requests([request], [], frozenset(), "p")
+    assert machine.state == "dead" and "out of luck" in str(machine.error)
 
 
 def as_rest(instance: compute_v1.Instance, **fields) -> dict:

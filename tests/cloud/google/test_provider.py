@@ -102,7 +102,12 @@ def test_metadata_is_added_to_what_is_there(google):
     operation = google.set_metadata(machine, {"ssh-keys": "me:key"})
     until(lambda: google.outcome(operation).done)
     node = google.access.tpu.get_node(name=f"projects/my-project/locations/{FINE}/nodes/n1")
-    expected = {"startup-script": "true", "ssh-keys": "me:key", "enable-guest-attributes": "TRUE"}
+    expected = {
+        "startup-script": "true",
+        "ssh-keys": "me:key",
+        "enable-guest-attributes": "TRUE",
+        "enable-oslogin": "FALSE",
+    }
     assert dict(node.metadata) == expected
 
 

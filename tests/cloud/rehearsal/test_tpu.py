@@ -17,6 +17,13 @@ def client(request, tpu, tpu_by_rest):
     return tpu if request.param == "grpc" else tpu_by_rest
 
 
+@pytest.mark.parametrize(("network", "subnetwork"), [("own", ""), ("own", "default"), ("default", "own")])
+def test_a_subnetwork_that_is_not_of_the_network_is_refused(tpu, network, subnetwork):
+    node = tpu_v2.Node(TPU, network_config={"network": network, "subnetwork": subnetwork})
+    with pytest.raises(exceptions.InvalidArgument, match=f"is not in network '{network}'"):
+        tpu.create_node(parent=HERE, node_id="lost", node=node)
+
+
 def test_a_node_from_its_creation_to_its_end(client):
     name = f"{HERE}/nodes/one"
     creating = client.create_node(parent=HERE, node_id="one", node=TPU)

@@ -14,9 +14,8 @@ from tpuswarm.cloud.google.failures import judge
 from tpuswarm.cloud.google.settings import find_project
 
 if TYPE_CHECKING:
-    from google.auth.transport.requests import AuthorizedSession
     from google.cloud import tpu_v2
-    from requests import Response
+    from requests import PreparedRequest, Response, Session
 
 SECONDS = 30.0
 """That an answer may take. Google's clients wait for ever unless they are told."""
@@ -67,11 +66,18 @@ class Access:
         return TpuClient(credentials=self.credentials)
 
     @functools.cached_property
-    def session(self) -> "AuthorizedSession":
+    def session(self) -> "Session":
         """For REST: of APIs without a client of their own, and where importing that takes longer than the call."""
-        from google.auth.transport.requests import AuthorizedSession
+        from requests import Session
 
-        return AuthorizedSession(self.credentials, refresh_timeout=SECONDS)  # type: ignore[no-untyped-call]
+        def sign(request: "PreparedRequest") -> "PreparedRequest":
+            self.credentials.apply(request.headers)
+            return request
+
+        # Not google-auth's AuthorizedSession: importing that brings all of cryptography, a sixth of what `list` takes.
+        found = Session()
+        found.auth = sign
+        return found
 
     def compute(self, name: str) -> Any:
         """A client of Compute Engine, such as `Instances`. Importing them takes longer than most calls."""
@@ -127,8 +133,11 @@ class Access:
 
     def rest(self, method: str, url: str, query: dict[str, str], **body: Any) -> "Response":
         """One call of a REST API, for `ask` and `change`; `body` as requests takes it."""
-        session = self.session
-        answer = session.request(method, url, params=query, timeout=SECONDS, **body)  # type: ignore[no-untyped-call]
+        answer = self.session.request(method, url, params=query, timeout=SECONDS, **body)
+        if answer.status_code == 401:  # by Google's clock the token has ended, by ours it has not
+            with self._lock:
+                self._renew()
+            answer = self.session.request(method, url, params=query, timeout=SECONDS, **body)
         if not answer.ok:
             raise _Refused(answer)
         return answer
@@ -150,9 +159,12 @@ class Access:
         """gRPC would report credentials that cannot be renewed as a server that cannot be reached, and try again."""
         with self._lock:
             if not self.credentials.valid:
-                from google.auth.transport.requests import Request
+                self._renew()
 
-                self.credentials.refresh(functools.partial(Request(), timeout=SECONDS))
+    def _renew(self) -> None:
+        from google.auth.transport.requests import Request
+
+        self.credentials.refresh(functools.partial(Request(), timeout=SECONDS))
 
 
 class _Refused(Exception):

@@ -35,7 +35,7 @@ def of_call(error: Any) -> Answer:
 
 def of_status(status: Any) -> Answer:
     """Of a google.rpc.Status: why a TPU operation or a queued resource failed. Its details are packed."""
-    from google.rpc import code_pb2, error_details_pb2
+    from google.rpc import error_details_pb2
 
     details: list[Any] = []
     for packed in status.details:
@@ -43,7 +43,7 @@ def of_status(status: Any) -> Answer:
             if packed.Is(kind.DESCRIPTOR):
                 packed.Unpack(unpacked := kind())
                 details.append(unpacked)
-    return _with_details(code_pb2.Code.Name(status.code), status.message, details)
+    return _with_details(_name(status.code), status.message, details)
 
 
 def of_json(body: Mapping[str, Any], status: int) -> Answer:
@@ -63,9 +63,15 @@ def of_json(body: Mapping[str, Any], status: int) -> Answer:
 
 def of_json_status(status: Mapping[str, Any]) -> Answer:
     """Of a google.rpc.Status as REST writes it."""
+    return of_json({"error": {**status, "status": _name(status.get("code", 0))}}, 0)
+
+
+def _name(code: int) -> str:
+    """Of a google.rpc.Code, one of those that may come later included."""
     from google.rpc import code_pb2
 
-    return of_json({"error": {**status, "status": code_pb2.Code.Name(status.get("code", 0))}}, 0)
+    names: dict[int, str] = {value: name for name, value in code_pb2.Code.items()}
+    return names.get(code, f"code {code}")
 
 
 def of_compute(operation: Any) -> Answer | None:

@@ -1,10 +1,11 @@
 """VMs between our types and the messages of Compute Engine. Values in, values out."""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from tpuswarm.catalog.prices import region_of
-from tpuswarm.cloud.google.nodes import GUEST_ATTRIBUTES, SCOPE, labels_of, seconds
+from tpuswarm.cloud.google.nodes import LOGIN, SCOPE, labels_of, seconds
 from tpuswarm.cloud.protocol import Machine, State, VmSpec, Worker
 
 if TYPE_CHECKING:
@@ -55,11 +56,11 @@ def to_instance(spec: VmSpec, project: str) -> "compute_v1.Instance":
             )
         ],
         can_ip_forward=spec.ip_forward,
-        scheduling=_scheduling(spec.spot),
+        scheduling=_scheduling(spec),
         service_accounts=[compute_v1.ServiceAccount(email=spec.service_account or "default", scopes=[SCOPE])],
         tags=compute_v1.Tags(items=spec.tags),
         labels=labels_of(spec),
-        metadata=to_metadata({**GUEST_ATTRIBUTES, **spec.metadata}),
+        metadata=to_metadata({**LOGIN, **spec.metadata}),
     )
 
 
@@ -95,15 +96,18 @@ def of_instance(instance: Mapping[str, Any]) -> Machine:
     )
 
 
-def _scheduling(spot: bool) -> "compute_v1.Scheduling":
+def _scheduling(spec: VmSpec) -> "compute_v1.Scheduling":
     from google.cloud import compute_v1
 
-    if not spot:
-        return compute_v1.Scheduling(provisioning_model="STANDARD")
-    # What is taken away is deleted with its disk: nothing stays that costs money.
-    return compute_v1.Scheduling(
-        provisioning_model="SPOT", instance_termination_action="DELETE", on_host_maintenance="TERMINATE"
-    )
+    found = compute_v1.Scheduling(provisioning_model="SPOT" if spec.spot else "STANDARD")
+    if spec.spot:
+        found.on_host_maintenance = "TERMINATE"
+    if spec.ends is not None:
+        found.termination_time = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
+    if spec.spot or spec.ends is not None:
+        # What is taken away, or has come to its end, is deleted with its disk: nothing stays that costs money.
+        found.instance_termination_action = "DELETE"
+    return found
 
 
 def _workers(interfaces: Any) -> tuple[Worker, ...]:

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 """What a machine's service account may be used for: everything that its roles allow. A narrower scope keeps a machine
 from its bucket however many roles the account has."""
-GUEST_ATTRIBUTES = {"enable-guest-attributes": "TRUE"}
-"""Metadata without which a machine cannot write down its SSH host keys."""
+LOGIN = {"enable-guest-attributes": "TRUE", "enable-oslogin": "FALSE"}
+"""Metadata without which nobody gets in: a machine writes down its SSH host keys as guest attributes, and takes who may
+log in from its metadata only where OS Login is off, which a whole project may have on; a machine's own value wins
+(https://cloud.google.com/compute/docs/oslogin/set-up-oslogin)."""
 STATES: dict[str, State] = {
     "CREATING": "creating",
     "READY": "ready",
@@ -33,15 +35,21 @@ STATES: dict[str, State] = {
     "TERMINATED": "dead",
 }
 """Anything else (HIDING, HIDDEN, UNHIDING, UNKNOWN, what comes later) is taken for `repairing`: it has a deadline."""
+MAINTENANCE = "UNHEALTHY_MAINTENANCE"
+"""A health of nodes that are READY: "will resume running once rescheduled", says the API's Node.Health."""
 REQUEST_STATES: dict[str, State] = {
     "CREATING": "waiting",
     "ACCEPTED": "waiting",
     "WAITING_FOR_RESOURCES": "waiting",
     "PROVISIONING": "creating",
     "DELETING": "deleting",
+    "SUSPENDING": "dead",
+    "SUSPENDED": "dead",
+    "FAILED": "dead",
+    "ACTIVE": "dead",
 }
-"""Of a queued resource that has no node. All others are dead: FAILED and SUSPENDED never go on, and ACTIVE without a
-node has lost it."""
+"""Of a queued resource that has no node. SUSPENDED and FAILED never go on, and ACTIVE without a node has lost it: the
+provider lists requests before nodes. Anything else is taken for `repairing`, as with nodes."""
 
 
 def labels_of(spec: Spec) -> dict[str, str]:
@@ -72,7 +80,7 @@ def to_node(spec: TpuSpec, project: str) -> "tpu_v2.Node":
         ],
         tags=spec.tags,
         labels=labels_of(spec),
-        metadata={**GUEST_ATTRIBUTES, **spec.metadata},
+        metadata={**LOGIN, **spec.metadata},
     )
 
 
@@ -97,6 +105,8 @@ def of_node(node: Mapping[str, Any]) -> Machine:
     zone, name = _place(node["name"])
     said, health = node.get("state", "STATE_UNSPECIFIED"), node.get("health", "HEALTH_UNSPECIFIED")
     state = STATES.get(said, "repairing")
+    if state == "ready" and health == MAINTENANCE:
+        state, said = "repairing", MAINTENANCE
     symptoms = (each.get("details") or each.get("symptomType", "") for each in node.get("symptoms", ()))
     request = node.get("queuedResource", "").rsplit("/", 1)[-1] or None
     return Machine(
@@ -153,7 +163,7 @@ def _of_request(request: Mapping[str, Any], project: str) -> Iterable[Machine]:
             zone=zone,
             kind="tpu",
             type=_type(node),
-            state=REQUEST_STATES.get(said, "dead"),
+            state=REQUEST_STATES.get(said, "repairing"),
             said=said,
             why=why,
             how=how,

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpuswarm.cloud.errors import Denied, NotFound, Taken, Unreachable
 from tpuswarm.cloud.google import firewall, quotas
@@ -24,6 +24,15 @@ APIS = {
 LONGEST_S = 600.0
 """Within which an API is on, or a network made."""
 LOOK_S = 1.0
+
+
+class Subnetwork(NamedTuple):
+    """A network's part in a region."""
+
+    addresses: str
+    """Such as 10.128.0.0/20."""
+    reaches_google: bool
+    """Whether machines without an external address reach Google's own services (Private Google Access)."""
 
 
 class Project:
@@ -72,22 +81,34 @@ class Project:
         url = self._access.url("cloudquotas.googleapis.com", f"v1/{place}/quotaInfos")
         return quotas.of_infos(self._pages("asking for quotas", url, "quotaInfos", {"pageSize": "500"}))
 
-    def bucket_region(self, name: str) -> str | None:
-        """Where a bucket lies, such as us-central1; None: there is none. Raises Taken for one of somebody else's."""
+    def bucket_region(self, name: str, owner: str | None = None) -> str | None:
+        """Where a bucket lies, such as us-central1; None: there is none. Raises Taken for one of somebody else's.
+
+        That one may read and write it proves nothing: names of buckets are global, and whoever made it first may have
+        let everybody in. `owner`: the project that it is of, where that is another one.
+        """
         try:
             found = self._access.get(f"looking for bucket {name}", bucket_url(self._access, name))
         except NotFound:
             return None
         except Denied as error:
             raise Taken(f"bucket {name} is somebody else's, as it seems: choose another name ({error})") from None
+        of = owner or self.id
+        mine = self._pages(f"listing buckets of {of}", self._buckets, "items", {"project": of, "prefix": name})
+        if all(each["name"] != name for each in mine):
+            raise Taken(
+                f"bucket {name} is not of project {of}, and whoever owns it could tell the fleet what to do: choose "
+                'another name, or name its project in [storage] with project = "…"'
+            )
         return str(found["location"]).lower()
 
     def make_bucket(self, name: str, region: str, labels: Mapping[str, str]) -> None:
         """Make a bucket for the project alone. Raises Taken where anybody on Google Cloud has one of that name."""
         access = {"uniformBucketLevelAccess": {"enabled": True}, "publicAccessPrevention": "enforced"}
         bucket = {"name": name, "location": region, "labels": dict(labels), "iamConfiguration": access}
-        url = self._access.url(HOST, "storage/v1/b")
-        self._access.post(f"making bucket {name} in {region}", url, bucket, project=self.id)
+        # Else all that is deleted or overwritten, as a fleet's document is every few seconds, costs for a week more.
+        bucket["softDeletePolicy"] = {"retentionDurationSeconds": "0"}
+        self._access.post(f"making bucket {name} in {region}", self._buckets, bucket, project=self.id)
 
     def label_bucket(self, name: str, labels: Mapping[str, str]) -> None:
         """Add labels to a bucket; those that it has stay as they are."""
@@ -112,12 +133,12 @@ class Project:
         network = compute_v1.Network(name=name, auto_create_subnetworks=True, description=description)
         self._make(f"making network {name}", "Networks", network_resource=network)
 
-    def address_range(self, network: str, region: str, subnetwork: str | None = None) -> str | None:
-        """The addresses of a network in a region, such as 10.128.0.0/20; None: it has none there."""
+    def subnetwork(self, network: str, region: str, subnetwork: str | None = None) -> Subnetwork | None:
+        """A network's part in a region; None: it has none there."""
         doing = f"asking for the addresses of network {network} in {region}"
         found = self._pages(doing, self._compute(f"regions/{region}/subnetworks"), "items", {})
         fits = (
-            each["ipCidrRange"]
+            Subnetwork(each["ipCidrRange"], bool(each.get("privateIpGoogleAccess")))
             for each in found
             if each["network"].rsplit("/", 1)[-1] == network and subnetwork in (None, each["name"])
         )
@@ -149,6 +170,18 @@ class Project:
         """The service account that machines have where none is named; None: the project has none."""
         found = self._access.get("asking for the project", self._access.url(_COMPUTE, f"compute/v1/projects/{self.id}"))
         return found.get("defaultServiceAccount")
+
+    def forces_os_login(self) -> bool:
+        """Whether a policy of an organisation turns OS Login on for all machines of the project."""
+        doing = "asking for the organisation's policy on OS Login"
+        url = self._access.url("cloudresourcemanager.googleapis.com", f"v1/projects/{self.id}:getEffectiveOrgPolicy")
+        about = {"constraint": "constraints/compute.requireOsLogin"}
+        found = self._access.ask(doing, lambda: self._access.rest("POST", url, {}, json=about).json())
+        return bool(found.get("booleanPolicy", {}).get("enforced"))
+
+    @property
+    def _buckets(self) -> str:
+        return self._access.url(HOST, "storage/v1/b")
 
     def _compute(self, path: str) -> str:
         return self._access.url(_COMPUTE, f"compute/v1/projects/{self.id}/{path}")

@@ -18,8 +18,8 @@ def find_project(given: str | None = None) -> str:
     if found := given or _setting("core/project"):
         return found
     raise InputError(
-        'no project is named: write project = "MY-PROJECT" into swarm.toml, or run '
-        "`gcloud config set project MY-PROJECT`"
+        "no project is named: `gcloud config set project MY-PROJECT` names one for all commands, the variable "
+        'GOOGLE_CLOUD_PROJECT for a shell, project = "MY-PROJECT" in swarm.toml for a fleet'
     )
 
 

@@ -40,6 +40,7 @@ class Cloud:
         self.resources = Resources(self.records, self.timetable)
         self.instances = Instances(self.resources, self.timetable, self.weather, self.hosts)
         self.networks = Networks(self.resources, self.weather)
+        self.nodes.check_network = self.networks.check
         self.tpu = Service(self.projects.check, self.nodes, self.queue, self.offers, self.guests, self.operations)
 
         self.operations.forget_old()

@@ -17,7 +17,7 @@ from tpuswarm.cloud.rehearsal.tpu.offers import place_of
 from tpuswarm.cloud.rehearsal.tpu.queue import State as RequestState
 from tpuswarm.cloud.rehearsal.web.projects import PROJECT_FAULTS
 from tpuswarm.cloud.rehearsal.wire.rest import routes
-from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.nearest import did_you_mean, nearest
 
 
 class Control:
@@ -169,7 +169,9 @@ class Control:
 
 def _zone(name: str) -> str:
     if name not in zones():
-        raise _wrong(f"there is no zone {name!r}; {did_you_mean(name, zones())}")
+        near = nearest(name, zones())
+        said = f"did you mean {near}?" if near else "they are called like us-central1-f"
+        raise _wrong(f"there is no zone {name!r}; {said}")
     return name
 
 

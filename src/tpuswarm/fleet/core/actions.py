@@ -42,13 +42,18 @@ Action = Create | Delete | Stop | Start
 
 
 class Wait(NamedTuple):
-    """Why a pool lacks machines that nothing is done for at the moment."""
+    """Why a pool lacks machines that nothing is done for at the moment, or what else a person should do about it."""
 
     pool: str
     missing: int
     why: str
     until: float | None
     """When that may change by itself, Unix seconds; None: when something else happens, or somebody does something."""
+
+    @property
+    def of(self) -> str:
+        """`3 of pool small`; `pool small` where none is missing."""
+        return f"{self.missing:,} of pool {self.pool}" if self.missing else f"pool {self.pool}"
 
 
 class Plan(NamedTuple):

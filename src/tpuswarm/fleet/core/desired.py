@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tpuswarm.cloud.protocol import Spec, TpuSpec
+from tpuswarm.cloud.protocol import Spec
 from tpuswarm.fleet.core.money import Grant
 
 
@@ -19,6 +19,8 @@ class Wanted:
     count: int
     wait_s: float | None = None
     """How long a request may wait in the queue of a zone before the next one is asked; None: for ever in the last."""
+    routes: bool = False
+    """Whether it is a VM that leads to the TPUs of the fleet."""
 
     @property
     def type(self) -> str:
@@ -28,9 +30,7 @@ class Wanted:
     @property
     def how(self) -> str:
         """How they are asked for."""
-        if isinstance(self.spec, TpuSpec):
-            return self.spec.how
-        return "spot" if self.spec.spot else "on-demand"
+        return self.spec.how
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Budget:
     per_hour: float | None = None
     total: float | None = None
     traffic_per_day: float | None = None
+    """Of what its training carries, in the last 24 hours."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,15 @@ class Desired:
     """Machines that are to go, by name, and when they were created: a later one of that name may stay."""
     down: str | None = None
     """Why everything is to go; None: it is up."""
+    kept_on: str | None = None
+    """The pool of the VM on which its keeper is to live; None: wherever somebody starts one."""
     revision: int = 1
     """Counts what people asked: with each, what was given up is tried again."""
+
+    @property
+    def home(self) -> str | None:
+        """What the machine is called on which its keeper is to live; None: it may live anywhere."""
+        return next((each.spec.name for each in self.pools if each.name == self.kept_on), None)
 
     @property
     def zones(self) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ Restart = Literal["preempted", "always", "never"]
 Phase = Literal["waiting", "running", "done", "failed", "stopped"]
 FIRST, GROWTH, LONGEST = 2.0, 2.0, 300.0
 """Seconds before a job that failed is tried again: the first time, the factor, at most."""
+GONE_S = 15.0
+"""Seconds for which a machine is in no list before it is gone: one list may leave it out, and its processes live."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Seat:
     code: int | None = None
     not_before: float = 0.0
     """Of the next run, Unix seconds."""
+    missed_at: float = 0.0
+    """Since when its machine is in no list, Unix seconds; 0: it is in the last one."""
     why: str = "not started yet"
 
 
@@ -89,19 +93,28 @@ Reports = Mapping[tuple[str, int], Report | None]
 
 
 class Start(NamedTuple):
-    """Start a run of a seat on these workers of its machine."""
+    """Start a run on these workers of a machine, and end an earlier one that is still there."""
 
-    seat: int
+    machine: str
     run: int
     workers: tuple[int, ...]
 
 
 class End(NamedTuple):
-    """End a run of a seat on these workers of its machine."""
+    """End a run, and an earlier one that is still there, on these workers of a machine."""
 
-    seat: int
+    machine: str
     run: int
     workers: tuple[int, ...]
+
+
+class Stray(NamedTuple):
+    """A run that goes on where no seat of its job is any more."""
+
+    job: str
+    machine: str
+    worker: int
+    run: int
 
 
 class Next(NamedTuple):
@@ -111,6 +124,15 @@ class Next(NamedTuple):
     acts: tuple[Start | End, ...]
 
 
+def ended(job: Job) -> Job:
+    """The job of a fleet that came down: what was not over has stopped."""
+    why = "the fleet came down"
+    seats = (
+        replace(each, phase="stopped", why=why) if each.phase in ("waiting", "running") else each for each in job.seats
+    )
+    return replace(job, seats=tuple(seats))
+
+
 def seats_for(where: str, machine: Machine | None, desired: Desired) -> tuple[Seat, ...]:
     """The seats of a new job: one for a machine that was named, else one for each that the pools are to have."""
     if machine is not None:
@@ -118,8 +140,17 @@ def seats_for(where: str, machine: Machine | None, desired: Desired) -> tuple[Se
     return tuple(Seat(each.name) for each in desired.pools if where in (ALL, each.name) for _ in range(each.count))
 
 
+def busy(jobs: Iterable[Job]) -> frozenset[str]:
+    """The machines on which something runs, as far as is known."""
+    return frozenset(
+        each.machine for job in jobs for each in job.seats if each.phase == "running" and each.machine is not None
+    )
+
+
 def scaled(job: Job, desired: Desired) -> Job:
-    """With as many seats as its pools are to have machines now, unless it is for one machine."""
+    """With as many seats as its pools are to have machines now, unless it is for one machine, or over."""
+    if job.over:
+        return job
     seats = list(job.seats)
     for pool in desired.pools:
         if job.where not in (ALL, pool.name) or job.machine is not None:
@@ -143,43 +174,72 @@ def next_of(
     """The job as it is to be stored, and what is to be done after that.
 
     `machines`: the fleet's own, as listed; `away`: zones that do not answer; `unprepared`: on which nothing may
-    begin yet, and why. What is done is safe to do again.
+    begin yet, and why: of those that seats are on, so that a seat that comes to another machine waits for the next
+    look; None: all are. What is done is safe to do again.
     """
     there = {each.name: each for each in machines}
     taken = {seat.machine for seat in job.seats if seat.machine}
     seats: list[Seat] = []
     acts: list[Start | End] = []
-    for number, seat in enumerate(job.seats):
-        seat = _seated(job, seat, there, away, taken)
+    for seat in job.seats:
+        before = seat
+        seat = _seated(job, seat, there, away, taken, now)
+        moved = (seat.machine, seat.created) != (before.machine, before.created)
         machine = there.get(seat.machine or "")
         if seat.phase == "waiting" and not job.stop and (why := (unprepared or {}).get(seat.machine or "")):
             seat = replace(seat, why=why)
+        elif seat.phase == "waiting" and not job.stop and unprepared is not None and moved and machine is not None:
+            seat = replace(seat, why=f"{machine.name} is another machine: it is prepared first")
         elif machine is not None and machine.state == "ready":
             workers = tuple(range(len(machine.workers))) if job.worker is None else (job.worker,)
-            seat, more = _run(job, seat, number, workers, {w: reports[machine.name, w] for w in workers
+            seat, more = _run(job, seat, workers, {w: reports[machine.name, w] for w in workers
                               if (machine.name, w) in reports}, now)  # fmt: skip
             acts += more
-        elif job.stop and seat.phase in ("waiting", "running"):
-            seat = replace(seat, phase="stopped", why="its end was asked for")
+        elif job.stop and (seat.phase == "waiting" or (seat.phase == "running" and machine is None and not away)):
+            seat = replace(seat, phase="stopped", why="it was asked to stop")
         seats.append(seat)
     return Next(replace(job, seats=tuple(seats)), tuple(acts))
 
 
-def _seated(job: Job, seat: Seat, there: Mapping[str, Machine], away: Collection[str], taken: set[str]) -> Seat:
-    """The seat with the machine that it has from now on."""
+def strays(jobs: Iterable[Job], reports: Mapping[str, Reports]) -> frozenset[Stray]:
+    """Runs that go on where no seat of their job is any more; `reports` by the names of jobs, known or not.
+
+    A job may have been seated there since it was read: only what is one again after it was read anew is to be ended.
+    """
+    seats = {(job.name, seat.machine) for job in jobs for seat in job.seats if seat.phase in ("waiting", "running")}
+    return frozenset(
+        Stray(name, machine, worker, report.run)
+        for name, found in reports.items()
+        for (machine, worker), report in found.items()
+        if report is not None and report.state == "running" and (name, machine) not in seats
+    )
+
+
+def _seated(
+    job: Job, seat: Seat, there: Mapping[str, Machine], away: Collection[str], taken: set[str], now: float
+) -> Seat:
+    """The seat with the machine that it has from now on.
+
+    It leaves a machine on which nothing of it can live: a dead one, one that was made again, or one that is gone. What
+    is being deleted still runs.
+    """
     if seat.phase not in ("waiting", "running"):
         return seat
     machine = there.get(seat.machine or "")
     if seat.machine is not None and (
-        machine is None or machine.state in ("dead", "deleting") or (seat.run and machine.created != seat.created)
+        machine is None or machine.state == "dead" or (seat.run and machine.created != seat.created)
     ):
         if machine is None and away:
             return replace(seat, why=f"{seat.machine} may be in a zone that does not answer")
+        since = seat.missed_at or now
+        if machine is None and seat.phase == "running" and 0 <= now - since < GONE_S:
+            return replace(seat, missed_at=since, why=f"{seat.machine} is not listed")
         if seat.phase == "running" and job.restart == "never":
             return replace(seat, phase="failed", lost=seat.lost + 1, why=f"{seat.machine} was taken away")
         lost = seat.lost + (seat.phase == "running")
         taken.discard(seat.machine)
-        seat = replace(seat, machine=None, phase="waiting", lost=lost, why=f"{seat.machine} was taken away")
+        why = f"{seat.machine} was taken away"
+        seat = replace(seat, machine=None, phase="waiting", lost=lost, missed_at=0.0, why=why)
     if seat.machine is None:
         free = [
             each
@@ -191,24 +251,34 @@ def _seated(job: Job, seat: Seat, there: Mapping[str, Machine], away: Collection
         chosen = min(free, key=lambda each: each.name)
         taken.add(chosen.name)
         return replace(seat, machine=chosen.name, created=chosen.created)
+    seat = replace(seat, missed_at=0.0) if seat.missed_at else seat
     if machine is not None and machine.state != "ready":
         return replace(seat, why=f"{machine.name} is {machine.said.lower()}")
     return seat if seat.run or machine is None else replace(seat, created=machine.created)
 
 
 def _run(
-    job: Job, seat: Seat, number: int, workers: tuple[int, ...], reports: Mapping[int, Report | None], now: float
+    job: Job, seat: Seat, workers: tuple[int, ...], reports: Mapping[int, Report | None], now: float
 ) -> tuple[Seat, list[Start | End]]:
     """What comes next on a machine that is ready."""
+    name = seat.machine or ""
     current = {w: each for w, each in reports.items() if each is not None and each.run == seat.run and seat.run}
     running = tuple(w for w, each in current.items() if each.state == "running")
     # A worker that has not heard of the run is told of its end too: its start may still be on the way to it.
-    unended = tuple(w for w in workers if w in reports and (w not in current or w in running))
-    end: list[Start | End] = [End(number, seat.run, unended)] if unended and seat.run else []
+    # A run that was lost with a reboot may be begun again by its host, unless it is told too.
+    again = tuple(w for w, each in current.items() if job.stop and each.state == "lost")
+    unended = tuple(w for w in workers if w in reports and (w not in current or w in running or w in again))
+    end: list[Start | End] = [End(name, seat.run, unended)] if unended and seat.run else []
+    if (
+        seat.phase == "running"
+        and len(current) == len(workers)
+        and all(each.state == "ended" and each.code == 0 for each in current.values())
+    ):
+        return replace(seat, phase="done", code=0, why="exit 0 on every worker"), []
     if job.stop and seat.phase in ("waiting", "running"):
         if seat.phase == "running" and (unended or len(reports) < len(workers)):
-            return replace(seat, why="its end was asked for"), end
-        return replace(seat, phase="stopped", why="its end was asked for"), []
+            return replace(seat, why="it was asked to stop"), end
+        return replace(seat, phase="stopped", why="it was asked to stop"), []
     if seat.phase == "waiting":
         if now < seat.not_before:
             return seat, []
@@ -217,20 +287,22 @@ def _run(
         highest = max((each.run for each in reports.values() if each is not None), default=0)
         run = max(seat.run, highest) + 1
         seat = replace(seat, phase="running", run=run, code=None, why=f"run {run} on {seat.machine}")
-        return seat, [Start(number, run, workers)]
+        return seat, [Start(name, run, workers)]
     if seat.phase != "running":
-        return seat, [End(number, seat.run, running)] if running else []
+        return seat, [End(name, seat.run, running)] if running else []
     if bad := [(w, each) for w, each in sorted(current.items()) if each.state != "running" and each.code != 0]:
-        return _ended(job, seat, number, workers, reports, bad, end, now)
+        return _ended(job, seat, workers, reports, bad, end, now)
     if missing := tuple(w for w in workers if w in reports and w not in current):
-        return seat, [Start(number, seat.run, missing)]  # whoever began it has died meanwhile
-    if len(current) == len(workers) and not running:
-        return replace(seat, phase="done", code=0, why="exit 0 on every worker"), []
+        return seat, [Start(name, seat.run, missing)]  # whoever began it has died meanwhile
+    if stuck := next(
+        (f"{name}/{w}: {each.why}" for w, each in sorted(current.items()) if each.why and not each.code), ""
+    ):
+        return replace(seat, why=stuck), []  # it cannot end there
     return seat, []
 
 
 def _ended(
-    job: Job, seat: Seat, number: int, workers: Sequence[int], reports: Mapping[int, Report | None],
+    job: Job, seat: Seat, workers: Sequence[int], reports: Mapping[int, Report | None],
     bad: Sequence[tuple[int, Report]], end: list[Start | End], now: float,
 ) -> tuple[Seat, list[Start | End]]:  # fmt: skip
     """A run has ended on some worker, and not well: it ends on all, and then it is known why."""

@@ -3,10 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tpuswarm.cloud.protocol import TpuSpec
+from tpuswarm.cloud.protocol import Machine, TpuSpec
 from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.memory import Observed
+from tpuswarm.fleet.core.memory import Observed, machine_key
 from tpuswarm.fleet.core.money import HOUR, covered, machine_price, spec_price
+
+COUNTED = ("ready", "repairing", "starting", "stopping")
+"""States in which a machine is paid for."""
+
+UNSEEN = HOUR
+"""Seconds for which what has gone counts at most, from the last look that showed it (else from its creation)."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,22 @@ class Ledger:
 
 
 def charge(ledger: Ledger, desired: Desired, observed: Observed, now: float) -> Ledger:
-    """With the time since the last look, for every machine that is there now."""
-    there = [each for each in observed.machines if each.state in ("ready", "repairing", "starting", "stopping")]
+    """With the time since the last look, for every machine that is there now, or has gone since then.
+
+    Until when it was there nobody says, so what has gone counts until now, but for no more than UNSEEN after the last
+    look: hours that nobody saw end no fleet.
+    """
+    there = [each for each in observed.machines if each.state in COUNTED or _has_gone(each, observed, now)]
     free, _ = covered(there, desired.grants, now)
     with_disks = {each.name: spec_price(each.spec) for each in desired.pools if not isinstance(each.spec, TpuSpec)}
     sums: dict[str, list[float]] = {}
     for machine in there:
         if machine.fleet != desired.fleet:
             continue
-        hours = max(0.0, now - max(machine.created or now, ledger.at)) / HOUR
+        # Where our clock is behind the cloud's, since when a machine is there is known by our own last look alone.
+        since = max(machine.created or now, ledger.at) if machine.created <= now else ledger.at or now
+        until = min(now, since + UNSEEN) if machine.state == "dead" else now
+        hours = max(0.0, until - since) / HOUR
         pool = machine.pool or ""
         price = with_disks.get(pool, machine_price(machine))
         mine = sums.setdefault(pool, [0.0, 0.0, 0.0, 0.0])
@@ -63,3 +76,9 @@ def charge(ledger: Ledger, desired: Desired, observed: Observed, now: float) -> 
             before.dollars + paid, before.hours + all_, before.free_hours + free_hours, before.unknown_hours + unknown
         )
     return Ledger(pools, now)
+
+
+def _has_gone(machine: Machine, observed: Observed, now: float) -> bool:
+    """Whether this look is the first that shows it dead, though it was ready once."""
+    seen = observed.memory.seen.get(machine_key(machine))
+    return machine.state == "dead" and seen is not None and seen.ready_at is not None and seen.since >= now

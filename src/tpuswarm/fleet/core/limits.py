@@ -8,7 +8,10 @@ from tpuswarm.cloud.protocol import Machine, Spec, TpuSpec
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.memory import Observed
-from tpuswarm.fleet.core.money import HOUR, Lot, covered, dollars, lot, machine_price, spec_price
+from tpuswarm.fleet.core.money import HOUR, MARGIN, Lot, covered, dollars, lot, machine_price, spec_price, takes
+
+LONGEST = 110 * 24 * HOUR
+"""Seconds; Compute Engine ends no VM by itself that is to live for more than 120 days."""
 
 
 class Refusal(NamedTuple):
@@ -24,21 +27,29 @@ class Limits:
 
     def __init__(self, desired: Desired, observed: Observed, unlisted: Iterable[Spec], now: float):
         """`unlisted`: what is being created and in no list yet."""
-        self._desired, self._spent, self._now, self._work = desired, observed.spent, now, observed.work
+        self._desired, self._spent, self._now = desired, observed.spent, now
+        self._traffic = observed.traffic
         # Machines of other fleets, and of other people, take from the same grants.
         alive = [each for each in observed.machines if costs(each)]
         self._free, self._cover = covered(alive, desired.grants, now)
-        self.rate = 0.0
+        ours = [each for each in observed.machines if each.fleet == desired.fleet]
+        self.rate = sum(machine_price(each) or 0.0 for each in ours if costs(each) and not self.is_free(each))
         """Dollars an hour of what is there, as far as prices are known."""
-        for each in alive:
-            if each.fleet == desired.fleet and not self.is_free(each):
-                self.rate += machine_price(each) or 0.0
+        self._coming = self.rate
+        """The same with what waits in line, all of which may come at once, and with what is created."""
+        for each in ours:
+            if each.state == "waiting" and not takes(self._cover, each):
+                self._coming += machine_price(each) or 0.0
         for spec in unlisted:
             self.take(spec)
 
     def is_free(self, machine: Machine) -> bool:
         """Whether a grant pays for a machine."""
         return (machine.zone, machine.name) in self._free
+
+    def is_unpaid(self, machine: Machine) -> bool:
+        """Whether a machine costs money that nobody has allowed."""
+        return not self._desired.paid and machine.kind == "tpu" and costs(machine) and not self.is_free(machine)
 
     def expired(self, machine: Machine) -> bool:
         """Whether a grant has paid for it that does not any more, and nobody else may."""
@@ -52,9 +63,8 @@ class Limits:
     def refusal(self, spec: Spec) -> Refusal | None:
         """Why this may not be created; None: it may."""
         budget, zone = self._desired.budget, spec.zone
-        if budget.traffic_per_day is not None and self._work.traffic_dollars >= budget.traffic_per_day:
-            spent, limit = dollars(self._work.traffic_dollars), dollars(budget.traffic_per_day)
-            return Refusal(f"traffic has cost {spent} within a day, and the budget is {limit}")
+        if refusal := self._too_much_traffic(spec):
+            return refusal
         if isinstance(spec, TpuSpec) and self._cover.covers(spec.type, zone, spec.how):
             return None
         price = spec_price(spec)
@@ -65,30 +75,29 @@ class Limits:
             return None
         if price is None:
             return Refusal(f"{zone}: nobody says what a {spec.type} costs there, so no budget has it")
-        if budget.per_hour is not None and (rate := self.rate + price) > budget.per_hour:
+        if budget.per_hour is not None and (rate := self._coming + price) > budget.per_hour:
             return Refusal(f"{zone}: {dollars(rate)} an hour would be above the budget's {dollars(budget.per_hour)}")
-        if budget.total is not None and self._spent + self.rate + price > budget.total:
+        if budget.total is not None and self._spent + self._coming + price > budget.total:
             left = dollars(max(0.0, budget.total - self._spent))
             return Refusal(f"{zone}: {left} are left of the budget's {dollars(budget.total)}, less than for an hour")
         return None
 
+    def _too_much_traffic(self, spec: Spec) -> Refusal | None:
+        """What trains more carries more; a head carries nothing by itself."""
+        limit = self._desired.budget.traffic_per_day
+        if limit is None or not isinstance(spec, TpuSpec) or (paid := self._traffic.day(self._now)) < limit:
+            return None
+        said = f"traffic has cost {dollars(paid)} in the last 24 hours, and the budget has {dollars(limit)} a day"
+        return Refusal(f"{spec.zone}: {said}", self._traffic.falls(limit, self._now))
+
     def take(self, spec: Spec) -> Spec:
-        """It is created: takes its share; the spec with the time after which the cloud itself is to end it."""
-        desired, ends = self._desired, []
-        if isinstance(spec, TpuSpec) and self._cover.take(spec.type, spec.zone, spec.how):
-            if not desired.paid:
-                mine = spec_quota(spec)
-                grants = (each for each in desired.grants if lot(each.type, each.zone, each.spot) == mine)
-                ends += [each.expires for each in grants if each.expires is not None]
-        else:
-            self.rate += spec_price(spec) or 0.0
-            if desired.budget.total is not None and self.rate:
-                ends.append(self._now + (desired.budget.total - self._spent) / self.rate * HOUR)
-        if desired.down_when and desired.down_when.at is not None:
-            ends.append(desired.down_when.at)
-        if not ends or not isinstance(spec, TpuSpec):
+        """It is created: takes its share; a VM's spec with the time at which the cloud itself is to end it."""
+        if not isinstance(spec, TpuSpec) or not self._cover.take(spec.type, spec.zone, spec.how):
+            self._coming += spec_price(spec) or 0.0
+        when = self._desired.down_when
+        if isinstance(spec, TpuSpec) or when is None or when.at is None or when.at - self._now > LONGEST:
             return spec
-        return replace(spec, max_run_s=max(0.0, min(ends) - self._now))
+        return replace(spec, ends=max(when.at, self._now) + MARGIN)  # a keeper that lives is earlier
 
 
 def costs(machine: Machine) -> bool:
@@ -96,16 +105,9 @@ def costs(machine: Machine) -> bool:
     return machine.state not in ("dead", "deleting", "waiting", "stopped")
 
 
-def how_of(spec: Spec) -> str:
-    """How it is asked for."""
-    if isinstance(spec, TpuSpec):
-        return spec.how
-    return "spot" if spec.spot else "on-demand"
-
-
 def spec_quota(spec: Spec) -> Lot:
     """What draws on the same quota as this."""
-    return _quota("tpu" if isinstance(spec, TpuSpec) else "vm", spec.type, spec.zone, how_of(spec) == "spot")
+    return _quota("tpu" if isinstance(spec, TpuSpec) else "vm", spec.type, spec.zone, spec.how == "spot")
 
 
 def machine_quota(machine: Machine) -> Lot:

@@ -8,24 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tpuswarm.cloud.protocol import Listing, Machine, Spec, TpuSpec
+from tpuswarm.cloud.protocol import Listing, Machine, Spec
+from tpuswarm.fleet.core.traffic import Traffic
 
 FIRST, GROWTH, LONGEST, JITTER = 15.0, 1.6, 60.0, 0.4
 """Backoff: seconds before the first new try, factor, seconds at most, and the share by which each varies."""
 
 
-def key_of(zone: str, name: str) -> str:
-    """A machine, in the mappings of a memory."""
-    return f"{zone}/{name}"
-
-
 def machine_key(machine: Machine) -> str:
-    """Of a machine that is listed."""
+    """A machine that is listed, in the mappings of a memory."""
     return f"{machine.zone}/{machine.name}"
 
 
 def spec_key(spec: Spec) -> str:
-    """Of a machine that is asked for."""
+    """The same of a machine that is asked for."""
     return f"{spec.zone}/{spec.name}"
 
 
@@ -36,8 +32,7 @@ def place_of(zone: str, type_: str, how: str) -> str:
 
 def spec_place(spec: Spec) -> str:
     """Where a machine is asked for."""
-    how = spec.how if isinstance(spec, TpuSpec) else "spot" if spec.spot else "on-demand"
-    return place_of(spec.zone, spec.type, how)
+    return place_of(spec.zone, spec.type, spec.how)
 
 
 @dataclass(frozen=True)
@@ -52,6 +47,8 @@ class Seen:
     unhealthy_since: float | None = None
     dead: bool = False
     """Whether it was dead once, though it may be called something else while it is deleted."""
+    born: float = 0.0
+    """When it was created, as the cloud said first: of what came of a request, when that was made."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Memory:
-    """All of it. The keys are `key_of` and, for places, `place_of`."""
+    """All of it. The keys are `machine_key` and, for places, `place_of`."""
 
     seen: Mapping[str, Seen] = field(default_factory=dict)
     asked: Mapping[str, Asked] = field(default_factory=dict)
@@ -116,6 +113,8 @@ class Memory:
 
     def moved(self, seconds: float) -> "Memory":
         """After the clock has jumped by so many seconds: all durations stay what they are."""
+        if not seconds:
+            return self
         return replace(
             self,
             seen={
@@ -151,8 +150,8 @@ class Work:
     done: bool = False
     busy_at: float | None = None
     """Unix seconds at which something ran."""
-    traffic_dollars: float = 0.0
-    """Of the last 24 hours."""
+    spoilt: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+    """Machines that cannot be set up, though another one of their pool was: when each was created, and why."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +163,17 @@ class Observed:
     spent: float = 0.0
     """Dollars so far."""
     work: Work = Work()
+    traffic: Traffic = field(default_factory=Traffic)
+    busy: frozenset[str] = frozenset()
+    """Machines on which a job runs."""
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
         """All of the project; those of ours in zones that do not answer as they were when they last did."""
         away = self.listing.unreachable
-        unknown = (each.machine for each in self.memory.seen.values()) if away else ()
+        if not away:
+            return self.listing.machines
+        # One of several lists may have failed: what the others show of the zone is known.
+        listed = {machine_key(each) for each in self.listing.machines}
+        unknown = (each.machine for key, each in self.memory.seen.items() if key not in listed)
         return (*self.listing.machines, *(each for each in unknown if each.zone in away))

@@ -86,12 +86,13 @@ def covered(among: Iterable[Machine], grants: Sequence[Grant], now: float) -> tu
     """Machines (zone and name) that grants pay for, oldest first, and what is left of the grants."""
     cover = Cover(grants, now)
     oldest = sorted(among, key=lambda each: (each.created, each.name)) if grants else ()
-    return {(each.zone, each.name) for each in oldest if each.kind == "tpu" and _take(cover, each)}, cover
+    return {(each.zone, each.name) for each in oldest if takes(cover, each)}, cover
 
 
-def _take(cover: Cover, machine: Machine) -> bool:
+def takes(cover: Cover, machine: Machine) -> bool:
+    """Whether a grant still has room for a machine, which then has its chips."""
     try:
-        return cover.take(machine.type, machine.zone, machine.how)
+        return machine.kind == "tpu" and cover.take(machine.type, machine.zone, machine.how)
     except InputError:  # a type that the catalogue does not know
         return False
 

@@ -15,12 +15,15 @@ from tpuswarm.fleet.core.actions import Action, Create, Delete, Plan, Start, Sto
 from tpuswarm.fleet.core.desired import Desired, Wanted
 from tpuswarm.fleet.core.limits import Limits, Refusal, machine_quota, spec_quota
 from tpuswarm.fleet.core.memory import Observed, Place, machine_key, place_of, spec_place
-from tpuswarm.fleet.core.money import HOUR, MARGIN, Lot, dollars
+from tpuswarm.fleet.core.money import HOUR, MARGIN, Lot, dollars, machine_price
 from tpuswarm.fleet.core.names import by_number, free_names
 
 BOOT, REPAIR, UNHEALTHY, WAIT = 1800.0, 1800.0, 900.0, 4 * HOUR
 """Seconds that a machine may take to be ready (several times that for the largest slices), to be repaired, to be called
 healthy again, and, while it waits in a queue, before the next zone is asked."""
+PATIENCE = 4 * HOUR
+"""The same for the repair of what is not spot, as such capacity may take days to come again, and for a machine that is
+called unhealthy while a job runs on it: a guest agent that does not answer says little about the job."""
 AGAIN, LATE = 120.0, 600.0
 """Seconds after which the same is asked of a machine again, and after which a deletion no longer holds up its
 successor."""
@@ -29,14 +32,15 @@ AHEAD, GRANTED = 10, 45.0
 there seems to be room again, and so many more are asked for at once for each such machine."""
 BAD, BAD_WITHIN = 3, 24 * HOUR
 """Machines of a zone that are replaced for their health, and within which time; after that it is left to a person."""
+SPOILT = 2
+"""The same of machines that cannot be set up."""
 
 
 def plan(desired: Desired, observed: Observed, now: float) -> Plan:
     """What to do at `now` (Unix seconds)."""
     if desired.down is not None:
         sent = observed.memory.sent
-        ours = (each for each in observed.listing.machines if each.fleet == desired.fleet)
-        due = (each for each in ours if now - sent.get(machine_key(each), -LATE) >= _again(each))
+        due = (each for each in _to_go(desired, observed) if now - sent.get(machine_key(each), -LATE) >= _again(each))
         return Plan(tuple(Delete(each, desired.down) for each in due))
     if why := _end(desired, observed, now):
         return Plan((), end=why)
@@ -51,6 +55,14 @@ def left(desired: Desired, observed: Observed) -> list[str]:
     unknown = {key for key, each in memory.seen.items() if each.machine.zone in listing.unreachable}
     unseen = {f"{zone}, which does not answer" for zone in set(desired.zones) & listing.unreachable}
     return sorted(listed | asked | unknown | unseen)
+
+
+def _to_go(desired: Desired, observed: Observed) -> list[Machine]:
+    """What can be deleted now of a fleet that comes down: its keeper's own machine goes when nothing else is left."""
+    ours = [each for each in observed.listing.machines if each.fleet == desired.fleet]
+    own = [each for each in ours if each.pool == desired.kept_on]
+    alone = {machine_key(each) for each in own}.issuperset(left(desired, observed))
+    return ours if alone else [each for each in ours if each not in own]
 
 
 def _end(desired: Desired, observed: Observed, now: float) -> str | None:
@@ -77,6 +89,7 @@ class _Planner:
 
     def __init__(self, desired: Desired, observed: Observed, now: float):
         self.desired, self.memory, self.now = desired, observed.memory, now
+        self.busy, self.spoilt = observed.busy, observed.work.spoilt
         self.away = observed.listing.unreachable
         self.actions: list[Action] = []
         self.waits: list[Wait] = []
@@ -146,15 +159,25 @@ class _Planner:
         seen = [each for each in alive if each.zone not in self.away]
         if (surplus := len(seen) - pool.count) > 0:
             why = f"pool {pool.name} is to have {pool.count:,}, and has {len(seen):,}"
-            for each in sorted(seen, key=_least_wanted)[:surplus]:
+            for each in sorted(seen, key=self._least_wanted)[:surplus]:
                 self._delete(each, why)
                 alive.remove(each)
         for each in alive:
             self._pause(pool, each)
+        if unpaid := [each for each in alive if self.limits.is_unpaid(each)]:
+            rate = dollars(sum(machine_price(each) or 0.0 for each in unpaid))
+            why = f"{len(unpaid):,} of its machines cost {rate} an hour, as no grant covers them: `tpuswarm up --paid` "
+            self.waits.append(Wait(pool.name, 0, f"{why}allows it, `tpuswarm down NAME` deletes one", None))
         there = {each.name for each in alive}
         paused = sum(of == pool.name and name not in there for name, of in self.desired.paused.items())
         unlisted = sum(spec.pool == pool.name for spec in self.unlisted)
         return pool.count - len(alive) - going - paused - unlisted, remains
+
+    def _least_wanted(self, machine: Machine) -> tuple[bool, bool, bool, float, tuple[str, int]]:
+        """To sort by: first goes what is not ready, then what is idle, then what is not healthy, then the youngest."""
+        stem, number = by_number(machine.name)
+        runs = machine.name in self.busy
+        return machine.state == "ready", runs, machine.healthy is not False, -machine.created, (stem, -number)
 
     def _is_harmless(self, machine: Machine) -> bool:
         """Whether a machine on its way out is one no longer: at most it holds a name, and quota, in its zone."""
@@ -179,20 +202,29 @@ class _Planner:
             if self.now - self._since(key) >= LATE:
                 self._delete(machine, f"it has been on its way out for more than {LATE / 60:.0f} min")
         elif key in self.memory.deleting:
-            self._delete(machine, "it is still there, though its deletion was asked for")
-        elif self.desired.dropped.get(machine.name) == machine.created:
-            self._delete(machine, "its deletion was asked for")
+            self._delete(machine, "it is still there, though it was deleted")
+        elif self.desired.dropped.get(machine.name) in self._created(machine):
+            self._delete(machine, "requested by `tpuswarm down`")
         elif self.limits.expired(machine):
             self._delete(machine, f"no grant covers a {machine.type} in {machine.zone} any more")
         elif late := self._late(pool, machine):
             pause = (pool.wait_s or WAIT) if machine.state == "waiting" else 0.0
             self.actions += self._deletion(machine, late, "late", pause)
         elif self._is_bad(pool, machine):
-            why = f"it was not healthy for more than {UNHEALTHY / 60:.0f} min: {machine.why or machine.said}"
+            most = PATIENCE if machine.name in self.busy else UNHEALTHY
+            why = f"it was not healthy for more than {most / 60:.0f} min: {machine.why or machine.said}"
+            self.actions += self._deletion(machine, why, "bad")
+        elif self._is_spoilt(pool, machine):
+            why = f"it could not be set up, though others could: {self.spoilt[machine.name][1]}"
             self.actions += self._deletion(machine, why, "bad")
         else:
             return False
         return True
+
+    def _created(self, machine: Machine) -> tuple[float, float]:
+        """When it was created, and when the request was that it comes from, if it was seen."""
+        seen = self.memory.seen.get(machine_key(machine))
+        return machine.created, machine.created if seen is None else seen.born
 
     def _since(self, key: str) -> float:
         """Since when a machine is in its state."""
@@ -204,8 +236,9 @@ class _Planner:
         took = self.now - self._since(machine_key(machine))
         if machine.state in ("creating", "starting") and took > (most := BOOT * _slowness(machine.type)):
             return f"it was not ready after {most / 60:.0f} min"
-        if machine.state in ("repairing", "stopping") and took > REPAIR:
-            return f"it was {machine.said} for more than {REPAIR / 60:.0f} min"
+        most = REPAIR if machine.spot else PATIENCE
+        if machine.state in ("repairing", "stopping") and took > most:
+            return f"it was {machine.said} for more than {most / 60:.0f} min"
         if machine.state == "waiting":
             most = WAIT if pool.wait_s is None else pool.wait_s
             in_last = pool.wait_s is None and machine.zone == pool.zones[-1]
@@ -218,12 +251,29 @@ class _Planner:
         seen = self.memory.seen.get(machine_key(machine))
         if machine.state != "ready" or machine.healthy is not False or seen is None:
             return False
-        if seen.unhealthy_since is None or self.now - seen.unhealthy_since <= UNHEALTHY:
+        most = PATIENCE if machine.name in self.busy else UNHEALTHY
+        if seen.unhealthy_since is None or self.now - seen.unhealthy_since <= most:
+            return False
+        return self._is_replaced(pool, machine, f"is not healthy ({machine.why or machine.said})", BAD)
+
+    def _is_spoilt(self, pool: Wanted, machine: Machine) -> bool:
+        """Whether a machine is to be replaced because it cannot be set up, though others can."""
+        created, why = self.spoilt.get(machine.name, (None, ""))
+        if machine.state != "ready" or machine.name in self.busy or created != machine.created:
+            return False
+        return self._is_replaced(pool, machine, f"cannot be set up ({why})", SPOILT)
+
+    def _is_replaced(self, pool: Wanted, machine: Machine, what: str, most: int) -> bool:
+        """Whether another machine is to take its place; where not, a person is told. most: so many within a day."""
+        if not machine.spot:
+            why = f"{machine.name} {what}, and left as it is, as it is not spot"
+            again = f"{why}: `tpuswarm down {machine.name}` and `tpuswarm up` replace it"
+            self.waits.append(Wait(pool.name, 0, again, None))
             return False
         place = self.memory.places.get(place_of(machine.zone, machine.type, machine.how), Place())
-        if sum(self.now - at < BAD_WITHIN for at in place.bad) < BAD:
+        if sum(self.now - at < BAD_WITHIN for at in place.bad) < most:
             return True
-        why = f"{machine.name} is not healthy and left as it is: {BAD} of {machine.zone} were replaced within a day"
+        why = f"{machine.name} {what}, and left as it is: {most} of {machine.zone} were replaced within a day"
         self.waits.append(Wait(pool.name, 0, why, None))
         return False
 
@@ -319,9 +369,3 @@ def _slowness(type_: str) -> int:
     except InputError:  # a type that the catalogue does not know
         return 1
     return 1 if hosts < 64 else 2 if hosts < 256 else 3
-
-
-def _least_wanted(machine: Machine) -> tuple[bool, bool, float, tuple[str, int]]:
-    """To sort by: what is not ready goes first, then what is not healthy, then the youngest."""
-    stem, number = by_number(machine.name)
-    return machine.state == "ready", machine.healthy is not False, -machine.created, (stem, -number)

@@ -26,6 +26,8 @@ SHORT = 120.0
 """Seconds: what is taken away sooner after it was ready was never really to be had."""
 LOSSES, TOGETHER = 3, 180.0
 """Machines that a zone takes away within so many seconds: it has less room, and others are asked first."""
+REVOKED = ("PREEMPTED", "TERMINATED")
+"""How the cloud calls what was there once."""
 TAKEN = 3600.0
 """Seconds for which a name is not tried again that is taken by what no list shows."""
 
@@ -131,6 +133,8 @@ class _Change:
             self.taken[key] = self.now
         elif isinstance(error, Denied | Invalid) and not isinstance(error, NotSignedIn):
             self.stopped[spec.pool] = said
+        elif isinstance(error, NoCapacity):  # the cloud's own words are long, and were said
+            self._fail(place, f"no {spec.type} to be had now")
         else:
             self._fail(place, said)
 
@@ -191,19 +195,21 @@ class _Change:
                 del kept[key]
 
     def _machine(self, old: Seen | None, machine: Machine, key: str) -> Seen:
-        first = old is None or old.machine.created != machine.created
+        first = old is None or _is_another(old.machine, machine)
         asked = self.asked.get(key)
         if old is None or first:
-            old = Seen(machine, self.now)
+            old = Seen(machine, self.now, born=machine.created)
             self.deleting.pop(key, None)
             self.failed.pop(key, None)
         same = old.machine.state == machine.state
         ready_at, unhealthy = old.ready_at, None
+        if first and not asked and machine.said in REVOKED and 0 < machine.created <= self.now:
+            ready_at = machine.created  # nobody looked while it was there
         if machine.state == "ready":
             self.asked.pop(key, None)
             self.failed.pop(key, None)
             if ready_at is None and first and not asked:  # it was ready before we ever looked
-                ready_at = machine.created or self.now
+                ready_at = machine.created if 0 < machine.created <= self.now else self.now
             elif ready_at is None:
                 ready_at = self.now
                 self._ready(machine, asked.at if asked else self.now)
@@ -215,10 +221,10 @@ class _Change:
             self._turned(old, machine)
         if machine.state == "dead" and (old.machine.state != "dead" or old.since == self.now):
             self.asked.pop(key, None)
-            self._died(old, machine, machine.why or machine.said)
+            self._died(replace(old, ready_at=ready_at), machine, machine.why or machine.said)
         kept = machine if machine.error is None else replace(machine, error=None)
         dead = machine.state == "dead" or (old.dead and machine.state == "deleting")
-        return Seen(kept, old.since if same else self.now, ready_at, unhealthy, dead)
+        return Seen(kept, old.since if same else self.now, ready_at, unhealthy, dead, old.born or machine.created)
 
     def _ready(self, machine: Machine, asked_at: float) -> None:
         place = place_of(machine.zone, machine.type, machine.how)
@@ -232,14 +238,14 @@ class _Change:
         if machine.state in ("repairing", "stopped", "starting"):
             why = f": {machine.why}" if machine.why else ""
             self.say(machine.pool, machine.name, machine.state, f"the cloud calls it {machine.said}{why}")
-        elif machine.state == "deleting" and machine_key(machine) not in self.deleting:
+        elif machine.state == "deleting" and not self._was_asked(machine):
             kind = "preempted" if machine.spot and old.ready_at is not None else "lost"
             self.say(machine.pool, machine.name, kind, "it is being deleted, and not by this fleet")
 
     def _died(self, old: Seen, machine: Machine, said: str) -> None:
         """It is dead or absent, and was not before."""
         key = machine_key(machine)
-        if key in self.deleting or key in self.failed:
+        if self._was_asked(machine) or key in self.failed:
             return  # as asked, or said already
         lived = None if old.ready_at is None else self.now - old.ready_at
         if lived is None and machine.error is not None:
@@ -271,8 +277,23 @@ class _Change:
         self.asked.pop(key, None)
         if machine.state not in ("dead", "deleting"):
             self._died(old, machine, "it is in no list any more")
-        if key in self.deleting:
+        if self._was_asked(machine):
             self.say(machine.pool, machine.name, "gone", "it is deleted")
+
+    def _was_asked(self, machine: Machine) -> bool:
+        """Whether the fleet wants it gone: when all comes down, whoever watches has not asked for it himself."""
+        return machine_key(machine) in self.deleting or self.desired.down is not None
+
+
+def _is_another(old: Machine, machine: Machine) -> bool:
+    """Whether a machine only has the name of one that was there before.
+
+    A request and the node that comes of it are one machine, though each has its own time of creation; a node may have
+    none at first.
+    """
+    if old.created in (0.0, machine.created):
+        return False
+    return machine.request is None or machine.request != old.request or old.state not in ("waiting", "creating")
 
 
 def _span(seconds: float) -> str:

@@ -5,8 +5,9 @@ It is written only if nobody else has written it meanwhile.
 """
 
 import os
+import secrets
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tpuswarm.cloud.errors import Changed
+from tpuswarm.cloud.errors import Changed, Unreachable
 from tpuswarm.cloud.protocol import Bucket, Stored
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.core.actions import Event
@@ -22,10 +23,14 @@ from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.jobs import Job
 from tpuswarm.fleet.core.ledger import Ledger
 from tpuswarm.fleet.core.memory import Work
+from tpuswarm.fleet.core.traffic import Traffic
+from tpuswarm.train.computer import alive
 
 FORMAT = 1
 KEPT_EVENTS = 200
 """Of the last ones; the rest are in the history of whoever kept the fleet."""
+KEPT_JOBS = 200
+"""Jobs that are over and still known."""
 TRIES = 20
 """Of a change, when others write as well."""
 
@@ -42,6 +47,8 @@ class Lease:
     """Counts its renewals."""
     at: float
     """Of the last one, Unix seconds by the holder's clock: for people."""
+    computer: str = ""
+    """Where `pid` means something, as `this_computer` has it; `host` may be the name of several."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +63,22 @@ class Document:
     """All in which it has ever asked for machines: something may still wait in line there."""
     lease: Lease | None = None
     ledger: Ledger = field(default_factory=Ledger)
+    traffic: Traffic = field(default_factory=Traffic)
     work: Work = field(default_factory=Work)
     jobs: tuple[Job, ...] = ()
+    last_run: int = 0
+    """The highest number of a run of jobs that are forgotten: hosts remember it, and later ones have higher ones."""
     events: tuple[Event, ...] = ()
+    asked_by: str = ""
+    """Who has changed what is wanted last, and on which computer; a keeper does not count."""
+    asked_at: float = 0.0
+    """When, Unix seconds by that computer's clock: for people."""
     format: int = FORMAT
+
+
+def runs(lease: Lease) -> bool | None:
+    """Whether the process of a lease is alive; None: that cannot be told from here."""
+    return alive(lease.computer, lease.pid)
 
 
 class Damaged(RunFailed):
@@ -137,10 +156,16 @@ class LocalBucket:
         return Stored(data, int(generation) if generation.isdigit() else 1)
 
     def write(self, path: str, data: bytes, generation: int) -> int:
-        """See Bucket."""
+        """See Bucket. A file that cannot be written, as on a full disk, is one that may be written later."""
+        file = self._folder / path
+        try:
+            return self._write(file, path, data, generation)
+        except OSError as error:
+            raise Unreachable(f"{file} cannot be written: {error.strerror}") from error
+
+    def _write(self, file: Path, path: str, data: bytes, generation: int) -> int:
         from tpuswarm.train.files import part, sync
 
-        file = self._folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.with_suffix(".lock")):
             there = self.read(path)
@@ -169,9 +194,36 @@ def _locked(path: Path) -> Any:
 
 
 def state_folder() -> Path:
-    """Where this computer keeps what it knows of fleets."""
+    """Where this computer keeps what it knows of fleets: lines of jobs, variables, logs. Nobody else may read it."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "tpuswarm"
+    folder = Path(base).expanduser() / "tpuswarm"
+    with suppress(OSError):  # what is written into it then fails with the reason
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    return folder
+
+
+def own_mark() -> str:
+    """Random letters of this folder: another person, and another computer with its own home, has others."""
+    path = state_folder() / "mark"
+    if not path.exists():
+        mine = path.with_name(f"{path.name}.{os.getpid()}")
+        mine.write_text(secrets.token_hex(16))
+        with suppress(FileExistsError):  # another process was first
+            os.link(mine, path)
+        mine.unlink()
+    return path.read_text()
+
+
+def with_job(document: Document, job: Job) -> Document:
+    """With a job in the place of one of its name; of those that are over the oldest are forgotten."""
+    jobs = [each for each in document.jobs if each.name != job.name]
+    over = [each for each in jobs if each.over]
+    gone = over[: max(0, len(over) - KEPT_JOBS)]
+    last = max((seat.run for each in gone for seat in each.seats), default=0)
+    kept = tuple(each for each in jobs if each not in gone)
+    work = replace(document.work, done=False)  # a fleet that comes down when it is done is not, from now on
+    return replace(document, jobs=(*kept, job), last_run=max(document.last_run, last), work=work)
 
 
 def with_events(document: Document, events: Iterable[Event]) -> Document:

@@ -10,6 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 from tpuswarm.fleet.core.actions import Event
 from tpuswarm.fleet.core.memory import Memory
 
+MOST = 50_000
+"""Events that are kept, the newest: a hundred machines that are taken away each day for four months."""
 TABLES = """
 create table if not exists events (at real, pool text, machine text, kind text, text text,
                                    unique (at, pool, machine, kind, text));
@@ -47,6 +49,7 @@ class History:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as file:
                 file.executemany("insert or ignore into events values (?, ?, ?, ?, ?)", events)
+                file.execute("delete from events where rowid <= (select max(rowid) from events) - ?", (MOST,))
                 file.execute("insert or replace into memory values (1, ?, ?)", (at, _adapter().dump_json(memory)))
             self.trouble = None
         except sqlite3.DatabaseError as error:

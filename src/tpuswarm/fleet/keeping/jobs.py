@@ -3,20 +3,22 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tpuswarm.cloud.errors import Changed, CloudError
-from tpuswarm.cloud.protocol import Listing, Machine
+from tpuswarm.cloud.protocol import Listing, Machine, Worker
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.fleet.core.actions import Event
-from tpuswarm.fleet.core.jobs import Job, Next, Report, Start, next_of, scaled
+from tpuswarm.fleet.core.jobs import End, Job, Next, Report, Start, Stray, next_of, scaled, strays
 from tpuswarm.fleet.core.memory import Work
+from tpuswarm.fleet.keeping.clock import elapsed
 from tpuswarm.fleet.keeping.document import Document, with_events
 from tpuswarm.fleet.keeping.fleets import Held
 from tpuswarm.fleet.reach import Reach, Seen, Target
 from tpuswarm.fleet.setting_up import Beginning, Preparing
+from tpuswarm.fleet.training import is_head, share_secret
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host
@@ -25,10 +27,20 @@ from tpuswarm.remote.supervisor import Supervisor
 
 MOVING, SETTLED = 0.5, 2.0
 """Seconds between two looks at the hosts, the first while something is to be started or ended."""
+HOSTS_A_SECOND = 25
+"""Each answer is a Python that starts beside somebody's training: many hosts are asked less often."""
+SWEEP_S = 30.0
+"""Seconds between two looks at all hosts, for runs that go on where no job is any more."""
+AGAIN_S = 5.0
+"""Seconds before something that failed on a host is tried there again."""
 ANSWER = 30.0
 """Seconds in which a host has to answer a question."""
+NOBODY = "nobody keeps the fleet: `tpuswarm keep` begins it"
 STALE = 30.0
 """Seconds after which a look at the machines is too old to act on: somebody else may keep the fleet by then."""
+
+Way = tuple[str, tuple[Worker, ...]]
+"""What a way to a host depends on: the alias of the host, and its machine's addresses."""
 
 
 class Carrier:
@@ -36,79 +48,163 @@ class Carrier:
 
     def __init__(self, reach: Reach, store: Held):
         self._reach, self._store = reach, store
-        self._hosts: dict[str, Host] = {}
-        """By alias."""
+        self._hosts: dict[Way, Host] = {}
         self._preparing = Preparing(reach)
+        self._failed: dict[tuple[str, str, str], tuple[float, str]] = {}
+        """By job, machine and host: when it is tried again, and what went wrong."""
+        self._strays: frozenset[Stray] = frozenset()
+        self._swept = -SWEEP_S
+        self.pause = SETTLED
+        """Seconds until the next look, where nothing is under way."""
 
     @property
     def key(self) -> Path:
         """The file of this computer's private key."""
         return self._reach.key
 
-    async def round(self, connections: Connections, listing: Listing, now: float) -> tuple[Document | None, bool]:
-        """Look once and do what is due; the document as it is then, and whether something is under way."""
-        document = self._store.load()
+    async def round(
+        self, connections: Connections, listing: Listing, now: float, begins: bool = True
+    ) -> tuple[Document | None, bool]:
+        """Look once and do what is due; the document as it is then, and whether something is under way.
+
+        begins: whether runs may begin; without it only what has come to its end is noted.
+        """
+        document = await asyncio.to_thread(self._store.load)
         if document is None or not document.jobs or document.desired.down is not None:
             return document, False
+        if not self._reach.is_let_in(document):
+            await asyncio.to_thread(self._reach.look)
+            return document, True
         ours = [each for each in listing.machines if each.fleet == document.desired.fleet]
         open_ = [job for job in document.jobs if not job.over]
-        targets = list(_targets(open_, ours))
-        hosts = self._ways(Seen(document, listing), targets)
-        reached = [each for each in targets if each.alias in hosts]
+        sweeps = time.monotonic() - self._swept >= SWEEP_S
+        targets = list(_ready(ours) if sweeps else _targets(open_, ours))
+        hosts = await asyncio.to_thread(self._ways, Seen(document, listing), targets)
+        self.pause = max(SETTLED, len(hosts) / HOSTS_A_SECOND)
+        reached = [each for each in targets if _way(each) in hosts]
         shown = await fan_out(
-            [hosts[each.alias] for each in reached],
+            [hosts[_way(each)] for each in reached],
             lambda host: Supervisor(connections, host).show(),
             time_out_s=ANSWER,
         )
         answers = list(zip(reached, shown, strict=True))
-        unprepared = self._preparing.look(_begun(open_, answers))
+        if sweeps:
+            await asyncio.to_thread(self._reach.follow, Seen(document, listing))
+            await self._sweep(connections, document.jobs, answers, hosts)
+        unprepared = (
+            self._preparing.look(
+                _begun(open_, answers), {to.machine.name for to, said in answers if isinstance(said, dict)}
+            )
+            if begins
+            else dict.fromkeys((each.name for each in ours), NOBODY)
+        )
         nexts: list[Next] = []
         for job in document.jobs:
-            reports = {
-                (each.machine.name, each.worker): _report(found.get(job.name))
-                for each, found in answers
-                if not isinstance(found, TpuswarmError)
-            }
-            job = scaled(job, document.desired)
+            job = scaled(job, document.desired) if begins else job
+            reports = _reports(job.name, answers)
             nexts.append(
                 Next(job, ()) if job.over else next_of(job, ours, listing.unreachable, reports, now, unprepared)
             )
-        jobs = tuple(each.job for each in nexts)
-        if jobs != document.jobs or _work(document, jobs, now) != document.work:
+        jobs = tuple(self._said(each, old) for each, old in zip(nexts, document.jobs, strict=True))
+        if not begins:  # why something waits is for whoever carries it out to say
+            jobs = tuple(_waiting_as_before(old, new) for old, new in zip(document.jobs, jobs, strict=True))
+        tpus = {each.name: each.created for each in ours if each.kind == "tpu"}
+        spoilt = self._preparing.spoilt(tpus) if begins else document.work.spoilt
+        work = _work(document, jobs, spoilt, now)
+        if jobs != document.jobs or work != document.work:
             events = [event for old, new in zip(document.jobs, jobs, strict=True) for event in _events(old, new, now)]
-            document = with_events(replace(document, jobs=jobs, work=_work(document, jobs, now)), events)
+            document = with_events(replace(document, jobs=jobs, work=work), events)
             try:
-                self._store.save(document)
+                await asyncio.to_thread(self._store.save, document)
             except Changed:
-                return self._store.load(), True  # somebody wrote meanwhile: the next look decides again
-        acts = [(each.job, act) for each in nexts for act in each.acts]
-        todo = [
-            (job, act, hosts[target.alias])
-            for job, act in acts
-            for target in reached
-            if target.machine.name == job.seats[act.seat].machine and target.worker in act.workers
-        ]
-
-        async def do(host: Host) -> None:
-            for job, act, at in todo:
-                if at is host:
-                    supervisor = Supervisor(connections, host)
-                    if isinstance(act, Start):
-                        line = as_set_up(job.line, job.folder)
-                        await supervisor.start(job.name, act.run, {"line": line, "alive_s": job.alive_s})
-                    else:
-                        await supervisor.end(job.name, act.run)
-
-        await fan_out(list(dict.fromkeys(host for *_, host in todo)), do, time_out_s=ANSWER)
+                return await asyncio.to_thread(self._store.load), True  # the next look decides again
+        acts = [(job, act) for job, each in zip(jobs, nexts, strict=True) for act in each.acts]
+        acts = [(job, act) for job, act in acts if begins or isinstance(act, End)]
+        await self._do(connections, jobs, acts, [(each, hosts[_way(each)]) for each in reached])
         waits = any(each.phase == "waiting" for job in jobs for each in job.seats)
         return document, bool(acts) or waits
 
-    def _ways(self, seen: Seen, targets: Sequence[Target]) -> dict[str, Host]:
-        """The way to each that has one, by alias; a host that has not written down its keys yet is left out."""
+    async def _do(
+        self,
+        connections: Connections,
+        jobs: Sequence[Job],
+        acts: Sequence[tuple[Job, Start | End]],
+        hosts: Sequence[tuple[Target, Host]],
+    ) -> None:
+        """Start and end; what fails is noted, and tried again later."""
+        reached = {(target.machine.name, target.worker): host for target, host in hosts}
+
+        async def one(job: Job, act: Start | End, target: Target, host: Host) -> None:
+            key, supervisor = (job.name, act.machine, host.label), Supervisor(connections, host)
+            if time.monotonic() < self._failed.get(key, (0.0, ""))[0]:
+                return
+            try:
+                async with asyncio.timeout(ANSWER):
+                    if isinstance(act, Start):
+                        spec = {
+                            "line": as_set_up(job.line, job.folder),
+                            "alive_s": job.alive_s,
+                            "again": _again(job, target),
+                        }
+                        await share_secret(connections, job, host, jobs, reached)
+                        await supervisor.start(job.name, act.run, spec)
+                    else:
+                        await supervisor.end(job.name, act.run)
+                self._failed.pop(key, None)
+            except TpuswarmError as error:
+                self._failed[key] = (time.monotonic() + AGAIN_S, str(error))
+            except TimeoutError:
+                self._failed[key] = (time.monotonic() + AGAIN_S, f"{host.label} did not answer within {ANSWER:g} s")
+
+        for first in (True, False):  # a head's secret is there before members ask for it
+            async with asyncio.TaskGroup() as group:
+                for job, act in acts:
+                    for target, host in hosts if is_head(job) == first else ():
+                        if target.machine.name == act.machine and target.worker in act.workers:
+                            group.create_task(one(job, act, target, host))
+
+    def _said(self, found: Next, before: Job) -> Job:
+        """The job, with what went wrong where something is to be done again, and what was left on a machine."""
+        seats = list(found.job.seats)
+        for act in found.acts:
+            for number, seat in enumerate(seats):
+                if seat.machine == act.machine:
+                    told = [
+                        why
+                        for (job, machine, _), (_, why) in self._failed.items()
+                        if (job, machine) == (before.name, act.machine)
+                    ]
+                    left = self._preparing.left.get(act.machine) if isinstance(act, Start) else None
+                    if told:
+                        seats[number] = replace(seat, why=f"{told[0]}; tried again")
+                    elif left:
+                        seats[number] = replace(seat, why=f"{seat.why}; {left}")
+        return replace(found.job, seats=tuple(seats))
+
+    async def _sweep(
+        self,
+        connections: Connections,
+        jobs: Iterable[Job],
+        answers: Sequence[tuple[Target, object]],
+        hosts: Mapping["Way", Host],
+    ) -> None:
+        """End what has strayed, if it had at the last sweep too: between them the jobs were read anew."""
+        self._swept = time.monotonic()
+        names = {name for _, found in answers if isinstance(found, dict) for name in found}
+        found = strays(jobs, {name: _reports(name, answers) for name in names})
+        for stray in found & self._strays:
+            host = next(
+                hosts[_way(to)] for to, _ in answers if (to.machine.name, to.worker) == (stray.machine, stray.worker)
+            )
+            await fan_out([host], lambda at, job=stray.job, run=stray.run: Supervisor(connections, at).end(job, run))  # type: ignore[misc]
+        self._strays = found
+
+    def _ways(self, seen: Seen, targets: Sequence[Target]) -> dict[Way, Host]:
+        """The way to each that has one; a host that has not written down its keys yet is left out."""
         found = {}
         for each in targets:
             try:
-                found[each.alias] = self._hosts.get(each.alias) or self._reach.ways(seen, [each])[0]
+                found[_way(each)] = self._hosts.get(_way(each)) or self._reach.ways(seen, [each])[0]
             except TpuswarmError:
                 continue  # it comes with a later look
         self._hosts = found
@@ -126,8 +222,8 @@ class Carrying:
 
     def look(self, listing: Listing, has_jobs: bool) -> None:
         """The keeper has looked, and leads."""
-        self._look = (listing, time.monotonic())
-        if has_jobs and self._thread is None:
+        self._look = (listing, elapsed())
+        if has_jobs and (self._thread is None or not self._thread.is_alive()) and not self._end.is_set():
             self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
             self._thread.start()
 
@@ -147,47 +243,81 @@ class Carrying:
             while not self._end.is_set():
                 moving = False
                 look = self._look
-                if look is not None and time.monotonic() - look[1] < STALE:
+                if look is not None and elapsed() - look[1] < STALE:
                     try:
                         _, moving = await carrier.round(connections, look[0], time.time())
                         said = ""
-                    except (CloudError, TpuswarmError) as error:
-                        if str(error) != said:
-                            said = str(error)
-                            self._tell(f"jobs: {error}; tried again")
-                for _ in range(round((MOVING if moving else SETTLED) / 0.1)):
+                    except Exception as error:  # noqa: BLE001  # it pays for machines: jobs go on
+                        sure = isinstance(error, CloudError | TpuswarmError)
+                        text = str(error) if sure else f"{type(error).__name__}: {error}"
+                        if text != said:
+                            said = text
+                            self._tell(f"jobs: {text}; tried again")
+                for _ in range(round((MOVING if moving else carrier.pause) / 0.1)):
                     if self._end.is_set():
                         return
                     await asyncio.sleep(0.1)
 
 
+def _way(target: Target) -> Way:
+    """What is looked for again where a machine is another one, or has other addresses."""
+    return target.alias, target.machine.workers
+
+
+def _again(job: Job, target: Target) -> bool:
+    """Whether a host may begin a run again by itself after a reboot, where no keeper does.
+
+    On one worker, and where it is to run again at all: the workers of a slice have to begin together.
+    """
+    return job.restart != "never" and (job.worker is not None or len(target.machine.workers) == 1)
+
+
+def _ready(machines: Iterable[Machine]) -> Iterable[Target]:
+    for machine in machines:
+        if machine.state == "ready" and machine.workers and all(each.internal for each in machine.workers):
+            for worker in range(len(machine.workers)):
+                yield Target(machine, worker)
+
+
 def _targets(jobs: Iterable[Job], machines: Iterable[Machine]) -> Iterable[Target]:
     """The workers that jobs are on or may be soon."""
     seats = [(job, seat) for job in jobs for seat in job.seats if seat.phase in ("waiting", "running")]
-    for machine in machines:
-        if machine.state == "ready" and machine.workers and all(each.internal for each in machine.workers):
-            mine = [
-                job
-                for job, seat in seats
-                if seat.machine == machine.name or (seat.machine is None and seat.pool == machine.pool)
-            ]
-            for worker in range(len(machine.workers)):
-                if any(job.worker in (None, worker) for job in mine):
-                    yield Target(machine, worker)
+    for target in _ready(machines):
+        name, pool = target.machine.name, target.machine.pool
+        if any(
+            job.worker in (None, target.worker)
+            and (seat.machine == name or (seat.machine is None and seat.pool == pool))
+            for job, seat in seats
+        ):
+            yield target
+
+
+def _waiting_as_before(old: Job, new: Job) -> Job:
+    seats = (was if was.phase == "waiting" else now for was, now in zip(old.seats, new.seats, strict=True))
+    return replace(new, seats=tuple(seats))
+
+
+def _reports(job: str, answers: Iterable[tuple[Target, object]]) -> dict[tuple[str, int], Report | None]:
+    """What hosts say of a job; those that did not answer are left out."""
+    return {
+        (each.machine.name, each.worker): _report(found.get(job)) for each, found in answers if isinstance(found, dict)
+    }
 
 
 def _begun(jobs: Iterable[Job], answers: Iterable[tuple[Target, object]]) -> dict[str, Beginning]:
     """The machines on which something waits to begin, and how often anything has begun there before."""
     waiting = [seat for job in jobs for seat in job.seats if seat.phase == "waiting"]
-    found: dict[str, tuple[Machine, int]] = {}
+    found: dict[str, Beginning] = {}
     for target, states in answers:
         machine = target.machine
         if any(
             each.machine == machine.name or (each.machine is None and each.pool == machine.pool) for each in waiting
         ):
-            runs = sum(each.get("run", 0) for each in states.values()) if isinstance(states, dict) else 0
-            found[machine.name] = (machine, max(runs, found.get(machine.name, (machine, 0))[1]))
-    return {machine.name: Beginning(machine.created, runs) for machine, runs in found.values()}
+            runs = found[machine.name].runs if machine.name in found else None
+            if isinstance(states, dict):
+                runs = max(runs or 0, sum(each.get("run", 0) for each in states.values()))
+            found[machine.name] = Beginning(machine.created, runs)
+    return found
 
 
 def _report(state: object) -> Report | None:
@@ -196,13 +326,13 @@ def _report(state: object) -> Report | None:
     return Report(state["run"], state["state"], state.get("code"), state.get("why", ""))
 
 
-def _work(document: Document, jobs: Sequence[Job], now: float) -> Work:
+def _work(document: Document, jobs: Sequence[Job], spoilt: Mapping[str, tuple[float, str]], now: float) -> Work:
     running = any(each.phase == "running" for job in jobs for each in job.seats)
     done = all(each.phase == "done" for job in jobs for each in job.seats)
-    busy = document.work.busy_at
-    if running and (busy is None or now - busy > 30.0):
-        busy = now
-    return replace(document.work, done=done, busy_at=busy)
+    busy_at = document.work.busy_at
+    if running and (busy_at is None or now - busy_at > 30.0):
+        busy_at = now
+    return replace(document.work, done=done, busy_at=busy_at, spoilt=spoilt)
 
 
 def _events(old: Job, new: Job, now: float) -> Iterable[Event]:

@@ -11,27 +11,36 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from tpuswarm.cloud.errors import Changed, CloudError
-from tpuswarm.cloud.protocol import Provider
+from tpuswarm.cloud.protocol import Listing, Provider
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.core.actions import Action, Answer, Called, Create, Delete, Ended, Event, Plan, Stop
+from tpuswarm.fleet.core.jobs import busy
 from tpuswarm.fleet.core.ledger import charge
 from tpuswarm.fleet.core.memory import Memory, Observed
 from tpuswarm.fleet.core.plan import left, plan
 from tpuswarm.fleet.core.remember import remember
+from tpuswarm.fleet.keeping.carried import Carried
 from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.document import Document, Lease, with_events
+from tpuswarm.fleet.keeping.document import KEPT_EVENTS, Document, Lease, runs, with_events
 from tpuswarm.fleet.keeping.fleets import Held
 from tpuswarm.fleet.keeping.history import History
+from tpuswarm.fleet.keeping.idle import Idle
+from tpuswarm.train.computer import this_computer
 
 SETTLED, MOVING = 3.0, 1.0
 """Seconds between two looks, the second while something is under way."""
+MENDED = 300.0
+"""Seconds until something is asked again that a person has to mend."""
 TERM, RENEWED, NEWS = 60.0, 15.0, 5.0
 """Seconds after which a lease that stands still has ended, after which its holder renews it, and after which it does so
 where something has happened."""
 SURE = 40.0
 """Seconds after its last renewal in which a holder may act: nobody can have taken over by then."""
+HERE = "TPUSWARM_KEEPER_ON"
+"""The variable that tells a keeper on a machine of its own fleet what that is called."""
 POLLED = 20
 """Operations asked after in one look."""
 THREADS = 8
@@ -75,6 +84,10 @@ class Tick:
         return settled == len(ours) == wanted
 
 
+Part = Literal["leads", "holds", "watches"]
+"""Of a keeper in one look: it acts; it has the lease, or nobody has, and cannot act now; somebody else leads."""
+
+
 class Gone(RunFailed):
     """There is no document any more."""
 
@@ -87,68 +100,88 @@ class Keeper:
     ):
         self._provider, self._store, self._history = provider, store, history
         self._clock, self._threads = clock or Clock(), threads
-        self._me, self._host, self._pid = secrets.token_hex(6), socket.gethostname(), os.getpid()
+        self._me, self._pid = secrets.token_hex(6), os.getpid()
+        self._host = os.environ.get(HERE) or socket.gethostname()
+        self._computer = this_computer()
+        self._idle, self._carried = Idle(), Carried(provider)
         self._answers: list[Answer] = []
         self._memory: Memory | None = None
         self._seen_beat: tuple[str, int] | None = None
         self._still_since = 0.0
         self._renewed: float | None = None
         """When the lease was written last, by the even clock; None: it is not ours."""
+        self._stood_back: float | None = None
+        """When it was left to the keeper on the fleet's own machine, by the even clock."""
         self._news: list[Event] = []
         """What is not in the document yet."""
+        self._jumped = 0.0
+        """By how many seconds the clock has jumped since the document was written last by this keeper."""
         self._told: frozenset[Event] | None = None
         """What the document has told."""
 
     def tick(self) -> Tick:
         """Look once, and do what is due. Raises CloudError where the cloud cannot be asked."""
         now, steady, jumped = self._clock.look()
+        self._jumped += jumped
+        self._memory = self._kept(now) if self._memory is None else self._memory.moved(jumped)
         document = self._load()
         told = document.events
-        if self._memory is None:
-            self._memory = self._kept(now)
-        elif jumped:
-            self._memory = self._memory.moved(jumped)
         answers = [*self._answers, *self._outcomes()]
         listing = self._provider.machines(dict.fromkeys((*document.desired.zones, *document.zones)))
         memory, events = remember(self._memory, document.desired, listing, answers, now)
         self._memory, self._answers = memory, []
         if jumped:
             events = (Event(now, "", "", "clock", f"the clock has jumped by {jumped:+.0f} s"), *events)
-        at = document.ledger.at + jumped if jumped else document.ledger.at
-        ledger = charge(replace(document.ledger, at=at), document.desired, Observed(listing, memory), now)
-        observed = Observed(listing, memory, ledger.dollars, document.work)
-        self._news += events
-        document = with_events(replace(document, ledger=ledger), self._news)
+        ledger = replace(document.ledger, at=document.ledger.at + self._jumped)
+        there = Observed(listing, memory)
+        ledger = charge(ledger, document.desired, there, now)
+        traffic = self._carried.look(document, there.machines, now, steady)
+        work = self._idle.look(document.work, document.jobs, now, steady)
+        work = replace(work, done=work.done and all(each.over for each in document.jobs))
+        observed = Observed(listing, memory, ledger.dollars, work, traffic, busy(document.jobs))
+        self._news = [*self._news, *events][-KEPT_EVENTS:]
+        document = with_events(replace(document, ledger=ledger, traffic=traffic), self._news)
         found = plan(document.desired, observed, now)
-        leads = self._lead(document, found, steady, now)
-        if leads and found.end:
+        part = self._lead(document, listing, found, steady, now)
+        if part == "watches":  # whoever leads knows better what happened
+            self._news, self._jumped = [], 0.0
+            return Tick(document, observed, found, self._heard(told), False, now)
+        self._history.keep(memory, events, now)
+        if part == "leads" and found.end:
             document = replace(document, desired=replace(document.desired, down=found.end))
             found = plan(document.desired, observed, now)
-        if leads:
-            self._history.keep(memory, events, now)
+        if part == "leads":
             self._answers = self._act(found.actions)
-        else:  # whoever leads knows better what happened
-            self._news.clear()
-            events = self._heard(told)
-        return Tick(document, observed, found, events, leads, now)
+        return Tick(document, observed, found, events, part == "leads", now)
 
     def _heard(self, told: tuple[Event, ...]) -> tuple[Event, ...]:
         """What the document tells that it did not tell before."""
         before, self._told = self._told, frozenset(told)
         return () if before is None else tuple(each for each in told if each not in before)
 
-    def run(self, show: Callable[[Tick], None], until: Callable[[Tick], bool], sleep: Callable[[float], None]) -> Tick:
-        """Tick until `until`; what the cloud does not answer is said and asked again."""
+    def run(
+        self,
+        show: Callable[[Tick], None],
+        until: Callable[[Tick], bool],
+        sleep: Callable[[float], None],
+        patient: bool = False,
+    ) -> Tick:
+        """Tick until `until`; what the cloud does not answer is said and asked again.
+
+        patient: so is what a person has to mend, as nobody may be there to start another keeper; else it is raised.
+        """
         failures = 0
         while True:
             try:
                 tick = self.tick()
             except CloudError as error:
-                if error.exit_code == 2:  # a person has to do something
+                for_people = error.exit_code == 2
+                if for_people and not patient:
                     raise
                 failures += 1
-                self.say(f"{error}; asked again")
-                sleep(min(60.0, MOVING * 2**failures))
+                pause = MENDED if for_people else min(60.0, MOVING * 2**failures)
+                self.say(f"{error}; asked again" + (f" in {pause / 60:.0f} min" if for_people else ""))
+                sleep(pause)
                 continue
             failures = 0
             show(tick)
@@ -178,6 +211,11 @@ class Keeper:
 
         self._store.change(give)
         self._news.clear()
+
+    def stand_back(self) -> None:
+        """Leave the lease to the keeper on the fleet's own machine, and watch: for as long as it takes it."""
+        self.release()
+        self._stood_back = self._clock.steady()
 
     def _load(self) -> Document:
         document = self._store.load()
@@ -209,35 +247,44 @@ class Keeper:
 
     # The lease.
 
-    def _lead(self, document: Document, found: Plan, steady: float, now: float) -> bool:
-        """Whether this keeper may act now; renews its lease, and stores first what is to end."""
+    def _lead(self, document: Document, listing: Listing, found: Plan, steady: float, now: float) -> Part:
+        """What this keeper may do now; renews its lease, and stores first what is to end."""
         lease = document.lease
         if lease is None or lease.holder != self._me:
             self._renewed = None
-            if not self._may_take(lease, steady):
-                return False
+            if not self._may_take(lease, steady) and not _is_away(lease, document, listing):
+                return "watches"
         age = TERM if self._renewed is None else steady - self._renewed
         if age >= (NEWS if self._news else RENEWED) or found.end is not None:
             beat = (lease.beat if lease and lease.holder == self._me else 0) + 1
             desired = replace(document.desired, down=found.end) if found.end else document.desired
-            mine = Lease(self._me, self._host, self._pid, beat, now)
+            mine = Lease(self._me, self._host, self._pid, beat, now, self._computer)
             zones = tuple(dict.fromkeys((*document.zones, *desired.zones)))
+            # Nobody has written since the document was loaded, or this fails: what was listed since then still holds,
+            # however long that took.
+            renewed = self._clock.steady()
             try:
                 self._store.save(replace(document, lease=mine, desired=desired, zones=zones))
             except Changed:
-                return False  # somebody wrote meanwhile: the next look shows what
+                return "holds"  # somebody wrote meanwhile: the next look shows what
             except CloudError as error:
                 self.say(f"the lease cannot be renewed: {error}")
+                if found.end:
+                    return "holds"
             else:
-                self._renewed = steady
-                self._news.clear()
-        if self._renewed is None or (found.end and self._renewed != steady):
-            return False
-        return steady - self._renewed < SURE
+                self._renewed = renewed
+                self._news, self._jumped = [], 0.0
+        return "leads" if self._sure() else "holds"
+
+    def _sure(self) -> bool:
+        """Whether nobody can have taken the lease over by now, also where this computer has slept meanwhile."""
+        return self._renewed is not None and self._clock.steady() - self._renewed < SURE
 
     def _may_take(self, lease: Lease | None, steady: float) -> bool:
         """Whether the lease is free: nobody has it, its process is dead, or it has stood still for long enough."""
-        if lease is None or (lease.host == self._host and not _alive(lease.pid)):
+        if lease is None:
+            return self._stood_back is None or steady - self._stood_back >= TERM
+        if runs(lease) is False:
             return True
         beat = (lease.holder, lease.beat)
         if beat != self._seen_beat:
@@ -249,11 +296,16 @@ class Keeper:
     def _act(self, actions: Iterable[Action]) -> list[Answer]:
         todo = list(actions)
         if self._threads == 1 or len(todo) == 1:
-            return [self._do(each) for each in todo]
-        with ThreadPoolExecutor(self._threads) as pool:
-            return list(pool.map(self._do, todo))
+            answers = [self._do(each) for each in todo]
+        else:
+            with ThreadPoolExecutor(self._threads) as pool:
+                answers = list(pool.map(self._do, todo))
+        return [each for each in answers if each is not None]
 
-    def _do(self, action: Action) -> Answer:
+    def _do(self, action: Action) -> Answer | None:
+        """What came of it; None: it is too late for that, as another keeper may lead by now."""
+        if not self._sure():
+            return None
         provider = self._provider
         try:
             if isinstance(action, Create):
@@ -271,11 +323,11 @@ class Keeper:
         return any(each.fleet == fleet and each.state not in settled for each in tick.observed.listing.machines)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+def _is_away(lease: Lease | None, document: Document, listing: Listing) -> bool:
+    """Whether who has the lease lived on a machine of the fleet that is not there, or does not run, any more."""
+    homes = (each.spec for each in document.desired.pools if each.name == document.desired.kept_on)
+    home = next(homes, None)
+    if home is None or lease is None or lease.host != home.name or home.zone in listing.unreachable:
         return False
-    except PermissionError:
-        return True
-    return True
+    ours = (each for each in listing.machines if each.fleet == home.fleet and each.zone == home.zone)
+    return all(each.name != home.name or each.state in ("dead", "stopped", "creating") for each in ours)

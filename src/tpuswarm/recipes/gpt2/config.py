@@ -43,3 +43,6 @@ SIZES: dict[str, tuple[int, int, int, int]] = {
 """Size → layers, heads, width, context."""
 
 GPT2_VOCAB = 50257
+OPTIMIZERS = ("adamw", "muon", "adafactor")
+MOMENTS = ("f32", "bf16")
+"""Of the first moment; the second stays float32, for its steps are lost in fewer bits."""

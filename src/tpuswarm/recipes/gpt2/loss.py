@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.train.mesh import gathered
+from tpuswarm.train.mesh import gathered_as
 
 CHUNK_BYTES = 2**27
 """Float32 logits that one device holds at a time."""
@@ -33,7 +33,7 @@ def mean_loss(
     large.
     """
     B, T, D = x_BxTxD.shape
-    wte_VxD = gathered(wte_VxD.astype(x_BxTxD.dtype))
+    wte_VxD = gathered_as(wte_VxD, x_BxTxD.dtype)  # a chunk casts it: the gradients of all chunks add up in float32
     devices = max(1, jax.sharding.get_abstract_mesh().size)
     count = chunk_count(-(-B // devices), T, wte_VxD.shape[0], chunk_bytes)
 

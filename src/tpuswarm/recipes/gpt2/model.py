@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from tpuswarm.recipes.gpt2 import attention
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.train.mesh import gathered
+from tpuswarm.train.mesh import gathered, gathered_as
 from tpuswarm.train.recipe import Options
 
 Params = dict[str, Any]
@@ -93,7 +93,9 @@ def run_blocks(
 
 def embed(params: Params, tokens_BxT: jax.Array, positions_T: jax.Array, options: Options) -> jax.Array:
     """Token plus position embedding, x_BxTxD in the compute dtype."""
-    return (gathered(params["wte"])[tokens_BxT] + params["wpe"][positions_T][None]).astype(compute_dtype(options))
+    dtype = compute_dtype(options)
+    wte_VxD = gathered_as(params["wte"], dtype)  # the head's copy
+    return (wte_VxD[tokens_BxT] + params["wpe"][positions_T][None]).astype(dtype)
 
 
 def block(

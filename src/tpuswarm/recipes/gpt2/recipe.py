@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from tpuswarm.config.limits import LIMITS as SETTINGS
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
-from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, SIZES, Config, Kind
+from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, MOMENTS, OPTIMIZERS, SIZES, Config, Kind
 from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_place
 from tpuswarm.train.recipe import Options, Recipe, Source
 
@@ -32,6 +32,8 @@ FAKE_VOCAB = 65
 BPE_VOCAB = 4096
 """Of a BPE that is trained for the tiny size; the others have GPT-2's."""
 FAKE = "fake"
+ENDOFTEXT = "endoftext"
+SEPARATORS = (ENDOFTEXT, "none")
 LIMITS: dict[str, Mapping[str, float]] = {
     **{name: {"least": 1} for name in ("layers", "heads", "width", "vocab")},
     "context": {"least": 2},
@@ -41,6 +43,7 @@ LIMITS: dict[str, Mapping[str, float]] = {
     "warmup": {"least": 0, "below": 1},  # a share of the run
     "beta2": {"least": 0, "below": 1},
     "weight_decay": {"least": 0},
+    "held_out": {"least": 0, "below": 1},  # a share of the text
     "seed": SETTINGS["seed"],
 }
 """Of the options that are numbers."""
@@ -50,8 +53,13 @@ class GPT2(Recipe):
     """One GPT-2 and its text; what is None follows from `size` or from the data.
 
     - data: path or URL of text, `fake` for random tokens, None for the Python standard library's source.
+    - json_field: where the text is in the lines of files called .jsonl; `none` reads them as they are.
+    - separator: `endoftext` puts <|endoftext|> between files, and between the lines of .jsonl; `none` nothing.
+    - held_out: share of the text, at its end, that is not trained on; 0 is none.
     - tokenizer: characters (of the data, or `alphabet`), bytes, bpe (trained on the data for a vocabulary of `vocab`;
       a known one has its fingerprint in `tokenizer_digest`), or that of a published model (gpt2, hf:ORG/NAME, hf:DIR).
+    - optimizer: adamw, muon (for the layers' matrices) or adafactor (whose state is a fraction of the others').
+    - moments: bf16 keeps the first moment of adamw and muon in half the bytes.
     - lr: peak learning rate, reached after the share `warmup` of the run and lowered by a cosine to lr_end.
     - seed: of the order of the rows.
     """
@@ -65,6 +73,9 @@ class GPT2(Recipe):
         *,
         size: str = "tiny",
         data: str | None = None,
+        json_field: str | None = None,
+        separator: str | None = None,
+        held_out: float | None = None,
         tokenizer: str | None = None,
         alphabet: str | None = None,
         tokenizer_digest: str | None = None,
@@ -74,6 +85,8 @@ class GPT2(Recipe):
         context: int | None = None,
         vocab: int | None = None,
         dropout: float = 0.0,
+        optimizer: str = "adamw",
+        moments: str = "f32",
         lr: float | None = None,
         lr_end: float | None = None,
         warmup: float | None = None,
@@ -87,17 +100,19 @@ class GPT2(Recipe):
         usual = dict(zip(("layers", "heads", "width", "context"), SIZES[size], strict=True))
         given = {"layers": layers, "heads": heads, "width": width, "context": context}
         self.name = f"gpt2-{size}"
-        local = data is not None and data != FAKE and "://" not in data
-        self._data = str(Path(str(data)).expanduser().absolute()) if local else data
+        self._local = data is not None and data != FAKE and "://" not in data
+        self._data = str(Path(str(data)).expanduser().absolute()) if self._local else data
         self._size, self._seed = size, seed
         self._shape = {name: usual[name] if value is None else value for name, value in given.items()}
-        tokenizer = tokenizer or ("characters" if tiny else "bytes")
+        self._json_field, self._separator, self._held_out = json_field, separator, held_out
+        self._usual = tokenizer is None
+        tokenizer = tokenizer or ("characters" if tiny else "gpt2")
         self._published = _absolute(tokenizer) if is_place(tokenizer) else None
         self._kind: Kind = "bpe" if self._published else _kind(tokenizer)
         self._alphabet, self._tokenizer_digest = alphabet, tokenizer_digest
         own = None if self._published or self._kind != "bpe" else BPE_VOCAB
         self._vocab = vocab if vocab is not None else own if tiny else GPT2_VOCAB
-        self._dropout = dropout
+        self._dropout, self._optimizer, self._moments = dropout, optimizer, moments
         self._lr = PEAK_LR[size] if lr is None else lr
         self._lr_end = self._lr / 10 if lr_end is None else lr_end
         self._warmup = (0.05 if tiny else 0.02) if warmup is None else warmup
@@ -112,11 +127,28 @@ class GPT2(Recipe):
             "outer": "average" if tiny else "nesterov",
         }
 
+    def require_data(self) -> None:
+        """Look at files on this machine; a server is asked when they are read."""
+        from tpuswarm.recipes.gpt2.text import open_text
+
+        if self._local:
+            open_text(self._data)
+
     def _check(self) -> None:
         values = self._shape | {name: getattr(self, f"_{name}") for name in LIMITS if name not in self._shape}
         for name, limits in LIMITS.items():
             if values[name] is not None:
                 check_number(values[name], name, **limits)
+        if self._optimizer not in OPTIMIZERS:
+            raise InputError(f"unknown optimizer {self._optimizer!r}; {did_you_mean(self._optimizer, OPTIMIZERS)}")
+        if self._moments not in MOMENTS:
+            raise InputError(f"unknown moments {self._moments!r}; {did_you_mean(self._moments, MOMENTS)}")
+        if self._moments != "f32" and self._optimizer == "adafactor":
+            raise InputError("adafactor has no first moment: leave --moments out")
+        if self._separator not in (None, *SEPARATORS):
+            raise InputError(f"unknown separator {self._separator!r}; {did_you_mean(self._separator, SEPARATORS)}")
+        if self._separator == ENDOFTEXT and self._kind != "bpe":
+            raise InputError(f"{self._kind} have no <|endoftext|>; use --tokenizer bpe or gpt2, or --separator none")
         if self._shape["width"] % self._shape["heads"]:
             raise InputError(
                 f"a width of {self._shape['width']} does not divide evenly over {self._shape['heads']} heads; "
@@ -128,12 +160,17 @@ class GPT2(Recipe):
         options = {
             "size": self._size,
             "data": self._data,
+            "json_field": self._json_field,
+            "separator": self._separator,
+            "held_out": self._held_out,
             "tokenizer": self._kind,
             "alphabet": self.tokenizer.key if self.tokenizer and self.tokenizer.kind == "characters" else None,
             "tokenizer_digest": self.tokenizer.key if self.tokenizer and self.tokenizer.kind == "bpe" else None,
             **self._shape,
             "vocab": self.config.vocab,
             "dropout": self._dropout,
+            "optimizer": None if self._optimizer == "adamw" else self._optimizer,  # runs from before have none
+            "moments": None if self._moments == "f32" else self._moments,
             "lr": self._lr,
             "lr_end": self._lr_end,
             "warmup": self._warmup,
@@ -164,10 +201,19 @@ class GPT2(Recipe):
 
     @cached_property
     def _tokens(self) -> "Tokens":
-        from tpuswarm.recipes.gpt2.tokens import prepare_tokens
+        from tpuswarm.recipes.gpt2.text import NO_FIELD
+        from tpuswarm.recipes.gpt2.tokens import Reading, prepare_tokens
 
-        digest = None if self._published else self._tokenizer_digest
-        return prepare_tokens(self._data, self._kind, given=self._given, key=digest, vocab=self._vocab or 0)
+        field = self._json_field or "text"
+        ends = None if self._separator is None else self._separator == ENDOFTEXT
+        return prepare_tokens(
+            self._data,
+            self._kind,
+            given=self._given,
+            key=None if self._published else self._tokenizer_digest,
+            vocab=self._vocab or 0,
+            reading=Reading(None if field == NO_FIELD else field, ends),
+        )
 
     @cached_property
     def _given(self) -> "Tokenizer | None":
@@ -182,7 +228,15 @@ class GPT2(Recipe):
         if self._published:
             from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
 
-            found = read_tokenizer(open_place(self._published))
+            try:
+                found = read_tokenizer(open_place(self._published))
+            except TpuswarmError as error:
+                if not self._usual:
+                    raise
+                raise type(error)(
+                    f"{self.name} reads text with GPT-2's tokenizer: {error}; or use --tokenizer bpe, which makes one "
+                    "of the text, or --tokenizer bytes"
+                ) from error
             if not isinstance(found, Bpe):
                 raise InputError(f"{self._published} has no BPE; use --tokenizer gpt2, or hf:… of a model that has one")
             return found
@@ -206,7 +260,8 @@ class GPT2(Recipe):
     @cached_property
     def config(self) -> Config:
         """The model's shape; a tiny model's vocabulary is that of its tokenizer."""
-        have = self.tokenizer.vocab if self.tokenizer else 0
+        known = self._usual and self._published and self._data != FAKE  # GPT-2's own: nothing is fetched for it
+        have = GPT2_VOCAB if known else self.tokenizer.vocab if self.tokenizer else 0
         vocab = self._vocab if self._vocab is not None else have or FAKE_VOCAB
         if have > vocab:
             raise InputError(
@@ -218,7 +273,9 @@ class GPT2(Recipe):
         """The program; supports every option."""
         from tpuswarm.recipes.gpt2.program import make_program
 
-        return make_program(self.config, options, self.schedule, self._beta2, self._weight_decay)
+        return make_program(
+            self.config, options, self.schedule, self._beta2, self._weight_decay, self._optimizer, self._moments
+        )
 
     def schedule(self, progress: "jax.Array") -> "jax.Array":
         """Learning rate at a share of the run: linear warm-up from a hundredth, then a cosine to lr_end."""
@@ -227,15 +284,18 @@ class GPT2(Recipe):
         return warmup_then_cosine(progress, self._lr, self._lr_end, self._warmup)
 
     def data(self, split: str) -> Source:
-        """Rows of a split: the last tenth of the text is held out."""
-        from tpuswarm.recipes.gpt2.tokens import FakeTokens, TokenSource, split_tokens
+        """Rows of a split: the end of the text is held out."""
+        from tpuswarm.recipes.gpt2.tokens import HELD_OUT, FakeTokens, TokenSource, split_tokens
 
         context = self._shape["context"]
         if self._data == FAKE:
             return FakeTokens(self.config.vocab, context, self._seed + (split == "validation"))
         whole = self._data or "the Python standard library"
         name = whole if split == "all" else f"the {split} part of {whole}"
-        array = split_tokens(self._tokens.array, split)
+        held_out = HELD_OUT if self._held_out is None else self._held_out
+        if split == "validation" and not held_out:
+            raise InputError(f"nothing of {whole} is held out (held-out is 0)")
+        array = split_tokens(self._tokens.array, split, held_out)
         return TokenSource(array, context, self._seed, self._tokens.digest, name)
 
     def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:

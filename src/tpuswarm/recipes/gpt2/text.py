@@ -2,14 +2,13 @@
 
 import codecs
 import hashlib
+import json
 import os
 import socket
-import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,15 +18,18 @@ import fsspec
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.files import google_storage
+from tpuswarm.train.waiting import waiting
 
 PIECE = 2**22
 """Bytes read at a time."""
 
-SLOW = 1.0
-"""Seconds after which it is said what is waited for."""
-
 ANSWER = 5.0
 """Seconds for a server to take a connection."""
+
+NO_FIELD = "none"
+"""In place of a field's name: JSON lines are read as they are."""
+LINES = ".jsonl"
+"""Ends the name of a file with one JSON object a line."""
 
 Advance = Callable[[int], None]
 """Told how many bytes were read since the last call."""
@@ -42,32 +44,38 @@ class Text:
     sizes: tuple[int, ...]
     system: Any
     key: str
-    """Changes when a file is added, removed or written: path, size and time or version of each."""
+    """Changes when a file is added, removed or written: path, size and time or version of each; and with `field`."""
+    field: str | None = None
+    """Where the text is in the objects of JSON lines; None: files of these are text as any other."""
 
-    def pieces(self, advance: Advance | None = None) -> Iterator[str]:
-        """The whole text, a few megabytes at a time; InputError for a file that is not UTF-8 text."""
-        for path in self.files:
-            decoder = codecs.getincrementaldecoder("utf-8")()
-            with _reading(path), self.system.open(path, "rb") as file:
-                while True:
-                    raw = file.read(PIECE)
-                    if b"\0" in raw:
-                        raise InputError(f"{path} is binary, not text; use --tokenizer bytes or other --data")
-                    try:
-                        piece = decoder.decode(raw, final=not raw)
-                    except UnicodeDecodeError as error:
-                        raise InputError(
-                            f"{path} is not UTF-8 text ({error.reason}); use --tokenizer bytes or other --data"
-                        ) from error
-                    if advance:
-                        advance(len(raw))
-                    if piece:
-                        yield piece
-                    if not raw:
-                        break
+    @property
+    def has_lines(self) -> bool:
+        """Whether some of it is in JSON lines."""
+        return self.field is not None and any(path.endswith(LINES) for path in self.files)
+
+    @property
+    def parted(self) -> bool:
+        """Whether it is more than one document: a file, or a line of JSON lines."""
+        return len(self.files) > 1 or self.has_lines
+
+    def pieces(self, advance: Advance | None = None, end: str = "") -> Iterator[str]:
+        """The whole text, a few megabytes at a time, with `end` between two documents.
+
+        Without one, files follow one another as they are; with JSON lines among them a line's end is between documents.
+        Raises InputError for a file that is not UTF-8 text, and for lines that are not what they should be.
+        """
+        between = end or "\n" * self.has_lines
+        for index, path in enumerate(self.files):
+            if index and between:
+                yield between
+            lines = self.field is not None and path.endswith(LINES)
+            yield from self._lines(path, between, advance) if lines else self._plain(path, advance)
 
     def raw_pieces(self, advance: Advance | None = None) -> Iterator[bytes]:
-        """The whole content as bytes."""
+        """The same as bytes, of whatever kind; of JSON lines the text alone."""
+        if self.has_lines:
+            yield from (piece.encode() for piece in self.pieces(advance))
+            return
         for path in self.files:
             with _reading(path), self.system.open(path, "rb") as file:
                 while raw := file.read(PIECE):
@@ -75,16 +83,72 @@ class Text:
                         advance(len(raw))
                     yield raw
 
+    def _plain(self, path: str, advance: Advance | None) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with _reading(path), self.system.open(path, "rb") as file:
+            while True:
+                raw = file.read(PIECE)
+                if b"\0" in raw:
+                    raise InputError(f"{path} is binary, not text; use --tokenizer bytes or other --data")
+                try:
+                    piece = decoder.decode(raw, final=not raw)
+                except UnicodeDecodeError as error:
+                    raise InputError(
+                        f"{path} is not UTF-8 text ({error.reason}); use --tokenizer bytes or other --data"
+                    ) from error
+                if advance:
+                    advance(len(raw))
+                if piece:
+                    yield piece
+                if not raw:
+                    break
 
-def open_text(place: str | None) -> Text:
+    def _lines(self, path: str, between: str, advance: Advance | None) -> Iterator[str]:
+        """The documents of a file, many in one piece: a tokenizer is slow on short ones."""
+        assert self.field is not None
+        held, size, first = list[str](), 0, True
+        with _reading(path), self.system.open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if advance:
+                    advance(len(line))
+                document = _document(line, self.field, f"{path}:{number}") if line.strip() else ""
+                if document:
+                    held.append(document if first else between + document)
+                    size, first = size + len(document), False
+                if size >= PIECE:
+                    yield "".join(held)
+                    held, size = [], 0
+        if held:
+            yield "".join(held)
+
+
+def _document(line: bytes, field: str, where: str) -> str:
+    """The text in a line of JSON lines."""
+    way = f"give its field with --json-field, or --json-field {NO_FIELD} to train on the lines as they are"
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON ({error}); {way}") from error
+    if not isinstance(found, dict) or not isinstance(found.get(field), str):
+        has = f"has {', '.join(list(found)[:8]) or 'no fields'}" if isinstance(found, dict) else "is no object"
+        raise InputError(f"{where} has no text in a field {field!r} (the line {has}); {way}")
+    document: str = found[field]
+    try:
+        document.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a pair of UTF-16, which is no character
+        raise InputError(f"{where} is not Unicode text ({error.reason}); mend or remove this line") from error
+    return document
+
+
+def open_text(place: str | None, field: str | None = None) -> Text:
     """The text at a path or URL; None is the standard library's source.
 
-    A folder is all its files in the order of their paths, hidden ones left out. Raises InputError where there is
-    nothing, and for an empty file or folder.
+    A folder is all its files in the order of their paths, hidden ones left out. field: where the text is in the objects
+    of JSON lines. Raises InputError where there is nothing, and for an empty file or folder.
     """
     if place is None:
         return _standard_library()
-    with _reading(place), _slow(f"waiting for {place}"):
+    with _reading(place), waiting(f"waiting for {place}"):
         system, path = _system(place)
         if _is_folder(system, path):
             root = path.rstrip("/") + "/"
@@ -92,7 +156,7 @@ def open_text(place: str | None) -> Text:
         else:
             found = [path]
         infos = [system.info(file) for file in found]
-    return _text(place, system, infos)
+    return _text(place, system, infos, field)
 
 
 def _system(place: str) -> tuple[Any, str]:
@@ -138,18 +202,6 @@ def _reading(place: str) -> Iterator[None]:
         raise InputError(f"{place} cannot be read: {reason}") from error
 
 
-@contextmanager
-def _slow(text: str) -> Iterator[None]:
-    """Say what is waited for, where it takes long: gcsfs tries for a minute before it gives up."""
-    timer = threading.Timer(SLOW, lambda: sys.stderr.write(f"{text} …\n"))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def _hidden(relative: str) -> bool:
     return any(part.startswith(".") for part in relative.split("/"))
 
@@ -164,13 +216,14 @@ def _standard_library() -> Text:
     return _text("the Python standard library", system, [system.info(str(file)) for file in files])
 
 
-def _text(name: str, system: Any, infos: list[dict[str, Any]]) -> Text:
+def _text(name: str, system: Any, infos: list[dict[str, Any]], field: str | None = None) -> Text:
     infos = [info for info in infos if info["size"] != 0]  # a server may not say how long a file is
     if not infos:
         raise InputError(f"{name} is empty; --data needs text")
-    marks = [[info["name"], info["size"], str(_version(info))] for info in infos]
-    key = hashlib.sha256(repr(marks).encode()).hexdigest()
-    return Text(name, tuple(i["name"] for i in infos), tuple(i["size"] or 0 for i in infos), system, key)
+    marks: list[Any] = [[info["name"], info["size"], str(_version(info))] for info in infos]
+    text = Text(name, tuple(i["name"] for i in infos), tuple(i["size"] or 0 for i in infos), system, "", field)
+    marks += [field] * text.has_lines
+    return replace(text, key=hashlib.sha256(repr(marks).encode()).hexdigest())
 
 
 def _version(info: dict[str, Any]) -> Any:

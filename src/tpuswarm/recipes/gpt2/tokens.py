@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.bpe import FILE, Bpe, read_bpe, train_bpe, whole_words
+from tpuswarm.recipes.gpt2.bpe import END, FILE, Bpe, read_bpe, train_bpe, whole_words
 from tpuswarm.recipes.gpt2.config import Kind
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
 from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Bytes, Characters, Tokenizer
@@ -27,8 +27,8 @@ from tpuswarm.train.platform import cache_folder
 from tpuswarm.train.run import writing
 from tpuswarm.train.source import shuffled
 
-VALIDATION_SHARE = 0.1
-"""The last tenth of the tokens is held out, as nanoGPT does."""
+HELD_OUT = 0.1
+"""Share of the tokens that is held out where nobody says, as nanoGPT does."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,23 @@ class Tokens:
     """Where its files lie."""
 
 
+class Reading(NamedTuple):
+    """How documents become one text."""
+
+    field: str | None = "text"
+    """Where the text is in the objects of JSON lines; None: these are read as they are."""
+    ends: bool | None = None
+    """Whether `<|endoftext|>` is put between documents; None: where the tokenizer has it."""
+
+
 def prepare_tokens(
-    place: str | None, kind: Kind, *, given: Tokenizer | None = None, key: str | None = None, vocab: int = 0
+    place: str | None,
+    kind: Kind,
+    *,
+    given: Tokenizer | None = None,
+    key: str | None = None,
+    vocab: int = 0,
+    reading: Reading = Reading(),  # noqa: B008  # a tuple
 ) -> Tokens:
     """The memory map of the text at `place`, made in the user's cache if it is not there yet.
 
@@ -55,12 +70,12 @@ def prepare_tokens(
     if place is not None and "://" not in place and (Path(place) / "tokens.bin").is_file() and _is_made(Path(place)):
         folder = Path(place)
     else:
-        text = open_text(place)
-        folder = _folder(text, kind, vocab, None)
+        text = open_text(place, reading.field)
+        folder = _folder(text, kind, vocab, None, reading)
         if given and not (_is_made(folder) and _about(folder)["key"] == given.key):
-            folder = _folder(text, kind, vocab, given.key)
+            folder = _folder(text, kind, vocab, given.key, reading)
         if not _is_made(folder):
-            _make(folder, text, kind, given, vocab)
+            _make(folder, text, kind, given, vocab, reading)
     tokens = _open(folder)
     if key is not None and tokens.tokenizer.key != key:
         raise InputError(
@@ -98,9 +113,10 @@ def _open(folder: Path) -> Tokens:
     return Tokens(array, about["digest"], tokenizer, folder)
 
 
-def _folder(text: Text, kind: Kind, vocab: int, key: str | None) -> Path:
-    name = hashlib.sha256(json.dumps([text.key, kind, vocab if kind == "bpe" and key is None else 0, key]).encode())
-    return cache_folder("tokens") / name.hexdigest()[:32]
+def _folder(text: Text, kind: Kind, vocab: int, key: str | None, reading: Reading) -> Path:
+    ends = [reading.ends] * (kind == "bpe" and text.parted)
+    marks = [text.key, kind, vocab if kind == "bpe" and key is None else 0, key, *ends]
+    return cache_folder("tokens") / hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:32]
 
 
 def _is_made(folder: Path) -> bool:
@@ -111,12 +127,12 @@ def _about(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "about.json").read_text())
 
 
-def _make(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int) -> None:
+def _make(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int, reading: Reading) -> None:
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         try:
-            _write(making, text, kind, given, vocab)
+            _write(making, text, kind, given, vocab, reading)
             try:
                 making.rename(folder)
             except OSError:
@@ -126,7 +142,7 @@ def _make(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: 
             shutil.rmtree(making, ignore_errors=True)
 
 
-def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int) -> None:
+def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int, reading: Reading) -> None:
     passes = 1 + (kind != "bytes" and given is None)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
         bar = bars.add_task(f"tokenising {text.name}", total=sum(text.sizes) * passes)
@@ -138,7 +154,7 @@ def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab:
         dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
         digest, count = hashlib.sha256(), 0
         with (folder / "tokens.bin").open("wb") as file:
-            for numbers in _numbers(text, tokenizer, advance):
+            for numbers in _numbers(text, tokenizer, _end(text, tokenizer, reading), advance):
                 data = numbers.astype(dtype).tobytes()
                 digest.update(data)
                 file.write(data)
@@ -164,12 +180,20 @@ def _tokenizer_of(text: Text, kind: Kind, vocab: int, advance: Advance) -> Token
     return Characters(seen.alphabet())
 
 
-def _numbers(text: Text, tokenizer: Tokenizer, advance: Advance) -> Iterator[np.ndarray]:
+def _end(text: Text, tokenizer: Tokenizer, reading: Reading) -> str:
+    """What is put between two documents; its token is found in the text as any other."""
+    has = isinstance(tokenizer, Bpe) and tokenizer.end is not None
+    if reading.ends and not has and text.parted:
+        raise InputError(f"this tokenizer ({tokenizer.kind}) has no {END}; use --separator none or another --tokenizer")
+    return END if has and reading.ends is not False else ""
+
+
+def _numbers(text: Text, tokenizer: Tokenizer, end: str, advance: Advance) -> Iterator[np.ndarray]:
     if tokenizer.kind == "bytes":
         for raw in text.raw_pieces(advance):
             yield np.frombuffer(raw, np.uint8)
     else:
-        pieces = text.pieces(advance)
+        pieces = text.pieces(advance, end)
         for piece in whole_words(pieces) if tokenizer.kind == "bpe" else pieces:
             yield tokenizer.encode(piece)
 
@@ -226,8 +250,8 @@ class FakeTokens:
         return {"tokens": np.stack(rows)}
 
 
-def split_tokens(array: np.ndarray, split: str) -> np.ndarray:
-    """The part of a token array that is `train`, `validation` or `all`."""
-    cut = len(array) - int(len(array) * VALIDATION_SHARE)
+def split_tokens(array: np.ndarray, split: str, held_out: float = HELD_OUT) -> np.ndarray:
+    """The part of a token array that is `train`, `validation` (the last `held_out` of it) or `all`."""
+    cut = len(array) - int(len(array) * held_out)
     parts: dict[str, Any] = {"train": array[:cut], "validation": array[cut:], "all": array}
     return parts[split]

@@ -1,5 +1,6 @@
 """uv and a Python in one file, for machines that can download neither."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,9 @@ def bundle(python: str, cache: Path) -> Path:
         (folder / "all" / "bin").mkdir(parents=True)
         uv = folder / "all" / "bin" / "uv"
         wanted = [f"uv=={UV}", "--no-deps", "--only-binary", ":all:", "--platform", PLATFORM, "--dest", name]
-        _run([sys.executable, "-m", "pip", "download", "--quiet", *wanted], "uv cannot be downloaded here either")
+        has_pip = importlib.util.find_spec("pip") is not None  # an environment that uv has made has none
+        pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "tool", "run", "pip"]
+        _run([*pip, "download", "--quiet", *wanted], "uv cannot be downloaded here either")
         (wheel,) = folder.glob("uv-*.whl")
         with zipfile.ZipFile(wheel) as packed, uv.open("wb") as file:
             (member,) = (each for each in packed.namelist() if each.endswith("/scripts/uv"))

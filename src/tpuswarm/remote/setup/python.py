@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from tpuswarm.remote.places import ENVIRONMENT, OURS
-from tpuswarm.remote.setup.step import FOLDER, NEEDS_PYTHON, VERSIONS, Step
+from tpuswarm.remote.setup.step import FOLDER, SEND, VERSIONS, Step
 from tpuswarm.remote.setup.table import Setup
 
 UV = "0.13.9"
@@ -19,10 +19,10 @@ if [ -z "$uv" ]; then uv=~/{OURS}/bin/uv; fi
 """
 
 
-def python(table: Setup) -> Iterator[Step]:
-    """A virtual environment of that Python, and what is in it."""
-    yield Step(
-        "python",
+def environment_of(python: str, folder: str, id: str = "python") -> Step:
+    """An empty virtual environment, in that folder below the home."""
+    return Step(
+        id,
         f"""\
 {FIND_UV}
 if [ -e {BUNDLE} ]; then
@@ -32,15 +32,20 @@ if [ -e {BUNDLE} ]; then
   uv=~/{OURS}/bin/uv
 elif [ ! -x "$uv" ]; then
   curl --fail --silent --show-error --location --connect-timeout 10 https://astral.sh/uv/{UV}/install.sh >uv.sh &&
-    UV_UNMANAGED_INSTALL=~/{OURS}/bin sh uv.sh || exit {NEEDS_PYTHON}
+    UV_UNMANAGED_INSTALL=~/{OURS}/bin sh uv.sh || exit {SEND}
   rm -f uv.sh
 fi
-"$uv" venv --quiet --clear --managed-python --python {table.python} {VENV} || {{
-  grep -q "No interpreter found" {FOLDER}/python.log && exit {NEEDS_PYTHON}
+"$uv" venv --quiet --clear --managed-python --python {python} {folder} || {{
+  grep -q "No interpreter found" {FOLDER}/{id}.log && exit {SEND}
   exit 1
 }}""",
-        f"{VENV}/bin/python -c 'import sys; assert sys.version.startswith(\"{table.python}\")'",
+        f"{folder}/bin/python -c 'import sys; assert sys.version.startswith(\"{python}\")'",
     )
+
+
+def python(table: Setup) -> Iterator[Step]:
+    """A virtual environment of that Python, and what is in it."""
+    yield environment_of(table.python, VENV)
     yield Step(
         "packages",
         f"""\
@@ -68,10 +73,12 @@ def environment(table: Setup, secrets: Mapping[str, str]) -> Iterator[Step]:
         f"if [ -e ~/{SECRETS} ]; then . ~/{SECRETS}; fi",
     ]
     read = f"[ ! -e ~/{ENVIRONMENT} ] || . ~/{ENVIRONMENT}"
+    # What is no secret of the table any more must not be one of programs.
+    forget = "" if table.secrets else f"rm -f {SECRETS}\n"
     yield Step(
         "environment",
         f"""\
-for each in ~/.profile ~/.bashrc; do
+{forget}for each in ~/.profile ~/.bashrc; do
   touch $each; grep -qxF '{read}' $each || echo '{read}' >>$each
 done""",
         f"[ -e {ENVIRONMENT} ] && grep -qxF '{read}' ~/.bashrc",

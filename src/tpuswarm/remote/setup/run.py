@@ -11,13 +11,14 @@ from tpuswarm.errors import RunFailed, TpuswarmError
 from tpuswarm.remote.connect import Connections, on_host
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.setup.step import FOLDER, NEEDS_PYTHON, VERSIONS, Step, script, survey
+from tpuswarm.remote.setup.step import CHECKS_S, FOLDER, LIMIT_S, SEND, VERSIONS, Step, script, survey
 
 SKEW = 30.0
 """Seconds that a clock may be off: signed requests bear more, logs that are read together less."""
 Told = Callable[[Host, str, str], None]
 """Called with host, step and what is up with it: `begun`, `done`, or words of its own."""
-SendPython = Callable[[Connections, Host], Awaitable[None]]
+Send = Callable[[Connections, Host, Step], Awaitable[str]]
+"""Sends what a step needs; what that was, in words."""
 
 
 @dataclass
@@ -32,11 +33,8 @@ class Outcome:
     """The versions that all have."""
 
 
-class Settled:
-    """What the first machine came to, for all others."""
-
-    def __init__(self, known: str):
-        self.text, self.first = known, asyncio.Lock()
+NOTE = "note: "
+"""How a line begins that a step says at once and that is worth reading at the end, too."""
 
 
 async def set_up(
@@ -44,13 +42,16 @@ async def set_up(
     wanted: Mapping[Host, Sequence[Step]],
     told: Told = lambda host, step, what: None,
     versions: str = "",
-    send_python: SendPython | None = None,
+    send: Send | None = None,
+    limit_s: float = LIMIT_S,
 ) -> Outcome:
     """Do what lacks. A machine that fails stops where it is, the others go on; the next time all go on from there.
 
     versions: of the packages, as machines of the fleet have them already; empty: the first one decides.
+    limit_s: seconds after which a step is ended on its machine.
     """
-    outcome, settled = Outcome(), Settled(versions)
+    outcome = Outcome(settled=versions)
+    doing = Doing(connections, outcome, told, send, limit_s)
     over = {each.id: asyncio.Event() for steps in wanted.values() for each in steps}
 
     async def one(host: Host) -> None:
@@ -70,8 +71,7 @@ async def set_up(
                     await over[step.waits_for].wait()
                 if there[step.id] != "same":
                     told(host, step.id, "begun")
-                    found = await _do(connections, host, step, settled, told, send_python)
-                    have = found or have
+                    have = await doing.step(host, step) or have
                     done.append(step.id)
                     told(host, step.id, "done")
                 over[step.id].set()
@@ -87,7 +87,8 @@ async def set_up(
 
     versions_of: dict[Host, str] = {}
     await fan_out(list(wanted), one)
-    outcome.settled = settled.text or next(iter(versions_of.values()), "")
+    outcome.notes += doing.notes()
+    outcome.settled = outcome.settled or next(iter(versions_of.values()), "")
     _refuse_others(outcome, versions_of)
     return outcome
 
@@ -113,54 +114,65 @@ async def _survey(connections: Connections, host: Host, steps: Sequence[Step]) -
     code, said = await _run(connections, host, survey(steps))
     after = time.time()
     words = dict(line.split(" ", 1) for line in said.splitlines() if " " in line)
-    if code != 0 or not {each.id for each in steps} <= words.keys():
+    if code != 0 or "clock" not in words:
         raise RunFailed(f"{host.label}: {_why(said)}")
+    if hangs := next((each.id for each in steps if each.id not in words), None):
+        raise RunFailed(f"{host.label}: {hangs}: whether it still holds could not be told within {CHECKS_S:.0f} s")
     theirs = float(words["clock"])
     skew = theirs - before if theirs < before else max(0.0, theirs - after)
     return words, skew, base64.b64decode(words.get("versions", "")).decode()
 
 
-async def _do(
-    connections: Connections,
-    host: Host,
-    step: Step,
-    settled: Settled,
-    told: Told,
-    send_python: SendPython | None,
-) -> str:
-    """One step; for one that settles something what it came to, else nothing."""
-    if not step.settles:
-        await _try(connections, host, step, "", told, send_python)
-        return ""
-    async with settled.first:
-        if not settled.text:
-            await _try(connections, host, step, "", told, send_python)
-            settled.text = await _versions(connections, host)
-            return settled.text
-    await _try(connections, host, step, settled.text, told, send_python)
-    return await _versions(connections, host)
+class Doing:
+    """Does steps."""
 
+    def __init__(self, connections: Connections, outcome: Outcome, told: Told, send: Send | None, limit_s: float):
+        self._connections, self._outcome, self._told, self._send = connections, outcome, told, send
+        self._limit_s = limit_s
+        self._first = asyncio.Lock()
+        self._noted: dict[str, set[str]] = {}
 
-async def _versions(connections: Connections, host: Host) -> str:
-    return (await _run(connections, host, f"cat {VERSIONS}"))[1]
+    async def step(self, host: Host, step: Step) -> str:
+        """One step; for one that settles something what it came to, else nothing."""
+        if not step.settles:
+            await self._try(host, step, "")
+            return ""
+        async with self._first:
+            if not self._outcome.settled:
+                await self._try(host, step, "")
+                self._outcome.settled = await self._versions(host)
+                return self._outcome.settled
+        await self._try(host, step, self._outcome.settled)
+        return await self._versions(host)
 
+    def notes(self) -> list[str]:
+        """What steps noted, each once for all hosts of which it is true."""
+        return [
+            f"{next(iter(hosts)) if len(hosts) == 1 else f'{len(hosts)} hosts'}: {text}"
+            for text, hosts in self._noted.items()
+        ]
 
-async def _try(
-    connections: Connections, host: Host, step: Step, given: str, told: Told, send_python: SendPython | None
-) -> None:
-    def line(text: str) -> None:
-        told(host, step.id, text)
+    async def _versions(self, host: Host) -> str:
+        return (await _run(self._connections, host, f"cat {VERSIONS}"))[1]
 
-    code, said = await _run(connections, host, script(step, given), line)
-    if code == NEEDS_PYTHON and send_python is not None:
-        told(host, step.id, "uv and Python are sent to it")
-        await send_python(connections, host)
-        code, said = await _run(connections, host, script(step, given), line)
-    if code != 0:
-        raise RunFailed(
-            f"{host.label}: {step.id}: {_why(said)}; what was done stays, and the same command goes on from there "
-            f"(all it said: {FOLDER}/{step.id}.log)"
-        )
+    async def _try(self, host: Host, step: Step, given: str) -> None:
+        def line(text: str) -> None:
+            if text.startswith(NOTE):
+                self._noted.setdefault(text.removeprefix(NOTE), set()).add(host.label)
+            else:
+                self._told(host, step.id, text)
+
+        text = script(step, given, self._limit_s)
+        code, said = await _run(self._connections, host, text, line)
+        if code == SEND and self._send is not None:
+            self._told(host, step.id, "sending what it lacks")
+            self._told(host, step.id, f"{await self._send(self._connections, host, step)} sent")
+            code, said = await _run(self._connections, host, text, line)
+        if code != 0:
+            raise RunFailed(
+                f"{host.label}: {step.id}: {_why(said)}; what was done stays, and the same command goes on from there "
+                f"(all it said: {FOLDER}/{step.id}.log)"
+            )
 
 
 async def _run(
@@ -177,8 +189,8 @@ async def _run(
         said = []
         async for each in process.stdout:
             said.append(each.decode(errors="replace"))
-            if line:
-                line(said[-1].strip())
+            if line and (words := said[-1].strip()):
+                line(words)
         said.append((await process.stderr.read()).decode(errors="replace"))
         await process.wait_closed()
         if process.exit_status is None or process.exit_status < 0:

@@ -29,11 +29,6 @@ class Secrets:
             self._write(found)
         return found
 
-    def missing(self, names: Sequence[str]) -> list[str]:
-        """Those that are not kept here: without them a job has to wait."""
-        kept = self._read()
-        return [name for name in names if not kept.get(name)]
-
     def _read(self) -> dict[str, str]:
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ import hashlib
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tpuswarm.remote.places import OURS
 
@@ -12,8 +13,29 @@ FOLDER = f"{OURS}/setup"
 """Stamps and logs of steps, below the home."""
 VERSIONS = f"{FOLDER}/versions"
 """The Python that the step `python` made, and the packages with their versions."""
-NEEDS_PYTHON = 75
-"""What a step ends with where neither uv nor a Python can be downloaded: they have to be sent."""
+SEND = 75
+"""What a step ends with where something has to be sent to the machine first: it cannot be downloaded there."""
+LIMIT_S, CHECKS_S = 3_600.0, 120.0
+"""Seconds after which a step, or all checks of a machine together, hang and are ended there."""
+WITHIN = """\
+within() {  # SECONDS LINES: with all that they have started they are ended where they take longer; `late` says so
+  late=; set -m  # a process group for each; what runs as root in it only root may end
+  trap late=yes USR1
+  (exec 9>&-; eval "$2") &
+  local group=$! code
+  (exec >/dev/null 2>&1 3>&- 9>&-; sleep "$1"; kill -USR1 $$) &
+  local watch=$!; disown $watch
+  wait $group; code=$?
+  if [ -n "$late" ]; then
+    sudo kill -TERM -- -$group
+    for try in $(seq 50); do sudo kill -0 -- -$group || break; sleep 0.1; done
+    sudo kill -KILL -- -$group
+  else kill -- -$watch; fi 2>/dev/null
+  set +m
+  return $code
+}
+"""
+"""A machine watches over its steps itself: whoever began them may be gone."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +63,29 @@ class Step:
 
 def survey(steps: Iterable[Step]) -> str:
     """A script that prints `ID same`, `ID undone` or `ID new` for each, `clock` with its time, and its versions."""
-    asked = (f"about {shlex.quote(each.id)} {each.stamp} {shlex.quote(each.check)}" for each in steps)
+    asked = "\n".join(f"about {shlex.quote(each.id)} {each.stamp} {shlex.quote(each.check)}" for each in steps)
     return f"""\
-cd ~ && mkdir -p -m 700 {OURS} {FOLDER} || exit
+{WITHIN}cd ~ && mkdir -p -m 700 {OURS} {FOLDER} || exit
 about() {{
   if [ "$(cat {FOLDER}/$1.stamp 2>/dev/null)" != "$2" ]; then echo "$1 new"
   elif (eval "$3") </dev/null >/dev/null 2>&1; then echo "$1 same"
   else echo "$1 undone"; fi
 }}
-{chr(10).join(asked)}
+within {CHECKS_S:g} {shlex.quote(asked)}
 echo "clock $(date +%s.%N)"
 if [ -e {VERSIONS} ]; then echo "versions $(base64 -w0 {VERSIONS})"; fi
 """
 
 
-def script(step: Step, given: str = "") -> str:
+def script(step: Step, given: str = "", limit_s: float = LIMIT_S) -> str:
     """A script that does it, unless whoever did it meanwhile was quicker; the end of what it said where it failed.
 
-    given: what the first machine came to, for a step that settles something.
+    given: what the first machine came to, for a step that settles something. limit_s: after which it is ended.
     """
     own = f"{FOLDER}/{step.id}"
     files = "".join(_written(path, text) for path, text in {**step.files, f"{own}.given": given}.items())
     return f"""\
-main() {{
+{WITHIN}main() {{
 cd ~ && mkdir -p -m 700 {OURS} {FOLDER} || exit
 exec 9>>{FOLDER}/lock
 flock -n 9 || {{ echo "another set-up is at work on it: waiting"; flock 9; }}
@@ -72,12 +94,11 @@ if [ "$(cat {own}.stamp 2>/dev/null)" = {step.stamp} ] && ( {step.check}
 rm -f {own}.stamp
 {files}
 exec 3>&1
-(set -e
-{step.do}
-) </dev/null >{own}.log 2>&1 9>&-
+within {limit_s:g} {shlex.quote(f"set -e{chr(10)}{step.do}")} </dev/null >{own}.log 2>&1
 code=$?
 if [ $code = 0 ]; then echo {step.stamp} >{own}.stamp && exit 0; code=1; fi
 tail -n 20 {own}.log
+if [ -n "$late" ]; then echo "not done after {limit_s / 60:.3g} minutes, and ended there with all it had started"; fi
 exit $code
 }}
 main
@@ -86,4 +107,5 @@ main
 
 def _written(path: str, text: str) -> str:
     packed = base64.b64encode(text.encode()).decode()
-    return f"(umask 077; base64 -d >{path}.part <<'END'\n{packed}\nEND\n) && mv {path}.part {path} || exit\n"
+    begin = f"mkdir -p {shlex.quote(str(Path(path).parent))} && base64 -d >{path}.part"
+    return f"(umask 077; {begin} <<'END'\n{packed}\nEND\n) && mv {path}.part {path} || exit\n"

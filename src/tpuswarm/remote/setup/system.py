@@ -96,11 +96,21 @@ done
 if [ -z "$disk" ]; then echo "no data disk without a mount is attached to it"; exit 1; fi
 how=defaults
 if [ "$(lsblk -dnro RO "$disk" | tr -d '[:space:]')" = 1 ]; then how=ro,noload
-elif ! sudo blkid "$disk" >/dev/null; then sudo mkfs.ext4 -q -m 0 "$disk"; fi
+else
+  found=0
+  sudo blkid "$disk" >/dev/null || found=$?
+  if [ $found = 2 ]; then  # it knows no file system there; anything else may be somebody's data
+    if [ -n "$(sudo wipefs --no-act --noheadings "$disk")" ]; then
+      echo "$disk has no file system, but marks of something: 'sudo wipefs $disk' shows them"; exit 1
+    fi
+    sudo mkfs.ext4 -q -m 0 "$disk"
+  elif [ $found != 0 ]; then echo "what is on $disk cannot be told (blkid: exit $found)"; exit 1; fi
+fi
 sudo mkdir -p {folder}
 sudo mount -o $how "$disk" {folder}
 if [ $how = defaults ]; then sudo chown "$(id -un)" {folder}; fi
 echo {folder} >{at}
-note_mount "$disk {folder} ext4 $how,nofail 0 2\"""",
+uuid=$(sudo blkid -s UUID -o value "$disk" || true)  # after a reboot another disk may have this one's name
+note_mount "${{uuid:+UUID=}}${{uuid:-$disk}} {folder} ext4 $how,nofail 0 2\"""",
         f"mount | grep -Eq ' on {folder}( |$)'",
     )

@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -10,11 +11,16 @@ from pathlib import Path
 from tpuswarm.errors import InputError, RunFailed
 
 SECRET = re.compile(
-    r"\.env(\.(?!example$|sample$|template$|dist$).*)?|id_(rsa|dsa|ecdsa|ed25519)|\.netrc|\.pgpass|.*\.(p12|pfx|ppk)"
+    r"[\w-]*\.env(\.(?!example$|sample$|template$|dist$).*)?|\.envrc|id_(rsa|dsa|ecdsa|ed25519)|\.netrc|\.pgpass"
+    r"|\.git-credentials|\.npmrc|\.pypirc|application_default_credentials\.json|.*\.(p12|pfx|ppk)"
 )
 """Names of files that hold secrets."""
-KEY = re.compile(rb'^-----BEGIN [A-Z ]*PRIVATE KEY-----|^\s*"private_key":\s*"-----BEGIN', re.MULTILINE)
-"""How a private key begins, and one in the file of a service account."""
+KEY = re.compile(
+    rb'^-----BEGIN [A-Z ]*PRIVATE KEY-----|"private_key":\s*"-----BEGIN|"refresh_token":\s*"\S'
+    rb"|^aws_secret_access_key\s*=",
+    re.MULTILINE,
+)
+"""How a private key begins, and how files of clouds name theirs."""
 LOOKED_AT = 1 << 16
 """Bytes at the beginning of a file in which a key is looked for."""
 NEVER = ("__pycache__/", ".venv/")
@@ -36,11 +42,15 @@ def listed(root: Path) -> list[str]:
                 *ours,
             )  # fmt: skip
     found: set[str] = set()
+    at = f"{root}{os.sep}"
     for name in names:
-        path = root / name
-        if path.is_dir() and not path.is_symlink():  # a repository of its own within this one
-            found.update(f"{name.rstrip('/')}/{each}" for each in listed(path))
-        elif path.is_file() or path.is_symlink():  # one that was deleted is still tracked
+        try:
+            mode = os.lstat(at + name).st_mode
+        except OSError:
+            continue  # one that was deleted is still tracked
+        if stat.S_ISDIR(mode):  # a repository of its own within this one
+            found.update(f"{name.rstrip('/')}/{each}" for each in listed(root / name))
+        elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):
             found.add(name)
     return sorted(found)
 

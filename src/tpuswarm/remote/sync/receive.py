@@ -1,21 +1,24 @@
 """Runs on a machine, with nothing but its own Python 3: compares a tree with what was sent before, and takes the rest.
 
-Speaks JSON lines over standard input and output. Each file is there whole or as it was; what came of a broken
-transfer is noted, so that the next one goes on from there.
+The first line names the folder, in hexadecimal, and the tree; all others are JSON. Each file is there whole or as it
+was; what came of a broken transfer is noted, so that the next one goes on from there. Where nothing has changed, less
+is computed than it costs to import `json`: what only a change needs is imported where it is needed.
 """
+
+from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
-import io
-import json
 import os
 import sys
 import time
-import zlib
-from typing import IO, Any, cast
 
-STDIN = cast(io.BufferedReader, sys.stdin.buffer)
+TYPED = False
+if TYPED:
+    import io
+    from typing import IO, Any
+
+STDIN: io.BufferedReader = sys.stdin.buffer  # type: ignore[assignment]
 CHUNK = 1 << 18
 PATIENCE_S = 10.0
 PART = ".tpuswarm-part"
@@ -28,24 +31,34 @@ class Stopped(Exception):
 
 def main() -> None:
     """One transfer."""
-    asked = json.loads(STDIN.readline())
-    ours = os.path.expanduser("~/.tpuswarm/trees")
+    packed, asked = STDIN.readline().decode().split()
+    name, ours = os.fsdecode(bytes.fromhex(packed)), os.path.expanduser("~/.tpuswarm/trees")
     os.makedirs(ours, mode=0o700, exist_ok=True)
-    root, index = os.path.expanduser("~/" + asked["name"]), os.path.join(ours, asked["name"] + ".json")
+    root, index = os.path.expanduser("~/" + name), os.path.join(ours, name + ".tree")
     with open(index + ".lock", "w") as lock:
         if not taken(lock):
             say(busy=True)
             return
-        known = read(index)
-        files, edited = verified(root, known["files"])
-        if known["tree"] == asked["tree"] and not edited and len(files) == len(known["files"]):
-            say(same=True)
+        before, known = read(index)
+        files, edited = verified(root, known)
+        if before == asked and not edited and len(files) == len(known):
+            print('{"same": true}', flush=True)
             return
+        import json
+
         say(files={path: each[:2] for path, each in files.items()}, edited=edited)
         line = STDIN.readline()
         if not line:
             return
         wanted = json.loads(line)
+        if "look" in wanted:  # at what the tree has and nobody sent: it may have been made here
+            made = there(root, wanted["look"])
+            say(files={path: each[:2] for path, each in made.items()})
+            files.update(made)
+            line = STDIN.readline()
+            if not line:
+                return
+            wanted = json.loads(line)
         os.makedirs(root, exist_ok=True)
         tree, part, done, where = None, os.path.join(root, PART), 0, root
         try:
@@ -60,7 +73,12 @@ def main() -> None:
                 content.write(part, digest, size)
                 files[path] = put(root, part, path, digest, kind)
                 done += 1
-            tree = asked["tree"]
+            for path in wanted["leave"]:  # it is another file than the tree has, and has to be known as one
+                if path in known:
+                    files[path] = known[path]
+                else:
+                    files.pop(path, None)
+            tree = None if wanted["leave"] else asked
             say(done=done)
         except OSError as error:
             say(
@@ -69,12 +87,12 @@ def main() -> None:
                 path=where,
                 done=done,
             )
-        except (Stopped, zlib.error):
+        except Stopped:
             pass
         finally:
             if os.path.lexists(part):
                 os.unlink(part)
-            write(index, {"tree": tree, "files": files})
+            write(index, tree, files)
 
 
 def taken(lock: IO[str]) -> bool:
@@ -92,40 +110,48 @@ def taken(lock: IO[str]) -> bool:
 
 def say(**what: Any) -> None:
     """Answer."""
+    import json
+
     print(json.dumps(what), flush=True)
 
 
-def read(index: str) -> Any:
-    """What was sent before."""
+def read(index: str) -> tuple[str | None, dict[str, list[Any]]]:
+    """What was sent before: the tree, where all of it was, and of each file digest, kind and what `look` saw."""
+    files: dict[str, list[Any]] = {}
     try:
-        with open(index) as file:
-            return json.load(file)
-    except (OSError, ValueError):
-        return {"tree": None, "files": {}}
+        with open(index, "rb") as file:
+            tree, *rows = os.fsdecode(file.read()).split("\0")
+        for row in rows:
+            digest, kind, size, written, inode, mode, path = row.split(" ", 6)
+            files[path] = [digest, kind, int(size), int(written), int(inode), int(mode)]
+    except (OSError, ValueError):  # there was nothing, or what is there is damaged
+        return None, {}
+    return tree or None, files
 
 
-def write(index: str, what: Any) -> None:
+def write(index: str, tree: str | None, files: dict[str, list[Any]]) -> None:
     """Note what is there now."""
+    rows = (" ".join(map(str, (*about, path))) for path, about in files.items())
     try:
-        with open(index + ".part", "w") as file:
-            json.dump(what, file)
+        with open(index + ".part", "wb") as file:
+            file.write(os.fsencode("\0".join((tree or "", *rows))))
         os.replace(index + ".part", index)
-    except OSError:  # a full disk: without the list, the next transfer sends more than it has to
-        for each in (index + ".part", index):
-            if os.path.exists(each):
-                os.unlink(each)
+    except OSError:  # a full disk: by the list of before, what was sent now is looked at once more the next time
+        if os.path.exists(index + ".part"):
+            os.unlink(index + ".part")
 
 
 def verified(root: str, files: dict[str, list[Any]]) -> tuple[dict[str, list[Any]], list[str]]:
     """Of the files that were sent those that are still there, as they are now; and which were changed."""
     found: dict[str, list[Any]] = {}
     edited: list[str] = []
-    for path, (digest, kind, *seen) in files.items():
-        full = os.path.join(root, path)
+    at = root + "/"
+    for path, about in files.items():
+        full = at + path
         try:
             now = look(full)
-            if now == seen:
-                found[path] = [digest, kind, *seen]
+            if now == about[2:]:
+                found[path] = about
                 continue
             digest, kind = hashed(full)
         except OSError:
@@ -136,6 +162,19 @@ def verified(root: str, files: dict[str, list[Any]]) -> tuple[dict[str, list[Any
     return found, edited
 
 
+def there(root: str, paths: list[str]) -> dict[str, list[Any]]:
+    """Those of the files that are there, as they are."""
+    found: dict[str, list[Any]] = {}
+    for path in paths:
+        full = root + "/" + path
+        try:
+            if os.path.islink(full) or os.path.isfile(full):
+                found[path] = [*hashed(full), *look(full)]
+        except OSError:
+            continue  # it cannot be read, and what is to be written there says why
+    return found
+
+
 def look(full: str) -> list[int]:
     """What tells an unchanged file without reading it."""
     about = os.lstat(full)
@@ -144,6 +183,8 @@ def look(full: str) -> list[int]:
 
 def hashed(full: str) -> tuple[str, str]:
     """SHA-256 of what is in a file, and its kind."""
+    import hashlib
+
     if os.path.islink(full):
         return hashlib.sha256(os.fsencode(os.readlink(full))).hexdigest(), "link"
     digest = hashlib.sha256()
@@ -159,10 +200,14 @@ class Content:
     """What is in the files, one after the other, from standard input."""
 
     def __init__(self) -> None:
-        self.open, self.left = zlib.decompressobj(), b""
+        import zlib
+
+        self.open, self.left, self.broken = zlib.decompressobj(), b"", zlib.error
 
     def write(self, part: str, digest: str, size: int) -> None:
         """The next file, as `part`."""
+        import hashlib
+
         seen, left = hashlib.sha256(), size
         with open(part, "wb") as file:
             while left:
@@ -179,7 +224,10 @@ class Content:
             packed = self.open.unconsumed_tail or STDIN.read1(CHUNK)
             if not packed:
                 raise Stopped
-            self.left = self.open.decompress(packed, CHUNK)
+            try:
+                self.left = self.open.decompress(packed, CHUNK)
+            except self.broken:
+                raise Stopped from None
         chunk, self.left = self.left[:most], self.left[most:]
         return chunk
 

@@ -33,6 +33,8 @@ class Outcome:
     same: list[Host] = field(default_factory=list)
     changed: dict[Host, Change] = field(default_factory=dict)
     failed: dict[Host, TpuswarmError] = field(default_factory=dict)
+    left: dict[Host, tuple[str, ...]] = field(default_factory=dict)
+    """Files that were changed there, and stay as they are."""
 
 
 async def send(
@@ -43,11 +45,13 @@ async def send(
     agree: Callable[[Mapping[Host, Change]], None] = lambda changes: None,
     told: Told = lambda host, count: None,
     at_once: int = AT_ONCE,
+    leaves: bool = False,
 ) -> Outcome:
     """Make the folder of the tree's name, in the home of each host, what the tree is. What was not sent stays there.
 
     agree: called with what will happen, before anything does; raises where a person says no. Nothing is half a file
     after a lost connection or a full disk, and the next time goes on from there.
+    leaves: what was changed there stays as it is, where no person is asked.
     """
     outcome, sessions = Outcome(), {}
 
@@ -62,6 +66,8 @@ async def send(
                 outcome.failed[host] = found
                 continue
             sessions[host] = found
+            if leaves and found.leave():
+                outcome.left[host] = found.left
             if found.change is None:
                 outcome.same.append(host)
             else:
@@ -114,13 +120,15 @@ class Session:
         self._process: asyncssh.SSHClientProcess[bytes] | None = None
         self.change: Change | None = None
         """What lacks there; None: nothing."""
+        self.left: tuple[str, ...] = ()
+        """What was changed there and stays so."""
 
     async def compare(self, tree: Tree) -> None:
         """Ask what is there. Raises RunFailed."""
 
         async def ask() -> None:
             self._process = await self._connection.create_process(COMMAND, encoding=None)
-            self._write(RECEIVE + _line(name=tree.name, tree=tree.digest))
+            self._write(RECEIVE + f"{os.fsencode(tree.name).hex()} {tree.digest}\n".encode())
 
         await on_host(self._host, ask)
         answer = await self._answer()
@@ -128,7 +136,23 @@ class Session:
             raise RunFailed(f"{self._host.label}: another sync of {tree.name} to it is under way; try again after it")
         if not answer.get("same"):
             there = {path: (each[0], each[1]) for path, each in answer["files"].items()}
-            self.change = difference(tree, there, answer["edited"])
+            edited = list(answer["edited"])
+            if unsent := [path for path in tree.files if path not in there]:
+                self._write(_line(look=unsent))
+                made = (await self._answer())["files"]
+                there |= {path: (each[0], each[1]) for path, each in made.items()}
+                edited += made
+            self.change = difference(tree, there, edited)
+
+    def leave(self) -> bool:
+        """Let what was changed there be as it is; whether there is any."""
+        if self.change is None or not self.change.edited:
+            return False
+        self.left = self.change.edited
+        send = tuple(each for each in self.change.send if each not in self.left)
+        delete = tuple(each for each in self.change.delete if each not in self.left)
+        self.change = Change(send, delete, ()) if send or delete else None
+        return True
 
     async def bring(self, tree: Tree, packs: Packs, told: Told) -> TpuswarmError | None:
         """Send what lacks; what went wrong, in words."""
@@ -136,7 +160,9 @@ class Session:
         pack = await packs.of(self.change.send)
         files = [(path, tree.files[path]) for path in self.change.send]
         answering = asyncio.ensure_future(self._answer())
-        sending = asyncio.ensure_future(self._send(_line(delete=self.change.delete, send=files), pack, told))
+        sending = asyncio.ensure_future(
+            self._send(_line(delete=self.change.delete, send=files, leave=self.left), pack, told)
+        )
         try:
             await asyncio.wait((answering, sending), return_when=asyncio.FIRST_EXCEPTION)
             answer = await answering

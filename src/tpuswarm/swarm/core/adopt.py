@@ -21,6 +21,15 @@ def adopt(now: Any, new: Any, reference: Any) -> Any:
     return jax.tree.map(_adopt, now, new, reference)
 
 
+def adopt_mean(now: jax.Array, new: jax.Array, reference: jax.Array) -> jax.Array:
+    """As `adopt`, of one array of averages: new, but `now` where new and reference have the same bits.
+
+    What training has added to an average meanwhile is no sum: a variance could come below 0.
+    """
+    new_, reference_ = (jax.lax.bitcast_convert_type(each, jnp.uint32) for each in (new, reference))
+    return jnp.where(new_ == reference_, now, new)
+
+
 def _adopt(now: jax.Array, new: jax.Array, reference: jax.Array) -> jax.Array:
     now_, new_, reference_ = (jax.lax.bitcast_convert_type(each, jnp.uint32) for each in (now, new, reference))
     return jnp.where(now_ == reference_, new, jnp.where(new_ == reference_, now, now + (new - reference)))

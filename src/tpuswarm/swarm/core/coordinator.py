@@ -282,6 +282,7 @@ def merged(
         time=time,
         downlink=made_by.downlink,
         updates=updates,
+        averaged=made_by.averaged,
     )
 
 
@@ -311,8 +312,8 @@ def _merge(state: State, headers: Iterable[Header], reason: str) -> Merge:
     # A momentum step as often as every live member has contributed: members that take turns would otherwise make two
     # where one belongs, which ruins a model (benchmarks/quality.py, "out of step").
     need = max(state.terms.patience.quorum_min, len(state.live))
-    rate = state.terms.outer.rate_for(effective(weights)) if weights else 0.0
     share, gathered = advance(state.terms.outer, state.view.newest.gathered, len(weights), need)
+    rate = state.terms.outer.rate_for(effective(weights), share) if weights else 0.0
     return Merge(state.view.version + 1, tuple(decisions), state.terms.outer, rate, share, gathered, reason)
 
 

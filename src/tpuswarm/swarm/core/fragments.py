@@ -3,12 +3,14 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from tpuswarm.swarm.core.values import Averaged
 
 MEMBERS_PER_SHARD = 16
 """Whose contributions one aggregator takes in."""
@@ -18,7 +20,7 @@ FRAGMENT = 2**26
 
 def shards_for(members: int) -> int:
     """How many aggregators so many members want."""
-    return -(-members // MEMBERS_PER_SHARD)
+    return max(1, -(-members // MEMBERS_PER_SHARD))
 
 
 def fragments_for(size: int, members: int) -> int:
@@ -75,6 +77,17 @@ class Layout:
     def sizes(self) -> tuple[int, ...]:
         """Elements of each fragment."""
         return tuple(sum(leaf.size for leaf in fragment) for fragment in self.fragments)
+
+    def places(self, paths: Collection[str]) -> tuple[Averaged, ...]:
+        """Where these leaves lie in the fragments."""
+        found = []
+        for number, leaves in enumerate(self.fragments):
+            start = 0
+            for leaf in leaves:
+                if leaf.path in paths and leaf.size:
+                    found.append(Averaged(number, start, start + leaf.size))
+                start += leaf.size
+        return tuple(found)
 
     @cached_property
     def digest(self) -> str:

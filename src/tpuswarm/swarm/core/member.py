@@ -1,6 +1,7 @@
 """The member as a state machine: which rows to train next, when to push, what a verdict does to its parameters.
 
-It keeps the books; the arrays are its engine's. Rows are trained in whole batches, lowest first.
+It keeps the books; the arrays are its engine's. Rows are trained in whole batches, lowest first. A member's own batch
+may be a part of the run's: leases and contributions are whole batches of the run all the same.
 """
 
 from dataclasses import dataclass, replace
@@ -64,6 +65,18 @@ class Member:
     processed: int = 0
     heard: int = 0
     """Adoptions so far: a lease that was asked for before the last one is out of date."""
+    batch: int | None = None
+    """Rows of one of its steps, which divide the run's batch; None: that batch."""
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of one of its steps."""
+        return self.batch or self.terms.batch
+
+    @property
+    def whole(self) -> bool:
+        """Whether what is trained is whole batches of the run, which alone can be handed in."""
+        return not any(edge % self.terms.batch for each in self.outstanding.ranges for edge in each)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -76,14 +89,14 @@ class Member:
         """The rows of the next step, a whole batch; none where it has to wait."""
         if self.undecided and not self.overlap:
             return NOTHING
-        return self.todo.first(self.terms.batch)
+        return self.todo.first(self.step_rows)
 
     @property
     def push_due(self) -> bool:
         """A cycle is done, or everything it was leased."""
         if self.undecided or not self.outstanding:
             return False
-        return len(self.outstanding) >= self.cycle or not self.todo
+        return not self.todo or (len(self.outstanding) >= self.cycle and self.whole)
 
 
 def trained(member: Member, rows: Rows) -> Member:
@@ -115,7 +128,7 @@ def header(member: Member, norm: float, finite: bool, digests: tuple[str, ...]) 
         base=member.base,
         rows=rows,
         tokens=len(rows) * member.terms.tokens_per_row,
-        steps=len(rows) // member.terms.batch,
+        steps=len(rows) // member.step_rows,
         form=member.form,
         norm=norm,
         finite=finite,

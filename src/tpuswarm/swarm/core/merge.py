@@ -88,6 +88,17 @@ def average_of(theta: np.ndarray, contributions: Sequence[Contribution], part: s
     return buffers.sum[:length]
 
 
+def mean_of(contributions: Sequence[Contribution], part: slice, buffers: Buffers) -> np.ndarray:
+    """One chunk of the sum of weight x s, in the buffers: it lies between the snapshots, whatever their bases."""
+    length = part.stop - part.start
+    for number, each in enumerate(contributions):
+        room = buffers.term if number else buffers.sum
+        np.multiply(each.snapshot(part, room), np.float32(each.weight), out=room[:length])
+        if number:
+            buffers.sum[:length] += room[:length]
+    return buffers.sum[:length]
+
+
 def update(contributions: Sequence[Contribution], out: np.ndarray) -> None:
     """out = sum of weight x (A - s), in the order given; float32[n]. At least one contribution."""
     buffers = Buffers(out.size)

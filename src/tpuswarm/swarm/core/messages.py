@@ -16,7 +16,7 @@ class Terms:
     run: str
     digests: Digests
     batch: int
-    """Rows of one step of a member; leases and contributions are whole batches."""
+    """Rows of a member's step, where its own batch is no part of it; leases and contributions are whole batches."""
     tokens_per_row: int
     horizon: int
     """Rows to count until the run ends; whole batches."""

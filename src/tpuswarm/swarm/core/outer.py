@@ -4,14 +4,14 @@ With a quantized downlink a commit moves theta by what can be sent in few bits, 
 members add what they were sent, and have the bits of the ledger.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tpuswarm.swarm.core.merge import Buffers, Contribution, average_of, chunks, update_of
+from tpuswarm.swarm.core.merge import Buffers, Contribution, average_of, chunks, mean_of, update_of
 from tpuswarm.swarm.core.quantize import BLOCK, Quantized, encode
-from tpuswarm.swarm.core.values import Form, Rule
+from tpuswarm.swarm.core.values import Averaged, Form, Rule
 
 RATES = ((1.5, 0.4), (4.5, 0.6), (7.5, 0.7))
 """Nesterov's rate below each number of effective contributors."""
@@ -33,30 +33,49 @@ class Outer:
     """Of Nesterov; None: by the number of effective contributors."""
     downlink: Form = "plain"
     """In which members are sent what a commit changes."""
+    averaged: tuple[Averaged, ...] = ()
+    """What is merged by its mean whatever the rule; only with a plain downlink."""
 
     def __post_init__(self) -> None:
+        if self.averaged and self.downlink != "plain":
+            raise ValueError(
+                f"{len(self.averaged)} arrays are averaged, which a downlink in {self.downlink} is not for"
+            )
         if self.rule == "average" and self.rate is not None:
             raise ValueError(
                 f"the outer rule average takes no rate, but {self.rate} was given; use nesterov with momentum 0"
             )
 
-    def rate_for(self, effective_contributors: float) -> float:
+    def averaged_in(self, fragment: int) -> list[slice]:
+        """The elements of a fragment that are merged by their mean."""
+        return [slice(each.first, each.last) for each in self.averaged if each.fragment == fragment]
+
+    def rate_for(self, effective_contributors: float, share: float = 1.0) -> float:
         """The given rate, else 1 for the mean and for Nesterov 0.4 for 1 contributor, 0.6 for 2 to 4, 0.7 for 5 to 7,
         0.8 from 8; an effective number between two whole ones counts as the nearest, half as the upper one.
+
+        share: of a quorum, as `advance` gives it. The rate is that of the whole quorum: members that come one by one
+        move the state as far as those that come together.
         """
         if self.rate is not None:
             return self.rate
         if self.rule == "average":
             return 1.0
-        return next((rate for below, rate in RATES if effective_contributors < below), RATE_OF_MANY)
+        return next((rate for below, rate in RATES if effective_contributors / share < below), RATE_OF_MANY)
+
+
+def state_rows(outer: Outer, gathered: float) -> int:
+    """Of the outer state after a commit that left so many shares gathered.
+
+    For Nesterov the momentum, then its buffer unless that is 0, as after every momentum step; last, what a quantized
+    downlink has not sent yet.
+    """
+    return (outer.rule == "nesterov") * (1 + (gathered != 0)) + (outer.downlink != "plain")
 
 
 def first_state(outer: Outer, size: int) -> np.ndarray | None:
-    """The outer state of a fragment at genesis, float32[rows, size], all 0; None where there is nothing to keep.
-
-    Its rows are the momentum and its buffer for Nesterov, and last what a quantized downlink has not sent yet.
-    """
-    rows = 2 * (outer.rule == "nesterov") + (outer.downlink != "plain")
+    """The outer state of a fragment at genesis, float32[rows, size], all 0; None where there is nothing to keep."""
+    rows = state_rows(outer, 0.0)
     return np.zeros((rows, size), np.float32) if rows else None
 
 
@@ -75,34 +94,34 @@ def advance(outer: Outer, gathered: float, contributors: int, quorum: int) -> tu
 
 def step(
     theta: np.ndarray,
-    outer_state: np.ndarray,
+    momentum: np.ndarray,
+    buffer: np.ndarray | None,
     u: np.ndarray,
     outer: Outer,
     rate: float,
     share: float,
-    momentum_step: bool,
     out_theta: np.ndarray,
-    out_outer: np.ndarray,
+    out_momentum: np.ndarray,
+    out_buffer: np.ndarray | None,
 ) -> None:
-    """Delayed Nesterov (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling"), float32.
+    """Delayed Nesterov (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling"), float32[n] each.
 
-    A commit moves theta by its share of the update u at once; the momentum, float32[n] in outer_state[0], moves it only
-    when a quorum is gathered, by the sum of shares that the buffer, outer_state[1], has kept till then. A commit of a
-    whole quorum is the step of `optax.sgd(rate, momentum, nesterov=True)`. Outputs may be the inputs.
+    A commit moves theta by its share of the update u at once; the momentum moves it only when a quorum is gathered, by
+    the sum of shares that the buffer has kept till then. A buffer that is None is 0: it is so after a momentum step,
+    which is what a commit without `out_buffer` makes. A commit of a whole quorum is the step of
+    `optax.sgd(rate, momentum, nesterov=True)`. Outputs may be the inputs.
     """
     for part in chunks(theta.size):
-        momentum, buffer = outer_state[:2, part]
         moved = np.float32(share) * u[part]
-        buffer = buffer + moved
-        if momentum_step:
-            momentum = np.float32(outer.momentum) * momentum
-            momentum += buffer
-            moved += np.float32(outer.momentum) * momentum
-            buffer[:] = 0
-        moved *= np.float32(rate)
-        np.subtract(theta[part], moved, out=out_theta[part])
-        out_outer[0, part] = momentum
-        out_outer[1, part] = buffer
+        kept = moved if buffer is None else buffer[part] + moved
+        if out_buffer is None:
+            new = np.float32(outer.momentum) * momentum[part]
+            new += kept
+            moved = moved + np.float32(outer.momentum) * new
+            out_momentum[part] = new
+        else:
+            out_momentum[part], out_buffer[part] = momentum[part], kept
+        np.subtract(theta[part], np.float32(rate) * moved, out=out_theta[part])
 
 
 def publish(
@@ -138,28 +157,47 @@ def commit(
     outer: Outer,
     rate: float,
     share: float,
-    momentum_step: bool,
     out_theta: np.ndarray,
     out_outer: np.ndarray | None,
     out_sent: Quantized | None = None,
+    averaged: Sequence[slice] = (),
 ) -> None:
     """The next state of one fragment, float32[n], from at least one contribution; outputs may be the inputs.
 
-    outer_state, out_outer: as in `first_state`; out_sent: of the downlink's form, None where that is plain. The mean
-    needs no rate and no share.
+    outer_state, out_outer: of the rows of `state_rows` before and after it; out_sent: of the downlink's form, None
+    where that is plain. The mean needs no rate and no share. averaged: elements, as `Outer.averaged_in` gives
+    them, that become the weighted mean of the snapshots; their part of the outer state means nothing.
     """
     buffers = Buffers(theta.size)
     for part in chunks(theta.size):
         here = theta[part]
         new = out_theta[part] if out_sent is None else buffers.new[: here.size]
+        # First: theta, and a contribution's base, may be where the next state is written.
+        means = [(each, mean_of(contributions, each, buffers).copy()) for each in _within(averaged, part)]
         if outer.rule == "average":
             new[:] = average_of(theta, contributions, part, buffers)
         else:
             assert outer_state is not None and out_outer is not None
             u = update_of(contributions, part, buffers)
-            step(here, outer_state[:, part], u, outer, rate, share, momentum_step, new, out_outer[:, part])
+            before, after = _momentum(outer_state, outer, part), _momentum(out_outer, outer, part)
+            step(here, *before, u, outer, rate, share, new, *after)
+        for each, mean in means:
+            out_theta[each] = mean
         if out_sent is not None:
             assert outer_state is not None and out_outer is not None
             blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
             sent = Quantized(out_sent.codes[blocks], out_sent.scales[blocks], out_sent.bits)
             publish(here, new, outer_state[-1, part], out_theta[part], out_outer[-1, part], sent)
+
+
+def _within(averaged: Sequence[slice], part: slice) -> Iterator[slice]:
+    """What of these elements is in a part."""
+    for each in averaged:
+        first, last = max(each.start, part.start), min(each.stop, part.stop)
+        if first < last:
+            yield slice(first, last)
+
+
+def _momentum(state: np.ndarray, outer: Outer, part: slice) -> tuple[np.ndarray, np.ndarray | None]:
+    """A part of the momentum and of its buffer, None where that is left out."""
+    return state[0, part], state[1, part] if len(state) == state_rows(outer, gathered=1.0) else None

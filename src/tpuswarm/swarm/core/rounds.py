@@ -65,6 +65,6 @@ def due(
         return Due(False, end, f"{len(accepted)} of {len(live)} live members have pushed; waiting briefly for the rest")
     if now >= deadline:
         if len(accepted) >= patience.quorum_min:
-            return Due(True, now, f"deadline: {len(accepted)} of the {need} members of a quorum have pushed")
+            return Due(True, now, f"deadline: {len(accepted)} of the {need} pushes that a commit needs are here")
         return Due(False, math.inf, f"past the deadline with {len(accepted)} of at least {patience.quorum_min} members")
-    return Due(False, deadline, f"{len(accepted)} of the {need} members of a quorum have pushed")
+    return Due(False, deadline, f"{len(accepted)} of the {need} pushes that a commit needs are here")

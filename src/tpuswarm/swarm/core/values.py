@@ -1,7 +1,7 @@
 """What members send and the ledger keeps: plain values, the same in every engine."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tpuswarm.swarm.core.rows import Rows
 
@@ -72,6 +72,16 @@ class Digests:
     code: str
 
 
+class Averaged(NamedTuple):
+    """Elements first to last of a fragment that are running statistics: a momentum could bring them out of their range,
+    a variance below 0.
+    """
+
+    fragment: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True)
 class Record:
     """A commit: one version of the shared state, and how it came about. `version` is the number of the commit."""
@@ -108,6 +118,8 @@ class Record:
     """In which members are sent what this version changes."""
     updates: tuple[str, ...] = ()
     """Digest of each fragment of what was added to the version before; empty where that is not how it was made."""
+    averaged: tuple[Averaged, ...] = ()
+    """What is merged by its mean whatever the rule."""
 
     @property
     def objects(self) -> tuple[str, ...]:

@@ -15,10 +15,21 @@ ENVIRONMENT = {
 """Of every process that imports Ray, and of every machine's node."""
 MEMBER = "tpuswarm-member"
 """Ray's resource of a machine that joined: one member may live there."""
+NAMED = "tpuswarm-name:"
+"""How the resource begins that says what such a machine is called."""
 DISMISSED = "dismissed.json"
 """The file, in the folder of a machine's Ray, that says why it is wanted no longer."""
+COMPILED = "TPUSWARM_COMPILED"
+"""The variable with the URL of what machines of one run have compiled, where it lies in a bucket."""
+BATCH = "TPUSWARM_BATCH"
+"""The variable with the rows of a step of a machine that joined, where they are not the run's."""
 STORE_BYTES = 2**28
 """Of Ray's object store, at least: payloads pass through it; what does not fit goes over the disk."""
+
+
+def store_bytes(largest: int) -> int:
+    """Of Ray's object store where the largest thing that is sent at once has so many bytes."""
+    return max(STORE_BYTES, 2 * largest)
 
 
 def use_token(path: Path) -> None:

@@ -1,5 +1,6 @@
 """This machine as a node of a running swarm's Ray cluster; the swarm's supervisor then starts a member on it."""
 
+import ctypes
 import json
 import os
 import shutil
@@ -10,10 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.engines.files import DISMISSED, ENVIRONMENT, MEMBER, STORE_BYTES, private_folder, use_token
+from tpuswarm.swarm.engines.files import DISMISSED, ENVIRONMENT, MEMBER, NAMED, STORE_BYTES, private_folder, use_token
+from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.notice import GOODBYE
 from tpuswarm.train.stop import StopSignals
 from tpuswarm.train.waiting import waiting
@@ -26,15 +29,21 @@ SLOW = "timed out during startup"
 """What `ray start` says where its processes took more than 30 s to start, as on a busy machine."""
 CUT = 120.0
 """Seconds without an answer, where nothing says that the address is closed, after which the swarm counts as ended."""
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets at its parent's end."""
 
 Say = Callable[[str], None]
 
 
-def be_node(address: str, token: Path, environment: Mapping[str, str], say: Say) -> None:
-    """Be a node until Ctrl-C or SIGTERM, or until the swarm's cluster ends.
+def be_node(
+    address: str, token: Path, name: str | None, environment: Mapping[str, str], say: Say,
+    ports: Ports | None = None,
+) -> bool:  # fmt: skip
+    """Be a node until Ctrl-C or SIGTERM, or until the swarm's cluster ends; whether it was asked to leave.
 
-    environment: of the member here, besides this process's own. Raises InputError for a wrong token and what the swarm
-    refuses, RunFailed where it gives this machine up.
+    name: of this machine, by which the swarm knows it again; None: what it calls itself.
+    environment: of the member here, besides this process's own; ports: on which its Ray listens; None: any.
+    Raises InputError for a wrong token and what the swarm refuses, RunFailed where it gives this machine up.
     """
     use_token(token)
     pause, joined = PAUSE, False
@@ -42,9 +51,9 @@ def be_node(address: str, token: Path, environment: Mapping[str, str], say: Say)
         say(f"joining {address}; Ctrl-C leaves")
         while True:
             began = time.monotonic()
-            said = _live(address, environment, stop, say)
+            said = _live(address, name, environment, stop, say, ports)
             if stop.asked is not None:
-                return
+                return True
             slow = SLOW in said
             try:
                 if not slow:
@@ -55,13 +64,13 @@ def be_node(address: str, token: Path, environment: Mapping[str, str], say: Say)
                     raise
             if _ended(address, stop, say):
                 say("the swarm has ended")
-                return
+                return False
             if time.monotonic() - began > PAUSE_MAX:
                 pause = PAUSE
             what = "this machine was too busy to start Ray" if slow else "this machine dropped out"
             say(f"{what}, but the swarm is alive; {'trying again' if slow else 'rejoining'} in {pause:.0f} s")
             if wait(pause, stop):
-                return
+                return True
             pause = min(2 * pause, PAUSE_MAX)
 
 
@@ -100,14 +109,16 @@ def _ended(address: str, stop: StopSignals, say: Say) -> bool:
     return False
 
 
-def _live(address: str, environment: Mapping[str, str], stop: StopSignals, say: Say) -> str:
+def _live(
+    address: str, name: str | None, environment: Mapping[str, str], stop: StopSignals, say: Say, ports: Ports | None
+) -> str:
     """One node, until it ends or this machine leaves; what `ray` said. Raises what the swarm dismisses it with."""
     parent = private_folder()
     for old in parent.iterdir():
         if old.name.isdigit() and not Path(f"/proc/{old.name}").exists():
             shutil.rmtree(old, ignore_errors=True)  # of a node that was killed
     with tempfile.TemporaryFile("w+") as output:
-        node = _start(address, parent, environment, output.fileno())
+        node = _start(address, parent, name, environment, output.fileno(), ports)
         folder = parent / str(node.pid)
         try:
             with waiting(f"waiting for {address} to start a member here"):
@@ -121,7 +132,7 @@ def _live(address: str, environment: Mapping[str, str], stop: StopSignals, say: 
                 say("leaving: the member here pushes its work first")
                 _say_goodbye(node)
         finally:
-            _end(node)
+            _end(node, address)
             shutil.rmtree(folder, ignore_errors=True)
         output.seek(0)
         return output.read()
@@ -140,19 +151,31 @@ def _members(pid: int) -> list[int]:
     return [each for each in _descendants(pid) if _title(each).startswith("ray::Actor")]
 
 
-def _start(address: str, parent: Path, environment: Mapping[str, str], output: int) -> "subprocess.Popen[bytes]":
+def _start(
+    address: str,
+    parent: Path,
+    name: str | None,
+    environment: Mapping[str, str],
+    output: int,
+    ports: Ports | None = None,
+) -> "subprocess.Popen[bytes]":
     """`ray start`, with a folder of its own for sockets and logs, named by its pid, which stays that of the shell.
 
     Ray's default is that of the swarm's machine, named by a pid there: it says nothing here of whether it is in use.
     """
+    resources = {MEMBER: 1, **({f"{NAMED}{name}": 1} if name else {})}
     command = [
         "sh", "-c", 'exec "$@" --temp-dir "$0/$$"', str(parent),
         str(Path(sys.executable).with_name("ray")), "start", "--address", address, "--block", "--num-cpus", "0",
-        "--object-store-memory", str(STORE_BYTES), "--resources", json.dumps({MEMBER: 1}),
+        "--include-log-monitor", "False",
+        "--object-store-memory", str(STORE_BYTES), "--resources", json.dumps(resources),
+        *(ports.of_node() if ports else ()),
     ]  # fmt: skip
+    linux = sys.platform == "linux"  # who is killed can end nobody: there the system does it
+    ends_with_us = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM) if linux else None
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        env={**os.environ, **ENVIRONMENT, **environment},
+        env={**os.environ, **ENVIRONMENT, **environment}, preexec_fn=ends_with_us,
     )  # fmt: skip
 
 
@@ -175,11 +198,11 @@ def _say_goodbye(node: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.2)
 
 
-def _end(node: "subprocess.Popen[bytes]") -> None:
-    """End the node and all that runs in it."""
+def _end(node: "subprocess.Popen[bytes]", address: str) -> None:
+    """End the node and all that runs in it. One whose cluster is gone would wait for it for as long as it may."""
     node.terminate()
     try:
-        node.wait(GOODBYE)
+        node.wait(GOODBYE if silent(address) is None else PAUSE)
     except subprocess.TimeoutExpired:
         os.killpg(node.pid, signal.SIGKILL)
 

@@ -6,34 +6,31 @@ reason; the process that made it decides what that means.
 
 import importlib
 import json
-import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
-
-from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-from tpuswarm.swarm.effects import Call, Over, Unreachable
-from tpuswarm.swarm.engines.files import DISMISSED, ENVIRONMENT, MEMBER, STORE_BYTES, private_folder, use_token
-from tpuswarm.swarm.notice import on_notice
-from tpuswarm.train.stop import held
-
-os.environ |= ENVIRONMENT  # Ray reads these while it is imported
 
 import numpy as np
 import ray
 from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-NAMESPACE = "tpuswarm"
+from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.swarm.effects import Call, Over, Unreachable
+from tpuswarm.swarm.engines.files import DISMISSED, MEMBER, NAMED, store_bytes, use_token
+from tpuswarm.swarm.engines.opening import NAMESPACE, open_ray
+from tpuswarm.swarm.engines.ports import Ports
+from tpuswarm.swarm.notice import on_notice
+from tpuswarm.train.stop import held
+
 ANYWHERE = "anywhere"
 """In the place of a node's name: wherever a cluster that was there already has room."""
 GROUPS = {"work": 1, "calls": 16, "beats": 4, "control": 4}
@@ -44,7 +41,7 @@ BEAT, CALL = 20.0, 60.0
 """Seconds for an answer to a heartbeat, and to any other call that carries nothing."""
 SLOWEST = 10 * 2**20
 """Bytes a second of the slowest link or disk on which what a call carries is still waited for."""
-CARRYING = {"fetch", "updates", "get_inner", "file", "check", "merge"}
+CARRYING = {"fetch", "updates", "file", "check", "merge"}
 """Calls whose answers are arrays, or need arrays to be read: at most as large as the whole shared state, or about so.
 """
 
@@ -223,44 +220,40 @@ class Process:
 class Cluster:
     """Ray, started for one run on this machine, or a running one at an address. A context manager."""
 
-    def __init__(self, run: str, token: Path, address: str | None, devices: int = 1, largest: int = 0, state: int = 0):
+    def __init__(
+        self,
+        run: str,
+        token: Path,
+        address: str | None,
+        devices: int = 1,
+        largest: int = 0,
+        state: int = 0,
+        ports: Ports | None = None,
+        dashboard: bool = False,
+    ):
         """token: file with the secret that joins, made if it is not there; devices: of a member placed anywhere;
-        largest: bytes of the largest thing that is sent at once; state: bytes of all that members share.
+        largest: bytes of the largest thing that is sent at once; state: bytes of all that members share;
+        ports: on which a Ray that is started here listens, None: any; dashboard: serve Ray's own, to this
+        machine alone.
         """
-        self._state_bytes = state
-        self._store_bytes = max(STORE_BYTES, 2 * largest)
-        self._run, self._token, self._address, self._devices = run, token, address, devices
+        self._ports, self._dashboard = ports, dashboard
+        self.state_bytes = state
+        """Of all that members share."""
+        self._store_bytes = store_bytes(largest)
+        self._run, self.token, self._address, self._devices = run, token, address, devices
         self.found = address is not None
         """Whether it was there already."""
         self.address = ""
+        self.dashboard: str | None = None
+        """Host and port of Ray's dashboard, where it is served."""
         self._joined: dict[str, str] = {}
 
     def __enter__(self) -> "Cluster":
         if not self.found:
-            use_token(self._token)
-        # It can be cut short: the processes that Ray has started by then end with this one.
-        with _signals_are_ours():
-            return self._open()
-
-    def _open(self) -> "Cluster":
-        try:
-            context: Any = ray.init(
-                address=self._address or "local",
-                namespace=NAMESPACE,
-                include_dashboard=None if self._address else False,
-                object_store_memory=None if self._address else self._store_bytes,
-                num_cpus=None if self._address else os.cpu_count(),
-                num_gpus=None if self._address else 0,
-                resources=None,
-                logging_level=logging.CRITICAL,
-                log_to_driver=False,
-                configure_logging=False,
-                _temp_dir=None if self._address else str(_sessions()),
-            )
-        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise RunFailed(_no_cluster(self._address, error)) from error
-        _silence()
+            use_token(self.token)
+        context = open_ray(self._address, self._store_bytes, self._ports, self._dashboard)
         self.address = context.address_info["address"]
+        self.dashboard = None if self.found else context.dashboard_url or None
         self._session = Path(context.address_info["session_dir"])
         self._node = ray.get_runtime_context().get_node_id()
         threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
@@ -289,7 +282,7 @@ class Cluster:
         actor = make(concurrency_groups=GROUPS)(Actor).options(
             name=f"{self._run}/{name}", max_restarts=0, max_task_retries=0, **self._place(node)
         )
-        given = {**arguments, "calls": Calls(self._run, self._state_bytes)}
+        given = {**arguments, "calls": Calls(self._run, self.state_bytes)}
         try:
             return Process(actor.remote(name, maker, given, dict(environment), None if node else str(log)))
         except ActorAlreadyExistsError:
@@ -325,8 +318,14 @@ class Cluster:
         while ray.is_initialized():
             with suppress(RayError, RuntimeError):  # it is shutting down
                 alive = [node for node in nodes() if node["Alive"] and node.get("Resources", {}).get(MEMBER, 0) >= 1]
-                self._joined = {node["NodeID"]: node["NodeManagerHostname"] for node in alive}
+                self._joined = {node["NodeID"]: _called(node) for node in alive}
             time.sleep(NODES)
+
+
+def _called(node: dict[str, Any]) -> str:
+    """What a machine that joined is called: as it was told, or as it calls itself."""
+    told = [each.removeprefix(NAMED) for each in node["Resources"] if each.startswith(NAMED)]
+    return told[0] if told else str(node["NodeManagerHostname"])
 
 
 def _dismissed(how: str, reason: str) -> None:
@@ -337,49 +336,9 @@ def _dismissed(how: str, reason: str) -> None:
     part.rename(letter)
 
 
-def _sessions() -> Path:
-    """Where a run's Ray has its folder; what killed runs left there is removed."""
-    folder = private_folder() / "ray"
-    for session in folder.glob("session_*_*"):
-        pid = session.name.rpartition("_")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(session, ignore_errors=True)
-    return folder
-
-
-def _silence() -> None:
-    """Keep Ray's own messages off the user's screen: what they say of a process, the supervisor says in its words."""
-    import ray._private.worker as worker
-
-    worker.print_to_stdstream = lambda data, ignore_prefix: None
-
-
-@contextmanager
-def _signals_are_ours() -> Iterator[None]:
-    """While Ray is started: it sets no handler of SIGTERM here, and a terminal that closes does not end its processes.
-
-    They have this process's mask of signals; Ray itself has them block SIGINT, for the same reason.
-    """
-    import ray._private.utils as utils
-
-    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-        utils.set_sigterm_handler = before
-
-
 def _redirect(log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(file, stream.fileno())
-
-
-def _no_cluster(address: str | None, error: Exception) -> str:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    where = f"the Ray cluster at {address} does not answer" if address else "Ray does not start on this machine"
-    return f"{where}: {reason}"

@@ -28,10 +28,10 @@ from tpuswarm.train.recipe import Metrics
 _PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)
 
 
-def tell(hosts: Hosts, plan: Plan, data: Path) -> None:
+def tell(hosts: Hosts, plan: Plan, data: Path, batch: int | None) -> None:
     """At host 0: all that another host needs to make the same program; data: the folder of the run's files."""
     if hosts.count > 1:
-        hosts.send({"plan": _PLAN.dump_python(plan, mode="json")})
+        hosts.send({"plan": _PLAN.dump_python(plan, mode="json"), "batch": batch})
         files.give(hosts, data, plan.files)
 
 
@@ -50,9 +50,9 @@ def obey(hosts: Hosts, say: Callable[[str], None]) -> None:
         raise InputError(f"the run is --deterministic: set XLA_FLAGS={flag}=true on this host and join again")
     folder = files.folder_of(plan)
     files.take(hosts, folder, plan.files)
-    ready = make_ready(plan, folder, jax.devices(), False, _Steps().took, say)
+    ready = make_ready(plan, folder, jax.devices(), False, _Steps().took, say, message[0]["batch"])
     hosts.agree(ready.facts())
-    follow(hosts, ready.holder)
+    follow(hosts, ready.holder, ready.begin)
 
 
 class _Steps:

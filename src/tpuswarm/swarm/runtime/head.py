@@ -85,14 +85,14 @@ class Head:
         self._founding, self._coordinator = founding, coordinator
         yield from coordinator.run()
 
-    def hello(self, member: str) -> Joining | Found | Wait:
-        """What a member does first."""
+    def hello(self, member: str, makes: bool = True) -> Joining | Found | Wait:
+        """What a member does first; makes: it could make the first state now."""
         if self._coordinator and self._founding:
             newest = self._coordinator.state.view.newest
             return Joining(self._coordinator.state.terms, self._founding, newest.version, newest.tokens, newest.state)
         now = self._clock()
-        if member not in self._plan.members:
-            return Wait()  # what makes the run is one of those that it was started with
+        if not makes or (self._plan.members and member not in self._plan.members):
+            return Wait()  # what makes the run is one of those that it was started with, where there are any
         if self._founder is None or self._founder[0] == member or now > self._founder[1]:
             self._founder = (member, now + FOUNDER)
             return Found()
@@ -110,7 +110,7 @@ class Head:
         record = Record(
             run=terms.run, version=0, epoch=1, parent="", state=state, outer=outer, decisions=(),
             rule=terms.outer.rule, rate=0.0, momentum=terms.outer.momentum, share=0.0, gathered=0.0, tokens=0,
-            changes=0, processed=(), digests=terms.digests, time=self._time(),
+            changes=0, processed=(), digests=terms.digests, time=self._time(), averaged=terms.outer.averaged,
         )  # fmt: skip
         outcome = yield Do("coordinator creates genesis", lambda: self._ledger.append(record))
         if outcome == "lost":

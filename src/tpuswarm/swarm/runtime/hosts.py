@@ -1,5 +1,6 @@
 """What runs in each process of a swarm: coordinator, shard and member, made where they are to live."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -8,12 +9,13 @@ from typing import Any
 
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.effects import Call, Process, Sleep
+from tpuswarm.swarm.engines.files import BATCH
 from tpuswarm.swarm.engines.threads import Node
-from tpuswarm.swarm.logs import stamp
 from tpuswarm.swarm.runtime.head import Head
 from tpuswarm.swarm.runtime.plan import Plan
 from tpuswarm.swarm.runtime.shard import Shard
 from tpuswarm.swarm.store import Store
+from tpuswarm.train.stamped import stamp
 
 Calls = Callable[[Call], Any]
 
@@ -64,7 +66,8 @@ def member(
     from tpuswarm.swarm.runtime.member import MemberHost, Place
 
     files = Path(data) if data else None
-    return MemberHost(Place(name, plan, shards, files, Group.here(), steps, evaluates, calls, _say))
+    batch = int(os.environ[BATCH]) if BATCH in os.environ else None
+    return MemberHost(Place(name, plan, shards, files, Group.here(), steps, evaluates, calls, _say, batch))
 
 
 def _say(text: str) -> None:

@@ -96,15 +96,17 @@ class Kept:
             self.process = None
         self.node, self.left, self.wake, self.deaths, self.given_up = node, False, 0.0, 0, ""
 
-    def status(self, leased: Collection[str], version: int | None, tokens_per_row: int, now: float) -> MemberStatus:
+    def status(
+        self, leased: Collection[str], version: int | None, tokens_per_row: int, carried: int, now: float
+    ) -> MemberStatus:
         """As a member. leased: incarnations that the coordinator counts as alive; version: the newest."""
         seen, row = self.seen or {}, self.row
         silent = self.guest and self.pid is not None and now - self.heard > SILENT
         state: Any = "left" if self.left else "lost" if silent else "joining"
         if self.process is None:
             state = "lost"
-        elif self.incarnation in leased:
-            state = "alive"
+        elif self.incarnation in leased and not self.left:
+            state = "evaluating" if seen.get("evaluating") else "alive"
         base, speed = seen.get("base"), seen.get("rows_per_s")
         losses = [step.loss for step in list(self.steps)[-ENOUGH:] if step.loss is not None]
         return MemberStatus(
@@ -113,11 +115,12 @@ class Kept:
             pid=self.pid if self.process and not self.left else None,
             incarnation=self.incarnation,
             base=base,
-            tokens=seen.get("tokens", 0),
+            tokens=row.get("tokens", 0),
             tokens_per_s=speed * tokens_per_row if speed and state in ("alive", "joining") else None,
             loss=fmean(losses) if losses else None,
             grad_norm=row.get("grad_norm"),
             lag=None if base is None or version is None else max(0, version - base),
+            carried=carried,
         )
 
 

@@ -10,6 +10,7 @@ import jax
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.mesh import select_devices
+from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.platform import has_gpu, has_tpu
 from tpuswarm.train.recipe import Options, Recipe
 
@@ -48,7 +49,7 @@ def local_devices(which: str | int | list[int]) -> tuple[str, list[int]]:
 
 def share_out(kind: str, devices: Sequence[int], members: int, asked: int | None) -> int:
     """Devices of each member; InputError where there are too few."""
-    if kind == "cpu":
+    if kind == "cpu" or not members:
         return asked or 1
     each = asked or len(devices) // members
     if each < 1 or each * members > len(devices):
@@ -87,14 +88,19 @@ class Sizes(NamedTuple):
     """Of the shared arrays; none is ever divided."""
     state: int
     """All of it."""
+    statistics: tuple[str, ...] = ()
+    """The paths of arrays that are exchanged and not trained: running averages."""
 
 
 def sizes(recipe: Recipe) -> Sizes:
     """How large the state of a recipe is, without making it."""
     program = recipe.program(Options())
     state = jax.eval_shape(lambda: program.init(jax.random.key(0)))
-    shared = [_bytes(leaf) for leaf in jax.tree.leaves(program.exchange().get(state))]
-    return Sizes(sum(shared), max(shared), sum(_bytes(leaf) for leaf in jax.tree.leaves(state)))
+    exchanged = program.exchange().get(state)
+    shared = [_bytes(leaf) for leaf in jax.tree.leaves(exchanged)]
+    told = zip(leaf_paths(exchanged), program.parameters(state), strict=True)
+    statistics = tuple(path for path, each in told if each.statistic)
+    return Sizes(sum(shared), max(shared), sum(_bytes(leaf) for leaf in jax.tree.leaves(state)), statistics)
 
 
 def _bytes(leaf: Any) -> int:

@@ -21,7 +21,6 @@ from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.effects import Call, Over, Unreachable
 from tpuswarm.swarm.engines.threads import Node
 from tpuswarm.swarm.hosts import Lead
-from tpuswarm.swarm.inner import INNER_SAVE
 from tpuswarm.swarm.member import Holder, MemberProcesses
 from tpuswarm.swarm.runtime import files, follower
 from tpuswarm.swarm.runtime.group import Group
@@ -57,6 +56,8 @@ class Place:
     evaluates: bool
     calls: Callable[[Call], Any]
     say: Callable[[str], None]
+    batch: int | None = None
+    """Rows of one of its steps; None: the run's batch."""
 
 
 @dataclass
@@ -68,10 +69,14 @@ class MemberHost:
     _member: MemberProcesses | None = None
     _last: Member | None = None
     """The books of the incarnation before."""
+    _evaluating: bool = False
+    """Whether it evaluates the last version."""
     _leaving: bool = False
 
     def __post_init__(self) -> None:
-        self._rows = Rows(self.place.name, self.place.steps, self.place.plan, self._version)
+        place = self.place
+        rows = place.batch or int(place.plan.settings["batch"])
+        self._rows = Rows(place.name, place.steps, rows * place.plan.tokens_per_row, self._version)
 
     def _version(self) -> int:
         return self._member.books.base if self._member else 0
@@ -97,23 +102,29 @@ class MemberHost:
             "tokens": books.processed if books else 0,
             "at_risk": member.at_risk * member.books.terms.tokens_per_row if member else 0,
             "rows_per_s": member.rows_per_s if member else None,
+            "evaluating": self._evaluating or (member is not None and member.evaluating),
             "rows": rows,
         }
 
     def run(self) -> str:
         """Until the run ends (`ended`) or this member was asked to leave (`left`); raises RunFailed and InputError."""
         place, plan = self.place, self.place.plan
+        if place.batch and int(plan.settings["batch"]) % place.batch:
+            raise InputError(
+                f"{place.name} cannot join: its batch is {place.batch}, and the run's, {plan.settings['batch']}, is no "
+                "multiple of it"
+            )
         platform.prepare(bool(plan.settings["deterministic"]))
         data = self._fetch_files()
         hosts = self._gather()
         if hosts is None:
             return "left" if self._leaving else "ended"
         with hosts:
-            follower.tell(hosts, plan, data)
+            follower.tell(hosts, plan, data, place.batch)
             devices = jax.devices() if place.group else platform.local_devices()
-            ready = make_ready(plan, data, devices, place.evaluates, self._rows.took, place.say)
+            ready = make_ready(plan, data, devices, place.evaluates, self._rows.took, place.say, place.batch)
             hosts.agree(ready.facts())
-            return self._lives(ready, Lead(hosts, ready.holder) if hosts.count > 1 else ready)
+            return self._lives(ready, Lead(hosts, ready.holder, ready.begin) if hosts.count > 1 else ready)
 
     def _gather(self) -> Hosts | None:
         """All hosts of this member; None where it was told to leave, or the run has ended, before they came."""
@@ -129,7 +140,7 @@ class MemberHost:
     def _over(self) -> bool:
         """Whether everything is trained that the run asked for."""
         try:
-            answer = self.place.calls(Call(HEAD, "hello", (self.place.name,)))
+            answer = self.place.calls(Call(HEAD, "hello", (self.place.name, False)))
         except Unreachable:
             return False
         return isinstance(answer, Joining) and answer.tokens >= answer.terms.horizon * answer.terms.tokens_per_row
@@ -139,7 +150,7 @@ class MemberHost:
         place = self.place
         fruitless = 0
         while not self._leaving:
-            joining = self._hello(ready)
+            joining = self._hello(ready, programs)
             if joining is None:
                 break
             if ready.digests != joining.terms.digests:
@@ -160,7 +171,15 @@ class MemberHost:
         """One incarnation; why it is over, None at the end of the run."""
         place, swarm = self.place, self.place.plan.swarm
         incarnation = Incarnation(place.name, secrets.token_hex(16))
-        books = Member(joining.terms, swarm.quantize, swarm.overlap, incarnation, joining.version, joining.tokens)
+        books = Member(
+            joining.terms,
+            swarm.quantize,
+            swarm.overlap,
+            incarnation,
+            joining.version,
+            joining.tokens,
+            batch=place.batch,
+        )
         anchor = self._fetch(joining.state)
         holder = programs.holder(anchor)
         place.say(f"incarnation {incarnation.name[:8]} starts from commit {joining.version}")
@@ -174,7 +193,6 @@ class MemberHost:
             anchor=None if swarm.quantize == "plain" else anchor,
             say=place.say,
             leaving=self._leaving,
-            inner_save=INNER_SAVE,
             evaluate_every=place.plan.evaluate_every if place.evaluates else None,
             evaluated=self._rows.evaluated,
         )
@@ -196,9 +214,10 @@ class MemberHost:
         """Of the run's last version, which nobody had to adopt."""
         last = self._answer(Call(HEAD, "hello", (self.place.name,)))
         self.place.say(f"evaluating commit {last.version}")
+        self._evaluating = True
         version = holder.place(self._fetch(last.state))
         holder.adopt(Adopt("take", None, last.version, last.state), version)
-        found = holder.evaluate(last.terms.batch, lambda: self._leaving)
+        found = holder.evaluate(lambda: self._leaving)
         if found:
             self._rows.evaluated(last.version, last.tokens, *found)
 
@@ -208,11 +227,8 @@ class MemberHost:
             self._answer(Call(self._shard(number), "fetch", (number, digest))) for number, digest in enumerate(state)
         ]
 
-    def _hello(self, ready: Ready) -> Joining | None:
-        """What the run is, from the coordinator; None when told to leave.
-
-        Makes the first state where asked to, as only those are that the run was started with: members of one host.
-        """
+    def _hello(self, ready: Ready, programs: Ready | Lead) -> Joining | None:
+        """What the run is, from the coordinator; None when told to leave. Makes the first state where asked to."""
         while not self._leaving:
             answer = self._answer(Call(HEAD, "hello", (self.place.name,)))
             if isinstance(answer, Joining):
@@ -222,7 +238,7 @@ class MemberHost:
                 outer = self.place.plan.outer
                 made = [
                     self._answer(Call(self._shard(number), "found", (fragment, outer)))
-                    for number, fragment in enumerate(ready.begin())
+                    for number, fragment in enumerate(programs.begin())
                 ]
                 state = tuple(digest for digest, _ in made)
                 outer_state = tuple(digest for _, digest in made if digest)
@@ -275,10 +291,10 @@ def _way_out(ours: Digests, run: Digests) -> str:
 class Rows:
     """Rows of metrics, read from the devices by a thread of its own as their steps end."""
 
-    def __init__(self, name: str, steps: int, plan: Plan, version: Callable[[], int]):
-        """steps: that this member made before; version: the one it has adopted."""
+    def __init__(self, name: str, steps: int, tokens: int, version: Callable[[], int]):
+        """steps: that this member made before; tokens: of one of its steps; version: the one it has adopted."""
         self._version = version
-        self._name, self._steps, self._tokens = name, steps, int(plan.settings["batch"]) * plan.tokens_per_row
+        self._name, self._steps, self._tokens = name, steps, tokens
         self._pending: queue.SimpleQueue[tuple[int, Metrics]] = queue.SimpleQueue()
         self._rows: list[dict[str, Any]] = []
         self._first = 0

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +38,8 @@ class Swarm:
     quantize: Form
     overlap: bool
     fragments: int
+    expected: int = 0
+    """How many others may join: what serves members is sized for them too."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,15 @@ class Plan:
     """As `code_digest` gives it where the run was started."""
     evaluate_every: int | None
     """Tokens between two evaluations."""
+    statistics: tuple[str, ...] = ()
+    """Paths of shared arrays that are observed and not trained: averaged, whatever the outer rule."""
 
     @cached_property
     def config(self) -> str:
         """Digest of everything that makes the training what it is."""
         options = {name: value for name, value in self.options.items() if name not in NEVER_CODE}
         settings = {name: value for name, value in self.settings.items() if name not in NEVER_CODE}
-        swarm = {**asdict(self.swarm), "members": 0}
+        swarm = {**asdict(self.swarm), "members": 0, "expected": 0}
         return _sha256(json.dumps([options, settings, swarm], sort_keys=True))
 
     @property
@@ -106,7 +110,7 @@ class Plan:
             horizon=self.horizon,
             cycle=swarm.cycle * batch,
             members=self.members,
-            outer=self.outer,
+            outer=replace(self.outer, averaged=founding.layout.places(self.statistics)),
         )
 
 

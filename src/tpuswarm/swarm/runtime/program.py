@@ -11,13 +11,15 @@ from tpuswarm.swarm.arrays import to_host
 from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
+from tpuswarm.swarm.runtime import compiled
 from tpuswarm.swarm.runtime.plan import Plan, code_digest, fill
-from tpuswarm.train.evaluate import FiniteSource
+from tpuswarm.train.evaluate import HeldOut
 from tpuswarm.train.fit import Fitted, fit
 from tpuswarm.train.load import load_parameters
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Metrics, Recipe, Source
 from tpuswarm.train.session import held_out, request
+from tpuswarm.train.source import training_rows
 from tpuswarm.train.user_code import blame, build_recipe
 
 Took = Callable[[int, Metrics], None]
@@ -31,7 +33,7 @@ class Ready:
     fitted: Fitted
     layout: Layout
     digests: Digests
-    validation: FiniteSource | None
+    validation: HeldOut | None
     """The held-out rows, where there are any and this member evaluates."""
     _recipe: Recipe
     _plan: Plan
@@ -71,16 +73,30 @@ class Ready:
 
 
 def make_ready(
-    plan: Plan, data: Path, devices: Sequence[jax.Device], evaluates: bool, took: Took, say: Callable[[str], None]
+    plan: Plan,
+    data: Path,
+    devices: Sequence[jax.Device],
+    evaluates: bool,
+    took: Took,
+    say: Callable[[str], None],
+    batch: int | None = None,
 ) -> Ready:
-    """Build the recipe, whose shared files are in the folder `data`, and compile it; raises as `fit` does."""
+    """Build the recipe, whose shared files are in the folder `data`, and compile it; raises as `fit` does.
+
+    batch: rows of a step; None: those of the run.
+    """
+    batch = batch or int(plan.settings["batch"])
     recipe = build_recipe(plan.target, plan.options | fill(plan.shared, data))
     with blame(f"the data of {recipe.name} failed"):
-        source = recipe.data("train")
+        source = training_rows(recipe, plan.settings["seed"])
+    compiled.bring(say)
     say(f"{recipe.name}: compiling")
-    fitted = fit(recipe, request(plan.settings), devices)
+    fitted = fit(recipe, request(plan.settings | {"batch": batch}), devices)
+    compiled.send(say)
     layout = layout_of(fitted, plan.swarm.fragments)
     digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
     say(f"compiled: {fitted.choice.why}")
-    validation = held_out(recipe, required=False) if evaluates else None
+    rows = held_out(recipe, required=False) if evaluates else None
+    at_once = plan.settings["eval_batch"] or batch // fitted.choice.accumulate
+    validation = HeldOut(rows, at_once) if rows is not None else None
     return Ready(fitted, layout, digests, validation, recipe, plan, source, took)

@@ -1,21 +1,20 @@
 """A swarm's progress for a person: a live view on a terminal, a few lines elsewhere. All of it on stderr."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from tpuswarm.config.shown import clock, significant
 from tpuswarm.swarm.drawing import About, draw
-from tpuswarm.swarm.logs import Stamped
 from tpuswarm.swarm.status import SwarmStatus
 from tpuswarm.train.display import PLAIN_WIDTH, speed_text
 from tpuswarm.train.live import Curve, region
+from tpuswarm.train.stamped import logged
+from tpuswarm.train.terminal import say_on
 from tpuswarm.train.waiting import stderr_console
 
 QUIET = 5.0
@@ -33,20 +32,18 @@ class Screen:
     def open(self, about: About, sentences: Sequence[str]) -> None:
         """Say what is about to be trained."""
         self._about = about
-        self.console.print(f"{about.title}, in {about.run}", soft_wrap=True, markup=False)
+        say_on(self.console, f"{about.title}, in {about.run}")
         for each in sentences:
             self.note(each)
 
     def note(self, text: str) -> None:
         """Say what happened."""
-        self.console.print(f"{self._stamp()}  {text}", markup=False, soft_wrap=True)
+        stamp = f"{time.time() - self.began:6.1f} s  "
+        say_on(self.console, f"{stamp}{text}", hang=len(stamp))
 
     def event(self, text: str) -> None:
         """Say what happened to the run, which its events say as well."""
         self.note(text)
-
-    def _stamp(self) -> str:
-        return f"{time.time() - self.began:6.1f} s"
 
     def loss(self, value: float) -> None:
         """Take in the loss of a step of one of the members, in the order of their steps."""
@@ -86,14 +83,6 @@ class LiveScreen(Screen):
         self._picture = Picture(about)
         self._live = region(self.console, self._draw)
 
-    def note(self, text: str) -> None:
-        """Say what happened, above the view."""
-        line = Table.grid(padding=(0, 2, 0, 0))
-        line.add_column(no_wrap=True)
-        line.add_column(overflow="fold")
-        line.add_row(self._stamp(), Text(text))
-        self.console.print(line)
-
     def loss(self, value: float) -> None:
         """Take in the loss of a step of one of the members, in the order of their steps."""
         self._curve.add(value)
@@ -122,7 +111,7 @@ class LogScreen(Screen):
 
     def note(self, text: str) -> None:
         """Say what happened."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        say_on(self.console, text)
 
     def event(self, text: str) -> None:
         """It is read already."""
@@ -130,7 +119,7 @@ class LogScreen(Screen):
 
 def auto_screen() -> Screen:
     """The live view on a terminal or in a notebook, else lines."""
-    if isinstance(getattr(getattr(sys.stderr, "buffer", None), "raw", None), Stamped):
+    if logged():
         return LogScreen()
     console = stderr_console()
     return LiveScreen(console) if console.is_terminal or console.is_jupyter else Screen()
@@ -138,7 +127,7 @@ def auto_screen() -> Screen:
 
 def status_sentence(about: About, status: SwarmStatus) -> str:
     """How a run stands, in one line."""
-    alive = sum(each.state == "alive" for each in status.members)
+    alive = sum(each.lives for each in status.members)
     share = status.tokens.applied / max(status.horizon, 1)
     return (
         f"commit {status.version}, {share:.0%} of the {about.unit} counted, training loss {significant(status.loss)}, "

@@ -1,42 +1,40 @@
-"""`train --members`: from what was asked to a plan, and a supervisor that carries it out."""
+"""`train --members`: from what was decided to a plan, and a supervisor that carries it out."""
 
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
 import jax
 
-from tpuswarm.config.limits import check
 from tpuswarm.config.shown import unit
-from tpuswarm.config.units import Every, parse_address, parse_every
+from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.swarm.core.fragments import fragments_for
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.drawing import About
 from tpuswarm.swarm.engines.node import silent
+from tpuswarm.swarm.engines.opening import require_dashboard
 from tpuswarm.swarm.engines.ray import Cluster
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.load import load_swarm
-from tpuswarm.swarm.report import write_report
-from tpuswarm.swarm.runtime import files, machine, memory
-from tpuswarm.swarm.runtime.head import FOUNDING, read_founding
-from tpuswarm.swarm.runtime.plan import CYCLE, Plan, Swarm, code_digest, member_name
+from tpuswarm.swarm.retention import EVERY, disk
+from tpuswarm.swarm.runtime import files, machine, needs
+from tpuswarm.swarm.runtime.decide import Asked, Decided, decide, forget
+from tpuswarm.swarm.runtime.head import FOUNDING
+from tpuswarm.swarm.runtime.plan import Plan, member_name
 from tpuswarm.swarm.runtime.screen import Screen, auto_screen
 from tpuswarm.swarm.runtime.supervisor import Ended, Supervisor
 from tpuswarm.swarm.status import FILE as STATUS
-from tpuswarm.swarm.status import read_status
+from tpuswarm.swarm.status import FINISHED, look, read_status, write_status
 from tpuswarm.swarm.store import Store
 from tpuswarm.train.fit import place
 from tpuswarm.train.load import load_parameters
+from tpuswarm.train.mirror import shown
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run import (
-    COMMITS,
     CONFIG,
     EVENTS,
     LAST,
@@ -49,35 +47,16 @@ from tpuswarm.train.run import (
     stopped_sentence,
     writing,
 )
-from tpuswarm.train.session import Resolved, configuration, held_out, request, resolve
-from tpuswarm.train.settings import check_batch, differences
+from tpuswarm.train.session import Resolved, configuration, request
 from tpuswarm.train.stop import Interrupted, held
 from tpuswarm.train.waiting import waiting
 
 Environment = Callable[[int | None], dict[str, str]]
-STAYS = ("batch", "seed", "data")
-"""Settings that give rows their meaning: --accept-code changes them no more than anything else does."""
 SAMPLED_BYTES = 2**31
 """Of a larger state no sample is made: this machine may have no accelerator, and little memory."""
-MAY_CHANGE = ("run", "members")
+MENTIONED = 2**30
+"""Bytes that a run keeps, from which on it says so as it starts."""
 TOKEN, REPORT = "token", "report.html"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options of a swarm, None where the user gave none."""
-
-    members: int | None = None
-    devices_per_member: int | None = None
-    cycle: int | None = None
-    outer: str | None = None
-    outer_lr: float | None = None
-    quantize: str | None = None
-    overlap: str | None = None
-    ray_address: str | None = None
-    accept_code: bool = False
-    demo: bool = False
-    """Whether another demo may replace the run."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +87,10 @@ def train(
     """
     if swarm.ray_address not in (None, "auto"):
         _check_cluster(str(swarm.ray_address))
+    if swarm.dashboard:
+        if swarm.ray_address is not None:
+            raise InputError("--dashboard and --ray-address exclude each other: that cluster has its own, or has none")
+        require_dashboard()
     with ExitStack() as ends:
         with held():  # else the directory could be there without anybody to let it go
             run = Run(folder, recipe.name)
@@ -116,30 +99,33 @@ def train(
         ends.callback(screen.close)
         try:
             with waiting(f"reading the data of {recipe.name}"):
-                decided = _decide(run, recipe, swarm, asked, tokens, epochs)
+                decided = decide(run, recipe, swarm, asked, tokens, epochs)
             if done := _finished(run, decided.resolved):
-                screen.note(f"{run.folder} is finished; nothing left to do")
+                if run.in_bucket:
+                    _say_finished(run.folder)
+                screen.note(f"{shown(run.folder)} is finished; nothing left to do")
                 return done
             with waiting("preparing the run"):
                 ready = _prepare(run, recipe, decided, swarm)
         except BaseException:
             if not (run.folder / CONFIG).exists():
-                _forget(run.folder)
+                forget(run.folder)
             raise
         try:
             result = _supervise(run, recipe, ready, screen, watch)
             if result.ended.signal is not None and _nothing_came(run.folder):
                 raise Interrupted(Signals(result.ended.signal))
             return result
-        except Interrupted:
-            if _nothing_came(run.folder):
-                shutil.rmtree(run.folder)
+        except Interrupted as interrupted:
+            if _nothing_came(run.folder) and interrupted.asked != Signals.SIGHUP:  # nobody would read that it is gone
+                said = removed_sentence(run.folder)
+                run.remove()
                 screen.close()
-                screen.note(removed_sentence(run.folder))
+                screen.note(said)
             raise
         except TpuswarmError:
             if _nothing_came(run.folder) and not (run.folder / "logs").exists():  # not one process of it was started
-                shutil.rmtree(run.folder)
+                run.remove()
             raise
 
 
@@ -158,44 +144,6 @@ def _check_cluster(address: str) -> None:
         raise InputError(f"the Ray cluster at {address} needs a token; give it in {' or '.join(given)}")
 
 
-def _begun(folder: Path) -> bool:
-    """Whether a run has a first version: commit 0, and after it founding.json, which a kill may have left to be made.
-
-    Raises InputError where something is gone that no kill takes away; Corrupt for a damaged one.
-    """
-    store = Store(folder)
-    founding, versions = read_founding(store) is not None, Ledger(store).versions()
-    if founding != bool(versions) and versions != [0]:
-        lost = f"{COMMITS}/" if founding else FOUNDING
-        raise InputError(f"{folder} has lost its {lost}; restore a copy of it, or use another --run to start over")
-    return bool(versions)
-
-
-def _forget(folder: Path) -> None:
-    """Remove what a run that never had a first version left: any other command may take its place."""
-    shutil.rmtree(folder / "data", ignore_errors=True)
-    (folder / CONFIG).unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class _Decided:
-    """What a run is to be; nothing of it is written yet."""
-
-    resolved: Resolved
-    swarm: Swarm
-    code: str
-    files: dict[str, str]
-    """Digests of the data files that the run was started with, where it was."""
-    changed: list[str]
-    """What was accepted to be different from the run that is there, in words."""
-    evaluate_every: int | None
-    kind: str
-    """The platform of this machine's devices."""
-    devices: list[int]
-    per_member: int
-    sizes: machine.Sizes
-
-
 @dataclass(frozen=True)
 class _Ready:
     """A run of which everything is written and nothing started."""
@@ -210,42 +158,16 @@ class _Ready:
     """Of a member's whole state."""
 
 
-def _decide(
-    run: Run, recipe: Recipe, swarm: Asked, asked: dict[str, Any], tokens: int | None, epochs: float | None
-) -> _Decided:
-    if not recipe.target:
-        raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
-    check(asdict(swarm))
-    if asked["ema"] or recipe.defaults.get("ema"):
-        raise InputError("--ema does not work in a swarm yet; leave it out")
-    jax.config.update("jax_platforms", "cpu")  # the devices are for the members
-    config = run.config()
-    if config and "swarm" in config and not _begun(run.folder):
-        _forget(run.folder)
-        config = None
-    if config and "swarm" not in config:
-        raise InputError(f"{run.folder} is a plain run; use another --run, or leave out --members")
-    stored = dict(config["swarm"]) if config else {}
-    members = stored.get("members", 1) if swarm.members is None else swarm.members
-    kind, devices = machine.local_devices(asked["devices"])
-    per_member = machine.share_out(kind, devices, members, swarm.devices_per_member or stored.get("devices_per_member"))
-    resolved = resolve(run, recipe, asked, tokens, epochs, kind, per_member)
-    check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
-    sizes = machine.sizes(recipe)
-    made = _swarm(swarm, stored, recipe, members, sizes.exchanged)
-    code = code_digest(recipe.target)
-    changed = _changes(run, swarm, stored, resolved, made, code)
-    evaluate_every = _evaluate_every(asked["eval_every"], recipe, resolved)
-    return _Decided(
-        resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, sizes
-    )
-
-
-def _prepare(run: Run, recipe: Recipe, decided: _Decided, asked: Asked) -> _Ready:
+def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready:
     """Write down what was decided, and the data."""
     made, kind, sizes = decided.swarm, decided.kind, decided.sizes
-    memory.check_memory(made.members, sizes.exchanged, sizes.state, kind)
+    needs.check_memory(made.members, sizes.exchanged, sizes.largest, sizes.state, kind)
     settings, notes = decided.resolved.settings, [f"changed: {each}" for each in decided.changed]
+    keeps = _kept_bytes(decided)
+    if not run.in_bucket:
+        needs.check_disk(run.folder, keeps)
+    if keeps >= MENTIONED:
+        notes.append(f"{shown(run.folder)} will hold up to {keeps / 2**30:.1f} GiB")
     if (parent := settings["init_from"]) and not (run.folder / FOUNDING).exists():
         # A member reads them again: here they are only found to be wrong before anything is started.
         load_parameters(parent, recipe, place(recipe, request(settings), jax.devices()))
@@ -263,6 +185,7 @@ def _prepare(run: Run, recipe: Recipe, decided: _Decided, asked: Asked) -> _Read
         data=settings["data"] or "",
         code=decided.code,
         evaluate_every=decided.evaluate_every,
+        statistics=decided.sizes.statistics,
     )
     table = {name: value for name, value in asdict(made).items() if value is not None} | {
         "devices_per_member": decided.per_member,
@@ -277,9 +200,24 @@ def _prepare(run: Run, recipe: Recipe, decided: _Decided, asked: Asked) -> _Read
         run.write_event("note", message=f"accepted: {each}")
     environment = machine.environments(kind, decided.devices, decided.per_member)
     cluster = Cluster(
-        made.run, run.folder / TOKEN, asked.ray_address, decided.per_member, sizes.largest, sizes.exchanged
+        made.run,
+        asked.token or run.folder / TOKEN,
+        asked.ray_address,
+        decided.per_member,
+        sizes.largest,
+        sizes.exchanged,
+        asked.ports,
+        bool(asked.dashboard),
     )
     return _Ready(plan, environment, cluster, notes, sizes.state)
+
+
+def _kept_bytes(decided: Decided) -> float:
+    """What a run keeps at most, with the members that it starts itself."""
+    made, sizes, members = decided.swarm, decided.sizes, max(1, decided.swarm.members)
+    kept = disk(sizes.exchanged // 4, made.quantize, made.outer, members)
+    commits = int(decided.resolved.settings["steps"]) / (made.cycle * members)
+    return kept.held + commits / EVERY * kept.version
 
 
 def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:
@@ -300,6 +238,11 @@ def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:
     return _result(run, Ended("finished", f"finished: {ends[-1]['message']}", None), newest)
 
 
+def _say_finished(folder: Path) -> None:
+    """For those who look for a head by the run's folder alone: whoever started this command may have removed it."""
+    write_status(folder, replace(look(folder).status, phase=FINISHED))
+
+
 def _sample(run: Run) -> None:
     """What the model writes, for the report."""
     with waiting("writing a sample"):
@@ -311,73 +254,20 @@ def _sample(run: Run) -> None:
 
 def _report(run: Run) -> None:
     with writing(run.folder / REPORT), waiting("writing the report"):
+        from tpuswarm.swarm.report import write_report  # matplotlib: half a second that no start waits for
+
         write_report(run.folder)
 
 
 def _result(run: Run, ended: Ended, newest: Record | None) -> SwarmResult:
     """What is said at the end: metrics of the first member, which is the one that evaluates, and the loss of all."""
     metrics: dict[str, Any] = {}
-    for row in read_rows(run.folder / "members" / member_name(0) / METRICS):
+    first = run.folder / "members" / member_name(0) / METRICS
+    for row in read_rows(first if first.exists() else run.folder / METRICS):
         metrics |= row if "loss" in row else {name: value for name, value in row.items() if name.startswith("eval_")}
     if (status := read_status(run.folder)) and status.loss is not None:
         metrics["loss"] = status.loss  # of all members
     return SwarmResult(run.folder, ended, metrics, newest.version if newest else 0, newest.tokens if newest else 0)
-
-
-def _changes(
-    run: Run, swarm: Asked, stored: Mapping[str, Any], resolved: Resolved, made: Swarm, code: str
-) -> list[str]:
-    """What differs from the run that is there, in words; InputError where that was not accepted or cannot be."""
-    if not stored:
-        return []
-    changed = resolved.changed + differences(
-        stored, {name: value for name, value in asdict(made).items() if name not in MAY_CHANGE}
-    )
-    if never := [each for each in changed if each.partition(" ")[0] in STAYS]:
-        raise InputError(
-            f"{run.folder} is a different run: {'; '.join(never)}; {', '.join(STAYS)} define its rows and cannot "
-            "change; use another --run"
-        )
-    if stored.get("code") != code:
-        changed.append(f"code was {str(stored.get('code'))[:12]}…, now {code[:12]}…")
-    if changed and not swarm.accept_code:
-        raise InputError(
-            f"{run.folder} has a different configuration: {'; '.join(changed)}; --accept-code resumes with the new one "
-            "and records the change, or use another --run"
-        )
-    return changed
-
-
-def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int, exchanged: int) -> Swarm:
-    usual = "average" if members == 1 else str(recipe.defaults.get("outer", "nesterov"))
-    outer: Any = swarm.outer or stored.get("outer") or usual
-    same = outer == stored.get("outer")
-    rate = swarm.outer_lr if swarm.outer_lr is not None else stored.get("outer_lr") if same else None
-    if outer == "average" and rate is not None:
-        raise InputError(f"--outer average takes no --outer-lr ({rate}); leave one of them out")
-    form: Any = swarm.quantize or stored.get("quantize") or "plain"
-    overlap = stored.get("overlap", True) if swarm.overlap is None else swarm.overlap == "auto"
-    return Swarm(
-        run=stored.get("run") or secrets.token_hex(8),
-        members=members,
-        cycle=swarm.cycle or stored.get("cycle") or CYCLE,
-        outer=outer,
-        outer_lr=rate,
-        quantize=form,
-        overlap=overlap,
-        fragments=stored.get("fragments") or fragments_for(exchanged, members),
-    )
-
-
-def _evaluate_every(asked: Any, recipe: Recipe, resolved: Resolved) -> int | None:
-    """Tokens between two evaluations; None for one at the end."""
-    every = Every() if asked is None else parse_every(asked, "eval_every")
-    held_out(recipe, required=asked is not None)
-    if every.seconds is not None:
-        raise InputError(
-            "in a swarm --eval-every counts steps, as its members share no clock; use for example --eval-every 500"
-        )
-    return every.steps and every.steps * int(resolved.settings["batch"]) * resolved.tokens_per_row
 
 
 def _supervise(
@@ -385,20 +275,23 @@ def _supervise(
 ) -> SwarmResult:
     plan, made = ready.plan, ready.plan.swarm
     rule = made.outer if made.outer_lr is None else f"{made.outer} at {made.outer_lr}"
+    who = "1 member" if made.members == 1 else f"{made.members} members" if made.members else "only members that join"
     sentences = [
-        f"{made.members} members, a push every {made.cycle} steps, outer rule {rule}"
+        f"{who}, each pushing every {made.cycle} steps; outer rule {rule}"
         + (f", {made.quantize} in both directions" if made.quantize != "plain" else ""),
         *ready.notes,
     ]
     per_row = plan.tokens_per_row
-    screen.open(About(recipe.name, str(run.folder), plan.settings["batch"] * per_row, unit(per_row)), sentences)
+    screen.open(About(recipe.name, shown(run.folder), plan.settings["batch"] * per_row, unit(per_row)), sentences)
     for name in (STATUS, REPORT):
         (run.folder / name).unlink(missing_ok=True)  # of the processes before these
-    run.write_event("started", message=f"{made.members} members", command=command_line())
+    run.write_event("started", message=who, command=command_line())
     try:
         with ready.cluster as cluster:
-            if not cluster.found:
-                screen.note(f"to add a machine: tpuswarm join {cluster.address} --token-file {run.folder / TOKEN}")
+            if not cluster.found and not (run.config() or {}).get("swarm", {}).get("demo"):
+                screen.note(f"to add a machine: `tpuswarm join {cluster.address} --token-file {cluster.token}`")
+            if cluster.dashboard:
+                screen.note(f"Ray's dashboard: http://{cluster.dashboard}, which asks for the token in {cluster.token}")
             supervisor = Supervisor(run, plan, cluster, screen, ready.environment, watch)
             ended = supervisor.go()
     except TpuswarmError as error:

@@ -7,8 +7,11 @@ started; the same command goes on from the ledger.
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from signal import SIGHUP, SIGINT
 from typing import Any, NamedTuple
 
 from tpuswarm.config.shown import significant
@@ -17,19 +20,19 @@ from tpuswarm.swarm.clock import Clock
 from tpuswarm.swarm.core.alarms import Step, Watched, alarms
 from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.fragments import shards_for
+from tpuswarm.swarm.core.quantize import bytes_per_element
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster, Outcome
 from tpuswarm.swarm.events import commit_event, sentence
-from tpuswarm.swarm.inner import InnerStates
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.notice import GOODBYE
-from tpuswarm.swarm.retention import clean
+from tpuswarm.swarm.retention import Holdings, clean
 from tpuswarm.swarm.runtime.kept import Kept, guest_name
 from tpuswarm.swarm.runtime.plan import HEAD, Plan, member_name
 from tpuswarm.swarm.runtime.screen import Screen
-from tpuswarm.swarm.status import Progress, SwarmStatus, compose, write_status
+from tpuswarm.swarm.status import FINISHED, STOPPED, Progress, SwarmStatus, after_the_end, compose, write_status
 from tpuswarm.swarm.store import Store
 from tpuswarm.train.listing import newest_evaluation
 from tpuswarm.train.live import Pace
@@ -80,10 +83,14 @@ class Supervisor:
         self._store = Store(run.folder)
         self._ledger = Ledger(self._store)
         self.view: View | None = None
+        self._carried_by: Counter[str] = Counter()
+        self._carried_at: int | None = None
+        """The version at which it was counted."""
         self.status: SwarmStatus | None = None
         self._pace, self._evaluation = Pace(), newest_evaluation(run.folder)
         self._cleaner = ThreadPoolExecutor(1, "cleaner")
         self._cleaning: Future[None] | None = None
+        self._held = Holdings(Staleness().limit)
         self._summary: Summary | None = None
         self._alarms: tuple[str, ...] = ()
         self._recent: list[Record] = []
@@ -95,7 +102,7 @@ class Supervisor:
         """That were ever given a member: a machine that comes back is another node."""
         self._joined: frozenset[str] = frozenset()
         """Members that have had an incarnation."""
-        self._stopping = 0.0
+        self._stopping, self._told_address = 0.0, False
         self._clock = Clock(time.monotonic)
 
     def go(self) -> Ended:
@@ -103,6 +110,7 @@ class Supervisor:
         self._desire()
         with StopSignals() as stop:
             while True:
+                self.run.check()
                 self._keep()
                 self._follow()
                 self._look()
@@ -111,21 +119,23 @@ class Supervisor:
                 head = self.kept[HEAD]
                 if head.left and self._gone():
                     self._follow()
-                    self._tell(now=True)
+                    self._tell(FINISHED)
                     return Ended("finished", f"finished: {self.plan.settings['steps']} steps", None)
                 if stop.asked is not None:
                     if not self._stopping:
                         self._say_goodbye()
                     if self._gone(settled=True) or time.monotonic() - self._stopping > GOODBYE:
                         self._follow()
-                        self._tell(now=True)
-                        return Ended("stopped", self._stopped_at(), int(stop.asked))
+                        # Who takes its machine away sends SIGTERM: then another head goes on.
+                        self._tell(STOPPED if stop.asked == SIGINT else "stopped")
+                        why = "its terminal closed: " if stop.asked == SIGHUP else ""
+                        return Ended("stopped", f"{why}{self._stopped_at()}", int(stop.asked))
                 time.sleep(LOOK)
 
     def _desire(self) -> None:
         """What is to be alive: a coordinator, shards, and the members that the run was started with."""
         plan, folder = self.plan, self.run.folder.resolve()
-        count = min(plan.swarm.fragments, shards_for(plan.swarm.members))
+        count = min(plan.swarm.fragments, shards_for(plan.swarm.members + plan.swarm.expected))
         shards = tuple(f"aggregator-{number}" for number in range(count))
         data = str(folder / "data")
         hosts = "tpuswarm.swarm.runtime.hosts"
@@ -192,11 +202,20 @@ class Supervisor:
         if kept.name == HEAD and kept.born:
             arguments = {**arguments, "alone": False}
         if kept.member:
-            arguments = {**arguments, "steps": self._steps(kept.name)}
+            kept.arguments = arguments = {
+                **arguments,
+                "steps": self._steps(kept.name),
+                "evaluates": self._evaluates(kept),
+            }
         log = self.run.folder / "logs" / f"{kept.name}.log"
         process = self._cluster.start(kept.name, kept.maker, arguments, kept.environment, log.resolve(), kept.node)
         if process is not None:
             kept.began(process, self._clock())
+
+    def _evaluates(self, kept: Kept) -> bool:
+        """One member does: the first; in its place, where its machine has left, the next one that starts."""
+        others = [each for each in self.kept.values() if each.member and each is not kept and not each.left]
+        return not any(each.arguments["evaluates"] for each in others)
 
     def _ended(self, kept: Kept, outcome: Outcome, now: float) -> None:
         if kept.member and kept.process and outcome.how != "dead":
@@ -308,7 +327,8 @@ class Supervisor:
             for record in self._recent:
                 self._commit(record)
         before = self.view.version
-        self.view = self._ledger.refresh(self.view)
+        if self._is_news():
+            self.view = self._ledger.refresh(self.view)
         for record in self._ledger.records(range(before + 1, self.view.version + 1)):
             self._recent = [*self._recent[-20:], record]
             self._commit(record)
@@ -321,10 +341,16 @@ class Supervisor:
             if self._cleaning is None or self._cleaning.done():
                 self._cleaning = self._cleaner.submit(self._clean, self.view.version)
 
+    def _is_news(self) -> bool:
+        """Whether to look for records: in a bucket each look is a request, and the coordinator says what there is."""
+        assert self.view is not None
+        if not self.run.in_bucket or self.kept[HEAD].left or self._stopping:
+            return True
+        return self._summary is not None and self._summary.version > self.view.version
+
     def _clean(self, version: int) -> None:
-        records, limit = self._ledger.records(range(version + 1)), Staleness().limit
-        clean(self._store, records, limit)
-        InnerStates(self._store).clean(records, limit)
+        self._held.add(self._ledger.records(range(self._held.count, version + 1)))
+        clean(self._store, self._held)
 
     def _commit(self, record: Record) -> None:
         for kept in self.kept.values():
@@ -334,17 +360,21 @@ class Supervisor:
             self._told = record.version
             self._event("commit", **commit_event(record))
 
-    def _tell(self, now: bool = False) -> None:
+    def _tell(self, last: str = "") -> None:
+        """Say how all stands, at most so often; last: the phase that stays for good."""
         clock = time.monotonic()
-        if not now and clock - self._status_at < STATUS:
+        if not last and clock - self._status_at < STATUS:
             return
         self._status_at = clock
         leased = {each.incarnation.name for each in self._summary.leased} if self._summary else set()
         version = self._summary.version if self._summary else None
         heard = self._clock()
         kept_members = [kept for kept in self.kept.values() if kept.member]
-        members = [kept.status(leased, version, self.plan.tokens_per_row, heard) for kept in kept_members]
-        alive = [Watched(each.id, tuple(self.kept[each.id].steps)) for each in members if each.state == "alive"]
+        carried = self._carried()
+        members = [
+            kept.status(leased, version, self.plan.tokens_per_row, carried[kept.name], heard) for kept in kept_members
+        ]
+        alive = [Watched(each.id, tuple(self.kept[each.id].steps)) for each in members if each.lives]
         cycle = self._summary.median_cycle if self._summary else None
         aside = [f"{kept.name} does not train: {kept.given_up}" for kept in self.kept.values() if kept.given_up]
         found = (*aside, *alarms(self._recent, alive, cycle, clock - self._progress_at, time.time()))
@@ -358,12 +388,33 @@ class Supervisor:
         if self._summary and clock >= self._progress_at:
             self._pace.add(clock, self._summary.tokens.applied)
         progress = Progress(
-            self.screen.began, self._pace.per_second, self._evaluation.get("eval_loss"), self._evaluation.get("version")
+            self.screen.began,
+            self._pace.per_second,
+            self._evaluation.get("eval_loss"),
+            self._evaluation.get("version"),
+            carried.total(),
         )
         address = "" if self._cluster.found else self._cluster.address
         self.status = compose(self._summary, members, horizon, found, address, pids, time.time(), progress)
+        if last:
+            self.status = replace(self.status, phase=last)
+        if last == FINISHED:
+            gone = tuple(after_the_end(each, "finished") for each in self.status.members)
+            self.status = replace(self.status, members=gone, tokens_per_s=0.0)
         write_status(self.run.folder, self.status)
+        if not self._told_address:
+            self._told_address = True
+            self.run.send_soon()
         self.screen.status(self.status)
+
+    def _carried(self) -> Counter[str]:
+        """Bytes of all decided contributions of each member, each there, and of a version for each back."""
+        if self.view is not None and self.view.version != self._carried_at:
+            one = self._cluster.state_bytes / 4 * bytes_per_element(self.plan.swarm.quantize)
+            made = Counter(identity.incarnation.member for identity in self.view.verdicts)
+            self._carried_by = Counter({name: round(2 * one * count) for name, count in made.items()})
+            self._carried_at = self.view.version
+        return self._carried_by
 
     def _say_goodbye(self) -> None:
         self._stopping = time.monotonic()

@@ -17,7 +17,6 @@ from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.effects import Call, Do, Over, Process, Together
 from tpuswarm.swarm.engines.inproc import Faults, Inproc
-from tpuswarm.swarm.inner import INNER_SAVE, Saved
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.simulation.machine import Machine, TimedHolder
@@ -71,10 +70,9 @@ class Cluster(Inproc):
         )
         first = genesis(self.terms, scenario.fragments)
         self.records = {0: first}
-        saved: dict[str, Saved] = {}
         self.shards = {
             f"aggregator-{index}": Shard(
-                self.records, range(index, scenario.fragments, scenario.shards), self._fragment, saved
+                self.records, range(index, scenario.fragments, scenario.shards), self._fragment
             )
             for index in range(scenario.shards)
         }
@@ -127,8 +125,6 @@ class Cluster(Inproc):
             return machine.step
         if effect.name in ("member encodes", "member places a version"):
             return 4 * self.scenario.model.parameters / COPY
-        if effect.name in ("member packs its inner state", "member restores its inner state"):
-            return self._inner_bytes / COPY
         return STORED if node == COORDINATOR else 0.0
 
     def travels(self, node: str, call: Call, back: bool) -> float:
@@ -151,14 +147,8 @@ class Cluster(Inproc):
     def _fragment(self) -> float:
         return self.scenario.model.parameters / self.scenario.fragments
 
-    @property
-    def _inner_bytes(self) -> float:
-        return self.scenario.model.inner_bytes * self.scenario.model.parameters
-
     def _asked(self, call: Call) -> float:
-        if call.method == "put":
-            return self._fragment * self.scenario.pushed_bytes
-        return self._piece(call.arguments[2]) if call.method == "put_inner" else 0.0
+        return self._fragment * self.scenario.pushed_bytes if call.method == "put" else 0.0
 
     def _answered(self, call: Call) -> float:
         if call.method == "fetch":
@@ -166,10 +156,7 @@ class Cluster(Inproc):
         if call.method == "updates":
             _, base, version = call.arguments
             return self._fragment * (update_bytes(self.records, base, version) or 0.0)
-        return self._piece(call.arguments[1]) if call.method == "get_inner" else 0.0
-
-    def _piece(self, number: int) -> float:
-        return min(PIECE, self._inner_bytes - number * PIECE)
+        return 0.0
 
     def _opened(self) -> None:
         self.serve(COORDINATOR, self.coordinator)
@@ -222,11 +209,8 @@ class Cluster(Inproc):
             base=newest.version,
             tokens=newest.tokens,
         )
-        holder = TimedHolder(machine, self.scenario.fragments, ceil(self._inner_bytes / PIECE))
-        save = INNER_SAVE if self._inner_bytes else None
-        life = MemberProcesses(
-            books, holder, COORDINATOR, addresses, lambda: self.now, anchor=newest.state, inner_save=save
-        )
+        holder = TimedHolder(machine, self.scenario.fragments)
+        life = MemberProcesses(books, holder, COORDINATOR, addresses, lambda: self.now, anchor=newest.state)
         machine.life = life
         machine.comes("alive", self.now)
         for process in (life.train(), life.exchange(), life.heartbeats()):

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from tpuswarm.swarm.core.member import Adopt
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Identity
@@ -64,7 +62,6 @@ class TimedHolder:
 
     machine: Machine
     fragments: int
-    pieces: int
 
     def train(self, rows: Rows, progress: tuple[int, int], ahead: Rows) -> int:
         """A step is done."""
@@ -92,20 +89,8 @@ class TimedHolder:
     def adopt(self, adopt: Adopt, version: Any) -> None:
         """Done."""
 
-    def evaluate(self, batch: int, leave: Callable[[], bool]) -> None:
+    def evaluate(self, leave: Callable[[], bool]) -> None:
         """Not asked for."""
-
-    def inner(self) -> bool:
-        """Copied."""
-        return True
-
-    def pack(self, inner: Any) -> tuple[str, list[np.ndarray]]:
-        """As many pieces as it takes."""
-        return "specs", [np.zeros(0, np.uint8)] * self.pieces
-
-    def restore(self, specs: str, pieces: Sequence[np.ndarray]) -> bool:
-        """It fits."""
-        return True
 
     def ramp(self) -> None:
         """Small updates take as long as others."""

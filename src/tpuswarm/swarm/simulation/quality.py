@@ -133,13 +133,13 @@ def simulate(program: Program, source: Source, arm: Arm, *, batch: int, steps: i
     swarm = start(init_key, program=program, arm=arm)
     gathered = 0.0
     for cycle in range(cycles):
-        rows = _rows(program, source, arm, size, cycle)
+        rows = rows_of(program, source, arm, size, cycle)
         ticks = ticks_of(arm, cycle, cycles)
         members, norms = train(swarm.members, rows, ticks, arm.delay, step_key, program=program)
-        decided, gathered = _decide(arm, np.asarray(norms).tolist(), gathered)
+        decided, gathered = decide(arm, np.asarray(norms).tolist(), gathered)
         swarm = commit(swarm._replace(members=members), decided, arm=arm)
     state = jax.tree.map(lambda leaf: leaf[0], swarm.members.states)
-    return program.exchange().put(state, _tree(swarm.theta, program.exchange().get(state)))
+    return program.exchange().put(state, tree_of(swarm.theta, program.exchange().get(state)))
 
 
 def held_out_loss(program: Program, state: State, source: FiniteSource, batch: int, most_rows: int) -> float:
@@ -157,7 +157,7 @@ def held_out_loss(program: Program, state: State, source: FiniteSource, batch: i
 def start(key: jax.Array, *, program: Program, arm: Arm) -> Swarm:
     """All members at one genesis."""
     state = program.init(key)
-    theta = _flat(program.exchange().get(state))
+    theta = flat_of(program.exchange().get(state))
 
     def every(leaf: jax.Array) -> jax.Array:
         return jnp.broadcast_to(leaf, (len(arm.cycle), *leaf.shape))
@@ -193,7 +193,7 @@ def train(
 
     def adopted(state: State, new: jax.Array, reference: jax.Array) -> State:
         now = exchange.get(state)
-        return exchange.put(state, adopt(now, _tree(new, now), _tree(reference, now)))
+        return exchange.put(state, adopt(now, tree_of(new, now), tree_of(reference, now)))
 
     def part(after: jax.Array, states: State) -> State:
         """The ticks before the adoption, then those after it; one loop over both, to compile a step once only."""
@@ -203,7 +203,7 @@ def train(
         return jax.vmap(adopted)(states, new, members.snapshots)
 
     states = jax.lax.fori_loop(0, 2, part, members.states)
-    snapshots = jax.vmap(lambda state: _flat(exchange.get(state)))(states)
+    snapshots = jax.vmap(lambda state: flat_of(exchange.get(state)))(states)
     norms = jnp.sqrt(jnp.square(members.bases - snapshots).sum(axis=1))
     return Members(states, members.bases, snapshots), norms
 
@@ -245,14 +245,15 @@ def _evaluate(state: State, batch: Batch, *, program: Program) -> jax.Array:
     return program.evaluate(state, batch)["loss"]
 
 
-def _decide(arm: Arm, norms: list[float], gathered: float) -> tuple[Decided, float]:
+def decide(arm: Arm, norms: list[float], gathered: float) -> tuple[Decided, float]:
     """What `core` decides on the contributions of one cycle, and the shares of a quorum gathered after it."""
     commits: list[tuple[Any, ...]] = []
     for first in range(0, len(arm.cycle), arm.at_once):
         part = slice(first, first + arm.at_once)
         weights = [steps / sum(arm.cycle[part]) for steps in arm.cycle[part]]
         share, gathered = advance(arm.outer, gathered, arm.at_once, arm.quorum or len(arm.cycle))
-        commits.append((weights, clipping(norms[part]), arm.outer.rate_for(effective(weights)), share, gathered == 0))
+        rate = arm.outer.rate_for(effective(weights), share)
+        commits.append((weights, clipping(norms[part]), rate, share, gathered == 0))
     return Decided(*(jnp.asarray(column) for column in zip(*commits, strict=True))), gathered
 
 
@@ -281,7 +282,7 @@ def ticks_of(arm: Arm, cycle: int, cycles: int) -> Ticks:
     )
 
 
-def _rows(program: Program, source: Source, arm: Arm, size: int, cycle: int) -> dict[str, np.ndarray]:
+def rows_of(program: Program, source: Source, arm: Arm, size: int, cycle: int) -> dict[str, np.ndarray]:
     """The rows of a cycle, [members, steps, size, ...]: a range to each member, as leases are; zeros where it rests."""
     whole = sum(arm.cycle)
     found = read_rows(source, program.batch_spec(whole * size), cycle * whole * size, whole * size)
@@ -301,12 +302,14 @@ def _layout(shared: Any) -> Layout:
     return Layout.of({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, 1)
 
 
-def _flat(shared: Any) -> jax.Array:
+def flat_of(shared: Any) -> jax.Array:
+    """Shared parameters as one fragment, f32[n]."""
     leaves = dict(zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True))
     (paths,) = _layout(shared).paths
     return jnp.concatenate([leaves[path].ravel() for path in paths])
 
 
-def _tree(flat: Any, like: Any) -> Any:
+def tree_of(flat: Any, like: Any) -> Any:
+    """One fragment, f32[n], in the structure of the shared parameters `like`."""
     arrays = _layout(like).join([flat])
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in leaf_paths(like)])

@@ -21,8 +21,6 @@ class Model(Strict):
     batch: Count
     """Rows of a member's step."""
     tokens_per_row: Count
-    inner_bytes: NonNegativeFloat = 8.0
-    """Of a parameter, in the inner state that members save every ten minutes: 8 for AdamW, 0 saves nothing."""
 
 
 class Exchange(Strict):

@@ -5,14 +5,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from tpuswarm.swarm.core.messages import Accepted, Merge, Part, Terms
 from tpuswarm.swarm.core.values import Header, Identity, Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.downlink import WHOLE, bytes_of
 from tpuswarm.swarm.effects import Process, Sleep
-from tpuswarm.swarm.inner import Saved
 
 MERGE = 4e8
 """Parameters of contributions that a shard reads, checks and adds up in a second, about."""
@@ -80,8 +77,6 @@ class Shard:
     """The fragments of this shard."""
     fragment: float
     """Parameters of each."""
-    saved: dict[str, Saved]
-    """Inner states; shared by all shards."""
     received: float = 0.0
     """Bytes."""
     sent: float = 0.0
@@ -109,23 +104,3 @@ class Shard:
         name = hashlib.sha256(f"{merge.version}".encode()).hexdigest()
         made = dict.fromkeys(self.own, name)
         return Part(made, {}, {} if plain else made)
-
-    def put_inner(self, identity: Identity, base: int, number: int, piece: np.ndarray, digest: str) -> Accepted:
-        """Stored."""
-        return Accepted()
-
-    def finish_inner(self, saved: Saved) -> Accepted:
-        """Stored."""
-        self.saved[saved.identity.incarnation.member] = saved
-        return Accepted()
-
-    def find_inner(self, member: str, version: int, limit: int) -> Saved | None:
-        """As long as it is not too old."""
-        saved = self.saved.get(member)
-        if saved is None or self.records[version].changes - self.records[saved.base].changes > limit:
-            return None
-        return saved
-
-    def get_inner(self, saved: Saved, number: int) -> np.ndarray:
-        """Sent."""
-        return np.zeros(0, np.uint8)

@@ -100,7 +100,7 @@ class Hosts:
 
     def turn_off(self, host: Host) -> None:
         """Its processes end; its folder stays."""
-        host.on = host.leaving = False
+        host.on = False
         self.put(host)
 
     def boot(self, host: Host, new_external: bool = False) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from tpuswarm import catalog
 from tpuswarm.cloud.rehearsal.common.call import Call, Rejected
+from tpuswarm.cloud.rehearsal.common.refused import INVALID_ARGUMENT, Refused
 from tpuswarm.cloud.rehearsal.common.weather import Weather
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, region_of_zone
 from tpuswarm.cloud.rehearsal.tpu.offers import offered
@@ -109,6 +110,16 @@ class Networks:
             below = f"projects/{project}/regions/{region}/subnetworks/{name}"
             network["subnetworks"].append(self._resources.add(below, subnetwork, "subnetwork")["selfLink"])
         self._resources.table.put(path, network)
+
+    def check(self, project: str, zone: str, network: str, subnetwork: str) -> None:
+        """Raises Refused where the network, by name or path, has no such subnetwork in the zone's region."""
+        network, subnetwork = network.rsplit("/", 1)[-1], subnetwork.rsplit("/", 1)[-1]
+        path = f"projects/{project}/regions/{region_of_zone(zone)}/subnetworks/{subnetwork}"
+        found = self._resources.table.get(path)
+        if subnetwork == network == "default":
+            return  # every project has it
+        if found is None or found["network"].rsplit("/", 1)[-1] != network:
+            raise Refused(INVALID_ARGUMENT, f"Subnetwork '{path}' is not in network '{network}', or does not exist.")
 
     # Firewall rules.
 

@@ -2,11 +2,13 @@
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from tpuswarm.cloud.rehearsal.machines import processes
-from tpuswarm.cloud.rehearsal.machines.root import Root
+from tpuswarm.cloud.rehearsal.machines.root import TCMALLOC, Root
 
 HOLDER = "holder"
 
@@ -64,8 +66,62 @@ def _give_device(machine: Broken) -> None:
     machine.root.devices[-1].touch()
 
 
+def _logs(machine: Broken) -> Path:
+    return machine.root.path / "tmp" / "tpu_logs"
+
+
+def _close_logs(machine: Broken) -> None:
+    _logs(machine).mkdir(exist_ok=True)
+    _logs(machine).chmod(0o555)
+
+
+def _open_logs(machine: Broken) -> None:
+    if _logs(machine).exists():
+        _logs(machine).chmod(0o777)
+
+
+def _take_library(machine: Broken) -> None:
+    (machine.root.path / TCMALLOC).unlink(missing_ok=True)
+
+
+def _give_library(machine: Broken) -> None:
+    (machine.root.path / TCMALLOC).touch()
+
+
+def _dpkg(machine: Broken) -> Path:
+    return machine.root.path / "var" / "lib" / "dpkg" / "lock-frontend"
+
+
+def _hold_apt(machine: Broken) -> None:
+    _dpkg(machine).parent.mkdir(parents=True, exist_ok=True)
+    script = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print('locked', flush=True); time.sleep(1e9)"
+    )
+    held = subprocess.Popen(
+        [sys.executable, "-c", script, str(_dpkg(machine)), "unattended-upgrade"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=machine.environment,
+        cwd=machine.root.path,
+        start_new_session=True,
+    )
+    assert held.stdout is not None
+    held.stdout.readline()
+
+
+def _release_apt(machine: Broken) -> None:
+    if _dpkg(machine).exists():
+        held = _dpkg(machine).stat()
+        processes.send([machine.id], signal.SIGKILL, only=lambda pid: processes.has_open(pid, held))
+
+
 MACHINE_FAULTS: dict[str, Fault] = {
     "lock": Fault("a libtpu lock file that no process holds", _lock, _unlock),
     HOLDER: Fault("a process that holds the first chip and the lock", _hold, _release),
     "missing-device": Fault("the file of the last chip is not there", _take_device, _give_device),
+    "tpu-logs": Fault("/tmp/tpu_logs cannot be written", _close_logs, _open_logs),
+    "preload": Fault("the library that /etc/environment preloads is not there", _take_library, _give_library),
+    "apt": Fault("a process that holds apt's lock", _hold_apt, _release_apt),
 }

@@ -4,15 +4,17 @@ import asyncio
 import logging
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import asyncssh
 
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Host
-from tpuswarm.cloud.rehearsal.machines import processes, ssh
+from tpuswarm.cloud.rehearsal.machines import ports, processes, ssh
 from tpuswarm.cloud.rehearsal.machines.metadata import Metadata
 from tpuswarm.cloud.rehearsal.machines.root import METADATA_PORT, Root
 from tpuswarm.cloud.rehearsal.place import Place
@@ -21,7 +23,7 @@ from tpuswarm.cloud.rehearsal.wire.web import Web
 STAND_INS = Path(__file__).parent / "stand_ins"
 ALIASES = {
     "apt": "apt-get", "swapoff": "swapon", "umount": "mount", "poweroff": "reboot", "shutdown": "reboot",
-    "mkswap": "fallocate", "blkid": "lsblk", "mkfs.ext4": "lsblk",
+    "mkswap": "fallocate", "blkid": "lsblk", "wipefs": "lsblk", "mkfs.ext4": "lsblk",
 }  # fmt: skip
 
 
@@ -44,6 +46,8 @@ class Up:
     metadata: asyncio.Server
     ssh: dict[str, asyncssh.SSHAcceptor]
     """By address."""
+    ports: socket.socket | None
+    """Holds its range of ports; None: there was none left."""
 
 
 class Machines:
@@ -71,9 +75,7 @@ class Machines:
         self._cloud.hosts.changed = self._cloud.hosts.notice = lambda host: None
         await self.settled()
         hosts = self._cloud.hosts.all()
-        for host in hosts:
-            self._close(host.id)
-        await asyncio.to_thread(processes.kill, [host.id for host in hosts])
+        await self._end(*(host.id for host in hosts))
         for host in hosts:
             self.root(host).unplug()
 
@@ -134,7 +136,9 @@ class Machines:
         if host.id not in self._up:
             app = Metadata(lambda: self._cloud.hosts.get(host.id), self._facts, self._place.token(), self._cloud.guests)
             metadata = await self._web.listen(host.internal, METADATA_PORT, app)
-            self._up[host.id] = Up(host, metadata, {})
+            held = ports.hold()
+            root.give_ports(held[0] if held else None)
+            self._up[host.id] = Up(host, metadata, {}, held[1] if held else None)
             kind, value = key.export_public_key().decode().split()[:2]
             self._cloud.guests.write(host.id, f"hostkeys/{kind}", value)
             self._cloud.records.commit()
@@ -143,21 +147,25 @@ class Machines:
         for address in set(up.ssh) - addresses:
             up.ssh.pop(address).close()
         for address in addresses - set(up.ssh):
-            up.ssh[address] = await ssh.listen(root, address, key, lambda: self._keys(host.id), self._storage)
+            keys = partial(self._keys, host.id)
+            up.ssh[address] = await ssh.listen(
+                root, address, key, keys, self._storage, on=partial(self._up.__contains__, host.id)
+            )
 
-    async def _end(self, host: str) -> None:
-        self._close(host)
-        await asyncio.to_thread(processes.kill, [host])
-
-    def _close(self, host: str) -> None:
-        up = self._up.pop(host, None)
-        if up:
-            up.metadata.close()
+    async def _end(self, *hosts: str) -> None:
+        ended = [self._up.pop(host) for host in hosts if host in self._up]
+        for up in ended:
             for server in up.ssh.values():
                 server.close()
+        await asyncio.to_thread(processes.kill, hosts)
+        for up in ended:  # what was begun last may have asked whether its machine is being taken away
+            up.metadata.close()
+            if up.ports:
+                up.ports.close()
 
     async def _start_up(self, host: Host, root: Root) -> None:
-        """The start-up script, at every boot, as root would run it."""
+        """At every boot: enabled services, then the start-up script, as root would run it."""
+        await self._enter(host, root)
         facts = self._facts(host)
         script = facts.attributes.get("startup-script") if facts else None
         if not script:
@@ -178,6 +186,14 @@ class Machines:
         noting = asyncio.create_task(self._note_end(process, root))
         self._scripts.add(noting)
         noting.add_done_callback(self._scripts.discard)
+
+    async def _enter(self, host: Host, root: Root) -> None:
+        """Start what systemd would, where a machine has been told to."""
+        if (root.path / "etc" / "systemd" / "enabled").exists():
+            process = await asyncio.create_subprocess_exec(
+                *(self._place.stand_ins / "systemctl", "default"), env=self.environment(host, "root"), cwd=root.path
+            )
+            await process.wait()
 
     async def _note_end(self, process: asyncio.subprocess.Process, root: Root) -> None:
         code = await process.wait()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tpuswarm.cloud.rehearsal.common.hosts import Host
+from tpuswarm.cloud.rehearsal.machines import ports
 from tpuswarm.cloud.rehearsal.machines.processes import MACHINE
 from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
 
@@ -28,6 +29,7 @@ class Root:
         self._host = host
         self.path = place.machines / host.id
         self._booted = self.path / "run" / "boot"
+        self._ports = self.path / "run" / "ports"
         self.host_key = self.path / "etc" / "ssh" / "ssh_host_ed25519_key"
         self.log = self.path / "var" / "log" / "startup-script.log"
         self.lock = self.path / "tmp" / "libtpu_lockfile"
@@ -66,6 +68,12 @@ class Root:
         """It will have to boot when the cloud is there again."""
         self._booted.unlink(missing_ok=True)
 
+    def give_ports(self, first: int | None) -> None:
+        """Those that are its own from now on; None: it has none."""
+        self._ports.unlink(missing_ok=True)
+        if first is not None:
+            self._ports.write_text(str(first))
+
     def delete(self) -> None:
         """All of it."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -90,6 +98,7 @@ class Root:
             "SHELL": "/bin/bash",
             "LANG": "C.UTF-8",
             "TMPDIR": str(self.path / "tmp"),
+            "TMUX_TMPDIR": str(self.path / "tmp"),
             MACHINE: host.id,
             ROOT: str(self.path),
             PYTHON: sys.executable,
@@ -100,6 +109,8 @@ class Root:
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would ask another API about the bucket, by TLS
             "JAX_PLATFORMS": "cpu",
         }
+        if self._ports.exists():
+            found |= ports.variables(int(self._ports.read_text()))
         if host.devices:
             found["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={host.devices}"
         return found

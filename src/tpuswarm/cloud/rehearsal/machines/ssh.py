@@ -16,8 +16,8 @@ from tpuswarm.cloud.rehearsal.machines.root import SSH_PORT, Root
 
 Keys = Callable[[], str]
 """The value of the metadata key `ssh-keys` now: a line `USER:KEY` for each."""
-ON_TERMINAL = 'exec "$@" <"$0" >"$0" 2>&1'
-"""In a new session, the first terminal that is opened becomes the session's own."""
+ON_TERMINAL = 'exec "$@" <>"$0" >&0 2>&0'
+"""In a new session, the first terminal that is opened becomes the session's own; tmux also writes to its input."""
 
 
 def host_key(root: Root) -> asyncssh.SSHKey:
@@ -36,10 +36,17 @@ async def listen(
     keys: Keys,
     storage: str,
     server: Callable[[Keys], "Server"] | None = None,
+    on: Callable[[], bool] = lambda: True,
 ) -> asyncssh.SSHAcceptor:
-    """A server at port 2222 of an address. `server`: what knows its connections; None: a `Server`."""
+    """A server at port 2222 of an address. `server`: what knows its connections; None: a `Server`.
+
+    on: whether the machine is; a connection to one that is off breaks as soon as it is used.
+    """
 
     async def run(process: asyncssh.SSHServerProcess[bytes]) -> None:
+        if not on():
+            process.get_extra_info("connection").abort()
+            return
         await _run(process, root, storage)
 
     return await asyncssh.listen(

@@ -57,6 +57,8 @@ class Nodes:
         self._offers, self._operations = offers, operations
         self.ended: Callable[[str, str | None], None] = lambda request, why: None
         """Called with the name of the queued resource whose node has ended, or could not be made and why."""
+        self.check_network: Callable[[str, str, str, str], None] = lambda project, zone, network, subnetwork: None
+        """Raises Refused for a subnetwork that the network does not have in the zone's region."""
         self.made: Callable[[str], None] = lambda request: None
         """Called with the name of the queued resource whose node is ready."""
         for what in ("created", "refused", "deleted", "stopped", "started", "updated", "taken", "repaired"):
@@ -83,6 +85,8 @@ class Nodes:
         self._offers.check(place, accelerator)
         if not node.runtime_version:
             raise Refused(INVALID_ARGUMENT, "runtime_version must be specified.")
+        wanted = node.network_config
+        self.check_network(place.project, place.zone, wanted.network or "default", wanted.subnetwork or "default")
         return accelerator
 
     def check_quota(self, parent: str, wanted: Accelerator, spot: bool) -> None:
@@ -203,21 +207,20 @@ class Nodes:
         if accelerator_of_made(node).hosts > 1:
             raise Refused(FAILED_PRECONDITION, "Stopping a TPU Pod is not supported; it can only be deleted.")
         self._must_be(node, State.READY, "stop")
-        node.state = State.STOPPING
-        self._table.put(node.name, node)
-        operation = self._operations.begin(node.name, "stop")
-        self._timetable.after(STOP_S, "node stopped", node.name, node.id, operation.name)
-        return operation
+        return self._turn(node, State.STOPPING, "stop", STOP_S, "node stopped")
 
     def StartNode(self, request: Any) -> Any:
         node = self._find(request.name)
         if is_spot(node):
             raise Refused(FAILED_PRECONDITION, "A Spot or preemptible TPU cannot be started again; delete it.")
         self._must_be(node, State.STOPPED, "start")
-        node.state = State.STARTING
+        return self._turn(node, State.STARTING, "start", START_S, "node started")
+
+    def _turn(self, node: Any, state: Any, verb: str, seconds: float, then: str) -> Any:
+        node.state = state
         self._table.put(node.name, node)
-        operation = self._operations.begin(node.name, "start")
-        self._timetable.after(START_S, "node started", node.name, node.id, operation.name)
+        operation = self._operations.begin(node.name, verb)
+        self._timetable.after(seconds, then, node.name, node.id, operation.name)
         return operation
 
     def UpdateNode(self, request: Any) -> Any:

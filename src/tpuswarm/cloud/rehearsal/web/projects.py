@@ -27,6 +27,7 @@ OFF_WHEN_NEW = ("cloudquotas.googleapis.com", "compute.googleapis.com", "tpu.goo
 PROJECT_FAULTS = {
     "no-billing": "has no billing account linked to it",
     "no-apis": "has the APIs off that a new project has off: TPU, Compute Engine, quotas",
+    "os-login": "belongs to an organisation that wants OS Login on all machines",
 }
 """What may be wrong with a project."""
 ACCOUNT = "billingAccounts/000000-000000-000000"
@@ -46,6 +47,8 @@ class Projects:
         known = self._known(project)
         if fault == "no-billing":
             known["billing"] = not wrong
+        elif fault == "os-login":
+            known["os_login"] = wrong
         else:
             known["off"] = list(OFF_WHEN_NEW) if wrong else []
         self._table.put(project, known)
@@ -74,6 +77,14 @@ class Projects:
     def permissions(self, call: Call) -> dict[str, Any]:
         """projects.testIamPermissions: the owner may do everything."""
         return {"permissions": call.body.get("permissions", [])}
+
+    def policy(self, call: Call) -> dict[str, Any]:
+        """projects.getEffectiveOrgPolicy of v1: of a constraint that nobody set the policy is empty."""
+        constraint = call.body.get("constraint", "")
+        forced = constraint == "constraints/compute.requireOsLogin" and self._known(call.path["project"]).get(
+            "os_login"
+        )
+        return {"constraint": constraint, "booleanPolicy": {"enforced": True} if forced else {}}
 
     # Cloud Billing.
 

@@ -25,6 +25,7 @@ def project_routes(cloud: Cloud) -> list[Route]:
     table: list[tuple[str, str, Handler]] = [
         ("POST", PROJECT + ":testIamPermissions", projects.permissions),
         ("POST", "/v3/projects/{project}:testIamPermissions", projects.permissions),
+        ("POST", PROJECT + ":getEffectiveOrgPolicy", projects.policy),
         ("GET", PROJECT, projects.get),
         ("GET", "/v3/projects/{project}", v3),
         ("GET", f"{PROJECT}/billingInfo", projects.billing),

@@ -1,0 +1,142 @@
+"""`tpuswarm doctor`: what is wrong with machines, why it matters, how to mend it."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tpuswarm.cli.options import Fleets
+from tpuswarm.cli.runs import Json
+from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
+from tpuswarm.train.waiting import waiting
+
+if TYPE_CHECKING:
+    from tpuswarm.doctor.examine import Found
+
+CLOUD = "cloud"
+
+
+def doctor(
+    where: Annotated[
+        str, typer.Argument(metavar="[WHERE]", help="here, NAME, NAME/2 (a worker), POOL, all, or cloud.")
+    ] = "here",
+    mend: Annotated[bool, typer.Option("--fix", help="Mend what is safe to mend, and look again.")] = False,
+    as_json: Json = False,
+    fleet: Fleets = None,
+) -> None:
+    """Say what is wrong with machines, why it matters and how to mend it. Exit code 1 if something is wrong."""
+    from tpuswarm.doctor.examine import HERE, examine_here, fix_here
+
+    if where == HERE:
+        found, hosts = examine_here(), 1
+        if mend and (safe := _shown(found, as_json)):
+            for sentence in fix_here(safe):
+                say(sentence, err=True)
+            found = examine_here()
+    elif where == CLOUD:
+        raise typer.Exit(_cloud(fleet, mend, as_json))
+    else:
+        found, hosts = _far(where, fleet, mend, as_json)
+    if as_json:
+        print(json.dumps({"hosts": hosts, "found": [_object(each) for each in found]}))
+    else:
+        for each in found:
+            _tell(each)
+        ill = len({each.host for each in found})
+        say(f"{_hosts(hosts)}: nothing is wrong" if not found else f"{len(found)} wrong, on {ill} of {_hosts(hosts)}")
+    raise typer.Exit(1 if found else 0)
+
+
+def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
+    """Of the project and of the fleet as a whole; the exit code."""
+    import time
+
+    from tpuswarm.cloud.google.project import Project
+    from tpuswarm.cloud.google.provider import Google
+    from tpuswarm.doctor.cloud import WHY, of_fleet
+    from tpuswarm.fleet.facts import collect
+    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.preflight import checks
+
+    if mend:
+        raise InputError("nothing of a cloud is safe to mend without a person: leave --fix out")
+    meant, file = fleets.find(fleet)
+    cloud, found = meant.provider(), []
+    with waiting(f"looking at project {cloud.project}"):
+        if file is not None and isinstance(cloud, Google):
+            facts = collect(cloud, Project(cloud.access), file)
+            found += [
+                {"of": cloud.project, "check": each.id, "what": each.sentence, "why": "machines cannot be had without",
+                 "mend": each.mend}
+                for each in checks(file, facts, time.time(), paid=True) if not each.ok
+            ]  # fmt: skip
+        if not found and (document := meant.store(cloud).load()) is not None:
+            for name, check, wrong in of_fleet(document, cloud.machines(document.zones), time.time()):
+                found.append({"of": name, "check": check, "what": wrong.what, "why": WHY[check], "mend": wrong.mend})
+    if as_json:
+        print(json.dumps({"fleet": meant.called, "found": found}))
+    else:
+        for each in found:
+            say(f"{each['of']}  {each['check']}: {each['what']}")
+            say(f"    why: {each['why']}")
+            say(f"    mend: {each['mend']}")
+        say(f"{meant.called}: {len(found) or 'nothing is'} wrong")
+    return 1 if found else 0
+
+
+def _far(where: str, fleet: str | None, mend: bool, as_json: bool) -> "tuple[list[Found], int]":
+    """Of a fleet; how many hosts that are."""
+    import asyncio
+
+    from tpuswarm.doctor.examine import examine, fix
+    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.remote.connect import Connections
+
+    reach = find_reach(fleets.find(fleet)[0])
+    reached = reach.find(where)
+    hosts = {each.label: each for each in reached.hosts}
+
+    async def work() -> "list[Found]":
+        async with Connections(reach.key) as connections:
+            with waiting(f"looking at {_hosts(len(hosts))}"):
+                found = await examine(connections, reached)
+            if mend and (safe := _shown(found, as_json)):
+                for sentence in await fix(connections, hosts, safe):
+                    say(sentence, err=True)
+                with waiting("looking again"):
+                    found = await examine(connections, reached)
+            return found
+
+    found = asyncio.run(work())
+    return found, len(hosts) + len(reached.away)
+
+
+def _shown(found: "list[Found]", as_json: bool) -> "list[Found]":
+    """What is safe to mend, said before it is done."""
+    safe = [each for each in found if each.wrong.fix]
+    for each in safe:
+        say(f"{each.host}: {each.wrong.what}: {each.wrong.fix}", err=as_json)
+    return safe
+
+
+def _tell(each: "Found") -> None:
+    from tpuswarm.doctor.examine import WHY
+
+    say(f"{each.host}  {each.check}: {each.wrong.what}")
+    say(f"    why: {WHY[each.check]}")
+    say(f"    mend: {each.wrong.mend}" + ("; or `tpuswarm doctor --fix`" if each.wrong.fix else ""))
+
+
+def _object(each: "Found") -> dict[str, str | None]:
+    from tpuswarm.doctor.examine import WHY
+
+    return {
+        "host": each.host, "check": each.check, "what": each.wrong.what, "why": WHY[each.check],
+        "mend": each.wrong.mend, "fix": each.wrong.fix,
+    }  # fmt: skip
+
+
+def _hosts(count: int) -> str:
+    return f"{count} host" + "s" * (count != 1)

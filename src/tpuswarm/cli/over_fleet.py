@@ -1,0 +1,228 @@
+"""`tpuswarm train swarm.toml`: its machines, what they need, and one model on all of them; again: it goes on."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.terminal import say
+
+if TYPE_CHECKING:
+    from tpuswarm.fleet.file import SwarmFile
+    from tpuswarm.fleet.keeping.fleets import Fleet
+    from tpuswarm.fleet.training import Planned
+
+LOOK = 5.0
+"""Seconds between two looks at the run."""
+ITS_OWN = {"recipe", "yes", "paid", "detach", "dry", "accept_code"}
+"""Options that such a command takes; all others stand in [train]."""
+
+
+def is_fleet(path: Path) -> bool:
+    """Whether a file asks for machines."""
+    import tomllib  # half of what this file would add to `--help`
+
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # said where it is read
+    return any(name in found for name in ("pool", "head", "vm", "provider"))
+
+
+def train(
+    context: typer.Context, path: Path, yes: bool, paid: bool, detach: bool, dry: bool, accept_code: bool
+) -> None:
+    """All of it: preview, machines, set-up, jobs; then the run is followed until Ctrl-C, which ends nothing."""
+    from tpuswarm.cli import bring
+    from tpuswarm.cli.auto_batch import with_batch
+    from tpuswarm.cli.storage import as_rehearsed
+    from tpuswarm.fleet import asked, training
+    from tpuswarm.fleet.keeping import fleets
+
+    _only_its_own(context)
+    read, warnings = asked.asked(path, None, [], None, False, "google")
+    for warning in warnings:
+        say(f"warning: {warning}", err=True)
+    if read.train is None:
+        raise InputError(f"{path} has no [train], so it does not say what is trained; `tpuswarm up` only rents")
+    url, jobs = training.run_of(read), training.planned(read, accept_code)
+    _check_recipe(context, path, read)
+    if not dry:
+        as_rehearsed(path)
+        read = with_batch(read, url)
+        jobs = training.planned(read, accept_code)
+
+    def say_jobs() -> None:
+        for each in jobs:
+            say(f"then: {each.says}")
+        say(f"the run is {url}")
+
+    if dry:
+        bring.dry_run(read, lambda wanted: wanted, paid, keep=True, also=say_jobs)
+        return
+    fleet = fleets.of_file(read)
+    _bring_up(fleet, path, read, yes, paid, say_jobs)
+    _start_jobs(fleet, url, jobs)
+    if detach:
+        _say_back(url)
+        return
+    try:
+        _follow(path, url)
+    except KeyboardInterrupt:
+        _say_back(url)
+
+
+def _only_its_own(context: typer.Context) -> None:
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if wrong := [*(name for name in given if name not in ITS_OWN), *context.args]:
+        name = wrong[0].removeprefix("--").replace("_", "-")
+        raise InputError(f"--{name} stands in [train] of a file with machines: all of them have to know it")
+
+
+def _check_recipe(context: typer.Context, path: Path, read: "SwarmFile") -> None:
+    """A wrong recipe is found here, before anything is rented."""
+    from tpuswarm.cli.asked import check_options
+    from tpuswarm.cli.recipe import make_recipe
+
+    assert read.train is not None
+    table = read.train
+    check_options(path, table.model_dump(exclude_unset=True))
+    given = {name: value for name in ("data", "seed") if (value := getattr(table, name)) is not None}
+    make_recipe(table.recipe, given, dict(table.options), context)
+
+
+def _bring_up(
+    fleet: "Fleet", path: Path, read: "SwarmFile", yes: bool, paid: bool, say_jobs: Callable[[], None]
+) -> None:
+    """As `up --keep` does, and where the recipe or its data lie here, with this folder."""
+    from tpuswarm.cli import bring
+    from tpuswarm.cli.files import sync
+    from tpuswarm.remote.setup.table import Setup
+
+    agreed = bring.agree(fleet, read, lambda wanted: wanted, paid, yes, keep=True, also=say_jobs)
+    bring.bring_up(fleet, agreed, read.setup or Setup(), keep=True, file=path)
+    assert read.train is not None
+    local = read.train.data is not None and Path(read.train.data).exists()
+    if ".py" in read.train.recipe or local:
+        sync("all", str(path), yes, False)
+
+
+def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[Planned, ...]") -> None:
+    """Store those that do not run, and those that are not what the file says any more, and see the head begin."""
+    from tpuswarm.cli.jobs import carry, read, store_job
+    from tpuswarm.fleet.core.desired import Desired
+    from tpuswarm.fleet.core.names import by_number
+    from tpuswarm.fleet.file import HEAD
+    from tpuswarm.fleet.training import is_same
+    from tpuswarm.swarm.status import FILE
+    from tpuswarm.train.mirror import FILES
+    from tpuswarm.train.stored import Bucket
+
+    cloud = fleet.provider()
+    for each in jobs:
+        document = read(fleet)
+        there = next((job for job in document.jobs if job.name == each.name), None)
+        if there is not None and not there.over:
+            if is_same(each.line, there.line):
+                continue
+            say(f"job {each.name} is not what the file says now: it is ended, and begins anew")
+            end_jobs(fleet, [each.name])
+            document = read(fleet)
+        if each.name == HEAD:  # what an earlier head has said last would send members away
+            Bucket(url).delete(f"{FILES}{FILE}")
+        where = each.where
+        desired: Desired = document.desired
+        pool = next(one for one in desired.pools if one.name == where)
+        if each.name == HEAD and pool.count * _hosts(pool.type) > 1:
+            ours = [one for one in cloud.machines(document.zones).machines if one.fleet == desired.fleet]
+            names = sorted((one.name for one in ours if one.pool == where), key=by_number)
+            where = f"{names[0]}/0"
+        store_job(fleet, where, [each.line], each.name, "always", 0, None, cloud.machines)
+    job = carry(fleet, HEAD, lambda one: all(seat.phase != "waiting" for seat in one.seats))
+    for seat in job.seats:
+        say(f"head: {seat.phase}, {seat.why}")
+
+
+def _hosts(type_: str) -> int:
+    from tpuswarm.catalog import find
+
+    try:
+        return find(type_).hosts
+    except InputError:
+        return 1  # a plain VM
+
+
+def open_jobs(url: str) -> "tuple[Fleet, list[str]] | None":
+    """The fleet of this folder and its jobs that are not over, where a run is its training; None: it is not."""
+    from tpuswarm.fleet import training
+    from tpuswarm.fleet.keeping import fleets
+
+    try:
+        fleet, read = fleets.find(None)
+        if read is None or read.train is None or training.run_of(read) != url:
+            return None
+    except InputError:
+        return None
+    document = fleet.store(fleet.provider()).load()
+    jobs = document.jobs if document else ()
+    return fleet, [each.name for each in jobs if training.TOKEN in each.line and not each.over]
+
+
+def end_jobs(fleet: "Fleet", names: list[str]) -> None:
+    """End jobs everywhere: a run that was stopped is trained by nobody, and its head does not come back."""
+    from tpuswarm.cli.jobs import carry
+    from tpuswarm.fleet.keeping.document import Document
+
+    def ask(found: Document | None) -> Document:
+        assert found is not None
+        return replace(found, jobs=tuple(replace(each, stop=each.stop or each.name in names) for each in found.jobs))
+
+    fleet.store(fleet.provider()).change(ask)
+    for name in names:
+        for seat in carry(fleet, name, lambda each: each.over).seats:
+            say(f"{name} on {seat.machine or seat.pool}: {seat.phase}, {seat.why}", err=True)
+
+
+def _follow(path: Path, url: str) -> None:
+    """Show what happens until the run is finished: on a terminal as `status --watch` does, else a line each."""
+    from tpuswarm.cli.picture import training_here
+    from tpuswarm.cli.runs import make_console
+    from tpuswarm.cli.watching import event_line
+    from tpuswarm.swarm.logs import RUN, Logs
+    from tpuswarm.train.mirror import folder_of
+
+    training, console = training_here(url, path), make_console()
+    assert training is not None
+    if console.is_terminal:
+        training.watch(console)
+        say(f"{url} is finished; `tpuswarm down` ends what costs money")
+        return
+    logs: Logs | None = None
+    told = set(training.read()[2])
+    while True:
+        seen = training.see()
+        for event in seen.events:
+            if event not in told:
+                say(event_line(event))
+        told |= set(seen.events)
+        if seen.look:
+            logs = logs or Logs(folder_of(url))
+            for line in logs.new():
+                if line.source == RUN:
+                    say(str(line))
+        sys.stdout.flush()
+        if seen.look and seen.look.state == "finished":
+            say(f"{url} is finished; `tpuswarm down` ends what costs money")
+            return
+        time.sleep(LOOK)
+
+
+def _say_back(url: str) -> None:
+    say(f"the training goes on without this terminal: `tpuswarm status {url}`, `tpuswarm logs -f {url}`")
+    say("the same command comes back to it; `tpuswarm down` ends it and all machines")

@@ -1,0 +1,25 @@
+"""All checks, in the order in which they are shown: one file each."""
+
+from tpuswarm.doctor.check import AcrossCheck, Check
+from tpuswarm.doctor.checks import (
+    apt,
+    clock,
+    devices,
+    disk,
+    files,
+    held,
+    lock,
+    memory,
+    notice,
+    preload,
+    tpu_logs,
+    versions,
+    worker,
+)
+
+CHECKS: tuple[Check, ...] = tuple(
+    each.CHECK for each in (devices, held, lock, tpu_logs, worker, notice, disk, memory, files, clock, preload, apt)
+)
+"""Of one host."""
+ACROSS: tuple[AcrossCheck, ...] = (versions.CHECK,)
+"""Of several together."""

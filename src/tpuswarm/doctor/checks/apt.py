@@ -1,0 +1,19 @@
+"""The lock of apt and dpkg."""
+
+from collections.abc import Iterator
+
+from tpuswarm.config.shown import age
+from tpuswarm.doctor.check import Check, Subject, Wrong
+
+MEND = "wait for it: a new machine updates itself for some minutes; set-up waits by itself"
+
+
+def probe(host: Subject) -> Iterator[Wrong]:
+    """Who has it."""
+    if held := host.facts["apt"]:
+        yield Wrong(
+            f"{held['command'][:60]} (process {held['pid']}) has held apt's lock for {age(held['age_s'])}", MEND
+        )
+
+
+CHECK = Check("apt", "/var/lib/dpkg/lock-frontend", "meanwhile nobody else can install anything", MEND, probe)

@@ -1,0 +1,21 @@
+"""A library that every program is to load first, and that is not there."""
+
+from collections.abc import Iterator
+
+from tpuswarm.doctor.check import Check, Subject, Wrong
+
+MEND = "take the LD_PRELOAD line out of /etc/environment, and log in again"
+
+
+def probe(host: Subject) -> Iterator[Wrong]:
+    """What /etc/environment names."""
+    for library, there in host.facts["preload"].items():
+        if not there:
+            yield Wrong(f"/etc/environment preloads {library}, which is not there", MEND)
+
+
+CHECK = Check(
+    "preload", "LD_PRELOAD in /etc/environment",
+    "every program complains at its start, and some end: TPU VMs preload tcmalloc, which newer systems have elsewhere",
+    MEND, probe,
+)  # fmt: skip

@@ -1,0 +1,190 @@
+"""Runs on a host, with its own Python (3.6 or later) and nothing else: prints what `doctor` looks at, as JSON.
+
+Nothing is changed, and no answer is waited for longer than a second; what cannot be found out is null.
+"""
+
+import json
+import os
+import pwd
+import re
+import resource
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(os.environ.get("TPUSWARM_ROOT", "/"))
+"""The folder that stands for `/` on a machine of the local cloud."""
+LOCK = ROOT / "tmp/libtpu_lockfile"
+PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm", "ray", "torch")
+MARKS = re.compile(rb"(^|\0)TPUSWARM_(JOB|EXEC)=")
+"""In the environment of what runs because somebody asked for it: a kept job (remote/supervise.py), or an `exec`."""
+METADATA = {
+    "worker": "attributes/agent-worker-number", "type": "attributes/accelerator-type", "preempted": "preempted",
+    "maintenance": "maintenance-event",
+}  # fmt: skip
+
+
+def devices() -> "list[Path]":
+    """The files of the chips that are there."""
+    return sorted([*(ROOT / "dev").glob("accel[0-9]*"), *(ROOT / "dev/vfio").glob("[0-9]*")])
+
+
+def shown(path: Path) -> str:
+    """As the machine itself would call it."""
+    return "/" + str(path.relative_to(ROOT))
+
+
+def holders(paths: "list[Path]") -> "list[dict[str, Any]]":
+    """Processes that have one of the files open; those of other users are seen by root alone."""
+    wanted = {}
+    for path in paths:
+        try:
+            found = path.stat()
+            wanted[found.st_dev, found.st_ino] = path
+        except OSError:
+            continue
+    held = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            for file in (each / "fd").iterdir():
+                found = file.stat()
+                if (found.st_dev, found.st_ino) in wanted:
+                    held.append(process(each, wanted[found.st_dev, found.st_ino]))
+                    break
+        except OSError:
+            continue
+    return held
+
+
+def process(place: Path, path: Path) -> "dict[str, Any]":
+    """Who it is that has a file, and how long it has been running."""
+    command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    ticks = int((place / "stat").read_text().rpartition(")")[2].split()[19])
+    up = float(Path("/proc/uptime").read_text().split()[0])
+    try:
+        asked_for = bool(MARKS.search((place / "environ").read_bytes()))
+    except OSError:  # another user's
+        asked_for = False
+    return {
+        "pid": int(place.name), "user": owner(place.stat().st_uid), "command": command[:200],
+        "age_s": up - ticks / os.sysconf("SC_CLK_TCK"), "path": shown(path),
+        "asked_for": asked_for,
+    }  # fmt: skip
+
+
+def owner(uid: int) -> str:
+    """A user's name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def entry(path: Path) -> "dict[str, Any] | None":
+    """Whose a file is, and whether this user may write it; null where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    mine = found.st_uid == os.getuid()
+    writable = bool(found.st_mode & (0o200 if mine else 0o002))
+    return {"user": owner(found.st_uid), "mode": f"{found.st_mode & 0o7777:o}", "writable": writable, "mine": mine}
+
+
+def preload() -> "dict[str, bool]":
+    """What every program is to load first, and whether it is there."""
+    try:
+        text = (ROOT / "etc/environment").read_text()
+    except OSError:
+        return {}
+    found = re.search(r'^\s*LD_PRELOAD=["\']?([^"\'\n]+)', text, re.MULTILINE)
+    named = re.split(r"[:\s]+", found.group(1).strip()) if found else []
+    return {each: (ROOT / each.lstrip("/")).exists() for each in named}
+
+
+def disk(path: Path) -> "dict[str, Any]":
+    """Room of the file system that a folder is on, and whether a file can be made there, or why not."""
+    found = os.statvfs(path)
+    test = path / f".tpuswarm-doctor-{os.getpid()}"
+    writable = None
+    try:
+        test.write_bytes(bytes(4096))
+    except OSError as error:
+        writable = os.strerror(error.errno or 0)
+    if test.exists():
+        test.unlink()
+    return {
+        "path": str(path), "free": found.f_bavail * found.f_frsize, "size": found.f_blocks * found.f_frsize,
+        "inodes": found.f_favail if found.f_files else None, "refused": writable,
+    }  # fmt: skip
+
+
+def memory() -> "dict[str, int]":
+    """Of /proc/meminfo, in bytes."""
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    names = ("MemTotal", "MemAvailable", "SwapTotal", "SwapFree")
+    return {name: int(found[name]) * 1024 for name in names if name in found}
+
+
+def locked(path: Path) -> "dict[str, Any] | None":
+    """The process that has locked a file; null: none."""
+    try:
+        inode = str(path.stat().st_ino)
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if "->" not in words and words[5].rpartition(":")[2] == inode:
+                return process(Path("/proc") / words[4], path)
+    except (OSError, IndexError, ValueError):
+        return None
+    return None
+
+
+def packages() -> "dict[str, str]":
+    """Versions of what set-up has put into its environment, and of its Python."""
+    for site in (Path.home() / ".tpuswarm").glob("**/site-packages"):
+        found = dict(each.stem.split("-", 1) for each in site.glob("*-*.dist-info"))
+        return {
+            "python": site.parent.name[len("python") :],
+            **{name: found[name] for name in PACKAGES if name in found},
+        }
+    return {}
+
+
+def metadata() -> "dict[str, str | None] | None":
+    """What the machine is told about itself; null where it is none of Google's."""
+    host = os.environ.get("GCE_METADATA_HOST")
+    if host is None:
+        try:
+            if Path("/sys/class/dmi/id/product_name").read_text().strip() != "Google Compute Engine":
+                return None
+        except OSError:
+            return None
+        host = "metadata.google.internal"
+    found: dict[str, str | None] = {}
+    for name, path in METADATA.items():
+        url = f"http://{host}/computeMetadata/v1/instance/{path}"
+        try:
+            request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+            with urllib.request.urlopen(request, timeout=1) as answer:
+                found[name] = answer.read().decode().strip()
+        except (OSError, ValueError):
+            found[name] = None
+    return found
+
+
+def collect() -> "dict[str, Any]":
+    """All of it."""
+    chips = devices()
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return {
+        "time": time.time(), "user": owner(os.getuid()), "devices": [shown(each) for each in chips],
+        "holders": holders([*chips, LOCK]), "lock": entry(LOCK), "logs": entry(ROOT / "tmp/tpu_logs"),
+        "preload": preload(), "disks": [disk(each) for each in (Path.home(), ROOT / "tmp")], "memory": memory(),
+        "files": None if soft == resource.RLIM_INFINITY else soft, "apt": locked(ROOT / "var/lib/dpkg/lock-frontend"),
+        "packages": packages(), "metadata": metadata(), "worker_id": os.environ.get("TPU_WORKER_ID"),
+    }  # fmt: skip
+
+
+sys.stdout.write(json.dumps(collect()) + "\n")

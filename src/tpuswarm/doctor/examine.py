@@ -1,0 +1,146 @@
+"""Looks at hosts, each in one round trip, and judges what was found."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+from tpuswarm.catalog import find
+from tpuswarm.cloud.protocol import Machine
+from tpuswarm.doctor.check import Facts, Subject, Wrong
+from tpuswarm.doctor.checks import ACROSS, CHECKS
+from tpuswarm.doctor.cloud import HEALTH, health
+from tpuswarm.doctor.cloud import WHY as OF_CLOUD
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.fleet.reach import Reached
+from tpuswarm.remote.connect import Connections, ask
+from tpuswarm.remote.fan_out import fan_out
+from tpuswarm.remote.host import Host, NoWay
+
+PATIENCE = 30.0
+"""Seconds that a host has to answer."""
+REACH = "reach"
+"""What is wrong with a host that cannot be looked at."""
+WHY = {
+    REACH: "what cannot be reached cannot be looked at, and a slice does not start without all of its workers",
+    HEALTH: OF_CLOUD[HEALTH],
+    **{each.id: each.why for each in CHECKS},
+    **{each.id: each.why for each in ACROSS},
+}
+"""Why each kind matters."""
+HERE = "here"
+
+
+class Found(NamedTuple):
+    """One thing that is wrong."""
+
+    host: str
+    check: str
+    wrong: Wrong
+
+
+def examine_here() -> list[Found]:
+    """This computer, as it is."""
+    before = time.time()
+    done = subprocess.run([sys.executable, "-c", _script()], capture_output=True, check=False, timeout=PATIENCE)
+    facts = _facts(done.returncode, done.stdout, done.stderr)
+    if isinstance(facts, str):
+        raise RunFailed(f"this computer cannot be looked at: {facts}")
+    return judge([Subject(HERE, facts, _skew(facts, before, time.time()))])
+
+
+async def examine(connections: Connections, reached: Reached) -> list[Found]:
+    """All hosts, and what the cloud says of their machines."""
+
+    async def look(host: Host) -> Subject:
+        before = time.time()
+        facts = _facts(*await ask(connections, host, "exec python3 -", _script().encode()))
+        if isinstance(facts, str):
+            raise NoWay(host, facts)
+        return _subject(host.label, reached.machines[host.label], facts, _skew(facts, before, time.time()))
+
+    answers = await fan_out(reached.hosts, look, time_out_s=PATIENCE)
+    found = [Found(each.partition(" ")[0], REACH, _away(each.partition(" ")[2])) for each in reached.away]
+    for host, answer in zip(reached.hosts, answers, strict=True):
+        if isinstance(answer, TpuswarmError):
+            found.append(Found(host.label, REACH, _away(str(answer).partition(" ")[2])))
+    machines = {each.name: each for each in reached.machines.values()}
+    found += [Found(name, HEALTH, wrong) for name, each in machines.items() if (wrong := health(each))]
+    return found + judge([each for each in answers if isinstance(each, Subject)])
+
+
+def judge(subjects: list[Subject]) -> list[Found]:
+    """What all checks say."""
+    found = [Found(each.label, check.id, wrong) for each in subjects for check in CHECKS for wrong in check.probe(each)]
+    if len(subjects) > 1:
+        found += [Found(label, check.id, wrong) for check in ACROSS for label, wrong in check.probe(subjects)]
+    return found
+
+
+def fix_here(found: Iterable[Found]) -> list[str]:
+    """Do what is safe on this computer; a sentence for each that could not be done."""
+    failed = []
+    for each in found:
+        done = subprocess.run(["/bin/bash", "-c", each.wrong.fix or "true"], capture_output=True, check=False)
+        failed += _not_mended(each, done.returncode, done.stderr)
+    return failed
+
+
+async def fix(connections: Connections, hosts: Mapping[str, Host], found: Iterable[Found]) -> list[str]:
+    """The same on hosts, by their labels."""
+    failed = []
+    for each in found:
+        if each.wrong.fix is not None and each.host in hosts:
+            try:
+                code, _, err = await ask(connections, hosts[each.host], each.wrong.fix)
+            except NoWay as error:
+                failed.append(str(error))
+            else:
+                failed += _not_mended(each, code, err)
+    return failed
+
+
+def _not_mended(each: Found, code: int | None, err: bytes) -> list[str]:
+    last = err.decode(errors="replace").strip().rpartition("\n")[2]
+    return [f"{each.host}: {each.check} is not mended (exit {code}): {last or 'it said nothing'}"] if code else []
+
+
+@cache
+def _script() -> str:
+    return files("tpuswarm.doctor").joinpath("collect.py").read_text(encoding="utf-8")
+
+
+def _facts(code: int | None, out: bytes, err: bytes) -> Facts | str:
+    """What `collect.py` has said, or why it has not."""
+    if code == 127:
+        return "has no python3, with which doctor looks at a host and jobs are kept"
+    try:
+        found: Facts = json.loads(out.decode().strip().rpartition("\n")[2])
+    except ValueError:
+        last = err.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"cannot be looked at (exit {code}): {last or 'it said nothing'}"
+    return found
+
+
+def _skew(facts: Facts, before: float, after: float) -> float:
+    """Seconds by which its clock is surely ahead (or behind, below 0), whenever between both it was read."""
+    told: float = facts["time"]
+    return told - after if told > after else min(0.0, told - before)
+
+
+def _subject(label: str, machine: Machine, facts: Facts, skew_s: float) -> Subject:
+    try:
+        accelerator = find(machine.type) if machine.kind == "tpu" else None
+    except InputError:  # a type that is newer than the catalogue
+        accelerator = None
+    worker = int(label.rpartition("/")[2]) if machine.kind == "tpu" else None
+    chips = accelerator.chips_per_host if accelerator else None
+    return Subject(label, facts, skew_s, machine.type if accelerator else None, chips, worker)
+
+
+def _away(why: str) -> Wrong:
+    return Wrong(why, "`tpuswarm list` shows its machine; a keeper, or `tpuswarm up`, replaces what is lost")

@@ -1,0 +1,52 @@
+"""What the members of a fleet's training have carried, as its run says in the bucket."""
+
+from collections.abc import Iterable, Mapping
+
+from pydantic import ValidationError
+
+from tpuswarm.cloud.errors import CloudError
+from tpuswarm.cloud.protocol import Machine, Provider
+from tpuswarm.fleet.core.traffic import Traffic, count
+from tpuswarm.fleet.keeping.document import Document
+from tpuswarm.fleet.training import is_head, run_in
+from tpuswarm.swarm import status
+from tpuswarm.train.mirror import FILES
+
+LOOK = 60.0
+"""Seconds between two looks: each is a request."""
+
+
+class Carried:
+    """Of one keeper."""
+
+    def __init__(self, provider: Provider):
+        self._provider = provider
+        self._looked: float | None = None
+        """When, by the even clock."""
+
+    def look(self, document: Document, machines: Iterable[Machine], now: float, steady: float) -> Traffic:
+        """The document's traffic, with what came since, where its budget has a limit for it.
+
+        What the bucket does not say now, it says later: members count all that they have ever carried.
+        """
+        url = run_in(document.jobs)
+        limited = document.desired.budget.traffic_per_day is not None
+        if url is None or not limited or (self._looked is not None and steady - self._looked < LOOK):
+            return document.traffic
+        self._looked = steady
+        try:
+            carried = self._read(url)
+        except (CloudError, ValidationError):  # no answer, or half an answer: the next look asks again
+            return document.traffic
+        zones = {f"j-{each.name}": each.zone for each in machines if each.fleet == document.desired.fleet}
+        head = next((seat.machine for job in document.jobs if is_head(job) for seat in job.seats), None)
+        place = zones.get(f"j-{head}")
+        if place is None:
+            return document.traffic
+        return count(document.traffic, url, carried, zones, place, now)
+
+    def _read(self, url: str) -> Mapping[str, int]:
+        bucket, _, folder = url.removeprefix("gs://").partition("/")
+        found = self._provider.bucket(bucket).read(f"{folder}/{FILES}{status.FILE}")
+        members = () if found is None else status.parse_status(found.data).members
+        return {each.id: each.carried for each in members}

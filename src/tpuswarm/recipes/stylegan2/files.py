@@ -1,0 +1,199 @@
+"""Pictures in files and archives as a memory map at one resolution, made once."""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
+from tpuswarm.train.contents import contents_digest
+from tpuswarm.train.files import write_atomically
+from tpuswarm.train.platform import cache_folder
+from tpuswarm.train.run import writing
+
+Odd = Literal["crop", "refuse"]
+"""What becomes of a picture that is no square of the resolution or more: its middle square, or a refusal."""
+ODD = get_args(Odd)
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+NAMED = 5
+"""Damaged pictures that are named."""
+TOGETHER = 64
+"""Pictures that are decoded side by side."""
+LARGEST = 2**28
+"""Pixels of a picture; more are taken for a mistake, or an attack."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`array` is memory-mapped: uint8 (count, side, side, 3)."""
+
+    array: np.ndarray
+    damaged: int
+    """Pictures that could not be read, and are left out."""
+    named: tuple[str, ...]
+    """The first of them, and what is wrong with each."""
+
+
+class Found(NamedTuple):
+    """A picture as it lies in a file or an archive."""
+
+    name: str
+    data: bytes
+
+
+def prepare_pictures(place: str, side: int, odd: Odd) -> Prepared:
+    """The memory map of all pictures at `place`, made in the user's cache if it is not there yet.
+
+    place: a folder with all below it, a zip, a tar, or a picture; a path or a URL that fsspec reads. Two processes may
+    do it at once: the first to finish gives it its name. Raises InputError where there is no picture, and, with
+    `refuse`, for the first that would have to be cropped or enlarged.
+    """
+    text = open_text(place)
+    marks = [text.key, side, odd]
+    folder = cache_folder("pictures") / hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:32]
+    if not (folder / "about.json").exists():
+        _make(folder, text, side, odd)
+    about = json.loads((folder / "about.json").read_text())
+    path = folder / "pictures.bin"
+    if contents_digest(path) != about["digest"]:
+        raise InputError(f"{path} is not what was written there; delete {folder} and start again: it is made anew")
+    array = np.memmap(path, np.uint8, "r", shape=(about["count"], side, side, 3))
+    return Prepared(array, about["damaged"], tuple(about["named"]))
+
+
+def _make(folder: Path, text: Text, side: int, odd: Odd) -> None:
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        try:
+            _write(making, text, side, odd)
+            try:
+                making.rename(folder)
+            except OSError:
+                if not (folder / "about.json").exists():
+                    raise
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+
+
+def _write(folder: Path, text: Text, side: int, odd: Odd) -> None:
+    digest, count, damaged, named = hashlib.sha256(), 0, 0, list[str]()
+    with (
+        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars,
+        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
+        (folder / "pictures.bin").open("wb") as file,
+    ):
+        bar = bars.add_task(f"reading the pictures of {text.name}", total=sum(text.sizes))
+        found = _pictures(text, lambda size: bars.advance(bar, size))
+        while some := list(islice(found, TOGETHER)):
+            for each, made in zip(some, pool.map(lambda one: _made(one, side, odd), some), strict=True):
+                if isinstance(made, str):
+                    damaged += 1
+                    named += [f"{each.name} ({made})"] * (len(named) < NAMED)
+                    continue
+                digest.update(made)
+                file.write(made)
+                count += 1
+        file.flush()
+        os.fsync(file.fileno())
+    if not count:
+        what = (
+            f"none of {damaged} can be read: {named[0]}"
+            if damaged
+            else f"its files do not end in {', '.join(PICTURES)}"
+        )
+        raise InputError(f"there is no picture in {text.name}: {what}")
+    about = {"count": count, "digest": digest.hexdigest(), "damaged": damaged, "named": named}
+    write_atomically(folder / "about.json", json.dumps(about))
+
+
+def _pictures(text: Text, advance: Advance) -> Iterator[Found]:
+    """All of them. Files come in an order of their own, so that what is held out is not the last class."""
+    paths = sorted(zip(text.files, text.sizes, strict=True), key=lambda each: _mark(each[0]))
+    for path, size in paths:
+        lower = path.lower()
+        if lower.endswith(PICTURES):
+            with text.system.open(path, "rb") as file:
+                yield Found(path, file.read())
+        elif lower.endswith(".zip"):
+            yield from _zipped(text, path)
+        elif lower.endswith(TARS):
+            yield from _tarred(text, path)
+        advance(size)
+
+
+def _mark(path: str) -> str:
+    return hashlib.sha256(path.encode()).hexdigest()
+
+
+def _zipped(text: Text, path: str) -> Iterator[Found]:
+    try:
+        with text.system.open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            for name in sorted(archive.namelist(), key=_mark):
+                if name.lower().endswith(PICTURES) and not _is_litter(name):
+                    yield Found(f"{path}:{name}", archive.read(name))
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise InputError(f"{path} is no whole zip ({error}); bring it again") from error
+
+
+def _tarred(text: Text, path: str) -> Iterator[Found]:
+    """In the order of the archive, which is read once from its beginning to its end."""
+    try:
+        with text.system.open(path, "rb") as file, tarfile.open(fileobj=file, mode="r|*") as archive:
+            for member in archive:
+                if member.isfile() and member.name.lower().endswith(PICTURES) and not _is_litter(member.name):
+                    taken = archive.extractfile(member)
+                    if taken is not None:
+                        yield Found(f"{path}:{member.name}", taken.read())
+    except (tarfile.TarError, EOFError) as error:
+        raise InputError(f"{path} is no whole tar ({error}); bring it again") from error
+
+
+def _is_litter(name: str) -> bool:
+    """What macOS puts into archives beside each file."""
+    return name.startswith("__MACOSX/") or Path(name).name.startswith("._")
+
+
+def _made(found: Found, side: int, odd: Odd) -> bytes | str:
+    """The bytes of a picture at the resolution, or what is wrong with it. Raises InputError for a refusal."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(found.data)) as opened:
+            if opened.width * opened.height > LARGEST:
+                return f"{opened.width} x {opened.height} pixels"
+            picture = ImageOps.exif_transpose(opened)
+            if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+                picture = picture.convert("RGBA")
+                ground = Image.new("RGBA", picture.size, "white")
+                picture = Image.alpha_composite(ground, picture)
+            picture = picture.convert("RGB")
+    except Exception as error:  # noqa: BLE001  # each format has errors of its own; a damaged picture is counted and named
+        return " ".join(str(error).split())[:100] or type(error).__name__
+    width, height = picture.size
+    if odd == "refuse" and (width != height or width < side):
+        raise InputError(
+            f"{found.name} is {width} x {height}, no square of {side} or more: --odd crop takes the middle of such "
+            "pictures and enlarges small ones"
+        )
+    square = min(width, height)
+    left, top = (width - square) // 2, (height - square) // 2
+    made = picture.resize((side, side), Image.Resampling.LANCZOS, (left, top, left + square, top + square))
+    return made.tobytes()

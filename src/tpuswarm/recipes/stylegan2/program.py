@@ -1,0 +1,271 @@
+"""What a StyleGAN2 computes at each step: two networks that learn against each other, and their regularisers.
+
+Sources: Karras et al. 2020 (1912.04958), section 3 and appendix B (lazy regularisation, path length), and 2020
+(2006.06676), appendix C (the weight of R1, the moving average's half-life that grows with the run).
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.stylegan2 import augment, discriminator, generator, losses
+from tpuswarm.recipes.stylegan2.config import Config
+from tpuswarm.recipes.stylegan2.layers import Params
+from tpuswarm.train import paths
+from tpuswarm.train.recipe import Batch, Clock, Exchange, Metrics, Options, Parameter, Program
+
+R1_EVERY = 16
+PATH_EVERY = 4
+"""Steps between two lazy regularisations."""
+PATH_WEIGHT = 2.0
+PATH_DECAY = 0.99
+"""Per path regularisation, of the mean length."""
+W_DECAY = 0.995
+"""Per step, of the mean of w."""
+MIXED = 0.9
+"""Share of the pictures that are made from two codes."""
+AVERAGE_SHARE = 0.05
+"""The half-life of the generator's moving average is at most this share of the pictures so far."""
+BETA2 = 0.99
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Two networks with an optimizer each; what is wanted in the end is `average`."""
+
+    generator: Params
+    discriminator: Params
+    average: Params
+    """The generator's moving average."""
+    generator_opt: Any
+    discriminator_opt: Any
+    w_mean: jax.Array
+    """Mean code w_D, for truncation."""
+    seen: dict[str, jax.Array]
+    """Scalars: `path_mean` (length), `r1` (the newest), `signs` (of scores of real pictures, since the last adjustment
+    of the augmentation), `strength` (of the augmentation)."""
+
+
+class StyleGAN2Program(Program):
+    """A step is one update of the discriminator, one of the generator, and the regularisers whose turn it is."""
+
+    def __init__(self, config: Config, options: Options, rate: float, r1: float | None, half_life: int, adapt: bool):
+        options.require_only("precision", by="stylegan2")
+        self._config, self._rate, self._r1, self._half_life, self._adapt = config, rate, r1, half_life, adapt
+        self._precision = options.precision
+        self._g_adam, self._d_adam = (_adam(rate, every) for every in (PATH_EVERY, R1_EVERY))
+
+    def init(self, key: jax.Array, shared: Any = None) -> State:
+        """Fresh networks, or `shared` ones; optimizers and moving average begin with them."""
+        keys = jax.random.split(key, 2)
+        shared = shared or {
+            "generator": generator.init(keys[0], self._config),
+            "discriminator": discriminator.init(keys[1], self._config),
+            "w_mean": jnp.zeros((self._config.latent,), jnp.float32),
+        }
+        seen = {name: jnp.zeros((), jnp.float32) for name in ("path_mean", "r1", "signs", "strength")}
+        return State(
+            **shared,
+            average=jax.tree.map(jnp.array, shared["generator"]),
+            generator_opt=self._g_adam.init(shared["generator"]),
+            discriminator_opt=self._d_adam.init(shared["discriminator"]),
+            seen=seen,
+        )
+
+    def step(self, state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
+        """One update of each network and the regularisers whose turn it is, then the averages."""
+        keys = jax.random.split(jax.random.fold_in(clock.key, clock.step), 4)
+        real = pixels(batch["pictures"])
+        self._require_groups(len(real))
+        with self._computing():
+            state, d_loss = self._train_discriminator(state, real, keys[0])
+            state = _every(R1_EVERY, clock.step, lambda now: self._smooth_discriminator(now, real, keys[1]), state)
+            state, g_loss = self._train_generator(state, len(real), keys[2])
+            state = _every(PATH_EVERY, clock.step, lambda now: self._smooth_generator(now, len(real), keys[3]), state)
+        state = self._adapted(state, clock.step, len(real))
+        state = self._averaged(state, clock.step, len(real))
+        shown = {name: state.seen[name] for name in ("path_mean", "r1", "strength")}
+        return state, {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss, **shown}
+
+    def evaluate(self, state: State, batch: Batch) -> Metrics:
+        """The losses of both networks on held-out pictures and those of the averaged generator, from fixed codes."""
+        real = pixels(batch["pictures"])
+        with self._computing():
+            made = self.make(state.average, jax.random.normal(jax.random.key(0), (len(real), self._config.latent)))
+            real_B, made_B = (self._score(state.discriminator, x) for x in (real, made))
+        d_loss, g_loss = losses.real(real_B) + losses.fake(made_B), losses.real(made_B)
+        return {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
+
+    def make(
+        self, params: Params, z_BxD: jax.Array, w_mean: jax.Array | None = None, truncation: float = 1.0
+    ) -> jax.Array:
+        """Pictures x_BxHxWx3 of a generator from codes z, the noise the same for the same place in the batch."""
+        w_BxD = generator.to_w(params, z_BxD)
+        if w_mean is not None:
+            w_BxD = generator.truncate(w_BxD, w_mean, truncation)
+        return self._synthesize(params, generator.in_layers(w_BxD, self._config), jax.random.key(1))
+
+    def batch_spec(self, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Pictures as bytes."""
+        side = self._config.resolution
+        return {"pictures": jax.ShapeDtypeStruct((size, side, side, 3), np.dtype(np.uint8))}
+
+    def exchange(self) -> Exchange:
+        """A swarm shares both networks and the mean of w; optimizers and the moving average are each member's own."""
+        names = ("discriminator", "generator", "w_mean")
+        return Exchange(
+            lambda state: {name: getattr(state, name) for name in names},
+            lambda state, shared: replace(state, **shared),
+        )
+
+    def parameters(self, state: State) -> list[Parameter]:
+        """Of both networks, then the mean of w, which is observed."""
+        return [
+            Parameter(path, False, False, "", statistic=path == "w_mean")
+            for path in paths.leaf_paths(self.exchange().get(state))
+        ]
+
+    def _require_groups(self, count: int) -> None:
+        group = self._config.group
+        if count % group:
+            raise InputError(
+                f"a batch of {count} does not divide into the groups of {group} pictures over which minibatch "
+                f"deviation is taken; use a --batch that is a multiple of {group}, or another --group"
+            )
+
+    def _train_discriminator(self, state: State, real: jax.Array, key: jax.Array) -> tuple[State, jax.Array]:
+        keys = jax.random.split(key, 4)
+        made, _ = self._made(state.generator, len(real), keys[0])
+        strength = state.seen["strength"]
+
+        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+            real_B = self._score(params, self._augmented(real, keys[1], strength))
+            made_B = self._score(params, self._augmented(made, keys[2], strength))
+            return losses.real(real_B) + losses.fake(made_B), jnp.sign(real_B).mean()
+
+        (value, sign), grads = jax.value_and_grad(loss, has_aux=True)(state.discriminator)
+        seen = state.seen | {"signs": state.seen["signs"] + sign / augment.EVERY}
+        return self._update_discriminator(replace(state, seen=seen), grads), value
+
+    def _train_generator(self, state: State, count: int, key: jax.Array) -> tuple[State, jax.Array]:
+        keys = jax.random.split(key, 2)
+
+        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+            made, w_BxLxD = self._made(params, count, keys[0])
+            made = self._augmented(made, keys[1], state.seen["strength"])
+            return losses.real(self._score(state.discriminator, made)), w_BxLxD[:, 0].mean(0)
+
+        (value, w_mean), grads = jax.value_and_grad(loss, has_aux=True)(state.generator)
+        mean = W_DECAY * state.w_mean + (1 - W_DECAY) * w_mean
+        return self._update_generator(replace(state, w_mean=mean), grads), value
+
+    def _smooth_discriminator(self, state: State, real: jax.Array, key: jax.Array) -> State:
+        """R1, made as strong as its interval is long."""
+        real = self._augmented(real, key, state.seen["strength"])
+        side, count = self._config.resolution, len(real)
+        gamma = 0.0002 * side * side / count if self._r1 is None else self._r1
+
+        def loss(params: Params) -> jax.Array:
+            return losses.r1(lambda x: self._score(params, x), real)
+
+        value, grads = jax.value_and_grad(loss)(state.discriminator)
+        grads = jax.tree.map(lambda grad: grad * (gamma / 2 * R1_EVERY), grads)
+        return self._update_discriminator(replace(state, seen=state.seen | {"r1": value}), grads)
+
+    def _smooth_generator(self, state: State, count: int, key: jax.Array) -> State:
+        """Path lengths of half a batch, kept near their running mean."""
+        keys = jax.random.split(key, 3)
+        count, side = max(count // 2, 1), self._config.resolution
+        noise = jax.random.normal(keys[0], (count, side, side, 3))
+
+        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+            w_BxLxD = self._codes(params, count, keys[1])
+            length_B = losses.path_lengths(lambda w: self._synthesize(params, w, keys[2]), w_BxLxD, noise)
+            mean = PATH_DECAY * state.seen["path_mean"] + (1 - PATH_DECAY) * jax.lax.stop_gradient(length_B.mean())
+            return PATH_WEIGHT * PATH_EVERY * jnp.square(length_B - mean).mean(), mean
+
+        (_, mean), grads = jax.value_and_grad(loss, has_aux=True)(state.generator)
+        return self._update_generator(replace(state, seen=state.seen | {"path_mean": mean}), grads)
+
+    def _made(self, params: Params, count: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Pictures from random codes, and the codes w_BxLxD."""
+        keys = jax.random.split(key, 2)
+        w_BxLxD = self._codes(params, count, keys[0])
+        return self._synthesize(params, w_BxLxD, keys[1]), w_BxLxD
+
+    def _codes(self, params: Params, count: int, key: jax.Array) -> jax.Array:
+        """Random w_BxLxD; most change to another code at a random layer (Karras et al. 2019, section 3.1)."""
+        D, L = self._config.latent, self._config.layers
+        keys = jax.random.split(key, 3)
+        z = jax.random.normal(keys[0], (2 * count, D))
+        first_BxD, second_BxD = jnp.split(generator.to_w(params, z), 2)
+        cut_B = jax.random.randint(keys[1], (count,), 1, L)
+        cut_B = jnp.where(jax.random.bernoulli(keys[2], MIXED, (count,)), cut_B, L)
+        early_BxL = jnp.arange(L)[None] < cut_B[:, None]
+        return jnp.where(early_BxL[..., None], first_BxD[:, None], second_BxD[:, None])
+
+    def _synthesize(self, params: Params, w_BxLxD: jax.Array, key: jax.Array) -> jax.Array:
+        return generator.synthesize(params, w_BxLxD, key, self._config, self._precision == "bf16")
+
+    def _score(self, params: Params, x_BxHxWx3: jax.Array) -> jax.Array:
+        return discriminator.score(params, x_BxHxWx3, self._config, self._precision == "bf16")
+
+    def _augmented(self, x: jax.Array, key: jax.Array, strength: jax.Array) -> jax.Array:
+        return augment.augment(x, key, strength) if self._adapt else x
+
+    def _update_discriminator(self, state: State, grads: Params) -> State:
+        params, opt = _updated(self._d_adam, state.discriminator, state.discriminator_opt, grads)
+        return replace(state, discriminator=params, discriminator_opt=opt)
+
+    def _update_generator(self, state: State, grads: Params) -> State:
+        params, opt = _updated(self._g_adam, state.generator, state.generator_opt, grads)
+        return replace(state, generator=params, generator_opt=opt)
+
+    def _adapted(self, state: State, step: Any, count: int) -> State:
+        """The strength of the augmentation, adjusted every few steps; without adaptation it stays 0."""
+        signs, strength = state.seen["signs"], state.seen["strength"]
+        due = (step + 1) % augment.EVERY == 0
+        if self._adapt:
+            strength = jnp.where(due, augment.adjusted(strength, signs, augment.EVERY * count), strength)
+        return replace(state, seen=state.seen | {"strength": strength, "signs": jnp.where(due, 0.0, signs)})
+
+    def _averaged(self, state: State, step: Any, count: int) -> State:
+        """The generator's moving average, of a half-life in pictures."""
+        pictures = (jnp.asarray(step, jnp.float32) + 1) * count
+        decay = 0.5 ** (count / jnp.minimum(self._half_life, AVERAGE_SHARE * pictures))
+        average = jax.tree.map(lambda old, new: new + (old - new) * decay, state.average, state.generator)
+        return replace(state, average=average)
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        full = self._precision == "highest"
+        return jax.default_matmul_precision("highest") if full else nullcontext()
+
+
+def pixels(pictures: jax.Array) -> jax.Array:
+    """Bytes as float32 from -1 to 1."""
+    return pictures.astype(jnp.float32) / 127.5 - 1
+
+
+def _every(interval: int, step: Any, change: Callable[[State], State], state: State) -> State:
+    """`change(state)` at every `interval`th step from the first on: chosen on the device, one program for all steps."""
+    return jax.lax.cond(jnp.asarray(step) % interval == 0, change, lambda same: same, state)
+
+
+def _adam(rate: float, every: int) -> optax.GradientTransformation:
+    """Adam for `every` steps with one more of a regulariser among them (Karras et al. 2020, appendix B)."""
+    share = every / (every + 1)
+    return optax.adam(rate * share, b1=0.0, b2=BETA2**share, eps=1e-8)
+
+
+def _updated(adam: optax.GradientTransformation, params: Params, opt: Any, grads: Params) -> tuple[Params, Any]:
+    with jax.numpy_dtype_promotion("standard"):  # optax's updates do not pass the strict rules
+        updates, opt = adam.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt

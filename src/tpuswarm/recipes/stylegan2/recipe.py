@@ -1,0 +1,157 @@
+"""StyleGAN2 as a recipe.
+
+    tpuswarm train stylegan2-32 --data digits
+
+Rates are those of Karras et al.: Adam at 0.002 for 512 and 1024 (1912.04958, appendix B), 0.0025 below (2006.06676,
+appendix C).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuswarm.config.limits import LIMITS as SETTINGS
+from tpuswarm.config.units import check_number
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.stylegan2.config import FIRST, SIZES, Config
+from tpuswarm.train.recipe import Options, Recipe, Source
+
+if TYPE_CHECKING:  # a wrong option is answered before JAX is loaded: what needs it is imported by the method that does
+    import numpy as np
+
+    from tpuswarm.recipes.stylegan2.program import StyleGAN2Program
+
+DIGITS = "digits"
+FAKE = "fake"
+LIMITS: dict[str, Mapping[str, float]] = {
+    **{name: {"least": 1} for name in ("latent", "mapping", "channels", "most_channels", "average")},
+    "group": {"least": 2},
+    "lr": {"above": 0},
+    "r1": {"least": 0},
+    "seed": SETTINGS["seed"],
+}
+"""Of the options that are numbers."""
+BATCH = {512: 16, 1024: 16}
+"""Pictures of a step, of the sizes where it is not 32."""
+
+
+class StyleGAN2(Recipe):
+    """One StyleGAN2 and its pictures; what is None follows from `resolution`.
+
+    - data: a folder, zip or tar of pictures, local or a URL; `digits` (scikit-learn's), or `fake` for random pixels.
+    - odd: `crop` takes the middle square of pictures and enlarges small ones, `refuse` names the first such.
+    - latent: width of the codes; mapping: layers of the mapping network; channels: at the full resolution, twice as
+      many at each half of it up to most_channels; group: pictures over which minibatch deviation is taken.
+    - r1: weight of the gradient penalty; None is 0.0002 pixels / batch.
+    - average: half-life of the generator's moving average, in pictures.
+    - adapt: adaptive augmentation of the pictures, for data of few of them.
+    - seed: of the order of the rows.
+    """
+
+    target = "tpuswarm.recipes.stylegan2.recipe:StyleGAN2"
+
+    def __init__(
+        self,
+        *,
+        resolution: int = 32,
+        data: str = DIGITS,
+        odd: str = "crop",
+        latent: int | None = None,
+        mapping: int | None = None,
+        channels: int | None = None,
+        most_channels: int | None = None,
+        group: int | None = None,
+        lr: float | None = None,
+        r1: float | None = None,
+        average: int = 10_000,
+        adapt: bool = True,
+        seed: int = 0,
+    ):
+        if resolution < 2 * FIRST or resolution & (resolution - 1):
+            raise InputError(f"a resolution is a power of two from {2 * FIRST} on, not {resolution}")
+        usual = SIZES.get(resolution) or replace(SIZES[32 if resolution < 32 else 1024], resolution=resolution)
+        given = {
+            "latent": latent, "mapping": mapping, "channels": channels, "most_channels": most_channels, "group": group
+        }  # fmt: skip
+        self.name = f"stylegan2-{resolution}"
+        self.config: Config = replace(usual, **{name: value for name, value in given.items() if value is not None})
+        self._data, self._odd, self._seed = data, odd, seed
+        self._r1, self._average, self._adapt = r1, average, adapt
+        self._lr = lr if lr is not None else 0.002 if resolution >= 512 else 0.0025
+        values = {**vars(self.config), "lr": self._lr, "r1": r1, "average": average, "seed": seed}
+        for name, limits in LIMITS.items():
+            if values[name] is not None:
+                check_number(values[name], name, **limits)
+        if odd not in ("crop", "refuse"):
+            raise InputError(f"odd is crop or refuse, not {odd!r}")
+        self.defaults = {"batch": BATCH.get(resolution, 32), "steps": 2_000, "outer": "average"}
+
+    def options(self) -> dict[str, Any]:
+        """Everything that makes this recipe again."""
+        options = {
+            **vars(self.config),
+            "data": self._data,
+            "odd": self._odd,
+            "lr": self._lr,
+            "r1": self._r1,
+            "average": self._average,
+            "adapt": self._adapt,
+            "seed": self._seed,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    def program(self, options: Options) -> "StyleGAN2Program":
+        """The program; of the options it supports precision."""
+        from tpuswarm.recipes.stylegan2.program import StyleGAN2Program
+
+        return StyleGAN2Program(self.config, options, self._lr, self._r1, self._average, self._adapt)
+
+    def data(self, split: str) -> Source:
+        """Pictures of a split: the last tenth is held out."""
+        from tpuswarm.train.source import ArraySource
+
+        pictures = self._pictures
+        first = len(pictures) - len(pictures) // 10
+        part = {"train": slice(0, first), "validation": slice(first, None), "all": slice(None)}[split]
+        return ArraySource({"pictures": pictures[part]}, self._seed)
+
+    def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+        """Nothing: it makes pictures."""
+        raise InputError(f"{self.name} makes pictures, not text: add --grid 8x8")
+
+    def grids(
+        self, state: Any, rows: int, columns: int, *, truncation: float, seed: int, count: int = 1
+    ) -> "Iterator[np.ndarray]":
+        """Pictures of the averaged generator side by side, of codes that `seed` gives, on a closed walk from there."""
+        from tpuswarm.recipes.stylegan2.grid import make_grids
+
+        return make_grids(self.program(Options()), state, rows, columns, truncation, seed, self.config.latent, count)
+
+    def export(self, state: Any, folder: Path) -> None:
+        """The averaged generator, the discriminator and the mean code, with a description in words."""
+        from tpuswarm.recipes.stylegan2.export import write
+
+        write(state, self.config, folder)
+
+    @cached_property
+    def _pictures(self) -> "np.ndarray":
+        from tpuswarm.recipes.stylegan2 import pictures
+
+        side = self.config.resolution
+        if self._data == DIGITS:
+            return pictures.digits(side)
+        if self._data == FAKE:
+            return pictures.fake(side)
+        from tpuswarm.recipes.stylegan2.files import prepare_pictures
+        from tpuswarm.train.terminal import say
+
+        found = prepare_pictures(self._data, side, "refuse" if self._odd == "refuse" else "crop")
+        if found.damaged:
+            more = f" and {found.damaged - len(found.named)} more" if found.damaged > len(found.named) else ""
+            all_ = found.damaged + len(found.array)
+            say(f"{found.damaged} of {all_} pictures cannot be read: {'; '.join(found.named)}{more}", err=True)
+        if len(found.array) < 10:
+            raise InputError(f"{self._data} has {len(found.array)} pictures: 10 at least, of which one is held out")
+        return found.array

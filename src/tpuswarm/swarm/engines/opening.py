@@ -1,0 +1,125 @@
+"""Opening Ray: a cluster of one's own on this machine, quiet and small, or one that is there already."""
+
+import importlib
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.engines.files import ENVIRONMENT, private_folder
+from tpuswarm.swarm.engines.ports import Ports
+
+os.environ |= ENVIRONMENT  # Ray reads these while it is imported
+
+import ray
+
+NAMESPACE = "tpuswarm"
+LOOPBACK = "127.0.0.1"
+
+
+def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboard: bool) -> Any:
+    """Ray's context, of the cluster at an address or of a new one; RunFailed where there is none.
+
+    dashboard: serve Ray's own, to this machine alone. It can be cut short: the processes that Ray has started by then
+    end with this one.
+    """
+    own: dict[str, Any] = {}
+    if address is None:
+        own = {
+            "include_dashboard": dashboard,
+            "dashboard_host": LOOPBACK,
+            "object_store_memory": store_bytes,
+            "num_cpus": _processors(ports),
+            "num_gpus": 0,
+            "_temp_dir": str(_sessions()),
+            "_metrics_export_port": ports.of("metrics") if ports else None,
+        }
+    with _signals_are_ours(), _started_with(ports):
+        try:
+            context = ray.init(
+                address=address or "local", namespace=NAMESPACE, logging_level=logging.CRITICAL, log_to_driver=False,
+                configure_logging=False, **own,
+            )  # fmt: skip
+        except Exception as error:  # Ray's own words for a machine too busy to start it have no type of their own
+            raise RunFailed(_no_cluster(address, error)) from error
+        _silence()
+    return context
+
+
+def require_dashboard() -> None:
+    """Raise InputError where this Python has not what Ray's dashboard needs."""
+    try:
+        importlib.import_module("ray.dashboard.optional_deps")
+    except ImportError as error:
+        raise InputError(
+            f"--dashboard needs what ray[default] brings ({error}): pip install 'ray[default]'; for a fleet, add it to "
+            "pip in [setup]"
+        ) from error
+
+
+def _processors(ports: Ports | None) -> int:
+    """As Ray is to know them: it keeps a process in reserve for each, and each has a port."""
+    have = os.cpu_count() or 1
+    return min(have, ports.workers // 2) if ports else have
+
+
+def _sessions() -> Path:
+    """Where a run's Ray has its folder; what killed runs left there is removed."""
+    folder = private_folder() / "ray"
+    for session in folder.glob("session_*_*"):
+        pid = session.name.rpartition("_")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(session, ignore_errors=True)
+    return folder
+
+
+def _silence() -> None:
+    """Keep Ray's own messages off the user's screen: what they say of a process, the supervisor says in its words."""
+    import ray._private.worker as worker
+
+    worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+@contextmanager
+def _started_with(ports: Ports | None) -> Iterator[None]:
+    """While Ray is started: its ports, no log monitor, which takes 6% of a core for what nobody reads, no autoscaler.
+
+    `ray start` has options for that, `ray.init` has not.
+    """
+    parameter: Any = importlib.import_module("ray._private.parameter")
+    real = parameter.RayParams
+    given = ports.of_head() if ports else {}
+    parameter.RayParams = partial(real, include_log_monitor=False, no_monitor=True, **given)
+    try:
+        yield
+    finally:
+        parameter.RayParams = real
+
+
+@contextmanager
+def _signals_are_ours() -> Iterator[None]:
+    """While Ray is started: it sets no handler of SIGTERM here, and a terminal that closes does not end its processes.
+
+    They have this process's mask of signals; Ray itself has them block SIGINT, for the same reason.
+    """
+    import ray._private.utils as utils
+
+    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        utils.set_sigterm_handler = before
+
+
+def _no_cluster(address: str | None, error: Exception) -> str:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    where = f"the Ray cluster at {address} does not answer" if address else "Ray does not start on this machine"
+    return f"{where}: {reason}"

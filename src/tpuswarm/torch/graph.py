@@ -1,0 +1,176 @@
+"""A program that torch.export has traced, in plain data: torch is not needed to read or run it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tpuswarm.errors import InputError
+
+FORMAT = "tpuswarm torch 1"
+Group = Literal["params", "buffers", "constants"]
+GROUPS: tuple[Group, ...] = ("params", "buffers", "constants")
+
+
+@dataclass(frozen=True)
+class Ref:
+    """What another node gives, in the place of an argument."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A dtype of torch's, by its name there, in the place of an argument."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation."""
+
+    name: str
+    op: str
+    """An ATen operator without its overload (`add`), or a Python operator on sizes (`operator.mul`)."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    module: str = ""
+    """The path of the module that it is from."""
+    where: str = ""
+    """The line of the module's source: `model.py:12`."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One traced program: the objective of a batch, in training or in evaluation."""
+
+    arrays: Mapping[str, tuple[Group, str]]
+    """Nodes that stand for arrays of the module: their group and their name in it."""
+    batch: Mapping[str, str]
+    """Nodes that stand for arrays of the batch: their name in it."""
+    nodes: tuple[Node, ...]
+    loss: Ref
+    metrics: Mapping[str, Any]
+    """What each metric is."""
+    buffers: Mapping[str, Any]
+    """What each buffer that changes is afterwards."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A module and its loss."""
+
+    name: str
+    """Of the module's class."""
+    arrays: Mapping[Group, Mapping[str, np.ndarray]]
+    tied: Mapping[str, str]
+    """Other names of parameters: of each the one under which its array is."""
+    train: Graph
+    evaluate: Graph
+    integers: tuple[str, ...] = field(default=())
+    """Inputs that were traced as integers."""
+
+
+def write(path: Path, exported: Exported) -> None:
+    """One file: the arrays as safetensors, the rest as JSON in its header."""
+    from safetensors.numpy import save_file
+
+    about = {
+        "format": FORMAT,
+        "name": exported.name,
+        "tied": dict(exported.tied),
+        "integers": list(exported.integers),
+        "train": _encode_graph(exported.train),
+        "evaluate": _encode_graph(exported.evaluate),
+    }
+    arrays = {
+        f"{group}/{name}": np.ascontiguousarray(array)
+        for group in GROUPS
+        for name, array in exported.arrays[group].items()
+    }
+    save_file(arrays, path, {"tpuswarm": json.dumps(about)})
+
+
+def read(path: Path) -> Exported:
+    """What `write` has written. Raises InputError."""
+    from safetensors import SafetensorError, safe_open
+
+    arrays: dict[Group, dict[str, np.ndarray]] = {group: {} for group in GROUPS}
+    try:
+        with safe_open(path, "numpy") as file:
+            about = json.loads((file.metadata() or {}).get("tpuswarm", "{}"))
+            if about.get("format") != FORMAT:
+                raise InputError(f"{path} is no exported module: tpuswarm.torch.save writes one, where torch is")
+            for key in file.keys():  # noqa: SIM118  # it is no mapping
+                group, _, name = key.partition("/")
+                arrays[group][name] = file.get_tensor(key)
+    except FileNotFoundError:
+        raise InputError(f"there is no {path}: tpuswarm.torch.save writes it, where torch is") from None
+    except (SafetensorError, ValueError) as error:
+        raise InputError(f"{path} is no exported module ({error}): tpuswarm.torch.save writes one") from error
+    train, evaluate = (_decode_graph(about[name]) for name in ("train", "evaluate"))
+    return Exported(about["name"], arrays, about["tied"], train, evaluate, tuple(about["integers"]))
+
+
+def _encode_graph(graph: Graph) -> dict[str, Any]:
+    return {
+        "arrays": {name: list(where) for name, where in graph.arrays.items()},
+        "batch": dict(graph.batch),
+        "nodes": [
+            [each.name, each.op, _encode(each.args), _encode(each.kwargs), each.module, each.where]
+            for each in graph.nodes
+        ],
+        "loss": graph.loss.name,
+        "metrics": _encode(graph.metrics),
+        "buffers": _encode(graph.buffers),
+    }
+
+
+def _decode_graph(found: Mapping[str, Any]) -> Graph:
+    nodes = (
+        Node(name, op, tuple(_decode(args)), _decode(kwargs)["dict"], module, where)
+        for name, op, args, kwargs, module, where in found["nodes"]
+    )
+    return Graph(
+        {name: (where[0], where[1]) for name, where in found["arrays"].items()},
+        found["batch"],
+        tuple(nodes),
+        Ref(found["loss"]),
+        _decode(found["metrics"])["dict"],
+        _decode(found["buffers"])["dict"],
+    )
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Ref):
+        return {"ref": value.name}
+    if isinstance(value, Dtype):
+        return {"dtype": value.name}
+    if isinstance(value, Mapping):
+        return {"dict": {name: _encode(each) for name, each in value.items()}}
+    return [_encode(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "ref" in value:
+        return Ref(value["ref"])
+    if "dtype" in value:
+        return Dtype(value["dtype"])
+    return {"dict": {name: _decode(each) for name, each in value["dict"].items()}}
+
+
+def resolve(value: Any, known: Mapping[str, Any]) -> Any:
+    """An argument with the values of the nodes that it refers to."""
+    if isinstance(value, Ref):
+        return known[value.name]
+    if isinstance(value, (list, tuple)):
+        return [resolve(each, known) for each in value]
+    return value

@@ -1,0 +1,68 @@
+"""torch's dtypes, and what operands of several become: not what JAX would make of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpuswarm.errors import InputError
+from tpuswarm.torch.graph import Dtype
+
+NARROWED = {"float64": "float32", "int64": "int32", "bool": "bool_"}
+"""What JAX has for torch's dtypes of other names or of more bits than it uses."""
+
+
+def jax_dtype(dtype: Dtype | None, default: Any = None) -> Any:
+    """The dtype of JAX's for one of torch's; `default` for None. Raises InputError."""
+    if dtype is None:
+        return default
+    name = NARROWED.get(dtype.name, dtype.name)
+    if name.startswith("complex"):
+        raise InputError("complex numbers are not supported: split them into real and imaginary parts")
+    return jnp.dtype(getattr(jnp, name))
+
+
+def _kind(value: Any) -> int:
+    """Bool, integer or float, which torch's rule looks at first."""
+    dtype = jnp.result_type(value)
+    return 2 if jnp.issubdtype(dtype, jnp.inexact) else 0 if dtype == jnp.bool_ else 1
+
+
+def result_dtype(*values: Any) -> Any:
+    """What torch computes in: arrays with axes decide, then those without, then Python's numbers.
+
+    Each decides only if it is of a higher kind (bool, integer, float) than those before.
+    """
+    arrays = [each for each in values if isinstance(each, jax.Array)]
+    groups = [
+        [each for each in arrays if each.ndim],
+        [each for each in arrays if not each.ndim],
+        [each for each in values if not isinstance(each, jax.Array)],
+    ]
+    highest = max(_kind(each) for each in values)
+    for group in groups:
+        if top := [each for each in group if _kind(each) == highest]:
+            if isinstance(top[0], jax.Array):
+                return jnp.result_type(*(each.dtype for each in top))
+            break
+    return (jnp.bool_, jnp.int32, jnp.float32)[highest]
+
+
+def alike(*values: Any) -> list[jax.Array]:
+    """All as arrays of the one dtype that torch computes in."""
+    dtype = result_dtype(*values)
+    return [jnp.asarray(each).astype(dtype) for each in values]
+
+
+def as_float(x: Any) -> jax.Array:
+    """What torch makes of integers where only floats make sense."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+
+
+def axes(dim: Any, ndim: int) -> tuple[int, ...]:
+    """Axes as torch gives them: one, several, or none for all."""
+    if dim is None or dim == []:
+        return tuple(range(ndim))
+    given = dim if isinstance(dim, (list, tuple)) else [dim]
+    return tuple(sorted(each % ndim if ndim else 0 for each in given))[: max(ndim, 0)]

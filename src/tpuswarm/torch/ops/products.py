@@ -1,0 +1,118 @@
+"""Products of matrices, convolutions, attention, and look-ups in tables."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tpuswarm.torch.ops.dtypes import alike
+
+
+def matmul(a: Any, b: Any) -> Any:
+    """Of two matrices, or of equally many."""
+    a, b = alike(a, b)
+    return a @ b
+
+
+def addmm(c: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta·c + alpha·(a @ b)."""
+    c, a, b = alike(c, a, b)
+    product = a @ b
+    return (c if beta == 1 else c * beta) + (product if alpha == 1 else product * alpha)
+
+
+def convolution(
+    x: Any, w: Any, bias: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    transposed: bool, output_padding: Sequence[int], groups: int,
+) -> Any:  # fmt: skip
+    """x [N, C, …], w [O, C / groups, …]; transposed: w [C, O / groups, …]."""
+    axes_ = x.ndim - 2
+    letters = "DHW"[3 - axes_ :]
+    numbers = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+    stride, padding, dilation, output_padding = (
+        list(each) * axes_ if len(each) == 1 else list(each) for each in (stride, padding, dilation, output_padding)
+    )
+    x, w = alike(x, w)
+    if transposed:
+        size = w.shape[2:]
+        inputs, outputs = w.shape[0], w.shape[1]
+        w = w.reshape(groups, inputs // groups, outputs, *size).swapaxes(1, 2)
+        w = jnp.flip(w.reshape(groups * outputs, inputs // groups, *size), tuple(range(2, 2 + axes_)))
+        reach = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+        pads = [(r - p, r - p + more) for r, p, more in zip(reach, padding, output_padding, strict=True)]
+        y = lax.conv_general_dilated(
+            x, w, [1] * axes_, pads, lhs_dilation=stride, rhs_dilation=dilation, dimension_numbers=numbers,
+            feature_group_count=groups,
+        )  # fmt: skip
+    else:
+        y = lax.conv_general_dilated(
+            x, w, stride, [(p, p) for p in padding], rhs_dilation=dilation, dimension_numbers=numbers,
+            feature_group_count=groups,
+        )  # fmt: skip
+    return y if bias is None else y + bias.astype(y.dtype).reshape(1, -1, *[1] * axes_)
+
+
+def embedding(w: Any, places: Any, padding_idx: int = -1, *_: Any) -> Any:
+    """Rows of a table; the one for padding has no gradient."""
+    if padding_idx >= 0:
+        w = w.at[padding_idx].set(lax.stop_gradient(w[padding_idx]))
+    return w[places]
+
+
+def attention(
+    key: jax.Array | None, q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Scaled dot-product attention of […, H, T, K]. mask: of booleans, true where it may look, or added to scores."""
+    many = q.ndim > 3
+    batch = q.shape[:-3]
+
+    def heads_later(x: Any) -> Any:
+        x = x.reshape(-1, *x.shape[-3:]) if many else x.reshape(-1, 1, *x.shape[-2:])
+        return jnp.swapaxes(x, 1, 2)
+
+    q_BxTxHxK, k_BxSxGxK, v_BxSxGxK = heads_later(q), heads_later(k), heads_later(v)
+    bias = None
+    if mask is not None:
+        if not many and mask.ndim > 2:
+            mask = mask.reshape(*mask.shape[:-2], 1, *mask.shape[-2:])
+        lead = q.shape[:-2] if many else (*q.shape[:-2], 1)
+        mask = jnp.broadcast_to(mask, (*lead, q.shape[-2], k.shape[-2]))
+        mask = mask.reshape(-1, *mask.shape[-3:])
+        mask, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, mask.astype(q.dtype))
+    if dropout_p and key is not None:
+        y = _dropped(key, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask, bias, dropout_p, is_causal, scale)
+    else:
+        y = jax.nn.dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, bias, mask, scale=scale, is_causal=is_causal)
+    y = jnp.swapaxes(y, 1, 2)
+    return y.reshape(*batch, *y.shape[1:]) if many else y.reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _dropped(
+    key: jax.Array, q: Any, k: Any, v: Any, mask: Any, bias: Any, rate: float, is_causal: bool, scale: float | None
+) -> Any:
+    """With dropout of the weights, which JAX's own does not have."""
+    heads = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(each, heads, axis=2) if heads > 1 else each for each in (k, v))
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias
+    if is_causal:
+        causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        mask = causal if mask is None else mask & causal
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)  # type: ignore[no-untyped-call]
+    weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(q.dtype)
+    weights = jnp.where(jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0).astype(q.dtype)
+    return jnp.einsum("bhts,bshk->bthk", weights, v)
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "mm": matmul, "bmm": matmul, "mv": matmul, "dot": matmul, "matmul": matmul, "addmm": addmm, "baddbmm": addmm,
+    "addmv": addmm, "convolution": convolution, "embedding": embedding,
+}  # fmt: skip
+"""By name."""
+
+RANDOM: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention}
+"""The same with a key."""

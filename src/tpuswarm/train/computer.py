@@ -1,0 +1,25 @@
+"""Which computer this is, and whether a process of it still lives: a host name may be that of several."""
+
+import os
+from pathlib import Path
+
+
+def this_computer() -> str:
+    """What no other computer has, nor this one after its next start, nor another container on it; empty: not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # no Linux
+        return ""
+
+
+def alive(computer: str, pid: int) -> bool | None:
+    """Whether a process of a computer, as `this_computer` called it, lives; None: that cannot be told from here."""
+    if not computer or computer != this_computer():
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,136 @@
+"""A user's loss: called in a precision, its result checked, its parts added up over micro-batches."""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.paths import leaf_paths, mask
+from tpuswarm.train.recipe import Weighted
+
+Loss = Callable[..., Any]
+"""`loss(params, batch, key) -> loss` or `-> (loss, metrics)`: means over the batch, each a scalar or Weighted.
+
+With mutable state `loss(params, extra, batch, key) -> (loss, (metrics, extra))`. No key in evaluation.
+"""
+
+Terms = dict[str, Any]
+"""`loss` and metrics of one batch: float32 scalars for the loss, Weighted where the user gave that."""
+
+RESERVED = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version")
+"""Columns of metrics.jsonl; a loss's own metrics cannot use these names."""
+
+NUMERIC = (jax.Array, np.ndarray, np.generic, float, int)
+"""What a loss or a metric may be, before its shape is looked at."""
+
+
+def terms(out: Any) -> Terms:
+    """What a loss returned, as one dict. Raises InputError for what is no scalar and for metrics of reserved names."""
+    pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
+    loss, metrics = out if pair else (out, {})
+    for name, value in {"the loss": loss, **metrics}.items():
+        for part in value if isinstance(value, Weighted) else (value,):
+            if not isinstance(part, NUMERIC):
+                raise InputError(
+                    f"{name} is a {type(part).__name__}: a loss returns a scalar, or (scalar, dict of scalar metrics)"
+                )
+            if jnp.shape(part) != ():
+                raise InputError(
+                    f"{name} has shape {jnp.shape(part)}, it must be a scalar: take its mean over the batch"
+                )
+        if name in RESERVED:
+            raise InputError(f"a metric cannot be called {name}: the trainer writes one of that name")
+    found = {name: _float32(value) if isinstance(value, Weighted) else value for name, value in metrics.items()}
+    return found | {"loss": _float32(loss)}
+
+
+def terms_and_extra(out: Any, before: Any) -> tuple[Terms, Any]:
+    """What a loss with mutable state returned; InputError where that is not what it was given, in shape and dtype."""
+    two = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple) and len(out[1]) == 2
+    if not two or not isinstance(out[1][0], Mapping):
+        raise InputError(
+            "a loss with mutable state returns (loss, (dict of metrics, extra)), the dict empty where it has none"
+        )
+    loss, (metrics, extra) = out
+    was, now = (
+        {
+            path: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+            for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+        }
+        for tree in (before, extra)
+    )
+    for path in sorted(was.keys() | now.keys()):
+        if was.get(path) != now.get(path):
+            raise InputError(
+                f"the loss was given {was.get(path, 'no')} {path} in extra, and returns {now.get(path, 'none')}: "
+                "state keeps its shapes and dtypes"
+            )
+    given, returned = (str(jax.tree.structure(tree)) for tree in (before, extra))
+    if given != returned:
+        raise InputError(f"the loss returns extra as {returned}, and was given {given}")
+    return terms((loss, metrics)), extra
+
+
+def objective(found: Terms) -> jax.Array:
+    """What is differentiated: the sum of a Weighted loss, whose weight is divided out once all of it is known."""
+    loss = found["loss"]
+    return loss.sum if isinstance(loss, Weighted) else loss
+
+
+def means(total: Terms, count: int) -> Terms:
+    """The terms of `count` micro-batches, added up, as those of the whole batch: scalars."""
+    return {name: each.mean if isinstance(each, Weighted) else _part(each, count) for name, each in total.items()}
+
+
+def mean_gradient(grads: Any, total: Terms, count: int) -> Any:
+    """The sum over `count` micro-batches of the gradients of `objective`, as the gradient of the whole batch's loss."""
+    loss = total["loss"]
+    if isinstance(loss, Weighted):
+        weight = loss.weight + (loss.weight == 0)
+        return jax.tree.map(lambda grad: grad / weight.astype(grad.dtype), grads)
+    return jax.tree.map(lambda grad: _part(grad, count), grads)
+
+
+def _float32(value: Any) -> Any:
+    return jax.tree.map(lambda part: jnp.asarray(part, jnp.float32), value)
+
+
+def _part(total: Any, count: int) -> Any:
+    return total if count == 1 else total / jnp.asarray(count, total.dtype)
+
+
+def in_precision(loss: Loss, precision: str, cast: Collection[str] = (), float32: str | None = None) -> Loss:
+    """`loss` computed in `precision` over float32 parameters; of a batch, the arrays named in `cast` go with them.
+
+    float32: parameters whose path this expression matches stay as they are under bf16.
+    """
+    if precision != "bf16":
+
+        def full(params: Any, *args: Any) -> Any:
+            mask(params, float32, "float32")  # an expression that matches nothing is found on a CPU too
+            with jax.default_matmul_precision("highest") if precision == "highest" else nullcontext():
+                return loss(params, *args)
+
+        return full
+
+    def half(leaf: Any) -> Any:
+        return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
+
+    def halved(params: Any, *args: Any) -> Any:
+        *extra, batch, key = args
+        rows = {name: half(array) if name in cast else array for name, array in batch.items()}
+        whole_leaves = mask(params, float32, "float32")
+        halves = jax.tree.map(lambda leaf, whole: leaf if whole else half(leaf), params, whole_leaves)
+        try:
+            return loss(halves, *extra, rows, key)
+        except TypeError as error:
+            whole = [name for name, array in rows.items() if array.dtype == jnp.float32]
+            if whole and "bfloat16" in str(error):  # as lax.conv says, which does not promote
+                error.args = (f"{error}; {' and '.join(whole)} of the batch stay float32 without cast={whole}",)
+            raise
+
+    return halved

@@ -1,0 +1,97 @@
+"""A swarm whose run lies in a bucket: its head is killed with its disk, another goes on, a third machine looks."""
+
+import json
+import shutil
+import time
+
+import pytest
+from benchmarks.chaos import SMALL
+
+from tests import processes
+from tests.swarm.bucket import bucket
+
+URL = "gs://bucket/runs/all"
+PATIENCE = 240.0
+
+pytestmark = pytest.mark.fleet
+
+
+@pytest.fixture
+def disks(tmp_path, monkeypatch):
+    """Gives a machine of that name its own disk, and all of them one bucket."""
+    (tmp_path / "cloud").mkdir()
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+
+    def disk(name):
+        monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / name))
+        (tmp_path / name).mkdir(exist_ok=True)
+        return tmp_path / name
+
+    with bucket("bucket", tmp_path / "cloud") as made:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.endpoint)
+        yield disk
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts commands, none of which outlives the test."""
+    found = []
+
+    def start(words):
+        found.append(processes.start(words, tmp_path))
+        return found[-1]
+
+    yield start
+    for each in found:
+        if each.poll() is None:
+            each.kill()
+            each.communicate()
+
+
+def test_a_head_that_dies_with_its_disk_is_followed(disks, started, tmp_path):
+    """Members find the next head by the run's folder, each as the member that it was."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 500)
+    (tmp_path / "token").write_text("5" * 64)
+    token = ["--token-file", "token"]
+    train = ["train", "gpt2-tiny", "--data", "text.txt", *SMALL, "--members", "0", "--cycle", "8", "--batch", "8",
+             "--steps", "384", "--run", URL, *token]  # fmt: skip
+    first = disks("first")
+    head = started(train)
+    joined = []
+    for name in ("one", "two"):
+        disks(name)
+        joined.append(started(["join", URL, "--name", name, *token]))
+    disks("laptop")
+
+    def version() -> int:
+        assert all(each.poll() is None for each in joined), [each.communicate() for each in joined]
+        assert head.poll() is None, head.communicate()
+        out, _ = processes.start(["status", URL, "--json"], tmp_path).communicate()
+        return (json.loads(out)["version"] or 0) if out else 0
+
+    end = time.monotonic() + PATIENCE
+    while version() < 2:
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    head.kill()
+    head.communicate()
+    while first.exists():  # its processes end a moment after it, and may still write
+        assert time.monotonic() < end
+        shutil.rmtree(first, ignore_errors=True)
+
+    disks("second")
+    out, _ = processes.run(train, tmp_path)
+    assert f"{URL} finished at commit" in out
+    for each in joined:
+        _, err = processes.finish(each)
+        assert f"{URL} has no head at the moment" in err and f"{URL} is finished" in err
+    disks("laptop")
+    out, _ = processes.run(["status", URL, "--json"], tmp_path)
+    seen = json.loads(out)
+    assert (seen["run"], seen["state"], seen["epoch"], seen["step"]) == (URL, "finished", 2, 384)
+    assert {each["id"] for each in seen["members"]} == {"j-one", "j-two"}
+    out, _ = processes.run(["ledger", "verify", URL], tmp_path)
+    assert f"{URL} is sound" in out
+    out, _ = processes.run(["logs", URL], tmp_path)
+    assert "finished: 384 steps" in out and "j-one" in out
+    processes.run(["sample", URL, "--prompt", "the ", "--tokens", "5"], tmp_path)

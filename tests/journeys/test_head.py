@@ -1,0 +1,159 @@
+"""A fleet whose keeper lives on its head: it goes on without this computer, and comes back when it is lost itself."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.journeys.test_fleet import PATIENCE, PROGRAM, machines, run
+from tests.local_cloud import cloud_of_this_test
+from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.fleet.keeping.fleets import find
+
+pytestmark = pytest.mark.fleet
+FILE = """\
+name = "duo"
+provider = "rehearsal"
+
+[storage]
+bucket = "rehearsal-duo"
+region = "us-central1"
+
+[head]
+type = "n2-highmem-8"
+zone = "us-central1-f"
+network = "tpuswarm-duo"
+
+[[vm]]
+name = "door"
+type = "e2-standard-4"
+zone = "us-central1-f"
+role = "router"
+ip_forward = true
+network = "tpuswarm-duo"
+
+[[pool]]
+name = "one"
+type = "v2-8"
+zones = ["us-central1-f"]
+count = 1
+network = "tpuswarm-duo"
+
+[setup]
+env = { GREETING = "hello" }
+secrets = ["A_TOKEN"]
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "s3cret")
+    (tmp_path / "swarm.toml").write_text(FILE)
+    with cloud_of_this_test(tmp_path, monkeypatch, 60.0) as found:
+        yield found
+
+
+def wait_until(condition, what: str):
+    """What a condition comes to be, once that is true."""
+    end = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what}:\n{run('list')}\n{run('describe duo-head')}"
+        time.sleep(0.3)
+    return found
+
+
+def keeper() -> dict:
+    return json.loads(run("list --json"))["keeper"] or {}
+
+
+def job() -> dict:
+    (found,) = json.loads(run("jobs --json"))["jobs"]
+    return found["seats"][0]
+
+
+def home(place: Place, name: str) -> Path:
+    (found,) = place.machines.glob(f"{name}-0-*")
+    (user,) = [each for each in (found / "root", *found.glob("home/*")) if (each / ".tpuswarm").exists()]
+    return user
+
+
+def keepers_here(folder: Path) -> list[int]:
+    """In the background of this computer, not on a machine of the local cloud."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            environment = (process / "environ").read_bytes().split(b"\0")
+            keeps = b"keep" in (process / "cmdline").read_bytes().split(b"\0")
+            if keeps and f"HOME={folder}".encode() in environment:
+                found.append(int(process.name))
+    return found
+
+
+def delete(name: str) -> None:
+    """As somebody would in Google's console."""
+    cloud = find(None)[0].provider()
+    (machine,) = [each for each in cloud.machines(["us-central1-f"]).machines if each.name == name]
+    cloud.delete(machine)
+
+
+def test_the_keeper_lives_on_the_head(place, tmp_path):
+    run("init --yes")
+    said = run("up --yes --paid --keep")
+    assert "kept by duo-head" in said and "duo-head keeps it: this computer may go" in said
+    assert "duo-door routes: its port 22000 leads to SSH" in said
+    (rules,) = place.machines.glob("duo-door-0-*/etc/tpuswarm-router.nft")
+    routed = rules.read_text()
+    assert "# 22000  10." in routed and "map targets" in routed
+    (tuned,) = place.machines.glob("v2-usc1f-0-0-*/run/sysctl")
+    assert "net.ipv4.tcp_congestion_control = bbr" in tuned.read_text(), "who is talked to through it is tuned, too"
+    first = keeper()
+    assert first["host"] == "duo-head"
+    state = home(place, "duo-head") / ".local/state/tpuswarm/fleets/rehearsal/duo"
+    assert "s3cret" in (state / "secrets.json").read_text()
+    assert (state / "secrets.json").stat().st_mode & 0o077 == 0
+
+    # Nobody keeps it here, as when this computer is shut: a machine that is taken away comes back, is set up, and has
+    # its job.
+    (background,) = keepers_here(tmp_path)
+    os.kill(background, signal.SIGKILL)
+    run("exec one --detach --name beat -- 'echo $GREETING $A_TOKEN >>said; sleep 600'")
+    run("rehearsal preempt v2-usc1f-0")
+    wait_until(lambda: job()["run"] > 1 and job()["phase"] == "running", "the job did not come back")
+    wait_until(lambda: (home(place, "v2-usc1f-0") / "said").exists(), "the job says nothing")
+    assert (home(place, "v2-usc1f-0") / "said").read_text() == "hello s3cret\n"
+    assert (home(place, "duo-head") / ".ssh/tpuswarm").stat().st_mode & 0o077 == 0  # a key of its own
+
+    # A router that is lost comes back as a bare VM: the keeper makes it the router again.
+    delete("duo-door")
+    files = "duo-door-0-*/etc/tpuswarm-router.nft"
+    others = lambda: [each.read_text() for each in {*place.machines.glob(files)} - {rules}]  # noqa: E731
+    wait_until(lambda: others() == [routed], "nobody made the new VM a router")
+
+    # The head starts anew, and its keeper with it.
+    run("rehearsal maintenance duo-head")
+    wait_until(lambda: keeper()["pid"] != first["pid"], "the keeper did not come back after a maintenance")
+
+    # The head is lost with its keeper: whoever keeps the fleet then makes both again, and leaves it to that one.
+    print(first, keeper(), (state / "keeper.log").read_text())
+    delete("duo-head")
+    wait_until(lambda: all(each["name"] != "duo-head" for each in machines(place)), "the head stays")
+    with (tmp_path / "keeper.log").open("wb") as log:
+        here = subprocess.Popen([PROGRAM, "keep"], stdout=log, stderr=log)
+    leaves = "the keeper on duo-head goes on; this one watches"
+    wait_until(lambda: leaves in (tmp_path / "keeper.log").read_text(), "no keeper on the head")
+    wait_until(lambda: keeper().get("host") == "duo-head", "it does not lead")
+    here.send_signal(signal.SIGINT)
+    assert here.wait(PATIENCE) == 130
+    run("rehearsal preempt v2-usc1f-0")
+    wait_until(lambda: job()["run"] > 2 and job()["phase"] == "running", "the new keeper carries no jobs")
+
+    said = run("down --yes")
+    assert "nothing that carries the id duo-" in said
+    status = ask(place, "status")
+    assert status["machines"] == [] and status["requests"] == [], status

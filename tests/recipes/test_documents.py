@@ -1,0 +1,141 @@
+"""What becomes of the documents of a text: what is between them, where lines hold their text, how much is held out."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2 import text as texts
+from tpuswarm.recipes.gpt2.bpe import END
+from tpuswarm.recipes.gpt2.recipe import GPT2
+
+MODEL = f"hf:{Path(__file__).with_name('golden') / 'model'}"
+FIRST, SECOND = "The first of them.\n" * 20, "  And another one. " * 20
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two files, in whose middle a piece ends."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text(FIRST)
+    (tmp_path / "data" / "b.txt").write_text(SECOND)
+    return tmp_path / "data"
+
+
+def lines(path: Path, *documents: str, field: str = "text") -> str:
+    path.write_text("".join(json.dumps({field: document, "id": 7}) + "\n" for document in documents))
+    return str(path)
+
+
+def text_of(recipe: GPT2) -> str:
+    """What the whole of its data reads as."""
+    return recipe.tokenizer.decode(recipe._tokens.array.tolist())
+
+
+@pytest.mark.parametrize("piece", [7, 2**22])
+def test_between_files_is_one_token_where_the_tokenizer_has_it(folder, monkeypatch, piece):
+    monkeypatch.setattr(texts, "PIECE", piece)
+    recipe = GPT2(data=str(folder), tokenizer=MODEL)
+    tokens, end = recipe._tokens.array.tolist(), recipe.tokenizer.end
+    assert tokens == [*recipe.tokenizer.encode(FIRST), end, *recipe.tokenizer.encode(SECOND)]
+    joined = GPT2(data=str(folder), tokenizer=MODEL, separator="none")
+    assert text_of(joined) == FIRST + SECOND and END in text_of(recipe)
+    assert GPT2(data=str(folder)).options() == GPT2(**GPT2(data=str(folder)).options()).options()
+    assert joined.options()["separator"] == "none" and text_of(GPT2(data=str(folder))) == FIRST + SECOND
+
+
+def test_a_tokenizer_trained_on_them_has_seen_no_separator(folder):
+    recipe = GPT2(data=str(folder), tokenizer="bpe", vocab=300)
+    assert recipe._tokens.array.tolist().count(recipe.tokenizer.end) == 1
+    assert not any("endof" in token or "|>" in token for token in recipe.tokenizer._library.get_vocab() if token != END)
+
+
+@pytest.mark.parametrize("piece", [16, 2**22])
+def test_the_text_in_lines_is_read_and_nothing_else_of_them(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(texts, "PIECE", piece)
+    documents = ["Äpfel\nund Birnen", "", "more " * 30, "the last"]
+    path = Path(lines(tmp_path / "a.jsonl", *documents))
+    path.write_text(path.read_text() + "\n")
+    there = [each for each in documents if each]
+    assert text_of(GPT2(data=str(path), tokenizer=MODEL)) == END.join(there)
+    for tokenizer in ("characters", "bytes"):
+        assert text_of(GPT2(data=str(path), tokenizer=tokenizer)) == "\n".join(there)
+    raw = GPT2(data=str(path), json_field="none")
+    assert text_of(raw) == path.read_text()
+    body = GPT2(data=lines(tmp_path / "b.jsonl", *documents, field="body"), json_field="body")
+    assert text_of(body) == "\n".join(there) and GPT2(**body.options()).options() == body.options()
+
+
+def test_lines_and_files_in_one_folder(folder):
+    lines(folder / "ab.jsonl", "one", "two")
+    assert text_of(GPT2(data=str(folder), tokenizer=MODEL)) == END.join([FIRST, "one", "two", SECOND])
+    assert text_of(GPT2(data=str(folder))) == "\n".join([FIRST, "one", "two", SECOND])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "good"}\n{"text": ', r"a\.jsonl:2 is not JSON \(.*\); give its field with --json-field, or"),
+        ('{"body": "x", "id": 1}\n', r"a\.jsonl:1 has no text in a field 'text' \(the line has body, id\); give"),
+        ('{"text": 3}\n', r"a\.jsonl:1 has no text in a field 'text' \(the line has text\)"),
+        ("[1]\n", r"a\.jsonl:1 has no text in a field 'text' \(the line is no object\)"),
+        ('{"text": "\\ud800"}\n', r"a\.jsonl:1 is not Unicode text \(surrogates not allowed\); mend or remove"),
+    ],
+)
+def test_lines_that_cannot_be_read_are_named(tmp_path, content, words):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(InputError, match=words):
+        GPT2(data=str(tmp_path / "a.jsonl")).data("train")
+    assert not list((tmp_path / "cache" / "tokens").iterdir())
+
+
+def test_how_much_is_held_out(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij" * 100)
+
+    def lengths(**options):
+        recipe = GPT2(data=str(tmp_path / "a.txt"), context=4, **options)
+        assert GPT2(**recipe.options()).options() == recipe.options()
+        return [len(recipe.data(split)._array) for split in ("train", "validation", "all")]
+
+    assert lengths() == [900, 100, 1000] and lengths(held_out=0.25) == [750, 250, 1000]
+    whole = GPT2(data=str(tmp_path / "a.txt"), held_out=0.0)
+    assert len(whole.data("train")._array) == 1000
+    with pytest.raises(InputError, match=r"nothing of .*a\.txt is held out \(held-out is 0\)"):
+        whole.data("validation")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"held_out": 1.0}, r"held_out must be at least 0 and below 1, not 1\.0"),
+        ({"separator": "space"}, "unknown separator 'space'; .*endoftext"),
+        ({"separator": "endoftext"}, r"characters have no <\|endoftext\|>; use --tokenizer bpe or gpt2, or --sep"),
+    ],
+)
+def test_options_that_cannot_be(options, words):
+    with pytest.raises(InputError, match=words):
+        GPT2(**options)
+
+
+def test_the_large_sizes_read_text_with_gpt2s_tokenizer(tmp_path, monkeypatch):
+    """And need it only for text: a plan fetches nothing."""
+    (tmp_path / "a.txt").write_text(FIRST * 100)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    recipe = GPT2(size="124m", data=str(tmp_path / "a.txt"))
+    assert recipe.config.vocab == 50257
+    with pytest.raises(
+        InputError,
+        match=r"^gpt2-124m reads text with GPT-2's tokenizer: .*HF_HUB_OFFLINE is set.*; or use --tokenizer bpe, which",
+    ):
+        recipe.data("train")
+    assert GPT2(size="124m", data="fake", vocab=300).config.vocab == 300
+    assert np.max(GPT2(size="124m", data=recipe._data, tokenizer="bytes").data("train").rows(0, 1)["tokens"]) < 256

@@ -1,0 +1,155 @@
+"""StyleGAN2's step and its recipe."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.stylegan2.pictures import digits
+from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
+from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.recipe import Clock, Options
+
+TINY = {"resolution": 8, "latent": 4, "mapping": 1, "channels": 4, "most_channels": 4, "group": 2}
+BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return StyleGAN2(**TINY)
+
+
+@pytest.fixture(scope="module")
+def one(recipe):
+    return fit(recipe, Request(batch=BATCH), jax.devices()[:1])
+
+
+def clock(step):
+    return Clock(jax.random.key(5), np.int32(step), np.float32(0))
+
+
+def rows(recipe, step):
+    return recipe.data("train").rows(step * BATCH, BATCH)
+
+
+def trained(recipe, fitted, steps, state=None, first=0):
+    state = fitted.init(jax.random.key(1)) if state is None else state
+    seen = []
+    for step in range(first, steps):
+        state, metrics = fitted.step(state, rows(recipe, step), clock(step))
+        seen.append(jax.device_get(metrics))
+    return state, seen
+
+
+@pytest.fixture(scope="module")
+def eighteen(recipe, one):
+    return trained(recipe, one, 18)
+
+
+def test_regularisers_have_their_turn_at_their_intervals(eighteen):
+    _, seen = eighteen
+    changed = {
+        name: [step for step in range(1, 18) if seen[step][name] != seen[step - 1][name]]
+        for name in ("r1", "path_mean")
+    }
+    assert changed == {"r1": [16], "path_mean": [4, 8, 12, 16]}
+    assert seen[0]["r1"] > 0 and seen[0]["path_mean"] > 0
+    assert all(np.isfinite(list(metrics.values())).all() for metrics in seen)
+
+
+def test_the_moving_average_lies_between_where_it_was_and_the_generator(recipe, one):
+    state = jax.device_get(one.init(jax.random.key(1)))
+    after, _ = trained(recipe, one, 1)
+    decay = 0.5 ** (1 / 0.05)  # its half-life is 0.05 of the pictures there were, which are one batch
+    for old, new, mean in zip(*map(jax.tree.leaves, (state.average, after.generator, after.average)), strict=True):
+        np.testing.assert_allclose(mean, new + (old - new) * decay, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_continues_bit_for_bit(recipe, one, eighteen):
+    """Between steps 15 and 16 lies a regularisation of both networks."""
+    before, _ = trained(recipe, one, 16)
+    resumed, _ = trained(recipe, one, 18, jax.device_get(before), 16)
+    assert all(map(np.array_equal, jax.tree.leaves(resumed), jax.tree.leaves(eighteen[0])))
+
+
+def test_a_swarm_shares_both_networks_and_the_mean_code(one, eighteen):
+    state = eighteen[0]
+    program = one.program
+    shared = program.exchange().get(state)
+    names = [each.path for each in program.parameters(state)]
+    assert len(names) == len(jax.tree.leaves(shared)) and "w_mean" in names
+    assert [each.path for each in program.parameters(state) if each.statistic] == ["w_mean"]
+    assert {name.split("/")[0] for name in names} == {"discriminator", "generator", "w_mean"}
+    fresh = program.init(jax.random.key(3), shared)
+    for mean, given in zip(jax.tree.leaves(fresh.average), jax.tree.leaves(shared["generator"]), strict=True):
+        np.testing.assert_array_equal(mean, given)
+    back = program.exchange().put(fresh, shared)
+    assert jax.tree.structure(back) == jax.tree.structure(fresh)
+
+
+def test_digits_are_digits():
+    pictures = digits(32)
+    assert pictures.shape == (1797, 32, 32, 3) and pictures.dtype == np.uint8
+    assert pictures.max() == 255 and pictures.min() == 0
+    first = np.asarray(pictures[0, 2::4, 2::4, 0], int)  # a 0: dark in the middle, light around it
+    assert first[3:5, 3:5].max() < 60 < first[1:7, 2:6].max()
+
+
+def test_a_recipe_is_made_again_from_its_options(recipe):
+    again = StyleGAN2(**recipe.options())
+    assert again.config == recipe.config and again.options() == recipe.options()
+    assert again.data("validation").rows_per_epoch == 179
+    assert again.data("train").rows_per_epoch + 179 == again.data("all").rows_per_epoch == 1797
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"resolution": 48}, "a resolution is a power of two from 8 on, not 48"),
+        ({"resolution": 4}, "a resolution is a power of two from 8 on, not 4"),
+        ({"odd": "stretch"}, "odd is crop or refuse, not 'stretch'"),
+        ({"lr": float("nan")}, "lr must be above 0, not nan"),
+        ({"group": 1}, "group must be at least 2, not 1"),
+    ],
+)
+def test_a_wrong_option_is_said_in_a_sentence(options, said):
+    with pytest.raises(InputError) as caught:
+        StyleGAN2(**options)
+    assert str(caught.value) == said
+
+
+def test_a_batch_that_does_not_divide_into_groups_is_refused(recipe):
+    with pytest.raises(InputError, match="a batch of 7 does not divide into the groups of 2 pictures"):
+        fit(recipe, Request(batch=7), jax.devices()[:1])
+
+
+def test_what_it_does_not_support_is_refused(recipe):
+    with pytest.raises(InputError, match="stylegan2 does not support accumulate"):
+        recipe.program(Options(accumulate=2))
+
+
+def test_a_grid_is_the_averaged_generators_and_follows_seed_and_truncation(recipe, eighteen):
+    state = eighteen[0]
+
+    def grid(truncation=1.0, seed=0):
+        return next(recipe.grids(state, 2, 3, truncation=truncation, seed=seed))
+
+    assert grid().shape == (16, 24, 3) and grid().dtype == np.uint8
+    np.testing.assert_array_equal(grid(), grid())
+    assert (grid() != grid(seed=1)).any()
+    np.testing.assert_array_equal(grid(truncation=0.0), grid(truncation=0.0, seed=1))
+    other = dataclasses.replace(state, generator=jax.tree.map(np.zeros_like, state.generator))
+    walk = list(recipe.grids(state, 2, 3, truncation=1.0, seed=0, count=8))
+    np.testing.assert_array_equal(walk[0], grid())
+    closed = np.stack([*walk, walk[0]]).astype(int)
+    steps = np.abs(np.diff(closed, axis=0)).mean((1, 2, 3))
+    across = np.abs(walk[0].astype(int) - walk[4].astype(int)).mean()
+    assert len(walk) == 8 and 0 < steps.max() < across, "it goes on in small steps, and comes back"
+    np.testing.assert_array_equal(next(recipe.grids(other, 2, 3, truncation=1.0, seed=0)), grid())
+
+
+def test_pictures_are_asked_for_as_pictures(recipe, eighteen):
+    with pytest.raises(InputError, match="stylegan2-8 makes pictures, not text: add --grid 8x8"):
+        recipe.sample(eighteen[0], "", tokens=1, temperature=0, seed=0)

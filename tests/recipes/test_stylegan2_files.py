@@ -1,0 +1,143 @@
+"""Pictures of one's own: folders, zips, tars, odd sizes, damaged ones, buckets."""
+
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.swarm.bucket import bucket
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.stylegan2.files import prepare_pictures
+from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
+
+SIDE = 8
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+
+
+def picture(number: int, width: int = SIDE, height: int = SIDE, kind: str = "PNG", mode: str = "RGB") -> bytes:
+    """Of one colour, so that no format and no size changes it by much."""
+    color = {"RGB": (number * 10, 255 - number * 10, 7), "L": number * 10, "RGBA": (number * 10, 0, 0, 0)}[mode]
+    file = io.BytesIO()
+    Image.new(mode, (width, height), color).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Twelve pictures, some below, among what is none."""
+    made = tmp_path / "pictures"
+    (made / "below").mkdir(parents=True)
+    for number in range(12):
+        (made / ("below" if number % 2 else ".") / f"{number:02}.png").write_bytes(picture(number))
+    (made / "README.md").write_text("not a picture")
+    (made / ".hidden.png").write_bytes(b"no picture")
+    return made
+
+
+def colors(array: np.ndarray) -> list[int]:
+    """The red of each picture, sorted: which pictures there are."""
+    assert array.dtype == np.uint8 and array.shape[1:] == (SIDE, SIDE, 3)
+    assert (array == array[:, :1, :1]).all()
+    return sorted(int(each) for each in array[:, 0, 0, 0])
+
+
+def packed(folder: Path, place: Path) -> Path:
+    """The same in an archive, with what WebDatasets and macOS put beside pictures."""
+    files = sorted(path for path in folder.rglob("*.png") if not path.name.startswith("."))
+    if place.suffix == ".zip":
+        with zipfile.ZipFile(place, "w") as archive:
+            for path in files:
+                archive.write(path, path.relative_to(folder))
+            archive.writestr("__MACOSX/._00.png", b"litter")
+    else:
+        with tarfile.open(place, "w:gz" if place.suffix == ".tgz" else "w") as archive:
+            for path in files:
+                archive.add(path, str(path.relative_to(folder)))
+                archive.add(folder / "README.md", f"{path.stem}.txt")
+    return place
+
+
+@pytest.mark.parametrize("kind", ["folder", "pictures.zip", "shard-000.tar", "shard-000.tgz"])
+def test_pictures_are_read_once_from_wherever_they_lie(folder, tmp_path, kind):
+    place = folder if kind == "folder" else packed(folder, tmp_path / kind)
+    found = prepare_pictures(str(place), SIDE, "refuse")
+    assert colors(found.array) == [10 * number for number in range(12)] and found.damaged == 0
+    made = Path(found.array.filename)
+    before = made.stat().st_mtime_ns
+    again = prepare_pictures(str(place), SIDE, "refuse")
+    assert again.array.filename == found.array.filename and made.stat().st_mtime_ns == before
+    assert isinstance(again.array, np.memmap)
+
+
+def test_a_bucket_of_archives(folder, tmp_path, monkeypatch):
+    (tmp_path / "cloud").mkdir()
+    with bucket("pictures", tmp_path / "cloud") as made:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.endpoint)
+        from tpuswarm.train.stored import Bucket
+
+        there = Bucket("gs://pictures/all")
+        for name in ("one.zip", "two.tar"):
+            there.put(name, packed(folder, tmp_path / name).read_bytes())
+        found = prepare_pictures("gs://pictures/all", SIDE, "refuse")
+    assert colors(found.array) == sorted(2 * [10 * number for number in range(12)])
+
+
+def test_odd_sizes_are_cropped_or_refused_as_asked(folder):
+    (folder / "wide.jpg").write_bytes(picture(20, 3 * SIDE, SIDE, "JPEG"))
+    (folder / "small.png").write_bytes(picture(21, 3, 3))
+    (folder / "grey.png").write_bytes(picture(22, 40, 40, mode="L"))
+    (folder / "clear.png").write_bytes(picture(23, mode="RGBA"))
+    found = prepare_pictures(str(folder), SIDE, "crop")
+    assert len(found.array) == 16 and found.damaged == 0
+    reds = found.array[:, 4, 4, 0]
+    assert 210 in reds and 220 in reds and 255 in reds and (abs(reds.astype(int) - 200) <= 3).any(), "clear is on white"
+    with pytest.raises(
+        InputError, match=r"(wide.jpg is 24 x 8|small.png is 3 x 3), no square of 8 or more: --odd crop"
+    ):
+        prepare_pictures(str(folder), SIDE, "refuse")
+
+
+def test_the_middle_of_a_wide_picture_is_taken(tmp_path):
+    wide = np.zeros((SIDE, 3 * SIDE, 3), np.uint8)
+    wide[:, SIDE : 2 * SIDE] = (200, 100, 50)
+    Image.fromarray(wide).save(tmp_path / "wide.png")
+    (found,) = prepare_pictures(str(tmp_path / "wide.png"), SIDE, "crop").array
+    assert (found == (200, 100, 50)).all()
+
+
+def test_damaged_pictures_are_counted_named_and_left_out(folder, capsys):
+    whole = picture(1, 64, 64, "JPEG")
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "text.png").write_bytes(b"this is a text")
+    recipe = StyleGAN2(resolution=SIDE, data=str(folder))
+    assert recipe.data("all").rows_per_epoch == 12
+    said = capsys.readouterr().err
+    assert said.startswith("2 of 14 pictures cannot be read: ") and "cut.jpg (" in said and "text.png (" in said
+    assert StyleGAN2(**recipe.options()).data("validation").rows_per_epoch == 1
+
+
+def test_where_there_are_no_pictures_it_is_said(tmp_path, folder):
+    with pytest.raises(InputError, match=r"there is no file or folder .*absent"):
+        StyleGAN2(data=str(tmp_path / "absent")).data("train")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    with pytest.raises(InputError, match=r"there is no picture in .*texts: its files do not end in \.png"):
+        prepare_pictures(str(tmp_path / "texts"), SIDE, "crop")
+    (tmp_path / "texts" / "a.png").write_bytes(b"no picture")
+    with pytest.raises(InputError, match=r"none of 1 can be read: .*a\.png \(cannot identify"):
+        prepare_pictures(str(tmp_path / "texts"), SIDE, "crop")
+    (tmp_path / "half.zip").write_bytes(packed(folder, tmp_path / "whole.zip").read_bytes()[:200])
+    with pytest.raises(InputError, match=r"half\.zip is no whole zip"):
+        prepare_pictures(str(tmp_path / "half.zip"), SIDE, "crop")
+    for path in list(folder.rglob("*.png"))[:6]:
+        path.unlink()
+    with pytest.raises(InputError, match="pictures: 10 at least, of which one is held out"):
+        StyleGAN2(resolution=SIDE, data=str(folder)).data("train")

@@ -1,0 +1,76 @@
+"""uv and a Python for machines that can download neither, made by stand-ins for pip and uv."""
+
+import importlib.util
+import os
+import stat
+import tarfile
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tpuswarm.errors import RunFailed
+from tpuswarm.remote.setup.bundle import bundle
+from tpuswarm.remote.setup.wheel import wheel
+
+PIP = """#!/bin/sh
+# pip download … --dest FOLDER
+while [ "$1" != --dest ]; do shift; done
+cp "$WHEEL" "$2/uv-1-py3-none-any.whl"
+"""
+UV = """#!/bin/sh
+case "$1" in
+  tool) shift 3; exec "$(dirname "$0")/pip-of-uv" "$@" ;;
+  python) while [ "$1" != --install-dir ]; do shift; done; mkdir -p "$2/cpython/bin"; : >"$2/cpython/bin/python3" ;;
+esac
+"""
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """A folder of the path with a uv that can run pip; the wheel that this pip downloads holds the same uv."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    for name, text in {"uv": UV, "pip-of-uv": PIP}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    with zipfile.ZipFile(tmp_path / "wheel", "w") as packed:
+        packed.writestr("uv-1.data/scripts/uv", UV)
+    monkeypatch.setenv("WHEEL", str(tmp_path / "wheel"))
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    return folder
+
+
+def test_an_environment_without_pip_has_uv_for_it(tools, tmp_path):
+    made = bundle("3.12", tmp_path / "cache")
+    with tarfile.open(made) as tar:
+        files = {each.name: each for each in tar if each.isfile()}
+    assert files.keys() == {"./bin/uv", "./python/cpython/bin/python3"}
+    assert files["./bin/uv"].mode & stat.S_IXUSR
+    (tools / "uv").unlink()
+    assert bundle("3.12", tmp_path / "cache") == made  # made once
+
+
+def test_without_both_the_way_out_is_named(tools, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RunFailed, match=r"uv cannot be downloaded here either: there is no uv; install uv on this"):
+        bundle("3.12", tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_our_wheel_may_be_made_by_several_at_the_same_time(tmp_path):
+    """A keeper's seat, a router and another command of one computer, before it was ever made."""
+    together = threading.Barrier(4)
+
+    def make(_) -> Path:
+        together.wait()
+        return wheel(tmp_path / "machines")
+
+    with ThreadPoolExecutor(4) as pool:
+        (made,) = set(pool.map(make, range(4)))
+    with zipfile.ZipFile(made) as packed:
+        assert packed.testzip() is None and "tpuswarm/__init__.py" in packed.namelist()
+    assert [path.name for path in made.parent.iterdir()] == [made.name]

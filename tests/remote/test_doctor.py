@@ -1,0 +1,199 @@
+"""`doctor`: every fault that can be planted is found, named and mended; a machine that is well has none."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS
+from tpuswarm.doctor.check import Subject
+from tpuswarm.doctor.checks import ACROSS, CHECKS
+from tpuswarm.doctor.examine import judge
+
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+PLANTED = {
+    "lock": ("lock", "/tmp/libtpu_lockfile of .* is there, and no process holds a chip"),
+    "holder": ("held", r"process \d+ of .* has held /dev/accel0 for .*: python3 train.py"),
+    "missing-device": ("devices", "a host of a v2-8 has 4 chips, and it shows 3: "),
+    "tpu-logs": ("tpu-logs", "/tmp/tpu_logs is .* with mode 555, and .* cannot write there"),
+    "preload": ("preload", "/etc/environment preloads /usr/lib/.*libtcmalloc.so.4, which is not there"),
+    "apt": ("apt", r".* \(process \d+\) has held apt's lock for"),
+}
+"""Fault, the check that finds it, and what that says."""
+
+
+def doctor(fleet, *words: str, code: int) -> dict:
+    return json.loads(fleet.run("doctor", *words, "--json", code=code)[0])
+
+
+def test_machines_that_are_well_have_nothing_wrong(fleet):
+    out, _ = fleet.run("doctor", "all")
+    assert out == "5 hosts: nothing is wrong\n"
+    assert doctor(fleet, "v5e-usc1a-0/2", code=0) == {"hosts": 1, "found": []}
+
+
+@pytest.mark.parametrize("fault", MACHINE_FAULTS)
+def test_a_fault_is_found_where_it_is_and_nowhere_else(fleet, fault):
+    check, says = PLANTED[fault]
+    fleet.run("rehearsal", "break", "v2-usc1f-0", fault)
+    try:
+        end = time.monotonic() + 60
+        while not (found := json.loads(fleet.start("doctor", "v2", "--json").communicate()[0])["found"]):
+            assert time.monotonic() < end, "what was planted takes a moment to begin"
+        assert [(each["host"], each["check"]) for each in found] == [("v2-usc1f-0/0", check)]
+        assert re.match(says, found[0]["what"]), found[0]["what"]
+        out, _ = fleet.run("doctor", "all", code=1)
+        assert f"v2-usc1f-0/0  {check}: " in out and "    why: " in out and out.endswith("1 wrong, on 1 of 5 hosts\n")
+        if found[0]["fix"]:
+            out, _ = fleet.run("doctor", "v2", "--fix")
+            assert found[0]["fix"] in out and out.endswith("1 host: nothing is wrong\n")
+    finally:
+        fleet.run("rehearsal", "break", "v2-usc1f-0", fault, "--mend")
+    assert fleet.run("doctor", "v2")[0] == "1 host: nothing is wrong\n"
+
+
+def test_a_cloud_is_looked_at_as_before_the_first_machine_and_for_what_costs(fleet):
+    (found,) = json.loads(fleet.run("doctor", "cloud", "--json", code=1)[0])["found"]
+    assert (found["of"], found["check"]) == ("trio", "keeper") and "2 machines cost $" in found["what"]
+    assert "no keeper runs" in fleet.run("doctor", "cloud", code=1)[0]
+    project = json.loads(fleet.run("list", "--json")[0])["project"]
+    fleet.run("rehearsal", "break", project, "no-billing")
+    try:
+        found = json.loads(fleet.run("doctor", "cloud", "--json", code=1)[0])["found"]
+        assert [each["check"] for each in found] == ["billing"] and "billing projects link" in found[0]["mend"]
+    finally:
+        fleet.run("rehearsal", "break", project, "no-billing", "--mend")
+    assert "leave --fix out" in fleet.run("doctor", "cloud", "--fix", code=2)[1]
+
+
+def test_a_job_that_trains_is_nothing_wrong(fleet):
+    line = 'exec 9<>"$TPUSWARM_ROOT/dev/accel0"; touch "$TPUSWARM_ROOT/tmp/libtpu_lockfile"; echo begun; sleep infinity'
+    fleet.run("exec", "v2", "--detach", "--name", "trains", "--", line)
+    try:
+        end = time.monotonic() + 60
+        while "begun" not in fleet.run("logs", "trains")[0]:
+            assert time.monotonic() < end
+        assert fleet.run("doctor", "v2")[0] == "1 host: nothing is wrong\n"
+    finally:
+        fleet.run("stop", "trains")
+    found = doctor(fleet, "v2", code=1)["found"]
+    assert [each["check"] for each in found] == ["lock"], "now nobody holds it"
+    fleet.run("doctor", "v2", "--fix")
+
+
+def test_a_fix_that_cannot_be_done_is_said_and_stays_wrong(fleet, monkeypatch):
+    fleet.run("rehearsal", "break", "v2-usc1f-0", "lock")
+    monkeypatch.setattr("tpuswarm.doctor.checks.lock.REMOVE", "echo no, not today >&2; exit 3; true")
+    try:
+        out, err = fleet.run("doctor", "v2", "--fix", code=1)
+        assert "v2-usc1f-0/0: lock is not mended (exit 3): no, not today" in err and "1 wrong, on 1 of 1 host\n" in out
+    finally:
+        fleet.run("rehearsal", "break", "v2-usc1f-0", "lock", "--mend")
+
+
+def test_a_host_without_python_or_with_one_that_fails_is_said(fleet):
+    stand_in = fleet.place.stand_ins / "python3"
+    for body, says in (
+        ("exit 127", "has no python3, with which doctor looks at a host"),
+        ("echo it is broken >&2; exit 4", "cannot be looked at (exit 4): it is broken"),
+        ("echo Segmentation fault; exit 0", "cannot be looked at (exit 0): it said nothing"),
+    ):
+        stand_in.write_text(f"#!/bin/bash\n{body}\n")
+        stand_in.chmod(0o755)
+        try:
+            (found,) = doctor(fleet, "v2", code=1)["found"]
+        finally:
+            stand_in.unlink()
+        assert found["check"] == "reach" and says in found["what"], found
+
+
+def test_wrong_words(fleet):
+    assert "there is no" in fleet.run("doctor", "v9", code=2)[1]
+
+
+def test_this_computer_is_looked_at_without_a_fleet(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TPUSWARM_ROOT", str(tmp_path))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "libtpu_lockfile").touch()
+    code, out, _ = typed("doctor")
+    assert code == 1 and out.startswith("here  lock: /tmp/libtpu_lockfile of ") and out.endswith("1 of 1 host\n")
+    code, out, _ = typed("doctor", "--fix")
+    assert code == 0 and out.endswith("1 host: nothing is wrong\n") and not list((tmp_path / "tmp").iterdir())
+
+
+WELL = {
+    "time": 0.0, "user": "me", "devices": ["/dev/accel0"], "holders": [], "lock": None, "logs": None, "preload": {},
+    "disks": [{"path": "/home/me", "free": 50e9, "size": 100e9, "inodes": 1000, "refused": None}],
+    "memory": {"MemTotal": 300e9, "MemAvailable": 200e9, "SwapTotal": 0, "SwapFree": 0}, "files": 1024, "apt": None,
+    "packages": {"jax": "0.10.2"}, "worker_id": None,
+    "metadata": {"worker": "3", "type": "v4-32", "preempted": "FALSE", "maintenance": "NONE"},
+}  # fmt: skip
+
+
+def subject(label="a/3", skew_s=0.0, **facts) -> Subject:
+    return Subject(label, {**WELL, **facts}, skew_s, "v4-32", 1, int(label[-1]))
+
+
+def disk(**facts) -> list[dict]:
+    return [{**WELL["disks"][0], **facts}]
+
+
+@pytest.mark.parametrize(
+    ("ill", "check", "says"),
+    [
+        (subject(skew_s=-300.0), "clock", "its clock is 300 s behind this computer's"),
+        (subject(disks=disk(free=1e9)), "disk", "the disk of /home/me has 0.9 of 93 GiB left"),
+        (subject(disks=disk(inodes=0)), "disk", "the disk of /home/me has no inodes left"),
+        (subject(disks=disk(refused="Read-only file system")), "disk", "nothing can be written in /home/me: Read-only"),
+        (subject(files=256), "files", "a process may have 256 files open, fewer than 1,024"),
+        (subject(memory={**WELL["memory"], "MemAvailable": 1e9}), "memory", "0.9 of 279 GiB of memory are free"),
+        (subject(memory={**WELL["memory"], "SwapTotal": 9e9}), "memory", "8.4 GiB of memory are on the disk"),
+        (subject(worker_id="0"), "worker", "it is worker 3, and TPU_WORKER_ID says '0'"),
+        (subject(metadata={**WELL["metadata"], "worker": "1"}), "worker", "it is worker 3, and its metadata says '1'"),
+        (subject(metadata={**WELL["metadata"], "preempted": "TRUE"}), "notice", "it is being preempted"),
+        (
+            subject(metadata={**WELL["metadata"], "maintenance": "MIGRATE"}),
+            "notice",
+            "its metadata announces a maintenance: MIGRATE",
+        ),
+    ],
+)
+def test_what_cannot_be_planted_is_judged_by_its_facts(ill, check, says):
+    assert judge([subject()]) == []
+    ((found),) = judge([ill])
+    assert (found.host, found.check) == ("a/3", check) and says in found.wrong.what
+
+
+def test_a_host_with_other_versions_than_most_is_named():
+    hosts = [subject(f"a/{n}", metadata=None, packages={"jax": "0.9.0" if n == 2 else "0.10.2"}) for n in range(4)]
+    ((found),) = judge([Subject(each.label, each.facts) for each in hosts])
+    assert (found.host, found.check) == ("a/2", "versions")
+    assert found.wrong.what == "jax is 0.9.0 here, and 0.10.2 on most hosts"
+
+
+def test_the_page_has_every_check_as_it_is():
+    cells = [(each.id, each.looks_at, each.why, each.mend) for each in (*CHECKS, *ACROSS)]
+    rows = "".join("| " + " | ".join(each.replace("|", "\\|") for each in row) + " |\n" for row in cells)
+    head = "| check | looks at | why it matters | how it is mended |\n|---|---|---|---|\n"
+    before, _, after = PAGE.read_text().partition(head)
+    there, end, after = after.partition("\n## ")
+    if os.environ.get("TPUSWARM_GOLDEN") == "write":
+        PAGE.write_text(before + head + rows + end + after)
+    else:
+        assert there == rows
+
+
+@pytest.mark.parametrize("python", [sys.executable, *Path("/usr/bin").glob("python3.[0-9]"), "/usr/bin/python3"])
+def test_what_runs_on_a_host_needs_python_alone(python, tmp_path):
+    if not Path(python).exists():
+        pytest.skip(f"there is no {python}")
+    program = files("tpuswarm.doctor").joinpath("collect.py").read_bytes()
+    done = subprocess.run([python, "-I", "-"], input=program, capture_output=True, env={"HOME": str(tmp_path)})
+    assert json.loads(done.stdout)["user"] and not list(tmp_path.iterdir()), done.stderr

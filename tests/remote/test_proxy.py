@@ -1,0 +1,94 @@
+"""Hosts without an external address: through a VM of the fleet by `ssh -W`, or by Google's tunnel."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tpuswarm.cloud.protocol import Machine, Worker
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.reach import Reach, Target
+from tpuswarm.remote.copy import put
+from tpuswarm.remote.host import Host, NoWay
+from tpuswarm.remote.openssh import openssh
+
+GCLOUD = """\
+#!{python}
+import os, shutil, socket, sys, threading
+with open("{told}", "a") as told:
+    print(*sys.argv[1:], file=told)
+port = socket.create_connection(("{address}", {port}))
+threading.Thread(target=shutil.copyfileobj, args=(port.makefile("rb", 0), open(1, "wb", 0)), daemon=True).start()
+while data := os.read(0, 65536):
+    port.sendall(data)
+"""
+"""What stands for Google's tunnel: the machine's port at our standard input and output."""
+
+
+def proxy(here, kind: str, jump: Host | None) -> str:
+    """The command that a fleet makes for a machine of that kind."""
+    machine = Machine("node-1", "us-central1-a", kind, "t", "ready", "READY", workers=(Worker("10.0.0.2", None),))  # type: ignore[arg-type]
+    fleet = cast(Any, SimpleNamespace(key=here.key, _cloud=SimpleNamespace(project="mine")))
+    return Reach._proxy(fleet, Target(machine, 0), jump)
+
+
+def goes(here, host: Host, tmp_path: Path) -> None:
+    """Commands and files by our connections, and a command by OpenSSH."""
+    (tmp_path / "python.tar").write_bytes(os.urandom(300_000))
+
+    async def work() -> str:
+        async with here.connections() as connections:
+            await put(connections, host, tmp_path / "python.tar", "python.tar")
+            done = await (await connections.to(host)).run("echo $TPUSWARM_REHEARSAL_MACHINE; sha256sum python.tar")
+            return str(done.stdout)
+
+    name = here.machines[1].id
+    digest = subprocess.run(["sha256sum", tmp_path / "python.tar"], capture_output=True, text=True, check=True).stdout
+    assert asyncio.run(work()).split()[:2] == [name, digest.split()[0]]
+    words = [*openssh(host, here.key), f"{host.user}@{host.address}", "echo $TPUSWARM_REHEARSAL_MACHINE"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == name, done.stderr
+
+
+def test_through_a_vm_of_the_fleet(here, tmp_path):
+    jump, target = here.hosts[:2]
+    goes(here, replace(target, proxy=proxy(here, "tpu", jump)), tmp_path)
+
+
+def test_through_googles_tunnel(here, tmp_path, monkeypatch):
+    target = here.hosts[1]
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "gcloud").write_text(
+        GCLOUD.format(python=sys.executable, told=tmp_path / "told", address=target.address, port=target.port)
+    )
+    (folder / "gcloud").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    # Nobody listens at this address: the tunnel alone leads there.
+    goes(here, replace(target, address="127.255.255.254", proxy=proxy(here, "vm", None)), tmp_path)
+    said = (tmp_path / "told").read_text().splitlines()
+    assert set(said) == {
+        f"compute start-iap-tunnel node-1 {target.port} --listen-on-stdin --zone us-central1-a --project mine"
+    }
+
+
+def test_without_a_way_it_says_what_to_add(here):
+    with pytest.raises(InputError, match=r"^node-1 has no external address, and the fleet no \[\[vm\]\] or \[head\]"):
+        proxy(here, "tpu", None)
+
+
+def test_a_proxy_that_fails_is_said(here):
+    host = replace(here.hosts[1], proxy="/bin/false")
+
+    async def work() -> None:
+        async with here.connections() as connections:
+            await connections.to(host)
+
+    with pytest.raises(NoWay, match=r"^node-1/0 \(127\.\d+\.1\.2\) cannot be reached: "):
+        asyncio.run(work())

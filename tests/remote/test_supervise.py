@@ -1,0 +1,236 @@
+"""The one file that runs jobs on a host: under that host's Python, through reboots, full disks and clocks that jump."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.cloud.rehearsal.conftest import until
+from tpuswarm.remote import supervise
+from tpuswarm.remote.sync import receive
+
+THERE = [Path(supervise.__file__), Path(receive.__file__)]
+"""What runs on hosts, with nothing but their Python 3.10."""
+NEWER = {
+    "tomllib", "ExceptionGroup", "BaseExceptionGroup", "Self", "StrEnum", "TaskGroup", "timeout_at", "file_digest",
+    "UTC", "batched", "override", "walk", "add_note", "LiteralString", "assert_never", "process_cpu_count", "exp2",
+}  # fmt: skip
+"""Names of the standard library that Python 3.11 and later have brought, as their release notes list them."""
+
+
+def pythons() -> list[str]:
+    """This one, and a 3.10 where there is one."""
+    found = [shutil.which("python3.10"), *sorted(map(str, Path.home().glob(".pyenv/versions/3.10.*/bin/python3.10")))]
+    works = (each for each in found if each and not subprocess.run([each, "-c", ""], capture_output=True).returncode)
+    return [sys.executable, *list(works)[:1]]
+
+
+@pytest.mark.parametrize("file", THERE, ids=lambda each: each.name)
+def test_what_runs_on_hosts_is_python_3_10(file):
+    tree = ast.parse(file.read_text(), feature_version=(3, 10))
+    imports = [each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom)]
+    imported = {getattr(each, "module", name.name) for each in imports for name in each.names}
+    assert all(each.partition(".")[0] in sys.stdlib_module_names for each in imported)
+    names = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
+    names |= {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)} | imported
+    assert not names & NEWER
+
+
+class There:
+    """A host with that Python: its home, and programs that stand for systemd's."""
+
+    def __init__(self, folder: Path, python: str):
+        self.home, self.python = folder / "home", python
+        self.home.mkdir()
+        self.program = folder / "supervise.py"
+        self.program.write_text(THERE[0].read_text())
+        self.told = folder / "told"
+        for name in ("systemctl", "sudo"):
+            (folder / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{self.told}\n')
+            (folder / name).chmod(0o755)
+        self.boot("1")
+        self.environment = {
+            "HOME": str(self.home), "PATH": f"{folder}:/usr/bin:/bin", "TPUSWARM_ROOT": str(folder), "USER": "me",
+            "GCE_METADATA_HOST": "127.0.0.1:9",
+        }  # fmt: skip
+
+    def boot(self, which: str) -> None:
+        """It has started anew."""
+        (self.home.parent / "run").mkdir(exist_ok=True)
+        (self.home.parent / "run/boot").write_text(which)
+
+    def raw(self, *words: str, data: bytes = b"", code: int = 0) -> bytes:
+        done = subprocess.run(
+            [self.python, self.program, *words], input=data, env=self.environment, capture_output=True, timeout=60
+        )
+        assert done.returncode == code, done.stderr
+        return done.stderr if code else done.stdout
+
+    def start(self, name: str, run: int, line: str, **about) -> dict:
+        return json.loads(self.raw("start", name, str(run), data=json.dumps({"line": line, **about}).encode()))
+
+    def state(self, name: str) -> dict:
+        return json.loads(self.raw("show", name))
+
+    def ended(self, name: str) -> dict:
+        assert until(lambda: self.state(name)["state"] != "running")
+        return self.state(name)
+
+    def power_off(self) -> None:
+        """Nothing of it runs any more, and nothing was said."""
+        while pids := self.pids():
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+    def pids(self) -> list[int]:
+        found = []
+        for each in Path("/proc").iterdir():
+            if each.name.isdigit() and int(each.name) != os.getpid():
+                try:
+                    if f"HOME={self.home}".encode() in (each / "environ").read_bytes().split(b"\0"):
+                        found.append(int(each.name))
+                except OSError:
+                    continue
+        return found
+
+
+@pytest.fixture(params=pythons(), ids=lambda each: "this" if each == sys.executable else "3.10")
+def there(request, tmp_path) -> Iterator[There]:
+    found = There(tmp_path, request.param)
+    yield found
+    found.power_off()
+
+
+def test_a_run_begins_once_and_a_later_one_waits_for_its_end(there):
+    line = f"echo one >>{there.home}/runs; sleep 1234"
+    first = there.start("train", 1, line)
+    assert first["state"] == "running" and there.start("train", 1, line)["pid"] == first["pid"]
+    assert until(lambda: (there.home / "runs").exists())
+    second = f"echo two >>{there.home}/runs; exit 3"
+    assert there.start("train", 2, second)["run"] == 1  # which is asked to end
+    assert until(lambda: there.start("train", 2, second)["run"] == 2)
+    state = there.ended("train")
+    assert (state["run"], state["state"], state["code"]) == (2, "ended", 3)
+    assert (there.home / "runs").read_text() == "one\ntwo\n" and not there.pids()
+
+
+class Metadata(BaseHTTPRequestHandler):
+    leaving = True
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"TRUE" if self.leaving else b"FALSE")
+
+    def log_message(self, *words):
+        """Nothing."""
+
+
+def test_nothing_begins_again_on_a_machine_that_is_being_taken_away(there, monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    there.environment["GCE_METADATA_HOST"] = f"127.0.0.1:{server.server_port}"
+    line = f"echo begun >>{there.home}/runs; sleep 1234"
+    os.kill(there.start("train", 1, line)["pid"], signal.SIGTERM)  # as a machine that ends tells all
+    assert there.ended("train")["state"] == "lost"
+    assert there.start("train", 2, line)["run"] == 1 and not there.pids()
+    monkeypatch.setattr(Metadata, "leaving", False)  # maintenance, which the machine lives through
+    assert there.start("train", 2, line)["run"] == 2
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_end_ends_an_earlier_run_too(there):
+    there.start("train", 1, "sleep 1234")
+    there.raw("end", "train", "2")
+    assert until(lambda: json.loads(there.raw("end", "train", "2"))["run"] == 2)
+    assert there.state("train")["state"] == "asked" and not there.pids()
+
+
+def test_after_a_reboot_systemd_begins_it_again(there):
+    """Without systemd, and on the workers of a slice, it waits for a keeper: `again` is not set there."""
+    line = f"echo begun >>{there.home}/$MARK; sleep 1234"
+    for name, again in (("own", True), ("slice", False), ("ended", True)):
+        there.start(name, 1, line.replace("$MARK", name), again=again)
+        assert until((there.home / name).exists)
+    unit = (there.home / ".config/systemd/user/tpuswarm-jobs.service").read_text()
+    told = there.told.read_text().splitlines()
+    assert told == [
+        "sudo -n loginctl enable-linger me", "systemctl --user daemon-reload",
+        "systemctl --user enable --quiet tpuswarm-jobs.service",
+    ]  # fmt: skip
+    there.power_off()
+    there.boot("2")
+    assert {there.state(name)["state"] for name in ("own", "slice", "ended")} == {"lost"}
+    there.raw("end", "ended", "1")  # somebody stops it meanwhile
+    assert re.search(r"^ExecStartPre=/bin/sleep \d+$", unit, re.M)  # a keeper comes first
+    (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)
+    command = command.replace("/usr/bin/env python3", there.python)
+    subprocess.run(["/bin/bash", "-c", command], env=there.environment, check=True, timeout=60)
+    assert until(lambda: (there.home / "own").read_text() == "begun\nbegun\n")
+    assert (there.state("own")["state"], there.state("own")["run"]) == ("running", 1)
+    assert [there.state(name)["state"] for name in ("slice", "ended")] == ["lost", "asked"]
+    assert (there.home / "slice").read_text() == (there.home / "ended").read_text() == "begun\n"
+
+
+def test_a_log_that_is_followed_loses_nothing_when_it_is_rotated(there):
+    there.program.write_text(there.program.read_text().replace("64 << 20", "1 << 19").replace("8 << 20", "1 << 17"))
+    there.start(
+        "talks",
+        1,
+        f"seq 40000; touch {there.home}/half; until [ -e {there.home}/go ]; do sleep 0.05; done; seq 40001 99999",
+    )
+    assert until((there.home / "half").exists)
+    heard, place = b"", ("0", "0")
+
+    def hear() -> bool:
+        nonlocal heard, place
+        words = ["log", "talks", "100000", *([place[1], place[0]] if place[0] != "0" else [])]
+        head, _, data = there.raw(*words).partition(b"\n")
+        place = tuple(head.decode().split())
+        heard += data
+        return bool(data)
+
+    assert until(lambda: hear() or heard.endswith(b"\n40000\n"))
+    while hear():
+        pass
+    (there.home / "go").touch()
+    there.ended("talks")
+    while hear():
+        pass
+    assert (there.home / ".tpuswarm/jobs/talks/log.1").exists()
+    assert heard.split() == [str(n).encode() for n in range(1, 100_000)]
+
+
+def test_a_full_disk_loses_what_is_printed_and_not_the_job(there):
+    folder = there.home / ".tpuswarm/jobs/full"
+    folder.mkdir(parents=True)
+    (folder / "log").symlink_to("/dev/full")
+    there.start("full", 1, f"seq 100000; touch {there.home}/done")
+    assert there.ended("full")["code"] == 0 and (there.home / "done").exists()
+    (folder / "state.json.new").mkdir()  # as where nothing can be written at all
+    said = there.raw("start", "full", "2", data=b'{"line": "true"}', code=1)
+    assert b"the state of the job cannot be written: [Errno 21]" in said
+
+
+def test_a_clock_that_is_a_minute_off_or_jumps_changes_nothing(there):
+    """What is measured is measured by a clock that goes on evenly."""
+    (there.home / "sitecustomize.py").write_text(
+        "import itertools, time\nreal, n = time.time, itertools.count()\n"
+        "time.time = lambda: real() + 60 * (-1) ** next(n)\n"
+    )
+    there.environment["PYTHONPATH"] = str(there.home)
+    there.start("steady", 1, "for n in 1 2 3 4 5 6 7 8; do echo $n; sleep 0.2; done", alive_s=1.5)
+    there.start("silent", 1, "sleep 1234", alive_s=1.5)
+    assert (there.ended("steady")["state"], there.state("steady")["code"]) == ("ended", 0)
+    assert there.ended("silent")["state"] == "stalled"

@@ -1,0 +1,144 @@
+"""Mutable state of a loss, such as BatchNorm's: beside the parameters, through every option, device and restart."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.train import toy
+from tpuswarm import InputError, Trainer, load, supervised
+from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.recipe import Clock, Options
+
+CLOCK = Clock(jax.random.key(0), np.int32(0), np.float32(0))
+KEPT = np.float32(0.75)
+
+
+def loss(params, extra, batch, key):
+    """BatchNorm of x without scale; seen: how often it was called in training."""
+    mean, var = batch["x"].mean(0), batch["x"].var(0)
+    if key is None:
+        mean, var = extra["mean"], extra["var"]
+    x = (batch["x"] - mean[None]) / jnp.sqrt(var + 1e-3)[None]
+    error = jnp.square(x @ params["w"] - batch["y"])
+    after = {
+        "mean": KEPT * extra["mean"] + (1 - KEPT) * mean,
+        "var": KEPT * extra["var"] + (1 - KEPT) * var,
+        "seen": extra["seen"] + 1,
+    }
+    return error.mean(), ({"worst": error.max()}, after)
+
+
+def extra(key):
+    return {"mean": jnp.zeros(5), "var": jnp.ones(5), "seen": jnp.int32(0)}
+
+
+def recipe(rate=0.1, data=toy.splits, loss=loss):
+    return supervised(lambda key: {"w": jnp.ones(5), "v": jnp.ones(2)}, loss, optax.sgd(rate), data, extra=extra)
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_statistics_follow_each_micro_batch_and_options_leave_them_alone(count):
+    program = recipe().program(Options(accumulate=count, ema=0.9, freeze="v", clip=1.0, precision="bf16"))
+    batch = {name: array[:16] for name, array in toy.data().items()}
+    state = program.init(jax.random.key(0))
+    after, metrics = jax.jit(program.step)(state, batch, CLOCK)
+    wanted = np.zeros(5)
+    for part in range(count):
+        wanted = KEPT * wanted + (1 - KEPT) * batch["x"][part::count].mean(0)
+    np.testing.assert_allclose(after.extra["mean"], wanted, rtol=1e-5, atol=1e-7)
+    assert after.extra["seen"] == count and after.extra["mean"].dtype == jnp.float32
+    assert "worst" in metrics and after.ema["v"] is None
+    found = program.evaluate(after, batch)
+    x = (batch["x"] - np.asarray(after.extra["mean"])) / np.sqrt(np.asarray(after.extra["var"]) + 1e-3)
+    half = np.asarray(after.ema["w"].astype(jnp.bfloat16), np.float32)
+    np.testing.assert_allclose(found["loss"], np.square(x @ half - batch["y"]).mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shard", ["replicate", "fsdp"])
+def test_statistics_are_those_of_the_whole_batch_on_any_number_of_devices(devices, shard):
+    batch = {name: array[:16] for name, array in toy.data().items()}
+    fitted = fit(recipe(), Request(batch=16, shard=shard), devices)
+    after, _ = fitted.step(fitted.init(jax.random.key(0)), batch, CLOCK)
+    np.testing.assert_allclose(after.extra["var"], KEPT + (1 - KEPT) * batch["x"].var(0), rtol=1e-5)
+
+
+def test_a_run_resumes_with_its_statistics_and_another_starts_from_them(tmp_path):
+    whole = Trainer(devices=1).fit(recipe(), steps=6, batch=8, run=tmp_path / "whole")
+    loop = Trainer(devices=1).steps(recipe(), steps=6, batch=8, run=tmp_path / "parts")
+    while next(loop).row["step"] < 3:
+        pass
+    loop.close()
+    parts = Trainer(devices=1).fit(recipe(), steps=6, batch=8, run=tmp_path / "parts")
+    same(parts.state, whole.state)
+    assert parts.state.extra["seen"] == 6
+    program = recipe().program(Options())
+    shared = program.exchange().get(whole.state)
+    begun = program.init(jax.random.key(1), shared)
+    same(begun.extra["var"], whole.state.extra["var"])
+    assert begun.extra["seen"] == 0  # a count is no average: it is not shared
+    assert [each.path for each in program.parameters(begun) if each.statistic] == ["extra/mean", "extra/var"]
+
+
+def test_a_checkpoint_of_a_recipe_without_it_has_no_key_for_it(tmp_path):
+    """Orbax takes an empty one for another tree: runs of before would not go on."""
+    run = Trainer(devices=1).fit(toy.recipe(), steps=1, batch=8, run=tmp_path / "run")
+    assert load(run.run).keys() == {"params", "opt"} and run.state.extra is None
+    kept = json.loads((tmp_path / "run/checkpoints/00000001/state/_METADATA").read_text())["tree_metadata"]
+    assert not [name for name in kept if "extra" in name]
+
+
+def misshapen(params, extra, batch, key):
+    return params["w"].sum(), ({}, extra | {"mean": extra["mean"].astype(jnp.bfloat16)})
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (misshapen, r"was given float32\[5\] mean in extra, and returns bfloat16\[5\]: state keeps"),
+        (lambda p, e, b, k: (p["w"].sum(), ({}, {})), r"was given float32\[5\] mean in extra, and returns none"),
+        (lambda p, e, b, k: (p["w"].sum(), {}), r"mutable state returns \(loss, \(dict of metrics, extra\)\)"),
+    ],
+)
+def test_a_loss_that_does_not_return_its_state_is_refused(loss, words):
+    program = recipe(loss=loss).program(Options())
+    batch = {name: array[:16] for name, array in toy.data().items()}
+    with pytest.raises(InputError, match=words):
+        program.step(program.init(jax.random.key(0)), batch, CLOCK)
+
+
+def test_batch_norm_of_flax():
+    nnx = pytest.importorskip("flax.nnx")
+
+    def layer(key):
+        return nnx.BatchNorm(5, momentum=0.75, rngs=nnx.Rngs(key))
+
+    def split(key):
+        return nnx.split(layer(key), nnx.Param, nnx.BatchStat)
+
+    structure, *_ = nnx.eval_shape(lambda: split(0))
+
+    def loss(params, extra, batch, key):
+        model = nnx.merge(structure, params, extra)
+        error = model(batch["x"], use_running_average=key is None).sum(-1) - batch["y"]
+        return jnp.square(error).mean(), ({}, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
+
+    made = supervised(
+        lambda key: nnx.to_pure_dict(split(key)[1]), loss, optax.sgd(0.1), toy.data(),
+        extra=lambda key: nnx.to_pure_dict(split(key)[2]),
+    )  # fmt: skip
+    program = made.program(Options())
+    state = program.init(jax.random.key(0))
+    theirs = layer(0)
+    for _ in range(3):
+        state, _ = jax.jit(program.step)(state, toy.data(), CLOCK)
+        theirs(toy.data()["x"], use_running_average=False)
+    np.testing.assert_allclose(state.extra["mean"], theirs.mean[...], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(state.extra["var"], theirs.var[...], rtol=1e-5)

@@ -4,6 +4,8 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos import SMALL, Kill, Swarm, torment
@@ -14,6 +16,10 @@ from tpuswarm.swarm.verify import verify
 MEMBERS, CYCLE, SEED = 4, 20, 0
 MINUTES, PAUSE = 15.0, 60.0
 QUIET_MINUTES = 3.0
+ARGUMENTS = (
+    "gpt2-tiny", "--data", "fake", *SMALL, "--steps", "10M",
+    "--members", str(MEMBERS), "--cycle", str(CYCLE), "--outer", "average",
+)  # fmt: skip
 COLUMNS = (
     "swarm", "minutes", "kills", "commits", "processed", "applied", "lost", "goodput", "tokens/s",
     "back after s, median (max)", "ledger",
@@ -25,8 +31,8 @@ def run(settings: Settings) -> Table:
     minutes, quiet = (1.0, 0.5) if settings.quick else (MINUTES, QUIET_MINUTES)
     pause = 20.0 if settings.quick else PAUSE
     rows = [
-        ("no kills", *measure(quiet * 60, None, "")),
-        (f"a kill -9 of a member every {pause:.0f} s", *measure(minutes * 60, pause, "m")),
+        ("no kills", *measure(quiet * 60, None, "").row()),
+        (f"a kill -9 of a member every {pause:.0f} s", *measure(minutes * 60, pause, "m").row()),
     ]
     notes = [
         f"{MEMBERS} members, cycle {CYCLE}, a gpt2-tiny of {' '.join(SMALL)}, average, seed {SEED} of the kills.",
@@ -35,12 +41,49 @@ def run(settings: Settings) -> Table:
     return Table("Goodput under kills", COLUMNS, rows, notes)
 
 
-def measure(seconds: float, pause: float | None, names: str) -> tuple[str, ...]:
-    """A row of the table; pause: mean seconds between two kills of what begins with one of the letters in `names`."""
+@dataclass(frozen=True)
+class Measured:
+    """What a swarm of local processes did in a while; tokens of its books."""
+
+    took: float
+    """Seconds."""
+    kills: list[Kill]
+    newest: int
+    """The last commit."""
+    processed: int
+    applied: int
+    lost: int
+    settled: int
+    problems: list[str]
+    """What `ledger verify` found."""
+
+    @property
+    def goodput(self) -> float:
+        """Applied tokens of those that are settled."""
+        return self.applied / max(self.settled, 1)
+
+    def row(self) -> tuple[str, ...]:
+        """In the table."""
+        back = [kill.back for kill in self.kills]
+        return (
+            f"{self.took / 60:.1f}",
+            str(len(self.kills)),
+            str(self.newest),
+            f"{self.processed:,}",
+            f"{self.applied:,}",
+            f"{self.lost:,}",
+            f"{self.goodput:.2%}",
+            f"{self.applied / self.took:,.0f}",
+            f"{statistics.median(back):.1f} ({max(back):.1f})" if back else "–",
+            f"{len(self.problems)} problems: {self.problems[0]}" if self.problems else "sound",
+        )
+
+
+def measure(seconds: float, pause: float | None, names: str, arguments: Sequence[str] = ARGUMENTS) -> Measured:
+    """pause: mean seconds between two kills of what begins with one of the letters in `names`."""
     rnd = random.Random(SEED)
-    arguments = ["gpt2-tiny", "--data", "fake", *SMALL, "--steps", "10M", "--members", str(MEMBERS)]
     with tempfile.TemporaryDirectory() as folder:
-        swarm = Swarm(Path(folder) / "run", [*arguments, "--cycle", str(CYCLE), "--outer", "average"])
+        swarm = Swarm(Path(folder) / "run", arguments)
         swarm.start()
         kills: list[Kill] = []
         try:
@@ -56,16 +99,4 @@ def measure(seconds: float, pause: float | None, names: str) -> tuple[str, ...]:
         report = verify(Store(swarm.run), lambda text: None)
     processed, applied, lost = (after[name] - before[name] for name in ("processed", "applied", "lost"))
     settled = processed - (after["outstanding"] - before["outstanding"])
-    back = [kill.back for kill in kills]
-    return (
-        f"{took / 60:.1f}",
-        str(len(kills)),
-        str(report.newest),
-        f"{processed:,}",
-        f"{applied:,}",
-        f"{lost:,}",
-        f"{applied / max(settled, 1):.2%}",
-        f"{applied / took:,.0f}",
-        f"{statistics.median(back):.1f} ({max(back):.1f})" if back else "–",
-        "sound" if not report.problems else f"{len(report.problems)} problems: {report.problems[0]}",
-    )
+    return Measured(took, kills, report.newest or 0, processed, applied, lost, settled, report.problems)

@@ -241,8 +241,9 @@ def test_evaluations_change_no_bit_and_are_of_published_versions(tmp_path):
     plain = Trainer(devices=1, seed=0).fit(toy.recipe(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
     wanted = dict(zip(leaf_paths(plain.state.params), jax.tree.leaves(plain.state.params), strict=True))
     assert all(np.array_equal(wanted[path], array) for path, array in found.items())
-    assert len(told) >= 2 and len({tokens // (3 * BATCH) for _, tokens, _, _ in told}) == len(told)
-    for version, tokens, values, rows in told:
+    assert len(told) >= 2 and len({tokens // (3 * BATCH) for _, tokens, _ in told}) == len(told)
+    for version, tokens, (values, rows, picture) in told:
+        assert picture is None
         record = swarm.ledger.record(version)
         theta = swarm.layout.join([swarm.objects.get_array(digest) for digest in record.state])
         assert (tokens, rows) == (record.tokens, toy.ROWS)

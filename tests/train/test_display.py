@@ -16,20 +16,20 @@ PICTURE = Picture(
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_everything_is_said(width):
-    text = "\n".join(drawn(draw(PICTURE, 31.0, width), width))
+    text = "\n".join(drawn(draw(PICTURE, 31.0, width, 16), width))
     for words in (
         "gpt2-tiny on 8 x cpu: runs/demo", " 42%", "840 of 2,000 steps", "0:00:31 elapsed", "0:00:42 left",
         "27.4 steps/s", "21,043 tokens/s", "loss 2.717 ", "held-out loss 2.620 at step 800", "█▁",
     ):  # fmt: skip
         assert words in text
     assert all(len(line) <= width for line in text.splitlines())
-    long = drawn(draw(replace(PICTURE, run=WIDE), 31.0, width), width)
+    long = drawn(draw(replace(PICTURE, run=WIDE), 31.0, width, 16), width)
     assert WIDE in "".join(long)
 
 
 def test_nothing_jumps_from_frame_to_frame():
     frames = [
-        drawn(draw(replace(PICTURE, step=step, per_second=speed, loss=loss), seconds, 80))
+        drawn(draw(replace(PICTURE, step=step, per_second=speed, loss=loss), seconds, 80, 16))
         for step, speed, loss, seconds in ((1, None, 11.5, 2), (99, 0.5, 0.01234, 60), (1_999, 1_234.5, 2.0, 3_599))
     ]
     for words in (" of 2,000 steps", " elapsed", " left", " tokens/s", "held-out loss"):
@@ -37,12 +37,12 @@ def test_nothing_jumps_from_frame_to_frame():
 
 
 def test_a_run_that_ended_has_no_speed_and_no_time_left():
-    text = "\n".join(drawn(draw(replace(PICTURE, per_second=None, ended=True), 31.0, 80)))
+    text = "\n".join(drawn(draw(replace(PICTURE, per_second=None, ended=True), 31.0, 80, 16)))
     assert "0:00:31 elapsed" in text and " left" not in text and "steps/s" not in text and "tokens/s" not in text
 
 
 def test_rows_are_not_called_tokens():
-    assert "21,043 rows/s" in "\n".join(drawn(draw(replace(PICTURE, unit="rows"), 31.0, 80)))
+    assert "21,043 rows/s" in "\n".join(drawn(draw(replace(PICTURE, unit="rows"), 31.0, 80, 16)))
 
 
 def parameter(number, **about):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 SLOW = (
     "copy", "cost", "demo", "describe", "down", "evaluate", "exec", "export", "forward", "jobs", "keep", "list", "logs",
-    "plan", "sample", "setup", "ssh", "ssh-config", "stop", "sync", "train", "up",
+    "plan", "project", "sample", "setup", "ssh", "ssh-config", "stop", "sync", "train", "up",
 )  # fmt: skip
 """Commands that load JAX or ask a cloud: they have their first line before typer is there."""
 

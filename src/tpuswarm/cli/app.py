@@ -22,8 +22,8 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Train": {
         "train": "train:train", "status": "runs:status", "logs": "control:logs", "stop": "control:stop",
-        "sample": "runs:sample", "join": "swarm:join", "evaluate": "runs:evaluate", "export": "export:export",
-        "profile": "profile:profile", "ledger": "ledger:app",
+        "sample": "trained:sample", "join": "swarm:join", "evaluate": "trained:evaluate", "export": "export:export",
+        "project": "trained:project", "profile": "profile:profile", "ledger": "ledger:app",
     },
     "Get TPUs": {
         "init": "init:init", "up": "up:up", "list": "fleet:list_", "down": "up:down", "describe": "fleet:describe",

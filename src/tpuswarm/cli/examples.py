@@ -50,6 +50,7 @@ EXAMPLES = {
         "tpuswarm sample runs/digits --grid 8x8 --out grid.png",
     ),
     "evaluate": ("tpuswarm evaluate last", "tpuswarm evaluate runs/mine --data other-text.txt"),
+    "project": ("tpuswarm project runs/digits seven.png --out found.png",),
     "profile": ("tpuswarm profile last --steps 3",),
     "export": ("tpuswarm export runs/mine exported",),
     "ledger show": ("tpuswarm ledger show last -n 3",),

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from tpuswarm.cli.runs import Best, Json, Run, load
+from tpuswarm.cli.runs import Best, Json, Run
+from tpuswarm.cli.trained import load
 from tpuswarm.train.terminal import say
 from tpuswarm.train.waiting import waiting
 

@@ -1,13 +1,13 @@
 """Writes pictures, and films of several, to files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from tpuswarm.config.shown import significant
 from tpuswarm.errors import InputError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ENDINGS, FILMS = (".png", ".jpg", ".webp"), (".gif", ".png", ".webp")
 """Of files that a picture, and that a film, is written to."""
@@ -24,7 +24,7 @@ def check_picture(out: Path, film: bool) -> None:
         raise InputError(f"there is no folder {out.parent} for --out {out}; make it first")
 
 
-def write_pictures(made: "Iterator[np.ndarray]", out: Path) -> None:
+def write_pictures(made: Iterator[np.ndarray], out: Path) -> None:
     """Each uint8 (height, width, 3); more than one is a film that begins again. Raises InputError."""
     from PIL import Image
 
@@ -34,3 +34,25 @@ def write_pictures(made: "Iterator[np.ndarray]", out: Path) -> None:
         first.save(out, **film)
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def write_code(w_D: np.ndarray, out: Path) -> Path:
+    """A latent code beside its picture, as numpy reads it; the file. Raises InputError."""
+    path = out.with_suffix(".npy")
+    try:
+        np.save(path, w_D)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def told(measures: Mapping[str, Any], features: str | None) -> str:
+    """How far generated pictures are from real ones, in a sentence; features: by what of the user's, if by it."""
+    by = f"the features of {features}" if features else "the features of a fixed random network, not FID's"
+    distances = (
+        f"Fréchet distance {significant(measures['frechet_distance'])}, kernel distance "
+        f"{significant(measures['kernel_distance'])}, precision {measures['precision']:.2f}, "
+        f"recall {measures['recall']:.2f}"
+    )
+    sets = f"{measures['made']:,} generated pictures beside {measures['reference']:,} real ones"
+    return f"{sets}, {measures['held_out']:,} of them held out: {distances}; by {by}"

@@ -1,7 +1,6 @@
-"""`tpuswarm status`, `sample`, `evaluate`: looking at runs."""
+"""`tpuswarm status`: looking at runs; what every command that takes a run shares."""
 
 import json
-import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuswarm.config.shown import age, significant
-from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
 from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
 
 if TYPE_CHECKING:
     from tpuswarm.swarm.status import Look
@@ -136,7 +133,7 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
     )
     said = [Text(f"{state}{': ' if each.message else ''}{each.message}", STATES.get(each.state, ""))]
     if not isinstance(each, Look):
-        return Group(_plain(each, width), *said)
+        return Group(_plain(each, width, height), *said)
     silent = time.time() - each.status.time
     if each.pid and silent > SILENT:
         lost = f"no update for {silent:.0f} s: process {each.pid} does not respond, and this status is that old"
@@ -144,7 +141,7 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
     return Group(_swarm(each, width, height and height - len(said)), *said)
 
 
-def _plain(seen: "Status", width: int) -> Any:
+def _plain(seen: "Status", width: int, height: int | None) -> Any:
     from tpuswarm.train.display import Picture, draw
 
     picture = Picture(
@@ -160,7 +157,7 @@ def _plain(seen: "Status", width: int) -> Any:
         eval_step=seen.eval_step,
         ended=seen.state != "running",
     )
-    return draw(picture, seen.elapsed, width)
+    return draw(picture, seen.elapsed, width, height or 0)
 
 
 def _swarm(look: "Look", width: int, height: int | None) -> Any:
@@ -202,126 +199,3 @@ def _table(found: list[Any], width: int) -> Any:
         for each in found
     ]
     return table(columns, rows, width)
-
-
-def sample(
-    run: Run,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(help="0: always the most likely token; 1: the model's own distribution.")
-    ] = 0.8,
-    seed: Annotated[int, typer.Option(help="Another seed gives another text, or other pictures.")] = 0,
-    grid: Annotated[
-        str | None, typer.Option(metavar="ROWSxCOLUMNS", help="Pictures side by side, such as 8x8, of a StyleGAN2.")
-    ] = None,
-    interpolate: Annotated[
-        int | None,
-        typer.Option(metavar="FRAMES", help="A film of so many pictures, on a walk that comes back."),
-    ] = None,
-    truncation: Annotated[
-        float, typer.Option(help="Of pictures. 1: all that the model makes; less: fewer kinds, better ones.")
-    ] = 1.0,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The file for pictures; its ending says the format."),
-    ] = None,
-    best: Best = False,
-    as_json: Json = False,
-) -> None:
-    """Generate text, or a grid of pictures, with a trained model."""
-    from tpuswarm.config.limits import check
-
-    check_number(tokens, "tokens", least=1)
-    check_number(temperature, "temperature", least=0)
-    check_number(truncation, "truncation", least=0, most=1)
-    check({"seed": seed})
-    if interpolate is not None:
-        check_number(interpolate, "interpolate", least=2)
-        grid = grid or "1x1"
-    if grid is not None:
-        from tpuswarm.cli.pictures import check_picture, write_pictures
-
-        rows, columns = _rows_and_columns(grid)
-        out = out or Path("grid.png" if interpolate is None else "walk.gif")
-        check_picture(out, interpolate is not None)
-        loaded = load(run, None, best)
-        count = interpolate or 1
-        with waiting("generating"):
-            made = loaded.recipe.grids(loaded.state, rows, columns, truncation=truncation, seed=seed, count=count)
-            write_pictures(made, out)
-        if as_json:
-            print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "grid": grid, "out": str(out)}))
-        elif interpolate is None:
-            say(f"{loaded.folder} at step {loaded.step:,}: {rows * columns:,} pictures in {out}")
-        else:
-            say(f"{loaded.folder} at step {loaded.step:,}: a film of {count:,} frames in {out}")
-        return
-    loaded = load(run, None, best)
-    with waiting("generating"):
-        text = loaded.recipe.sample(loaded.state, prompt, tokens=tokens, temperature=temperature, seed=seed)
-    if as_json:
-        print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "prompt": prompt, "text": text}))
-    else:
-        print(prompt + text)
-
-
-def _rows_and_columns(grid: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9][0-9]?)x([1-9][0-9]?)", grid)
-    if not match:
-        raise InputError(f"grid is ROWSxCOLUMNS, each from 1 to 99, such as 8x8, not {grid!r}")
-    return int(match[1]), int(match[2])
-
-
-def evaluate(
-    run: Run,
-    data: Annotated[str | None, typer.Option(help="Use all of this data instead of the run's held-out part.")] = None,
-    best: Best = False,
-    as_json: Json = False,
-) -> None:
-    """Measure the loss of a trained model on data."""
-    loaded = load(run, data, best)
-    from tpuswarm.train.evaluate import evaluate as measure
-    from tpuswarm.train.user_code import blame
-
-    with blame(f"the data of {loaded.recipe.name} failed"), waiting("reading the data"):
-        source: Any = loaded.recipe.data("all" if data else "validation")
-    if getattr(source, "rows_per_epoch", None) is None:
-        raise InputError(f"the data of {loaded.recipe.name} has no rows_per_epoch, so evaluation would never end")
-    devices = loaded.placed.mesh.size
-    own = loaded.config.get("may_change", {}).get("eval_batch")
-    micro = loaded.config["train"]["batch"] // loaded.config.get("chosen", {}).get("micro_batches", 1)
-    batch = -(-(own or micro) // devices) * devices
-    with waiting("evaluating") as far:
-        found = measure(loaded.placed, loaded.state, source, batch, far=far)
-    assert found is not None
-    values, rows = found
-    if as_json:
-        print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "rows": rows, **values}))
-    else:
-        shown = ", ".join(f"{name} {significant(value)}" for name, value in values.items())
-        say(f"{loaded.folder} at step {loaded.step:,}: {shown} over {rows:,} rows of {data or 'the held-out data'}")
-
-
-def load(run: str, data: str | None, best: bool = False) -> Any:
-    """A run's newest state on all devices, or the best that it kept, with `data` in the place of its own."""
-    from tpuswarm.train import platform
-    from tpuswarm.train.listing import find_run
-    from tpuswarm.train.mirror import bring, is_url, shown
-    from tpuswarm.train.run import read_config
-
-    folder = bring(run, whole=True) if is_url(run) else Path(find_run(run))
-    swarm = "swarm" in read_config(folder)
-    platform.load_jax()
-    with waiting(f"reading {shown(folder)}", short=0.0):
-        from tpuswarm.swarm.load import load_swarm
-        from tpuswarm.train.load import load_run
-
-        options = {"data": data} if data else None
-        if swarm and not best:
-            loaded = load_swarm(folder, platform.local_devices(), options)
-        else:
-            loaded = load_run(folder, platform.local_devices(), options, best=best)
-    for note in loaded.notes:
-        say(note, err=True)
-    return loaded

@@ -13,7 +13,7 @@ from tpuswarm.swarm.core.member import Adopt
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Form, Identity
 from tpuswarm.swarm.exchanged import Coded, Exchanged, Flat, norm
-from tpuswarm.swarm.member import Payload
+from tpuswarm.swarm.member import Evaluated, Payload
 from tpuswarm.swarm.prefetch import Prefetch
 from tpuswarm.train.evaluate import EVAL_BATCHES, HeldOut, evaluate
 from tpuswarm.train.feed import read_rows
@@ -65,13 +65,15 @@ class ProgramHolder:
         anchor: Sequence[np.ndarray],
         took: Callable[[int, Metrics], None],
         validation: HeldOut | None = None,
+        pictured: Callable[[State], np.ndarray | None] = lambda state: None,
     ):
         """state: its shared part is `anchor`, float32[size] of each fragment; took: told of every step its number
-        in the run's order of batches and its metrics, which are still on the devices; validation: for `evaluate`.
+        in the run's order of batches and its metrics, which are still on the devices; validation and pictured, of
+        a recipe: for `evaluate`.
         """
         self.state = state
         self._fitted, self._form, self._key = fitted, form, step_key
-        self._took, self._validation = took, validation
+        self._took, self._validation, self._pictured = took, validation, pictured
         self._feed = Prefetch(_reader(fitted, source))
         self._exchanged = Exchanged(fitted, layout, form)
         self._anchor = self._exchanged.put(anchor)
@@ -145,11 +147,12 @@ class ProgramHolder:
             self._feedback = self._next_feedback
         self._anchor, self._reference, self._next_feedback = version, [], []
 
-    def evaluate(self, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
-        """Held-out metrics of the version adopted last, as it was published, and of how many rows."""
+    def evaluate(self, leave: Callable[[], bool]) -> Evaluated | None:
+        """The version adopted last, as it was published, on held-out rows."""
         assert self._validation is not None
         state = self._exchanged.take(self.state, self._anchor)
-        return evaluate(self._fitted, state, *self._validation, EVAL_BATCHES, leave)
+        found = evaluate(self._fitted, state, *self._validation, EVAL_BATCHES, leave)
+        return Evaluated(*found, self._pictured(state)) if found else None
 
     def ramp(self) -> None:
         """The state has parameters that were trained and no inner state: begin with small updates."""

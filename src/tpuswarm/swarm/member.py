@@ -7,7 +7,9 @@ down in `_arrived`, to be taken up between two steps.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from tpuswarm.swarm.core import member as core
 from tpuswarm.swarm.core.member import Adopt, Member
@@ -43,6 +45,15 @@ class Payload:
     finite: bool
 
 
+class Evaluated(NamedTuple):
+    """A published version on held-out rows."""
+
+    values: dict[str, float]
+    rows: int
+    picture: np.ndarray | None
+    """What its model makes, uint8 (height, width, 3), where it makes pictures."""
+
+
 class Holder(Protocol):
     """Who has the arrays: parameters, anchor, inner state, error feedback."""
 
@@ -73,11 +84,8 @@ class Holder(Protocol):
         """Come to a version that `place` gave, in the way that `adopt.how` says."""
         ...
 
-    def evaluate(self, leave: Callable[[], bool]) -> tuple[dict[str, float], int] | None:
-        """Held-out metrics of the version adopted last, and the number of rows.
-
-        None if told to leave. Asked for with `evaluate_every` only.
-        """
+    def evaluate(self, leave: Callable[[], bool]) -> Evaluated | None:
+        """The version adopted last on held-out rows; None if told to leave. Asked for with `evaluate_every` only."""
         ...
 
     def ramp(self) -> None:
@@ -108,8 +116,8 @@ class MemberProcesses:
     """The run is over."""
     evaluate_every: int | None = None
     """Tokens counted between two evaluations; None: there are none."""
-    evaluated: Callable[[int, int, dict[str, float], int], None] = lambda version, tokens, values, rows: None
-    """Told of an evaluation: of which version, counted tokens, metrics, held-out rows."""
+    evaluated: Callable[[int, int, Evaluated], None] = lambda version, tokens, found: None
+    """Told of an evaluation: of which version, and its counted tokens."""
     _accepted: Identity | None = None
     """The last contribution that was."""
     _snapshot: Any = None
@@ -241,7 +249,7 @@ class MemberProcesses:
             yield from self._settle()
             evaluate = partial(self.holder.evaluate, self._between_batches)
             if found := (yield from self._on_devices(EVALUATES, evaluate)):
-                self.evaluated(adopt.version, tokens, *found)
+                self.evaluated(adopt.version, tokens, found)
 
     def _beat(self) -> Process:
         heard = self.books.heard

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -13,13 +14,15 @@ from rich.text import Text
 from tpuswarm.config.shown import clock, pace, significant
 from tpuswarm.train.describe import ParameterRow
 from tpuswarm.train.diagnose.summary import rows as summary_rows
-from tpuswarm.train.live import Column, Curve, Pace, bar, region, sparkline, table
+from tpuswarm.train.live import Column, Curve, Pace, bar, mosaic, region, sparkline, table
 from tpuswarm.train.stamped import logged
 from tpuswarm.train.terminal import say_on
 from tpuswarm.train.waiting import stderr_console
 
 PLAIN_WIDTH = 120
 """Columns of a log file or pipe."""
+LINES = 6
+"""Of the view of a run without what its model makes."""
 LOOK = 0.25
 """Seconds between two pictures that are made of the rows."""
 
@@ -72,6 +75,9 @@ class Display:
             self._tenth = max(tenth, self._tenth)
             self.note(row_sentence(row, self._opening))
 
+    def picture(self, picture: np.ndarray) -> None:
+        """Take in what the model makes, uint8 (height, width, 3); lines do without."""
+
     def summary(self, facts: Mapping[str, Any]) -> None:
         """Say where the time went; facts: of diagnose.summary.Summary."""
         self.close()
@@ -98,6 +104,8 @@ class Picture:
     eval_step: int | None = None
     losses: Sequence[float] = ()
     """Of all steps that this process saw."""
+    made: np.ndarray | None = None
+    """By the model, uint8 (height, width, 3)."""
     ended: bool = False
     """Nothing goes on, so there is no speed and no time left."""
 
@@ -139,6 +147,11 @@ class LiveDisplay(Display):
                 losses=self._curve.means,
             )  # fmt: skip
 
+    def picture(self, picture: np.ndarray) -> None:
+        """Show the newest of what the model makes."""
+        assert self._picture is not None
+        self._picture = replace(self._picture, made=picture)
+
     def close(self) -> None:
         """Draw once more and leave the view on the screen."""
         if self._live is not None:
@@ -147,10 +160,10 @@ class LiveDisplay(Display):
 
     def _draw(self, width: int, height: int) -> RenderableType:
         assert self._picture is not None
-        return draw(self._picture, time.monotonic() - self._began, width)
+        return draw(self._picture, time.monotonic() - self._began, width, height)
 
 
-def draw(picture: Picture, elapsed: float, width: int) -> RenderableType:
+def draw(picture: Picture, elapsed: float, width: int, height: int) -> RenderableType:
     """The view of a run, after so many seconds."""
     speed = picture.per_second
     left = None if speed is None else (picture.steps - picture.step) / speed
@@ -165,6 +178,7 @@ def draw(picture: Picture, elapsed: float, width: int) -> RenderableType:
         Text(f"{clock(elapsed)} elapsed{'' if picture.ended else now}"),
         Text(f"loss {significant(picture.loss):9}   held-out loss {significant(picture.eval_loss)}{at}"),
         *([Text(sparkline(picture.losses, width), style="cyan")] if picture.losses else []),
+        *([mosaic(picture.made, width, height - LINES)] if picture.made is not None and height > LINES else []),
     )
 
 

@@ -33,6 +33,7 @@ from tpuswarm.train.result import Result, figures, last_row
 from tpuswarm.train.run import METRICS, SAMPLE, command_line, read_rows, stopped_sentence, writing
 from tpuswarm.train.session import Session
 from tpuswarm.train.stop import Interrupted, StopDecision, decide_stop, last_words
+from tpuswarm.train.user_code import blame
 from tpuswarm.train.waiting import waiting
 
 ASKED = {Signals.SIGINT: "interrupted", Signals.SIGTERM: "SIGTERM", Signals.SIGHUP: "its terminal closed"}
@@ -296,6 +297,9 @@ class Loop:
         values, rows = found
         if not math.isfinite(values["loss"]):
             self._fail_not_finite(self._done, f"held-out loss {values['loss']}")
+        if jax.process_count() == 1:
+            with self._watch.times.during(times.EVALUATION), blame(f"{session.recipe.name}.pictured failed"):
+                self._outputs.made(self._done, session.recipe.pictured(self._state))
         self._evaluated_at = time.monotonic()
         self._read_at += self._evaluated_at - start  # speed is that of training alone
         row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}

@@ -11,11 +11,9 @@ from tpuswarm.train.board import Board
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.summary import sentence
 from tpuswarm.train.display import Display
-from tpuswarm.train.run import SAMPLE, Run, writing
+from tpuswarm.train.pictures import write_picture
+from tpuswarm.train.run import SAMPLE, Run
 from tpuswarm.train.user_code import blame
-
-PICTURES = "pictures"
-"""Of a run: those that hooks returned."""
 
 
 class Logger(Protocol):
@@ -94,14 +92,18 @@ class Outputs:
             self.event(step, SAMPLE, f"a hook at step {step}", text=found)
             self._display.note(f"step {step}: {found}")
         elif isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.ndim == 3 and found.shape[2] == 3:
-            assert self._board is not None
-            self._board.picture(step, f"hook {index}", found)
-            place = self._run.folder / PICTURES / f"{step:08d}-{index}.png"
-            with writing(place):
-                from matplotlib.image import imsave  # half a second that no start waits for
+            self._keep(step, f"hook {index}", f"{step:08d}-{index}.png", found)
 
-                place.parent.mkdir(exist_ok=True)
-                imsave(place, found)
+    def made(self, step: int, picture: np.ndarray | None) -> None:
+        """What the model makes now, uint8 (height, width, 3); None: nothing."""
+        if picture is not None and self._run.writes:
+            self._keep(step, "made", f"{step:08d}.png", picture)
+            self._display.picture(picture)
+
+    def _keep(self, step: int, name: str, file: str, picture: np.ndarray) -> None:
+        assert self._board is not None
+        self._board.picture(step, name, picture)
+        write_picture(self._run.folder, file, picture)
 
     def findings(self, step: int, findings: Iterable[Finding]) -> None:
         """What was diagnosed."""

@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ from tpuswarm.train.waiting import waiting
 
 if TYPE_CHECKING:
     import jax
+
+NICENESS = 10
+"""Of a process that trains on processors which others may need: a tenth of the weight of one that does not."""
 
 
 def cache_folder(name: str) -> Path:
@@ -70,6 +74,25 @@ def prepare(deterministic: bool = False) -> None:
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def make_way() -> None:
+    """Let everything else on this machine go first, where this process trains on its processors; Linux.
+
+    A member that comes back beside others on the same cores starts in half the time (docs/benchmarks.md), and whoever
+    works on the machine meanwhile notices less of it. Linux keeps a niceness for each thread, which new ones inherit,
+    and where it shares processors out among sessions first, one for each session (sched(7), autogroup): this session's
+    is changed unless a terminal is its own, whose other programs would be slowed down as well.
+    """
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(ProcessLookupError):  # it has ended since
+            number = int(thread.name)
+            os.setpriority(os.PRIO_PROCESS, number, max(NICENESS, os.getpriority(os.PRIO_PROCESS, number)))
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:  # no terminal
+        with suppress(OSError):  # a Linux without it
+            Path("/proc/self/autogroup").write_text(str(NICENESS))
 
 
 def keep_freed_memory() -> None:

@@ -259,6 +259,23 @@ class Recipe(ABC):
         """
         raise InputError(f"{self.name} cannot make pictures")
 
+    def read_picture(self, path: Path) -> "np.ndarray":
+        """A picture of a file as the data has them, uint8 (side, side, 3), where the model can project one."""
+        raise InputError(f"{self.name} makes no pictures")
+
+    def pictured(self, state: State) -> "np.ndarray | None":
+        """A picture uint8 (height, width, 3) of what is learnt so far, made at each evaluation; None: there is none."""
+        return None
+
+    def measures(self, state: State, features: str | None, far: Callable[[int, int], None]) -> dict[str, Any]:
+        """What `evaluate` says of a trained state beside its losses; nothing where losses say all.
+
+        features: `file.py:name` of a function of the user's to compare by; far: told how many of how many are done.
+        """
+        if features:
+            raise InputError(f"{self.name} is measured by its loss alone: leave --features out")
+        return {}
+
     def export(self, state: State, folder: Path) -> None:
         """Write a trained state into `folder` in Hugging Face's form, where the model has one."""
         raise InputError(f"{self.name} cannot be exported to Hugging Face")

@@ -18,6 +18,7 @@ from matplotlib.ticker import EngFormatter
 
 from tpuswarm.config.shown import significant, unit
 from tpuswarm.train.diagnose.summary import rows
+from tpuswarm.train.pictures import made
 from tpuswarm.train.run import EVENTS, METRICS, SAMPLE, read_config, read_rows
 
 STYLE = (
@@ -33,6 +34,8 @@ WHOLE = 20
 """Letters of a cell that are not broken into lines."""
 PARTS = 50
 """A curve is smoothed over so many parts of it."""
+MOST = 6
+"""Pictures that the model made."""
 POINTS = 20_000
 """Of a line in a picture: of more only some are drawn."""
 
@@ -147,6 +150,12 @@ def samples(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return [("What it writes", found)] if found else []
 
 
+def pictures(folder: Path, when: str = "step") -> list[tuple[str, str]]:
+    """The section of pictures that the model made as it learnt, where there is one; when: what their number counts."""
+    found = "".join(f"<h3>{when} {at:,}</h3>{image(f'made at {when} {at}', png)}" for at, png in made(folder, MOST))
+    return [("What it makes", found)] if found else []
+
+
 def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
     """A page of sections, each a heading (the first has none) and its HTML."""
     parts = (f"<h2>{html.escape(name)}</h2>{part}" if name else part for name, part in sections)
@@ -169,6 +178,7 @@ def _page(
     sections = [
         ("", facts_table(history(events) + _facts(config, updates, evaluations))),
         ("Loss", image("loss against tokens", picture)),
+        *pictures(folder),
         *samples(events),
         *_time_and_findings(events),
         configuration(config),

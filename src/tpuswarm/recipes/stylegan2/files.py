@@ -78,6 +78,17 @@ def prepare_pictures(place: str, side: int, odd: Odd) -> Prepared:
     return Prepared(array, about["damaged"], tuple(about["named"]))
 
 
+def read_picture(path: Path, side: int) -> np.ndarray:
+    """The middle square of one picture: uint8 (side, side, 3). Raises InputError for what is none."""
+    try:
+        made = _made(Found(str(path), path.read_bytes()), side, "crop")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    if isinstance(made, str):
+        raise InputError(f"{path} is no picture that can be read: {made}")
+    return np.frombuffer(made, np.uint8).reshape(side, side, 3)
+
+
 def _make(folder: Path, text: Text, side: int, odd: Odd) -> None:
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)

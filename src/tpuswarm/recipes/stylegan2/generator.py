@@ -52,7 +52,7 @@ def to_w(params: Params, z_BxD: jax.Array) -> jax.Array:
     return x
 
 
-def truncate(w_BxD: jax.Array, mean_D: jax.Array, truncation: float) -> jax.Array:
+def truncate(w_BxD: jax.Array, mean_D: jax.Array, truncation: float | jax.Array) -> jax.Array:
     """Codes drawn towards their mean: 1 leaves them, 0 gives the mean (Karras et al. 2019, appendix B)."""
     mean_BxD = jnp.broadcast_to(mean_D, w_BxD.shape)
     return mean_BxD + (w_BxD - mean_BxD) * truncation

@@ -105,12 +105,16 @@ class StyleGAN2Program(Program):
         return {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
 
     def make(
-        self, params: Params, z_BxD: jax.Array, w_mean: jax.Array | None = None, truncation: float = 1.0
+        self, params: Params, z_BxD: jax.Array, w_mean: jax.Array | None = None, truncation: float | jax.Array = 1.0
     ) -> jax.Array:
         """Pictures x_BxHxWx3 of a generator from codes z, the noise the same for the same place in the batch."""
         w_BxD = generator.to_w(params, z_BxD)
         if w_mean is not None:
             w_BxD = generator.truncate(w_BxD, w_mean, truncation)
+        return self.synthesize(params, w_BxD)
+
+    def synthesize(self, params: Params, w_BxD: jax.Array) -> jax.Array:
+        """Pictures x_BxHxWx3 from codes w, the noise the same for the same place in the batch."""
         return self._synthesize(params, generator.in_layers(w_BxD, self._config), jax.random.key(1))
 
     def batch_spec(self, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:

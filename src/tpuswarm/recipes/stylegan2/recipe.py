@@ -6,7 +6,7 @@ Rates are those of Karras et al.: Adam at 0.002 for 512 and 1024 (1912.04958, ap
 appendix C).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,9 @@ from tpuswarm.train.recipe import Options, Recipe, Source
 if TYPE_CHECKING:  # a wrong option is answered before JAX is loaded: what needs it is imported by the method that does
     import numpy as np
 
+    from tpuswarm.recipes.stylegan2.making import Make
     from tpuswarm.recipes.stylegan2.program import StyleGAN2Program
+    from tpuswarm.recipes.stylegan2.projection import Projection
 
 DIGITS = "digits"
 FAKE = "fake"
@@ -33,6 +35,8 @@ LIMITS: dict[str, Mapping[str, float]] = {
     "seed": SETTINGS["seed"],
 }
 """Of the options that are numbers."""
+GRID, GRID_PIXELS = 8, 1024
+"""Pictures along a side of the grid that a run makes as it learns, and pixels at most."""
 BATCH = {512: 16, 1024: 16}
 """Pictures of a step, of the sizes where it is not 32."""
 
@@ -125,15 +129,47 @@ class StyleGAN2(Recipe):
         self, state: Any, rows: int, columns: int, *, truncation: float, seed: int, count: int = 1
     ) -> "Iterator[np.ndarray]":
         """Pictures of the averaged generator side by side, of codes that `seed` gives, on a closed walk from there."""
-        from tpuswarm.recipes.stylegan2.grid import make_grids
+        from tpuswarm.recipes.stylegan2.making import make_grids
 
-        return make_grids(self.program(Options()), state, rows, columns, truncation, seed, self.config.latent, count)
+        return make_grids(self._make, state, rows, columns, truncation, seed, self.config.latent, count)
+
+    def pictured(self, state: Any) -> "np.ndarray":
+        """A grid of the same codes at every step."""
+        side = max(1, min(GRID, GRID_PIXELS // self.config.resolution))
+        return next(self.grids(state, side, side, truncation=1.0, seed=0))
+
+    def measures(self, state: Any, features: str | None, far: Callable[[int, int], None]) -> dict[str, Any]:
+        """Distances of generated pictures from real ones: those held out, and of the others as many as are missing."""
+        from tpuswarm.recipes.stylegan2.measuring import measure
+
+        batch = BATCH.get(self.config.resolution, 32)
+        return measure(self._make, state, self._pictures, self.config.latent, batch, features, far)
+
+    def read_picture(self, path: Path) -> "np.ndarray":
+        """The middle square of a picture at the resolution: uint8 (side, side, 3)."""
+        from tpuswarm.recipes.stylegan2 import files
+
+        return files.read_picture(path, self.config.resolution)
+
+    def project(
+        self, state: Any, picture: "np.ndarray", steps: int, seed: int, far: Callable[[int, int], None]
+    ) -> "Projection":
+        """The code of a picture uint8 (side, side, 3), and what the averaged generator makes of it."""
+        from tpuswarm.recipes.stylegan2.projection import project
+
+        return project(self.program(Options()), state, picture, steps, seed, far)
 
     def export(self, state: Any, folder: Path) -> None:
         """The averaged generator, the discriminator and the mean code, with a description in words."""
         from tpuswarm.recipes.stylegan2.export import write
 
         write(state, self.config, folder)
+
+    @cached_property
+    def _make(self) -> "Make":
+        from tpuswarm.recipes.stylegan2.making import maker
+
+        return maker(self.program(Options()))
 
     @cached_property
     def _pictures(self) -> "np.ndarray":

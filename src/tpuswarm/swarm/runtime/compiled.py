@@ -17,7 +17,7 @@ from tpuswarm.train.stored import Bucket
 
 PATIENCE = 30.0
 """Seconds for which what others have compiled is waited for."""
-SENT_AFTER = (0.0, 60.0, 600.0)
+SENT_AFTER = (0.0, 10.0, 60.0, 600.0)
 """Seconds after a member's program is compiled: what its first cycles still compile comes later."""
 PATTERN = "*-cache"
 """Names of JAX's entries: the digest of all that decides what comes of a compilation."""

@@ -21,7 +21,7 @@ from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.effects import Call, Over, Unreachable
 from tpuswarm.swarm.engines.threads import Node
 from tpuswarm.swarm.hosts import Lead
-from tpuswarm.swarm.member import Holder, MemberProcesses
+from tpuswarm.swarm.member import Evaluated, Holder, MemberProcesses
 from tpuswarm.swarm.runtime import files, follower
 from tpuswarm.swarm.runtime.group import Group
 from tpuswarm.swarm.runtime.head import Found, Joining
@@ -29,6 +29,7 @@ from tpuswarm.swarm.runtime.plan import HEAD, Founding, Plan
 from tpuswarm.swarm.runtime.program import Ready, make_ready
 from tpuswarm.train import platform
 from tpuswarm.train.hosts import Absent, Hosts
+from tpuswarm.train.pictures import PICTURE
 from tpuswarm.train.recipe import Metrics
 from tpuswarm.train.session import chosen
 
@@ -219,7 +220,7 @@ class MemberHost:
         holder.adopt(Adopt("take", None, last.version, last.state), version)
         found = holder.evaluate(lambda: self._leaving)
         if found:
-            self._rows.evaluated(last.version, last.tokens, *found)
+            self._rows.evaluated(last.version, last.tokens, found)
 
     def _fetch(self, state: tuple[str, ...]) -> list[np.ndarray]:
         """The fragments of a version."""
@@ -310,10 +311,11 @@ class Rows:
             raise self._failure
         self._pending.put((self._version(), metrics))
 
-    def evaluated(self, version: int, tokens: int, values: dict[str, float], rows: int) -> None:
-        """A version was evaluated."""
-        row: dict[str, Any] = {"step": self._steps, "tokens": tokens, "eval_rows": rows}
-        row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
+    def evaluated(self, version: int, tokens: int, found: Evaluated) -> None:
+        """A version was evaluated. What its model makes goes with the row, to whoever writes it."""
+        row: dict[str, Any] = {"step": self._steps, "tokens": tokens, "eval_rows": found.rows}
+        row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in found.values.items()}
+        row |= {} if found.picture is None else {PICTURE: found.picture}
         with self._lock:
             self._rows.append(row | {"member": self._name, "version": version})
 

@@ -36,6 +36,7 @@ from tpuswarm.swarm.status import FINISHED, STOPPED, Progress, SwarmStatus, afte
 from tpuswarm.swarm.store import Store
 from tpuswarm.train.listing import newest_evaluation
 from tpuswarm.train.live import Pace
+from tpuswarm.train.pictures import PICTURE, write_picture
 from tpuswarm.train.run import EVENTS, METRICS, Run, append_rows, read_rows
 from tpuswarm.train.stop import StopSignals
 
@@ -312,6 +313,8 @@ class Supervisor:
                 if row["loss"] is not None:
                     self.screen.loss(row["loss"])
             else:
+                if (picture := row.pop(PICTURE, None)) is not None:
+                    write_picture(self.run.folder, f"{row['version']:08d}.png", picture)
                 self._evaluation = row
                 self.screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
         append_rows(self.run.folder / "members" / kept.name / METRICS, rows)

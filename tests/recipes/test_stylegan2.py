@@ -67,11 +67,30 @@ def test_the_moving_average_lies_between_where_it_was_and_the_generator(recipe, 
         np.testing.assert_allclose(mean, new + (old - new) * decay, rtol=1e-5, atol=1e-6)
 
 
-def test_a_state_continues_bit_for_bit(recipe, one, eighteen):
-    """Between steps 15 and 16 lies a regularisation of both networks."""
-    before, _ = trained(recipe, one, 16)
-    resumed, _ = trained(recipe, one, 18, jax.device_get(before), 16)
+@pytest.mark.parametrize("stop", [1, 3, 4, 5, 8, 15, 16, 17])
+def test_a_state_continues_bit_for_bit(recipe, one, eighteen, stop):
+    """Before and after every regularisation and adjustment of the augmentation, of both networks."""
+    before, _ = trained(recipe, one, stop)
+    resumed, _ = trained(recipe, one, 18, jax.device_get(before), stop)
     assert all(map(np.array_equal, jax.tree.leaves(resumed), jax.tree.leaves(eighteen[0])))
+
+
+@pytest.mark.slow
+def test_eight_devices_learn_what_one_does(recipe, eighteen):
+    """Each device has whole groups, so that minibatch deviation is taken over the same pictures."""
+    wide = fit(recipe, Request(batch=2 * BATCH), jax.devices()[:8])
+    narrow = fit(recipe, Request(batch=2 * BATCH), jax.devices()[:1])
+    found = []
+    for fitted in (wide, narrow):
+        state = fitted.init(jax.random.key(1))
+        for step in range(3):
+            state, metrics = fitted.step(state, recipe.data("train").rows(step * 2 * BATCH, 2 * BATCH), clock(step))
+        found.append((jax.device_get(state.average), jax.device_get(metrics)))
+    (of_wide, metrics), (of_narrow, others) = found
+    for name in metrics:
+        assert metrics[name] == pytest.approx(others[name], rel=2e-3, abs=1e-5), name
+    for a, b in zip(jax.tree.leaves(of_wide), jax.tree.leaves(of_narrow), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=2e-3)
 
 
 def test_a_swarm_shares_both_networks_and_the_mean_code(one, eighteen):

@@ -141,3 +141,47 @@ def test_where_there_are_no_pictures_it_is_said(tmp_path, folder):
         path.unlink()
     with pytest.raises(InputError, match="pictures: 10 at least, of which one is held out"):
         StyleGAN2(resolution=SIDE, data=str(folder)).data("train")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "seen"),
+    [
+        ("PNG", "L", [90, 90, 90]),
+        ("PNG", "RGBA", [255, 255, 255]),
+        ("PNG", "I;16", [128, 128, 128]),
+        ("JPEG", "CMYK", [255, 255, 255]),
+        ("GIF", "P", [0, 0, 0]),
+        ("PNG", "1-pixel", [10, 20, 30]),
+    ],
+)
+def test_pictures_of_every_kind_become_rgb(tmp_path, kind, mode, seen):
+    """CMYK without ink and full transparency are white; of an animation the first picture is taken."""
+    made = {
+        "L": lambda: Image.new("L", (9, 9), 90),
+        "RGBA": lambda: Image.new("RGBA", (9, 9), (5, 5, 5, 0)),
+        "I;16": lambda: Image.fromarray(np.full((9, 9), 128 * 257, np.uint16)),
+        "CMYK": lambda: Image.new("CMYK", (9, 9), (0, 0, 0, 0)),
+        "P": lambda: Image.new("P", (9, 9), 0),
+        "1-pixel": lambda: Image.new("RGB", (1, 1), (10, 20, 30)),
+    }[mode]()
+    more = {"save_all": True, "append_images": [Image.new("P", (9, 9), 1)]} if kind == "GIF" else {}
+    (tmp_path / "in").mkdir()
+    made.save(tmp_path / f"in/one.{kind.lower()}", kind, **more)
+    found = prepare_pictures(str(tmp_path / "in"), SIDE, "crop")
+    assert found.damaged == 0 and np.abs(found.array[0].astype(int) - seen).max() <= 1
+
+
+def test_what_unpacks_to_gigabytes_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("tpuswarm.recipes.stylegan2.files.LARGEST", 10_000)
+    zeros = bytes(1_000_000)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb.png", zeros)
+        archive.writestr("one.png", picture(3))
+    with tarfile.open(tmp_path / "b.tar", "w") as archive:
+        for name, data in (("bomb.png", zeros), ("two.png", picture(4))):
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            archive.addfile(about, io.BytesIO(data))
+    for place in ("a.zip", "b.tar"):
+        found = prepare_pictures(str(tmp_path / place), SIDE, "crop")
+        assert len(found.array) == 1 and found.damaged == 1 and "bomb.png (1,000,000 bytes)" in found.named[0]

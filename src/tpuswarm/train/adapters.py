@@ -7,6 +7,7 @@ from copy import copy
 from functools import cached_property
 from multiprocessing import get_context
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -60,13 +61,16 @@ class IndexedSource:
         if self._given is not None:
             return self
         other = copy(self)
+        other.__dict__.pop("_pool", None)  # which ends with its source
         other._given = other._seed = seed
         return other
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
         context = get_context("spawn")  # a fork would take JAX's threads with it
-        return ProcessPoolExecutor(self._workers, context, initializer=_begin, initargs=(self._data, self._names))
+        pool = ProcessPoolExecutor(self._workers, context, initializer=_begin, initargs=(self._data, self._names))
+        finalize(self, pool.shutdown)  # one that ends by itself may do so while Python ends, which prints a traceback
+        return pool
 
 
 class StreamSource:

@@ -9,9 +9,10 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -37,7 +38,7 @@ NAMED = 5
 TOGETHER = 64
 """Pictures that are decoded side by side."""
 LARGEST = 2**28
-"""Pixels of a picture; more are taken for a mistake, or an attack."""
+"""Pixels of a picture, and bytes of one in an archive; more are taken for a mistake, or an attack."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Found(NamedTuple):
 
     name: str
     data: bytes
+    wrong: str = ""
+    """Why it was not read."""
 
 
 def prepare_pictures(place: str, side: int, odd: Odd) -> Prepared:
@@ -159,7 +162,8 @@ def _zipped(text: Text, path: str) -> Iterator[Found]:
         with text.system.open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             for name in sorted(archive.namelist(), key=_mark):
                 if name.lower().endswith(PICTURES) and not _is_litter(name):
-                    yield Found(f"{path}:{name}", archive.read(name))
+                    size = archive.getinfo(name).file_size
+                    yield _within(f"{path}:{name}", size, partial(archive.read, name))
     except (zipfile.BadZipFile, EOFError) as error:
         raise InputError(f"{path} is no whole zip ({error}); bring it again") from error
 
@@ -172,9 +176,14 @@ def _tarred(text: Text, path: str) -> Iterator[Found]:
                 if member.isfile() and member.name.lower().endswith(PICTURES) and not _is_litter(member.name):
                     taken = archive.extractfile(member)
                     if taken is not None:
-                        yield Found(f"{path}:{member.name}", taken.read())
+                        yield _within(f"{path}:{member.name}", member.size, taken.read)
     except (tarfile.TarError, EOFError) as error:
         raise InputError(f"{path} is no whole tar ({error}); bring it again") from error
+
+
+def _within(name: str, size: int, read: Callable[[], bytes]) -> Found:
+    """One of an archive, unless it unpacks to more than a picture has."""
+    return Found(name, read()) if size <= LARGEST else Found(name, b"", f"{size:,} bytes")
 
 
 def _is_litter(name: str) -> bool:
@@ -186,6 +195,8 @@ def _made(found: Found, side: int, odd: Odd) -> bytes | str:
     """The bytes of a picture at the resolution, or what is wrong with it. Raises InputError for a refusal."""
     from PIL import Image, ImageOps
 
+    if found.wrong:
+        return found.wrong
     try:
         with Image.open(io.BytesIO(found.data)) as opened:
             if opened.width * opened.height > LARGEST:
@@ -195,6 +206,8 @@ def _made(found: Found, side: int, odd: Odd) -> bytes | str:
                 picture = picture.convert("RGBA")
                 ground = Image.new("RGBA", picture.size, "white")
                 picture = Image.alpha_composite(ground, picture)
+            if picture.mode.startswith("I"):  # 16 bits, which a conversion would cut off
+                picture = Image.fromarray((np.asarray(picture) / 257).round().clip(0, 255).astype(np.uint8))
             picture = picture.convert("RGB")
     except Exception as error:  # noqa: BLE001  # each format has errors of its own; a damaged picture is counted and named
         return " ".join(str(error).split())[:100] or type(error).__name__

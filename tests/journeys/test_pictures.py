@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 from PIL import Image
+
+from tests.processes import finish, start
 
 TINY = "--resolution 8 --latent 4 --mapping 1 --channels 4 --most-channels 4 --group 2 --batch 8"
 
@@ -24,6 +27,11 @@ def test_digits_are_trained_on_measured_and_drawn(call, tmp_path):
     assert code == 0, err
     measured = json.loads(printed)
     assert measured["rows"] == 179 and {"loss", "d_loss", "g_loss"} <= measured.keys()
+    assert (measured["made"], measured["reference"], measured["held_out"]) == (1000, 1000, 179)
+    assert measured["frechet_distance"] > 0 and 0 <= measured["precision"] <= 1
+    (grid,) = (run / "pictures").iterdir()
+    assert grid.name == "00000003.png" and imread(grid).shape[:2] == (64, 64)
+    assert "What it makes" in (run / "report.html").read_text()
     code, printed, err = call(f"sample {run} --grid 2x3 --truncation 0.7 --out {out}")
     assert (code, printed) == (0, f"{run} at step 3: 6 pictures in {out}\n"), err
     assert imread(out).shape[:2] == (16, 24)
@@ -31,8 +39,44 @@ def test_digits_are_trained_on_measured_and_drawn(call, tmp_path):
     assert (code, printed) == (0, f"{run} at step 3: a film of 4 frames in {tmp_path / 'walk.gif'}\n"), err
     with Image.open(tmp_path / "walk.gif") as film:
         assert (film.n_frames, film.size) == (4, (8, 8))
+    code, printed, err = call(f"project {run} {out} --steps 3 --out {tmp_path / 'found.png'}")
+    assert code == 0 and printed.startswith(f"{tmp_path / 'found.png'}: {out} beside what {run} makes of it, "), err
+    assert imread(tmp_path / "found.png").shape[:2] == (8, 16) and np.load(tmp_path / "found.npy").shape == (4,)
+    (tmp_path / "torn.png").write_bytes(out.read_bytes()[:100])
+    code, _, err = call(f"project {run} {tmp_path / 'torn.png'}")
+    assert code == 2 and "torn.png is no picture that can be read" in " ".join(err.split())
     code, _, err = call(f"sample {run}")
     assert code == 2 and "makes pictures, not text: add --grid 8x8" in err
+
+
+@pytest.mark.slow
+def test_a_swarm_draws_what_it_has_committed(call, tmp_path):
+    run = tmp_path / "swarm"
+    words = f"train stylegan2-32 --data digits {TINY} --steps 8 --members 2 --cycle 2 --eval-every 4 --run {run}"
+    finish(start(words.split(), tmp_path))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row["version"] for row in rows if "eval_loss" in row]
+    assert evaluated and not any("picture" in row for row in rows)
+    assert {each.name for each in (run / "pictures").iterdir()} == {f"{version:08d}.png" for version in evaluated}
+    assert f"commit {evaluated[-1]}</h3><img" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("project runs/a nowhere.png", "there is no picture nowhere.png"),
+        ("project runs/a a.png --steps 0", "steps must be at least 1, not 0"),
+        ("project runs/a a.png --out a.gif", "--out a.gif ends in none of .png, .jpg, .webp"),
+    ],
+)
+def test_a_wrong_projection_is_said_before_a_model_is_read(call, words, said):
+    code, _, err = call(words)
+    assert code == 2 and said in " ".join(err.split())
+
+
+def test_a_model_of_text_has_no_features(call, finished_run):
+    code, _, err = call(f"evaluate {finished_run.run} --features inception.py:features")
+    assert code == 2 and "is measured by its loss alone: leave --features out" in " ".join(err.split())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tpuswarm.train.evaluate import HeldOut
 from tpuswarm.train.fit import Fitted, fit
 from tpuswarm.train.load import load_parameters
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.recipe import Metrics, Recipe, Source
+from tpuswarm.train.recipe import Metrics, Recipe, Source, State
 from tpuswarm.train.session import held_out, request
 from tpuswarm.train.source import training_rows
 from tpuswarm.train.user_code import blame, build_recipe
@@ -74,8 +74,14 @@ class Ready:
             fragments,
             self._took,
             self.validation,
-            self._recipe.pictured,
+            self._pictured,
         )
+
+    def _pictured(self, state: State) -> np.ndarray | None:
+        """What the committed parameters make, as `sample` shows them, with nothing of this member's own."""
+        if type(self._recipe).pictured is Recipe.pictured:
+            return None
+        return self._recipe.pictured(self.fitted.init(self._keys()[0], self.fitted.program.exchange().get(state)))
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         init_key, step_key = jax.random.split(jax.random.key(self._plan.settings["seed"]))

@@ -85,8 +85,6 @@ def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
         given = file | given
     try:
         table = Train(**given | {"options": options})
-        if table.batch == "auto":
-            raise InputError("batch = auto is for a file with machines: `tpuswarm plan` says what fits on a TPU")
         if isinstance(table.batch, dict):
             raise InputError("a batch for each pool is for a file with pools: give batch a number")
         return table
@@ -141,6 +139,8 @@ def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[s
         )
     if table.profile or table.wandb is not None:
         raise InputError("--profile and --wandb do not work with --members yet")
+    if table.batch == "auto":
+        raise InputError("--batch auto is for one process: give --batch a number; `tpuswarm plan` says what fits")
     if table.overfit_batches or table.fast_dev_run:
         raise InputError("--overfit-batches and --fast-dev-run check a model in one process: leave --members out")
     if table.keep_best is not None:

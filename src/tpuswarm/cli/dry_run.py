@@ -20,7 +20,9 @@ def dry_run(asked: Asked) -> dict[str, str]:
         said["length"] = f"{getattr(table, length):,} {length}"
     elif "steps" in usual:
         said["length"] = f"{usual['steps']:,} steps"
-    if batch := table.batch or usual.get("batch"):
+    if table.batch == "auto" and not begun:
+        said["batch"] = "as many rows as fit, found by compiling"
+    elif batch := (None if table.batch == "auto" else table.batch) or usual.get("batch"):
         said["batch"] = f"{batch:,} rows per step" + ("" if table.batch or begun else ", or more to suit the devices")
     said["devices"] = f"{table.devices}, sharding {table.shard}"
     if asked.swarm is not None:

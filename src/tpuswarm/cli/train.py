@@ -35,7 +35,9 @@ def train(
     steps: Annotated[str | None, option("--steps", "Length of the whole run, in steps.", LENGTH)] = None,
     tokens: Annotated[str | None, option("--tokens", "Length of the whole run, in tokens, e.g. 10M.", LENGTH)] = None,
     epochs: Annotated[float | None, option("--epochs", "Length of the run, in passes over the data.", LENGTH)] = None,
-    batch: Annotated[str | None, option("--batch", "Rows per step, over all devices.", LENGTH)] = None,
+    batch: Annotated[
+        str | None, option("--batch", "Rows per step of all devices; auto: as many as fit.", LENGTH)
+    ] = None,
     init_from: Annotated[
         str | None, option("--init-from", "Start from these parameters: RUN, gpt2, hf:ORG/NAME or hf:DIR.", LENGTH)
     ] = None,

@@ -43,7 +43,7 @@ PATTERNS = ("freeze", "decay")
 def check(settings: Mapping[str, Any]) -> None:
     """Raise InputError, with the right ones, for a value that no run can have; None is not asked."""
     for name, value in settings.items():
-        if value is None:
+        if value is None or (name == "batch" and value == "auto"):
             continue
         if name in LIMITS:
             check_number(value, flag(name), **LIMITS[name])

@@ -19,6 +19,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train import checkpoint, platform
 from tpuswarm.train.evaluate import FiniteSource
 from tpuswarm.train.fit import BATCH, Fitted, Request, fit, place
+from tpuswarm.train.largest import AUTO, largest_batch
 from tpuswarm.train.load import load_parameters
 from tpuswarm.train.mirror import shown
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
@@ -191,6 +192,14 @@ def _prepare(
     run: Run, together: Together, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
 ) -> Session | Finished:
     devices = together.devices(asked["devices"])
+    notes = []
+    if asked["batch"] == AUTO:
+        asked["batch"] = None  # a run that has begun has one
+        if run.config() is None:
+            with waiting(f"looking for the largest batch of {recipe.name}", short=0.0) as far:
+                found = largest_batch(recipe, asked, devices, far)
+            asked["batch"] = together.same("looking for the largest batch", found)
+            notes.append(f"batch {asked['batch']:,}: twice as many rows do not fit without saving memory")
     with waiting(f"reading the data of {recipe.name}"):
         resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
     refuse_differences(shown(run.folder), resolved.changed)
@@ -220,7 +229,7 @@ def _prepare(
             shared = load_parameters(settings["init_from"], recipe, fitted, together.agree)
     written = configuration(recipe, settings) | {"chosen": chosen(fitted)}
 
-    notes = [f"{fitted.choice.why}; {fitted.options.precision}"]
+    notes.insert(0, f"{fitted.choice.why}; {fitted.options.precision}")
     if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
         notes.append(f"batch {batch}, a multiple of {len(devices)} devices")
     if settings["overfit_batches"]:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 from tpuswarm.config.limits import check
 from tpuswarm.config.units import Interval, parse_every
@@ -79,7 +79,7 @@ class Trainer:
     hosts_at: str | None = None
 
     def settings(
-        self, steps: int | None = None, batch: int | None = None, init_from: str | Path | None = None
+        self, steps: int | None = None, batch: int | Literal["auto"] | None = None, init_from: str | Path | None = None
     ) -> dict[str, Any]:
         """The settings as given, by the names of train/settings.py; None for those not set. InputError if out of "
         "range."""
@@ -109,16 +109,16 @@ class Trainer:
         steps: int | None = None,
         tokens: int | None = None,
         epochs: float | None = None,
-        batch: int | None = None,
+        batch: int | Literal["auto"] | None = None,
         run: str | Path | None = None,
         init_from: str | Path | None = None,
     ) -> Generator[Step, None, Result]:
         """The training loop as a generator: yields a Step for every row of metrics, returns a Result.
 
         run: the run directory, or gs://BUCKET/FOLDER; an existing one resumes, None creates one in ./runs. batch: rows
-        of one whole step, over all devices. Closing the loop early (`contextlib.closing`, or leaving the function that
-        holds it) saves and ends the run like Ctrl-C; a loop left open at the end of a script resumes from its last
-        checkpoint.
+        of one whole step, over all devices; `auto`: as many as fit. Closing the loop early (`contextlib.closing`, or
+        leaving the function that holds it) saves and ends the run like Ctrl-C; a loop left open at the end of a script
+        resumes from its last checkpoint.
         """
         asked = self.settings(steps, batch, init_from)
         save_every = parse_every(self.save_every, "save_every")

@@ -12,7 +12,8 @@ BUILT_IN: dict[str, tuple[str, dict[str, str]]] = {
     "gpt2-355m": (GPT2, {"size": "355m"}),
     "gpt2-774m": (GPT2, {"size": "774m"}),
     "gpt2-1558m": (GPT2, {"size": "1558m"}),
-    **{f"stylegan2-{side}": (STYLEGAN2, {"resolution": f"{side}"}) for side in (32, 64, 128, 256, 512, 1024)},
+    "stylegan2-32": (STYLEGAN2, {"resolution": "32", "lr": "0.004", "r1": "1", "average": "2000"}),
+    **{f"stylegan2-{side}": (STYLEGAN2, {"resolution": f"{side}"}) for side in (64, 128, 256, 512, 1024)},
 }
 """Name → where the recipe is made and the options that name stands for."""
 

@@ -37,7 +37,7 @@ class Config:
 
 
 SIZES: dict[int, Config] = {
-    32: Config(32, latent=64, mapping=2, channels=16, most_channels=64, group=4),
+    32: Config(32, latent=32, mapping=2, channels=8, most_channels=32, group=4),
     64: Config(64, latent=512, mapping=8, channels=256, most_channels=512, group=4),
     128: Config(128, latent=512, mapping=8, channels=128, most_channels=512, group=4),
     256: Config(256, latent=512, mapping=8, channels=64, most_channels=512, group=4),

@@ -1,6 +1,7 @@
 """`tpuswarm doctor`: what is wrong with machines, why it matters, how to mend it."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,13 +20,14 @@ CLOUD = "cloud"
 
 def doctor(
     where: Annotated[
-        str, typer.Argument(metavar="[WHERE]", help="here, NAME, NAME/2 (a worker), POOL, all, or cloud.")
+        str,
+        typer.Argument(metavar="[WHERE]", help="here, NAME, NAME/2 (a worker), POOL, all, cloud, or a run."),
     ] = "here",
     mend: Annotated[bool, typer.Option("--fix", help="Mend what is safe to mend, and look again.")] = False,
     as_json: Json = False,
     fleet: Fleets = None,
 ) -> None:
-    """Say what is wrong with machines, why it matters and how to mend it. Exit code 1 if something is wrong."""
+    """Say what is wrong with machines or a run, why it matters and how to mend it. Exit code 1 if something is."""
     from tpuswarm.doctor.examine import HERE, examine_here, fix_here
 
     if where == HERE:
@@ -36,6 +38,8 @@ def doctor(
             found = examine_here()
     elif where == CLOUD:
         raise typer.Exit(_cloud(fleet, mend, as_json))
+    elif _is_run(where):
+        raise typer.Exit(_run(where, mend, as_json))
     else:
         found, hosts = _far(where, fleet, mend, as_json)
     if as_json:
@@ -74,14 +78,43 @@ def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
         if not found and (document := meant.store(cloud).load()) is not None:
             for name, check, wrong in of_fleet(document, cloud.machines(document.zones), time.time()):
                 found.append({"of": name, "check": check, "what": wrong.what, "why": WHY[check], "mend": wrong.mend})
+    return _told("fleet", meant.called, found, as_json)
+
+
+def _is_run(where: str) -> bool:
+    """Whether a folder or a bucket is meant, and no machine."""
+    from tpuswarm.train.mirror import is_url
+    from tpuswarm.train.run import is_run
+
+    return where == "last" or is_url(where) or is_run(Path(where))
+
+
+def _run(where: str, mend: bool, as_json: bool) -> int:
+    """Of a run; the exit code."""
+    from tpuswarm.doctor.run import WHY, of_run
+    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.mirror import shown
+
+    if mend:
+        raise InputError("nothing of a run is safe to mend without a person: leave --fix out")
+    folder = find_run(where)
+    found = [
+        {"of": each.of, "check": each.check, "what": each.wrong.what, "why": WHY[each.check], "mend": each.wrong.mend}
+        for each in of_run(folder, shown(folder))
+    ]
+    return _told("run", shown(folder), found, as_json)
+
+
+def _told(kind: str, called: str, found: list[dict[str, str]], as_json: bool) -> int:
+    """Say what was found of a fleet or a run; the exit code."""
     if as_json:
-        print(json.dumps({"fleet": meant.called, "found": found}))
+        print(json.dumps({kind: called, "found": found}))
     else:
         for each in found:
             say(f"{each['of']}  {each['check']}: {each['what']}")
             say(f"    why: {each['why']}")
             say(f"    mend: {each['mend']}")
-        say(f"{meant.called}: {len(found) or 'nothing is'} wrong")
+        say(f"{called}: {len(found) or 'nothing is'} wrong")
     return 1 if found else 0
 
 

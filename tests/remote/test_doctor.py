@@ -87,6 +87,26 @@ def test_a_job_that_trains_is_nothing_wrong(fleet):
     fleet.run("doctor", "v2", "--fix")
 
 
+SAYS = (
+    "echo E0101 tpu: Failed to initialize TPU system: /dev/accel0 does not answer >&2; "
+    "echo 'RuntimeWarning: os.fork() was called. os.fork() is incompatible with multithreaded code'; echo said"
+)
+
+
+def test_what_a_jobs_log_says_of_its_machine_is_heard(fleet):
+    fleet.run("exec", "v2", "--detach", "--name", "speaks", "--", SAYS)
+    end = time.monotonic() + 60
+    while "said" not in fleet.run("logs", "speaks")[0]:
+        assert time.monotonic() < end
+    found = doctor(fleet, "all", code=1)["found"]
+    assert [(each["host"], each["check"]) for each in found] == [("v2-usc1f-0/0", "bad-node"), ("v2-usc1f-0/0", "fork")]
+    said = "E0101 tpu: Failed to initialize TPU system: /dev/accel0 does not answer"
+    assert found[0]["what"] == f"job speaks says: {said}"
+    assert "replace the machine" in found[0]["mend"] and "job speaks forks" in found[1]["what"]
+    fleet.run("exec", "v2", "--", "touch -d '2 days ago' ~/.tpuswarm/jobs/speaks/log")
+    assert fleet.run("doctor", "v2")[0] == "1 host: nothing is wrong\n"
+
+
 def test_a_fix_that_cannot_be_done_is_said_and_stays_wrong(fleet, monkeypatch):
     fleet.run("rehearsal", "break", "v2-usc1f-0", "lock")
     monkeypatch.setattr("tpuswarm.doctor.checks.lock.REMOVE", "echo no, not today >&2; exit 3; true")
@@ -132,7 +152,7 @@ WELL = {
     "time": 0.0, "user": "me", "devices": ["/dev/accel0"], "holders": [], "lock": None, "logs": None, "preload": {},
     "disks": [{"path": "/home/me", "free": 50e9, "size": 100e9, "inodes": 1000, "refused": None}],
     "memory": {"MemTotal": 300e9, "MemAvailable": 200e9, "SwapTotal": 0, "SwapFree": 0}, "files": 1024, "apt": None,
-    "packages": {"jax": "0.10.2"}, "worker_id": None,
+    "packages": {"jax": "0.10.2"}, "worker_id": None, "spoken": [],
     "metadata": {"worker": "3", "type": "v4-32", "preempted": "FALSE", "maintenance": "NONE"},
 }  # fmt: skip
 

@@ -1,8 +1,11 @@
 """The view of a plain run, and what is said beside it."""
 
+import io
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.train.test_live import drawn
 from tpuswarm.train.describe import ParameterRow
@@ -61,3 +64,19 @@ def test_no_parameter_is_cut(width):
 def test_what_differs_has_a_column():
     head = drawn(parameter_table([parameter(1), parameter(2, dtype="bfloat16", frozen=True)], 120), 120)[0]
     assert head.split() == ["parameter", "shape", "dtype", "frozen", "decayed", "KiB/device"]
+
+
+def test_what_the_model_makes_is_shown_as_far_as_there_is_room():
+    """Each letter is two pixels, one above the other; the upper part of the picture, as wide as the view."""
+    made = np.zeros((256, 256, 3), np.uint8)
+    made[:32, :128] = (255, 0, 0)
+    shown = draw(replace(PICTURE, made=made), 31.0, 80, 16)
+    lines = drawn(shown, 80)
+    blocks = [line for line in lines if line.startswith("▀")]
+    assert len(blocks) == 10 and all(len(line.rstrip()) == 80 for line in blocks)
+    console = Console(width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())
+    console.print(shown)
+    assert console.file.getvalue().count("38;2;255;0;0") > 0
+    assert not [line for line in drawn(draw(replace(PICTURE, made=made), 31.0, 80, 6), 80) if "▀" in line]
+    small = drawn(draw(replace(PICTURE, made=made[:8, :8]), 31.0, 80, 16), 80)
+    assert [len(line.rstrip()) for line in small if "▀" in line] == [8] * 4

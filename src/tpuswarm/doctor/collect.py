@@ -20,6 +20,13 @@ LOCK = ROOT / "tmp/libtpu_lockfile"
 PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm", "ray", "torch")
 MARKS = re.compile(rb"(^|\0)TPUSWARM_(JOB|EXEC)=")
 """In the environment of what runs because somebody asked for it: a kept job (remote/supervise.py), or an `exec`."""
+SPOKEN = re.compile(
+    rb".*(Couldn't open iommu group|open\(/dev/vfio|Failed to initialize TPU system|TPU initialization failed"
+    rb"|No accelerator found|os\.fork\(\) was called).*"
+)
+"""What logs of jobs say that doctor knows the meaning of."""
+TAIL, OLD_S = 65536, 86400.0
+"""Bytes at the end of a log that are read, if it was written to within so many seconds."""
 METADATA = {
     "worker": "attributes/agent-worker-number", "type": "attributes/accelerator-type", "preempted": "preempted",
     "maintenance": "maintenance-event",
@@ -152,6 +159,25 @@ def packages() -> "dict[str, str]":
     return {}
 
 
+def spoken() -> "list[dict[str, str]]":
+    """The last of those sentences in the log of each kept job."""
+    found = []
+    for log in sorted((Path.home() / ".tpuswarm/jobs").glob("*/log")):
+        try:
+            if time.time() - log.stat().st_mtime > OLD_S:
+                continue
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - TAIL))
+                matches = list(SPOKEN.finditer(file.read()))
+        except OSError:
+            continue
+        last = {each.group(1): each.group(0) for each in matches}
+        for mark, line in last.items():
+            said = line.decode(errors="replace").strip()[:200]
+            found.append({"job": log.parent.name, "mark": mark.decode(), "line": said})
+    return found
+
+
 def metadata() -> "dict[str, str | None] | None":
     """What the machine is told about itself; null where it is none of Google's."""
     host = os.environ.get("GCE_METADATA_HOST")
@@ -183,7 +209,8 @@ def collect() -> "dict[str, Any]":
         "holders": holders([*chips, LOCK]), "lock": entry(LOCK), "logs": entry(ROOT / "tmp/tpu_logs"),
         "preload": preload(), "disks": [disk(each) for each in (Path.home(), ROOT / "tmp")], "memory": memory(),
         "files": None if soft == resource.RLIM_INFINITY else soft, "apt": locked(ROOT / "var/lib/dpkg/lock-frontend"),
-        "packages": packages(), "metadata": metadata(), "worker_id": os.environ.get("TPU_WORKER_ID"),
+        "packages": packages(), "metadata": metadata(), "spoken": spoken(),
+        "worker_id": os.environ.get("TPU_WORKER_ID"),
     }  # fmt: skip
 
 

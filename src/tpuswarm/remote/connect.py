@@ -4,6 +4,7 @@ import asyncio
 import os
 import shlex
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -113,7 +114,12 @@ async def ask(connections: Connections, host: Host, line: str, data: bytes = b""
     connection = await connections.to(host)
 
     async def go() -> tuple[int | None, bytes, bytes]:
-        done = await connection.run(shlex.join(["/bin/bash", "-c", line]), input=data, encoding=None)
+        process = await connection.create_process(shlex.join(["/bin/bash", "-c", line]), encoding=None)
+        if data:
+            with suppress(BrokenPipeError):  # it has ended without reading, and says with what code
+                process.stdin.write(data)
+                process.stdin.write_eof()
+        done = await process.wait()
         return done.exit_status, done.stdout or b"", done.stderr or b""  # type: ignore[return-value]
 
     return await on_host(host, go)

@@ -3,9 +3,8 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -14,10 +13,13 @@ from rich.text import Text
 from tpuswarm.config.shown import clock, pace, significant
 from tpuswarm.train.describe import ParameterRow
 from tpuswarm.train.diagnose.summary import rows as summary_rows
-from tpuswarm.train.live import Column, Curve, Pace, bar, mosaic, region, sparkline, table
+from tpuswarm.train.live import Column, Curve, Pace, bar, region, sparkline, table
 from tpuswarm.train.stamped import logged
 from tpuswarm.train.terminal import say_on
 from tpuswarm.train.waiting import stderr_console
+
+if TYPE_CHECKING:  # a tenth of a second that no command waits for
+    import numpy as np
 
 PLAIN_WIDTH = 120
 """Columns of a log file or pipe."""
@@ -75,7 +77,7 @@ class Display:
             self._tenth = max(tenth, self._tenth)
             self.note(row_sentence(row, self._opening))
 
-    def picture(self, picture: np.ndarray) -> None:
+    def picture(self, picture: "np.ndarray") -> None:
         """Take in what the model makes, uint8 (height, width, 3); lines do without."""
 
     def summary(self, facts: Mapping[str, Any]) -> None:
@@ -104,7 +106,7 @@ class Picture:
     eval_step: int | None = None
     losses: Sequence[float] = ()
     """Of all steps that this process saw."""
-    made: np.ndarray | None = None
+    made: "np.ndarray | None" = None
     """By the model, uint8 (height, width, 3)."""
     ended: bool = False
     """Nothing goes on, so there is no speed and no time left."""
@@ -147,7 +149,7 @@ class LiveDisplay(Display):
                 losses=self._curve.means,
             )  # fmt: skip
 
-    def picture(self, picture: np.ndarray) -> None:
+    def picture(self, picture: "np.ndarray") -> None:
         """Show the newest of what the model makes."""
         assert self._picture is not None
         self._picture = replace(self._picture, made=picture)
@@ -178,8 +180,16 @@ def draw(picture: Picture, elapsed: float, width: int, height: int) -> Renderabl
         Text(f"{clock(elapsed)} elapsed{'' if picture.ended else now}"),
         Text(f"loss {significant(picture.loss):9}   held-out loss {significant(picture.eval_loss)}{at}"),
         *([Text(sparkline(picture.losses, width), style="cyan")] if picture.losses else []),
-        *([mosaic(picture.made, width, height - LINES)] if picture.made is not None and height > LINES else []),
+        *_made(picture, width, height - LINES),
     )
+
+
+def _made(picture: Picture, width: int, height: int) -> list[RenderableType]:
+    if picture.made is None or height < 1:
+        return []
+    from tpuswarm.train.mosaic import mosaic
+
+    return [mosaic(picture.made, width, height)]
 
 
 def auto_display(quiet: bool = False) -> Display:

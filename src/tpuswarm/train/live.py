@@ -5,14 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 from rich.cells import cell_len
-from rich.color import Color
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -118,21 +115,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in means)
-
-
-def mosaic(picture: np.ndarray, width: int, height: int) -> Text:
-    """The upper part of a picture, uint8 (height, width, 3), as wide as the view: each letter shows two pixels."""
-    step = max(1.0, picture.shape[1] / min(width, WIDEST))
-    columns = (np.arange(int(picture.shape[1] / step)) * step + step / 2).astype(int)
-    rows = (np.arange(min(int(picture.shape[0] / step), 2 * height)) * step + step / 2).astype(int)
-    shown = picture[rows[: len(rows) // 2 * 2]][:, columns]
-    text = Text(no_wrap=True)
-    for above, below in zip(shown[::2], shown[1::2], strict=True):
-        for up, down in zip(above, below, strict=True):
-            text.append("▀", Style(color=Color.from_rgb(*up), bgcolor=Color.from_rgb(*down)))
-        text.append("\n")
-    text.right_crop()
-    return text
 
 
 def bar(done: int, whole: int, what: str, width: int) -> RenderableType:

@@ -3,10 +3,12 @@
 from tpuswarm.doctor.check import AcrossCheck, Check
 from tpuswarm.doctor.checks import (
     apt,
+    bad_node,
     clock,
     devices,
     disk,
     files,
+    fork,
     held,
     lock,
     memory,
@@ -18,7 +20,23 @@ from tpuswarm.doctor.checks import (
 )
 
 CHECKS: tuple[Check, ...] = tuple(
-    each.CHECK for each in (devices, held, lock, tpu_logs, worker, notice, disk, memory, files, clock, preload, apt)
+    each.CHECK
+    for each in (
+        devices,
+        held,
+        lock,
+        bad_node,
+        tpu_logs,
+        worker,
+        notice,
+        disk,
+        memory,
+        files,
+        clock,
+        preload,
+        apt,
+        fork,
+    )
 )
 """Of one host."""
 ACROSS: tuple[AcrossCheck, ...] = (versions.CHECK,)

@@ -141,6 +141,18 @@ def test_the_others_are_told_how_host_0_ended(error, status):
     assert ended.wait(20) and told[1] == status and "why" in told[0]
 
 
+@pytest.mark.parametrize(("error", "heard"), [(RuntimeError("Gloo: closed by peer"), True), (InputError("no"), False)])
+def test_what_a_collective_throws_waits_for_what_the_lines_say(error, heard):
+    """The other host goes half a second after the error: a person is told of that host, not of the collective."""
+    here, there = connected()
+    said = []
+    group = hosts.Hosts(1, 2, {0: line.Line(here, lambda why, status: said.append(why))})
+    threading.Timer(0.5, there.close).start()
+    with pytest.raises(type(error)), group:
+        raise error
+    assert said == (["connection closed"] if heard else [])
+
+
 def test_a_host_gives_signs_of_life_until_its_own_farewell(monkeypatch):
     """The other has said its own and waits; in a silence it would take this one for dead."""
     monkeypatch.setattr(line, "BEAT", 0.05)

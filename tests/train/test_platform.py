@@ -30,3 +30,33 @@ def test_a_steps_temporaries_stay_with_the_process():
     done = subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1_000
+
+
+WAY = """
+import os, sys, threading
+from pathlib import Path
+from tpuswarm.train.platform import make_way
+wait = threading.Event()
+threading.Thread(target=wait.wait, daemon=True).start()
+if len(sys.argv) > 1:
+    os.setpriority(os.PRIO_PROCESS, 0, int(sys.argv[1]))
+make_way()
+threading.Thread(target=wait.wait, daemon=True).start()
+print(*[os.getpriority(os.PRIO_PROCESS, int(each.name)) for each in Path("/proc/self/task").iterdir()])
+group = Path("/proc/self/autogroup")
+print(group.read_text().strip() if group.exists() else "-")
+"""
+
+
+def test_what_trains_on_processors_makes_way_with_all_its_threads():
+    """In a session of its own, without a terminal, also before other sessions."""
+
+    def run(*words: str) -> list[str]:
+        command = [sys.executable, "-c", WAY, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
+        return done.stdout.splitlines()
+
+    nice, group = run()
+    least = max(10, os.getpriority(os.PRIO_PROCESS, 0))
+    assert nice.split() == [str(least)] * 3 and (group == "-" or group.endswith("nice 10"))
+    assert run("19")[0].split()[0] == "19"  # who is nicer already stays so

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tests.train.test_live import drawn
 from tpuswarm.train.describe import ParameterRow
-from tpuswarm.train.display import Picture, draw, parameter_table
+from tpuswarm.train.display import LiveDisplay, Opening, Picture, draw, parameter_table
 
 WIDE = "a-run-with-a-name-that-is-longer-than-any-terminal-" * 4
 PICTURE = Picture(
@@ -64,6 +64,18 @@ def test_no_parameter_is_cut(width):
 def test_what_differs_has_a_column():
     head = drawn(parameter_table([parameter(1), parameter(2, dtype="bfloat16", frozen=True)], 120), 120)[0]
     assert head.split() == ["parameter", "shape", "dtype", "frozen", "decayed", "KiB/device"]
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_pictures_need_colours(colours):
+    console = Console(width=80, height=24, force_terminal=True, color_system="256", no_color=not colours)
+    console.file = io.StringIO()
+    live = LiveDisplay(console)
+    live.open(Opening("a", "cpu", "runs/a", 0, 2, 1, "rows", (), ()))
+    live.picture(np.full((8, 8, 3), 200, np.uint8))
+    live.row({"step": 1, "loss": 1.0})
+    live.close()
+    assert ("▀" in console.file.getvalue()) == colours
 
 
 def test_what_the_model_makes_is_shown_as_far_as_there_is_room():

@@ -150,9 +150,10 @@ class LiveDisplay(Display):
             )  # fmt: skip
 
     def picture(self, picture: "np.ndarray") -> None:
-        """Show the newest of what the model makes."""
+        """Show the newest of what the model makes, where there are colours to show it in."""
         assert self._picture is not None
-        self._picture = replace(self._picture, made=picture)
+        if self.console.color_system and not self.console.no_color:
+            self._picture = replace(self._picture, made=picture)
 
     def close(self) -> None:
         """Draw once more and leave the view on the screen."""

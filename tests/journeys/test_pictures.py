@@ -45,6 +45,11 @@ def test_digits_are_trained_on_measured_and_drawn(call, tmp_path):
     (tmp_path / "torn.png").write_bytes(out.read_bytes()[:100])
     code, _, err = call(f"project {run} {tmp_path / 'torn.png'}")
     assert code == 2 and "torn.png is no picture that can be read" in " ".join(err.split())
+    larger = f"train stylegan2-32 --data digits {TINY.replace('--resolution 8', '--resolution 16')} --devices 1"
+    code, _, err = call(f"{larger} --run {run}")
+    assert code == 2 and "resolution was 8, now 16" in err
+    code, _, err = call(f"{larger} --init-from {run} --run {tmp_path / 'larger'}")
+    assert code == 2 and f"{run} holds a different model: 19 parameters differ" in " ".join(err.split())
     code, _, err = call(f"sample {run}")
     assert code == 2 and "makes pictures, not text: add --grid 8x8" in err
 

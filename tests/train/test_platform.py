@@ -58,5 +58,5 @@ def test_what_trains_on_processors_makes_way_with_all_its_threads():
 
     nice, group = run()
     least = max(10, os.getpriority(os.PRIO_PROCESS, 0))
-    assert nice.split() == [str(least)] * 3 and (group == "-" or group.endswith("nice 10"))
-    assert run("19")[0].split()[0] == "19"  # who is nicer already stays so
+    assert set(nice.split()) == {str(least)} and len(nice.split()) >= 3 and (group == "-" or group.endswith("nice 10"))
+    assert "19" in run("19")[0].split()  # who is nicer already stays so

@@ -77,13 +77,17 @@ def prepare(deterministic: bool = False) -> None:
 
 
 def make_way() -> None:
-    """Let everything else on this machine go first, where this process trains on its processors; Linux.
+    """Let everything else on this machine go first, if this process trains on its processors; Linux.
 
     A member that comes back beside others on the same cores starts in half the time (docs/benchmarks.md), and whoever
     works on the machine meanwhile notices less of it. Linux keeps a niceness for each thread, which new ones inherit,
     and where it shares processors out among sessions first, one for each session (sched(7), autogroup): this session's
     is changed unless a terminal is its own, whose other programs would be slowed down as well.
     """
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(ProcessLookupError):  # it has ended since
             number = int(thread.name)

@@ -21,6 +21,7 @@ from tpuswarm.swarm.runtime import files
 from tpuswarm.swarm.runtime.group import STEPPED, Group
 from tpuswarm.swarm.runtime.plan import Plan
 from tpuswarm.swarm.runtime.program import make_ready
+from tpuswarm.train import platform
 from tpuswarm.train.hosts import Absent, Hosts
 from tpuswarm.train.line import ABSENT, FAILED, LEFT, LOST, WRONG
 from tpuswarm.train.recipe import Metrics
@@ -52,6 +53,7 @@ def obey(hosts: Hosts, say: Callable[[str], None]) -> None:
     files.take(hosts, folder, plan.files)
     ready = make_ready(plan, folder, jax.devices(), False, _Steps().took, say, message[0]["batch"])
     hosts.agree(ready.facts())
+    platform.make_way()
     follow(hosts, ready.holder, ready.begin)
 
 

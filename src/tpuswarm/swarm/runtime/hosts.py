@@ -64,10 +64,12 @@ def member(
     """A member's process."""
     from tpuswarm.swarm.runtime.group import Group  # these import JAX, which the others do without
     from tpuswarm.swarm.runtime.member import MemberHost, Place
+    from tpuswarm.train import platform
 
     files = Path(data) if data else None
     batch = int(os.environ[BATCH]) if BATCH in os.environ else None
-    return MemberHost(Place(name, plan, shards, files, Group.here(), steps, evaluates, calls, _say, batch))
+    place = Place(name, plan, shards, files, Group.here(), steps, evaluates, calls, _say, batch, platform.make_way)
+    return MemberHost(place)
 
 
 def _say(text: str) -> None:

@@ -59,6 +59,8 @@ class Place:
     say: Callable[[str], None]
     batch: int | None = None
     """Rows of one of its steps; None: the run's batch."""
+    compiled: Callable[[], None] = lambda: None
+    """Told when there is nothing left to do but to train; of a process that is this member's alone."""
 
 
 @dataclass
@@ -125,6 +127,7 @@ class MemberHost:
             devices = jax.devices() if place.group else platform.local_devices()
             ready = make_ready(plan, data, devices, place.evaluates, self._rows.took, place.say, place.batch)
             hosts.agree(ready.facts())
+            place.compiled()
             return self._lives(ready, Lead(hosts, ready.holder, ready.begin) if hosts.count > 1 else ready)
 
     def _gather(self) -> Hosts | None:

@@ -13,7 +13,6 @@ from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.runtime import compiled
 from tpuswarm.swarm.runtime.plan import Plan, code_digest, fill
-from tpuswarm.train import platform
 from tpuswarm.train.evaluate import HeldOut
 from tpuswarm.train.fit import Fitted, fit
 from tpuswarm.train.load import load_parameters
@@ -112,8 +111,6 @@ def make_ready(
     layout = layout_of(fitted, plan.swarm.fragments)
     digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
     say(f"compiled: {fitted.choice.why}")
-    if devices[0].platform == "cpu":
-        platform.make_way()
     rows = held_out(recipe, required=False) if evaluates else None
     at_once = plan.settings["eval_batch"] or batch // fitted.choice.accumulate
     validation = HeldOut(rows, at_once) if rows is not None else None

@@ -52,6 +52,11 @@ def train(text_file, *words):
     return ["train", "gpt2-tiny", "--data", str(text_file), *TINY, *words]
 
 
+def whole(opened):
+    """Whether the last row of a swarm's view is there: a frame may come in pieces, and starts by erasing the one before."""
+    return re.search(r"\nm1 +(?:alive|joining)", opened.screen) is not None
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, text_file, finished_run):
     """A folder with two finished runs, a plain one, and a swarm's that was watched from its start to its end."""
@@ -61,11 +66,11 @@ def runs(tmp_path_factory, text_file, finished_run):
     shutil.copytree(finished_run.run, folder / "runs" / "plain")
     words = train(text_file, "--steps", "400", "--members", "2", "--cycle", "10", "--outer", "average")
     with terminal([*words, "--run", "runs/swarm"], folder, SMALL) as opened:
-        opened.wait("commit 2")
-        small = opened.screen
+        small = opened.wait(lambda each: "commit 2" in each.screen and whole(each))
         opened.resize(LARGE)
-        opened.wait("commit 4")
-        large = opened.wait(lambda each: max(map(len, each.lines)) == 120)
+        large = opened.wait(
+            lambda each: "commit 4" in each.screen and max(map(len, each.lines)) == 120 and whole(each)
+        )
         opened.finish()
     return folder, small, large, opened.text, opened.sentences
 

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from tpuswarm import Clock, Recipe
-from tpuswarm.train.fit import Fitted, fit, usual_request
+from tpuswarm.train.fit import Fitted, fit
 from tpuswarm.train.mesh import batch_sharding
 from tpuswarm.train.recipe import Batch, Metrics
+from tpuswarm.train.request import usual_request
 
 
 class Bare:

@@ -18,8 +18,10 @@ from tpuswarm.recipes.gpt2 import loss
 from tpuswarm.recipes.gpt2 import recipe as recipe_module
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train import fit as fitting
-from tpuswarm.train.fit import Choice, Fitted, usual_request
+from tpuswarm.train import request
+from tpuswarm.train.fit import Fitted
 from tpuswarm.train.platform import local_devices
+from tpuswarm.train.request import Choice, usual_request
 
 
 def main(
@@ -35,9 +37,9 @@ def main(
 ) -> None:
     """Serve blocks of steps on one batch of random tokens; shape: options of the recipe in place of the size's."""
     device = local_devices()[0]
-    usual = fitting.forms(device.platform, device.device_kind)
+    usual = request.forms(device.platform, device.device_kind)
     # The trainer has no options for these: whoever measures them reaches inside.
-    inside: Any = fitting
+    inside: Any = request
     inside.forms = lambda platform, kind: (attention or usual[0], loop or usual[1])
     if chunk_bytes is not None:
         inside = recipe_module

@@ -9,7 +9,8 @@ import pytest
 
 from tests.processes import run, start, updates, wait_for
 from tests.terminal import Terminal, terminal
-from tpuswarm.train.run import EVENTS, Run, read_life, read_rows
+from tpuswarm.train.life import read_life
+from tpuswarm.train.run import EVENTS, Run, read_rows
 
 MODEL = ["--data", "fake", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "8"]
 TRAIN = ["train", "gpt2-tiny", *MODEL, "--steps", "1000000", "--run", "runs/a"]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.terminal import CTRL_C, Terminal, terminal
-from tpuswarm.train.run import METRICS, read_life
+from tpuswarm.train.life import read_life
+from tpuswarm.train.run import METRICS
 
 SMALL_MODEL = ["--data", "fake", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "8"]
 TRAIN = ["train", "gpt2-tiny", *SMALL_MODEL, "--steps", "1000000", "--run", "runs/a"]

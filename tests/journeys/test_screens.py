@@ -53,7 +53,7 @@ def train(text_file, *words):
 
 
 def whole(opened):
-    """Whether the last row of a swarm's view is there: a frame may come in pieces, and starts by erasing the one before."""
+    """Whether a swarm's view is there to its last row: a frame first erases the one before, and may come in pieces."""
     return re.search(r"\nm1 +(?:alive|joining)", opened.screen) is not None
 
 
@@ -68,9 +68,7 @@ def runs(tmp_path_factory, text_file, finished_run):
     with terminal([*words, "--run", "runs/swarm"], folder, SMALL) as opened:
         small = opened.wait(lambda each: "commit 2" in each.screen and whole(each))
         opened.resize(LARGE)
-        large = opened.wait(
-            lambda each: "commit 4" in each.screen and max(map(len, each.lines)) == 120 and whole(each)
-        )
+        large = opened.wait(lambda each: "commit 4" in each.screen and max(map(len, each.lines)) == 120 and whole(each))
         opened.finish()
     return folder, small, large, opened.text, opened.sentences
 

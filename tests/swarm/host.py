@@ -24,7 +24,8 @@ from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.store import Store
 from tpuswarm.train import hosts, mesh, placing
-from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.fit import fit
+from tpuswarm.train.request import Request
 
 
 def main() -> None:

@@ -31,8 +31,9 @@ from tpuswarm.swarm.objects import Objects, array_digest
 from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.verify import verify
 from tpuswarm.train.evaluate import HeldOut
-from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.fit import fit
 from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.request import Request
 
 BATCH, STEPS = 8, 12
 

@@ -15,8 +15,9 @@ from tests.hosts import SECRET
 from tpuswarm import supervised
 from tpuswarm.train import hosts, mesh, placing
 from tpuswarm.train.feed import read_rows
-from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.fit import fit
 from tpuswarm.train.recipe import Clock
+from tpuswarm.train.request import Request
 
 BATCH, STEPS, WIDTH = 16, 10, 32
 SHARDED_BYTES = 64

@@ -14,9 +14,10 @@ from tpuswarm.swarm.store import Store
 from tpuswarm.train import lease
 from tpuswarm.train.checkpoint import Checkpoints
 from tpuswarm.train.lease import Lease, Lost
+from tpuswarm.train.life import read_life
 from tpuswarm.train.listing import status
 from tpuswarm.train.mirror import Mirror, bring, folder_of, is_url
-from tpuswarm.train.run import Run, read_life, read_rows
+from tpuswarm.train.run import Run, read_rows
 from tpuswarm.train.stored import Bucket
 
 URL = "gs://bucket/runs/a"

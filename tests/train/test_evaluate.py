@@ -8,7 +8,8 @@ import pytest
 from tests.train import toy
 from tpuswarm import ArraySource, InputError, Trainer, Weighted, supervised
 from tpuswarm.train.evaluate import evaluate, parts
-from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.fit import fit
+from tpuswarm.train.request import Request
 
 INIT = {"w": np.arange(5, dtype=np.float32)}
 

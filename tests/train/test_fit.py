@@ -12,9 +12,10 @@ from tests.train import toy
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import Request, TooLarge, choices, fit, forms
+from tpuswarm.train.fit import TooLarge, fit
 from tpuswarm.train.mesh import bytes_per_device
 from tpuswarm.train.recipe import Clock
+from tpuswarm.train.request import Request, choices, forms
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.supervised import SupervisedProgram
 
@@ -217,7 +218,8 @@ TOPOLOGY = """
 import sys
 from jax.experimental import topologies
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.fit import fit
+from tpuswarm.train.request import Request
 recipe = GPT2(data="fake", context=128, layers=2)
 devices = topologies.get_topology_desc("v5e:2x4", "tpu", chips_per_host_bounds=(2, 4, 1)).devices
 fitted = fit(recipe, Request(batch=32, shard="fsdp"), devices)

@@ -8,10 +8,11 @@ from jax.sharding import PartitionSpec
 from tpuswarm import supervised
 from tpuswarm.recipes.gpt2 import loss
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import Request, fit
+from tpuswarm.train.fit import fit
 from tpuswarm.train.flops import model_flops
 from tpuswarm.train.mesh import make_mesh
 from tpuswarm.train.recipe import Clock, Options
+from tpuswarm.train.request import Request
 
 
 def count(function, *args):

@@ -11,6 +11,7 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train import fit as fitting
 from tpuswarm.train import session
 from tpuswarm.train.largest import largest_batch, search
+from tpuswarm.train.request import usual_request
 from tpuswarm.train.run import read_config
 
 
@@ -25,7 +26,7 @@ def needed(recipe):
     devices = jax.devices()[:2]
     found = {}
     for batch in (2, 4, 8, 16):
-        fitted = fitting.fit(recipe, fitting.usual_request(recipe, batch=batch), devices)
+        fitted = fitting.fit(recipe, usual_request(recipe, batch=batch), devices)
         assert not fitted.choice.remat and fitted.choice.accumulate == 1
         found[batch] = fitted.memory.total
     return found

@@ -145,8 +145,9 @@ def stop(run: RunOrJob) -> None:
         return
     from tpuswarm.cli.over_fleet import end_jobs, open_jobs
     from tpuswarm.swarm.logs import RUN, Logs
+    from tpuswarm.train.life import read_life, removed_sentence, stopped_sentence
     from tpuswarm.train.mirror import ask_to_stop, elsewhere, origin, refresh, shown
-    from tpuswarm.train.run import holder, read_config, read_life, removed_sentence, stopped_sentence
+    from tpuswarm.train.run import holder, read_config
 
     folder = _folder(run)
     pid = holder(folder)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def print_result(result: "SwarmResult", as_json: bool) -> None:
     """The end of a run on stdout."""
+    from tpuswarm.train.life import stopped_sentence
     from tpuswarm.train.mirror import shown as called
-    from tpuswarm.train.run import stopped_sentence
 
     if as_json:
         facts = {"run": called(result.run), "ended": result.ended.how, "message": result.ended.message}

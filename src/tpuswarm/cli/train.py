@@ -226,8 +226,8 @@ def _alone_on_stdout() -> None:
 
 def print_result(result: "Result", as_json: bool) -> None:
     """The end of a run on stdout."""
+    from tpuswarm.train.life import stopped_sentence
     from tpuswarm.train.mirror import shown as called
-    from tpuswarm.train.run import stopped_sentence
 
     if as_json:
         facts = {"run": called(result.run), "ended": result.ended, "step": result.step, "steps": result.steps}

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from tpuswarm.doctor.check import Wrong
 from tpuswarm.swarm.status import MemberStatus, SwarmStatus, read_status
-from tpuswarm.train.run import EVENTS, read_life, read_rows
+from tpuswarm.train.life import read_life
+from tpuswarm.train.run import EVENTS, read_rows
 
 SILENT_S = 30.0
 """Seconds without a new status.json of a swarm that runs; its supervisor writes one each second."""

@@ -14,10 +14,11 @@ from tpuswarm.plan.largest import largest
 from tpuswarm.plan.order import Found, Order, Place, Program
 from tpuswarm.train import fit as fitting
 from tpuswarm.train.feed import ALIVE, DEPTH
-from tpuswarm.train.fit import Choice, DoesNotFit, Fitted, Placed, Request, TooLarge
+from tpuswarm.train.fit import DoesNotFit, Fitted, Placed, TooLarge
 from tpuswarm.train.flops import Flops, model_flops
 from tpuswarm.train.mesh import batch_sharding, bytes_per_device, make_mesh
 from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.request import Choice, Request, usual_request
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.user_code import build_recipe
 
@@ -33,7 +34,7 @@ def judge(order: Order, say: Say) -> Found:
     """The answer to one order; InputError for what cannot be done as asked, on any slice."""
     asked, place = order.asked, order.place
     recipe = build_recipe(asked.target, asked.options)
-    request = fitting.usual_request(
+    request = usual_request(
         recipe,
         batch=asked.batch,
         precision=asked.precision,

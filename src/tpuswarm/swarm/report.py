@@ -18,6 +18,7 @@ from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.tables import COMMIT_COLUMNS, commit_row, read_commits
 from tpuswarm.swarm.verify import verify
 from tpuswarm.train.files import write_atomically
+from tpuswarm.train.life import LAST
 from tpuswarm.train.report import (
     configuration,
     draw_losses,
@@ -31,7 +32,7 @@ from tpuswarm.train.report import (
     show_thousands,
     table,
 )
-from tpuswarm.train.run import EVENTS, LAST, METRICS, read_config, read_rows
+from tpuswarm.train.run import EVENTS, METRICS, read_config, read_rows
 
 COMMITS, HAPPENED = 20, 200
 """Newest commits and events in the tables."""

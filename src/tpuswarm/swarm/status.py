@@ -13,8 +13,9 @@ from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.train.files import write_atomically
+from tpuswarm.train.life import read_life
 from tpuswarm.train.mirror import shown
-from tpuswarm.train.run import read_config, read_life, reading, writing
+from tpuswarm.train.run import read_config, reading, writing
 from tpuswarm.train.schema import Stamp
 
 FILE = "status.json"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,62 +31,10 @@ from tpuswarm.train.recipe import (
     Program,
     Recipe,
     State,
-    default_precision,
 )
+from tpuswarm.train.request import Choice, Request, choices
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.user_code import blame
-
-BATCH = 32
-"""Rows of a step for a recipe that wants no number of its own."""
-STATE_SHARE = 0.6
-"""With `auto`, a replicated state may take this share of a device's memory; activations need the rest."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asks of a program; None leaves the choice to `fit` (accumulate) or the platform (precision)."""
-
-    batch: int
-    shard: str = "auto"
-    precision: str | None = None
-    accumulate: int | None = None
-    clip: float | None = None
-    freeze: str | None = None
-    decay: str | None = None
-    ema: float | None = None
-
-    def options(self, platform: str, kind: str) -> Options:
-        """The program's options on devices of this platform and kind, before any choice that depends on memory."""
-        precision: Any = self.precision or default_precision(platform)
-        check({"precision": precision})
-        attention, loop = forms(platform, kind)
-        return Options(
-            precision=precision,
-            clip=self.clip,
-            freeze=self.freeze,
-            decay=self.decay,
-            ema=self.ema,
-            platform=platform,
-            attention=attention,
-            loop=loop,
-        )
-
-
-def usual_request(recipe: Recipe, **asked: Any) -> Request:
-    """What the trainer asks for: what is asked (None is not), and what the recipe wants where nothing is."""
-    wanted = ("batch", "accumulate", "clip", "freeze", "decay", "ema")
-    usual = {"batch": BATCH} | {name: recipe.defaults[name] for name in wanted if name in recipe.defaults}
-    return Request(**usual | {name: value for name, value in asked.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to run a program, with the reason for it in words."""
-
-    shard: Literal["replicate", "fsdp"]
-    remat: bool
-    accumulate: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -259,61 +207,6 @@ def place(recipe: Recipe, request: Request, devices: Sequence[Any], shard: str =
     with blame(f"init of {recipe.name} fails"):
         options = request.options(devices[0].platform, devices[0].device_kind)
         return _place(recipe, options, meshes.make_mesh(devices), shard)
-
-
-def forms(platform: str, kind: str) -> tuple[Literal["xla", "cudnn", "splash"], Literal["scan", "unroll"]]:
-    """Attention and layer loop for a platform and its kind of device.
-
-    cuDNN's kernel and an unrolled loop on GPU; on TPU a scanned loop and, from v4 on, the splash kernel (on v2 and v3
-    its compiler refuses the kernel's matmuls); on CPU plain XLA.
-    """
-    if platform == "gpu":
-        return "cudnn", "unroll"
-    if platform == "tpu":
-        return ("xla" if kind in ("TPU v2", "TPU v3") else "splash"), "scan"
-    return "xla", "unroll"
-
-
-def choices(
-    request: Request,
-    honoured: Sequence[str],
-    platform: str,
-    kind: str,
-    devices: int,
-    state_bytes: int,
-    memory_bytes: int | None,
-) -> Iterator[Choice]:
-    """Ways to run, best first: no recomputation before some, replicated before sharded, then smaller micro-batches.
-
-    honoured: `Recipe.forms`; what is neither there nor asked is not tried.
-    """
-    many = devices > 1
-    held = f"{state_bytes / 2**30:.2f} GiB of state"
-    shards: list[tuple[Literal["replicate", "fsdp"], str]]
-    if request.shard == "replicate" or not many:
-        shards = [("replicate", "replicated" if many else "one device")]
-    elif request.shard == "fsdp":
-        shards = [("fsdp", "sharded, as asked")]
-    elif memory_bytes is None or state_bytes <= STATE_SHARE * memory_bytes:
-        shards = [("replicate", f"replicated: {held}"), ("fsdp", f"sharded: {held} plus activations is too much")]
-    else:
-        shards = [("fsdp", f"sharded: {held} is over {STATE_SHARE:.0%} of {memory_bytes / 2**30:.2f} GiB")]
-    if "remat" not in honoured:
-        remats = [False]
-    elif platform == "tpu" and kind in ("TPU v2", "TPU v3"):
-        remats = [True]
-    else:
-        remats = [False, True]
-    accumulate = request.accumulate or 1
-    for shard, why in shards:
-        for remat in remats:
-            yield Choice(shard, remat, accumulate, why + (", layers recomputed" if remat else ""))
-    if request.accumulate is None and "accumulate" in honoured:
-        recomputed = ", layers recomputed" if remats[-1] else ""
-        rows = request.batch // devices
-        small = [count for count in range(1, math.isqrt(rows) + 1) if rows % count == 0]
-        for count in sorted({*small, *(rows // count for count in small)} - {1}):
-            yield Choice(shard, remats[-1], count, f"{why}{recomputed}, {count} micro-batches")
 
 
 def device_memory(device: Any) -> int | None:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.fit import DoesNotFit, Fitted, Request, device_memory, fit, usual_request
+from tpuswarm.train.fit import DoesNotFit, Fitted, device_memory, fit
 from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.request import Request, usual_request
 
 AUTO = "auto"
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError
+from tpuswarm.train.life import read_life
 from tpuswarm.train.mirror import bring, folder_of, is_url, shown
-from tpuswarm.train.run import CONFIG, EVENTS, METRICS, has_begun, holder, read_config, read_life, reading
+from tpuswarm.train.run import CONFIG, EVENTS, METRICS, has_begun, holder, read_config, reading
 from tpuswarm.train.schema import parse_row
 
 TAIL = 1 << 16

@@ -10,12 +10,13 @@ import jax
 from tpuswarm.errors import InputError
 from tpuswarm.train import checkpoint
 from tpuswarm.train.best import kept_best
-from tpuswarm.train.fit import Placed, Request, place
+from tpuswarm.train.fit import Placed, place
 from tpuswarm.train.mirror import shown
 from tpuswarm.train.parent import parent_folder
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.placing import place as place_array
 from tpuswarm.train.recipe import Recipe, State
+from tpuswarm.train.request import Request
 from tpuswarm.train.run import read_config
 from tpuswarm.train.settings import differences
 from tpuswarm.train.trees import run_arrays, swarm_arrays

@@ -24,13 +24,14 @@ from tpuswarm.train.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.feed import Feed
 from tpuswarm.train.finite import not_finite
 from tpuswarm.train.hooks import Hooks, Step, Stop
+from tpuswarm.train.life import stopped_sentence
 from tpuswarm.train.mesh import batch_sharding
 from tpuswarm.train.mirror import shown
 from tpuswarm.train.outputs import Logger, Outputs
 from tpuswarm.train.profile import TRACE, Profiler
 from tpuswarm.train.recipe import Metrics
 from tpuswarm.train.result import Result, figures, last_row
-from tpuswarm.train.run import METRICS, SAMPLE, command_line, read_rows, stopped_sentence, writing
+from tpuswarm.train.run import METRICS, SAMPLE, command_line, read_rows, writing
 from tpuswarm.train.session import Session
 from tpuswarm.train.stop import Interrupted, StopDecision, decide_stop, last_words
 from tpuswarm.train.user_code import blame

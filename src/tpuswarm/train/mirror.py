@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tpuswarm.errors import InputError
 from tpuswarm.train import lease
 from tpuswarm.train.files import write_atomically
+from tpuswarm.train.pieces import PIECES, Piece, by_file, chain, grows
 from tpuswarm.train.platform import cache_folder
 from tpuswarm.train.stored import Bucket, Held
 
 ORIGIN, INDEX, PULLING, HOLDER = "bucket", ".mirror.json", ".pulling", ".holder.json"
-FILES, PIECES, CHECKPOINTS, STOP = "files/", "pieces/", "checkpoints/", "asked/"
+FILES, CHECKPOINTS, STOP = "files/", "checkpoints/", "asked/"
 MANIFEST = "manifest.json"
 BEST = "best.json"
 """Names the checkpoint that is kept besides the newest (train/best.py)."""
@@ -39,21 +40,6 @@ MERGED = 256
 LARGE = 2**23
 """Bytes of a file that a command brings only where it needs it."""
 READERS = 16
-PIECE = re.compile(r"(\d{15})-(\d{15})")
-
-
-class Piece(NamedTuple):
-    """A part of a file that grows."""
-
-    start: int
-    end: int
-    version: str
-    """Empty where this machine has written it."""
-
-    @property
-    def name(self) -> str:
-        """Of its object, in the folder of its file."""
-        return f"{self.start:015d}-{self.end:015d}"
 
 
 def origin(folder: Path) -> str | None:
@@ -194,7 +180,7 @@ class Mirror:
             wanted = {name: each for name, each in files.items() if whole or each.size <= LARGE}
             with ThreadPoolExecutor(READERS) as pool:
                 list(pool.map(lambda name: self._pull_file(name.removeprefix(FILES), wanted[name]), wanted))
-            grown = [self._pull_pieces(name, found) for name, found in _by_file(pieces).items()]
+            grown = [self._pull_pieces(name, found) for name, found in by_file(pieces).items()]
             if any(grown):
                 self._split_members()
             if whole:
@@ -225,7 +211,7 @@ class Mirror:
         """Append what is new; whether anything was."""
         path = self.folder / name
         before = self._pieces.get(name, []) if path.exists() else []
-        chosen = _chain([piece for piece, _ in found])
+        chosen = chain([piece for piece, _ in found])
         same = 0
         for old, new in zip(before, chosen, strict=False):
             if old[:2] != new[:2] or not (old.version == new.version or (self._ours and not old.version)):
@@ -286,7 +272,7 @@ class Mirror:
         whole: list[str] = []
         growing: list[str] = []
         for path in self._walk():
-            (growing if _grows(path) else whole).append(path.relative_to(self.folder).as_posix())
+            (growing if grows(path) else whole).append(path.relative_to(self.folder).as_posix())
         whole.sort(key=lambda name: (name == "config.toml", name))  # what it names is there before it
         for name in whole:
             assure()
@@ -400,35 +386,9 @@ def best_of(folder: Path) -> str:
     return ""
 
 
-def _grows(path: Path) -> bool:
-    return path.suffix in (".jsonl", ".log") or ".tfevents." in path.name
-
-
 def _stamp(path: Path) -> list[int]:
     found = path.stat()
     return [found.st_size, found.st_mtime_ns]
-
-
-def _by_file(listed: dict[str, Held]) -> dict[str, list[tuple[Piece, float]]]:
-    found: dict[str, list[tuple[Piece, float]]] = {}
-    for name, about in listed.items():
-        file, _, last = name.removeprefix(PIECES).rpartition("/")
-        if match := PIECE.fullmatch(last):
-            piece = Piece(int(match[1]), int(match[2]), about.version)
-            found.setdefault(file, []).append((piece, about.written))
-    return found
-
-
-def _chain(pieces: Iterable[Piece]) -> list[Piece]:
-    """Those that make up the file: from its beginning, of several that begin at one place the longest."""
-    longest: dict[int, Piece] = {}
-    for piece in pieces:
-        if piece.start not in longest or piece.end > longest[piece.start].end:
-            longest[piece.start] = piece
-    chosen: list[Piece] = []
-    while (at := chosen[-1].end if chosen else 0) in longest:
-        chosen.append(longest[at])
-    return chosen
 
 
 def _held_here(folder: Path) -> bool:

@@ -18,12 +18,14 @@ from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError
 from tpuswarm.train import checkpoint, platform
 from tpuswarm.train.evaluate import FiniteSource
-from tpuswarm.train.fit import BATCH, Fitted, Request, fit, place
+from tpuswarm.train.fit import Fitted, fit, place
 from tpuswarm.train.largest import AUTO, largest_batch
+from tpuswarm.train.life import last_event
 from tpuswarm.train.load import load_parameters
 from tpuswarm.train.mirror import shown
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
-from tpuswarm.train.run import FollowedRun, Run, last_event
+from tpuswarm.train.request import BATCH, Request
+from tpuswarm.train.run import FollowedRun, Run
 from tpuswarm.train.settings import FIXED, FREE, check_batch, count_steps, differences, refuse_differences
 from tpuswarm.train.several import Several
 from tpuswarm.train.source import Repeated, training_rows

@@ -31,22 +31,11 @@ from tpuswarm.swarm.status import FILE as STATUS
 from tpuswarm.swarm.status import FINISHED, look, read_status, write_status
 from tpuswarm.swarm.store import Store
 from tpuswarm.train.fit import place
+from tpuswarm.train.life import LAST, removed_sentence, stopped_sentence
 from tpuswarm.train.load import load_parameters
 from tpuswarm.train.mirror import shown
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run import (
-    CONFIG,
-    EVENTS,
-    LAST,
-    METRICS,
-    SAMPLE,
-    Run,
-    command_line,
-    read_rows,
-    removed_sentence,
-    stopped_sentence,
-    writing,
-)
+from tpuswarm.train.run import CONFIG, EVENTS, METRICS, SAMPLE, Run, command_line, read_rows, writing
 from tpuswarm.train.session import Resolved, configuration, request
 from tpuswarm.train.stop import Interrupted, held
 from tpuswarm.train.waiting import waiting
@@ -312,4 +301,4 @@ def _supervise(
         if ready.state_bytes <= SAMPLED_BYTES:
             _sample(run)
         _report(run)
-    return _result(run, ended, supervisor.view.newest if supervisor.view else None)
+    return _result(run, ended, supervisor.followed.view.newest if supervisor.followed.view else None)

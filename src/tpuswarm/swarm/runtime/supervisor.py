@@ -7,9 +7,7 @@ started; the same command goes on from the ledger.
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from signal import SIGHUP, SIGINT
 from typing import Any, NamedTuple
@@ -18,22 +16,18 @@ from tpuswarm.config.shown import significant
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.clock import Clock
 from tpuswarm.swarm.core.alarms import Step, Watched, alarms
-from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.fragments import shards_for
 from tpuswarm.swarm.core.quantize import bytes_per_element
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.core.values import Record
-from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster, Outcome
 from tpuswarm.swarm.events import commit_event, sentence
-from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.notice import GOODBYE
-from tpuswarm.swarm.retention import Holdings, clean
+from tpuswarm.swarm.runtime.followed import Followed
 from tpuswarm.swarm.runtime.kept import Kept, guest_name
 from tpuswarm.swarm.runtime.plan import HEAD, Plan, member_name
 from tpuswarm.swarm.runtime.screen import Screen
 from tpuswarm.swarm.status import FINISHED, STOPPED, Progress, SwarmStatus, after_the_end, compose, write_status
-from tpuswarm.swarm.store import Store
 from tpuswarm.train.listing import newest_evaluation
 from tpuswarm.train.live import Pace
 from tpuswarm.train.pictures import PICTURE, write_picture
@@ -44,7 +38,6 @@ LOOK = 0.2
 """Seconds between two rounds of looking at everything."""
 STATUS = 1.0
 NUMBER = re.compile(r"(?<!\w)[\d.,]+")
-CLEAN = 60.0
 BACKOFF, BACKOFF_MAX = 1.0, 60.0
 """Seconds until a process that died is made again: doubled while it gets nowhere."""
 FAILURES, DEATHS = 4, 12
@@ -81,21 +74,12 @@ class Supervisor:
         """environment: of the member with a number, or of one that joined; watch: called at each look, for a demo."""
         self.run, self.plan, self.screen = run, plan, screen
         self._cluster, self._environment, self._watch = cluster, environment, watch
-        self._store = Store(run.folder)
-        self._ledger = Ledger(self._store)
-        self.view: View | None = None
-        self._carried_by: Counter[str] = Counter()
-        self._carried_at: int | None = None
-        """The version at which it was counted."""
+        self.followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
         self.status: SwarmStatus | None = None
         self._pace, self._evaluation = Pace(), newest_evaluation(run.folder)
-        self._cleaner = ThreadPoolExecutor(1, "cleaner")
-        self._cleaning: Future[None] | None = None
-        self._held = Holdings(Staleness().limit)
         self._summary: Summary | None = None
         self._alarms: tuple[str, ...] = ()
-        self._recent: list[Record] = []
-        self._status_at = self._cleaned_at = time.monotonic()
+        self._status_at = time.monotonic()
         self._progress_at = math.inf  # until somebody trains nothing can be committed
         self._told = max((e["version"] for e in read_rows(run.folder / EVENTS) if e["event"] == "commit"), default=0)
         self.kept: dict[str, Kept] = {}
@@ -322,38 +306,20 @@ class Supervisor:
 
     def _follow(self) -> None:
         """The commits that were made since the last look."""
-        if self.view is None:
-            if not self._ledger.versions():
-                return
-            self.view = self._ledger.view()
-            self._recent = self._ledger.records(range(max(0, self.view.version - 20), self.view.version + 1))
-            for record in self._recent:
-                self._commit(record)
-        before = self.view.version
-        if self._is_news():
-            self.view = self._ledger.refresh(self.view)
-        for record in self._ledger.records(range(before + 1, self.view.version + 1)):
-            self._recent = [*self._recent[-20:], record]
+        first = self.followed.view is None
+        for record in self.followed.news(self._is_news()):
             self._commit(record)
-            self._progress_at = time.monotonic()
-        now = time.monotonic()
-        if now - self._cleaned_at > CLEAN:
-            self._cleaned_at = now
-            if self._cleaning and self._cleaning.done() and (error := self._cleaning.exception()):
-                self._event("note", message=f"files of old commits could not be removed: {error}")
-            if self._cleaning is None or self._cleaning.done():
-                self._cleaning = self._cleaner.submit(self._clean, self.view.version)
+            if not first:
+                self._progress_at = time.monotonic()
+        if error := self.followed.clean():
+            self._event("note", message=f"files of old commits could not be removed: {error}")
 
     def _is_news(self) -> bool:
         """Whether to look for records: in a bucket each look is a request, and the coordinator says what there is."""
-        assert self.view is not None
-        if not self.run.in_bucket or self.kept[HEAD].left or self._stopping:
+        view = self.followed.view
+        if view is None or not self.run.in_bucket or self.kept[HEAD].left or self._stopping:
             return True
-        return self._summary is not None and self._summary.version > self.view.version
-
-    def _clean(self, version: int) -> None:
-        self._held.add(self._ledger.records(range(self._held.count, version + 1)))
-        clean(self._store, self._held)
+        return self._summary is not None and self._summary.version > view.version
 
     def _commit(self, record: Record) -> None:
         for kept in self.kept.values():
@@ -373,14 +339,14 @@ class Supervisor:
         version = self._summary.version if self._summary else None
         heard = self._clock()
         kept_members = [kept for kept in self.kept.values() if kept.member]
-        carried = self._carried()
+        carried = self.followed.carried()
         members = [
             kept.status(leased, version, self.plan.tokens_per_row, carried[kept.name], heard) for kept in kept_members
         ]
         alive = [Watched(each.id, tuple(self.kept[each.id].steps)) for each in members if each.lives]
         cycle = self._summary.median_cycle if self._summary else None
         aside = [f"{kept.name} does not train: {kept.given_up}" for kept in self.kept.values() if kept.given_up]
-        found = (*aside, *alarms(self._recent, alive, cycle, clock - self._progress_at, time.time()))
+        found = (*aside, *alarms(self.followed.recent, alive, cycle, clock - self._progress_at, time.time()))
         known = {NUMBER.sub("", each) for each in self._alarms}
         for each in found:
             if NUMBER.sub("", each) not in known:  # the same with other numbers is not another alarm
@@ -410,15 +376,6 @@ class Supervisor:
             self.run.send_soon()
         self.screen.status(self.status)
 
-    def _carried(self) -> Counter[str]:
-        """Bytes of all decided contributions of each member, each there, and of a version for each back."""
-        if self.view is not None and self.view.version != self._carried_at:
-            one = self._cluster.state_bytes / 4 * bytes_per_element(self.plan.swarm.quantize)
-            made = Counter(identity.incarnation.member for identity in self.view.verdicts)
-            self._carried_by = Counter({name: round(2 * one * count) for name, count in made.items()})
-            self._carried_at = self.view.version
-        return self._carried_by
-
     def _say_goodbye(self) -> None:
         self._stopping = time.monotonic()
         trained = any(kept.incarnation for kept in self.kept.values())
@@ -434,9 +391,10 @@ class Supervisor:
         return not settled or self._summary is None or self._summary.tokens.outstanding == 0
 
     def _stopped_at(self) -> str:
-        if self.view is None:
+        view = self.followed.view
+        if view is None:
             return "stopped before the first commit"
-        return f"stopped at commit {self.view.version}, {self.view.tokens[-1]:,} tokens counted"
+        return f"stopped at commit {view.version}, {view.tokens[-1]:,} tokens counted"
 
     def _event(self, event: str, **facts: Any) -> None:
         self.run.write_event(event, **facts)

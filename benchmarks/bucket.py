@@ -115,7 +115,7 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
     store._back = back
     ledger, objects, outer = Ledger(store), Objects(store), Outer("nesterov")
     zero = np.zeros(ELEMENTS, np.float32)
-    first = first_state(outer, ELEMENTS)
+    first = first_state(outer, zero)
     assert first is not None
     state, momentum = (objects.put_array(each) for each in (zero, first))
     names = tuple(f"m{number}" for number in range(members))

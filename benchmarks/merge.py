@@ -124,7 +124,7 @@ class Run:
         for fragment, size in enumerate(sizes):
             theta = numbers.standard_normal(size, np.float32)
             state.append(objects.put_array(theta))
-            if (first := first_state(case.outer, size)) is not None:
+            if (first := first_state(case.outer, theta)) is not None:
                 outer.append(objects.put_array(first + np.float32(1e-3)))
             for identity, own in zip(identities, digests, strict=True):
                 delta = numbers.standard_normal(size, np.float32)

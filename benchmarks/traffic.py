@@ -108,7 +108,7 @@ class Swarm:
         state = fitted.init(jax.random.key(0))
         shared = fitted.program.exchange().get(state)
         anchor = layout.split(dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True)))
-        outer_state = [first_state(outer, each.size) for each in anchor]
+        outer_state = [first_state(outer, each) for each in anchor]
         self._ledger.append(
             Record(
                 run="traffic",

@@ -2,12 +2,16 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from matplotlib.image import imread
 from PIL import Image
 
 from tests.processes import finish, start
+from tpuswarm import load
+from tpuswarm.swarm.ledger import Ledger
+from tpuswarm.swarm.store import Store
 
 TINY = "--resolution 8 --latent 4 --mapping 1 --channels 4 --most-channels 4 --group 2 --batch 8"
 
@@ -64,6 +68,15 @@ def test_a_swarm_draws_what_it_has_committed(call, tmp_path):
     assert evaluated and not any("picture" in row for row in rows)
     assert {each.name for each in (run / "pictures").iterdir()} == {f"{version:08d}.png" for version in evaluated}
     assert f"commit {evaluated[-1]}</h3><img" in (run / "report.html").read_text()
+    found, ledger = load(run), Ledger(Store(run))
+    assert all(ledger.record(version).kept is not None for version in ledger.versions())
+    both = (jax.tree.leaves(found[name]["generator"]) for name in ("params", "ema"))
+    assert any((trained != average).any() for trained, average in zip(*both, strict=True))
+    code, printed, err = call(f"evaluate {run} --json")
+    last = next(row["eval_loss"] for row in rows[::-1] if "eval_loss" in row)
+    assert code == 0 and json.loads(printed)["loss"] == pytest.approx(last, rel=1e-4), err  # of the average in both
+    code, printed, _ = call(f"ledger verify {run}")
+    assert code == 0
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,6 @@ def call(monkeypatch, typed, tmp_path):
         ("--members 2 --devices 4", "this machine has no TPU or GPU to share out"),
         ("--members 2 --batch 12 --devices-per-member 5", "a batch of 12 rows does not divide evenly over devices (5)"),
         ("--members 2 --eval-every 5m", "in a swarm --eval-every counts steps"),
-        ("--members 2 --ema 0.9", "--ema does not work in a swarm yet"),
         (
             f"--members 2 --init-from hf:{MODEL}",
             "is a different GPT-2: it has layers 2, heads 2, this one has layers 1, heads 1",

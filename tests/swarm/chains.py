@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuswarm.swarm.core.choose import Staleness, choose, effective
 from tpuswarm.swarm.core.merge import CHUNK
-from tpuswarm.swarm.core.outer import Outer, advance, commit, first_state, state_rows
+from tpuswarm.swarm.core.outer import Average, Outer, advance, commit, first_state, state_rows
 from tpuswarm.swarm.core.quantize import encode
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
@@ -30,10 +30,12 @@ class Run:
     """A run and its storage, grown commit by commit; without `arrays` its state is made up of names only."""
 
     def __init__(
-        self, store: Store, random: Random, *, rule: str = "average", downlink: str = "plain", arrays: bool = True
-    ):
+        self, store: Store, random: Random, *, rule: str = "average", downlink: str = "plain", arrays: bool = True,
+        average: Average | None = None,
+    ):  # fmt: skip
         self.store, self.random, self.arrays = store, random, arrays
-        self.ledger, self.objects, self.outer = Ledger(store), Objects(store), Outer(rule, downlink=downlink)
+        self.ledger, self.objects = Ledger(store), Objects(store)
+        self.outer = Outer(rule, downlink=downlink, average=average)
         self.numbers = np.random.default_rng(random.getrandbits(32))
         self.staleness = Staleness()
         self.members = [Incarnation(f"m{number}", f"{random.getrandbits(128):032x}") for number in range(4)]
@@ -43,11 +45,12 @@ class Run:
         self.pending: list[Header] = []
         self.headers: list[Header] = []
         state = [self.numbers.standard_normal(size).astype(np.float32) for size in SIZES]
-        outer = [first for size in SIZES if (first := first_state(self.outer, size)) is not None]
+        outer = [first for each in state if (first := first_state(self.outer, each)) is not None]
         genesis = Record(
             run="run", version=0, epoch=1, parent="", state=self.put(state), outer=self.put(outer), decisions=(),
             rule=rule, rate=0.0, momentum=self.outer.momentum, share=0.0, gathered=0.0, tokens=0, changes=0,
             processed=(), digests=Digests("layout", "config", "data", "code"), time=0.0, downlink=downlink,
+            kept=None if average is None else 1.0,
         )  # fmt: skip
         assert self.ledger.append(genesis) in ("created", "same")
         self.records = [genesis]
@@ -97,10 +100,14 @@ class Run:
         newest, weights = self.view.newest, [each.weight for each in decisions if each.fate == "applied"]
         rate = self.outer.rate_for(effective(weights)) if weights else 0.0
         share, gathered = advance(self.outer, newest.gathered, len(weights), quorum=2)
+        tokens = sum(each.tokens for each in decisions if each.fate == "applied")
+        kept = newest.kept
+        if self.outer.average and tokens:
+            kept = self.outer.average.kept(tokens, newest.tokens + tokens)
         record = replace(
             newest, version=newest.version + 1, epoch=newest.epoch + (self.random.random() < 0.1),
             parent=self.ledger.digest(newest), decisions=tuple(decisions), rate=rate, share=share, gathered=gathered,
-            tokens=newest.tokens + sum(each.tokens for each in decisions if each.fate == "applied"),
+            tokens=newest.tokens + tokens, kept=kept,
             changes=newest.changes + bool(weights), processed=tuple(sorted(self.processed.items())),
             time=newest.time + self.random.random(), updates=(),
         )  # fmt: skip
@@ -146,7 +153,10 @@ class Run:
                 sent, finish = (
                     (None, None) if bits is None else files.enter_context(self.objects.writing_update(theta.size, bits))
                 )
-                commit(theta, before, contributions, self.outer, record.rate, record.share, new, after, sent)
+                commit(
+                    theta, before, contributions, self.outer, record.rate, record.share, new, after, sent,
+                    kept=record.kept or 0.0,
+                )  # fmt: skip
                 updates += [] if finish is None else [finish()]
             state.append(new)
             outer += [] if after is None else [after]

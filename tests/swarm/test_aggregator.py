@@ -14,6 +14,7 @@ from tpuswarm.swarm import tensors
 from tpuswarm.swarm.aggregator import Aggregator
 from tpuswarm.swarm.coordinator import Coordinator
 from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Lost, Merge, Part, Refused, Terms
+from tpuswarm.swarm.core.outer import Average
 from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.effects import Over
 from tpuswarm.swarm.engines.inproc import Inproc
@@ -22,13 +23,17 @@ from tpuswarm.swarm.objects import Objects, object_name, payload_name
 from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.verify import verify
 
-kinds = pytest.mark.parametrize("kind", ["average-plain", "nesterov-plain", "average-int8", "nesterov-int4"])
+kinds = pytest.mark.parametrize(
+    "kind",
+    ["average-plain", "nesterov-plain", "average-int8", "nesterov-int4", "average-plain-ema", "nesterov-int8-ema"],
+)
 
 
 def grown(folder: Path, kind: str, commits: int = 4) -> Run:
     """A run whose last record has contributors."""
-    rule, downlink = kind.split("-")
-    run = Run(Store(folder), random.Random(4), rule=rule, downlink=downlink).grow(commits)
+    rule, downlink, *ema = kind.split("-")
+    average = Average(half_life=100, share=0.5) if ema else None
+    run = Run(Store(folder), random.Random(4), rule=rule, downlink=downlink, average=average).grow(commits)
     while not last(run):
         run.grow(1)
     return run
@@ -60,7 +65,8 @@ def shards(store: Store, count: int = 2) -> list[Shard]:
 def merge_of(run: Run) -> Merge:
     """What the coordinator asked for the newest record."""
     newest = run.records[-1]
-    return Merge(newest.version, newest.decisions, run.outer, newest.rate, newest.share, newest.gathered, "")
+    by = newest.rate, newest.share, newest.gathered, newest.kept
+    return Merge(newest.version, newest.decisions, run.outer, *by, "")
 
 
 @kinds
@@ -168,6 +174,7 @@ from tpuswarm.swarm.aggregator import Aggregator
 from tpuswarm.swarm.core.messages import Merge
 from tpuswarm.swarm.effects import Unreachable
 from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.core.outer import Average
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.store import Store
@@ -177,7 +184,7 @@ run = chains.Run(Store(folder / "run"), random.Random(1), downlink="int8")
 run.push(run.members[0])
 run.push(run.members[1])
 decisions = chains.choose(run.view, run.pending, (), run.staleness)
-merge = Merge(1, tuple(decisions), run.outer, 1.0, 1.0, 0.0, "")
+merge = Merge(1, tuple(decisions), run.outer, 1.0, 1.0, 0.0, None, "")
 files = sorted(path.name for path in folder.rglob("*") if path.is_file())
 filler = folder / "filler"
 with filler.open("wb") as file:

@@ -40,7 +40,7 @@ def test_what_was_applied_and_what_is_left_on_both_links_is_all_that_was_trained
     numbers, size, bits = np.random.default_rng(0), 1000, BITS[form]
     outer = Outer(rule, downlink=form) if rule == "average" else Outer(rule, 0.0, 1.0, form)
     start = theta = normal(numbers, size)
-    state, unsent = first_state(outer, size), np.zeros(size, f32)
+    state, unsent = first_state(outer, np.zeros(size, f32)), np.zeros(size, f32)
     assert state is not None
     trained, sent_down = np.zeros(size), np.zeros(size)
     for _ in range(60):
@@ -83,7 +83,7 @@ def test_without_what_is_left_over_small_steps_are_lost(form):
 def test_members_come_to_the_bits_of_the_commits_whatever_the_chunk(rule, seed, chunk, form):
     numbers, outer = np.random.default_rng(seed), Outer(rule, downlink=form)
     anchor = theta = normal(numbers, 1000)
-    state = first_state(outer, 1000)
+    state = first_state(outer, np.zeros(1000, f32))
     sent = []
     for _ in range(3):
         contributions = [Contribution(0.5, 1.0, theta, theta - normal(numbers, 1000))]

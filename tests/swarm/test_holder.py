@@ -327,10 +327,10 @@ def test_an_evaluation_is_of_the_published_version_and_leaves_training_alone():
     version = [np.linspace(-1, 1, size, dtype=np.float32) for size in layout.sizes]
     holder.adopt(Adopt("anchor", None, 1, ("",)), holder.place(version))
     theta = shared_of(fitted, holder.state, layout)
-    values, rows, _ = holder.evaluate(lambda: False)
+    values, rows, _ = holder.evaluate(lambda: False, None)
     params, data = layout.join(version), toy.data(1)
     error = data["x"] @ params["layer/w"] + params["layer/b"] - data["y"]
     assert rows == 64 and values["loss"] == pytest.approx(np.mean(error**2), rel=1e-5)
     assert all(map(same_bits, theta, shared_of(fitted, holder.state, layout)))
-    assert holder.evaluate(lambda: True) is None
+    assert holder.evaluate(lambda: True, None) is None
     train(holder, 1, first=2)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tpuswarm.swarm.core import merge, twins
 from tpuswarm.swarm.core.merge import Contribution, average, update
-from tpuswarm.swarm.core.outer import Outer, advance, commit, first_state, state_rows, step
-from tpuswarm.swarm.core.quantize import BLOCK, Quantized, encode, feedback
+from tpuswarm.swarm.core.outer import Average, Outer, advance, average_row, commit, first_state, state_rows, step
+from tpuswarm.swarm.core.quantize import BLOCK, Quantized, empty, encode, feedback
 
 f32 = np.float32
 seeds = st.integers(0, 2**32 - 1)
@@ -122,7 +122,7 @@ def test_what_is_averaged_lies_between_the_snapshots(rule, size):
     """All else is as without it; one contribution's base is old, and the next state is written where theta is."""
     random, outer = np.random.default_rng(0), Outer(rule)
     theta, old = np.abs(normal(random, 2, size))
-    rows = first_state(outer, size)
+    rows = first_state(outer, theta)
     given = [
         Contribution(0.25, 1.0, theta, np.abs(normal(random, size))),
         Contribution(0.75, 0.5, old, np.abs(normal(random, size))),
@@ -142,6 +142,38 @@ def test_what_is_averaged_lies_between_the_snapshots(rule, size):
     np.testing.assert_array_equal(found[~inside], without[~inside])
     np.testing.assert_array_equal(found[inside], wanted[inside])
     assert (found[inside] >= 0).all() and (without[inside] < 0).any()
+
+
+@pytest.mark.parametrize("rule", ["average", "nesterov"])
+@pytest.mark.parametrize("downlink", ["plain", "int8"])
+@pytest.mark.parametrize("size", [300, 2 * merge.CHUNK + 5])
+def test_the_moving_average_is_that_of_the_published_states_and_changes_none_of_them(rule, downlink, size):
+    """Against the recurrence in float64; members come one by one, so that the momentum's buffer comes and goes."""
+    random, average = np.random.default_rng(0), Average(half_life=64, share=0.5)
+    start = normal(random, size)
+    with_it, without = Outer(rule, downlink=downlink, average=average), Outer(rule, downlink=downlink)
+    states, kept = {outer: [start] for outer in (with_it, without)}, []
+    last = {outer: first_state(outer, start) for outer in states}
+    gathered = 0.0
+    for number in range(5):
+        share, gathered = advance(with_it, gathered, 1, 2)
+        kept.append(average.kept(32, 32 * (number + 1)))
+        delta = normal(random, size)
+        for outer, made in states.items():
+            theta, rows = made[-1], state_rows(outer, gathered)
+            new, after = np.empty_like(theta), np.empty((rows, size), f32) if rows else None
+            sent = None if downlink == "plain" else empty(size, 8)
+            given = [Contribution(1.0, 1.0, theta, theta - delta)]
+            commit(theta, last[outer], given, outer, 0.5, share, new, after, sent, kept=kept[-1])
+            made.append(new)
+            last[outer] = after
+    for one, other in zip(*states.values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    wanted = start.astype(np.float64)
+    for left, state in zip(kept, states[with_it][1:], strict=True):
+        wanted = left * wanted + (1 - left) * state
+    np.testing.assert_allclose(last[with_it][average_row(downlink)], wanted, rtol=1e-5, atol=1e-5)
+    assert kept == [0.5 ** (32 / min(64, 16 * count)) for count in range(1, 6)]
 
 
 def test_averages_are_not_sent_in_few_bits():
@@ -164,7 +196,7 @@ def test_one_member_that_waits_is_lookahead_with_nesterov():
     """Zhang et al. 2019: slow weights step towards the fast ones; here with Nesterov momentum, in float64."""
     random = np.random.default_rng(0)
     curvature, target = random.uniform(0.5, 2.0, 200), random.standard_normal(200)
-    theta, outer_state = np.zeros(200, f32), first_state(Outer("nesterov"), 200)
+    theta, outer_state = np.zeros(200, f32), first_state(Outer("nesterov"), np.zeros(200, f32))
     slow, velocity = np.zeros(200), np.zeros(200)
     outer = Outer("nesterov")
     for _ in range(8):
@@ -223,7 +255,7 @@ def test_deltas_below_half_a_step_move_nothing_without_error_feedback_and_all_wi
     start = normal(random, size)
 
     def final(with_feedback: bool) -> np.ndarray:
-        theta, outer_state, rest = start, first_state(outer, size), np.zeros(size, f32)
+        theta, outer_state, rest = start, first_state(outer, start), np.zeros(size, f32)
         for _ in range(commits):
             x = delta + rest if with_feedback else delta
             codes, scales = encode(x, bits)

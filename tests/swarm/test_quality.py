@@ -76,7 +76,7 @@ def by_hand(program, source, arm: Arm, batch: int, steps: int, seed: int) -> np.
     init_key, step_key = jax.random.split(jax.random.key(seed))
     step = jax.jit(program.step)
     theta = vector(program, program.init(init_key))
-    outer_state, gathered = first_state(arm.outer, theta.size), 0
+    outer_state, gathered = first_state(arm.outer, theta), 0
     everyone = []
     for number in range(len(arm.cycle)):
         terms = Terms("run", Digests(*"abcd"), size, 1, batch * steps, max(arm.cycle) * size, (), arm.outer)

@@ -1,5 +1,6 @@
 """Real programs in a swarm: one member is the plain trainer bit for bit, anchors are the ledger's (invariants 1, 7)."""
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tpuswarm.swarm.coordinator import Coordinator
 from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.member import Member
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.outer import Average, Outer
 from tpuswarm.swarm.core.rounds import Patience
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
@@ -95,13 +96,14 @@ class Swarm:
         steps=STEPS,
         staleness=None,
         outer=None,
+        ema=None,
         **processes,
     ):
         """processes: of every MemberProcesses."""
         self.engine = engine or Inproc(7)
         self.store = Store(str(folder))
         ledger, objects = Ledger(self.store), Objects(self.store)
-        fitted = fit(recipe, Request(batch=BATCH), jax.devices()[:1])
+        fitted = fit(recipe, Request(batch=BATCH, ema=ema), jax.devices()[:1])
         init_key, step_key = jax.random.split(jax.random.key(0))
         layout = layout_of(fitted, fragments)
         self.terms = Terms(
@@ -249,6 +251,32 @@ def test_evaluations_change_no_bit_and_are_of_published_versions(tmp_path):
         theta = swarm.layout.join([swarm.objects.get_array(digest) for digest in record.state])
         assert (tokens, rows) == (record.tokens, toy.ROWS)
         assert values["loss"] == pytest.approx(loss_of(theta, toy.data(1)), rel=1e-5)
+
+
+def test_the_moving_average_of_a_swarm_of_one_that_commits_each_step_is_the_plain_trainers(tmp_path):
+    ema, told = 0.7, []
+    recipe = toy.recipe()
+    swarm = Swarm(
+        tmp_path / "swarm", recipe, cycle=1, overlap=False, fragments=2, shards=2, ema=ema,
+        outer=Outer("average", average=Average(BATCH * math.log(0.5) / math.log(ema))), evaluate_every=3 * BATCH,
+        evaluated=lambda *found: told.append(found),
+    )  # fmt: skip
+    swarm.run()
+
+    def averaged(version):
+        rows = [swarm.objects.get_array(digest) for digest in swarm.ledger.record(version).outer]
+        return swarm.layout.join([each[-1] for each in rows])
+
+    plain = Trainer(devices=1, seed=0, ema=ema).fit(recipe, steps=STEPS, batch=BATCH, run=tmp_path / "plain")
+    wanted = dict(zip(leaf_paths(plain.state.ema), jax.tree.leaves(plain.state.ema), strict=True))
+    found = averaged(swarm.ledger.view().version)
+    assert set(found) == set(wanted)
+    for path, array in found.items():
+        np.testing.assert_allclose(array, wanted[path], rtol=1e-5, atol=1e-7)
+    assert len(told) >= 2
+    for version, _, (values, _, _) in told:
+        assert values["loss"] == pytest.approx(loss_of(averaged(version), toy.data(1)), rel=1e-5)
+    assert not verify(swarm.store, lambda sentence: None).problems
 
 
 def adam_steps(holder) -> int:

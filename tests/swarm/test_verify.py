@@ -13,6 +13,7 @@ import pytest
 from tests.swarm.chains import SIZES, Run
 from tests.swarm.test_retention import kept
 from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.core.outer import Average
 from tpuswarm.swarm.ledger import Ledger, commit_name, header_name
 from tpuswarm.swarm.objects import Objects, object_name, payload_name
 from tpuswarm.swarm.retention import clean
@@ -20,11 +21,12 @@ from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.verify import Report, newest_whole, verify
 
 
-@pytest.fixture(scope="module", params=["average-plain", "nesterov-plain", "nesterov-int8"])
+@pytest.fixture(scope="module", params=["average-plain", "nesterov-plain", "nesterov-int8", "nesterov-int8-ema"])
 def sound(request, tmp_path_factory):
     """A run of 12 commits with one contribution undecided."""
-    rule, downlink = request.param.split("-")
-    run = Run(Store(tmp_path_factory.mktemp(rule)), random.Random(4), rule=rule, downlink=downlink).grow(12)
+    rule, downlink, *ema = request.param.split("-")
+    folder, average = tmp_path_factory.mktemp(rule), Average(half_life=100) if ema else None
+    run = Run(Store(folder), random.Random(4), rule=rule, downlink=downlink, average=average).grow(12)
     run.push(run.members[0])
     return run
 

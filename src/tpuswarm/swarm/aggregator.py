@@ -15,7 +15,7 @@ import numpy as np
 from tpuswarm.swarm import tensors
 from tpuswarm.swarm.core.merge import Contribution
 from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Lost, Merge, Part, Refused
-from tpuswarm.swarm.core.outer import commit, first_state, state_rows
+from tpuswarm.swarm.core.outer import average_row, commit, first_state, state_rows
 from tpuswarm.swarm.core.quantize import BITS
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.downlink import Chain, chain
@@ -72,6 +72,12 @@ class Aggregator:
     def fetch(self, fragment: int, digest: str) -> np.ndarray:
         """A fragment of a version, float32[n]; raises Missing and Corrupt where it cannot be computed again either."""
         return self._array(fragment, digest)
+
+    @_slowly("shard reads an average")
+    def average(self, fragment: int, version: int) -> np.ndarray:
+        """The moving average of a fragment at a version that has one, float32[n]; raises as `fetch` does."""
+        record = self._ledger.record(version)
+        return self._array(fragment, record.outer[fragment])[average_row(record.downlink)]
 
     @_slowly("shard reads updates")
     def updates(self, fragment: int, base: int, version: int) -> Chain | None:
@@ -150,7 +156,7 @@ class Aggregator:
     def _commit(
         self, newest: Record, merge: Merge, number: int, theta: np.ndarray, contributions: Sequence[Contribution]
     ) -> "_Digests":
-        outer = first_state(merge.outer, theta.size)
+        outer = first_state(merge.outer, theta)
         if (kept := outer_before(newest, merge.outer, number)) is not None:
             outer = self._array(number, kept)
         with ExitStack() as files:
@@ -164,7 +170,10 @@ class Aggregator:
                 room = self._objects.writing_update(theta.size, BITS[merge.outer.downlink])
                 sent, finish_sent = files.enter_context(room)
             means = merge.outer.averaged_in(number)
-            commit(theta, outer, contributions, merge.outer, merge.rate, merge.share, new, new_outer, sent, means)
+            commit(
+                theta, outer, contributions, merge.outer, merge.rate, merge.share, new, new_outer, sent, means,
+                merge.kept or 0.0,
+            )  # fmt: skip
             return _Digests(finish(), finish_outer(), finish_sent())
 
     def _array(self, number: int, digest: str) -> np.ndarray:

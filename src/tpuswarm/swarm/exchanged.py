@@ -92,6 +92,11 @@ class Exchanged:
         """The state with other fragments in it."""
         return self._exchange.put(state, self.tree(new))
 
+    def put_average(self, state: State, average: Flat) -> State:
+        """The state with the moving average of the committed parameters in the place of its own."""
+        assert self._exchange.average is not None
+        return self._exchange.average.put(state, self.tree(average))
+
     def put(self, fragments: Sequence[np.ndarray]) -> Flat:
         """float32[size] of each fragment, to the devices."""
         self._layout.join(fragments)  # raises for any other sizes

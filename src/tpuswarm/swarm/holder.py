@@ -147,10 +147,12 @@ class ProgramHolder:
             self._feedback = self._next_feedback
         self._anchor, self._reference, self._next_feedback = version, [], []
 
-    def evaluate(self, leave: Callable[[], bool]) -> Evaluated | None:
+    def evaluate(self, leave: Callable[[], bool], average: Flat | None) -> Evaluated | None:
         """The version adopted last, as it was published, on held-out rows."""
         assert self._validation is not None
         state = self._exchanged.take(self.state, self._anchor)
+        if average is not None:
+            state = self._exchanged.put_average(state, average)
         found = evaluate(self._fitted, state, *self._validation, EVAL_BATCHES, leave)
         return Evaluated(*found, self._pictured(state)) if found else None
 

@@ -112,7 +112,7 @@ class LeadHolder:
             self._lead.tell("adopt", how=adopt.how, number=version.number)
             self._holder.adopt(adopt, version.version)
 
-    def evaluate(self, leave: Callable[[], bool]) -> None:
+    def evaluate(self, leave: Callable[[], bool], average: object) -> None:
         """Not asked for: the one that evaluates is the first of those that the run was started with."""
 
     def ramp(self) -> None:

@@ -184,8 +184,9 @@ def _canonical(value: Kept, adapter: TypeAdapter[Kept]) -> bytes:
 
 def _dumped(value: Kept, adapter: TypeAdapter[Kept]) -> bytes:
     plain = adapter.dump_python(value, mode="json", warnings="error")
-    if plain.get("averaged") == []:  # a run without running statistics has the records it always had
-        del plain["averaged"]
+    for name, absent in (("averaged", []), ("kept", None)):  # a run without them has the records it always had
+        if name in plain and plain[name] == absent:
+            del plain[name]
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 

@@ -3,13 +3,14 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.fragments import Layout
+from tpuswarm.swarm.core.outer import average_row
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.objects import Objects
@@ -31,25 +32,41 @@ def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] 
     where none is whole.
     """
     config = read_config(folder)
-    layout, record, fragments, notes = _newest(folder)
+    newest = _newest(folder)
     recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     placed = place(recipe, request(config["train"]), devices)
-    state = placed.init(jax.random.key(0), on_devices(placed, layout, fragments))
+    state = placed.init(jax.random.key(0), on_devices(placed, newest.layout, newest.state))
+    average = placed.program.exchange().average
+    if newest.average and average:
+        state = average.put(state, on_devices(placed, newest.layout, newest.average))
     tokens_per_step = config["train"]["batch"] * placed.program.tokens_per_row
-    return LoadedRun(folder, config, recipe, placed, state, record.tokens // tokens_per_step, notes)
+    return LoadedRun(folder, config, recipe, placed, state, newest.record.tokens // tokens_per_step, newest.notes)
 
 
-def shared_arrays(folder: Path) -> tuple[dict[str, np.ndarray], str]:
+def shared_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], str]:
     """What the members of the swarm in `folder` share, by path: its newest whole version; and its digest.
 
-    Raises as `load_swarm` does; needs no recipe.
+    Between them the moving average of the same paths, empty where the run keeps none. Raises as `load_swarm` does;
+    needs no recipe.
     """
-    layout, record, fragments, _ = _newest(folder)
-    return layout.join(fragments), hashlib.sha256("".join(record.state).encode()).hexdigest()
+    newest = _newest(folder)
+    average = newest.layout.join(newest.average) if newest.average else {}
+    return newest.layout.join(newest.state), average, hashlib.sha256("".join(newest.record.state).encode()).hexdigest()
 
 
-def _newest(folder: Path) -> tuple[Layout, Record, list[np.ndarray], list[str]]:
-    """The newest whole version, and a sentence where a newer one is damaged."""
+class _Newest(NamedTuple):
+    layout: Layout
+    record: Record
+    state: list[np.ndarray]
+    """Of each fragment, float32[n]."""
+    average: list[np.ndarray]
+    """Likewise; empty where the run keeps none."""
+    notes: list[str]
+    """A sentence where a newer version is damaged."""
+
+
+def _newest(folder: Path) -> _Newest:
+    """The newest whole version."""
     store = Store(folder)
     founding = read_founding(store)
     if founding is None:
@@ -59,12 +76,19 @@ def _newest(folder: Path) -> tuple[Layout, Record, list[np.ndarray], list[str]]:
     if founding.layout.digest != record.digests.layout:
         raise Corrupt(FOUNDING, store.root, "the commits are of another layout")
     try:
-        fragments = [objects.get_array(digest) for digest in record.state]
+        found = _arrays(objects, record)
     except (Missing, Corrupt) as error:
         record = ledger.record(newest_whole(store))
         notes.append(f"{error}; using commit {record.version}, which is intact")
-        fragments = [objects.get_array(digest) for digest in record.state]
-    return founding.layout, record, fragments, notes
+        found = _arrays(objects, record)
+    return _Newest(founding.layout, record, *found, notes)
+
+
+def _arrays(objects: Objects, record: Record) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The state of a version, and its moving average where it has one."""
+    kept = record.outer if record.kept is not None else ()
+    row = average_row(record.downlink)
+    return [objects.get_array(each) for each in record.state], [objects.get_array(each)[row] for each in kept]
 
 
 def on_devices(placed: Placed, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:

@@ -84,8 +84,11 @@ class Holder(Protocol):
         """Come to a version that `place` gave, in the way that `adopt.how` says."""
         ...
 
-    def evaluate(self, leave: Callable[[], bool]) -> Evaluated | None:
-        """The version adopted last on held-out rows; None if told to leave. Asked for with `evaluate_every` only."""
+    def evaluate(self, leave: Callable[[], bool], average: Any | None) -> Evaluated | None:
+        """The version adopted last on held-out rows; None if told to leave. Asked for with `evaluate_every` only.
+
+        average: its moving average, which `place` brought, where the run keeps one.
+        """
         ...
 
     def ramp(self) -> None:
@@ -124,7 +127,7 @@ class MemberProcesses:
     """Taken and not yet encoded."""
     _pushed: tuple[Header, Payload] | None = None
     """The last contribution, kept until the next: a coordinator that does not know it asks for it again."""
-    _arrived: tuple[Adopt, int, Any] | None = None
+    _arrived: tuple[Adopt, int, Any, Any | None] | None = None
     _anchored: int = field(init=False)
     """The version of `anchor`."""
     _busy: dict[str, float] = field(default_factory=dict)
@@ -239,17 +242,22 @@ class MemberProcesses:
         self._snapshot = yield from self._on_devices("member takes a snapshot", self.holder.snapshot)
         self.books = core.snapshot(self.books)
 
-    def _take_up(self, adopt: Adopt, tokens: int, version: Any) -> Process:
+    def _take_up(self, adopt: Adopt, tokens: int, version: Any, average: Any | None) -> Process:
         yield from self._on_devices("member adopts", lambda: self.holder.adopt(adopt, version))
         if adopt.how == "fresh":
             raise Over("its numbers were not finite")
-        before = self.books.tokens
+        evaluates = self._evaluates(tokens)
         self.books = core.adopted(self.books, adopt, tokens)
-        if self.evaluate_every and tokens // self.evaluate_every > before // self.evaluate_every:
+        if evaluates:
             yield from self._settle()
-            evaluate = partial(self.holder.evaluate, self._between_batches)
+            evaluate = partial(self.holder.evaluate, self._between_batches, average)
             if found := (yield from self._on_devices(EVALUATES, evaluate)):
                 self.evaluated(adopt.version, tokens, found)
+
+    def _evaluates(self, tokens: int) -> bool:
+        """Whether the version to adopt, of so many tokens, is one to evaluate."""
+        every = self.evaluate_every
+        return every is not None and tokens // every > self.books.tokens // every
 
     def _beat(self) -> Process:
         heard = self.books.heard
@@ -347,7 +355,12 @@ class MemberProcesses:
         found |= yield from self._from_shards("fetch", whole)
         fragments = [found[number] for number in range(len(adopt.state))]
         version = yield Do("member places a version", lambda: self.holder.place(fragments))
-        self._arrived = (adopt, tokens, version)
+        average = None
+        if self.books.terms.outer.average and self._evaluates(tokens):
+            means = yield from self._from_shards("average", {n: (n, adopt.version) for n in range(len(adopt.state))})
+            ordered = [means[number] for number in range(len(adopt.state))]
+            average = yield Do("member places an average", lambda: self.holder.place(ordered))
+        self._arrived = (adopt, tokens, version, average)
         if follows:
             self.anchor, self._anchored = fragments, adopt.version
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from tpuswarm.swarm.core.merge import Contribution
-from tpuswarm.swarm.core.outer import Outer, commit, first_state, state_rows
+from tpuswarm.swarm.core.outer import Average, Outer, commit, first_state, state_rows
 from tpuswarm.swarm.core.quantize import BITS, Quantized, empty
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.ledger import Ledger, header_name
@@ -15,6 +15,9 @@ from tpuswarm.swarm.objects import Objects, array_digest, fits, payload_name, qu
 from tpuswarm.swarm.store import Corrupt, Missing
 
 Found = TypeVar("Found")
+
+KEPT = Average(1.0)
+"""Stands for any: how much of it a commit has kept is in its record."""
 
 Arrays = Callable[[str], np.ndarray | None]
 """An object's array by its digest; None where it is gone or damaged."""
@@ -51,9 +54,10 @@ def replay(
     does not fit together.
     """
     record, before = records(version), records(version - 1)
-    outer = Outer(record.rule, record.momentum, downlink=record.downlink, averaged=record.averaged)
+    average = None if record.kept is None else KEPT
+    outer = Outer(record.rule, record.momentum, downlink=record.downlink, averaged=record.averaged, average=average)
     theta = _there(arrays(before.state[fragment]), f"the state of commit {version - 1}")
-    state = first_state(outer, theta.size)
+    state = first_state(outer, theta)
     if (kept := outer_before(before, outer, fragment)) is not None:
         state = _there(arrays(kept), f"the outer state of commit {version - 1}")
     contributions = []
@@ -70,16 +74,19 @@ def replay(
     new, new_outer = np.empty_like(theta), np.empty((rows, theta.size), np.float32) if rows else None
     sent = None if outer.downlink == "plain" else empty(theta.size, BITS[outer.downlink])
     means = outer.averaged_in(fragment)
-    commit(theta, state, contributions, outer, record.rate, record.share, new, new_outer, sent, means)
+    left = record.kept or 0.0
+    commit(theta, state, contributions, outer, record.rate, record.share, new, new_outer, sent, means, left)
     return Replayed(new, new_outer, sent)
 
 
 def outer_before(before: Record, outer: Outer, fragment: int) -> str | None:
     """The digest of the outer state that a commit goes on with; None where it begins with `first_state`.
 
-    before: the record before the commit. Another rule or another form of the downlink begins anew.
+    before: the record before the commit. Another rule, another form of the downlink, and a moving average where there
+    was none or none where there was one, begin anew.
     """
-    same = (before.rule, before.downlink) == (outer.rule, outer.downlink)
+    was = before.rule, before.downlink, before.kept is not None
+    same = was == (outer.rule, outer.downlink, outer.average is not None)
     return before.outer[fragment] if same and before.outer else None
 
 

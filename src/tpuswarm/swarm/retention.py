@@ -29,12 +29,13 @@ class Disk(NamedTuple):
     """Bytes that stay for ever of each EVERY-th version."""
 
 
-def disk(elements: int, form: Form, rule: Rule, members: int) -> Disk:
-    """For so many shared float32 numbers; in both directions of that form. One version and one push of each member are
-    on their way, and the buffer of a delayed momentum is counted, though members that push together leave it out.
+def disk(elements: int, form: Form, rule: Rule, members: int, average: bool = False) -> Disk:
+    """For so many shared float32 numbers, with a moving average or without; in both directions of that form. One
+    version and one push of each member are on their way, and the buffer of a delayed momentum is counted, though
+    members that push together leave it out.
     """
     sent, state = elements * bytes_per_element(form), 4.0 * elements
-    outer = state * (2 * (rule == "nesterov") + (form != "plain"))
+    outer = state * (2 * (rule == "nesterov") + average + (form != "plain"))
     update = sent if form != "plain" else 0.0
     return Disk((COMMITS + 1) * (state + outer + update + members * sent), state)
 

@@ -47,8 +47,8 @@ class Report:
 def verify(store: Store, say: Callable[[str], None]) -> Report:
     """Check everything that is stored. say: told what comes next.
 
-    Needs up to 17 bytes of memory per element of the largest fragment, and from a bucket what it reads. Raises
-    RunFailed only where the storage cannot be listed; damage is in the report.
+    Needs up to 17 bytes of memory per element of the largest fragment, 25 with a moving average, and from a bucket what
+    it reads. Raises RunFailed only where the storage cannot be listed; damage is in the report.
     """
     check = _Check(store)
     say("reading the records")

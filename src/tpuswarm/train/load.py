@@ -101,7 +101,7 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = al
 def _of_swarm(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
     """What the members of a swarm share: all of it, by its paths."""
     _refuse_other_meaning(folder, recipe)
-    theirs, digest = swarm_arrays(folder)
+    theirs, _, digest = swarm_arrays(folder)
     agree(lambda: _begun_with(folder, digest))
     shared = onto.program.exchange().get(onto.state)
     names, likes = leaf_paths(shared), jax.tree.leaves(shared)

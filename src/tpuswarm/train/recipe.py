@@ -4,6 +4,7 @@ A recipe is pure functions over one pytree (its program) and the place where its
 program owns the numerics; the trainer owns devices, sharding, feed and checkpoints.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -101,11 +102,26 @@ class Clock(NamedTuple):
     progress: "jax.Array | np.float32"
 
 
+class Average(NamedTuple):
+    """A moving average of what is shared that a program keeps in its state.
+
+    A swarm makes one of its committed parameters, never of its members' own: `put(state, average)` takes the average of
+    all that is shared, in the form of `Exchange.get`, into a state.
+    """
+
+    put: Callable[[State, Any], State]
+    half_life: Callable[[int], float]
+    """In rows, for a run of so many rows a step."""
+    share: float = math.inf
+    """Of the rows so far, that the half-life is at most."""
+
+
 class Exchange(NamedTuple):
     """The part of a state that the members of a swarm share: `get(state)` and `put(state, shared) -> state`."""
 
     get: Callable[[State], Any]
     put: Callable[[State, Any], State]
+    average: Average | None = None
 
 
 class Parameter(NamedTuple):

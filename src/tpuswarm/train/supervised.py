@@ -1,6 +1,7 @@
 """A complete recipe from one loss function; supports every option."""
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train import paths
 from tpuswarm.train.losses import Loss, Terms, in_precision, mean_gradient, means, objective, terms, terms_and_extra
 from tpuswarm.train.recipe import (
+    Average,
     Batch,
     Clock,
     Exchange,
@@ -151,12 +153,14 @@ class SupervisedProgram(Program):
     def exchange(self) -> Exchange:
         """A swarm shares the parameters, and what is floating-point in the mutable state."""
         if self._extra is None:
-            return Exchange(lambda state: state.params, lambda state, params: replace(state, params=params))
+            average = self._ema(lambda shared: shared)
+            return Exchange(lambda state: state.params, lambda state, params: replace(state, params=params), average)
 
         def put(state: StateWithExtra, shared: Any) -> TrainState:
             return replace(state, params=shared["params"], extra=paths.overlay(state.extra, shared["extra"]))
 
-        return Exchange(lambda state: {"extra": _floats(state.extra), "params": state.params}, put)
+        average = self._ema(lambda shared: shared["params"])
+        return Exchange(lambda state: {"extra": _floats(state.extra), "params": state.params}, put, average)
 
     def parameters(self, state: TrainState) -> list[Parameter]:
         """Path, frozen, decayed, tied of each parameter."""
@@ -171,6 +175,18 @@ class SupervisedProgram(Program):
             Parameter(name, not train, train and decay, self._tied.get(name, ""))
             for name, train, decay in zip(names, trained, decayed, strict=True)
         ]
+
+    def _ema(self, params_of: Callable[[Any], Any]) -> Average | None:
+        """The moving average, with what takes the parameters from what is shared."""
+        decay = self._options.ema
+        if decay is None:
+            return None
+
+        def put(state: TrainState, shared: Any) -> TrainState:
+            params = params_of(shared)
+            return replace(state, ema=jax.tree.map(_average, paths.keep(params, self._trained(params))))
+
+        return Average(put, lambda batch: batch * math.log(0.5) / math.log(decay))
 
     def _trained(self, params: Any) -> Any:
         frozen = paths.mask(params, self._options.freeze, "freeze")

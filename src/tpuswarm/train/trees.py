@@ -52,9 +52,10 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
 
     place: a file, or a run as commands name it: a folder, a name in ./runs, `last`, gs://…. The state of a recipe of
     `supervised` has `params`, `opt`, `ema` and `extra`; of a swarm's run it is `params` (and `extra`), what its members
-    share, of the newest whole version. best: the checkpoint that `keep_best` kept, in place of the newest. like: a tree
-    whose structure the result gets, of arrays or shapes; None: dicts in dicts, a list by its indices. Raises InputError
-    for what is no such thing, for a checkpoint that is damaged, and for another path or shape than in `like`.
+    share, and `ema`, of the newest whole version. best: the checkpoint that `keep_best` kept, in place of the newest.
+    like: a tree whose structure the result gets, of arrays or shapes; None: dicts in dicts, a list by its indices.
+    Raises InputError for what is no such thing, for a checkpoint that is damaged, and for another path or shape than in
+    `like`.
     """
     if str(place).endswith(SUFFIX):
         try:
@@ -76,9 +77,12 @@ def run_arrays(folder: Path) -> tuple[dict[str, np.ndarray], checkpoint.Saved]:
     return checkpoint.arrays(saved), saved
 
 
-def swarm_arrays(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """What the members of the swarm in `folder` share by path, and its digest; InputError where there is no version."""
-    found: tuple[dict[str, np.ndarray], str] = find_maker(SWARM)(folder)
+def swarm_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], str]:
+    """What the members of the swarm in `folder` share by path, its moving average (or nothing), and its digest.
+
+    InputError where there is no version.
+    """
+    found: tuple[dict[str, np.ndarray], dict[str, np.ndarray], str] = find_maker(SWARM)(folder)
     return found
 
 
@@ -87,10 +91,12 @@ def _of_run(folder: Path) -> dict[str, np.ndarray]:
         raise InputError(f"{folder} is no run: it has no {CONFIG}")
     if "swarm" not in read_config(folder):
         return run_arrays(folder)[0]
-    shared = swarm_arrays(folder)[0]
+    shared, average, _ = swarm_arrays(folder)
     if {path.partition("/")[0] for path in shared} == {"params", "extra"}:  # with mutable state it says which is which
-        return shared
-    return {f"params/{path}": array for path, array in shared.items()}
+        named = {path.removeprefix("params/"): array for path, array in average.items() if path.startswith("params/")}
+    else:
+        shared, named = {f"params/{path}": array for path, array in shared.items()}, average
+    return shared | {f"ema/{path}": array for path, array in named.items()}
 
 
 def _nested(arrays: Mapping[str, np.ndarray]) -> Any:

@@ -19,7 +19,7 @@ from tpuswarm.recipes.stylegan2 import augment, discriminator, generator, losses
 from tpuswarm.recipes.stylegan2.config import Config
 from tpuswarm.recipes.stylegan2.layers import Params
 from tpuswarm.train import paths
-from tpuswarm.train.recipe import Batch, Clock, Exchange, Metrics, Options, Parameter, Program
+from tpuswarm.train.recipe import Average, Batch, Clock, Exchange, Metrics, Options, Parameter, Program
 
 R1_EVERY = 16
 PATH_EVERY = 4
@@ -123,11 +123,16 @@ class StyleGAN2Program(Program):
         return {"pictures": jax.ShapeDtypeStruct((size, side, side, 3), np.dtype(np.uint8))}
 
     def exchange(self) -> Exchange:
-        """A swarm shares both networks and the mean of w; optimizers and the moving average are each member's own."""
+        """A swarm shares both networks and the mean of w; optimizers are each member's own."""
         names = ("discriminator", "generator", "w_mean")
         return Exchange(
             lambda state: {name: getattr(state, name) for name in names},
             lambda state, shared: replace(state, **shared),
+            Average(
+                lambda state, shared: replace(state, average=shared["generator"]),
+                lambda batch: self._half_life,
+                AVERAGE_SHARE,
+            ),
         )
 
     def parameters(self, state: State) -> list[Parameter]:

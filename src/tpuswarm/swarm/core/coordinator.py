@@ -283,6 +283,7 @@ def merged(
         downlink=made_by.downlink,
         updates=updates,
         averaged=made_by.averaged,
+        kept=merge.kept if applied else view.newest.kept,
     )
 
 
@@ -313,8 +314,11 @@ def _merge(state: State, headers: Iterable[Header], reason: str) -> Merge:
     # where one belongs, which ruins a model (benchmarks/quality.py, "out of step").
     need = max(state.terms.patience.quorum_min, len(state.live))
     share, gathered = advance(state.terms.outer, state.view.newest.gathered, len(weights), need)
-    rate = state.terms.outer.rate_for(effective(weights), share) if weights else 0.0
-    return Merge(state.view.version + 1, tuple(decisions), state.terms.outer, rate, share, gathered, reason)
+    outer = state.terms.outer
+    rate = outer.rate_for(effective(weights), share) if weights else 0.0
+    tokens = sum(decision.tokens for decision in decisions if decision.fate == "applied")
+    kept = outer.average.kept(tokens, state.view.tokens[-1] + tokens) if outer.average and weights else None
+    return Merge(state.view.version + 1, tuple(decisions), outer, rate, share, gathered, kept, reason)
 
 
 def _fence(state: State, keys: Iterable[Incarnation]) -> State:

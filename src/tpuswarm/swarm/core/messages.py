@@ -115,6 +115,7 @@ class Merge:
     rate: float
     share: float
     gathered: float
+    kept: float | None
     reason: str
 
 

@@ -4,6 +4,7 @@ With a quantized downlink a commit moves theta by what can be sent in few bits, 
 members add what they were sent, and have the bits of the ledger.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,20 @@ WHOLE = 1 - 1e-9
 
 
 @dataclass(frozen=True)
+class Average:
+    """A moving average of the committed states, kept beside them: of no member's own."""
+
+    half_life: float
+    """Tokens counted."""
+    share: float = math.inf
+    """Of the tokens counted so far, that the half-life is at most."""
+
+    def kept(self, tokens: int, after: int) -> float:
+        """What a commit of so many tokens leaves of the average before it; after: the tokens counted with it."""
+        return 0.5 ** (tokens / min(self.half_life, self.share * after))
+
+
+@dataclass(frozen=True)
 class Outer:
     """How contributions change the shared state: their weighted mean, or a Nesterov step along their mean delta."""
 
@@ -35,6 +50,7 @@ class Outer:
     """In which members are sent what a commit changes."""
     averaged: tuple[Averaged, ...] = ()
     """What is merged by its mean whatever the rule; only with a plain downlink."""
+    average: Average | None = None
 
     def __post_init__(self) -> None:
         if self.averaged and self.downlink != "plain":
@@ -67,16 +83,30 @@ class Outer:
 def state_rows(outer: Outer, gathered: float) -> int:
     """Of the outer state after a commit that left so many shares gathered.
 
-    For Nesterov the momentum, then its buffer unless that is 0, as after every momentum step; last, what a quantized
-    downlink has not sent yet.
+    For Nesterov the momentum, then its buffer unless that is 0, as after every momentum step; then the moving average;
+    last, what a quantized downlink has not sent yet.
     """
-    return (outer.rule == "nesterov") * (1 + (gathered != 0)) + (outer.downlink != "plain")
+    momentum = (outer.rule == "nesterov") * (1 + (gathered != 0))
+    return momentum + (outer.average is not None) + (outer.downlink != "plain")
 
 
-def first_state(outer: Outer, size: int) -> np.ndarray | None:
-    """The outer state of a fragment at genesis, float32[rows, size], all 0; None where there is nothing to keep."""
+def average_row(downlink: Form) -> int:
+    """Where the moving average lies in an outer state that has one."""
+    return -1 - (downlink != "plain")
+
+
+def first_state(outer: Outer, theta: np.ndarray) -> np.ndarray | None:
+    """The outer state of a fragment, theta float32[n], that begins: float32[rows, n]; None for nothing to keep.
+
+    The moving average begins with theta, all else with 0.
+    """
     rows = state_rows(outer, 0.0)
-    return np.zeros((rows, size), np.float32) if rows else None
+    if not rows:
+        return None
+    first = np.zeros((rows, theta.size), np.float32)
+    if outer.average is not None:
+        first[average_row(outer.downlink)] = theta
+    return first
 
 
 def advance(outer: Outer, gathered: float, contributors: int, quorum: int) -> tuple[float, float]:
@@ -161,12 +191,14 @@ def commit(
     out_outer: np.ndarray | None,
     out_sent: Quantized | None = None,
     averaged: Sequence[slice] = (),
+    kept: float = 0.0,
 ) -> None:
     """The next state of one fragment, float32[n], from at least one contribution; outputs may be the inputs.
 
     outer_state, out_outer: of the rows of `state_rows` before and after it; out_sent: of the downlink's form, None
     where that is plain. The mean needs no rate and no share. averaged: elements, as `Outer.averaged_in` gives
-    them, that become the weighted mean of the snapshots; their part of the outer state means nothing.
+    them, that become the weighted mean of the snapshots; their part of the momentum means nothing. kept: what is left
+    of the moving average, where there is one; the rest of it is the next state.
     """
     buffers = Buffers(theta.size)
     for part in chunks(theta.size):
@@ -188,6 +220,12 @@ def commit(
             blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
             sent = Quantized(out_sent.codes[blocks], out_sent.scales[blocks], out_sent.bits)
             publish(here, new, outer_state[-1, part], out_theta[part], out_outer[-1, part], sent)
+        if outer.average is not None:
+            assert outer_state is not None and out_outer is not None
+            row = average_row(outer.downlink)
+            np.subtract(outer_state[row, part], out_theta[part], out=buffers.term[: here.size])
+            buffers.term[: here.size] *= np.float32(kept)
+            np.add(out_theta[part], buffers.term[: here.size], out=out_outer[row, part])
 
 
 def _within(averaged: Sequence[slice], part: slice) -> Iterator[slice]:

@@ -120,6 +120,8 @@ class Record:
     """Digest of each fragment of what was added to the version before; empty where that is not how it was made."""
     averaged: tuple[Averaged, ...] = ()
     """What is merged by its mean whatever the rule."""
+    kept: float | None = None
+    """What this commit left of the moving average, which is part of the outer state; None where there is none."""
 
     @property
     def objects(self) -> tuple[str, ...]:

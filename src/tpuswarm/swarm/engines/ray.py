@@ -41,7 +41,7 @@ BEAT, CALL = 20.0, 60.0
 """Seconds for an answer to a heartbeat, and to any other call that carries nothing."""
 SLOWEST = 10 * 2**20
 """Bytes a second of the slowest link or disk on which what a call carries is still waited for."""
-CARRYING = {"fetch", "updates", "file", "check", "merge"}
+CARRYING = {"fetch", "average", "updates", "file", "check", "merge"}
 """Calls whose answers are arrays, or need arrays to be read: at most as large as the whole shared state, or about so.
 """
 

@@ -81,8 +81,6 @@ def decide(
     if not recipe.target:
         raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
     check({name: value for name, value in asdict(swarm).items() if name not in ("token", "ports")})
-    if asked["ema"] or recipe.defaults.get("ema"):
-        raise InputError("--ema does not work in a swarm yet; leave it out")
     jax.config.update("jax_platforms", "cpu")  # the devices are for the members
     config = run.config()
     if config and "swarm" in config and not _begun(run.folder):
@@ -98,7 +96,7 @@ def decide(
     check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
     if asked["eval_batch"]:
         check_batch(asked["eval_batch"], per_member, 1)
-    sizes = machine.sizes(recipe)
+    sizes = machine.sizes(recipe, resolved.settings["ema"])
     made = _swarm(swarm, stored, recipe, members, sizes)
     code = code_digest(recipe.target)
     changed = _changes(run, swarm, stored, resolved, made, code)

@@ -111,6 +111,7 @@ class Head:
             run=terms.run, version=0, epoch=1, parent="", state=state, outer=outer, decisions=(),
             rule=terms.outer.rule, rate=0.0, momentum=terms.outer.momentum, share=0.0, gathered=0.0, tokens=0,
             changes=0, processed=(), digests=terms.digests, time=self._time(), averaged=terms.outer.averaged,
+            kept=1.0 if terms.outer.average else None,
         )  # fmt: skip
         outcome = yield Do("coordinator creates genesis", lambda: self._ledger.append(record))
         if outcome == "lost":

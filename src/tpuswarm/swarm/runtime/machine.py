@@ -12,7 +12,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.mesh import select_devices
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.platform import has_gpu, has_tpu
-from tpuswarm.train.recipe import Options, Recipe
+from tpuswarm.train.recipe import Average, Options, Recipe
 
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """How the chips of one process lie; https://docs.jax.dev/en/latest/multi_process.html."""
@@ -90,17 +90,20 @@ class Sizes(NamedTuple):
     """All of it."""
     statistics: tuple[str, ...] = ()
     """The paths of arrays that are exchanged and not trained: running averages."""
+    average: Average | None = None
+    """The moving average of the parameters that it keeps."""
 
 
-def sizes(recipe: Recipe) -> Sizes:
-    """How large the state of a recipe is, without making it."""
-    program = recipe.program(Options())
+def sizes(recipe: Recipe, ema: float | None) -> Sizes:
+    """How large the state of a recipe is, without making it; ema: as in `Options`."""
+    program = recipe.program(Options(ema=ema))
     state = jax.eval_shape(lambda: program.init(jax.random.key(0)))
     exchanged = program.exchange().get(state)
     shared = [_bytes(leaf) for leaf in jax.tree.leaves(exchanged)]
     told = zip(leaf_paths(exchanged), program.parameters(state), strict=True)
     statistics = tuple(path for path, each in told if each.statistic)
-    return Sizes(sum(shared), max(shared), sum(_bytes(leaf) for leaf in jax.tree.leaves(state)), statistics)
+    whole = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
+    return Sizes(sum(shared), max(shared), whole, statistics, program.exchange().average)
 
 
 def _bytes(leaf: Any) -> int:

@@ -221,7 +221,12 @@ class MemberHost:
         self._evaluating = True
         version = holder.place(self._fetch(last.state))
         holder.adopt(Adopt("take", None, last.version, last.state), version)
-        found = holder.evaluate(lambda: self._leaving)
+        average = None
+        if self.place.plan.average:
+            asked = [(number, last.version) for number in range(len(last.state))]
+            means = [self._answer(Call(self._shard(number), "average", each)) for number, each in enumerate(asked)]
+            average = holder.place(means)
+        found = holder.evaluate(lambda: self._leaving, average)
         if found:
             self._rows.evaluated(last.version, last.tokens, found)
 

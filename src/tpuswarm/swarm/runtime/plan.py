@@ -11,7 +11,7 @@ from typing import Any
 
 from tpuswarm.swarm.core.fragments import Layout, Leaf
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.outer import Average, Outer
 from tpuswarm.swarm.core.values import Digests, Form, Rule
 
 CYCLE = 50
@@ -75,6 +75,8 @@ class Plan:
     """Tokens between two evaluations."""
     statistics: tuple[str, ...] = ()
     """Paths of shared arrays that are observed and not trained: averaged, whatever the outer rule."""
+    average: Average | None = None
+    """A moving average of the committed parameters that the program wants."""
 
     @cached_property
     def config(self) -> str:
@@ -87,7 +89,7 @@ class Plan:
     @property
     def outer(self) -> Outer:
         """The outer rule."""
-        return Outer(self.swarm.outer, rate=self.swarm.outer_lr, downlink=self.swarm.quantize)
+        return Outer(self.swarm.outer, rate=self.swarm.outer_lr, downlink=self.swarm.quantize, average=self.average)
 
     @property
     def members(self) -> tuple[str, ...]:

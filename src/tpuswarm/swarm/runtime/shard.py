@@ -24,7 +24,7 @@ class Shard:
 
     def found(self, fragment: np.ndarray, outer: Outer) -> tuple[str, str | None]:
         """Store a fragment, float32[n], of the first state; its digest, and that of its outer state if there is one."""
-        first = first_state(outer, fragment.size)
+        first = first_state(outer, fragment)
         return self._objects.put_array(fragment), None if first is None else self._objects.put_array(first)
 
     def file(self, name: str, start: int, count: int) -> bytes:

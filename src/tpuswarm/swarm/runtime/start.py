@@ -13,6 +13,7 @@ import jax
 from tpuswarm.config.shown import unit
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.swarm.core.outer import Average
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.drawing import About
 from tpuswarm.swarm.engines.node import silent
@@ -175,6 +176,7 @@ def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready
         code=decided.code,
         evaluate_every=decided.evaluate_every,
         statistics=decided.sizes.statistics,
+        average=_average(decided),
     )
     table = {name: value for name, value in asdict(made).items() if value is not None} | {
         "devices_per_member": decided.per_member,
@@ -201,10 +203,18 @@ def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready
     return _Ready(plan, environment, cluster, notes, sizes.state)
 
 
+def _average(decided: Decided) -> Average | None:
+    """The moving average that the recipe's program keeps, as commits make it."""
+    if (kept := decided.sizes.average) is None:
+        return None
+    half_life = kept.half_life(int(decided.resolved.settings["batch"]))
+    return Average(half_life * decided.resolved.tokens_per_row, kept.share)
+
+
 def _kept_bytes(decided: Decided) -> float:
     """What a run keeps at most, with the members that it starts itself."""
     made, sizes, members = decided.swarm, decided.sizes, max(1, decided.swarm.members)
-    kept = disk(sizes.exchanged // 4, made.quantize, made.outer, members)
+    kept = disk(sizes.exchanged // 4, made.quantize, made.outer, members, sizes.average is not None)
     commits = int(decided.resolved.settings["steps"]) / (made.cycle * members)
     return kept.held + commits / EVERY * kept.version
 

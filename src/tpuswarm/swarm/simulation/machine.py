@@ -89,7 +89,7 @@ class TimedHolder:
     def adopt(self, adopt: Adopt, version: Any) -> None:
         """Done."""
 
-    def evaluate(self, leave: Callable[[], bool]) -> None:
+    def evaluate(self, leave: Callable[[], bool], average: object) -> None:
         """Not asked for."""
 
     def ramp(self) -> None:

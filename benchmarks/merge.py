@@ -145,7 +145,7 @@ class Run:
             rows = Rows.of((number, number + 1))
             ledger.create_header(Header(identity, "run", 0, rows, 1, 1, case.form, 1.0, True, tuple(own)))
             decisions.append(Decision(identity, "applied", "", rows, 0, 1, 1 / case.members))
-        self._merge = Merge(1, tuple(decisions), case.outer, 0.6, 1.0, 0.0, "")
+        self._merge = Merge(1, tuple(decisions), case.outer, 0.6, 1.0, 0.0, None, "")
         self._aggregator = Aggregator(ledger, objects, sizes, 0, 1)
         self._there = set(self._store.names(""))
         payloads = [payload_name(identity, fragment) for identity in identities for fragment in range(FRAGMENTS)]

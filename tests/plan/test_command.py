@@ -385,6 +385,7 @@ def test_a_terminal_of_80_columns_holds_every_figure():
         batch=98_304, micro_batch=16, micro_batches=1, sharding="replicate", remat=False, why="", precision="bf16",
         attention="splash", tokens_per_row=1024, model_flops=10**18, least_flops=10**18, flops_unknown=(),
         state_bytes=24 * gib, moved_bytes=48 * gib, row_bytes=2048, exchanged=1_558_000_000, outer="nesterov",
+        averaged=False,
     )  # fmt: skip
     found = Found(True, program, 30 * gib, 55 * gib, gib // 4, 18, hazards=())
     row, small = (Row(each, found, 10_000_000_000) for each in (v5p, catalog.find("v3-8")))

@@ -1,12 +1,15 @@
 """`tpuswarm join` without a swarm: what keeps a machine's node alive, and what keeps a host of several alive."""
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
@@ -147,9 +150,10 @@ def test_ray_listens_on_ports_of_its_range_alone(tmp_path, monkeypatch):
     assert given["--max-worker-port"] - given["--min-worker-port"] == 92
 
 
-def test_a_node_ends_with_a_join_that_is_killed(tmp_path):
+def test_a_node_outlives_the_notice_of_a_preemption_but_not_a_join_that_is_killed(tmp_path):
+    """The notice is SIGTERM to all processes of a machine: the member has work to hand in through its node."""
     ray = tmp_path / "ray"
-    ray.write_text("#!/bin/sh\ntrap 'touch ended; exit' TERM\necho begun\nwhile :; do sleep 0.1; done\n")
+    ray.write_text("#!/bin/sh\necho $$\nwhile :; do sleep 0.1; done\n")
     ray.chmod(0o700)
     code = (
         "import sys, time; from pathlib import Path; from tpuswarm.swarm.engines import node\n"
@@ -157,11 +161,23 @@ def test_a_node_ends_with_a_join_that_is_killed(tmp_path):
         "node._start('127.0.0.1:1', Path('private'), None, {}, 1); time.sleep(600)"
     )
     joined = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert joined.stdout and joined.stdout.readline() == "begun\n"
+    assert joined.stdout
+    pid = int(joined.stdout.readline())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(pid, number)
+
+    def state():
+        try:
+            return Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return ""
+
+    pending = re.search(r"ShdPnd:\s+(\w+)", state())
+    assert pending and int(pending[1], 16) & (1 << signal.SIGTERM - 1), "it would take the signal"
     joined.kill()
     joined.wait()
     end = time.monotonic() + 60
-    while not (tmp_path / "ended").exists():
+    while "SigPnd" in state() and "State:\tZ" not in state():
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -49,10 +49,10 @@ def elements_of(recipe: Recipe) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(program.exchange().get(state)))
 
 
-def memory_bytes(members: int, elements: int, form: Form, rule: Rule) -> float:
+def memory_bytes(members: int, elements: int, form: Form, rule: Rule, averaged: bool = False) -> float:
     """What the processes of a head hold, with the arrays of one commit and, in Ray's store, those on their way."""
     sent = elements * bytes_per_element(form)
-    rows = 1 + 2 * (rule == "nesterov") + (form != "plain")  # the state; momentum and buffer; what is unsent
+    rows = 1 + 2 * (rule == "nesterov") + averaged + (form != "plain")  # state; momentum and buffer; mean; unsent
     update = sent if form != "plain" else 0.0
     processes = RAY_BYTES + store_bytes(FRAGMENT) + (shards_for(members) - 1) * PROCESS_BYTES
     return processes + 8.0 * rows * elements + update + members * sent
@@ -60,11 +60,11 @@ def memory_bytes(members: int, elements: int, form: Form, rule: Rule) -> float:
 
 def head(members: int, exchanged: Exchanged, member: Traffic, rule: Rule) -> Head:
     """For so many members, each with this traffic."""
-    kept = disk(exchanged.elements, exchanged.form, rule, members)
+    kept = disk(exchanged.elements, exchanged.form, rule, members, exchanged.averaged)
     versions = DAY / exchanged.cycle_seconds
     merging = members * exchanged.elements / exchanged.cycle_seconds / (MERGE / MERGING_CORES)
     return Head(
-        memory_bytes(members, exchanged.elements, exchanged.form, rule),
+        memory_bytes(members, exchanged.elements, exchanged.form, rule, exchanged.averaged),
         kept.held,
         versions * (kept.version / EVERY + members * RECORD_BYTES),
         members * member.mbit_up,

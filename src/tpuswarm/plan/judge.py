@@ -225,6 +225,7 @@ def _program(recipe: Recipe, placed: Placed, choice: Choice, rows: int, flops: F
         row_bytes=_row_bytes(placed),
         exchanged=sum(leaf.size for leaf in shared),
         outer=recipe.defaults.get("outer", "nesterov"),
+        averaged=placed.program.exchange().average is not None,
     )
 
 

@@ -98,6 +98,8 @@ class Program:
     """Numbers that the members of a swarm share: the parameters."""
     outer: str
     """The rule by which a swarm of this recipe changes them."""
+    averaged: bool
+    """Whether it keeps a moving average of them."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class Exchanged:
     """Of both links."""
     data_bytes: int = 0
     """Of one member's step, where its data is read over the network; 0: it has the data."""
+    averaged: bool = False
+    """Whether the swarm keeps a moving average of them."""
 
     @property
     def cycle_seconds(self) -> float:

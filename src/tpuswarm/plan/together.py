@@ -77,6 +77,7 @@ def together(row: Row, members: int) -> Together | None:
         speed.seconds.low,
         CYCLE,
         data_bytes=program.batch * program.row_bytes,
+        averaged=program.averaged,
     )
     one, rate = traffic(exchanged), speed.tokens_per_s
     all_rates = Range(members * rate.low, members * rate.high)

@@ -32,6 +32,8 @@ LOG_BYTES = 64 << 20
 """Of `log`; then it becomes `log.1`, and the `log.1` before it is gone."""
 GRACE = 20.0
 """Seconds between asking a job to end and killing it."""
+NOTICE = 30.0
+"""The same where the machine is ending: all of its processes have been asked by then, and none may be hurried."""
 STUCK = 60.0
 """Seconds after which a process that does not end is said: in the kernel, no signal reaches it."""
 LOOK = 0.1
@@ -278,13 +280,14 @@ def drain(pipe: Any, log: "Log") -> bool:
 def finish(folder: Path, state: "dict[str, Any]", child: "subprocess.Popen[bytes]", log: "Log") -> None:
     """End all that is left of it: SIGINT, then SIGTERM, then SIGKILL. What does not end keeps the job running."""
     name, told = folder.name, False
+    first, last = (2, NOTICE) if state["state"] == "lost" else (1, GRACE)
     pipe: Any = child.stdout
     os.set_blocking(pipe.fileno(), False)
     began = time.monotonic()
     sent = 0
     while True:
         took = time.monotonic() - began
-        due = 1 if took < GRACE / 2 else 2 if took < GRACE else 3
+        due = 3 if took >= last else max(first, 1 + (took >= last / 2))
         number = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[due - 1]
         left = end_all(name, number if due > sent or due == 3 else 0)
         sent = due

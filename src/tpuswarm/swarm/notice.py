@@ -36,6 +36,7 @@ def on_notice(leave: Callable[[], None]) -> None:
     # The handler in C writes to the pipe whichever code the main thread is in: a host's may never come back to Python.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # Ray's processes begin without it (engines/node.py)
 
     def wait_for_signal() -> None:
         while os.read(read, 1) != bytes([signal.SIGTERM]):

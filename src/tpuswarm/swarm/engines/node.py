@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
@@ -132,7 +132,7 @@ def _live(
                 say("leaving: the member here pushes its work first")
                 _say_goodbye(node)
         finally:
-            _end(node, address)
+            _end(node)
             shutil.rmtree(folder, ignore_errors=True)
         output.seek(0)
         return output.read()
@@ -171,11 +171,17 @@ def _start(
         "--object-store-memory", str(STORE_BYTES), "--resources", json.dumps(resources),
         *(ports.of_node() if ports else ()),
     ]  # fmt: skip
-    linux = sys.platform == "linux"  # who is killed can end nobody: there the system does it
-    ends_with_us = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM) if linux else None
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+    def before_it_begins() -> None:
+        if prctl:  # who is killed can end nobody: the system does it
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # A machine that is taken away asks all of its processes to end, and the member here has work to hand in first.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        env={**os.environ, **ENVIRONMENT, **environment}, preexec_fn=ends_with_us,
+        env={**os.environ, **ENVIRONMENT, **environment}, preexec_fn=before_it_begins,
     )  # fmt: skip
 
 
@@ -198,13 +204,14 @@ def _say_goodbye(node: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.2)
 
 
-def _end(node: "subprocess.Popen[bytes]", address: str) -> None:
-    """End the node and all that runs in it. One whose cluster is gone would wait for it for as long as it may."""
-    node.terminate()
-    try:
-        node.wait(GOODBYE if silent(address) is None else PAUSE)
-    except subprocess.TimeoutExpired:
-        os.killpg(node.pid, signal.SIGKILL)
+def _end(node: "subprocess.Popen[bytes]") -> None:
+    """End the node and all that runs in it: they take no other signal."""
+    rest = _descendants(node.pid)
+    node.kill()
+    node.wait()
+    for pid in rest:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _descendants(pid: int) -> list[int]:

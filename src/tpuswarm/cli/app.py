@@ -32,7 +32,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Touch": {
         "ssh": "touch:ssh", "exec": "touch:exec_", "jobs": "jobs:jobs", "copy": "files:copy", "sync": "files:sync",
-        "setup": "setup:setup", "doctor": "doctor:doctor", "forward": "tunnels:forward",
+        "setup": "setup:setup", "doctor": "doctor:doctor", "top": "top:top", "forward": "tunnels:forward",
         "ssh-config": "tunnels:ssh_config",
     },
     "Network": {"router": "router:app"},

@@ -214,4 +214,5 @@ def collect() -> "dict[str, Any]":
     }  # fmt: skip
 
 
-sys.stdout.write(json.dumps(collect()) + "\n")
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(collect()) + "\n")

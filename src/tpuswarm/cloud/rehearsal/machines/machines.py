@@ -9,12 +9,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import asyncssh
 
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Host
-from tpuswarm.cloud.rehearsal.machines import ports, processes, ssh
+from tpuswarm.cloud.rehearsal.machines import metrics, ports, processes, ssh
 from tpuswarm.cloud.rehearsal.machines.metadata import Metadata
 from tpuswarm.cloud.rehearsal.machines.root import METADATA_PORT, Root
 from tpuswarm.cloud.rehearsal.place import Place
@@ -48,6 +49,8 @@ class Up:
     """By address."""
     ports: socket.socket | None
     """Holds its range of ports; None: there was none left."""
+    metrics: Any | None
+    """libtpu's, where it has chips."""
 
 
 class Machines:
@@ -56,6 +59,7 @@ class Machines:
     def __init__(self, place: Place, cloud: Cloud, web: Web, storage: str, facts: Callable[[Host], Facts | None]):
         self._place, self._cloud, self._web, self._storage, self._facts = place, cloud, web, storage, facts
         self._up: dict[str, Up] = {}
+        self._usage = metrics.Usage(place.machines)
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Future[object]] = set()
         self._scripts: set[asyncio.Task[None]] = set()
@@ -138,7 +142,11 @@ class Machines:
             metadata = await self._web.listen(host.internal, METADATA_PORT, app)
             held = ports.hold()
             root.give_ports(held[0] if held else None)
-            self._up[host.id] = Up(host, metadata, {}, held[1] if held else None)
+            libtpu = None
+            if held and host.devices:
+                get = partial(self._cloud.hosts.get, host.id)
+                libtpu = await metrics.serve(get, ports.metrics(held[0]), self._usage)
+            self._up[host.id] = Up(host, metadata, {}, held[1] if held else None, libtpu)
             kind, value = key.export_public_key().decode().split()[:2]
             self._cloud.guests.write(host.id, f"hostkeys/{kind}", value)
             self._cloud.records.commit()
@@ -160,6 +168,8 @@ class Machines:
         await asyncio.to_thread(processes.kill, hosts)
         for up in ended:  # what was begun last may have asked whether its machine is being taken away
             up.metadata.close()
+            if up.metrics:
+                await up.metrics.stop(None)
             if up.ports:
                 up.ports.close()
 

@@ -25,10 +25,16 @@ def hold() -> tuple[int, socket.socket] | None:
     return None
 
 
+def metrics(first: int) -> int:
+    """Where libtpu serves its metrics."""
+    return first + 1
+
+
 def variables(first: int) -> Mapping[str, str]:
-    """What tells the swarm's commands on a machine: one half for a head, one for a member beside it."""
+    """What tells programs on a machine: a port for libtpu, one half for a swarm's head, one for a member beside it."""
     half = first + SIZE // 2
     return {
-        "TPUSWARM_HEAD_PORTS": f"{first + 1}-{half - 1}",
+        "TPU_RUNTIME_METRICS_PORTS": str(metrics(first)),
+        "TPUSWARM_HEAD_PORTS": f"{metrics(first) + 1}-{half - 1}",
         "TPUSWARM_MEMBER_PORTS": f"{half}-{first + SIZE - 1}",
     }

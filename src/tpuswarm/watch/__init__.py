@@ -1,0 +1,1 @@
+"""What machines are at, while they are at it."""

@@ -37,6 +37,7 @@ NAMES = (
     "sync",
     "fleet",
     "journey",
+    "looking",
     "remote",
     "plan",
     "calibration",

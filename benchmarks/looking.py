@@ -4,6 +4,7 @@ Limits: `doctor all` within 10 s; `top` 5% of a core of the computer that shows 
 machines, their servers and the clients share the two or more processors of one computer.
 """
 
+import json
 import os
 import pty
 import subprocess
@@ -11,9 +12,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks.report import Settings, Table, median, verdict
+from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS
 from tpuswarm.cloud.rehearsal.place import VARIABLE
 
 PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
@@ -37,7 +40,7 @@ network = "tpuswarm-bench"
 """
 
 
-def run(settings: Settings) -> Table:
+def run(settings: Settings) -> Iterable[Table]:
     """In a folder, a home and a cloud of its own."""
     count, seconds = (4, 10.0) if settings.quick else (MACHINES, 60.0)
     with tempfile.TemporaryDirectory() as name:
@@ -45,8 +48,11 @@ def run(settings: Settings) -> Table:
         (folder / "swarm.toml").write_text(SWARM.format(count=count))
         environment = {**os.environ, VARIABLE: f"{name}/cloud", "XDG_STATE_HOME": f"{name}/state", "HOME": name}
 
-        def command(*words: str, check: bool = True) -> None:
-            subprocess.run([PROGRAM, *words], cwd=folder, env=environment, capture_output=True, check=check)
+        def command(*words: str, check: bool = True) -> str:
+            done = subprocess.run(
+                [PROGRAM, *words], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=check
+            )
+            return done.stdout
 
         try:
             for words in ("rehearsal start --speed 300", "init --yes", "up --yes --paid"):
@@ -56,10 +62,31 @@ def run(settings: Settings) -> Table:
                 began = time.perf_counter()
                 command("doctor", "all")
                 took.append(time.perf_counter() - began)
-            here, host = _top(folder, environment, seconds)
+            yield _many(count, took, seconds, *_top(folder, environment, seconds))
+            yield _faults(command)
         finally:
             command("down", "--yes", check=False)
             command("rehearsal", "stop", check=False)
+
+
+def _faults(command: Callable[..., str]) -> Table:
+    """Each fault that a machine of the local cloud can have, alone: what finds it, how fast, and what else is found."""
+    machine = min(each["name"] for each in json.loads(command("list", "--json"))["machines"])
+    rows = []
+    for fault in MACHINE_FAULTS:
+        command("rehearsal", "break", machine, fault)
+        found: list[dict[str, str]] = []
+        while not found:  # what was planted takes a moment to begin
+            began = time.perf_counter()
+            found = json.loads(command("doctor", machine, "--json", check=False))["found"]
+            took = time.perf_counter() - began
+        command("rehearsal", "break", machine, fault, "--mend")
+        after = len(json.loads(command("doctor", machine, "--json", check=False))["found"])
+        rows.append((fault, ", ".join(each["check"] for each in found), f"{took:.1f}", str(after)))
+    return Table("Planted faults", ("fault", "found by", "s", "found once it is mended"), rows, [])
+
+
+def _many(count: int, took: list[float], seconds: float, here: float, host: float) -> Table:
     doctor = median(took)
     rows = [
         (f"`doctor all`, {count} machines, s", doctor.show(".1f"), f"at most {DOCTOR_S:.0f}",

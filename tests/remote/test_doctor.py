@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS
 from tpuswarm.doctor.check import Subject
 from tpuswarm.doctor.checks import ACROSS, CHECKS
 from tpuswarm.doctor.examine import judge
+from tpuswarm.watch.follow import BOOT, _programs
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 PLANTED = {
@@ -107,6 +109,18 @@ def test_what_a_jobs_log_says_of_its_machine_is_heard(fleet):
     assert fleet.run("doctor", "v2")[0] == "1 host: nothing is wrong\n"
 
 
+def test_a_head_that_a_host_cannot_reach_is_found_from_there(fleet, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr("tpuswarm.cli.doctor._head", lambda: address)
+        assert doctor(fleet, "v2", code=0)["found"] == []
+    (found,) = doctor(fleet, "v2", code=1)["found"]
+    assert (
+        found["check"] == "head"
+        and f"(Ray, {address}) cannot be reached from here: Connection refused" in found["what"]
+    )
+
+
 def test_a_fix_that_cannot_be_done_is_said_and_stays_wrong(fleet, monkeypatch):
     fleet.run("rehearsal", "break", "v2-usc1f-0", "lock")
     monkeypatch.setattr("tpuswarm.doctor.checks.lock.REMOVE", "echo no, not today >&2; exit 3; true")
@@ -152,7 +166,7 @@ WELL = {
     "time": 0.0, "user": "me", "devices": ["/dev/accel0"], "holders": [], "lock": None, "logs": None, "preload": {},
     "disks": [{"path": "/home/me", "free": 50e9, "size": 100e9, "inodes": 1000, "refused": None}],
     "memory": {"MemTotal": 300e9, "MemAvailable": 200e9, "SwapTotal": 0, "SwapFree": 0}, "files": 1024, "apt": None,
-    "packages": {"jax": "0.10.2"}, "worker_id": None, "spoken": [],
+    "packages": {"jax": "0.10.2"}, "worker_id": None, "spoken": [], "head": None,
     "metadata": {"worker": "3", "type": "v4-32", "preempted": "FALSE", "maintenance": "NONE"},
 }  # fmt: skip
 
@@ -175,6 +189,11 @@ def disk(**facts) -> list[dict]:
         (subject(files=256), "files", "a process may have 256 files open, fewer than 1,024"),
         (subject(memory={**WELL["memory"], "MemAvailable": 1e9}), "memory", "0.9 of 279 GiB of memory are free"),
         (subject(memory={**WELL["memory"], "SwapTotal": 9e9}), "memory", "8.4 GiB of memory are on the disk"),
+        (
+            subject(head={"address": "10.0.0.2:6379", "why": "Connection refused"}),
+            "head",
+            "the swarm's head (Ray, 10.0.0.2:6379) cannot be reached from here: Connection refused",
+        ),
         (subject(worker_id="0"), "worker", "it is worker 3, and TPU_WORKER_ID says '0'"),
         (subject(metadata={**WELL["metadata"], "worker": "1"}), "worker", "it is worker 3, and its metadata says '1'"),
         (subject(metadata={**WELL["metadata"], "preempted": "TRUE"}), "notice", "it is being preempted"),
@@ -217,3 +236,11 @@ def test_what_runs_on_a_host_needs_python_alone(python, tmp_path):
     program = files("tpuswarm.doctor").joinpath("collect.py").read_bytes()
     done = subprocess.run([python, "-I", "-"], input=program, capture_output=True, env={"HOME": str(tmp_path)})
     assert json.loads(done.stdout)["user"] and not list(tmp_path.iterdir()), done.stderr
+    with subprocess.Popen(
+        [python, "-I", "-c", BOOT, "0.01"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"HOME": str(tmp_path)}
+    ) as process:
+        process.stdin.write(_programs())
+        process.stdin.flush()
+        said = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.stdout.close()  # nobody reads it: it ends
+    assert all({"duty", "used", "total", "owners", "chips"} <= each.keys() for each in said)

@@ -129,21 +129,37 @@ def _far(where: str, fleet: str | None, mend: bool, as_json: bool) -> "tuple[lis
 
     reach = find_reach(fleets.find(fleet)[0])
     reached = reach.find(where)
+    head = _head()
     hosts = {each.label: each for each in reached.hosts}
 
     async def work() -> "list[Found]":
         async with Connections(reach.key) as connections:
             with waiting(f"looking at {_hosts(len(hosts))}"):
-                found = await examine(connections, reached)
+                found = await examine(connections, reached, head)
             if mend and (safe := _shown(found, as_json)):
                 for sentence in await fix(connections, hosts, safe):
                     say(sentence, err=True)
                 with waiting("looking again"):
-                    found = await examine(connections, reached)
+                    found = await examine(connections, reached, head)
             return found
 
     found = asyncio.run(work())
     return found, len(hosts) + len(reached.away)
+
+
+def _head() -> str:
+    """Where the head is of the swarm that the fleet of this folder trains; empty where there is none."""
+    from tpuswarm.cli.picture import training_here
+    from tpuswarm.swarm.status import look
+    from tpuswarm.train.mirror import bring
+
+    if (training := training_here(None)) is None:
+        return ""
+    try:
+        seen = look(bring(training.url))
+    except InputError:  # not begun yet
+        return ""
+    return seen.status.address if seen.state == "running" else ""
 
 
 def _shown(found: "list[Found]", as_json: bool) -> "list[Found]":

@@ -8,6 +8,7 @@ import os
 import pwd
 import re
 import resource
+import socket
 import sys
 import time
 import urllib.request
@@ -200,8 +201,18 @@ def metadata() -> "dict[str, str | None] | None":
     return found
 
 
-def collect() -> "dict[str, Any]":
-    """All of it."""
+def reached(address: str) -> "dict[str, str]":
+    """Whether something answers at HOST:PORT, and why not."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 1).close()
+        return {"address": address, "why": ""}
+    except (OSError, ValueError) as error:
+        return {"address": address, "why": getattr(error, "strerror", None) or str(error)}
+
+
+def collect(head: "str | None") -> "dict[str, Any]":
+    """All of it; head: where a swarm's is."""
     chips = devices()
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
@@ -210,9 +221,9 @@ def collect() -> "dict[str, Any]":
         "preload": preload(), "disks": [disk(each) for each in (Path.home(), ROOT / "tmp")], "memory": memory(),
         "files": None if soft == resource.RLIM_INFINITY else soft, "apt": locked(ROOT / "var/lib/dpkg/lock-frontend"),
         "packages": packages(), "metadata": metadata(), "spoken": spoken(),
-        "worker_id": os.environ.get("TPU_WORKER_ID"),
+        "worker_id": os.environ.get("TPU_WORKER_ID"), "head": reached(head) if head else None,
     }  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(collect()) + "\n")
+    sys.stdout.write(json.dumps(collect(sys.argv[1] if len(sys.argv) > 1 else None)) + "\n")

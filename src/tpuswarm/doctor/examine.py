@@ -1,6 +1,7 @@
 """Looks at hosts, each in one round trip, and judges what was found."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -53,12 +54,16 @@ def examine_here() -> list[Found]:
     return judge([Subject(HERE, facts, _skew(facts, before, time.time()))])
 
 
-async def examine(connections: Connections, reached: Reached) -> list[Found]:
-    """All hosts, and what the cloud says of their machines."""
+async def examine(connections: Connections, reached: Reached, head: str = "") -> list[Found]:
+    """All hosts, and what the cloud says of their machines; head: HOST:PORT of the swarm's that they train in."""
 
     async def look(host: Host) -> Subject:
         before = time.time()
-        facts = _facts(*await ask(connections, host, "exec python3 -", _script().encode()))
+        facts = _facts(
+            *await ask(
+                connections, host, shlex.join(["exec", "python3", "-", *([head] if head else [])]), _script().encode()
+            )
+        )
         if isinstance(facts, str):
             raise NoWay(host, facts)
         return _subject(host.label, reached.machines[host.label], facts, _skew(facts, before, time.time()))

@@ -57,13 +57,11 @@ def examine_here() -> list[Found]:
 async def examine(connections: Connections, reached: Reached, head: str = "") -> list[Found]:
     """All hosts, and what the cloud says of their machines; head: HOST:PORT of the swarm's that they train in."""
 
+    line = shlex.join(["exec", "python3", "-", *([head] if head else [])])
+
     async def look(host: Host) -> Subject:
         before = time.time()
-        facts = _facts(
-            *await ask(
-                connections, host, shlex.join(["exec", "python3", "-", *([head] if head else [])]), _script().encode()
-            )
-        )
+        facts = _facts(*await ask(connections, host, line, _script().encode()))
         if isinstance(facts, str):
             raise NoWay(host, facts)
         return _subject(host.label, reached.machines[host.label], facts, _skew(facts, before, time.time()))

@@ -147,6 +147,26 @@ def test_a_host_without_python_or_with_one_that_fails_is_said(fleet):
         assert found["check"] == "reach" and says in found["what"], found
 
 
+def test_a_host_that_hangs_is_given_up_and_the_others_are_looked_at(fleet, monkeypatch):
+    monkeypatch.setattr("tpuswarm.doctor.examine.PATIENCE", 5.0)
+    stand_in = fleet.place.stand_ins / "python3"
+    stand_in.write_text(
+        f'#!/bin/bash\ncase $TPUSWARM_ROOT in *v2-usc1f-0*) sleep 1000;; esac\nexec {sys.executable} "$@"\n'
+    )
+    stand_in.chmod(0o755)
+    try:
+        (found,) = doctor(fleet, "all", code=1)["found"]
+    finally:
+        stand_in.unlink()
+    assert (found["host"], found["check"]) == ("v2-usc1f-0/0", "reach") and "5" in found["what"], found
+
+
+def test_two_at_once_find_and_mend_the_same(fleet):
+    fleet.run("rehearsal", "break", "v2-usc1f-0", "lock")
+    both = [fleet.start("doctor", "v2", "--fix") for _ in range(2)]
+    assert all(fleet.finish(each)[0].endswith("1 host: nothing is wrong\n") for each in both)
+
+
 def test_wrong_words(fleet):
     assert "there is no" in fleet.run("doctor", "v9", code=2)[1]
 

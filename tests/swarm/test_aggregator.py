@@ -93,6 +93,15 @@ def test_a_round_without_contributors_repeats_the_version(tmp_path):
     )
 
 
+@pytest.mark.parametrize("kind", ["average-plain-ema", "nesterov-int8-ema", "nesterov-int8"])
+def test_the_average_of_a_version_or_the_version_with_which_one_will_begin(tmp_path, kind):
+    run = grown(tmp_path, kind)
+    newest, row = run.records[-1], -2 if "int8" in kind else -1
+    found = shards(run.store, 1)[0].average(2, newest.version)
+    wanted = run.objects.get_array(newest.outer[2])[row] if "ema" in kind else run.state(newest.version)[2]
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_payloads_that_arrive_damaged_or_of_another_size_are_not_stored(tmp_path):
     shard, identity = shards(Store(tmp_path))[0], Identity(Incarnation("m0", "ab" * 16), 1)
     right = {"s": np.zeros(SIZES[2], np.float32)}

@@ -75,8 +75,13 @@ class Aggregator:
 
     @_slowly("shard reads an average")
     def average(self, fragment: int, version: int) -> np.ndarray:
-        """The moving average of a fragment at a version that has one, float32[n]; raises as `fetch` does."""
+        """The moving average of a fragment at a version, float32[n]; raises as `fetch` does.
+
+        Of a run that was only now asked to keep one: the fragment itself, with which the average will begin.
+        """
         record = self._ledger.record(version)
+        if record.kept is None:
+            return self._array(fragment, record.state[fragment])
         return self._array(fragment, record.outer[fragment])[average_row(record.downlink)]
 
     @_slowly("shard reads updates")

@@ -153,8 +153,8 @@ def test_ray_listens_on_ports_of_its_range_alone(tmp_path, monkeypatch):
 def test_a_node_outlives_the_notice_of_a_preemption_but_not_a_join_that_is_killed(tmp_path):
     """The notice is SIGTERM to all processes of a machine: the member has work to hand in through its node."""
     ray = tmp_path / "ray"
-    ray.write_text("#!/bin/sh\necho $$\nwhile :; do sleep 0.1; done\n")
-    ray.chmod(0o700)
+    ray.write_text(f"#!{sys.executable}\nimport os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    ray.chmod(0o700)  # a shell would let signals in while it waits
     code = (
         "import sys, time; from pathlib import Path; from tpuswarm.swarm.engines import node\n"
         f"sys.executable = '{tmp_path}/python'\n"

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -126,6 +127,8 @@ class Actor:
     @ray.method(concurrency_group="work")
     def run(self) -> Outcome:
         """Make the host and let it work; errors are told in words, their tracebacks are in the log."""
+        # On a joined node Ray's processes begin without it (engines/node.py); those that are started here end at one.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         try:
             self._host = self._make()
             self._made.set()

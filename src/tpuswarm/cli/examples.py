@@ -31,6 +31,7 @@ EXAMPLES = {
     "sync": ("tpuswarm sync", "tpuswarm sync small --dry-run"),
     "setup": ("tpuswarm setup", "tpuswarm setup swarm.toml --dry-run", "tpuswarm setup --on small"),
     "doctor": ("tpuswarm doctor", "tpuswarm doctor all", "tpuswarm doctor node-3/1 --fix", "tpuswarm doctor runs/mine"),
+    "top": ("tpuswarm top", "tpuswarm top v2", "tpuswarm top node-3/1 --once", "tpuswarm top --json"),
     "forward": ("tpuswarm forward v2-usc1f-0 8888", "tpuswarm forward v3-ew4a-0/2 16006:6006"),
     "ssh-config": ("tpuswarm ssh-config",),
     "train": (

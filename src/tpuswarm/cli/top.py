@@ -1,6 +1,5 @@
 """`tpuswarm top`: what chips are at, now."""
 
-import asyncio
 import json
 import time
 from contextlib import suppress
@@ -32,6 +31,8 @@ def top(
     fleet: Fleets = None,
 ) -> None:
     """Show what the chips of machines are at: how busy, how full, whose, and what they train. Ctrl-C ends it."""
+    import asyncio
+
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import find_reach
 
@@ -68,6 +69,8 @@ class _Look:
 
     async def again(self) -> None:
         """Where it is time."""
+        import asyncio
+
         if time.monotonic() - self._at >= LOOK:
             self._at = time.monotonic()
             self.reached = await asyncio.to_thread(self._find)
@@ -75,6 +78,8 @@ class _Look:
 
 
 async def _watch(look: _Look, key: Any, once: bool, as_json: bool, console: Any) -> None:
+    import asyncio
+
     from tpuswarm.remote.connect import Connections
     from tpuswarm.train.drawn import Drawn
     from tpuswarm.watch.follow import EVERY, Follower

@@ -311,4 +311,4 @@ def _supervise(
         if ready.state_bytes <= SAMPLED_BYTES:
             _sample(run)
         _report(run)
-    return _result(run, ended, supervisor.followed.view.newest if supervisor.followed.view else None)
+    return _result(run, ended, supervisor.view.newest if supervisor.view else None)

@@ -20,6 +20,7 @@ from tpuswarm.swarm.core.fragments import shards_for
 from tpuswarm.swarm.core.quantize import bytes_per_element
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.core.values import Record
+from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster, Outcome
 from tpuswarm.swarm.events import commit_event, sentence
 from tpuswarm.swarm.notice import GOODBYE
@@ -74,7 +75,7 @@ class Supervisor:
         """environment: of the member with a number, or of one that joined; watch: called at each look, for a demo."""
         self.run, self.plan, self.screen = run, plan, screen
         self._cluster, self._environment, self._watch = cluster, environment, watch
-        self.followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
+        self._followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
         self.status: SwarmStatus | None = None
         self._pace, self._evaluation = Pace(), newest_evaluation(run.folder)
         self._summary: Summary | None = None
@@ -89,6 +90,11 @@ class Supervisor:
         """Members that have had an incarnation."""
         self._stopping, self._told_address = 0.0, False
         self._clock = Clock(time.monotonic)
+
+    @property
+    def view(self) -> View | None:
+        """Of the newest commit; None before the first."""
+        return self._followed.view
 
     def go(self) -> Ended:
         """Until the run is finished or stopped; raises RunFailed and InputError for what it cannot mend."""
@@ -306,17 +312,17 @@ class Supervisor:
 
     def _follow(self) -> None:
         """The commits that were made since the last look."""
-        first = self.followed.view is None
-        for record in self.followed.news(self._is_news()):
+        first = self.view is None
+        for record in self._followed.news(self._is_news()):
             self._commit(record)
             if not first:
                 self._progress_at = time.monotonic()
-        if error := self.followed.clean():
+        if error := self._followed.clean():
             self._event("note", message=f"files of old commits could not be removed: {error}")
 
     def _is_news(self) -> bool:
         """Whether to look for records: in a bucket each look is a request, and the coordinator says what there is."""
-        view = self.followed.view
+        view = self.view
         if view is None or not self.run.in_bucket or self.kept[HEAD].left or self._stopping:
             return True
         return self._summary is not None and self._summary.version > view.version
@@ -339,14 +345,14 @@ class Supervisor:
         version = self._summary.version if self._summary else None
         heard = self._clock()
         kept_members = [kept for kept in self.kept.values() if kept.member]
-        carried = self.followed.carried()
+        carried = self._followed.carried()
         members = [
             kept.status(leased, version, self.plan.tokens_per_row, carried[kept.name], heard) for kept in kept_members
         ]
         alive = [Watched(each.id, tuple(self.kept[each.id].steps)) for each in members if each.lives]
         cycle = self._summary.median_cycle if self._summary else None
         aside = [f"{kept.name} does not train: {kept.given_up}" for kept in self.kept.values() if kept.given_up]
-        found = (*aside, *alarms(self.followed.recent, alive, cycle, clock - self._progress_at, time.time()))
+        found = (*aside, *alarms(self._followed.recent, alive, cycle, clock - self._progress_at, time.time()))
         known = {NUMBER.sub("", each) for each in self._alarms}
         for each in found:
             if NUMBER.sub("", each) not in known:  # the same with other numbers is not another alarm
@@ -391,7 +397,7 @@ class Supervisor:
         return not settled or self._summary is None or self._summary.tokens.outstanding == 0
 
     def _stopped_at(self) -> str:
-        view = self.followed.view
+        view = self.view
         if view is None:
             return "stopped before the first commit"
         return f"stopped at commit {view.version}, {view.tokens[-1]:,} tokens counted"

@@ -7,13 +7,14 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.engines.files import ENVIRONMENT, private_folder
 from tpuswarm.swarm.engines.ports import Ports
+from tpuswarm.train.stop import held
 
 os.environ |= ENVIRONMENT  # Ray reads these while it is imported
 
@@ -40,7 +41,7 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
             "_temp_dir": str(_sessions()),
             "_metrics_export_port": ports.of("metrics") if ports else None,
         }
-    with _signals_are_ours(), _started_with(ports):
+    with _signals_are_ours(), _connected_as_a_whole(), _started_with(ports):
         try:
             context = ray.init(
                 address=address or "local", namespace=NAMESPACE, logging_level=logging.CRITICAL, log_to_driver=False,
@@ -117,6 +118,27 @@ def _signals_are_ours() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         utils.set_sigterm_handler = before
+
+
+@contextmanager
+def _connected_as_a_whole() -> Iterator[None]:
+    """While Ray is started: an accessor of its state that is let go before it is connected hangs or aborts (2.60).
+
+    Its thread is joined only once it is: `GlobalStateAccessor`'s destructor.
+    """
+    state: Any = importlib.import_module("ray._private.state").GlobalState
+    real = state._connect_and_get_accessor
+
+    @wraps(real)
+    def connect(self: Any) -> Any:
+        with held():
+            return real(self)
+
+    state._connect_and_get_accessor = connect
+    try:
+        yield
+    finally:
+        state._connect_and_get_accessor = real
 
 
 def _no_cluster(address: str | None, error: Exception) -> str:

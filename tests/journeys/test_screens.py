@@ -129,7 +129,7 @@ def test_watching_a_run_until_it_ends(runs, tmp_path):
         terminal(["status", "swarm", "--watch"], tmp_path, SMALL) as one,
     ):
         everything.wait(lambda each: re.search(r"runs/swarm .* running +(\d+ +)?now", each.screen))
-        one.wait("does not respond, and this status is that old")
+        one.wait(lambda each: "does not respond, and this status is that old" in each.screen and "\nm1 " in each.screen)
         assert one.screen.count("m1 ") == 1 and one.screen.count("100%") == 1
         held.close()
         assert "running" not in everything.finish() and "does not respond" not in one.finish()

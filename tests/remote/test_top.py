@@ -47,10 +47,11 @@ def test_who_has_the_chips_how_busy_and_how_full(fleet):
             # A second look at it: how busy it is between two.
             screen = opened.wait(
                 lambda each: (
-                    re.search(r"v2-usc1f-0/0 +busy +[▁▂▃▄▅▆▇█]{8} [1-9]\d*%", each.screen) and "libtpu:" in each.screen
+                    re.search(r"v2-usc1f-0/0 +busy +[▁▂▃▄▅▆▇█]{8} [1-9]\d*%", each.screen)
+                    and "libtpu:" in each.screen
+                    and "5 hosts: 4 idle, 1 busy" in each.screen
                 )
             )
-            assert "5 hosts: 4 idle, 1 busy" in screen
             opened.send(CTRL_C)
             opened.finish(130)
         assert screen.index("v5e-usc1a-0/0") < screen.index("v2-usc1f-0/0"), "who does nothing is shown first"

@@ -128,7 +128,9 @@ class Interrupts:
         _thread.start_new_thread(_raise_again, (number, seconds))
 
     def _swallowed(self, what: Any) -> None:
-        if not isinstance(what.exc_value, Interrupted):
+        if isinstance(what.exc_value, Interrupted):
+            self._again(what.exc_value.asked, AGAIN)  # it is known here: nothing has to be waited for
+        else:
             self._unraisable(what)
 
 

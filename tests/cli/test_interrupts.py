@@ -97,7 +97,7 @@ def test_ctrl_c_while_a_swarm_starts_does_not_wait_for_it(tmp_path, name):
 
 
 INTERRUPTED_BEFORE_IT_CONNECTS = """
-import os, signal, sys
+import os, signal
 from pathlib import Path
 from tpuswarm.swarm.engines.files import use_token
 from tpuswarm.swarm.engines.opening import open_ray
@@ -215,7 +215,7 @@ def test_it_comes_again_until_it_has_arrived_and_leaves_time_to_tidy_up(number, 
 
 
 SWALLOWED_AS_PYTHON_TIDIES_UP = """
-import gc, os, signal, sys, time
+import gc, os, time
 from tpuswarm.train import stop
 
 stop.ARRIVES = 600.0

@@ -129,7 +129,7 @@ class Interrupts:
 
     def _swallowed(self, what: Any) -> None:
         if isinstance(what.exc_value, Interrupted):
-            self._again(what.exc_value.asked, AGAIN)  # it is known here: nothing has to be waited for
+            self._again(what.exc_value.asked, AGAIN)  # certainly lost: no need to wait for ARRIVES
         else:
             self._unraisable(what)
 

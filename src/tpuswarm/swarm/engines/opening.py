@@ -7,7 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +122,13 @@ def _signals_are_ours() -> Iterator[None]:
 
 @contextmanager
 def _connected_as_a_whole() -> Iterator[None]:
-    """While Ray is started: an accessor of its state that is let go before it is connected hangs or aborts (2.60).
+    """While Ray is started: nothing comes between making its state accessor and connecting it.
 
-    Its thread is joined only once it is: `GlobalStateAccessor`'s destructor.
+    Let go unconnected it hangs or aborts: its destructor then does not join its thread (Ray 2.60).
     """
     state: Any = importlib.import_module("ray._private.state").GlobalState
     real = state._connect_and_get_accessor
 
-    @wraps(real)
     def connect(self: Any) -> Any:
         with held():
             return real(self)

@@ -170,7 +170,7 @@ def _flood(folder: Path, hosts: Sequence[Host], total: int) -> tuple[float, int,
     before = _resident()
     everywhere = Everywhere(folder / "user", folder / "logs", say, print)
     start = time.perf_counter()
-    endings = asyncio.run(everywhere.run(hosts, f"seq -f '%09.0f{tail.decode()}' 1 {count}"))
+    endings = asyncio.run(everywhere.run(hosts, lambda host: f"seq -f '%09.0f{tail.decode()}' 1 {count}"))
     seconds = time.perf_counter() - start
     wrong += sum(abs(count - each) for each in at.values()) + sum(each.code != 0 for each in endings.each)
     written = sum(each.stat().st_size for each in (folder / "logs").iterdir())

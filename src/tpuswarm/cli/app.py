@@ -32,8 +32,8 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Touch": {
         "ssh": "touch:ssh", "exec": "touch:exec_", "jobs": "jobs:jobs", "copy": "files:copy", "sync": "files:sync",
-        "setup": "setup:setup", "doctor": "doctor:doctor", "top": "top:top", "forward": "tunnels:forward",
-        "ssh-config": "tunnels:ssh_config",
+        "setup": "setup:setup", "flags": "flags:app", "doctor": "doctor:doctor", "top": "top:top",
+        "forward": "tunnels:forward", "ssh-config": "tunnels:ssh_config",
     },
     "Network": {"router": "router:app"},
 }  # fmt: skip

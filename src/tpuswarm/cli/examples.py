@@ -32,6 +32,12 @@ EXAMPLES = {
     "setup": ("tpuswarm setup", "tpuswarm setup swarm.toml --dry-run", "tpuswarm setup --on small"),
     "doctor": ("tpuswarm doctor", "tpuswarm doctor all", "tpuswarm doctor node-3/1 --fix", "tpuswarm doctor runs/mine"),
     "top": ("tpuswarm top", "tpuswarm top v2", "tpuswarm top node-3/1 --once", "tpuswarm top --json"),
+    "flags show": ("tpuswarm flags show", "tpuswarm flags show v5e-usc1a-0", "tpuswarm flags show --known"),
+    "flags set": (
+        "tpuswarm flags set v5e xla_tpu_scoped_vmem_limit_kib=65536",
+        "tpuswarm flags set small xla_dump_to=/tmp/hlo --job train",
+    ),
+    "flags unset": ("tpuswarm flags unset v5e xla_tpu_scoped_vmem_limit_kib",),
     "forward": ("tpuswarm forward v2-usc1f-0 8888", "tpuswarm forward v3-ew4a-0/2 16006:6006"),
     "ssh-config": ("tpuswarm ssh-config",),
     "train": (

@@ -117,7 +117,11 @@ def attend(reach: "Reach", hosts: "list[Host]", words: list[str], time_out_s: fl
     from tpuswarm.remote.everywhere import Everywhere, log_folder
     from tpuswarm.remote.places import as_set_up, there
 
-    line = as_set_up(line_of(words), there(Path.cwd()))
+    folder = there(Path.cwd())
+
+    def line(host: "Host") -> str:
+        return as_set_up(line_of(words), folder, host.exports)
+
     logs = log_folder(reach.fleet.folder / "exec")
     screen = Screen([host.label for host in hosts])
     everywhere = Everywhere(reach.key, logs, screen.lines, screen.tell)

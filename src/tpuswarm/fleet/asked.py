@@ -16,6 +16,7 @@ from tpuswarm.cloud.google.settings import find_zone
 from tpuswarm.cloud.protocol import Disk, Listing, TpuSpec, VmSpec
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
+from tpuswarm.fleet import flags
 from tpuswarm.fleet.checks import check, problems
 from tpuswarm.fleet.clouds import check_provider
 from tpuswarm.fleet.core.desired import Budget, Desired, DownWhen, Wanted
@@ -54,6 +55,7 @@ def desired_of(file: SwarmFile, fleet: str, paid: bool, public_key: str | None) 
         budget=Budget(budget.per_hour, budget.total, budget.traffic_per_day),
         down_when=DownWhen(when.done, when.idle_s, when.at) if when else None,
         paid=paid or not file.grant,
+        flags=flags.of_file(file),
     )
 
 

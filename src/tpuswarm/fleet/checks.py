@@ -12,6 +12,7 @@ from tpuswarm.catalog.prices import region_of
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.toml_file import Place, at_line
 from tpuswarm.errors import InputError
+from tpuswarm.fleet import flags
 from tpuswarm.fleet.core import money
 from tpuswarm.fleet.core.names import ALL
 from tpuswarm.fleet.file import HEAD, Grant, Head, Pool, SwarmFile
@@ -45,6 +46,7 @@ def problems(file: SwarmFile, now: float) -> Iterator[tuple[Place, str]]:
             recipes.find(file.train.recipe)
         except InputError as error:
             yield ("train", "recipe"), str(error)
+    yield from flags.problems(file)
     if file.setup and file.setup.nfs and file.setup.nfs.server not in (servers := _servers(file)):
         yield ("setup", "nfs", "server"), f"there is no VM {file.setup.nfs.server}; {did_you_mean('', servers)}"
 
@@ -142,6 +144,7 @@ def _warnings(file: SwarmFile) -> Iterator[str]:
         elif pool.runtime in usual and pool.runtime != fits:
             others = ", ".join(each.name for each in generations() if each.runtime == pool.runtime)
             yield f"pool {pool.name}: runtime {pool.runtime} is for {others}; usual for {pool.type}: {fits}"
+    yield from flags.warnings(file)
     vms: list[tuple[str, Head]] = [(HEAD, file.head)] if file.head else []
     for name, vm in [*vms, *((each.name, each) for each in file.vm)]:
         if money.vm_price(vm.type, vm.zone, False, 0) is None:

@@ -7,14 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
-from tpuswarm.catalog import find
+from tpuswarm.catalog import find, generations
 from tpuswarm.cloud.protocol import FLEET_LABEL, How
+from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.toml_file import Strict, read_toml
 from tpuswarm.config.train import Train
 from tpuswarm.config.units import parse_seconds
 from tpuswarm.config.words import Name, matching
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.core.names import ZONE
+from tpuswarm.fleet.core.names import ALL, ZONE
+from tpuswarm.plan.flags import NAME
 from tpuswarm.remote.setup.table import Setup
 
 DEFAULT = Path("swarm.toml")
@@ -74,6 +76,23 @@ Seconds = Annotated[float, BeforeValidator(_said(lambda value: parse_seconds(val
 MachineCount = Annotated[int, Field(strict=True), AfterValidator(_machine_count)]
 
 
+def _generation(name: str) -> str:
+    known = [ALL, *(each.name for each in generations())]
+    if name not in known:
+        raise ValueError(f"there is no generation {name!r}; {did_you_mean(name, known)}")
+    return name
+
+
+def _value(value: Any) -> Any:
+    """As a flag has it: TOML's true and numbers are written without quotes."""
+    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
+
+
+FlagName = Annotated[str, matching(NAME, "the name of a flag without dashes, such as xla_tpu_scoped_vmem_limit_kib")]
+Flags = dict[FlagName, Annotated[str, BeforeValidator(_value)]]
+"""Flags of XLA and libtpu by name."""
+
+
 class DiskTable(Strict):
     """A data disk that exists already."""
 
@@ -117,6 +136,7 @@ class Pool(Placed):
     reservation: str | None = None
     wait: Seconds | None = None
     """How long a queued request may wait before the next zone is asked; None: for ever in the last zone, else 4 h."""
+    flags: Flags = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _fits(self) -> "Pool":
@@ -233,6 +253,8 @@ class SwarmFile(Strict):
     grant: tuple[Grant, ...] = ()
     head: Head | None = None
     vm: tuple[Vm, ...] = ()
+    flags: dict[Annotated[str, AfterValidator(_generation)], Flags] = Field(default_factory=dict)
+    """By generation, or for `all`."""
     budget: BudgetTable = BudgetTable()
     storage: Storage | None = None
     setup: Setup | None = None

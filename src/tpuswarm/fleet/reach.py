@@ -12,10 +12,11 @@ from typing import NamedTuple
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.keys import key_file, make_key, public_key
 from tpuswarm.cloud.protocol import Listing, Machine, Provider, VmSpec
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.asked import SSH_KEYS, user_of, with_key
 from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.names import ALL, by_number, resolve
+from tpuswarm.fleet.flags import exported
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.keeping.fleets import Fleet, Held
 from tpuswarm.fleet.ssh_config import follow
@@ -253,7 +254,7 @@ class Reach:
             hosts.append(
                 Host(
                     target.label, outside or worker.internal or "", self._port, user_of(pool), target.alias,
-                    keys[target.alias], self.known.path, proxy,
+                    keys[target.alias], self.known.path, proxy, exported(seen.document, target.machine),
                 )
             )  # fmt: skip
         return hosts, [each for each in targets if each.alias not in keys]
@@ -306,13 +307,21 @@ class Reach:
         if keys is None:
             return True
         try:
-            operation = self._cloud.set_metadata(machine, {SSH_KEYS: keys})
-            end = time.monotonic() + TAKEN_OVER
-            while not (outcome := self._cloud.outcome(operation)).done and time.monotonic() < end:
-                time.sleep(0.2)
-        except CloudError:
+            self.set_metadata(machine, {SSH_KEYS: keys})
+        except (CloudError, RunFailed):
             return False
-        return outcome.done and outcome.error is None
+        return True
+
+    def set_metadata(self, machine: Machine, metadata: Mapping[str, str]) -> None:
+        """Set keys of a machine's metadata, and wait until they are. Raises CloudError, RunFailed."""
+        operation = self._cloud.set_metadata(machine, metadata)
+        end = time.monotonic() + TAKEN_OVER
+        while not (outcome := self._cloud.outcome(operation)).done:
+            if time.monotonic() > end:
+                raise RunFailed(f"the metadata of {machine.name} has not changed after {TAKEN_OVER:g} s")
+            time.sleep(0.2)
+        if outcome.error is not None:
+            raise outcome.error
 
     def _host_keys(self, seen: Seen, targets: Iterable[Target]) -> Mapping[str, tuple[str, ...]]:
         """The host keys by alias: those that are known, else those that a machine has written down, if it has."""

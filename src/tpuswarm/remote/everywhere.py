@@ -117,8 +117,8 @@ class Everywhere:
         self._running: dict[str, Attended] = {}
         self._asked = 0
 
-    async def run(self, hosts: Sequence[Host], line: str, time_out_s: float | None = None) -> Endings:
-        """Run it. `time_out_s`: for each host, after which it is ended there."""
+    async def run(self, hosts: Sequence[Host], line: Callable[[Host], str], time_out_s: float | None = None) -> Endings:
+        """Run the line of each host. `time_out_s`: for each, after which it is ended there."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with suppress(ValueError, OSError):  # it then goes as far as it goes
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -131,7 +131,7 @@ class Everywhere:
             async with Connections(self._key) as connections:
 
                 async def one(host: Host) -> None:
-                    ended[host] = await self._one(connections, host, line)
+                    ended[host] = await self._one(connections, host, line(host))
 
                 self._work = asyncio.ensure_future(fan_out(hosts, one, time_out_s=time_out_s))
                 with suppress(asyncio.CancelledError):  # by the second Ctrl-C

@@ -23,6 +23,8 @@ class Host:
     """Where those are written down, for OpenSSH and for a person."""
     proxy: str | None = None
     """A command whose standard input and output are the way to it; %h and %p stand for address and port."""
+    exports: str = ""
+    """What a shell does there before a program of ours begins: the flags of the machine."""
 
 
 class NoWay(RunFailed):

@@ -21,9 +21,12 @@ def there(folder: Path) -> str:
     return str(root.name / folder.absolute().relative_to(root))
 
 
-def as_set_up(command: str, folder: str | None = None) -> str:
-    """The command line of a shell that does `command` as set-up left the machine, in `folder` where it is there."""
-    begin = f"if [ -e ~/{ENVIRONMENT} ]; then . ~/{ENVIRONMENT}; fi; "
+def as_set_up(command: str, folder: str | None = None, exports: str = "") -> str:
+    """The command line of a shell that does `command` as set-up left the machine, in `folder` where it is there.
+
+    exports: done by the shell in between, such as those of the machine's flags.
+    """
+    begin = f"if [ -e ~/{ENVIRONMENT} ]; then . ~/{ENVIRONMENT}; fi; {exports}"
     if folder is not None:
         begin += f"if [ -d ~/{shlex.quote(folder)} ]; then cd ~/{shlex.quote(folder)}; fi; "
     return begin + command

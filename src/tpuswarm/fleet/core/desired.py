@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tpuswarm.cloud.protocol import Spec
+from tpuswarm.fleet.core.flags import Flag
 from tpuswarm.fleet.core.money import Grant
 
 
@@ -65,6 +66,8 @@ class Desired:
     down_when: DownWhen | None = None
     paid: bool = False
     """Whether TPUs that no grant covers may be paid for; a VM that the file names is."""
+    flags: tuple[Flag, ...] = ()
+    """Those that the file names."""
     paused: Mapping[str, str] = field(default_factory=dict)
     """Pools by the names of their machines that are to be stopped."""
     dropped: Mapping[str, float] = field(default_factory=dict)

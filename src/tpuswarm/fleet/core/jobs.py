@@ -17,6 +17,8 @@ Restart = Literal["preempted", "always", "never"]
 Phase = Literal["waiting", "running", "done", "failed", "stopped"]
 FIRST, GROWTH, LONGEST = 2.0, 2.0, 300.0
 """Seconds before a job that failed is tried again: the first time, the factor, at most."""
+RENEWED_S = 60.0
+"""Seconds between the ends of two runs that begin again with other flags."""
 GONE_S = 15.0
 """Seconds for which a machine is in no list before it is gone: one list may leave it out, and its processes live."""
 
@@ -42,6 +44,12 @@ class Seat:
     missed_at: float = 0.0
     """Since when its machine is in no list, Unix seconds; 0: it is in the last one."""
     why: str = "not started yet"
+    flags: str = ""
+    """What its last run began with, as `flags.exports` has it."""
+    renewing: bool = False
+    """Whether that run ends so that another one begins with other flags."""
+    renewed_at: float = 0.0
+    """When one last ended for that, Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ class Start(NamedTuple):
     machine: str
     run: int
     workers: tuple[int, ...]
+    flags: str = ""
+    """Before its line, for a shell."""
 
 
 class End(NamedTuple):
@@ -170,8 +180,11 @@ def next_of(
     reports: Reports,
     now: float,
     unprepared: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> Next:
     """The job as it is to be stored, and what is to be done after that.
+
+    `flags`: with which it would begin now, by machine.
 
     `machines`: the fleet's own, as listed; `away`: zones that do not answer; `unprepared`: on which nothing may
     begin yet, and why: of those that seats are on, so that a seat that comes to another machine waits for the next
@@ -192,8 +205,8 @@ def next_of(
             seat = replace(seat, why=f"{machine.name} is another machine: it is prepared first")
         elif machine is not None and machine.state == "ready":
             workers = tuple(range(len(machine.workers))) if job.worker is None else (job.worker,)
-            seat, more = _run(job, seat, workers, {w: reports[machine.name, w] for w in workers
-                              if (machine.name, w) in reports}, now)  # fmt: skip
+            known = {w: reports[machine.name, w] for w in workers if (machine.name, w) in reports}
+            seat, more = _run(job, seat, workers, known, now, (flags or {}).get(machine.name, ""))
             acts += more
         elif job.stop and (seat.phase == "waiting" or (seat.phase == "running" and machine is None and not away)):
             seat = replace(seat, phase="stopped", why="it was asked to stop")
@@ -213,6 +226,25 @@ def strays(jobs: Iterable[Job], reports: Mapping[str, Reports]) -> frozenset[Str
         for (machine, worker), report in found.items()
         if report is not None and report.state == "running" and (name, machine) not in seats
     )
+
+
+def renewed(jobs: Sequence[Job], flags: Mapping[str, Mapping[str, str]], now: float) -> tuple[Job, ...]:
+    """With one seat whose run is to end, and to begin again with the flags that its machine has now: one at a time.
+
+    flags: of the jobs that bear it, by name, with which each would begin now on which machine. The next one follows
+    RENEWED_S after the last one ended: by then that may train again.
+    """
+    seats = [seat for job in jobs for seat in job.seats if job.name in flags]
+    last = max((seat.renewed_at for seat in seats), default=0.0)
+    if any(seat.renewing and seat.phase == "running" for seat in seats) or 0 <= now - last < RENEWED_S:
+        return tuple(jobs)
+    for number, job in enumerate(jobs):
+        for place, seat in enumerate(job.seats):
+            old = job.name in flags and flags[job.name].get(seat.machine or "", seat.flags) != seat.flags
+            if old and seat.phase == "running" and not job.stop:
+                changed = (*job.seats[:place], replace(seat, renewing=True), *job.seats[place + 1 :])
+                return (*jobs[:number], replace(job, seats=changed), *jobs[number + 1 :])
+    return tuple(jobs)
 
 
 def _seated(
@@ -258,7 +290,7 @@ def _seated(
 
 
 def _run(
-    job: Job, seat: Seat, workers: tuple[int, ...], reports: Mapping[int, Report | None], now: float
+    job: Job, seat: Seat, workers: tuple[int, ...], reports: Mapping[int, Report | None], now: float, flags: str
 ) -> tuple[Seat, list[Start | End]]:
     """What comes next on a machine that is ready."""
     name = seat.machine or ""
@@ -286,14 +318,20 @@ def _run(
             return replace(seat, why=f"{seat.machine}/{silent[0]} does not answer yet"), []
         highest = max((each.run for each in reports.values() if each is not None), default=0)
         run = max(seat.run, highest) + 1
-        seat = replace(seat, phase="running", run=run, code=None, why=f"run {run} on {seat.machine}")
-        return seat, [Start(name, run, workers)]
+        why = f"run {run} on {seat.machine}"
+        seat = replace(seat, phase="running", run=run, code=None, why=why, flags=flags, renewing=False)
+        return seat, [Start(name, run, workers, flags)]
     if seat.phase != "running":
         return seat, [End(name, seat.run, running)] if running else []
+    if seat.renewing:
+        why = "it ends, to begin again with other flags"
+        if unended or len(reports) < len(workers):
+            return replace(seat, why=why), end
+        return replace(seat, phase="waiting", renewed_at=now, why=why), []
     if bad := [(w, each) for w, each in sorted(current.items()) if each.state != "running" and each.code != 0]:
         return _ended(job, seat, workers, reports, bad, end, now)
     if missing := tuple(w for w in workers if w in reports and w not in current):
-        return seat, [Start(name, seat.run, missing)]  # whoever began it has died meanwhile
+        return seat, [Start(name, seat.run, missing, seat.flags)]  # whoever began it has died meanwhile
     if stuck := next(
         (f"{name}/{w}: {each.why}" for w, each in sorted(current.items()) if each.why and not each.code), ""
     ):

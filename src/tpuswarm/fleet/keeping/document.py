@@ -20,6 +20,7 @@ from tpuswarm.cloud.protocol import Bucket, Stored
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.core.actions import Event
 from tpuswarm.fleet.core.desired import Desired
+from tpuswarm.fleet.core.flags import Flag
 from tpuswarm.fleet.core.jobs import Job
 from tpuswarm.fleet.core.ledger import Ledger
 from tpuswarm.fleet.core.memory import Work
@@ -68,6 +69,8 @@ class Document:
     jobs: tuple[Job, ...] = ()
     last_run: int = 0
     """The highest number of a run of jobs that are forgotten: hosts remember it, and later ones have higher ones."""
+    flags: tuple[Flag, ...] = ()
+    """Those that a command has set: they win over those of the file for the same machines."""
     events: tuple[Event, ...] = ()
     asked_by: str = ""
     """Who has changed what is wanted last, and on which computer; a keeper does not count."""

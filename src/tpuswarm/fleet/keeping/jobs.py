@@ -11,14 +11,15 @@ from tpuswarm.cloud.errors import Changed, CloudError
 from tpuswarm.cloud.protocol import Listing, Machine, Worker
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.fleet.core.actions import Event
-from tpuswarm.fleet.core.jobs import End, Job, Next, Report, Start, Stray, next_of, scaled, strays
+from tpuswarm.fleet.core.jobs import End, Job, Next, Report, Start, Stray, next_of, renewed, scaled, strays
 from tpuswarm.fleet.core.memory import Work
+from tpuswarm.fleet.flags import exported
 from tpuswarm.fleet.keeping.clock import elapsed
 from tpuswarm.fleet.keeping.document import Document, with_events
 from tpuswarm.fleet.keeping.fleets import Held
 from tpuswarm.fleet.reach import Reach, Seen, Target
 from tpuswarm.fleet.setting_up import Beginning, Preparing
-from tpuswarm.fleet.training import is_head, share_secret
+from tpuswarm.fleet.training import is_head, is_member, share_secret
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host
@@ -98,12 +99,20 @@ class Carrier:
             if begins
             else dict.fromkeys((each.name for each in ours), NOBODY)
         )
+        flags = {
+            job.name: {each.name: exported(document, each, job.name) for each in ours if each.state == "ready"}
+            for job in open_
+        }
+        members = {job.name: flags[job.name] for job in open_ if is_member(job)}
         nexts: list[Next] = []
-        for job in document.jobs:
+        for job in renewed(document.jobs, members, now) if begins else document.jobs:
             job = scaled(job, document.desired) if begins else job
-            reports = _reports(job.name, answers)
             nexts.append(
-                Next(job, ()) if job.over else next_of(job, ours, listing.unreachable, reports, now, unprepared)
+                Next(job, ())
+                if job.over
+                else next_of(
+                    job, ours, listing.unreachable, _reports(job.name, answers), now, unprepared, flags[job.name]
+                )
             )
         jobs = tuple(self._said(each, old) for each, old in zip(nexts, document.jobs, strict=True))
         if not begins:  # why something waits is for whoever carries it out to say
@@ -142,7 +151,7 @@ class Carrier:
                 async with asyncio.timeout(ANSWER):
                     if isinstance(act, Start):
                         spec = {
-                            "line": as_set_up(job.line, job.folder),
+                            "line": as_set_up(job.line, job.folder, act.flags),
                             "alive_s": job.alive_s,
                             "again": _again(job, target),
                         }

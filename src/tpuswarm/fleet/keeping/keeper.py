@@ -22,6 +22,7 @@ from tpuswarm.fleet.core.ledger import charge
 from tpuswarm.fleet.core.memory import Memory, Observed
 from tpuswarm.fleet.core.plan import left, plan
 from tpuswarm.fleet.core.remember import remember
+from tpuswarm.fleet.flags import made_with
 from tpuswarm.fleet.keeping.carried import Carried
 from tpuswarm.fleet.keeping.clock import Clock
 from tpuswarm.fleet.keeping.document import KEPT_EVENTS, Document, Lease, runs, with_events
@@ -151,7 +152,7 @@ class Keeper:
             document = replace(document, desired=replace(document.desired, down=found.end))
             found = plan(document.desired, observed, now)
         if part == "leads":
-            self._answers = self._act(found.actions)
+            self._answers = self._act(_with_flags(each, document) for each in found.actions)
         return Tick(document, observed, found, events, part == "leads", now)
 
     def _heard(self, told: tuple[Event, ...]) -> tuple[Event, ...]:
@@ -321,6 +322,10 @@ class Keeper:
         fleet = tick.document.desired.fleet
         settled = ("ready", "stopped", "waiting")
         return any(each.fleet == fleet and each.state not in settled for each in tick.observed.listing.machines)
+
+
+def _with_flags(action: Action, document: Document) -> Action:
+    return action._replace(spec=made_with(action.spec, document)) if isinstance(action, Create) else action
 
 
 def _is_away(lease: Lease | None, document: Document, listing: Listing) -> bool:

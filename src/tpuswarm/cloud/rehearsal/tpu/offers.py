@@ -13,7 +13,10 @@ from tpuswarm.catalog.accelerators import shape
 from tpuswarm.cloud.rehearsal.common.refused import INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED, Refused, not_found
 from tpuswarm.cloud.rehearsal.common.weather import Weather
 
-RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e", "tpu-vm-tf-2.18.0-pjrt")
+RUNTIMES = (
+    "tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e", "tpu-vm-tf-2.18.0-pjrt",
+    "tpu-vm-tf-2.18.0-pod",
+)  # fmt: skip
 KINDS = {"v2": "V2", "v3": "V3", "v4": "V4", "v5e": "V5LITE_POD", "v5p": "V5P", "v6e": "V6E"}
 """AcceleratorConfig.Type by generation."""
 PLACE = re.compile(r"projects/([^/]+)/locations/([^/]+)")

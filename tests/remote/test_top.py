@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,25 @@ def test_who_has_the_chips_how_busy_and_how_full(fleet):
     end = time.monotonic() + 60
     while shown(fleet, "v2")["v2-usc1f-0/0"]["state"] != "idle":
         assert time.monotonic() < end
+
+
+def test_a_run_of_ones_own_has_its_step_and_a_machine_alone_a_row_for_each_device(fleet):
+    """A real trainer that has the first chip open: what it writes down is what is shown."""
+    train = f"{sys.executable} -m tpuswarm train gpt2-tiny --steps 100K --batch 8 --layers 1 --run"
+    line = f'exec 9<>"$TPUSWARM_ROOT/dev/accel0"; exec {train} ~/mine'
+    fleet.run("exec", "v2", "--detach", "--name", "mine", "--", line)
+    try:
+        end = time.monotonic() + 240
+        while (host := shown(fleet, "v2")["v2-usc1f-0/0"])["step"] is None:
+            assert time.monotonic() < end and '"running"' in fleet.run("jobs", "--json")[0], fleet.run("logs", "mine")
+        rows = (fleet.user_home("v2-usc1f-0-0") / "mine" / "metrics.jsonl").read_text().split("\n")[:-1]
+        written = {row["step"]: row for row in map(json.loads, rows) if "loss" in row}
+        assert host["loss"] == written[host["step"]]["loss"]
+        alone = fleet.run("top", "v2-usc1f-0", "--once")[0].splitlines()
+        assert len([each for each in alone if re.match(r"  device [0-7] +[▁▂▃▄▅▆▇█] \d+%", each)]) == 8
+        assert not any("device" in each for each in fleet.run("top", "all", "--once")[0].splitlines())
+    finally:
+        fleet.run("stop", "mine")
 
 
 def test_a_host_that_is_lost_says_why_and_the_others_go_on(here):

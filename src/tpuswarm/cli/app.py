@@ -18,7 +18,7 @@ from tpuswarm.train.terminal import say
 UsageError: Any = typer.BadParameter.__base__
 GROUPS: dict[str, dict[str, str]] = {
     "Learn": {
-        "demo": "learn:demo", "catalog": "catalog:catalog", "plan": "plan:plan", "simulate": "simulate:simulate",
+        "demo": "learn:demo", "plan": "plan:plan", "catalog": "catalog:catalog", "simulate": "simulate:simulate",
     },
     "Train": {
         "train": "train:train", "status": "runs:status", "logs": "control:logs", "stop": "control:stop",
@@ -32,16 +32,16 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Touch": {
         "ssh": "touch:ssh", "exec": "touch:exec_", "jobs": "jobs:jobs", "copy": "files:copy", "sync": "files:sync",
-        "setup": "setup:setup", "flags": "flags:app", "doctor": "doctor:doctor", "top": "top:top",
-        "forward": "tunnels:forward", "ssh-config": "tunnels:ssh_config",
+        "setup": "setup:setup", "flags": "flags:app", "forward": "tunnels:forward", "ssh-config": "tunnels:ssh_config",
     },
+    "Look": {"doctor": "doctor:doctor", "top": "top:top"},
     "Network": {"router": "router:app"},
 }  # fmt: skip
 """All commands, in the order of `--help`, each with its file in this folder and its name there."""
 
 
 class _Top(Top):
-    first: ClassVar[Mapping[str, int]] = {"Learn": 3, "Train": 5, "Get TPUs": 4, "Touch": 2, "Network": 1}
+    first: ClassVar[Mapping[str, int]] = {"Learn": 2, "Train": 5, "Get TPUs": 4, "Touch": 1, "Look": 1, "Network": 1}
 
 
 def make_app(only: str | None = None) -> typer.Typer:

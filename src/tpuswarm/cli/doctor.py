@@ -27,7 +27,7 @@ def doctor(
     as_json: Json = False,
     fleet: Fleets = None,
 ) -> None:
-    """Say what is wrong with machines or a run, why it matters and how to mend it. Exit code 1 if something is."""
+    """Find what is wrong with machines or a run: why it matters, how to mend it. Exit code 1 if something is."""
     from tpuswarm.doctor.examine import HERE, examine_here, fix_here
 
     if where == HERE:

@@ -30,7 +30,10 @@ def top(
     as_json: Json = False,
     fleet: Fleets = None,
 ) -> None:
-    """Show what the chips of machines are at: how busy, how full, whose, and what they train. Ctrl-C ends it."""
+    """Show what the chips of machines are at: how busy, how full, whose, and what they train. Ctrl-C ends it.
+
+    Of a single machine each device has a row.
+    """
     import asyncio
 
     from tpuswarm.fleet.keeping import fleets
@@ -100,11 +103,12 @@ async def _watch(look: _Look, key: Any, once: bool, as_json: bool, console: Any)
                 if as_json:
                     print(json.dumps({"hosts": [asdict(each) for each in found()]}))
                 else:
-                    console.print(draw(found(), console.width))
+                    console.print(draw(found(), console.width, devices=not look.reached.group))
                 return
             with Drawn(console=console, auto_refresh=False) as live:
                 while True:
-                    live.update(draw(found(), console.width, console.height - 1), refresh=True)
+                    picture = draw(found(), console.width, console.height - 1, not look.reached.group)
+                    live.update(picture, refresh=True)
                     await asyncio.sleep(EVERY if follower.samples else 0.2)
                     await look.again()
                     follower.follow(look.reached.hosts)

@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+from glob import glob
 from typing import Any
 
 from tpuswarm.doctor.collect import devices, holders
@@ -25,6 +26,8 @@ PORTS = os.environ.get("TPU_RUNTIME_METRICS_PORTS", "8431")
 CALL = "/tpu.monitoring.runtime.RuntimeMetricService/GetRuntimeMetric"
 PATIENCE = 1.0
 """Seconds that libtpu has to answer."""
+LAST = 1 << 14
+"""Bytes of a file in which its last rows are looked for."""
 OWNERS_EVERY = 5
 """Samples: who has the chips changes seldom, and all processes have to be looked at."""
 DATA, HEADERS, RST, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
@@ -156,6 +159,33 @@ def libtpu(pid: int) -> "dict[str, str]":
     return found
 
 
+def metrics_of(pid: int) -> str:
+    """The metrics.jsonl that a program writes; empty where it writes none."""
+    try:
+        found = [os.readlink(each) for each in glob("/proc/%d/fd/*" % pid)]  # noqa: PTH115, PTH207, UP031
+    except OSError:  # it has ended, or is another user's
+        return ""
+    return next((each for each in found if os.path.basename(each) == "metrics.jsonl"), "")  # noqa: PTH119
+
+
+def last_row(path: str) -> "dict[str, Any]":
+    """Of what it trains: step, loss and tokens_per_s of the last update, as far as they are there."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            file.seek(max(0, os.path.getsize(path) - LAST))  # noqa: PTH202
+            lines = file.read().split(b"\n")[:-1]  # what is being written is no row yet
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            row = json.loads(line.decode())
+        except ValueError:  # the first one may be half a row
+            continue
+        if isinstance(row, dict) and "loss" in row:
+            return {name: row[name] for name in ("step", "loss", "tokens_per_s") if row.get(name) is not None}
+    return {}
+
+
 def sample() -> "dict[str, Any]":
     """What libtpu says at this moment; what it does not say is not there."""
     found = {"duty": {}, "used": {}, "total": {}}  # type: dict[str, Any]
@@ -175,8 +205,12 @@ def main() -> None:
     while True:
         began = time.time()
         if number % OWNERS_EVERY == 0:
-            owners = [dict(one, libtpu=libtpu(one["pid"])) for one in holders(devices())]
+            owners = [
+                dict(one, libtpu=libtpu(one["pid"]), metrics=metrics_of(one["pid"])) for one in holders(devices())
+            ]
         number += 1
+        for one in owners:
+            one["row"] = last_row(one["metrics"]) if one["metrics"] else {}
         said = dict(sample(), owners=owners, chips=len(devices()))
         try:
             sys.stdout.write(json.dumps(said) + "\n")

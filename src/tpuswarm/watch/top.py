@@ -46,7 +46,8 @@ class Row:
     why: str
     chips: tuple[Chip, ...] = ()
     owners: tuple[Mapping[str, Any], ...] = ()
-    """Processes that have a chip: pid, user, command, age_s, libtpu (watch/chips.py)."""
+    """Processes that have a chip: pid, user, command, age_s, libtpu, and the last row they wrote (watch/chips.py)."""
+    step: int | None = None
     tokens_per_s: float | None = None
     loss: float | None = None
     version: int | None = None
@@ -79,7 +80,9 @@ def _row(label: str, machine: Machine, sample: Sample | None, member: MemberStat
         made = Row(label, "away", sample.why)
     elif sample is not None and sample.said is not None:
         chips, owners = _chips(sample.said), tuple(sample.said["owners"])
-        made = Row(label, *_state(machine, sample, chips, owners, now), chips, owners)
+        row: Mapping[str, Any] = next((each["row"] for each in owners if each.get("row")), {})
+        made = Row(label, *_state(machine, sample, chips, owners, now), chips, owners, row.get("step"),
+                   row.get("tokens_per_s"), row.get("loss"))  # fmt: skip
     if member is not None:
         made = replace(made, tokens_per_s=member.tokens_per_s, loss=member.loss, version=member.base)
     return replace(made, age_s=now - machine.created if machine.created else None)
@@ -108,8 +111,8 @@ def _state(
     return "idle", "no program"
 
 
-def draw(found: Sequence[Row], width: int, height: int | None = None) -> "RenderableType":
-    """A table; with a height as many rows as have room."""
+def draw(found: Sequence[Row], width: int, height: int | None = None, devices: bool = False) -> "RenderableType":
+    """A table; with a height as many rows as have room. devices: below each host a row for each of its devices."""
     from rich.console import Group
     from rich.text import Text
 
@@ -118,27 +121,36 @@ def draw(found: Sequence[Row], width: int, height: int | None = None) -> "Render
     parts = [Text(_summary(found))]
     libraries = sorted({_library(each) for row in found for each in row.owners} - {""})
     parts += [Text(f"libtpu: {each}", style="dim") for each in libraries]
-    room = len(found) if height is None else max(1, height - len(parts) - 2)
-    shown = found[: room if len(found) > room else len(found)]
     columns = [
         Column("host"), Column("state"), Column("busy"), Column("HBM GiB", right=True), Column("owner", rank=3),
-        Column("tokens/s", right=True, rank=1), Column("loss", right=True, rank=1),
-        Column("commit", right=True, rank=4), Column("age", right=True, rank=2), Column("why", wraps=16),
+        Column("step", right=True, rank=3), Column("tokens/s", right=True, rank=1),
+        Column("loss", right=True, rank=1), Column("commit", right=True, rank=4),
+        Column("age", right=True, rank=2), Column("why", wraps=16),
     ]  # fmt: skip
-    cells = [
-        (
-            each.host, each.state, _busy(each.chips), _memory(each.chips), _owner(each.owners),
-            "" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}",
-            "" if each.loss is None else significant(each.loss),
-            "" if each.version is None else str(each.version),
-            "" if each.age_s is None else age(each.age_s), each.why,
-        )
-        for each in shown
-    ]  # fmt: skip
-    made: list[RenderableType] = [table(columns, cells, width, [COLORS[each.state] for each in shown])]
-    if len(shown) < len(found):
-        made.append(Text(f"and {len(found) - len(shown):,} more", style="dim"))
+    lines: list[tuple[State, tuple[str, ...]]] = []
+    for each in found:
+        lines.append((each.state, _cells(each)))
+        for chip in each.chips if devices else ():
+            blank = ("",) * (len(columns) - 4)
+            lines.append((each.state, (f"  device {chip.device}", "", _busy([chip]), _memory([chip]), *blank)))
+    room = len(lines) if height is None else max(1, height - len(parts) - 2)
+    shown = lines[:room]
+    cells, colors = [each for _, each in shown], [COLORS[state] for state, _ in shown]
+    made: list[RenderableType] = [table(columns, cells, width, colors)]
+    if len(shown) < len(lines):
+        made.append(Text(f"and {len(lines) - len(shown):,} more", style="dim"))
     return Group(*made, *parts)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.host, row.state, _busy(row.chips), _memory(row.chips), _owner(row.owners),
+        "" if row.step is None else f"{row.step:,}",
+        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+        "" if row.loss is None else significant(row.loss),
+        "" if row.version is None else str(row.version),
+        "" if row.age_s is None else age(row.age_s), row.why,
+    )  # fmt: skip
 
 
 def _busy(chips: Sequence[Chip]) -> str:

@@ -36,6 +36,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.browser import browser  # noqa: F401  # a fixture for all
 from tests.runs import Finished, finished_once
 from tpuswarm.cli import main
 from tpuswarm.train.stop import SIGNALS

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +28,9 @@ PLANTED = {
     "tpu-logs": ("tpu-logs", "/tmp/tpu_logs is .* with mode 555, and .* cannot write there"),
     "preload": ("preload", "/etc/environment preloads /usr/lib/.*libtcmalloc.so.4, which is not there"),
     "apt": ("apt", r".* \(process \d+\) has held apt's lock for"),
+    "worker-id": ("worker", "it is worker 0, and TPU_WORKER_ID says '7'"),
+    "read-only": ("bucket", "its access scopes let it write to no bucket: .*devstorage.read_only"),
+    "maintenance": ("notice", "its metadata announces a maintenance: MIGRATE"),
 }
 """Fault, the check that finds it, and what that says."""
 
@@ -109,6 +114,114 @@ def test_what_a_jobs_log_says_of_its_machine_is_heard(fleet):
     assert fleet.run("doctor", "v2")[0] == "1 host: nothing is wrong\n"
 
 
+MADE_WRONG = {
+    "files": ("ulimit -n 256", "a process may have 256 files open, fewer than 1,024"),
+    "clock": ("RUN='import time; t = time.time; time.time = lambda: t() - 300; '", "its clock is 300 s behind"),
+    "memory": (
+        "sed 's/^MemAvailable: .*/MemAvailable: 9 kB/' /proc/meminfo >~/low; /bin/mount --bind ~/low /proc/meminfo",
+        r"0.0 of \d+ GiB of memory are free",
+    ),
+    "disk": (
+        "/bin/mount -t tmpfs -o size=64k tmpfs $TPUSWARM_ROOT/tmp; cat /dev/zero >$TPUSWARM_ROOT/tmp/all",
+        "nothing can be written in .*/tmp: No space left on device",
+    ),
+    "disk, read-only": (
+        "/bin/mount -t tmpfs -o ro tmpfs $TPUSWARM_ROOT/tmp",
+        "nothing can be written in .*/tmp: Read-only file system",
+    ),
+}
+"""Check: what is done to a machine before the look, in mounts that end with it; what is said."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="file systems are made by root alone")
+@pytest.mark.parametrize("check", MADE_WRONG)
+def test_a_machine_that_is_full_slow_or_late_is_found(fleet, check):
+    make, says = MADE_WRONG[check]
+    stand_in = fleet.place.stand_ins / "python3"
+    stand_in.write_text(
+        f"""#!/bin/bash
+case $TPUSWARM_ROOT in *v2-usc1f-0*) ;; *) exec {sys.executable} "$@";; esac
+shift
+exec unshare -m bash -c {shlex.quote(make + '; exec "$0" -c "${RUN}import sys; exec(sys.stdin.read())" "$@"')} \\
+  {sys.executable} "$@" 2>/dev/null
+"""
+    )
+    stand_in.chmod(0o755)
+    try:
+        found = doctor(fleet, "v2", code=1)["found"]
+    finally:
+        stand_in.unlink()
+    assert [(each["host"], each["check"]) for each in found] == [("v2-usc1f-0/0", check.partition(",")[0])]
+    assert re.match(says, found[0]["what"]), found[0]["what"]
+    assert doctor(fleet, "v2", code=0)["found"] == []
+
+
+JAX = "import jax, time; jax.devices(); print('computes', flush=True); time.sleep(1e6)"
+
+
+def test_a_program_that_computes_on_the_cpu_beside_its_chips_is_found(fleet, monkeypatch):
+    """A real JAX, which finds no libtpu that it could use, and one that was told to use the CPU."""
+    monkeypatch.setattr("tpuswarm.doctor.checks.on_cpu.YOUNG_S", 0.0)
+    for name, told in (("astray", "env -u JAX_PLATFORMS"), ("asked", "env JAX_PLATFORMS=cpu")):
+        fleet.run("exec", "v2", "--detach", "--name", name, "--", f'exec {told} {sys.executable} -c "{JAX}"')
+        try:
+            end = time.monotonic() + 120
+            while "computes" not in fleet.run("logs", name)[0]:
+                assert time.monotonic() < end
+            found = doctor(fleet, "v2", code=name == "astray")["found"]
+            assert [each["check"] for each in found] == ["on-cpu"] * (name == "astray"), found
+            assert not found or re.match(r"process \d+ has run JAX for .*, and no chip is in use: ", found[0]["what"])
+        finally:
+            fleet.run("stop", name)
+
+
+def test_a_machine_that_costs_and_does_nothing_is_found(fleet, monkeypatch):
+    assert doctor(fleet, "v2", code=0)["found"] == []
+    monkeypatch.setattr("tpuswarm.doctor.checks.idle.IDLE_S", 0.0)
+    (found,) = doctor(fleet, "v2", code=1)["found"]
+    assert found["check"] == "idle" and re.match(r".*, costs \$\d+\.\d+ an hour, and nothing runs", found["what"])
+    fleet.run("exec", "v2", "--detach", "--name", "at-work", "--", "echo begun; sleep infinity")
+    try:
+        end = time.monotonic() + 60
+        while "begun" not in fleet.run("logs", "at-work")[0]:
+            assert time.monotonic() < end
+        assert doctor(fleet, "v2", code=0)["found"] == []
+    finally:
+        fleet.run("stop", "at-work")
+
+
+def test_a_bucket_that_is_not_there_is_found_from_a_machine(fleet, monkeypatch):
+    monkeypatch.setattr("tpuswarm.cli.doctor._bucket", lambda meant: "rehearsal-gone")
+    (found,) = doctor(fleet, "v2", code=1)["found"]
+    assert (found["check"], found["what"]) == (
+        "bucket",
+        "gs://rehearsal-gone does not answer from here: there is no such bucket",
+    )
+
+
+def test_versions_that_differ_or_do_not_fit_are_found_on_the_machines(fleet):
+    """What pip would have left there, in the environment that set-up makes."""
+    sites = []
+    for worker in range(4):
+        site = fleet.user_home(f"v5e-usc1a-0-{worker}") / ".tpuswarm" / "venv" / "lib" / "python3.11" / "site-packages"
+        jax = "0.9.0" if worker == 2 else "0.10.2"
+        for name in (f"jax-{jax}", "libtpu-0.0.42" if worker != 1 else "libtpu-0.0.17"):
+            (site / f"{name}.dist-info").mkdir(parents=True)
+        (site / f"jax-{jax}.dist-info" / "METADATA").write_text('Requires-Dist: libtpu==0.0.42.*; extra == "tpu"\n')
+        sites.append(site)
+    try:
+        found = doctor(fleet, "v5e", code=1)["found"]
+        assert {(each["host"], each["check"], each["what"]) for each in found} == {
+            ("v5e-usc1a-0/1", "libtpu", "libtpu is 0.0.17, and jax 0.10.2 asks for libtpu==0.0.42.*"),
+            ("v5e-usc1a-0/1", "versions", "libtpu is 0.0.17 here, and 0.0.42 on most hosts"),
+            ("v5e-usc1a-0/2", "versions", "jax is 0.9.0 here, and 0.10.2 on most hosts"),
+        }
+    finally:
+        for site in sites:
+            shutil.rmtree(site.parents[2])
+    assert doctor(fleet, "v5e", code=0)["found"] == []
+
+
 def test_a_head_that_a_host_cannot_reach_is_found_from_there(fleet, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -186,8 +299,9 @@ WELL = {
     "time": 0.0, "user": "me", "devices": ["/dev/accel0"], "holders": [], "lock": None, "logs": None, "preload": {},
     "disks": [{"path": "/home/me", "free": 50e9, "size": 100e9, "inodes": 1000, "refused": None}],
     "memory": {"MemTotal": 300e9, "MemAvailable": 200e9, "SwapTotal": 0, "SwapFree": 0}, "files": 1024, "apt": None,
-    "packages": {"jax": "0.10.2"}, "worker_id": None, "spoken": [], "head": None,
-    "metadata": {"worker": "3", "type": "v4-32", "preempted": "FALSE", "maintenance": "NONE"},
+    "packages": {"jax": "0.10.2"}, "wanted_libtpu": None, "worker_id": None, "accelerator": None, "spoken": [],
+    "head": None, "bucket": None, "on_cpu": [], "attended": True,
+    "metadata": {"worker": "3", "type": "v4-32", "preempted": "FALSE", "maintenance": "NONE", "scopes": None},
 }  # fmt: skip
 
 
@@ -216,6 +330,18 @@ def disk(**facts) -> list[dict]:
         ),
         (subject(worker_id="0"), "worker", "it is worker 3, and TPU_WORKER_ID says '0'"),
         (subject(metadata={**WELL["metadata"], "worker": "1"}), "worker", "it is worker 3, and its metadata says '1'"),
+        (subject(accelerator="v4-16"), "worker", "it is a v4-32, and TPU_ACCELERATOR_TYPE says 'v4-16'"),
+        (subject(metadata={**WELL["metadata"], "type": "v9"}), "worker", "it is a v4-32, and its metadata says 'v9'"),
+        (
+            subject(bucket={"name": "b", "lacks": ["storage.objects.create"], "why": ""}),
+            "bucket",
+            "in gs://b it may not do storage.objects.create",
+        ),
+        (
+            subject(spoken=[{"job": "j", "mark": "Falling back to cpu", "line": "W0101 Falling back to cpu."}]),
+            "on-cpu",
+            "job j says: W0101 Falling back to cpu.",
+        ),
         (subject(metadata={**WELL["metadata"], "preempted": "TRUE"}), "notice", "it is being preempted"),
         (
             subject(metadata={**WELL["metadata"], "maintenance": "MIGRATE"}),

@@ -14,6 +14,7 @@ from tpuswarm.train.waiting import waiting
 
 if TYPE_CHECKING:
     from tpuswarm.doctor.examine import Found
+    from tpuswarm.fleet.keeping.fleets import Fleet
 
 CLOUD = "cloud"
 
@@ -127,24 +128,29 @@ def _far(where: str, fleet: str | None, mend: bool, as_json: bool) -> "tuple[lis
     from tpuswarm.fleet.reach import find_reach
     from tpuswarm.remote.connect import Connections
 
-    reach = find_reach(fleets.find(fleet)[0])
+    meant = fleets.find(fleet)[0]
+    reach = find_reach(meant)
     reached = reach.find(where)
-    head = _head()
+    head, bucket = _head(), _bucket(meant)
     hosts = {each.label: each for each in reached.hosts}
 
     async def work() -> "list[Found]":
         async with Connections(reach.key) as connections:
             with waiting(f"looking at {_hosts(len(hosts))}"):
-                found = await examine(connections, reached, head)
+                found = await examine(connections, reached, head, bucket)
             if mend and (safe := _shown(found, as_json)):
                 for sentence in await fix(connections, hosts, safe):
                     say(sentence, err=True)
                 with waiting("looking again"):
-                    found = await examine(connections, reached, head)
+                    found = await examine(connections, reached, head, bucket)
             return found
 
     found = asyncio.run(work())
     return found, len(hosts) + len(reached.away)
+
+
+def _bucket(meant: "Fleet") -> str:
+    return meant.bucket or ""
 
 
 def _head() -> str:

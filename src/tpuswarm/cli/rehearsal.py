@@ -168,8 +168,9 @@ def break_(
         str,
         typer.Argument(
             metavar="FAULT",
-            help="Of a machine: lock, holder, missing-device, tpu-logs, preload, apt. Of a zone: stockout, "
-            "vm-stockout, hidden, unreachable, stuck. Of a project: no-billing, no-apis, os-login.",
+            help="Of a machine: lock, holder, missing-device, tpu-logs, preload, apt, worker-id, read-only, "
+            "maintenance. Of a zone: stockout, vm-stockout, hidden, unreachable, stuck. Of a project: no-billing, "
+            "no-apis, os-login.",
         ),
     ],
     mend: Annotated[bool, typer.Option("--mend", help="Remove the fault.")] = False,

@@ -23,6 +23,10 @@ class Subject:
     """That its type has on a host."""
     worker: int | None = None
     """Its number in its slice."""
+    age_s: float | None = None
+    """Seconds since its machine was created."""
+    hourly: float | None = None
+    """Dollars an hour that its machine costs, with all of its workers."""
 
 
 @dataclass(frozen=True)

@@ -11,27 +11,34 @@ import resource
 import socket
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(os.environ.get("TPUSWARM_ROOT", "/"))
 """The folder that stands for `/` on a machine of the local cloud."""
+HERE = b"\0TPUSWARM_ROOT=" + os.fsencode(ROOT) if "TPUSWARM_ROOT" in os.environ else b""
+"""What stands in the environment of all processes of such a machine: it shares /proc with others."""
 LOCK = ROOT / "tmp/libtpu_lockfile"
 PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm", "ray", "torch")
-MARKS = re.compile(rb"(^|\0)TPUSWARM_(JOB|EXEC)=")
+MARKS = re.compile(rb"(?:^|\0)TPUSWARM_(?:JOB|EXEC)=([^\0]*)")
 """In the environment of what runs because somebody asked for it: a kept job (remote/supervise.py), or an `exec`."""
 SPOKEN = re.compile(
     rb".*(Couldn't open iommu group|open\(/dev/vfio|Failed to initialize TPU system|TPU initialization failed"
-    rb"|No accelerator found|os\.fork\(\) was called).*"
+    rb"|No accelerator found|Falling back to cpu|os\.fork\(\) was called).*"
 )
 """What logs of jobs say that doctor knows the meaning of."""
 TAIL, OLD_S = 65536, 86400.0
 """Bytes at the end of a log that are read, if it was written to within so many seconds."""
 METADATA = {
     "worker": "attributes/agent-worker-number", "type": "attributes/accelerator-type", "preempted": "preempted",
-    "maintenance": "maintenance-event",
+    "maintenance": "maintenance-event", "scopes": "service-accounts/default/scopes",
 }  # fmt: skip
+TERMINALS = range(136, 144)
+"""Major numbers of the terminals that people log in at (devpts)."""
+PERMISSIONS = ("storage.objects.create", "storage.objects.delete", "storage.objects.get", "storage.objects.list")
+"""What a run needs of its bucket."""
 
 
 def devices() -> "list[Path]":
@@ -72,13 +79,13 @@ def process(place: Path, path: Path) -> "dict[str, Any]":
     ticks = int((place / "stat").read_text().rpartition(")")[2].split()[19])
     up = float(Path("/proc/uptime").read_text().split()[0])
     try:
-        asked_for = bool(MARKS.search((place / "environ").read_bytes()))
+        asked = bool(MARKS.search((place / "environ").read_bytes()))
     except OSError:  # another user's
-        asked_for = False
+        asked = False
     return {
         "pid": int(place.name), "user": owner(place.stat().st_uid), "command": command[:200],
         "age_s": up - ticks / os.sysconf("SC_CLK_TCK"), "path": shown(path),
-        "asked_for": asked_for,
+        "asked_for": asked,
     }  # fmt: skip
 
 
@@ -88,6 +95,42 @@ def owner(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def at_work() -> "tuple[list[tuple[Path, bytes, bytes]], bool]":
+    """What runs because somebody asked for it, and whether anybody has a terminal there.
+
+    Each process: where in /proc, for which job, with which environment.
+    """
+    found, logged_in = [], False
+    for each in Path("/proc").glob("[0-9]*"):
+        terminal, environment = False, b""
+        try:
+            terminal = int((each / "stat").read_text().rpartition(")")[2].split()[4]) >> 8 in TERMINALS
+            environment = (each / "environ").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            pass
+        if HERE in b"\0" + environment:
+            logged_in = logged_in or terminal
+            mark = MARKS.search(environment)
+            if mark:
+                found.append((each, mark.group(1), environment))
+    return found, logged_in
+
+
+def on_cpu(held: "list[dict[str, Any]]", there: "list[tuple[Path, bytes, bytes]]") -> "list[dict[str, Any]]":
+    """Of what was asked for: programs that have loaded JAX, may use any device, and whose jobs hold none."""
+    holding = {each["pid"] for each in held}
+    served = {job for place, job, _ in there if int(place.name) in holding}
+    found = []
+    for place, job, environment in there:
+        try:
+            may = job not in served and b"\0JAX_PLATFORMS=cpu" not in b"\0" + environment
+            if may and b"/jaxlib/" in (place / "maps").read_bytes():
+                found.append(process(place, ROOT))
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 def entry(path: Path) -> "dict[str, Any] | None":
@@ -160,6 +203,14 @@ def packages() -> "dict[str, str]":
     return {}
 
 
+def wanted_libtpu() -> "str | None":
+    """The versions of libtpu that the jax there asks for, such as ==0.0.42.*; null: nobody knows."""
+    for about in (Path.home() / ".tpuswarm").glob("**/site-packages/jax-*.dist-info/METADATA"):
+        found = re.search(r"^Requires-Dist: libtpu\s*\(?([^;)\n]*)", about.read_text(), re.MULTILINE)
+        return found.group(1).strip() if found else None
+    return None
+
+
 def spoken() -> "list[dict[str, str]]":
     """The last of those sentences in the log of each kept job."""
     found = []
@@ -179,25 +230,60 @@ def spoken() -> "list[dict[str, str]]":
     return found
 
 
+def metadata_host() -> "str | None":
+    """Who tells the machine about itself; null where it is none of Google's."""
+    host = os.environ.get("GCE_METADATA_HOST")
+    try:
+        if host is None and Path("/sys/class/dmi/id/product_name").read_text().strip() == "Google Compute Engine":
+            return "metadata.google.internal"
+    except OSError:
+        return None
+    return host
+
+
+def told(host: str, path: str) -> str:
+    """One thing that it is told."""
+    url = f"http://{host}/computeMetadata/v1/instance/{path}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    with urllib.request.urlopen(request, timeout=1) as answer:
+        found: str = answer.read().decode().strip()
+    return found
+
+
 def metadata() -> "dict[str, str | None] | None":
     """What the machine is told about itself; null where it is none of Google's."""
-    host = os.environ.get("GCE_METADATA_HOST")
+    host = metadata_host()
     if host is None:
-        try:
-            if Path("/sys/class/dmi/id/product_name").read_text().strip() != "Google Compute Engine":
-                return None
-        except OSError:
-            return None
-        host = "metadata.google.internal"
+        return None
     found: dict[str, str | None] = {}
     for name, path in METADATA.items():
-        url = f"http://{host}/computeMetadata/v1/instance/{path}"
         try:
-            request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-            with urllib.request.urlopen(request, timeout=1) as answer:
-                found[name] = answer.read().decode().strip()
+            found[name] = told(host, path)
         except (OSError, ValueError):
             found[name] = None
+    return found
+
+
+def bucket(name: str) -> "dict[str, Any] | None":
+    """What this machine may not do with a bucket, or why that is not known; null where it is none of Google's."""
+    host = metadata_host()
+    if host is None:
+        return None
+    service = os.environ.get("STORAGE_EMULATOR_HOST", "https://storage.googleapis.com")
+    asked = "&".join(f"permissions={each}" for each in PERMISSIONS)
+    found: dict[str, Any] = {"name": name, "lacks": [], "why": ""}
+    try:
+        token = json.loads(told(host, "service-accounts/default/token"))["access_token"]
+        request = urllib.request.Request(
+            f"{service}/storage/v1/b/{name}/iam/testPermissions?{asked}", headers={"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(request, timeout=3) as answer:
+            allowed = json.loads(answer.read().decode()).get("permissions", [])
+        found["lacks"] = [each for each in PERMISSIONS if each not in allowed]
+    except urllib.error.HTTPError as error:
+        found["why"] = "there is no such bucket" if error.code == 404 else f"{error.code} {error.reason}"
+    except (OSError, ValueError, KeyError) as error:
+        found["why"] = str(error)
     return found
 
 
@@ -211,19 +297,23 @@ def reached(address: str) -> "dict[str, str]":
         return {"address": address, "why": getattr(error, "strerror", None) or str(error)}
 
 
-def collect(head: "str | None") -> "dict[str, Any]":
-    """All of it; head: where a swarm's is."""
+def collect(head: str, name: str) -> "dict[str, Any]":
+    """All of it; head: where a swarm's is; name: of the fleet's bucket. Empty: there is none."""
     chips = devices()
+    held, (there, logged_in) = holders([*chips, LOCK]), at_work()
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
         "time": time.time(), "user": owner(os.getuid()), "devices": [shown(each) for each in chips],
-        "holders": holders([*chips, LOCK]), "lock": entry(LOCK), "logs": entry(ROOT / "tmp/tpu_logs"),
+        "holders": held, "lock": entry(LOCK), "logs": entry(ROOT / "tmp/tpu_logs"),
         "preload": preload(), "disks": [disk(each) for each in (Path.home(), ROOT / "tmp")], "memory": memory(),
         "files": None if soft == resource.RLIM_INFINITY else soft, "apt": locked(ROOT / "var/lib/dpkg/lock-frontend"),
-        "packages": packages(), "metadata": metadata(), "spoken": spoken(),
-        "worker_id": os.environ.get("TPU_WORKER_ID"), "head": reached(head) if head else None,
+        "packages": packages(), "wanted_libtpu": wanted_libtpu(), "metadata": metadata(), "spoken": spoken(),
+        "on_cpu": on_cpu(held, there), "attended": bool(there) or logged_in,
+        "worker_id": os.environ.get("TPU_WORKER_ID"),
+        "accelerator": os.environ.get("TPU_ACCELERATOR_TYPE"), "head": reached(head) if head else None,
+        "bucket": bucket(name) if name else None,
     }  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(collect(sys.argv[1] if len(sys.argv) > 1 else None)) + "\n")
+    sys.stdout.write(json.dumps(collect(*([*sys.argv[1:], "", ""][:2]))) + "\n")

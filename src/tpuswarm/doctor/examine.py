@@ -17,6 +17,7 @@ from tpuswarm.doctor.checks import ACROSS, CHECKS
 from tpuswarm.doctor.cloud import HEALTH, health
 from tpuswarm.doctor.cloud import WHY as OF_CLOUD
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.fleet.core.money import machine_price
 from tpuswarm.fleet.reach import Reached
 from tpuswarm.remote.connect import Connections, ask
 from tpuswarm.remote.fan_out import fan_out
@@ -54,10 +55,13 @@ def examine_here() -> list[Found]:
     return judge([Subject(HERE, facts, _skew(facts, before, time.time()))])
 
 
-async def examine(connections: Connections, reached: Reached, head: str = "") -> list[Found]:
-    """All hosts, and what the cloud says of their machines; head: HOST:PORT of the swarm's that they train in."""
+async def examine(connections: Connections, reached: Reached, head: str = "", bucket: str = "") -> list[Found]:
+    """All hosts, and what the cloud says of their machines.
 
-    line = shlex.join(["exec", "python3", "-", *([head] if head else [])])
+    head: HOST:PORT of the swarm's that they train in; bucket: the fleet's. Empty: there is none.
+    """
+
+    line = shlex.join(["exec", "python3", "-", head, bucket])
 
     async def look(host: Host) -> Subject:
         before = time.time()
@@ -142,7 +146,10 @@ def _subject(label: str, machine: Machine, facts: Facts, skew_s: float) -> Subje
         accelerator = None
     worker = int(label.rpartition("/")[2]) if machine.kind == "tpu" else None
     chips = accelerator.chips_per_host if accelerator else None
-    return Subject(label, facts, skew_s, machine.type if accelerator else None, chips, worker)
+    return Subject(
+        label, facts, skew_s, machine.type if accelerator else None, chips, worker,
+        time.time() - machine.created if machine.created else None, machine_price(machine),
+    )  # fmt: skip
 
 
 def _away(why: str) -> Wrong:

@@ -4,6 +4,7 @@ from tpuswarm.doctor.check import AcrossCheck, Check
 from tpuswarm.doctor.checks import (
     apt,
     bad_node,
+    bucket,
     clock,
     devices,
     disk,
@@ -11,9 +12,12 @@ from tpuswarm.doctor.checks import (
     fork,
     head,
     held,
+    idle,
+    libtpu,
     lock,
     memory,
     notice,
+    on_cpu,
     preload,
     tpu_logs,
     versions,
@@ -26,10 +30,13 @@ CHECKS: tuple[Check, ...] = tuple(
         devices,
         held,
         lock,
+        on_cpu,
         bad_node,
         tpu_logs,
         worker,
+        libtpu,
         head,
+        bucket,
         notice,
         disk,
         memory,
@@ -38,6 +45,7 @@ CHECKS: tuple[Check, ...] = tuple(
         preload,
         apt,
         fork,
+        idle,
     )
 )
 """Of one host."""

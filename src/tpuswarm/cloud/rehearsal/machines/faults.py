@@ -1,5 +1,6 @@
 """What may be wrong with a machine's inside: one table. `rehearsal break NAME FAULT` plants them."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.cloud.rehearsal.machines.root import TCMALLOC, Root
 
 HOLDER = "holder"
+READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
+MIGRATES = "MIGRATE_ON_HOST_MAINTENANCE"
+WRONG_NUMBER = "TPU_WORKER_ID=7\n"
 
 
 class Broken(NamedTuple):
@@ -117,11 +121,34 @@ def _release_apt(machine: Broken) -> None:
         processes.send([machine.id], signal.SIGKILL, only=lambda pid: processes.has_open(pid, held))
 
 
+def _say(**told: str) -> Callable[[Broken], None]:
+    def say(machine: Broken) -> None:
+        machine.root.told.write_text(json.dumps(told))
+
+    return say
+
+
+def _unsay(machine: Broken) -> None:
+    machine.root.told.unlink(missing_ok=True)
+
+
+def _number(machine: Broken) -> None:
+    with machine.root.profile.open("a") as file:
+        file.write(WRONG_NUMBER)
+
+
+def _unnumber(machine: Broken) -> None:
+    machine.root.profile.write_text(machine.root.profile.read_text().replace(WRONG_NUMBER, ""))
+
+
 MACHINE_FAULTS: dict[str, Fault] = {
     "lock": Fault("a libtpu lock file that no process holds", _lock, _unlock),
     HOLDER: Fault("a process that holds the first chip and the lock", _hold, _release),
     "missing-device": Fault("the file of the last chip is not there", _take_device, _give_device),
     "tpu-logs": Fault("/tmp/tpu_logs cannot be written", _close_logs, _open_logs),
     "preload": Fault("the library that /etc/environment preloads is not there", _take_library, _give_library),
+    "worker-id": Fault("/etc/environment gives it another worker's number", _number, _unnumber),
+    "read-only": Fault("its access scopes let it write to no bucket", _say(scopes=READ_ONLY), _unsay),
+    "maintenance": Fault("its metadata announces a maintenance", _say(maintenance=MIGRATES), _unsay),
     "apt": Fault("a process that holds apt's lock", _hold_apt, _release_apt),
 }

@@ -138,14 +138,14 @@ class Machines:
         """Its SSH server, on the addresses that it has now, and its metadata server."""
         key = ssh.host_key(root)
         if host.id not in self._up:
-            app = Metadata(lambda: self._cloud.hosts.get(host.id), self._facts, self._place.token(), self._cloud.guests)
+            get_host = partial(self._cloud.hosts.get, host.id)
+            app = Metadata(get_host, self._facts, self._place.token(), self._cloud.guests, root.planted)
             metadata = await self._web.listen(host.internal, METADATA_PORT, app)
             held = ports.hold()
             root.give_ports(held[0] if held else None)
             libtpu = None
             if held and host.devices:
-                get = partial(self._cloud.hosts.get, host.id)
-                libtpu = await metrics.serve(get, ports.metrics(held[0]), self._usage)
+                libtpu = await metrics.serve(get_host, ports.metrics(held[0]), self._usage)
             self._up[host.id] = Up(host, metadata, {}, held[1] if held else None, libtpu)
             kind, value = key.export_public_key().decode().split()[:2]
             self._cloud.guests.write(host.id, f"hostkeys/{kind}", value)

@@ -19,11 +19,14 @@ LOOK_S = 0.1
 """Between two looks for who waits for a change."""
 
 
-def tree(host: Host, facts: Facts, token: str, guests: Mapping[str, str]) -> dict[str, Any]:
-    """All that a machine may ask, as folders and values."""
+SCOPES = "https://www.googleapis.com/auth/cloud-platform"
+
+
+def tree(host: Host, facts: Facts, token: str, guests: Mapping[str, str], planted: Mapping[str, str]) -> dict[str, Any]:
+    """All that a machine may ask, as folders and values. planted: what a fault makes of `scopes` and `maintenance`."""
     account = {
         "email": "000000000000-compute@developer.gserviceaccount.com",
-        "scopes": "https://www.googleapis.com/auth/cloud-platform\n",
+        "scopes": planted.get("scopes", SCOPES) + "\n",
         "aliases": "default\n",
         "token": {"access_token": token, "expires_in": 3600, "token_type": "Bearer"},
     }
@@ -40,7 +43,7 @@ def tree(host: Host, facts: Facts, token: str, guests: Mapping[str, str]) -> dic
             "zone": f"projects/{facts.project}/zones/{facts.zone}",
             "machine-type": f"projects/{facts.project}/machineTypes/{facts.machine_type}",
             "preempted": "TRUE" if host.leaving else "FALSE",
-            "maintenance-event": "NONE",
+            "maintenance-event": planted.get("maintenance", "NONE"),
             "scheduling": {"preemptible": str(facts.spot).upper()},
             "tags": facts.tags,
             "attributes": dict(facts.attributes),
@@ -58,9 +61,14 @@ class Metadata:
     """Answers for one host."""
 
     def __init__(
-        self, host: Callable[[], Host | None], facts: Callable[[Host], Facts | None], token: str, guests: Guests
+        self,
+        host: Callable[[], Host | None],
+        facts: Callable[[Host], Facts | None],
+        token: str,
+        guests: Guests,
+        planted: Callable[[], Mapping[str, str]],
     ):
-        self._host, self._facts, self._token, self._guests = host, facts, token, guests
+        self._host, self._facts, self._token, self._guests, self._planted = host, facts, token, guests, planted
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI."""
@@ -104,7 +112,7 @@ class Metadata:
         facts = self._facts(host) if host else None
         if host is None or facts is None:
             return None
-        found: Any = tree(host, facts, self._token, self._guests.read(host.id))
+        found: Any = tree(host, facts, self._token, self._guests.read(host.id), self._planted())
         for part in path.strip("/").split("/"):
             if part:
                 found = found.get(part) if isinstance(found, dict) else None

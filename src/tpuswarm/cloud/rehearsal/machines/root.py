@@ -1,5 +1,6 @@
 """A machine's folder: what is where, and the environment of what runs there."""
 
+import json
 import re
 import shutil
 import sys
@@ -35,6 +36,8 @@ class Root:
         self.host_key = self.path / "etc" / "ssh" / "ssh_host_ed25519_key"
         self.log = self.path / "var" / "log" / "startup-script.log"
         self.lock = self.path / "tmp" / "libtpu_lockfile"
+        self.told = self.path / "run" / "told.json"
+        self.profile = self.path / "etc" / "environment"
 
     @property
     def devices(self) -> list[Path]:
@@ -60,11 +63,18 @@ class Root:
             library = self.path / TCMALLOC
             library.parent.mkdir(parents=True, exist_ok=True)
             library.touch()
-            environment = self.path / "etc" / "environment"
-            if not environment.exists():
-                environment.write_text(f'PATH="{PATH}"\nLD_PRELOAD=/{TCMALLOC}\n')
+            if not self.profile.exists():
+                self.profile.write_text(f'PATH="{PATH}"\nLD_PRELOAD=/{TCMALLOC}\n')
             (self.path / UNITS / "tpu-runtime").touch()
         self._booted.write_text(str(self._host.boot))
+
+    def planted(self) -> dict[str, str]:
+        """What a fault lets the metadata say, by name."""
+        try:
+            found: dict[str, str] = json.loads(self.told.read_text())
+        except OSError:
+            return {}
+        return found
 
     def unplug(self) -> None:
         """It will have to boot when the cloud is there again."""
@@ -111,6 +121,8 @@ class Root:
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would ask another API about the bucket, by TLS
             "JAX_PLATFORMS": "cpu",
         }
+        if self.profile.exists():  # as PAM does; what it preloads is no library here
+            found |= dict(re.findall(r"^(TPU_\w+)=(.*)$", self.profile.read_text(), re.MULTILINE))
         if self._ports.exists():
             found |= ports.variables(int(self._ports.read_text()))
         if host.devices:

@@ -38,6 +38,7 @@ class Storage:
             Route("/storage/v1/b/{bucket}/storageLayout", self.layout, methods=["GET"]),
             Route("/storage/v1/b/{bucket}/managedFolders", self.folders, methods=["GET"]),
             Route("/storage/v1/b/{bucket}/iam", self.policy, methods=["GET"]),
+            Route("/storage/v1/b/{bucket}/iam/testPermissions", self.permissions, methods=["GET"]),
             Route("/storage/v1/b/{bucket}/o", self.objects, methods=["GET"]),
             Route(
                 "/storage/v1/b/{bucket}/o/{rest:path}",
@@ -91,6 +92,12 @@ class Storage:
         return JSONResponse(
             {"kind": "storage#policy", "resourceId": f"projects/_/buckets/{name}", "version": 1, "bindings": []}
         )
+
+    async def permissions(self, request: Request) -> Response:
+        """buckets.testIamPermissions: the owner may do everything."""
+        self._objects.bucket(request.path_params["bucket"])
+        asked = request.query_params.getlist("permissions")
+        return JSONResponse({"kind": "storage#testIamPermissionsResponse", "permissions": asked})
 
     async def objects(self, request: Request) -> Response:
         """objects.list."""

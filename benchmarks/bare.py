@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from tpuswarm import Clock, Recipe
-from tpuswarm.train.fit import Fitted, fit
-from tpuswarm.train.mesh import batch_sharding
+from tpuswarm.train.program.compiled import Fitted, fit
+from tpuswarm.train.program.mesh import batch_sharding
+from tpuswarm.train.program.request import usual_request
 from tpuswarm.train.recipe import Batch, Metrics
-from tpuswarm.train.request import usual_request
 
 
 class Bare:

@@ -30,7 +30,7 @@ from tpuswarm.swarm.effects import Call, Do, Together
 from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.stored import Copied, Held
+from tpuswarm.train.bucket.stored import Copied, Held
 
 MEMBERS = (4, 16, 64)
 FRAGMENTS, ELEMENTS = 8, 2**16

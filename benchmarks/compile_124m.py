@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.bare import Bare
 from benchmarks.report import Settings, Skipped, Table, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import Fitted, fit
-from tpuswarm.train.platform import local_devices
-from tpuswarm.train.request import usual_request
+from tpuswarm.train.process.platform import local_devices
+from tpuswarm.train.program.compiled import Fitted, fit
+from tpuswarm.train.program.request import usual_request
 
 DEVICES, BATCH, STEPS = 8, 8, 2
 SHORT, WHOLE = 64, 1024

@@ -20,7 +20,7 @@ from tpuswarm import Step
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.diagnose import times
 from tpuswarm.train.diagnose.watch import Watch
-from tpuswarm.train.platform import local_devices
+from tpuswarm.train.process.platform import local_devices
 
 PAIRS, TURNS, STEPS = 30, 2_000, 20
 LIMIT = 0.005

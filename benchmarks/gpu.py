@@ -20,7 +20,7 @@ from benchmarks.torch_speed import torch_worker
 from benchmarks.turns import Ended, Worker, in_turns
 from tpuswarm.catalog import peak_flops
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.platform import has_gpu
+from tpuswarm.train.process.platform import has_gpu
 
 SIZES = {"124m": 64, "355m": 32, "774m": 16}
 """Size → rows of a batch."""

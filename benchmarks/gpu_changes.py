@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.gpu import QUICK_BATCH, options_of, ours, require_gpu
 from benchmarks.report import Settings, Skipped, Table, median
 from benchmarks.turns import Ended, Worker, in_turns
-from tpuswarm.train.platform import has_gpu
+from tpuswarm.train.process.platform import has_gpu
 
 ROUNDS, STEPS = 6, 10
 

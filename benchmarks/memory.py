@@ -1,7 +1,7 @@
 """What keeping freed memory is worth on CPU: a bare loop of gpt2-tiny's step with and without it. About 2 minutes.
 
-XLA allocates a step's temporaries at every step; without train/platform.py's setting glibc returns them to the system
-each time and the kernel clears them again. Each measurement is a process of its own, the two kinds in turn.
+XLA allocates a step's temporaries at every step; without train/process/platform.py's setting glibc returns them to
+the system each time and the kernel clears them again. Each measurement is a process of its own, the two kinds in turn.
 """
 
 import json
@@ -16,7 +16,7 @@ import jax
 from benchmarks.bare import usual
 from benchmarks.report import Settings, Table, median
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train import platform
+from tpuswarm.train.process import platform
 
 ROUNDS, STEPS, WARM = 6, 150, 10
 

@@ -20,8 +20,8 @@ from benchmarks.bare import Bare, usual
 from benchmarks.report import Settings, Table, median, verdict
 from tpuswarm import Result, Source, Step, Trainer
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.display import Display
-from tpuswarm.train.platform import local_devices
+from tpuswarm.train.look.display import Display
+from tpuswarm.train.process.platform import local_devices
 
 PAIRS, STEPS = 24, 200
 LIMIT = 0.02

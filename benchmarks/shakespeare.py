@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.report import Settings, Skipped, Table, verdict
 from tpuswarm import Trainer
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.display import Display
+from tpuswarm.train.look.display import Display
 
 SEEDS = 3
 LIMIT = 1.88

@@ -18,8 +18,8 @@ from benchmarks.gpu import require_gpu
 from benchmarks.report import Settings, Skipped, Table, verdict
 from tpuswarm import Trainer
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.display import Display
-from tpuswarm.train.run import METRICS, read_rows
+from tpuswarm.train.look.display import Display
+from tpuswarm.train.run.directory import METRICS, read_rows
 
 LIMIT = 1.4697
 STEPS, EVERY, BATCH = 5_000, 250, 64

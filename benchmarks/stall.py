@@ -41,10 +41,10 @@ from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.feed import Feed
-from tpuswarm.train.mesh import batch_sharding
+from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.platform import local_devices
+from tpuswarm.train.process.platform import local_devices
+from tpuswarm.train.program.mesh import batch_sharding
 
 PAIRS, CYCLES = 6, {50: 2, 100: 1}
 """Blocks of each loop; steps of a cycle and cycles of a block."""

@@ -17,11 +17,11 @@ from benchmarks.bare import Bare
 from tpuswarm.recipes.gpt2 import loss
 from tpuswarm.recipes.gpt2 import recipe as recipe_module
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train import fit as fitting
-from tpuswarm.train import request
-from tpuswarm.train.fit import Fitted
-from tpuswarm.train.platform import local_devices
-from tpuswarm.train.request import Choice, usual_request
+from tpuswarm.train.process.platform import local_devices
+from tpuswarm.train.program import compiled as fitting
+from tpuswarm.train.program import request
+from tpuswarm.train.program.compiled import Fitted
+from tpuswarm.train.program.request import Choice, usual_request
 
 
 def main(

@@ -18,7 +18,7 @@ from benchmarks.bare import Bare, usual
 from benchmarks.report import Settings, Skipped, Table, median
 from benchmarks.turns import Worker
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.platform import local_devices
+from tpuswarm.train.process.platform import local_devices
 
 ROUNDS, STEPS = 15, 200
 ROOT = Path(__file__).resolve().parents[1]

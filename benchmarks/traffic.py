@@ -34,10 +34,10 @@ from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.fit import Fitted, fit
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.platform import local_devices
-from tpuswarm.train.request import usual_request
+from tpuswarm.train.process.platform import local_devices
+from tpuswarm.train.program.compiled import Fitted, fit
+from tpuswarm.train.program.request import usual_request
 
 MEMBERS, CYCLE, CYCLES, FRAGMENTS, SHARDS = 4, 100, 4, 4, 2
 FORMS: tuple[Form, ...] = ("int8", "int4", "plain")

@@ -39,7 +39,7 @@ from hypothesis import HealthCheck, settings
 from tests.browser import browser  # noqa: F401  # a fixture for all
 from tests.runs import Finished, finished_once
 from tpuswarm.cli import main
-from tpuswarm.train.stop import SIGNALS
+from tpuswarm.train.process.stop import SIGNALS
 
 sys.dont_write_bytecode = True  # these processes leave nothing beside the files that a test makes
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tpuswarm.train.run import METRICS, read_rows
+from tpuswarm.train.run.directory import METRICS, read_rows
 
 TIMES = ("tokens_per_s", "wait_s", "wall_s")
 ONE_DEVICE = {"XLA_FLAGS": "", "JAX_PLATFORMS": ""}

@@ -9,47 +9,47 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-    from tpuswarm.train.adapters import IndexedSource, StreamSource
-    from tpuswarm.train.arrays import cpu_keys, shapes, to_jax, to_numpy, to_torch
-    from tpuswarm.train.hooks import EarlyStopping, Every, Step, Stop
-    from tpuswarm.train.outputs import Logger
+    from tpuswarm.train.data.adapters import IndexedSource, StreamSource
+    from tpuswarm.train.data.arrays import cpu_keys, shapes, to_jax, to_numpy, to_torch
+    from tpuswarm.train.data.source import ArraySource
+    from tpuswarm.train.look.outputs import Logger
+    from tpuswarm.train.loop.hooks import EarlyStopping, Every, Step, Stop
+    from tpuswarm.train.loop.result import Result
     from tpuswarm.train.recipe import Clock, Exchange, Options, Parameter, Program, Recipe, Source, Weighted
-    from tpuswarm.train.result import Result
-    from tpuswarm.train.source import ArraySource
+    from tpuswarm.train.run.trees import load, save
     from tpuswarm.train.supervised import supervised
     from tpuswarm.train.trainer import Trainer
-    from tpuswarm.train.trees import load, save
 
 _HOME = {
-    "ArraySource": "train.source",
+    "ArraySource": "train.data.source",
     "Clock": "train.recipe",
-    "EarlyStopping": "train.hooks",
-    "Every": "train.hooks",
+    "EarlyStopping": "train.loop.hooks",
+    "Every": "train.loop.hooks",
     "Exchange": "train.recipe",
-    "IndexedSource": "train.adapters",
+    "IndexedSource": "train.data.adapters",
     "InputError": "errors",
-    "Logger": "train.outputs",
+    "Logger": "train.look.outputs",
     "Options": "train.recipe",
     "Parameter": "train.recipe",
     "Program": "train.recipe",
     "Recipe": "train.recipe",
-    "Result": "train.result",
+    "Result": "train.loop.result",
     "RunFailed": "errors",
     "Source": "train.recipe",
-    "Step": "train.hooks",
-    "Stop": "train.hooks",
-    "StreamSource": "train.adapters",
+    "Step": "train.loop.hooks",
+    "Stop": "train.loop.hooks",
+    "StreamSource": "train.data.adapters",
     "TpuswarmError": "errors",
     "Trainer": "train.trainer",
     "Weighted": "train.recipe",
-    "cpu_keys": "train.arrays",
-    "load": "train.trees",
-    "save": "train.trees",
-    "shapes": "train.arrays",
+    "cpu_keys": "train.data.arrays",
+    "load": "train.run.trees",
+    "save": "train.run.trees",
+    "shapes": "train.data.arrays",
     "supervised": "train.supervised",
-    "to_jax": "train.arrays",
-    "to_numpy": "train.arrays",
-    "to_torch": "train.arrays",
+    "to_jax": "train.data.arrays",
+    "to_numpy": "train.data.arrays",
+    "to_torch": "train.data.arrays",
 }
 
 __all__ = [

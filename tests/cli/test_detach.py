@@ -9,8 +9,8 @@ import pytest
 
 from tests.processes import run, start, updates, wait_for
 from tests.terminal import Terminal, terminal
-from tpuswarm.train.life import read_life
-from tpuswarm.train.run import EVENTS, Run, read_rows
+from tpuswarm.train.run.directory import EVENTS, Run, read_rows
+from tpuswarm.train.run.life import read_life
 
 MODEL = ["--data", "fake", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "8"]
 TRAIN = ["train", "gpt2-tiny", *MODEL, "--steps", "1000000", "--run", "runs/a"]
@@ -52,7 +52,7 @@ def status(tmp_path: Path) -> dict:
 def status_now(tmp_path: Path) -> int:
     """Steps done, without a process of its own."""
     from tpuswarm.swarm.status import look
-    from tpuswarm.train import listing
+    from tpuswarm.train.run import listing
 
     folder = tmp_path / FOLDER
     return look(folder).step if (folder / "status.json").exists() else listing.status(folder).step

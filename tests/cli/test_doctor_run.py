@@ -11,7 +11,7 @@ from tests.processes import start, wait_for
 from tests.swarm.test_drawing import status
 from tpuswarm.doctor import run as doctor
 from tpuswarm.swarm.status import MemberStatus, write_status
-from tpuswarm.train.run import Run, append_event
+from tpuswarm.train.run.directory import Run, append_event
 
 NOW = 1_800_000_000.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.terminal import terminal
-from tpuswarm.train.run import Run
+from tpuswarm.train.run.directory import Run
 
 HEAVY = ("jax", "ray", "optax", "orbax", "matplotlib")
 """What takes a second or more to import, the first two alone or together."""

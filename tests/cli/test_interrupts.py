@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.terminal import CTRL_C, Terminal, terminal
-from tpuswarm.train.life import read_life
-from tpuswarm.train.run import METRICS
+from tpuswarm.train.run.directory import METRICS
+from tpuswarm.train.run.life import read_life
 
 SMALL_MODEL = ["--data", "fake", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "8"]
 TRAIN = ["train", "gpt2-tiny", *SMALL_MODEL, "--steps", "1000000", "--run", "runs/a"]
@@ -102,7 +102,7 @@ from pathlib import Path
 from tpuswarm.swarm.engines.files import use_token
 from tpuswarm.swarm.engines.opening import open_ray
 import ray._private.state as state
-from tpuswarm.train.stop import Interrupts
+from tpuswarm.train.process.stop import Interrupts
 end, real = Interrupts(), state.GlobalStateAccessor
 
 def accessor(options):
@@ -172,14 +172,16 @@ def test_ctrl_c_again_and_again_is_no_worse(tmp_path):
 
 
 def test_the_last_word_is_what_became_of_the_run(tmp_path):
-    program = "from tpuswarm.train.stop import *; end = Interrupts(); last_words('step 3 is safe'); end.end(None)"
+    program = (
+        "from tpuswarm.train.process.stop import *; end = Interrupts()\nlast_words('step 3 is safe'); end.end(None)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "step 3 is safe\n")
 
 
 INTERRUPTED = """
 import os, signal, sys, time
-from tpuswarm.train.stop import Interrupts
+from tpuswarm.train.process.stop import Interrupts
 
 end = Interrupts()
 try:
@@ -216,7 +218,7 @@ def test_it_comes_again_until_it_has_arrived_and_leaves_time_to_tidy_up(number, 
 
 SWALLOWED_AS_PYTHON_TIDIES_UP = """
 import gc, os, time
-from tpuswarm.train import stop
+from tpuswarm.train.process import stop
 
 stop.ARRIVES = 600.0
 end = stop.Interrupts()

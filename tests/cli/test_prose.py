@@ -8,7 +8,7 @@ from tests.terminal import SMALL, terminal
 
 FOLDER = "runs/a-name-that-is-not-short"
 SAYS = """
-from tpuswarm.train.terminal import say, settle, take_over, at_once
+from tpuswarm.train.process.terminal import say, settle, take_over, at_once
 take_over()
 at_once("getting ready")
 say("error: " + "a few words, " * 12)

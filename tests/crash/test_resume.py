@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes import finish, kill_after, rows_without_times, run, start, updates, wait_for
-from tpuswarm.train.listing import status
-from tpuswarm.train.run import METRICS, read_rows
+from tpuswarm.train.run.directory import METRICS, read_rows
+from tpuswarm.train.run.listing import status
 
 STEPS = 120
 SMALL = ["--layers", "1", "--heads", "2", "--width", "64"]
@@ -93,8 +93,8 @@ def test_the_running_process_is_named_and_left_alone(words, whole, tmp_path):
 DRIVER = """
 import os, shutil, signal, sys
 from pathlib import Path
-import tpuswarm.train.checkpoint as checkpoint
-import tpuswarm.train.run as run
+import tpuswarm.train.run.checkpoint as checkpoint
+import tpuswarm.train.run.directory as run
 from tests.train import toy
 from tpuswarm import Trainer
 

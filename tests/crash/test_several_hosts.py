@@ -16,9 +16,9 @@ from tests.hosts import free_port
 from tests.processes import updates, wait_for
 from tests.train import wide
 from tpuswarm import Trainer
-from tpuswarm.train.listing import status
-from tpuswarm.train.run import METRICS, read_rows
-from tpuswarm.train.together import SECRET
+from tpuswarm.train.hosts.agreement import SECRET
+from tpuswarm.train.run.directory import METRICS, read_rows
+from tpuswarm.train.run.listing import status
 from tpuswarm.train.user_code import build_recipe
 
 STEPS, SAVE = 100, 20

@@ -21,7 +21,7 @@ from tpuswarm.fleet.keeping.document import (
 )
 from tpuswarm.fleet.keeping.history import History
 from tpuswarm.fleet.keeping.keeper import Keeper
-from tpuswarm.train.computer import this_computer
+from tpuswarm.train.process.computer import this_computer
 
 
 def test_damaged_state_is_a_sentence(tmp_path):

@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.fleet.loop import desired, pool
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine
 from tpuswarm.fleet.view import machines_table, rows
-from tpuswarm.train.live import Column, table
+from tpuswarm.train.look.live import Column, table
 
 
 def drawn(made) -> str:

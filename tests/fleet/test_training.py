@@ -256,7 +256,7 @@ def test_auto_gives_each_pool_the_largest_batch_that_goes_with_the_others(capsys
 
 def test_auto_is_answered_once_for_a_run(tmp_path, monkeypatch):
     from tpuswarm.cli import auto_batch
-    from tpuswarm.train import stored
+    from tpuswarm.train.bucket import stored
 
     held: dict[str, bytes] = {}
 

@@ -13,7 +13,7 @@ from tests.terminal import terminal
 from tests.train.findings import complaints
 from tpuswarm.cli import main
 from tpuswarm.errors import InputError
-from tpuswarm.train.run import Run
+from tpuswarm.train.run.directory import Run
 
 RECIPE = """
 import jax.numpy as jnp
@@ -336,7 +336,7 @@ def test_a_fault_of_the_programs_own_is_one_sentence_too(call, monkeypatch):
     def broken(*_):
         raise KeyError("this is not there")
 
-    monkeypatch.setattr("tpuswarm.train.listing.find_run", broken)
+    monkeypatch.setattr("tpuswarm.train.run.listing.find_run", broken)
     code, out, err = call("logs last")
     assert (code, out) == (1, "") and err == (
         "error: internal error: KeyError: 'this is not there'; `tpuswarm --debug logs last` shows where\n"

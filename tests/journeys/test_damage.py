@@ -25,7 +25,7 @@ from tpuswarm.swarm.status import MemberStatus, Progress, compose, write_status
 from tpuswarm.swarm.store import Store
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Options
-from tpuswarm.train.run import append_event, append_rows
+from tpuswarm.train.run.directory import append_event, append_rows
 from tpuswarm.train.trainer import Trainer
 
 SHAPE = {"layers": 1, "heads": 1, "width": 8, "context": 8}

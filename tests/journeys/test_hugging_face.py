@@ -18,7 +18,7 @@ from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.runtime.head import read_founding
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.load import load_run
+from tpuswarm.train.run.loaded import load_run
 
 GOLDEN = Path(__file__).resolve().parents[1] / "recipes" / "golden" / "model"
 SHAPE = "--layers 2 --heads 2 --width 16 --context 12"

@@ -24,8 +24,8 @@ from tpuswarm.swarm.ledger import commit_name
 from tpuswarm.swarm.objects import object_name
 from tpuswarm.swarm.status import MemberStatus, Progress, compose, write_status
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.run import Run, append_event
-from tpuswarm.train.stamped import stamp
+from tpuswarm.train.process.stamped import stamp
+from tpuswarm.train.run.directory import Run, append_event
 
 COMMITS = 9
 CONFIG = {
@@ -334,7 +334,7 @@ def test_logs_into_a_pipe_that_closes(call, chain):
 HOLDER = """
 import signal, sys, time
 from pathlib import Path
-from tpuswarm.train.run import Run
+from tpuswarm.train.run.directory import Run
 run, asked = Run(Path("runs/a")), []
 signal.signal(signal.SIGINT, lambda *_: asked.append(1))
 run.write_event("started", message="4 members")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.terminal import CTRL_C, LARGE, SMALL, terminal
-from tpuswarm.train.run import Run, append_event
+from tpuswarm.train.run.directory import Run, append_event
 
 RECIPE = """
 import jax.numpy as jnp

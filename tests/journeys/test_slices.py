@@ -32,8 +32,8 @@ from tpuswarm.swarm.runtime.plan import Founding, Plan
 from tpuswarm.swarm.runtime.plan import Swarm as Table
 from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.verify import verify
-from tpuswarm.train import hosts
-from tpuswarm.train.line import Line, WrongSecret, authenticate
+from tpuswarm.train.hosts import rendezvous
+from tpuswarm.train.hosts.line import Line, WrongSecret, authenticate
 
 TWO_DEVICES = {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=2", os.environ["XLA_FLAGS"])}
 
@@ -161,7 +161,7 @@ def test_a_number_given_twice_is_refused_and_the_others_leave_with_host_0(tmp_pa
     """Host 0 waits for the third host all the while."""
     token, lines, leave, said = tmp_path / "token", [], threading.Event(), []
     token.write_text("token")
-    monkeypatch.setattr(hosts, "Line", lambda *about: lines.append(Line(*about)) or lines[-1])
+    monkeypatch.setattr(rendezvous, "Line", lambda *about: lines.append(Line(*about)) or lines[-1])
     at = f"127.0.0.1:{free_port()}"
     group = Group(at, 3, 0, str(token))
 
@@ -184,7 +184,7 @@ def test_a_number_given_twice_is_refused_and_the_others_leave_with_host_0(tmp_pa
             assert not first.done()
         finally:
             leave.set()
-        with pytest.raises(hosts.Absent):
+        with pytest.raises(rendezvous.Absent):
             zero.result(20)
         first.result(60)
     assert said[-1] == "host 0 has left the swarm, or the swarm has ended"
@@ -195,7 +195,7 @@ def test_a_host_with_another_token_is_refused(tmp_path):
     token, other = tmp_path / "token", tmp_path / "other"
     token.write_text("right")
     other.write_text("wrong")
-    with hosts.listen("127.0.0.1", 0) as listener:
+    with rendezvous.listen("127.0.0.1", 0) as listener:
         at = f"127.0.0.1:{listener.getsockname()[1]}"
 
         def host_0() -> None:
@@ -229,8 +229,8 @@ def test_another_host_gets_the_files_that_it_lacks(tmp_path, monkeypatch):
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(files.take, hosts.Hosts(1, 2, {0: Line(far, pytest.fail)}), one, whole)
-        files.give(hosts.Hosts(0, 2, {1: Line(near, pytest.fail)}), zero, whole)
+        taken = pool.submit(files.take, rendezvous.Hosts(1, 2, {0: Line(far, pytest.fail)}), one, whole)
+        files.give(rendezvous.Hosts(0, 2, {1: Line(near, pytest.fail)}), zero, whole)
         taken.result(20)
     assert {path.name: path.read_bytes() for path in one.iterdir()} == there
     assert (one / "have").stat().st_ino == before, "what is there is not sent"

@@ -14,7 +14,7 @@ from tpuswarm.swarm.runtime import needs, start
 from tpuswarm.swarm.runtime.head import FOUNDING
 from tpuswarm.swarm.runtime.supervisor import Ended
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.run import append_rows, read_rows
+from tpuswarm.train.run.directory import append_rows, read_rows
 
 TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --batch 2 --run a --members 2"
 RUN = Path("a")

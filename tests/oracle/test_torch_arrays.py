@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.journeys.then_and_now import check, names, rows
 
 from tpuswarm import InputError, to_jax, to_numpy, to_torch
-from tpuswarm.train.mesh import make_mesh
+from tpuswarm.train.program.mesh import make_mesh
 
 torch = pytest.importorskip("torch")
 

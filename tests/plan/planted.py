@@ -13,8 +13,8 @@ from jax.experimental import pallas, topologies
 from tpuswarm import catalog, supervised
 from tpuswarm.plan.hlo import hazards, refusal
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import Refused, fit
-from tpuswarm.train.request import Request
+from tpuswarm.train.program.compiled import Refused, fit
+from tpuswarm.train.program.request import Request
 
 WIDTH = 256
 

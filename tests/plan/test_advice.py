@@ -6,7 +6,7 @@ from tpuswarm import catalog
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.advice import advice
 from tpuswarm.plan.order import Found
-from tpuswarm.train import fit
+from tpuswarm.train.program import compiled
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_a_state_that_was_to_be_whole_on_each_device():
 def test_a_refusal_is_read_in_every_unit():
     """The compiler's own sentence, for 8 TiB."""
     refusal = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (8.00T) "
-    assert fit.needed_bytes(refusal + "exceeds available HBM (15.75G).") == 8 * 2**40
+    assert compiled.needed_bytes(refusal + "exceeds available HBM (15.75G).") == 8 * 2**40

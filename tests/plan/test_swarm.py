@@ -8,8 +8,8 @@ from tpuswarm.config.units import GIB
 from tpuswarm.plan.head import head, holders
 from tpuswarm.plan.swarm import DAY, Exchanged, bills, traffic
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import fit
-from tpuswarm.train.request import usual_request
+from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.request import usual_request
 
 GPT2_124M = Exchanged(124_475_904, step_seconds=1.0, cycle=100, form="int8")
 

@@ -13,10 +13,10 @@ from tpuswarm.recipes import find
 from tpuswarm.recipes.gpt2 import attention, loss, model, sample
 from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.fit import trace
-from tpuswarm.train.mesh import make_mesh
+from tpuswarm.train.program.compiled import trace
+from tpuswarm.train.program.mesh import make_mesh
+from tpuswarm.train.program.request import Choice, usual_request
 from tpuswarm.train.recipe import Clock, Options
-from tpuswarm.train.request import Choice, usual_request
 from tpuswarm.train.user_code import find_maker
 
 CONFIG = Config(layers=3, heads=2, width=32, context=16, vocab=70)

@@ -16,8 +16,8 @@ from tpuswarm.recipes.gpt2 import loss, model
 from tpuswarm.recipes.gpt2.hub import open_place
 from tpuswarm.recipes.gpt2.pretrained import SHAPE, load, read_config
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.load import load_run
 from tpuswarm.train.recipe import Options
+from tpuswarm.train.run.loaded import load_run
 
 pytestmark = pytest.mark.oracle
 ROOT = Path(__file__).resolve().parents[2]

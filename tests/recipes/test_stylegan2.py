@@ -9,9 +9,9 @@ import pytest
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.stylegan2.pictures import digits
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
-from tpuswarm.train.fit import fit
+from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
-from tpuswarm.train.request import Request
 
 TINY = {"resolution": 8, "latent": 4, "mapping": 1, "channels": 4, "most_channels": 4, "group": 2}
 BATCH = 8

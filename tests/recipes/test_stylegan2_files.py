@@ -81,7 +81,7 @@ def test_a_bucket_of_archives(folder, tmp_path, monkeypatch):
     (tmp_path / "cloud").mkdir()
     with bucket("pictures", tmp_path / "cloud") as made:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.endpoint)
-        from tpuswarm.train.stored import Bucket
+        from tpuswarm.train.bucket.stored import Bucket
 
         there = Bucket("gs://pictures/all")
         for name in ("one.zip", "two.tar"):

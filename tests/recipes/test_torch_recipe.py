@@ -15,7 +15,7 @@ from tpuswarm.torch import op, recipe
 from tpuswarm.torch.graph import Dtype, Exported, Graph, Node, Ref, read, write
 from tpuswarm.torch.ops import OPS
 from tpuswarm.torch.run import run
-from tpuswarm.train.flops import model_flops
+from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.user_code import Place
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)

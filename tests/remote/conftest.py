@@ -19,7 +19,7 @@ from tests.terminal import PROGRAM
 from tpuswarm.cli import main
 from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
 from tpuswarm.fleet.reach import Reach, find_reach
-from tpuswarm.train.stop import SIGNALS
+from tpuswarm.train.process.stop import SIGNALS
 
 FILE = """\
 name = "trio"

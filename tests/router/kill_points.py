@@ -16,7 +16,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.router import apply as act
 from tpuswarm.router import machine
 from tpuswarm.router.settings import LIMITS, UNIT
-from tpuswarm.train.files import part
+from tpuswarm.train.process.atomic import part
 
 EFFECTS = ((machine, "write_record"), (machine, "write"), (machine, "load"), (machine, "delete"), (os, "fsync"))
 FILES = tuple(each for file in (machine.RECORD, Path(UNIT), Path(LIMITS)) for each in (file, part(file)))

@@ -23,16 +23,18 @@ from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.store import Store
-from tpuswarm.train import hosts, mesh, placing
-from tpuswarm.train.fit import fit
-from tpuswarm.train.request import Request
+from tpuswarm.train.data import placing
+from tpuswarm.train.hosts import rendezvous
+from tpuswarm.train.program import mesh
+from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.request import Request
 
 
 def main() -> None:
     index, about = int(sys.argv[1]), json.loads(sys.argv[2])
     mesh.MIN_SHARDED_BYTES = SHARDED_BYTES
     store = Store(str(Path(about["folder"]) / "swarm"))
-    with hosts.initialize(about["address"], 2, index, SECRET, 60) as group:
+    with rendezvous.initialize(about["address"], 2, index, SECRET, 60) as group:
         made, losses = [], []
         source = recipe().data("train")
         fitted = fit(recipe(), Request(batch=BATCH, shard=about["shard"]), jax.devices())

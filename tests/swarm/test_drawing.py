@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.train.test_live import drawn
+from tests.train.look.test_live import drawn
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.drawing import About, draw, needing_a_look
 from tpuswarm.swarm.status import MemberStatus, Progress, compose

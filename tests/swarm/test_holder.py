@@ -24,10 +24,10 @@ from tpuswarm.swarm.pace import Speed
 from tpuswarm.swarm.prefetch import Prefetch
 from tpuswarm.swarm.runtime.plan import Plan, Swarm, code_digest
 from tpuswarm.swarm.runtime.program import make_ready
-from tpuswarm.train.evaluate import HeldOut
-from tpuswarm.train.fit import fit
+from tpuswarm.train.loop.evaluate import HeldOut
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.request import Request
+from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.request import Request
 
 IDENTITY = Identity(Incarnation("m0", "a" * 32), 1)
 LARGE = (513, 512)

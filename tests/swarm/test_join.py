@@ -22,7 +22,7 @@ from tpuswarm.swarm.runtime import join as joining
 from tpuswarm.swarm.runtime.group import Group
 from tpuswarm.swarm.runtime.join import _Life, join
 from tpuswarm.swarm.status import FINISHED, STOPPED, Progress, SwarmStatus, compose
-from tpuswarm.train.line import ABSENT, FAILED, LEFT, LOST, TAKEN, WRONG
+from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, LOST, TAKEN, WRONG
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tpuswarm.swarm.objects import payload_name
 from tpuswarm.swarm.report import Mark, Span, lives, replay_lines, write_report
 from tpuswarm.swarm.status import Progress, compose, write_status
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.run import append_event, append_rows
+from tpuswarm.train.run.directory import append_event, append_rows
 
 COMMITS = 8
 PROGRESS = Progress(1e9 - 60, eval_loss=1.25, eval_version=COMMITS)

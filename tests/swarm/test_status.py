@@ -9,7 +9,7 @@ import tomli_w
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.status import FILE, MemberStatus, Progress, compose, look, read_status, write_status
-from tpuswarm.train.run import Run, append_event
+from tpuswarm.train.run.directory import Run, append_event
 
 M0 = MemberStatus("m0", "alive", 11, "a" * 32, 4, 700, 50.0, 2.0, 1.0, 0)
 M1 = MemberStatus("m1", "alive", 12, "b" * 32, 2, 300, 30.0, 3.0, 1.5, 2)

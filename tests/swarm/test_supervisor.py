@@ -18,7 +18,7 @@ from tpuswarm.swarm.runtime.kept import guest_name
 from tpuswarm.swarm.runtime.plan import HEAD, Plan, Swarm
 from tpuswarm.swarm.runtime.screen import Screen
 from tpuswarm.swarm.runtime.supervisor import Supervisor
-from tpuswarm.train.run import Run
+from tpuswarm.train.run.directory import Run
 
 SWARM = Swarm("run", 1, cycle=4, outer="average", outer_lr=None, quantize="plain", overlap=True, fragments=1)
 PLAN = Plan(

@@ -31,10 +31,10 @@ from tpuswarm.swarm.member import MemberProcesses
 from tpuswarm.swarm.objects import Objects, array_digest
 from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.verify import verify
-from tpuswarm.train.evaluate import HeldOut
-from tpuswarm.train.fit import fit
+from tpuswarm.train.loop.evaluate import HeldOut
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.request import Request
+from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.request import Request
 
 BATCH, STEPS = 8, 12
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.train import toy
 from tpuswarm import Trainer
-from tpuswarm.train.run import EVENTS, read_rows
+from tpuswarm.train.run.directory import EVENTS, read_rows
 
 STEPS = 30
 

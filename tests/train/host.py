@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from tests.hosts import SECRET
 from tpuswarm import supervised
-from tpuswarm.train import hosts, mesh, placing
-from tpuswarm.train.feed import read_rows
-from tpuswarm.train.fit import fit
+from tpuswarm.train.data import placing
+from tpuswarm.train.data.feed import read_rows
+from tpuswarm.train.hosts import rendezvous
+from tpuswarm.train.program import mesh
+from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock
-from tpuswarm.train.request import Request
 
 BATCH, STEPS, WIDTH = 16, 10, 32
 SHARDED_BYTES = 64
@@ -87,7 +89,7 @@ def main() -> None:
     folder = Path(about["folder"])
     if "worker" in about:  # what a TPU slice says
         jax.process_index = lambda: about["worker"]
-    with hosts.initialize(about["address"], 2, index, SECRET, 60) as group:
+    with rendezvous.initialize(about["address"], 2, index, SECRET, 60) as group:
         if "differ" in about:
             group.agree({"configuration": "same", about["differ"]: f"digest of {index}"})
         elif "exchanges" in about:

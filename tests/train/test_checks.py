@@ -6,8 +6,8 @@ import pytest
 
 from tests.train import toy
 from tpuswarm import Every, InputError, Trainer, supervised
-from tpuswarm.train.run import METRICS, read_config, read_rows
-from tpuswarm.train.source import ArraySource, Repeated
+from tpuswarm.train.data.source import ArraySource, Repeated
+from tpuswarm.train.run.directory import METRICS, read_config, read_rows
 
 
 def test_a_fast_dev_run_goes_through_everything_and_keeps_nothing(tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ import pytest
 
 from tests.train import toy
 from tpuswarm import InputError, Trainer, load, supervised
-from tpuswarm.train.fit import fit
+from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
-from tpuswarm.train.request import Request
 
 CLOCK = Clock(jax.random.key(0), np.int32(0), np.float32(0))
 KEPT = np.float32(0.75)

@@ -3,8 +3,8 @@ import signal
 import pytest
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.process.stop import decide_stop
 from tpuswarm.train.settings import count_steps, differences, refuse_differences
-from tpuswarm.train.stop import decide_stop
 
 
 def test_only_what_is_asked_can_differ():

@@ -9,9 +9,9 @@ import pytest
 from tests.train import toy
 from tpuswarm import ArraySource, Weighted
 from tpuswarm.errors import InputError
-from tpuswarm.train.fit import fit
+from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
-from tpuswarm.train.request import Request
 from tpuswarm.train.supervised import inference_params, supervised
 
 CLOCK = Clock(jax.random.key(0), np.int32(0), np.float32(0.25))

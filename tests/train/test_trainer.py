@@ -20,9 +20,9 @@ from tensorboardX.proto import event_pb2
 
 from tests.train import toy
 from tpuswarm import ArraySource, InputError, RunFailed, Trainer, load, supervised
-from tpuswarm.train.checkpoint import MANIFEST, checkpoint_folders
-from tpuswarm.train.listing import status
-from tpuswarm.train.run import Run, read_rows
+from tpuswarm.train.run.checkpoint import MANIFEST, checkpoint_folders
+from tpuswarm.train.run.directory import Run, read_rows
+from tpuswarm.train.run.listing import status
 
 TIMES = ("tokens_per_s", "wait_s", "wall_s")
 
@@ -118,7 +118,7 @@ def test_a_loop_left_anywhere_goes_on_bit_for_bit(whole, tmp_path, left_after):
 def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
     folder, first = whole
     before = (folder / "metrics.jsonl").read_bytes()
-    with mock.patch("tpuswarm.train.session.fit", side_effect=AssertionError("nothing has to be compiled")):
+    with mock.patch("tpuswarm.train.loop.session.fit", side_effect=AssertionError("nothing has to be compiled")):
         again = trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
     assert "finished; nothing left to do" in capsys.readouterr().err
     assert (folder / "metrics.jsonl").read_bytes() == before
@@ -301,7 +301,9 @@ def test_a_resumed_deterministic_run_is_deterministic(tmp_path, monkeypatch):
     with mock.patch.dict(os.environ):
         stopped_run(tmp_path / "run", deterministic=True)
     asked = []
-    monkeypatch.setattr("tpuswarm.train.platform.prepare", lambda deterministic=False: asked.append(deterministic))
+    monkeypatch.setattr(
+        "tpuswarm.train.process.platform.prepare", lambda deterministic=False: asked.append(deterministic)
+    )
     trainer().fit(toy.recipe(), run=tmp_path / "run")
     assert asked[0] is True
 

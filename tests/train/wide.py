@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from tpuswarm import supervised
-from tpuswarm.train.mesh import gathered
+from tpuswarm.train.program.mesh import gathered
 
 WIDTH = 512
 

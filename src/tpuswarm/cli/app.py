@@ -13,7 +13,7 @@ import typer
 from tpuswarm.cli.help import Command, Group, Top
 from tpuswarm.config.refused import must_be
 from tpuswarm.errors import TpuswarmError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 UsageError: Any = typer.BadParameter.__base__
 GROUPS: dict[str, dict[str, str]] = {

@@ -38,11 +38,11 @@ class Asked(NamedTuple):
 
 def ask(context: typer.Context) -> Asked:
     """All of it; raises InputError for what cannot be done on any machine."""
-    from tpuswarm.train.mirror import folder_for
-    from tpuswarm.train.parent import find_parent
-    from tpuswarm.train.run import require_usable
-    from tpuswarm.train.several import several
-    from tpuswarm.train.wandb_log import require
+    from tpuswarm.train.bucket.mirror import folder_for
+    from tpuswarm.train.hosts.several import several
+    from tpuswarm.train.look.wandb_log import require
+    from tpuswarm.train.run.directory import require_usable
+    from tpuswarm.train.run.parent import find_parent
 
     words = context.params
     if words["recipe"].startswith("-"):
@@ -115,7 +115,7 @@ def check_options(path: Path, file: dict[str, Any]) -> None:
 def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[str, Any] | None:
     """The options of a swarm, where it is to be one."""
     from tpuswarm.swarm.engines.ports import parse_ports
-    from tpuswarm.train.run import CONFIG, read_config
+    from tpuswarm.train.run.directory import CONFIG, read_config
 
     given = {name: getattr(table, name) for name in SWARM}
     if table.members is None and folder is not None and (folder / CONFIG).exists() and "swarm" in read_config(folder):

@@ -5,7 +5,7 @@ import math
 from typing import TYPE_CHECKING
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.config.train import Train
@@ -29,9 +29,9 @@ def with_batch(file: "SwarmFile", url: str) -> "SwarmFile":
 
 
 def _chosen(file: "SwarmFile", train: "Train", url: str) -> dict[str, int] | None:
-    from tpuswarm.train.mirror import FILES
-    from tpuswarm.train.run import CONFIG
-    from tpuswarm.train.stored import Bucket
+    from tpuswarm.train.bucket.mirror import FILES
+    from tpuswarm.train.bucket.stored import Bucket
+    from tpuswarm.train.run.directory import CONFIG
 
     bucket = Bucket(url)
     pools = [pool.name for pool in file.pool]
@@ -53,7 +53,7 @@ def _largest(file: "SwarmFile", train: "Train") -> dict[str, int]:
     from tpuswarm.plan.cache import Cache
     from tpuswarm.plan.children import Children, no_compiler
     from tpuswarm.plan.order import Asked, Order, place_of
-    from tpuswarm.train.platform import cache_folder
+    from tpuswarm.train.process.platform import cache_folder
 
     if reason := no_compiler():
         raise InputError(f'batch = "auto" asks the TPU compiler: {reason}; or give batch a number')

@@ -13,7 +13,7 @@ import typer
 
 from tpuswarm.cli.runs import make_console
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing, Provider
@@ -93,7 +93,7 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import Reach
     from tpuswarm.fleet.setting_up import Kept
-    from tpuswarm.train.waiting import waiting
+    from tpuswarm.train.process.waiting import waiting
 
     cloud, store, wanted = agreed
     Kept(fleet).keep(table)
@@ -138,7 +138,7 @@ def preflight(cloud: "Provider", read: "SwarmFile", paid: bool) -> None:
     from tpuswarm.cloud.google.provider import Google
     from tpuswarm.fleet.facts import collect
     from tpuswarm.fleet.preflight import checks
-    from tpuswarm.train.waiting import waiting
+    from tpuswarm.train.process.waiting import waiting
 
     assert isinstance(cloud, Google)
     with waiting("checking project, quota, zones, firewall and bucket"):

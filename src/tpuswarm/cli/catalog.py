@@ -9,7 +9,7 @@ import typer
 from tpuswarm.cli.runs import make_console
 from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -136,7 +136,7 @@ def _open_zones(generation: "Generation") -> list[str]:
 
 
 def _types_table(chosen: list["Accelerator"], zone: str | None, width: int) -> "Table":
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
 
     columns = [
         Column("type"),

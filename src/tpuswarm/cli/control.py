@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.core.jobs import Job
@@ -51,8 +51,8 @@ def logs(
         show_machine_logs(*found_machine, follow)
         return
     from tpuswarm.swarm.logs import Logs
-    from tpuswarm.train.mirror import origin, refresh
-    from tpuswarm.train.run import holder, read_config
+    from tpuswarm.train.bucket.mirror import origin, refresh
+    from tpuswarm.train.run.directory import holder, read_config
 
     folder = _folder(run)
     read_config(folder)
@@ -80,7 +80,7 @@ def logs(
 def _job(name: str) -> "tuple[Fleet, Job] | None":
     """The job that is meant; None: a run is. Raises InputError where it may be both."""
     from tpuswarm.cloud.errors import CloudError
-    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.run.listing import find_run
 
     if "/" in name or name == "last":
         return None
@@ -105,7 +105,7 @@ def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
     from tpuswarm.cloud.errors import CloudError
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import find_reach, find_targets
-    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.run.listing import find_run
 
     machine, slash, worker = name.partition("/")
     if name == "last" or (slash and not worker.isdecimal()) or not machine or Path(find_run(name)).exists():
@@ -125,7 +125,7 @@ def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
 
 def _folder(name: str) -> Path:
     """The folder of the run that is meant. InputError, with jobs and machines in mind, where nothing has that name."""
-    from tpuswarm.train.listing import find_run
+    from tpuswarm.train.run.listing import find_run
 
     folder = Path(find_run(name))
     if not folder.exists() and "/" not in name and Path("swarm.toml").exists():
@@ -145,9 +145,9 @@ def stop(run: RunOrJob) -> None:
         return
     from tpuswarm.cli.over_fleet import end_jobs, open_jobs
     from tpuswarm.swarm.logs import RUN, Logs
-    from tpuswarm.train.life import read_life, removed_sentence, stopped_sentence
-    from tpuswarm.train.mirror import ask_to_stop, elsewhere, origin, refresh, shown
-    from tpuswarm.train.run import holder, read_config
+    from tpuswarm.train.bucket.mirror import ask_to_stop, elsewhere, origin, refresh, shown
+    from tpuswarm.train.run.directory import holder, read_config
+    from tpuswarm.train.run.life import read_life, removed_sentence, stopped_sentence
 
     folder = _folder(run)
     pid = holder(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cli.picture import Seen
@@ -134,7 +134,7 @@ class Here:
 
     def until(self, what: str, condition: "Callable[[Seen], bool]") -> "Seen":
         """Draw the picture until then."""
-        from tpuswarm.train.drawn import Drawn
+        from tpuswarm.train.process.drawn import Drawn
 
         say(f"\nwaiting until {what}")
         end = time.monotonic() + PATIENCE

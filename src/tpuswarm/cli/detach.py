@@ -17,11 +17,11 @@ import typer
 
 from tpuswarm.cli.asked import Asked
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.run import EVENTS, METRICS, Run, read_rows
-from tpuswarm.train.stamped import STAMP, Stamped
-from tpuswarm.train.stop import Interrupted, held
-from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.stamped import STAMP, Stamped
+from tpuswarm.train.process.stop import Interrupted, held
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
 
 LOG = "train.log"
 LOOK = 0.1

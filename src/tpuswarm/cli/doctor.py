@@ -9,8 +9,8 @@ import typer
 from tpuswarm.cli.options import Fleets
 from tpuswarm.cli.runs import Json
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
     from tpuswarm.doctor.examine import Found
@@ -84,8 +84,8 @@ def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
 
 def _is_run(where: str) -> bool:
     """Whether a folder or a bucket is meant, and no machine."""
-    from tpuswarm.train.mirror import is_url
-    from tpuswarm.train.run import is_run
+    from tpuswarm.train.bucket.mirror import is_url
+    from tpuswarm.train.run.directory import is_run
 
     return where == "last" or is_url(where) or is_run(Path(where))
 
@@ -93,8 +93,8 @@ def _is_run(where: str) -> bool:
 def _run(where: str, mend: bool, as_json: bool) -> int:
     """Of a run; the exit code."""
     from tpuswarm.doctor.run import WHY, of_run
-    from tpuswarm.train.listing import find_run
-    from tpuswarm.train.mirror import shown
+    from tpuswarm.train.bucket.mirror import shown
+    from tpuswarm.train.run.listing import find_run
 
     if mend:
         raise InputError("nothing of a run is safe to mend without a person: leave --fix out")
@@ -157,7 +157,7 @@ def _head() -> str:
     """Where the head is of the swarm that the fleet of this folder trains; empty where there is none."""
     from tpuswarm.cli.picture import training_here
     from tpuswarm.swarm.status import look
-    from tpuswarm.train.mirror import bring
+    from tpuswarm.train.bucket.mirror import bring
 
     if (training := training_here(None)) is None:
         return ""

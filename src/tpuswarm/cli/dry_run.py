@@ -6,7 +6,7 @@ from typing import Any
 
 from tpuswarm.cli.asked import Asked
 from tpuswarm.config.train import LENGTHS
-from tpuswarm.train.run import has_begun, read_config
+from tpuswarm.train.run.directory import has_begun, read_config
 
 
 def dry_run(asked: Asked) -> dict[str, str]:
@@ -38,7 +38,7 @@ def dry_run(asked: Asked) -> dict[str, str]:
 
 def _stands(folder: Path, config: dict[str, Any]) -> str:
     from tpuswarm.swarm.status import look
-    from tpuswarm.train.listing import status
+    from tpuswarm.train.run.listing import status
 
     found: Any = look(folder) if "swarm" in config else status(folder)
     return f"{found.state} at step {found.step:,} of {found.steps:,}"

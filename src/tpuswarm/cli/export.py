@@ -8,8 +8,8 @@ import typer
 
 from tpuswarm.cli.runs import Best, Json, Run
 from tpuswarm.cli.trained import load
-from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
 
 
 def export(
@@ -20,8 +20,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a trained model to files that other programs read."""
-    from tpuswarm.train.files import require_new, whole_folder
-    from tpuswarm.train.run import writing
+    from tpuswarm.train.process.atomic import require_new, whole_folder
+    from tpuswarm.train.run.directory import writing
 
     require_new(out)
     loaded = load(run, None, best)

@@ -11,8 +11,8 @@ from tpuswarm.cli.options import Fleets, Yes
 from tpuswarm.cli.runs import make_console
 from tpuswarm.cli.setup import finish, some_of
 from tpuswarm.errors import InputError
-from tpuswarm.train.keys import hidden
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.echo import hidden
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.remote.host import Host

@@ -11,7 +11,7 @@ import typer
 from tpuswarm.cli.options import Fleets
 from tpuswarm.cli.runs import Json, make_console
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Machine
@@ -59,7 +59,7 @@ def show(
     if not rows:
         say("no flags are set" + (f" for {where}" if where else "") + ": `tpuswarm flags set WHERE KEY=VALUE` sets one")
         return
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
 
     columns = (
         Column("flag", wraps=30), Column("value", wraps=20), Column("for"), Column("by", rank=2),
@@ -268,7 +268,7 @@ def _show_known(as_json: bool) -> None:
     if as_json:
         print(json.dumps({name: each._asdict() for name, each in found.items()}))
         return
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
 
     columns = (Column("flag", wraps=24), Column("type", rank=1), Column("default", wraps=10), Column("what", wraps=30))
     console = make_console()

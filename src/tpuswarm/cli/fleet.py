@@ -10,7 +10,7 @@ import typer
 from tpuswarm.cli.options import Fleets, Target
 from tpuswarm.cli.runs import Json, make_console
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing
@@ -40,7 +40,7 @@ def list_(
         document, listing, events = read()
         console.print(_drawn(document, listing, events, console.width))
         return
-    from tpuswarm.train.drawn import Drawn
+    from tpuswarm.train.process.drawn import Drawn
 
     console = make_console()
 

@@ -14,8 +14,8 @@ import typer
 
 from tpuswarm.cli.bring import confirm
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.init import GrantText, Plan, PoolText, Step

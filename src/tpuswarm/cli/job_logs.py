@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tpuswarm.cli.jobs import ASKED_S, LOOK, leaving, notice, read
 from tpuswarm.errors import TpuswarmError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.core.jobs import Job

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tpuswarm.cli.options import Target
 from tpuswarm.cli.runs import Json, make_console
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing
@@ -45,7 +45,7 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
     if not document.jobs:
         say("there are no jobs: `tpuswarm exec WHERE --detach -- CMD` starts one")
         return
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
 
     columns = [
         Column("job"),
@@ -98,7 +98,7 @@ def notice(fleet: "Fleet") -> "Document":
     from tpuswarm.fleet.keeping.jobs import Carrier
     from tpuswarm.fleet.reach import Reach
     from tpuswarm.remote.connect import Connections
-    from tpuswarm.train.waiting import waiting
+    from tpuswarm.train.process.waiting import waiting
 
     cloud = fleet.provider()
     carrier = Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
@@ -257,7 +257,7 @@ def carry(fleet: "Fleet", name: str, until: "Callable[[Job], bool]") -> "Job":
     from tpuswarm.fleet.keeping.jobs import MOVING, Carrier
     from tpuswarm.fleet.reach import Reach
     from tpuswarm.remote.connect import Connections
-    from tpuswarm.train.waiting import waiting
+    from tpuswarm.train.process.waiting import waiting
 
     cloud = fleet.provider()
     store = fleet.store(cloud)

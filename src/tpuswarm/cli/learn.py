@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
     from tpuswarm.swarm.runtime.screen import Screen
@@ -49,7 +49,7 @@ def demo(
         "Goodput is the share of the trained tokens that counts; an incarnation is one life of a member.",
         err=True,
     )
-    from tpuswarm.train.platform import load_jax
+    from tpuswarm.train.process.platform import load_jax
 
     load_jax()
     with waiting("loading Ray", short=0.0):
@@ -84,7 +84,7 @@ def demo(
 
 def _make_room() -> None:
     """Remove what an earlier demo left. Raises InputError for a run of the user's, and for one that is in use."""
-    from tpuswarm.train.run import Run
+    from tpuswarm.train.run.directory import Run
 
     if not FOLDER.exists():
         return
@@ -121,7 +121,7 @@ class _Killer:
 
 def _sample() -> str:
     from tpuswarm.swarm.load import load_swarm
-    from tpuswarm.train import platform
+    from tpuswarm.train.process import platform
 
     with waiting("generating text"):
         loaded = load_swarm(FOLDER, platform.local_devices())

@@ -11,7 +11,7 @@ import typer
 from tpuswarm.cli.runs import Json, Run, make_console
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.swarm.store import Store
@@ -36,7 +36,7 @@ def show(
     if as_json:
         print(json.dumps({"run": run, "commits": [asdict(each) for each in commits]}))
         return
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
 
     columns = (
         Column("commit", right=True),
@@ -103,8 +103,8 @@ def _ranges(versions: list[int]) -> str:
 def _store(run: str) -> "Store":
     """Where the ledger is. Raises InputError for what is no swarm's run, or not yet one with a ledger."""
     from tpuswarm.swarm.store import Store
-    from tpuswarm.train.listing import find_run
-    from tpuswarm.train.run import read_config
+    from tpuswarm.train.run.directory import read_config
+    from tpuswarm.train.run.listing import find_run
 
     if "://" in run:
         store = Store(run)

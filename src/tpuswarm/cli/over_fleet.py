@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.file import SwarmFile
@@ -121,8 +121,8 @@ def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[Planned, ...]") -> None:
     from tpuswarm.fleet.file import HEAD
     from tpuswarm.fleet.training import is_same
     from tpuswarm.swarm.status import FILE
-    from tpuswarm.train.mirror import FILES
-    from tpuswarm.train.stored import Bucket
+    from tpuswarm.train.bucket.mirror import FILES
+    from tpuswarm.train.bucket.stored import Bucket
 
     cloud = fleet.provider()
     for each in jobs:
@@ -195,7 +195,7 @@ def _follow(path: Path, url: str) -> None:
     from tpuswarm.cli.runs import make_console
     from tpuswarm.cli.watching import event_line
     from tpuswarm.swarm.logs import RUN, Logs
-    from tpuswarm.train.mirror import folder_of
+    from tpuswarm.train.bucket.mirror import folder_of
 
     training, console = training_here(url, path), make_console()
     assert training is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing
@@ -86,7 +86,7 @@ class Training(NamedTuple):
     def see(self) -> Seen:
         """As it is now."""
         from tpuswarm.swarm.status import look
-        from tpuswarm.train.mirror import bring
+        from tpuswarm.train.bucket.mirror import bring
 
         try:
             seen = look(bring(self.url))
@@ -97,7 +97,7 @@ class Training(NamedTuple):
 
     def watch(self, console: Any) -> None:
         """Draw it anew until the run ends."""
-        from tpuswarm.train.drawn import Drawn
+        from tpuswarm.train.process.drawn import Drawn
 
         with Drawn(console=console, auto_refresh=False) as live:
             while True:

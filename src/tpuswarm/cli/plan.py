@@ -16,7 +16,7 @@ from tpuswarm.cli.runs import make_console
 from tpuswarm.cli.train import option
 from tpuswarm.config.units import check_number, parse_count
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.plan.order import Order
@@ -65,7 +65,7 @@ def plan(
     from tpuswarm.plan.children import Children, no_compiler, other_libtpu
     from tpuswarm.plan.order import Asked, Order, place_of
     from tpuswarm.plan.row import Row, document
-    from tpuswarm.train.platform import cache_folder
+    from tpuswarm.train.process.platform import cache_folder
 
     if recipe.startswith("-"):
         raise InputError(f"the recipe comes first: tpuswarm plan RECIPE {recipe} …")
@@ -211,7 +211,7 @@ class _LiveShow(_Show):
     """On a terminal: the table, drawn anew as answers come."""
 
     def __init__(self, title: str, orders: list["Order"]):
-        from tpuswarm.train.drawn import Drawn
+        from tpuswarm.train.process.drawn import Drawn
 
         super().__init__(title, orders, False)
         self._live = Drawn(get_renderable=self.draw, console=make_console(), refresh_per_second=2)

@@ -9,8 +9,8 @@ import typer
 from tpuswarm.cli.runs import Run
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
 
 LOOK = 0.2
 """Seconds between two looks at a run's files."""
@@ -21,9 +21,9 @@ def profile(
     steps: Annotated[int | None, typer.Option(help="Steps in the trace. Default: 5.", show_default=False)] = None,
 ) -> None:
     """Trace a few steps of a running run; for one that has ended, list its traces and how to open them."""
-    from tpuswarm.train import profile as profiling
-    from tpuswarm.train.listing import find_run
-    from tpuswarm.train.run import EVENTS, holder, read_config, read_rows
+    from tpuswarm.train.look import profile as profiling
+    from tpuswarm.train.run.directory import EVENTS, holder, read_config, read_rows
+    from tpuswarm.train.run.listing import find_run
 
     folder = Path(find_run(run))
     if "swarm" in read_config(folder):
@@ -56,7 +56,7 @@ def profile(
 
 
 def _show(folder: Path, steps: int | None) -> None:
-    from tpuswarm.train.profile import HOW_TO_OPEN, traces
+    from tpuswarm.train.look.profile import HOW_TO_OPEN, traces
 
     if steps is not None:
         raise InputError(f"{folder} is not running, so no steps can be traced; leave --steps out to see its traces")

@@ -7,7 +7,7 @@ import typer
 
 from tpuswarm.config.nearest import nearest
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.train.recipe import Recipe
@@ -44,8 +44,8 @@ def make_recipe(
     as in `parent`, the run or published model whose parameters are taken over.
     """
     from tpuswarm import recipes
-    from tpuswarm.train.parent import parent_folder, parent_options
-    from tpuswarm.train.run import CONFIG, read_config
+    from tpuswarm.train.run.directory import CONFIG, read_config
+    from tpuswarm.train.run.parent import parent_folder, parent_options
     from tpuswarm.train.settings import differences, refuse_differences
     from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types
 

@@ -9,7 +9,7 @@ import typer
 
 from tpuswarm.cli.runs import Json
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.rehearsal.place import Place

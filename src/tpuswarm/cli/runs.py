@@ -10,11 +10,11 @@ import typer
 
 from tpuswarm.config.shown import age, significant
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.swarm.status import Look
-    from tpuswarm.train.listing import Status
+    from tpuswarm.train.run.listing import Status
 
 PIPE_WIDTH = 240
 """Columns of a file or a pipe."""
@@ -50,7 +50,7 @@ def status(
     seen = training.see() if training else None
     found = [] if seen and run else _looks(run)
     from tpuswarm.swarm.status import Look
-    from tpuswarm.train.listing import Status
+    from tpuswarm.train.run.listing import Status
 
     if as_json:
         objects = [asdict(each) if isinstance(each, Status) else each.json() for each in found]
@@ -85,8 +85,8 @@ def make_console() -> Any:
 def _looks(run: str | None) -> list[Any]:
     """A `Status` of each plain run, a `Look` of each swarm."""
     from tpuswarm.swarm.status import look
-    from tpuswarm.train.listing import find_run, list_runs, status
-    from tpuswarm.train.run import read_config
+    from tpuswarm.train.run.directory import read_config
+    from tpuswarm.train.run.listing import find_run, list_runs, status
 
     found: list[Any] = []
     for folder in [Path(find_run(run))] if run else list_runs():
@@ -100,7 +100,7 @@ def _looks(run: str | None) -> list[Any]:
 
 
 def _watch(run: str | None) -> None:
-    from tpuswarm.train.drawn import Drawn
+    from tpuswarm.train.process.drawn import Drawn
 
     console = make_console()
     with Drawn(console=console, auto_refresh=False) as live:
@@ -118,8 +118,8 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
     from rich.text import Text
 
     from tpuswarm.swarm.status import Look
-    from tpuswarm.train.listing import folder_called, used
-    from tpuswarm.train.live import STATES
+    from tpuswarm.train.look.live import STATES
+    from tpuswarm.train.run.listing import folder_called, used
 
     if not run:
         shown = found if height is None else found[: height - 2]
@@ -142,7 +142,7 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
 
 
 def _plain(seen: "Status", width: int, height: int | None) -> Any:
-    from tpuswarm.train.display import Picture, draw
+    from tpuswarm.train.look.display import Picture, draw
 
     picture = Picture(
         title=f"{seen.recipe} on {seen.devices}" if seen.devices else seen.recipe,
@@ -168,8 +168,8 @@ def _swarm(look: "Look", width: int, height: int | None) -> Any:
 
 
 def _table(found: list[Any], width: int) -> Any:
-    from tpuswarm.train.listing import folder_called, used
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.run.listing import folder_called, used
 
     columns = [
         Column("run"),

@@ -8,7 +8,7 @@ import typer
 
 from tpuswarm.cli.runs import make_console
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.keeping.fleets import Held
@@ -96,7 +96,7 @@ def hand_over(reach: "Reach") -> None:
 
 async def _seat(reach: "Reach", store: "Held") -> None:
     from tpuswarm.fleet.seating import seat, see_lead
-    from tpuswarm.train.waiting import waiting
+    from tpuswarm.train.process.waiting import waiting
 
     with Watching(make_console(), []) as watching:
         host = await seat(reach, watching.told)
@@ -190,7 +190,7 @@ class Watching:
 
     def __enter__(self) -> "Watching":
         if self._console.is_terminal:
-            from tpuswarm.train.drawn import Drawn
+            from tpuswarm.train.process.drawn import Drawn
 
             self._live = Drawn(get_renderable=self._drawn, console=self._console, refresh_per_second=4)  # type: ignore[assignment]
             self._live.start()  # type: ignore[attr-defined]

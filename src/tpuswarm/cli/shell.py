@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.train.terminal import say, settle
+from tpuswarm.train.process.terminal import say, settle
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.reach import Reach

@@ -106,7 +106,7 @@ def _facts(found: "Result") -> "Table":
 
 
 def _groups(found: "Result", width: int) -> "Table":
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
 
     names = ("members", "tokens/s", "trains", "stall", "gone", "share", "sends", "receives")
     groups = (*found.groups, found.members) if len(found.groups) > 1 else found.groups

@@ -9,8 +9,8 @@ import typer
 from tpuswarm.cli.options import Listens
 from tpuswarm.config.shown import significant
 from tpuswarm.errors import InputError
-from tpuswarm.train.several import PORT
-from tpuswarm.train.terminal import say
+from tpuswarm.train.hosts.several import PORT
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.swarm.runtime.start import SwarmResult
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def print_result(result: "SwarmResult", as_json: bool) -> None:
     """The end of a run on stdout."""
-    from tpuswarm.train.life import stopped_sentence
-    from tpuswarm.train.mirror import shown as called
+    from tpuswarm.train.bucket.mirror import shown as called
+    from tpuswarm.train.run.life import stopped_sentence
 
     if as_json:
         facts = {"run": called(result.run), "ended": result.ended.how, "message": result.ended.message}
@@ -64,7 +64,7 @@ def join(
     from tpuswarm.swarm.runtime.group import Group
     from tpuswarm.swarm.runtime.join import join as join_swarm
     from tpuswarm.swarm.runtime.join import join_run
-    from tpuswarm.train.mirror import is_url
+    from tpuswarm.train.bucket.mirror import is_url
 
     if of_machine:
         from tpuswarm.swarm.notice import machine_here

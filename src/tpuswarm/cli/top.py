@@ -61,7 +61,7 @@ class _Look:
     def see_members(self) -> None:
         """Of the swarm that the fleet trains, if it does."""
         from tpuswarm.swarm.status import look
-        from tpuswarm.train.mirror import bring
+        from tpuswarm.train.bucket.mirror import bring
 
         if self._training is not None:
             from tpuswarm.errors import InputError
@@ -84,7 +84,7 @@ async def _watch(look: _Look, key: Any, once: bool, as_json: bool, console: Any)
     import asyncio
 
     from tpuswarm.remote.connect import Connections
-    from tpuswarm.train.drawn import Drawn
+    from tpuswarm.train.process.drawn import Drawn
     from tpuswarm.watch.follow import EVERY, Follower
     from tpuswarm.watch.top import draw, rows
 

@@ -12,7 +12,7 @@ import typer
 
 from tpuswarm.cli.options import Fleets
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import at_once, say
+from tpuswarm.train.process.terminal import at_once, say
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.reach import Reach

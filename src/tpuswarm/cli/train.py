@@ -11,11 +11,11 @@ import typer
 from tpuswarm.cli import over_fleet
 from tpuswarm.cli.asked import FIT, Asked, ask
 from tpuswarm.config.shown import significant
-from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
-    from tpuswarm.train.result import Result
+    from tpuswarm.train.loop.result import Result
 
 LENGTH, HOW, KEPT = "Data and length", "How it trains", "The run"
 HOSTS, SWARM = "Several machines as one program", "A swarm"
@@ -162,7 +162,7 @@ def train(
         start_detached(asked, hosts, as_json)
         return
     if asked.folder and hosts is None:  # of several hosts it is host 0's
-        from tpuswarm.train.run import require_free
+        from tpuswarm.train.run.directory import require_free
 
         require_free(asked.folder)
     code = _swarm(asked, as_json) if asked.swarm is not None else _plain(asked, context.params)
@@ -183,7 +183,7 @@ def _show(plan: dict[str, str], as_json: bool) -> None:
 
 
 def _trainer(asked: Asked, **options: Any) -> Any:
-    from tpuswarm.train.platform import load_jax
+    from tpuswarm.train.process.platform import load_jax
 
     load_jax()
     with waiting("loading JAX's libraries", short=0.0):
@@ -226,8 +226,8 @@ def _alone_on_stdout() -> None:
 
 def print_result(result: "Result", as_json: bool) -> None:
     """The end of a run on stdout."""
-    from tpuswarm.train.life import stopped_sentence
-    from tpuswarm.train.mirror import shown as called
+    from tpuswarm.train.bucket.mirror import shown as called
+    from tpuswarm.train.run.life import stopped_sentence
 
     if as_json:
         facts = {"run": called(result.run), "ended": result.ended, "step": result.step, "steps": result.steps}

@@ -11,8 +11,8 @@ from tpuswarm.cli.runs import Best, Json, Run
 from tpuswarm.config.shown import significant
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
 
 
 def sample(
@@ -96,7 +96,7 @@ def evaluate(
 ) -> None:
     """Measure the loss of a trained model on data; of pictures also how far they are from real ones."""
     loaded = load(run, data, best)
-    from tpuswarm.train.evaluate import evaluate as measure
+    from tpuswarm.train.loop.evaluate import evaluate as measure
     from tpuswarm.train.user_code import blame
 
     with blame(f"the data of {loaded.recipe.name} failed"), waiting("reading the data"):
@@ -164,17 +164,17 @@ def project(
 
 def load(run: str, data: str | None, best: bool = False) -> Any:
     """A run's newest state on all devices, or the best that it kept, with `data` in the place of its own."""
-    from tpuswarm.train import platform
-    from tpuswarm.train.listing import find_run
-    from tpuswarm.train.mirror import bring, is_url, shown
-    from tpuswarm.train.run import read_config
+    from tpuswarm.train.bucket.mirror import bring, is_url, shown
+    from tpuswarm.train.process import platform
+    from tpuswarm.train.run.directory import read_config
+    from tpuswarm.train.run.listing import find_run
 
     folder = bring(run, whole=True) if is_url(run) else Path(find_run(run))
     swarm = "swarm" in read_config(folder)
     platform.load_jax()
     with waiting(f"reading {shown(folder)}", short=0.0):
         from tpuswarm.swarm.load import load_swarm
-        from tpuswarm.train.load import load_run
+        from tpuswarm.train.run.loaded import load_run
 
         options = {"data": data} if data else None
         if swarm and not best:

@@ -6,7 +6,7 @@ import typer
 
 from tpuswarm.cli.options import Fleets
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.reach import Reach
@@ -52,7 +52,7 @@ def ssh_config(fleet: Fleets = None) -> None:
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import find_reach, find_targets
     from tpuswarm.fleet.ssh_config import alias, config, file_of
-    from tpuswarm.train.files import write_atomically
+    from tpuswarm.train.process.atomic import write_atomically
 
     reach = find_reach(fleets.find(fleet)[0])
     seen = reach.look()

@@ -11,7 +11,7 @@ from tpuswarm.cli import bring
 from tpuswarm.cli.help import WORDS
 from tpuswarm.cli.options import Fleets, Target, Yes
 from tpuswarm.errors import InputError
-from tpuswarm.train.terminal import say
+from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.core.desired import Desired

@@ -4,7 +4,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.train.terminal import say_on
+from tpuswarm.train.process.terminal import say_on
 
 if TYPE_CHECKING:
     from tpuswarm.fleet.core.actions import Event
@@ -24,7 +24,7 @@ class Watching:
 
     def __enter__(self) -> "Watching":
         if self._console.is_terminal:
-            from tpuswarm.train.drawn import Drawn
+            from tpuswarm.train.process.drawn import Drawn
 
             self._live = Drawn(console=self._console, auto_refresh=False)  # type: ignore[assignment]
             self._live.start()  # type: ignore[attr-defined]

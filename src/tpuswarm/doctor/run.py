@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tpuswarm.doctor.check import Wrong
 from tpuswarm.swarm.status import MemberStatus, SwarmStatus, read_status
-from tpuswarm.train.life import read_life
-from tpuswarm.train.run import EVENTS, read_rows
+from tpuswarm.train.run.directory import EVENTS, read_rows
+from tpuswarm.train.run.life import read_life
 
 SILENT_S = 30.0
 """Seconds without a new status.json of a swarm that runs; its supervisor writes one each second."""

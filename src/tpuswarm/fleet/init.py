@@ -17,7 +17,7 @@ from tpuswarm.cloud.google.project import APIS, BILLING_API
 from tpuswarm.cloud.keys import key_file, make_key, public_key
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.file import SwarmFile
-from tpuswarm.train.files import write_atomically
+from tpuswarm.train.process.atomic import write_atomically
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.google.project import Project

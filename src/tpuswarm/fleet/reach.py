@@ -23,7 +23,7 @@ from tpuswarm.fleet.ssh_config import follow
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.known import Known
 from tpuswarm.remote.openssh import openssh
-from tpuswarm.train.files import write_atomically
+from tpuswarm.train.process.atomic import write_atomically
 
 HOST_KEYS = "hostkeys/"
 """Where a machine writes down its SSH host keys."""

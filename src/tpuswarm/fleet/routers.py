@@ -22,7 +22,7 @@ from tpuswarm.remote.setup.router import FOLDER, router
 from tpuswarm.remote.setup.run import Told, set_up
 from tpuswarm.remote.setup.step import Step
 from tpuswarm.remote.setup.wheel import versions, wheel
-from tpuswarm.train.platform import cache_folder
+from tpuswarm.train.process.platform import cache_folder
 
 
 def router_hosts(reach: Reach) -> list[Host]:

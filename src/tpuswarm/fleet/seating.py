@@ -28,7 +28,7 @@ from tpuswarm.remote.setup.python import BUNDLE
 from tpuswarm.remote.setup.run import Told, set_up
 from tpuswarm.remote.setup.step import Step
 from tpuswarm.remote.setup.wheel import versions, wheel
-from tpuswarm.train.platform import cache_folder
+from tpuswarm.train.process.platform import cache_folder
 
 KNOWN = ("setup.json", "versions.json", "secrets.json")
 """What set-up keeps of a fleet in files of this computer."""

@@ -26,8 +26,8 @@ from tpuswarm.remote.setup.secrets import Secrets
 from tpuswarm.remote.setup.step import LIMIT_S, Step
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.remote.sync.send import send
-from tpuswarm.train.files import write_atomically
-from tpuswarm.train.platform import cache_folder
+from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.platform import cache_folder
 
 AGAIN_S = 30.0
 """Seconds before a machine that could not be prepared is prepared again."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tpuswarm.fleet.keeping.fleets import Fleet
-from tpuswarm.train.files import write_atomically
+from tpuswarm.train.process.atomic import write_atomically
 
 
 def file_of(fleet: Fleet) -> Path:

@@ -104,7 +104,7 @@ def grants(desired: Desired, listing: Listing, now: float) -> list[GrantUse]:
 
 def machines_table(shown: Sequence[Row], width: int) -> "Table":
     """In so many columns; what names a machine is not cut."""
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
 
     columns = [
         Column("machine"),
@@ -150,7 +150,7 @@ def _doings_rows(found: Sequence["Doing"], count: int, unit: str, width: int) ->
     from rich.text import Text
 
     from tpuswarm.fleet.doing import counted
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
 
     shown = found[:count]
     columns = [

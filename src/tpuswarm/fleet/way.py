@@ -14,7 +14,7 @@ from tpuswarm.errors import TpuswarmError
 from tpuswarm.fleet.keeping.fleets import Fleet
 from tpuswarm.fleet.reach import find_reach
 from tpuswarm.fleet.ssh_config import alias, known_hosts
-from tpuswarm.train.files import write_atomically
+from tpuswarm.train.process.atomic import write_atomically
 
 PATIENCE_S = 20.0
 CHUNK = 1 << 16

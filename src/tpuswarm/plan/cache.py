@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.plan.order import Found, Order
-from tpuswarm.train.files import write_atomically
+from tpuswarm.train.process.atomic import write_atomically
 
 ALWAYS = ("jax", "jaxlib", "libtpu", "tpuswarm")
 """Packages that an answer rests on whether or not they show among the imported ones."""

@@ -32,7 +32,7 @@ def main() -> None:
 
     try:
         from tpuswarm.plan.judge import judge
-        from tpuswarm.train.platform import cache_folder
+        from tpuswarm.train.process.platform import cache_folder
 
         found = judge(order, say)
     except InputError as error:

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
-from tpuswarm.train.fit import Fitted
-from tpuswarm.train.float32 import float32_inputs, float32_products
-from tpuswarm.train.flops import Flops, library_caller
-from tpuswarm.train.matrix_unit import underfilled
+from tpuswarm.train.program.compiled import Fitted
+from tpuswarm.train.program.float32 import float32_inputs, float32_products
+from tpuswarm.train.program.flops import Flops, library_caller
+from tpuswarm.train.program.underfilled import underfilled
 from tpuswarm.train.user_code import Place, is_recipe_file, recipe_place
 
 Kind = Literal["refused", "evaluation", "float32", "matrix unit", "host transfer", "collective", "unrolled"]

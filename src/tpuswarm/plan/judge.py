@@ -1,4 +1,4 @@
-"""Does it fit, and how: the answer for one described slice, from `train/fit.py` and the TPU compiler."""
+"""Does it fit, and how: the answer for one described slice, from `train/program/compiled.py` and the TPU compiler."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,20 +12,20 @@ from tpuswarm.errors import InputError
 from tpuswarm.plan.hlo import Hazard, hazards, refusal
 from tpuswarm.plan.largest import largest
 from tpuswarm.plan.order import Found, Order, Place, Program
-from tpuswarm.train import fit as fitting
-from tpuswarm.train.feed import ALIVE, DEPTH
-from tpuswarm.train.fit import DoesNotFit, Fitted, Placed, TooLarge
-from tpuswarm.train.flops import Flops, model_flops
-from tpuswarm.train.mesh import batch_sharding, bytes_per_device, make_mesh
+from tpuswarm.train.data.feed import ALIVE, DEPTH
+from tpuswarm.train.program import compiled as fitting
+from tpuswarm.train.program.compiled import DoesNotFit, Fitted, Placed, TooLarge
+from tpuswarm.train.program.flops import Flops, model_flops
+from tpuswarm.train.program.mesh import batch_sharding, bytes_per_device, make_mesh
+from tpuswarm.train.program.request import Choice, Request, usual_request
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.request import Choice, Request, usual_request
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.user_code import build_recipe
 
 Say = Callable[[str], None]
 
 WAITING = 3
-"""Batches of an evaluation on the devices at once (train/evaluate.py): two that wait, and the next."""
+"""Batches of an evaluation on the devices at once (train/loop/evaluate.py): two that wait, and the next."""
 TOKEN_BYTES = 2
 """Of a token as it is kept (uint16)."""
 

@@ -1,7 +1,7 @@
 """How fast others have trained transformers on TPUs: what a plan's expected band rests on.
 
-All were read in 2026-11. `share` is model FLOPs, counted as `train/flops.py` counts them, over what the chips' peak
-would have done in the same time.
+All were read in 2026-11. `share` is model FLOPs, counted as `train/program/flops.py` counts them, over what the chips'
+peak would have done in the same time.
 """
 
 from dataclasses import dataclass

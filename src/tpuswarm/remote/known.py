@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tpuswarm.train.files import write_atomically
+from tpuswarm.train.process.atomic import write_atomically
 
 
 class Known:

@@ -16,7 +16,7 @@ from tpuswarm.router.plan import one_line
 from tpuswarm.router.record import Record, parse_record
 from tpuswarm.router.ruleset import MARK, TABLE, Listing, dropping, is_ours, parse_listing
 from tpuswarm.router.settings import ENABLED, KERNEL, LIMITS, OPEN_FILES, SYSCTL, UNIT
-from tpuswarm.train.files import part, write_atomically
+from tpuswarm.train.process.atomic import part, write_atomically
 
 RECORD = Path("/var/lib/tpuswarm/router.json")
 LOCK = Path("/run/tpuswarm-router.lock")

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from tpuswarm.train import placing
-from tpuswarm.train.mesh import AXIS, batch_sharding
+from tpuswarm.train.data import placing
+from tpuswarm.train.program.mesh import AXIS, batch_sharding
 from tpuswarm.train.recipe import Batch
 
 

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from tpuswarm.config.shown import clock, pace, significant
 from tpuswarm.swarm.status import FINISHED, MemberStatus, SwarmStatus
-from tpuswarm.train.display import speed_text
-from tpuswarm.train.live import Column, bar, sparkline, table
+from tpuswarm.train.look.display import speed_text
+from tpuswarm.train.look.live import Column, bar, sparkline, table
 
 BEHIND = 2
 """A member may be this many commits behind: its push is in flight."""

@@ -16,9 +16,9 @@ from tpuswarm.swarm.core.adopt import adopt, adopt_mean
 from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.quantize import BITS, BLOCK, encode, feedback
 from tpuswarm.swarm.core.values import Form
-from tpuswarm.train.fit import Placed
+from tpuswarm.train.data.placing import on_every_host, within_host
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.placing import on_every_host, within_host
+from tpuswarm.train.program.compiled import Placed
 from tpuswarm.train.recipe import State
 
 Flat = list[jax.Array]

@@ -15,10 +15,10 @@ from tpuswarm.swarm.core.values import Form, Identity
 from tpuswarm.swarm.exchanged import Coded, Exchanged, Flat, norm
 from tpuswarm.swarm.member import Evaluated, Payload
 from tpuswarm.swarm.prefetch import Prefetch
-from tpuswarm.train.evaluate import EVAL_BATCHES, HeldOut, evaluate
-from tpuswarm.train.feed import read_rows
-from tpuswarm.train.fit import Fitted
+from tpuswarm.train.data.feed import read_rows
+from tpuswarm.train.loop.evaluate import EVAL_BATCHES, HeldOut, evaluate
 from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.program.compiled import Fitted
 from tpuswarm.train.recipe import Batch, Clock, Metrics, Source, State
 
 RAMP = 100

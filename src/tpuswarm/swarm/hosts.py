@@ -3,7 +3,7 @@
 A program over several hosts runs when all of them dispatch it, in one order. So host 0 tells the others each call of
 its holder and then makes it itself; a lock holds the two together, because its two processes call from two threads.
 The others make the same calls, one after the other, on a holder of their own: they hold the same versions and never
-talk to the swarm. A host that dies ends the others (train/line.py): to the swarm that is one lost member.
+talk to the swarm. A host that dies ends the others (train/hosts/line.py): to the swarm that is one lost member.
 """
 
 import threading
@@ -21,8 +21,8 @@ from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.exchanged import Flat
 from tpuswarm.swarm.holder import ProgramHolder
 from tpuswarm.swarm.member import Payload
-from tpuswarm.train.hosts import Hosts
-from tpuswarm.train.line import Message
+from tpuswarm.train.hosts.line import Message
+from tpuswarm.train.hosts.rendezvous import Hosts
 
 PIECE = 2**22
 """Bytes of an array sent at a time: a step must not wait for a whole version to be sent."""

@@ -205,6 +205,6 @@ def _place(store: Store) -> Path:
     beside = store.here(FILE)
     if beside is not None and os.access(beside.parent, os.W_OK):
         return beside
-    from tpuswarm.train.platform import cache_folder
+    from tpuswarm.train.process.platform import cache_folder
 
     return cache_folder("ledgers") / f"{hashlib.sha256(store.root.encode()).hexdigest()[:32]}.sqlite"

@@ -17,11 +17,11 @@ from tpuswarm.swarm.objects import Objects
 from tpuswarm.swarm.runtime.head import FOUNDING, read_founding
 from tpuswarm.swarm.store import Corrupt, Missing, Store
 from tpuswarm.swarm.verify import newest_whole
-from tpuswarm.train.fit import Placed, place
-from tpuswarm.train.load import LoadedRun
+from tpuswarm.train.loop.session import request
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.run import read_config
-from tpuswarm.train.session import request
+from tpuswarm.train.program.compiled import Placed, place
+from tpuswarm.train.run.directory import read_config
+from tpuswarm.train.run.loaded import LoadedRun
 from tpuswarm.train.user_code import build_recipe
 
 

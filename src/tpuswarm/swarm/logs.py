@@ -9,9 +9,9 @@ from typing import NamedTuple
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.events import sentence
-from tpuswarm.train.run import EVENTS, read_rows, reading
-from tpuswarm.train.schema import parse_row
-from tpuswarm.train.stamped import STAMP
+from tpuswarm.train.process.stamped import STAMP
+from tpuswarm.train.run.directory import EVENTS, read_rows, reading
+from tpuswarm.train.run.schema import parse_row
 
 RUN = "run"
 """The source of events."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.train.feed import DEPTH
+from tpuswarm.train.data.feed import DEPTH
 from tpuswarm.train.recipe import Batch
 
 

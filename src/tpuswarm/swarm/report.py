@@ -17,9 +17,7 @@ from tpuswarm.swarm.status import Look, look
 from tpuswarm.swarm.store import Store
 from tpuswarm.swarm.tables import COMMIT_COLUMNS, commit_row, read_commits
 from tpuswarm.swarm.verify import verify
-from tpuswarm.train.files import write_atomically
-from tpuswarm.train.life import LAST
-from tpuswarm.train.report import (
+from tpuswarm.train.look.report import (
     configuration,
     draw_losses,
     facts_table,
@@ -32,7 +30,9 @@ from tpuswarm.train.report import (
     show_thousands,
     table,
 )
-from tpuswarm.train.run import EVENTS, METRICS, read_config, read_rows
+from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.run.directory import EVENTS, METRICS, read_config, read_rows
+from tpuswarm.train.run.life import LAST
 
 COMMITS, HAPPENED = 20, 200
 """Newest commits and events in the tables."""

@@ -12,11 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.summary import Summary, Tokens
-from tpuswarm.train.files import write_atomically
-from tpuswarm.train.life import read_life
-from tpuswarm.train.mirror import shown
-from tpuswarm.train.run import read_config, reading, writing
-from tpuswarm.train.schema import Stamp
+from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.run.directory import read_config, reading, writing
+from tpuswarm.train.run.life import read_life
+from tpuswarm.train.run.schema import Stamp
 
 FILE = "status.json"
 
@@ -186,7 +186,7 @@ class Look:
     run: str
     recipe: str
     state: str
-    """As in train/run.py."""
+    """As in train/run/directory.py."""
     pid: int | None
     message: str
     """Why it stopped or failed, where it did."""
@@ -259,6 +259,6 @@ def look(folder: Path) -> Look:
 
 
 def after_the_end(member: MemberStatus, ended: str) -> MemberStatus:
-    """A member of a run of which no process is left; ended: how, as in train/run.py."""
+    """A member of a run of which no process is left; ended: how, as in train/run/directory.py."""
     left = member.state == "left" or ended == "finished"
     return replace(member, state="left" if left else "lost", pid=None, tokens_per_s=None)

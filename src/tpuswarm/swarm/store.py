@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.mirror import origin
-from tpuswarm.train.stored import Bucket, Content, Copied, Folder, Memory
+from tpuswarm.train.bucket.mirror import origin
+from tpuswarm.train.bucket.stored import Bucket, Content, Copied, Folder, Memory
 
 
 class Missing(RunFailed):
@@ -41,7 +41,7 @@ class Conflict(RunFailed):
 class Store:
     """The files under one root: a local folder, or a URL gs://bucket/folder; memory://folder for simulations.
 
-    A local folder that stands for a run in a bucket (train/mirror.py) is that run, with copies on this disk.
+    A local folder that stands for a run in a bucket (train/bucket/mirror.py) is that run, with copies on this disk.
 
     Names are relative, with / between their parts. What goes wrong outside is raised as RunFailed. Methods may be
     called from several threads and processes at once.

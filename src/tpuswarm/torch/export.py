@@ -255,7 +255,7 @@ def _used(nodes: list[Node], wanted: list[Any]) -> list[Node]:
 
 def _array(value: Any) -> np.ndarray:
     """As it trains: what a module keeps in 16 bits is float32; the trainer says what is computed in 16."""
-    from tpuswarm.train.arrays import to_numpy
+    from tpuswarm.train.data.arrays import to_numpy
 
     found: np.ndarray = to_numpy(value.detach().cpu())
     dtypes = {"float64": np.float32, "bfloat16": np.float32, "float16": np.float32, "int64": np.int32}

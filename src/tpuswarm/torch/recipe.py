@@ -11,9 +11,9 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Exported, read, write
 from tpuswarm.torch.run import run
-from tpuswarm.train.arrays import to_torch
+from tpuswarm.train.data.arrays import to_torch
+from tpuswarm.train.run.trees import load
 from tpuswarm.train.supervised import Supervised, supervised
-from tpuswarm.train.trees import load
 
 COUNTED = "num_batches_tracked"
 """BatchNorm's counter, which nothing reads."""

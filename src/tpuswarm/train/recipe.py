@@ -57,7 +57,7 @@ def default_precision(platform: str) -> Precision:
 
 @dataclass(frozen=True)
 class Options:
-    """How a program should compute; the first six are set by the user, the last four are chosen by fit.py.
+    """How a program should compute; the first six are set by the user, the last four are chosen by program/compiled.py.
 
     A program raises InputError for any of the first six that it does not support, naming it.
 
@@ -191,7 +191,7 @@ class Recipe(ABC):
     given: Mapping[str, Any] = MappingProxyType({})
     """The arguments that `target` was called with, including its plain defaults."""
     forms: tuple[str, ...] = ()
-    """Which ways to save memory fit.py may choose for its programs unasked: `remat`, `accumulate`."""
+    """Which ways to save memory program/compiled.py may choose for its programs unasked: `remat`, `accumulate`."""
     identity: tuple[str, ...] = ()
     """Options that give the parameters their meaning, such as the tokenizer; `--init-from` copies them."""
     home: Path | None = None

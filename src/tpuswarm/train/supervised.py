@@ -17,6 +17,7 @@ from tpuswarm.config.limits import check
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.train import paths
+from tpuswarm.train.data.source import ArraySource
 from tpuswarm.train.losses import Loss, Terms, in_precision, mean_gradient, means, objective, terms, terms_and_extra
 from tpuswarm.train.recipe import (
     Average,
@@ -30,7 +31,6 @@ from tpuswarm.train.recipe import (
     Recipe,
     Source,
 )
-from tpuswarm.train.source import ArraySource
 
 SPLITS = ("train", "validation", "all")
 

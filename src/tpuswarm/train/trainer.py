@@ -10,20 +10,20 @@ from typing import Any, Literal
 from tpuswarm.config.limits import check
 from tpuswarm.config.units import Interval, parse_every
 from tpuswarm.errors import InputError
-from tpuswarm.train import wandb_log
+from tpuswarm.train.bucket.mirror import folder_for, is_url
 from tpuswarm.train.diagnose.watch import Watch
-from tpuswarm.train.display import Display, auto_display
-from tpuswarm.train.evaluate import EVAL_BATCHES
-from tpuswarm.train.hooks import Every, Hooks, Step
-from tpuswarm.train.loop import Loop
-from tpuswarm.train.mirror import folder_for, is_url
-from tpuswarm.train.outputs import Logger
-from tpuswarm.train.parent import find_parent
+from tpuswarm.train.hosts.several import several
+from tpuswarm.train.look import wandb_log
+from tpuswarm.train.look.display import Display, auto_display
+from tpuswarm.train.look.outputs import Logger
+from tpuswarm.train.loop.evaluate import EVAL_BATCHES
+from tpuswarm.train.loop.hooks import Every, Hooks, Step
+from tpuswarm.train.loop.loop import Loop
+from tpuswarm.train.loop.result import Result, ended_before
+from tpuswarm.train.loop.session import Finished, prepare
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.result import Result, ended_before
-from tpuswarm.train.session import Finished, prepare
+from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import FIXED, FREE
-from tpuswarm.train.several import several
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Trainer:
       not kept; `run` is not touched.
     - profile: trace a few steps for xprof and TensorBoard; wandb: the Weights & Biases project to log to.
     - hooks: your own functions, called between steps: `hooks=[Every(100, look)]`.
-    - loggers: objects of yours that get every row of metrics.jsonl (train/outputs.py Logger).
+    - loggers: objects of yours that get every row of metrics.jsonl (train/look/outputs.py Logger).
     - keep_best: `eval_loss`, or `eval_accuracy:max`: the checkpoint of the best evaluation is kept besides the newest.
     - display: where progress goes; None: a live view on a terminal, else lines.
     - hosts, host, hosts_at: how many hosts train together, the number of this one from 0, and the address HOST:PORT of

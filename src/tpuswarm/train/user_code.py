@@ -19,9 +19,9 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.refused import refused
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.train.platform import prepare
+from tpuswarm.train.process.platform import prepare
+from tpuswarm.train.process.stop import loads_user_code
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.stop import loads_user_code
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
 OUR_RECIPES = OUR_FOLDER / "recipes"

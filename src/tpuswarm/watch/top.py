@@ -116,7 +116,7 @@ def draw(found: Sequence[Row], width: int, height: int | None = None, devices: b
     from rich.console import Group
     from rich.text import Text
 
-    from tpuswarm.train.live import Column, table
+    from tpuswarm.train.look.live import Column, table
 
     parts = [Text(_summary(found))]
     libraries = sorted({_library(each) for row in found for each in row.owners} - {""})

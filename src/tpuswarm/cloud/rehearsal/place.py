@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.errors import RunFailed
-from tpuswarm.train.files import write_atomically
+from tpuswarm.train.process.atomic import write_atomically
 
 VARIABLE = "TPUSWARM_REHEARSAL"
 """The environment variable that names the folder."""

@@ -10,7 +10,7 @@ from tpuswarm.fleet.core.traffic import Traffic, count
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.training import is_head, run_in
 from tpuswarm.swarm import status
-from tpuswarm.train.mirror import FILES
+from tpuswarm.train.bucket.mirror import FILES
 
 LOOK = 60.0
 """Seconds between two looks: each is a request."""

@@ -25,7 +25,7 @@ from tpuswarm.fleet.core.jobs import Job
 from tpuswarm.fleet.core.ledger import Ledger
 from tpuswarm.fleet.core.memory import Work
 from tpuswarm.fleet.core.traffic import Traffic
-from tpuswarm.train.computer import alive
+from tpuswarm.train.process.computer import alive
 
 FORMAT = 1
 KEPT_EVENTS = 200
@@ -167,7 +167,7 @@ class LocalBucket:
             raise Unreachable(f"{file} cannot be written: {error.strerror}") from error
 
     def _write(self, file: Path, path: str, data: bytes, generation: int) -> int:
-        from tpuswarm.train.files import part, sync
+        from tpuswarm.train.process.atomic import part, sync
 
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.with_suffix(".lock")):

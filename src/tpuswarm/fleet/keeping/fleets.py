@@ -25,7 +25,7 @@ from tpuswarm.fleet.file import DEFAULT, SwarmFile, read_swarm
 from tpuswarm.fleet.keeping.document import Damaged, Document, Lease, LocalBucket, Store, own_mark, runs, state_folder
 from tpuswarm.fleet.keeping.history import History
 from tpuswarm.remote.sync.tree import Kept
-from tpuswarm.train.files import write_atomically
+from tpuswarm.train.process.atomic import write_atomically
 
 LEADS_S = 60.0
 """Seconds in which a keeper that was started in the background should lead."""

@@ -29,7 +29,7 @@ from tpuswarm.fleet.keeping.document import KEPT_EVENTS, Document, Lease, runs, 
 from tpuswarm.fleet.keeping.fleets import Held
 from tpuswarm.fleet.keeping.history import History
 from tpuswarm.fleet.keeping.idle import Idle
-from tpuswarm.train.computer import this_computer
+from tpuswarm.train.process.computer import this_computer
 
 SETTLED, MOVING = 3.0, 1.0
 """Seconds between two looks, the second while something is under way."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.train.mesh import gathered_as
+from tpuswarm.train.program.mesh import gathered_as
 
 CHUNK_BYTES = 2**27
 """Float32 logits that one device holds at a time."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from tpuswarm.recipes.gpt2 import attention
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.train.mesh import gathered, gathered_as
+from tpuswarm.train.program.mesh import gathered, gathered_as
 from tpuswarm.train.recipe import Options
 
 Params = dict[str, Any]

@@ -192,8 +192,8 @@ class GPT2(Recipe):
     def keep(self, folder: Path) -> None:
         """A BPE, as tokenizer.json."""
         from tpuswarm.recipes.gpt2.bpe import FILE, Bpe
-        from tpuswarm.train.files import write_atomically
-        from tpuswarm.train.run import writing
+        from tpuswarm.train.process.atomic import write_atomically
+        from tpuswarm.train.run.directory import writing
 
         if isinstance(self.tokenizer, Bpe):
             with writing(folder / FILE):

@@ -17,8 +17,8 @@ from urllib.request import getproxies
 import fsspec
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.files import google_storage
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.atomic import google_storage
+from tpuswarm.train.process.waiting import waiting
 
 PIECE = 2**22
 """Bytes read at a time."""

@@ -21,11 +21,11 @@ from tpuswarm.recipes.gpt2.bpe import END, FILE, Bpe, read_bpe, train_bpe, whole
 from tpuswarm.recipes.gpt2.config import Kind
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
 from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Bytes, Characters, Tokenizer
-from tpuswarm.train.contents import contents_digest
-from tpuswarm.train.files import write_atomically
-from tpuswarm.train.platform import cache_folder
-from tpuswarm.train.run import writing
-from tpuswarm.train.source import shuffled
+from tpuswarm.train.data.contents import contents_digest
+from tpuswarm.train.data.source import shuffled
+from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.platform import cache_folder
+from tpuswarm.train.run.directory import writing
 
 HELD_OUT = 0.1
 """Share of the tokens that is held out where nobody says, as nanoGPT does."""

@@ -23,10 +23,10 @@ from rich.progress import Progress
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
-from tpuswarm.train.contents import contents_digest
-from tpuswarm.train.files import write_atomically
-from tpuswarm.train.platform import cache_folder
-from tpuswarm.train.run import writing
+from tpuswarm.train.data.contents import contents_digest
+from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.platform import cache_folder
+from tpuswarm.train.run.directory import writing
 
 Odd = Literal["crop", "refuse"]
 """What becomes of a picture that is no square of the resolution or more: its middle square, or a refusal."""

@@ -114,7 +114,7 @@ class StyleGAN2(Recipe):
 
     def data(self, split: str) -> Source:
         """Pictures of a split: the last tenth is held out."""
-        from tpuswarm.train.source import ArraySource
+        from tpuswarm.train.data.source import ArraySource
 
         pictures = self._pictures
         first = len(pictures) - len(pictures) // 10
@@ -181,7 +181,7 @@ class StyleGAN2(Recipe):
         if self._data == FAKE:
             return pictures.fake(side)
         from tpuswarm.recipes.stylegan2.files import prepare_pictures
-        from tpuswarm.train.terminal import say
+        from tpuswarm.train.process.terminal import say
 
         found = prepare_pictures(self._data, side, "refuse" if self._odd == "refuse" else "crop")
         if found.damaged:

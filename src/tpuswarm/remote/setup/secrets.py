@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.files import part
+from tpuswarm.train.process.atomic import part
 
 
 class Secrets:

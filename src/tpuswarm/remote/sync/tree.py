@@ -16,7 +16,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.remote.sync.listed import listed, refuse_secrets
-from tpuswarm.train.files import write_atomically
+from tpuswarm.train.process.atomic import write_atomically
 
 CHUNK = 1 << 18
 SURE_S = 2.0

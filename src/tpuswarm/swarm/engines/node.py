@@ -18,8 +18,8 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.engines.files import DISMISSED, ENVIRONMENT, MEMBER, NAMED, STORE_BYTES, private_folder, use_token
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.notice import GOODBYE
-from tpuswarm.train.stop import StopSignals
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.process.stop import StopSignals
+from tpuswarm.train.process.waiting import waiting
 
 ANSWER = 5.0
 """Seconds for an address to answer."""

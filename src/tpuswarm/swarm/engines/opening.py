@@ -14,7 +14,7 @@ from typing import Any
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.engines.files import ENVIRONMENT, private_folder
 from tpuswarm.swarm.engines.ports import Ports
-from tpuswarm.train.stop import held
+from tpuswarm.train.process.stop import held
 
 os.environ |= ENVIRONMENT  # Ray reads these while it is imported
 

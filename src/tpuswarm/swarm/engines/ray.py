@@ -30,7 +30,7 @@ from tpuswarm.swarm.engines.files import DISMISSED, MEMBER, NAMED, store_bytes, 
 from tpuswarm.swarm.engines.opening import NAMESPACE, open_ray
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.notice import on_notice
-from tpuswarm.train.stop import held
+from tpuswarm.train.process.stop import held
 
 ANYWHERE = "anywhere"
 """In the place of a node's name: wherever a cluster that was there already has room."""

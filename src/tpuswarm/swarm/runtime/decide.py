@@ -19,10 +19,10 @@ from tpuswarm.swarm.runtime import machine
 from tpuswarm.swarm.runtime.head import FOUNDING, read_founding
 from tpuswarm.swarm.runtime.plan import CYCLE, Swarm, code_digest
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.mirror import shown
+from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.loop.session import Resolved, held_out, resolve
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run import COMMITS, CONFIG, Run
-from tpuswarm.train.session import Resolved, held_out, resolve
+from tpuswarm.train.run.directory import COMMITS, CONFIG, Run
 from tpuswarm.train.settings import check_batch, differences
 
 STAYS = ("batch", "seed", "data")

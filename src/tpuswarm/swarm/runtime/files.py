@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.runtime.plan import DataFile, Plan
-from tpuswarm.train import platform
-from tpuswarm.train.contents import contents_digest
-from tpuswarm.train.hosts import Hosts
-from tpuswarm.train.run import writing
+from tpuswarm.train.data.contents import contents_digest
+from tpuswarm.train.hosts.rendezvous import Hosts
+from tpuswarm.train.process import platform
+from tpuswarm.train.run.directory import writing
 
 PART = 2**23
 """Bytes sent at a time."""

@@ -1,7 +1,7 @@
 """What host 0 of a member of several hosts tells the others; and the process of another host, which follows it.
 
 `python -m tpuswarm.swarm.runtime.follower` is a process of its own because a host that loses another one has to end
-(train/line.py); runtime/join.py keeps one, and reads its exit status and the lines on its stderr.
+(train/hosts/line.py); runtime/join.py keeps one, and reads its exit status and the lines on its stderr.
 """
 
 import os
@@ -21,9 +21,9 @@ from tpuswarm.swarm.runtime import files
 from tpuswarm.swarm.runtime.group import STEPPED, Group
 from tpuswarm.swarm.runtime.plan import Plan
 from tpuswarm.swarm.runtime.program import make_ready
-from tpuswarm.train import platform
-from tpuswarm.train.hosts import Absent, Hosts
-from tpuswarm.train.line import ABSENT, FAILED, LEFT, LOST, WRONG
+from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, LOST, WRONG
+from tpuswarm.train.hosts.rendezvous import Absent, Hosts
+from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
 
 _PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it imports JAX, which the machine's own process does without
-    from tpuswarm.train.hosts import Hosts
+    from tpuswarm.train.hosts.rendezvous import Hosts
 
 VARIABLE = "TPUSWARM_GROUP"
 """The environment variable by which a machine that joined tells its processes."""
@@ -40,19 +40,19 @@ class Group:
 
     def check(self) -> None:
         """Raise InputError for a host that is not of so many, and where host 0 cannot listen."""
-        from tpuswarm.train.hosts import listen
-        from tpuswarm.train.several import host_0
+        from tpuswarm.train.hosts.rendezvous import listen
+        from tpuswarm.train.hosts.several import host_0
 
         at = host_0(self.at, self.count, self.index)
         if self.index == 0:
             listen(*at).close()  # its member's process would fail where nobody sees it
 
     def gather(self, awaited: Callable[[], bool] = lambda: True) -> "Hosts":
-        """All hosts, once they have come; raises as train/hosts.py says.
+        """All hosts, once they have come; raises as train/hosts/rendezvous.py says.
 
         Host 0 waits as long as it takes, for a machine may take long to come back, while the others are `awaited`.
         """
-        from tpuswarm.train.hosts import PATIENCE, initialize
+        from tpuswarm.train.hosts.rendezvous import PATIENCE, initialize
 
         secret = Path(self.token).read_text().strip().encode()
         return initialize(self.at, self.count, self.index, secret, PATIENCE if self.index else math.inf, awaited)

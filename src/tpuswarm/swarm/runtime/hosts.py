@@ -15,7 +15,7 @@ from tpuswarm.swarm.runtime.head import Head
 from tpuswarm.swarm.runtime.plan import Plan
 from tpuswarm.swarm.runtime.shard import Shard
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.stamped import stamp
+from tpuswarm.train.process.stamped import stamp
 
 Calls = Callable[[Call], Any]
 
@@ -64,7 +64,7 @@ def member(
     """A member's process."""
     from tpuswarm.swarm.runtime.group import Group  # these import JAX, which the others do without
     from tpuswarm.swarm.runtime.member import MemberHost, Place
-    from tpuswarm.train import platform
+    from tpuswarm.train.process import platform
 
     files = Path(data) if data else None
     batch = int(os.environ[BATCH]) if BATCH in os.environ else None

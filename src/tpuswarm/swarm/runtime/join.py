@@ -20,10 +20,10 @@ from tpuswarm.swarm.notice import GOODBYE
 from tpuswarm.swarm.runtime.group import STEPPED, Group
 from tpuswarm.swarm.status import FILE as STATUS
 from tpuswarm.swarm.status import FINISHED, STOPPED, SwarmStatus, parse_status
-from tpuswarm.train.line import ABSENT, FAILED, LEFT, TAKEN, WRONG
-from tpuswarm.train.mirror import FILES
-from tpuswarm.train.stop import StopSignals
-from tpuswarm.train.stored import Bucket
+from tpuswarm.train.bucket.mirror import FILES
+from tpuswarm.train.bucket.stored import Bucket
+from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, TAKEN, WRONG
+from tpuswarm.train.process.stop import StopSignals
 
 TRIES = 4
 """Ends of a host's process in a row without a step until it is given up, as the swarm's supervisor does with host 0."""

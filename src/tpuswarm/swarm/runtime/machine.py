@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.mesh import select_devices
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.platform import has_gpu, has_tpu
+from tpuswarm.train.process.platform import has_gpu, has_tpu
+from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Average, Options, Recipe
 
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}

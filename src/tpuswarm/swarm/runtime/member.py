@@ -27,11 +27,11 @@ from tpuswarm.swarm.runtime.group import Group
 from tpuswarm.swarm.runtime.head import Found, Joining
 from tpuswarm.swarm.runtime.plan import HEAD, Founding, Plan
 from tpuswarm.swarm.runtime.program import Ready, make_ready
-from tpuswarm.train import platform
-from tpuswarm.train.hosts import Absent, Hosts
-from tpuswarm.train.pictures import PICTURE
+from tpuswarm.train.hosts.rendezvous import Absent, Hosts
+from tpuswarm.train.look.pictures import PICTURE
+from tpuswarm.train.loop.session import chosen
+from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
-from tpuswarm.train.session import chosen
 
 AGAIN = 0.5
 """Seconds between two tries of a call that nobody answers."""

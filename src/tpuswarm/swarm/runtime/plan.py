@@ -122,7 +122,7 @@ class Founding:
 
     fragments: tuple[tuple[Leaf, ...], ...]
     chosen: dict[str, Any]
-    """How its program runs (train/session.py)."""
+    """How its program runs (train/loop/session.py)."""
 
     @cached_property
     def layout(self) -> Layout:

@@ -13,13 +13,13 @@ from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.runtime import compiled
 from tpuswarm.swarm.runtime.plan import Plan, code_digest, fill
-from tpuswarm.train.evaluate import HeldOut
-from tpuswarm.train.fit import Fitted, fit
-from tpuswarm.train.load import load_parameters
+from tpuswarm.train.data.source import training_rows
+from tpuswarm.train.loop.evaluate import HeldOut
+from tpuswarm.train.loop.session import held_out, request
 from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.program.compiled import Fitted, fit
 from tpuswarm.train.recipe import Metrics, Recipe, Source, State
-from tpuswarm.train.session import held_out, request
-from tpuswarm.train.source import training_rows
+from tpuswarm.train.run.loaded import load_parameters
 from tpuswarm.train.user_code import blame, build_recipe
 
 Took = Callable[[int, Metrics], None]

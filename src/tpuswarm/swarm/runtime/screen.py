@@ -11,11 +11,11 @@ from rich.text import Text
 from tpuswarm.config.shown import clock, significant
 from tpuswarm.swarm.drawing import About, draw
 from tpuswarm.swarm.status import SwarmStatus
-from tpuswarm.train.display import PLAIN_WIDTH, speed_text
-from tpuswarm.train.live import Curve, region
-from tpuswarm.train.stamped import logged
-from tpuswarm.train.terminal import say_on
-from tpuswarm.train.waiting import stderr_console
+from tpuswarm.train.look.display import PLAIN_WIDTH, speed_text
+from tpuswarm.train.look.live import Curve, region
+from tpuswarm.train.process.stamped import logged
+from tpuswarm.train.process.terminal import say_on
+from tpuswarm.train.process.waiting import stderr_console
 
 QUIET = 5.0
 """Seconds between two lines of progress."""

@@ -31,15 +31,15 @@ from tpuswarm.swarm.runtime.supervisor import Ended, Supervisor
 from tpuswarm.swarm.status import FILE as STATUS
 from tpuswarm.swarm.status import FINISHED, look, read_status, write_status
 from tpuswarm.swarm.store import Store
-from tpuswarm.train.fit import place
-from tpuswarm.train.life import LAST, removed_sentence, stopped_sentence
-from tpuswarm.train.load import load_parameters
-from tpuswarm.train.mirror import shown
+from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.loop.session import Resolved, configuration, request
+from tpuswarm.train.process.stop import Interrupted, held
+from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.program.compiled import place
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run import CONFIG, EVENTS, METRICS, SAMPLE, Run, command_line, read_rows, writing
-from tpuswarm.train.session import Resolved, configuration, request
-from tpuswarm.train.stop import Interrupted, held
-from tpuswarm.train.waiting import waiting
+from tpuswarm.train.run.directory import CONFIG, EVENTS, METRICS, SAMPLE, Run, command_line, read_rows, writing
+from tpuswarm.train.run.life import LAST, removed_sentence, stopped_sentence
+from tpuswarm.train.run.loaded import load_parameters
 
 Environment = Callable[[int | None], dict[str, str]]
 SAMPLED_BYTES = 2**31

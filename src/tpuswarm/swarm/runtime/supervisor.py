@@ -29,11 +29,11 @@ from tpuswarm.swarm.runtime.kept import Kept, guest_name
 from tpuswarm.swarm.runtime.plan import HEAD, Plan, member_name
 from tpuswarm.swarm.runtime.screen import Screen
 from tpuswarm.swarm.status import FINISHED, STOPPED, Progress, SwarmStatus, after_the_end, compose, write_status
-from tpuswarm.train.listing import newest_evaluation
-from tpuswarm.train.live import Pace
-from tpuswarm.train.pictures import PICTURE, write_picture
-from tpuswarm.train.run import EVENTS, METRICS, Run, append_rows, read_rows
-from tpuswarm.train.stop import StopSignals
+from tpuswarm.train.look.live import Pace
+from tpuswarm.train.look.pictures import PICTURE, write_picture
+from tpuswarm.train.process.stop import StopSignals
+from tpuswarm.train.run.directory import EVENTS, METRICS, Run, append_rows, read_rows
+from tpuswarm.train.run.listing import newest_evaluation
 
 LOOK = 0.2
 """Seconds between two rounds of looking at everything."""

@@ -19,8 +19,8 @@ from tpuswarm.swarm.core.choose import clipping, effective
 from tpuswarm.swarm.core.fragments import Layout
 from tpuswarm.swarm.core.outer import Outer, advance
 from tpuswarm.swarm.core.quantize import decode, encode, feedback
-from tpuswarm.train.evaluate import FiniteSource
-from tpuswarm.train.feed import read_rows
+from tpuswarm.train.data.feed import read_rows
+from tpuswarm.train.loop.evaluate import FiniteSource
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Batch, Clock, Program, Source, State
 

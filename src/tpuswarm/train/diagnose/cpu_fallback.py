@@ -11,7 +11,7 @@ import jax
 from jax._src import xla_bridge
 
 from tpuswarm.train.diagnose.finding import Finding
-from tpuswarm.train.platform import tpu_chips
+from tpuswarm.train.process.platform import tpu_chips
 
 SIGNS = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
 """Variables that the set-up of a slice or of Kubernetes leaves. TPU_NAME is none: people set it for gcloud at home."""
@@ -41,7 +41,7 @@ def this_machine() -> Machine:
     return Machine(
         chips=[str(chip) for chip in chips],
         environ=os.environ,
-        # without chips, train/platform.py may have chosen
+        # without chips, train/process/platform.py may have chosen
         asked=os.environ.get("JAX_PLATFORMS") or (chips and jax.config.values["jax_platforms"]) or "",
         libtpu=importlib.util.find_spec("libtpu") is not None,
         error=str(errors.get("tpu", "")),

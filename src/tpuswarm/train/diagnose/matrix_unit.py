@@ -2,8 +2,8 @@
 
 from tpuswarm.catalog import generation_of
 from tpuswarm.train.diagnose.finding import Finding
-from tpuswarm.train.flops import Flops
-from tpuswarm.train.matrix_unit import underfilled
+from tpuswarm.train.program.flops import Flops
+from tpuswarm.train.program.underfilled import underfilled
 
 MOST = 3
 """Places that are named; they come in the order of what they cost."""

@@ -1,8 +1,8 @@
 """Float32 where bf16 was asked: a layer that keeps its own dtype passes it on to all that follows."""
 
 from tpuswarm.train.diagnose.finding import Finding
-from tpuswarm.train.fit import Fitted
-from tpuswarm.train.float32 import float32_inputs, float32_products
+from tpuswarm.train.program.compiled import Fitted
+from tpuswarm.train.program.float32 import float32_inputs, float32_products
 
 MOST = 3
 """Places that are named; they come in the order of their FLOPs."""

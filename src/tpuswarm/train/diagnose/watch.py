@@ -19,7 +19,7 @@ from tpuswarm.train.diagnose.starvation import Starvation
 from tpuswarm.train.diagnose.summary import Summary
 from tpuswarm.train.diagnose.tied_weights import tied_weights
 from tpuswarm.train.diagnose.times import Times
-from tpuswarm.train.fit import Fitted
+from tpuswarm.train.program.compiled import Fitted
 
 WARM_UP = 2
 """Steps after which training is what it will be."""

@@ -1,0 +1,125 @@
+"""A run in a bucket while this process has it: its lease is renewed, what is new is sent, and `stop` is heard."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tpuswarm.errors import RunFailed
+from tpuswarm.train.bucket.lease import RENEWED, Lease, Lost
+from tpuswarm.train.bucket.mirror import STOP, Mirror
+
+SENT = 10.0
+"""Seconds between two times at which what is new is sent."""
+
+
+class Tended:
+    """From `take` to `close` the run is this process's."""
+
+    def __init__(self, folder: Path):
+        self._mirror = Mirror(folder)
+        self._lease = Lease(self._mirror.bucket, self._mirror.url)
+        self._end, self._wake = threading.Event(), threading.Event()
+        self._renewing = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(work,), name="bucket", daemon=True)
+            for work in (self._keep, self._send)
+        ]
+        self._error: Exception | None = None
+        self._cleared = False
+        self._sent = 0.0
+
+    def take(self) -> None:
+        """Have the run, with all of it on this disk. Raises InputError while somebody else has it, and RunFailed."""
+        try:
+            before = self._lease.take()
+            if before != self._mirror.owner:
+                self._mirror.forget()
+            self._mirror.own(self._lease.owner)
+            self._mirror.begin()
+            self._mirror.pull(whole=True)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._sent = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def check(self) -> None:
+        """Raise RunFailed where the run is not this process's any more, or cannot be kept."""
+        if self._error is not None:
+            raise self._error
+
+    def soon(self) -> None:
+        """What is new now does not wait."""
+        self._wake.set()
+
+    def clear(self) -> None:
+        """Nothing came of the run: it is removed from the bucket."""
+        self._stop()
+        self._mirror.clear()
+        self._cleared = True
+
+    def close(self) -> None:
+        """Send the rest, and let the run go."""
+        if self._end.is_set() and self._cleared:
+            return
+        ended = self._end.is_set()
+        self._stop()
+        if ended or self._cleared or isinstance(self._error, Lost):
+            return
+        try:
+            self._assure()  # it may be another's since: what that has written is not to be touched
+            self._mirror.push(self._assure)
+            self._lease.release()
+        except Lost:
+            return
+        except Exception as error:  # the library of buckets raises many types
+            raise self._failed(error) from error
+
+    def _stop(self) -> None:
+        self._end.set()
+        self._wake.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        """Renewing and sending each have a thread: a checkpoint takes longer to send than a lease lasts."""
+        while not self._end.is_set() and self._error is None:
+            try:
+                work()
+            except RunFailed as error:
+                self._error = error
+            except Exception as error:  # noqa: BLE001  # as above; whoever trains is told at its next look
+                self._error = self._failed(error)
+
+    def _keep(self) -> None:
+        """Renew the lease, and hear `stop`."""
+        if not self._end.wait(RENEWED):
+            self._assure()
+            if self._mirror.bucket.exists(f"{STOP}{self._lease.owner}"):
+                self._mirror.bucket.delete(f"{STOP}{self._lease.owner}")
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def _send(self) -> None:
+        """Send what is new, now and then, and when that is asked."""
+        asked = self._wake.wait(max(0.0, SENT - (time.monotonic() - self._sent)))
+        self._wake.clear()
+        if not self._end.is_set() and (asked or time.monotonic() - self._sent >= SENT):
+            self._mirror.push(self._assure)
+            self._sent = time.monotonic()
+
+    def _assure(self) -> None:
+        """Raise Lost unless the run is this process's, surely: its lease was renewed a moment ago, or is now."""
+        with self._renewing:
+            if self._lease.age >= RENEWED:
+                self._lease.renew()
+
+    def _failed(self, error: Exception) -> RunFailed:
+        if isinstance(error, FileNotFoundError):
+            why = "there is no such bucket; create it, or use another one"
+        else:
+            why = f"{' '.join(str(error).split())[:300] or type(error).__name__}; start the same command again"
+        return RunFailed(f"{self._mirror.url} could not be reached: {why}")

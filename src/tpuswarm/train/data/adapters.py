@@ -1,0 +1,192 @@
+"""Data of other libraries as sources: what has a length and an index, and what only comes one after the other."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from copy import copy
+from functools import cached_property
+from multiprocessing import get_context
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.data.source import shuffled
+from tpuswarm.train.process.waiting import waiting
+
+Rows = dict[str, np.ndarray]
+AGAIN = 10_000
+"""Rows from which on reading a stream again is worth a word."""
+
+
+class IndexedSource:
+    """Whatever has `len(data)` and `data[i]`, or is called with lists of i by `__getitems__`, as a source.
+
+    A torch Dataset, a Hugging Face dataset, a grain MapDataset, a list: every epoch is a new permutation of all rows,
+    and a resumed run reads on exactly where it was. An item is a dict of arrays or numbers, or a tuple, whose parts
+    `names` names. workers: processes that read and decode, each with a copy of `data`; 0: the process that trains.
+    """
+
+    def __init__(self, data: Any, names: Sequence[str] = (), workers: int = 0, seed: int | None = None):
+        try:
+            self.rows_per_epoch = len(data)
+        except TypeError as error:
+            raise InputError(
+                f"{type(data).__name__} has no length: an IndexedSource reads rows by their number; use StreamSource"
+            ) from error
+        if not self.rows_per_epoch:
+            raise InputError(f"{type(data).__name__} has no rows")
+        self._data, self._names, self._workers = data, tuple(names), workers
+        self._given, self._seed = seed, seed or 0
+
+    def rows(self, start: int, count: int) -> Rows:
+        """Rows start to start + count of the order."""
+        index = np.concatenate([rows for _, rows in shuffled(start, count, self.rows_per_epoch, self._seed)]).tolist()
+        if not self._workers:
+            return stacked(_items(self._data, index), self._names)
+        each = -(-len(index) // self._workers)
+        parts = [index[first : first + each] for first in range(0, len(index), each)]
+        try:
+            found = list(self._pool.map(_work, parts))
+        except BrokenProcessPool as error:
+            raise InputError(
+                "a process that reads rows has died; is the program's own code under `if __name__ == '__main__':`, and "
+                "is there memory for all workers?"
+            ) from error
+        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+
+    def seeded(self, seed: int) -> "IndexedSource":
+        """The same rows in the order of a run's seed; itself where it was given one."""
+        if self._given is not None:
+            return self
+        other = copy(self)
+        other.__dict__.pop("_pool", None)  # which ends with its source
+        other._given = other._seed = seed
+        return other
+
+    @cached_property
+    def _pool(self) -> ProcessPoolExecutor:
+        context = get_context("spawn")  # a fork would take JAX's threads with it
+        pool = ProcessPoolExecutor(self._workers, context, initializer=_begin, initargs=(self._data, self._names))
+        finalize(self, pool.shutdown)  # one that ends by itself may do so while Python ends, which prints a traceback
+        return pool
+
+
+class StreamSource:
+    """What only comes one after the other, as a source: a DataLoader, a streamed dataset, a function that makes one.
+
+    data: an iterable that begins anew each time, or a function that returns an iterator. batched: its items are
+    batches, whose first axis is the row, as those of a DataLoader; else they are rows. names: of the parts of items
+    that are tuples. rows_per_epoch: where it is known and needed, for `--epochs` and for evaluations.
+
+    A run that resumes reads what came before again and throws it away: it goes on exactly where it was if `data` gives
+    the same rows in the same order each time, which only its maker knows. After its end it begins anew.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any] | Callable[[], Iterator[Any]],
+        names: Sequence[str] = (),
+        batched: bool = True,
+        rows_per_epoch: int | None = None,
+    ):
+        if isinstance(data, Iterator):
+            raise InputError(
+                f"a {type(data).__name__} can be read only once: a run that resumes, or evaluates, begins anew; give a "
+                "function that makes it"
+            )
+        self._data, self._names, self._batched = data, tuple(names), batched
+        if rows_per_epoch is not None:
+            self.rows_per_epoch = rows_per_epoch
+        self._items: Iterator[Any] = iter(())
+        self._held: list[Rows] = []
+        self._next = 0
+
+    def rows(self, start: int, count: int) -> Rows:
+        """Rows start to start + count of the order."""
+        if start < self._next:
+            self._items, self._held, self._next = iter(()), [], 0
+        if start - self._next > AGAIN:
+            with waiting(f"reading {start - self._next:,} rows of the stream again", short=0.0):
+                self._skip(start - self._next)
+        else:
+            self._skip(start - self._next)
+        return self._take(count)
+
+    def _skip(self, count: int) -> None:
+        while count:
+            count -= len(next(iter(self._take(min(count, AGAIN)).values())))
+
+    def _take(self, count: int) -> Rows:
+        found: list[Rows] = []
+        wanted = count
+        while wanted:
+            part = self._held.pop(0) if self._held else self._read()
+            size = len(next(iter(part.values())))
+            if size > wanted:
+                self._held.insert(0, {name: array[wanted:] for name, array in part.items()})
+                part = {name: array[:wanted] for name, array in part.items()}
+            wanted -= min(size, wanted)
+            found.append(part)
+        self._next += count
+        if len(found) == 1:
+            return found[0]
+        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+
+    def _read(self) -> Rows:
+        """The next item as rows."""
+        for _ in range(2):
+            for item in self._items:
+                if not self._batched:
+                    return stacked([item], self._names)
+                part = {name: np.asarray(each) for name, each in _named(item, self._names).items()}
+                sizes = {name: array.shape[:1] for name, array in part.items()}
+                if len(set(sizes.values())) != 1 or () in sizes.values():
+                    raise InputError(f"a batch of the stream has arrays of different rows: {sizes}; use batched=False")
+                if sizes[next(iter(sizes))] != (0,):
+                    return part
+            self._items = self._data() if callable(self._data) else iter(self._data)
+        raise InputError("the stream has no rows: it ended as soon as it began")
+
+
+def stacked(items: Sequence[Any], names: Sequence[str]) -> Rows:
+    """Items as one batch; InputError where their arrays have different shapes."""
+    rows = [_named(item, names) for item in items]
+    found = {}
+    for name in rows[0]:
+        try:
+            found[name] = np.stack([np.asarray(row[name]) for row in rows])
+        except (ValueError, KeyError) as error:
+            raise InputError(f"{name} of the data cannot be one array: {error}; pad or cut it to one shape") from error
+    return found
+
+
+def _named(item: Any, names: Sequence[str]) -> Mapping[str, Any]:
+    if isinstance(item, Mapping):
+        return {name: item[name] for name in names} if names else item
+    parts = tuple(item) if isinstance(item, tuple | list) else (item,)
+    if len(parts) != len(names):
+        raise InputError(
+            f"an item of the data is a {type(item).__name__} of {len(parts)} parts, and {len(names)} names are given: "
+            "say what they are, as in names=['image', 'label']"
+        )
+    return dict(zip(names, parts, strict=True))
+
+
+def _items(data: Any, index: list[int]) -> list[Any]:
+    found = data.__getitems__(index) if hasattr(data, "__getitems__") else [data[each] for each in index]
+    return list(found)
+
+
+_mine: list[Any] = []
+"""In a worker: its copy of the data, and the names."""
+
+
+def _begin(*mine: Any) -> None:
+    _mine[:] = mine
+
+
+def _work(index: list[int]) -> Rows:
+    data, names = _mine
+    return stacked(_items(data, index), names)

@@ -1,0 +1,202 @@
+"""Arrays from other libraries to JAX and back, a whole pytree at a time; shapes of a tree; keys made on the CPU.
+
+torch is never imported: its tensors come through DLPack, the protocol by which array libraries share memory.
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.process.platform import prepare
+
+DLPACK_CPU = 1
+"""kDLCPU in dlpack.h: memory of the host."""
+
+UNREADABLE = (BufferError, RuntimeError, TypeError, ValueError)
+"""What libraries raise for an array that they cannot hand over, or JAX for one that it cannot take."""
+
+
+def to_jax(tree: Any) -> Any:
+    """A pytree of NumPy arrays, torch tensors, other DLPack arrays or numbers, as JAX arrays in the same tree.
+
+    No copy is made if the default device is the CPU and the memory is contiguous and aligned to 64 bytes (torch's is, a
+    memory map's is, that of a small NumPy array usually is not): writing into the source then changes the JAX array;
+    `jnp.array` makes an independent copy. Arrays move to the default device; those on a GPU stay there. Gradients of
+    tensors are dropped.
+
+    bfloat16 stays bfloat16. 64-bit types become 32-bit ones unless JAX_ENABLE_X64 is set. Raises InputError, naming the
+    leaf, for an integer that does not fit, a float that would become infinite, or anything that is not an array of
+    numbers.
+    """
+    prepare()
+    return jax.tree_util.tree_map_with_path(_to_jax, tree)
+
+
+def to_numpy(tree: Any, writable: bool = False) -> Any:
+    """A pytree of JAX arrays, or of anything `to_jax` takes, as NumPy arrays; bfloat16 becomes ml_dtypes' bfloat16.
+
+    A JAX array on the CPU becomes a read-only view, because JAX arrays never change; `writable` copies those that are
+    read-only. Arrays on other devices are fetched, sharded ones assembled. Raises InputError, naming the leaf, for
+    random keys and for an array with parts on other hosts.
+    """
+    prepare()
+
+    def one(path: Any, leaf: Any) -> np.ndarray:
+        array = _host(leaf, _name(path))
+        return array.copy() if writable and not array.flags.writeable else array
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def to_torch(tree: Any, writable: bool = False) -> Any:
+    """A pytree of JAX arrays as torch tensors; `import torch` first. bfloat16 stays bfloat16.
+
+    Arrays on one CPU device, or on one GPU that torch can use, share their memory with the tensor. torch has no
+    read-only tensors: do not write into these, or the JAX array changes; `writable` copies. Arrays on a TPU or on
+    several devices are fetched to the host. Raises the same errors as `to_numpy`.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        raise InputError("to_torch needs torch: install it and `import torch` before the call")
+    prepare()
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = _name(path)
+        if not (isinstance(leaf, jax.Array) and _reachable(leaf, torch)):
+            host = _host(leaf, name)
+            with jax.enable_x64(True):  # nothing is computed: int64 stays int64
+                leaf = jax.device_put(host, _cpu())
+        _refuse_keys(leaf, name)
+        try:
+            tensor = torch.from_dlpack(leaf)
+        except UNREADABLE as error:
+            raise InputError(f"torch cannot take {name} ({leaf.dtype}): {_first_line(error)}") from error
+        return tensor.clone() if writable else tensor
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def shapes(tree: Any) -> str:
+    """One line per array of a pytree, with path and type, and a total: `print(shapes(params))`.
+
+    Shapes are enough: `shapes(jax.eval_shape(init, jax.random.key(0)))` shows a model too large for any memory.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found = [(_name(path), leaf if hasattr(leaf, "dtype") else np.asarray(leaf)) for path, leaf in flat]
+    width = max((len(name) for name, _ in found), default=0)
+    lines = [f"{name:{width}}  {leaf.dtype}[{','.join(map(str, leaf.shape))}]" for name, leaf in found]
+    counts = [math.prod(leaf.shape) for _, leaf in found]
+    size = sum(count * leaf.dtype.itemsize for count, (_, leaf) in zip(counts, found, strict=True))
+    return "\n".join([*lines, f"{len(found)} arrays, {sum(counts):,} numbers, {size / 2**20:.2f} MiB"])
+
+
+def cpu_keys(seed: int) -> Iterator[jax.Array]:
+    """An endless supply of random keys made on the CPU: key n is `jax.random.fold_in(jax.random.key(seed), n)`.
+
+    Making a key on a TPU or GPU is a small program: compiled once for that device, launched for every key, and fetched
+    when the host reads it. A key made on the CPU travels to the devices with the call that uses it; it is not tied to
+    the CPU. Inside a jitted function split and fold in as usual: there it costs nothing.
+    """
+    prepare()
+    cpu = _cpu()
+    with jax.default_device(cpu):
+        first = jax.random.key(seed)
+    for number in itertools.count():
+        with jax.default_device(cpu):
+            key = jax.random.fold_in(first, number)
+        yield key
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "the array"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _cpu() -> jax.Device:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        platforms = jax.config.values["jax_platforms"]
+        raise InputError(
+            f"JAX_PLATFORMS={platforms} leaves JAX without the CPU; set JAX_PLATFORMS={platforms},cpu"
+        ) from error
+
+
+def _to_jax(path: Any, leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        return leaf
+    name = _name(path)
+    array = _imported(leaf, name)
+    if isinstance(array, jax.Array) and array.dtype == jax.dtypes.canonicalize_dtype(array.dtype):
+        return array
+    host = narrowed(np.asarray(array), name)
+    try:
+        return jax.device_put(host)
+    except TypeError as error:
+        raise InputError(f"{name} ({type(leaf).__name__}, {host.dtype}) is not an array of numbers") from error
+
+
+def _refuse_keys(leaf: jax.Array, name: str) -> None:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise InputError(f"{name} is a random key, not numbers; jax.random.key_data gives the numbers in it")
+
+
+def _host(leaf: Any, name: str) -> np.ndarray:
+    if isinstance(leaf, jax.Array):
+        _refuse_keys(leaf, name)
+        if not leaf.is_fully_addressable:
+            raise InputError(
+                f"parts of {name} are on other hosts; jax.experimental.multihost_utils.process_allgather fetches them"
+            )
+    return np.asarray(_imported(leaf, name))
+
+
+def _imported(leaf: Any, name: str) -> Any:
+    """A foreign leaf as NumPy shows its memory, or on a GPU as a JAX array there; every dtype as it is."""
+    if isinstance(leaf, jax.Array | np.ndarray) or not hasattr(leaf, "__dlpack__"):
+        return leaf
+    try:
+        for unwrap in ("detach", "resolve_conj", "resolve_neg", "contiguous"):  # torch's; DLPack says none of them
+            leaf = getattr(leaf, unwrap)() if hasattr(leaf, unwrap) else leaf
+        if leaf.__dlpack_device__()[0] != DLPACK_CPU and jax.default_backend() == "cpu" and hasattr(leaf, "cpu"):
+            leaf = leaf.cpu()  # a JAX that has no such device
+        with jax.enable_x64(True):
+            array = jax.dlpack.from_dlpack(leaf)
+            # From the host's memory it is bound to the CPU, and a step on the devices of a mesh would refuse it.
+            return np.asarray(array) if leaf.__dlpack_device__()[0] == DLPACK_CPU else array
+    except UNREADABLE as error:
+        raise InputError(f"{name} ({type(leaf).__name__}) cannot be read: {_first_line(error)}") from error
+
+
+def narrowed(array: np.ndarray, name: str) -> np.ndarray:
+    """`array` in JAX's types: byte order of this machine, 32 bits unless 64 are on; InputError for a value it loses."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    wanted = jax.dtypes.canonicalize_dtype(array.dtype)
+    if wanted == array.dtype:
+        return array
+    with np.errstate(over="ignore"):
+        narrow = array.astype(wanted)
+    lost = narrow != array if array.dtype.kind in "iu" else np.isinf(narrow) & ~np.isinf(array)
+    if np.any(lost):
+        raise InputError(
+            f"{name} holds {array[lost][0]}, too large for {wanted}; JAX's 64-bit types are off: "
+            f"set JAX_ENABLE_X64=1 or bring the values into range"
+        )
+    return narrow
+
+
+def _reachable(array: jax.Array, torch: Any) -> bool:
+    """Whether torch can use the array's memory where it is."""
+    device, *others = array.devices()
+    return not others and (device.platform == "cpu" or (device.platform == "gpu" and torch.cuda.is_available()))

@@ -1,0 +1,102 @@
+"""Batches on their way to the devices: rows are read and sent while the step before them runs."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from jax.sharding import Sharding
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.data.placing import place_batch
+from tpuswarm.train.recipe import Batch, Source
+from tpuswarm.train.user_code import blame
+
+PATIENCE = 1.0
+"""Seconds that leaving waits for rows still being read; a save may be waiting for it."""
+DEPTH = 2
+"""Batches held ready or being read; more would only take device memory."""
+ALIVE = DEPTH + 2
+"""Batches on the devices at once, at most: besides those, that of the step which runs and that of the one dispatched
+behind it."""
+
+
+class Feed:
+    """The batches of a run from one step on: batch(step) = rows(step * size, size), on the devices.
+
+    A context manager; its thread ends with it.
+    """
+
+    def __init__(self, source: Source, spec: Mapping[str, Any], sharding: Sharding, first_step: int, last_step: int):
+        self._source, self._spec, self._sharding = source, dict(spec), sharding
+        self._steps, self._size = range(first_step, last_step), next(iter(self._spec.values())).shape[0]
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue()
+        self._room = threading.Semaphore(DEPTH)  # taken before a batch is read: one read too early is on the devices
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+
+    def __enter__(self) -> "Feed":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        self._room.release()
+        self._thread.join(PATIENCE)
+
+    def next(self, leave: Callable[[], bool] = lambda: False) -> tuple[Batch, float] | None:
+        """The next batch, and the seconds that were spent waiting for it; None if told to leave while waiting.
+
+        Raises what reading it raised.
+        """
+        start = time.perf_counter()
+        item = None
+        while item is None:
+            try:
+                item = self._ready.get(timeout=0.2)
+            except queue.Empty:
+                if leave():
+                    return None
+        if isinstance(item, BaseException):
+            raise item
+        self._room.release()
+        return item, time.perf_counter() - start
+
+    def _run(self) -> None:
+        try:
+            for step in self._steps:
+                self._room.acquire()
+                if self._stopped.is_set():
+                    return
+                self._ready.put(read_batch(self._source, self._spec, self._sharding, step * self._size))
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the training thread raises it
+            self._ready.put(error)
+
+
+def read_batch(source: Source, spec: Mapping[str, Any], sharding: Sharding, start: int) -> Batch:
+    """Rows of a source from `start` on, as many as `spec` has, on the devices; each host reads those of its own."""
+    size = next(iter(spec.values())).shape[0]
+
+    def read(first: int, count: int) -> Mapping[str, np.ndarray]:
+        return read_rows(source, spec, start + first, count)
+
+    return place_batch(read, size, sharding)
+
+
+def read_rows(source: Source, spec: Mapping[str, Any], start: int, count: int) -> dict[str, np.ndarray]:
+    """Rows of a source; InputError if their names, shapes or dtypes are not those the program was compiled for.
+
+    spec: of a batch of any size.
+    """
+    with blame("the data source failed"):
+        rows = source.rows(start, count)
+    got = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in rows.items()}
+    want = {name: ((count, *leaf.shape[1:]), np.dtype(leaf.dtype).name) for name, leaf in spec.items()}
+    if got != want:
+        raise InputError(f"rows {start} to {start + count} of the data are {got}, the program expects {want}")
+    return rows

@@ -1,0 +1,126 @@
+"""Seeded infinite orders: the row at a position is a pure function of the position."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from copy import copy
+from functools import cached_property, lru_cache
+from mmap import ALLOCATIONGRANULARITY
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.data.contents import contents_digest
+from tpuswarm.train.recipe import Recipe, Source
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    """The order of `size` rows in one epoch: int64 (uint32 up to 4 billion rows)."""
+    dtype = np.uint32 if size <= 2**32 else np.int64
+    return np.random.default_rng([seed, epoch]).permutation(np.arange(size, dtype=dtype))
+
+
+def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The rows (int64) at positions start to start + count, epoch by epoch.
+
+    Each epoch has every row once, in its own order.
+    """
+    stop = start + count
+    while start < stop:
+        epoch, first = divmod(start, rows_per_epoch)
+        length = min(stop - start, rows_per_epoch - first)
+        yield epoch, permutation(seed, epoch, rows_per_epoch)[first : first + length].astype(np.int64)
+        start += length
+
+
+def _first_byte(array: np.memmap) -> int:
+    """Where in its file a memory map, or a part of one, begins."""
+    mapped = array.offset - array.offset % ALLOCATIONGRANULARITY
+    start = np.frombuffer(array._mmap, np.uint8).__array_interface__["data"][0]  # type: ignore[attr-defined]
+    return int(array.__array_interface__["data"][0]) - int(start) + mapped
+
+
+def _numbers(name: str, data: Any) -> np.ndarray:
+    """An array of rows; InputError for what is none."""
+    try:
+        array = np.asanyarray(data)
+    except ValueError as error:  # rows of different lengths
+        raise InputError(f"{name} of the data is no array: {error}") from error
+    if array.dtype.kind in "OSUMm" or not array.ndim:
+        raise InputError(
+            f"{name} of the data is a {type(data).__name__} ({array.dtype}): a batch is one dict of arrays of numbers "
+            "whose first axis is the row"
+        )
+    return array
+
+
+class ArraySource:
+    """Arrays with a common first axis; every epoch is a new permutation of all rows, drawn from `seed`.
+
+    Without a seed of their own, rows a run trains on come in the order of the run's seed.
+
+    `digest` covers names, shapes, dtypes and contents; of a memory map that of its whole file, which is read once for
+    each state of it.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], seed: int | None = None):
+        # asanyarray keeps a memory map what it is: read row by row, and known as one to the digest.
+        self._arrays = {name: _numbers(name, array) for name, array in arrays.items()}
+        sizes = {name: len(array) for name, array in self._arrays.items()}
+        if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
+            raise InputError(f"data arrays need the same, non-zero number of rows, not {sizes}")
+        self._given, self._seed = seed, seed or 0
+        self.rows_per_epoch = next(iter(sizes.values()))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the order and of everything in it."""
+        digest = hashlib.sha256(str(self._seed).encode())
+        for name, array in self._arrays.items():
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            if isinstance(array, np.memmap) and array.filename:  # may be larger than memory
+                file = contents_digest(Path(array.filename))
+                digest.update(f"{file} {_first_byte(array)} {array.strides}".encode())
+            else:
+                digest.update(np.ascontiguousarray(array).view(np.uint8).data)  # a view: tobytes would hold it twice
+        return digest.hexdigest()
+
+    def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
+        """Rows start to start + count of the order."""
+        index = np.concatenate([rows for _, rows in shuffled(start, count, self.rows_per_epoch, self._seed)])
+        return {name: array[index] for name, array in self._arrays.items()}
+
+    def seeded(self, seed: int) -> "ArraySource":
+        """The same rows in the order of a run's seed; itself where it was given one."""
+        if self._given is not None:
+            return self
+        other = copy(self)  # of the same class, which may read rows in a way of its own
+        other._given = other._seed = seed
+        other.__dict__.pop("digest", None)
+        return other
+
+
+class Repeated:
+    """The first rows of a source again and again, in their order: what a model should be able to learn by heart."""
+
+    def __init__(self, source: Source, rows: int):
+        self._source, self.rows_per_epoch = source, rows
+
+    def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
+        """Rows start to start + count of the order."""
+        parts, stop = [], start + count
+        while start < stop:
+            first = start % self.rows_per_epoch
+            length = min(stop - start, self.rows_per_epoch - first)
+            parts.append({name: np.array(array) for name, array in self._source.rows(first, length).items()})
+            start += length
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def training_rows(recipe: Recipe, seed: int) -> Source:
+    """What a run with this seed trains on."""
+    source = recipe.data("train")
+    seeded = getattr(source, "seeded", None)
+    return source if seeded is None else seeded(seed)

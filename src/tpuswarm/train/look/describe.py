@@ -1,0 +1,65 @@
+"""What a run is made of, in one table: every parameter group and the memory of one device."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+
+from tpuswarm.train.program.compiled import Fitted
+from tpuswarm.train.program.mesh import bytes_per_device
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter leaf as the table shows it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: str
+    frozen: bool
+    decayed: bool
+    tied: str
+    bytes_per_device: int
+
+    @property
+    def count(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+
+def parameter_rows(fitted: Fitted) -> list[ParameterRow]:
+    """One row for each leaf that the program names."""
+    leaves = jax.tree.leaves(fitted.program.exchange().get(fitted.state))
+    return [
+        ParameterRow(
+            path=parameter.path,
+            shape=leaf.shape,
+            dtype=leaf.dtype.name,
+            sharding=_axes(leaf),
+            frozen=parameter.frozen,
+            decayed=parameter.decayed,
+            tied=parameter.tied,
+            bytes_per_device=bytes_per_device(leaf, leaf.sharding),
+        )
+        for parameter, leaf in zip(fitted.program.parameters(fitted.state), leaves, strict=True)
+    ]
+
+
+def _axes(leaf: jax.ShapeDtypeStruct) -> str:
+    parts = [whole // part for whole, part in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape), strict=True)]
+    split = [f"axis {axis} / {count}" for axis, count in enumerate(parts) if count > 1]
+    return ", ".join(split) or "replicated"
+
+
+def memory_sentence(fitted: Fitted) -> str:
+    """Memory of one device in words, the compiler's figures beside the state's."""
+    state = bytes_per_device(fitted.state, fitted.shardings)
+    rows = parameter_rows(fitted)
+    parameters = sum(row.bytes_per_device for row in rows)
+    mib = 2**20
+    return (
+        f"{sum(row.count for row in rows):,} parameters; memory per device: {parameters / mib:.1f} MiB parameters "
+        f"+ {(state - parameters) / mib:.1f} MiB optimizer and average "
+        f"+ {fitted.memory.temporaries / mib:.1f} MiB temporaries"
+    )

@@ -1,0 +1,30 @@
+"""Pictures of a run: what its model makes as it learns, and what hooks return."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tpuswarm.train.run.directory import writing
+
+FOLDER = "pictures"
+PICTURE = "picture"
+"""In the row of an evaluation on its way to who writes it: what the model makes. No file of rows has it."""
+MADE = "[0-9]" * 8 + ".png"
+"""Names of those that the model makes, by step, in a swarm by commit; those of hooks have the hook's number too."""
+
+
+def write_picture(folder: Path, name: str, picture: np.ndarray) -> None:
+    """Into the folder of a run; picture: uint8 (height, width, 3). Raises RunFailed."""
+    place = folder / FOLDER / name
+    with writing(place):
+        from matplotlib.image import imsave  # half a second that no start waits for
+
+        place.parent.mkdir(exist_ok=True)
+        imsave(place, picture)
+
+
+def made(folder: Path, most: int) -> list[tuple[int, bytes]]:
+    """Step and PNG file of what the model of a run has made: the first, the last, and others as far apart."""
+    found = sorted((folder / FOLDER).glob(MADE))
+    chosen = dict.fromkeys(round(each) for each in np.linspace(0, len(found) - 1, min(most, len(found))))
+    return [(int(found[number].stem), found[number].read_bytes()) for number in chosen]

@@ -1,0 +1,1 @@
+"""The loop over the steps of a run, from what was asked to its result."""

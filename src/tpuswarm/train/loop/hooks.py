@@ -1,0 +1,107 @@
+"""Functions of the user's that a run calls between its steps."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tpuswarm.config.units import Interval, check_number, parse_every
+from tpuswarm.train.recipe import State
+from tpuswarm.train.run.best import Best
+from tpuswarm.train.user_code import blame
+
+
+class Step(NamedTuple):
+    """What a training loop yields, and what hooks get: a row of metrics.jsonl, and a state.
+
+    `row` of an update has step, tokens, loss, …; of an evaluation, step and eval_loss. In a loop the devices run ahead:
+    `state` is the newest, that of the row's step or of the one after. It is only good until the next step is asked for.
+    """
+
+    row: dict[str, Any]
+    state: State
+
+
+EVALUATION = "evaluation"
+
+
+class Stop(NamedTuple):
+    """What a hook returns to end the run here, as one that has finished."""
+
+    reason: str
+
+
+class Every(NamedTuple):
+    """`call(step)` every so many steps (100), after so much time ("5m") or each "evaluation", and at the run's end.
+
+    What it returns counts where it is a Stop, a text (a sample, for the report and the screen) or a picture, uint8
+    (height, width, 3), which goes to the run's folder and TensorBoard.
+
+    Its Step is of one moment: the row of the newest update, with the figures of the newest evaluation, and the state
+    right after that update, which is good until the function returns. On several hosts each calls it.
+    """
+
+    every: int | str
+    call: Callable[[Step], Any]
+
+
+class EarlyStopping:
+    """A hook for each "evaluation": ends the run after `patience` of them without a better figure.
+
+    metric: `eval_loss`, or `eval_accuracy:max` where the highest is best; least: a smaller step is no improvement. A
+    process that resumes the run counts anew.
+    """
+
+    def __init__(self, metric: str = "eval_loss", patience: int = 3, least: float = 0.0):
+        check_number(patience, "patience", least=1)
+        check_number(least, "least", least=0)
+        self._best, self._metric, self._patience, self._least = Best(metric), metric, patience, least
+        self._waited, self._seen = 0, -1
+
+    def __call__(self, step: Step) -> Stop | None:
+        """Look at one evaluation; one that was looked at before does not count twice."""
+        evaluated = any(name.startswith("eval_") for name in step.row)
+        if step.row["step"] == self._seen or not evaluated:
+            return None
+        self._seen = step.row["step"]
+        self._waited = 0 if self._best.better(step.row, self._least) else self._waited + 1
+        if self._waited < self._patience:
+            return None
+        return Stop(f"{self._metric} was no better in {self._patience} evaluations than at step {self._best.step}")
+
+
+class Hooks:
+    """The hooks of a run, and when each was called last."""
+
+    def __init__(self, hooks: Iterable[Every]):
+        """Raises InputError for an interval that is none."""
+        self._hooks = [(_interval(each.every), each.call) for each in hooks]
+        self._called = [time.monotonic()] * len(self._hooks)
+
+    def due(self, step: int) -> list[bool]:
+        """Which of them it is time for."""
+        now = time.monotonic()
+        last = zip(self._hooks, self._called, strict=True)
+        return [interval is not None and interval.due(step, now - called) for (interval, _), called in last]
+
+    def evaluated(self, due: Sequence[bool]) -> list[bool]:
+        """Those, and the ones that each evaluation is for."""
+        return [now or interval is None for (interval, _), now in zip(self._hooks, due, strict=True)]
+
+    def call(self, due: Sequence[bool] | None, row: Mapping[str, Any], state: State) -> dict[int, Any]:
+        """Call those (None: all), in the order they were given; InputError, with its line, where one fails.
+
+        Returns what each of them returned, by its number.
+        """
+        found: dict[int, Any] = {}
+        due = [True] * len(self._hooks) if due is None else due
+        for index, ((_, call), now) in enumerate(zip(self._hooks, due, strict=True)):
+            if now:
+                with blame(f"a hook failed at step {row['step']}"):
+                    found[index] = call(Step(dict(row), state))
+                self._called[index] = time.monotonic()
+        return found
+
+
+def _interval(every: int | str) -> Interval | None:
+    """None: each evaluation."""
+    return None if every == EVALUATION else parse_every(every, "a hook's every")

@@ -1,0 +1,387 @@
+"""The loop over the steps of a run: one process's work, alone or as one of several hosts."""
+
+import math
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from signal import Signals
+from typing import Any
+
+import jax
+from jax.profiler import StepTraceAnnotation
+
+from tpuswarm.config.shown import unit
+from tpuswarm.config.units import Interval
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.data.feed import Feed
+from tpuswarm.train.diagnose import times
+from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.look.describe import memory_sentence, parameter_rows
+from tpuswarm.train.look.display import Display, Opening
+from tpuswarm.train.look.outputs import Logger, Outputs
+from tpuswarm.train.look.profile import TRACE, Profiler
+from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate
+from tpuswarm.train.loop.finite import not_finite
+from tpuswarm.train.loop.hooks import Hooks, Step, Stop
+from tpuswarm.train.loop.result import Result, figures, last_row
+from tpuswarm.train.loop.session import Session
+from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, last_words
+from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.program.mesh import batch_sharding
+from tpuswarm.train.recipe import Metrics
+from tpuswarm.train.run import best
+from tpuswarm.train.run.best import Best
+from tpuswarm.train.run.checkpoint import Checkpoints
+from tpuswarm.train.run.directory import METRICS, SAMPLE, command_line, read_rows, writing
+from tpuswarm.train.run.life import stopped_sentence
+from tpuswarm.train.user_code import blame
+
+ASKED = {Signals.SIGINT: "interrupted", Signals.SIGTERM: "SIGTERM", Signals.SIGHUP: "its terminal closed"}
+"""Who asked a run to stop, as its end says it."""
+
+
+class Loop:
+    """One process's work on one run."""
+
+    def __init__(
+        self,
+        session: Session,
+        watch: Watch,
+        display: Display,
+        *,
+        save_every: Interval,
+        eval_every: Interval,
+        hooks: Hooks,
+        profile: bool,
+        wandb: str | None,
+        loggers: Iterable[Logger] = (),
+        keep_best: str | None = None,
+        eval_batches: int = EVAL_BATCHES,
+    ):
+        self._session, self._watch, self._display, self._together = session, watch, display, session.together
+        self._wandb, self._loggers, self._eval_batches = wandb, loggers, eval_batches
+        self._enough = ""
+        """Why a hook ended the run."""
+        self._save_every, self._eval_every, self._hooks = save_every, eval_every, hooks
+        writes, keep = session.run.writes, session.settings["keep"]
+        self._checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_seconds, writes)
+        self._outputs = Outputs(session.run, self._display, session.first_step)
+        self._profiler = Profiler(session.run, session.first_step, session.steps, profile)
+        self._best: Best | None = None
+        if keep_best is not None:
+            if session.validation is None:
+                raise InputError(f"{session.recipe.name} has no held-out rows: keep_best {keep_best} has no meaning")
+            self._best = Best(keep_best, session.run.folder)
+        self._checkpoints.pinned = best.kept_step(session.run.folder)
+        self._state = session.state
+        session.state = None  # its buffers are donated to the first step
+        self._done = self._saved = session.first_step
+        self._pending: tuple[int, Metrics] | None = None
+        self._last: dict[str, Any] = {}
+        self._began = self._read_at = self._saved_at = self._evaluated_at = time.monotonic()
+        self._waited = 0.0
+
+    def run(self) -> Generator[Step, None, Result]:
+        """All steps, from the opening to the result."""
+        with self._together:
+            return (yield from self._run())
+
+    def _run(self) -> Generator[Step, None, Result]:
+        try:
+            self._open()
+            yield from self._train()
+            if self._enough or self._done == self._session.steps:
+                yield from self._finish()
+            if self._enough and not self._stopping():
+                return self._result("finished", f"ended at step {self._done}: {self._enough}", None)
+            if self._done == self._session.steps and not self._stopping():
+                return self._result("finished", f"finished: {self._session.steps} steps", None)
+            asked = self._together.asked
+            assert asked is not None
+            return self._result("stopped", self._end_early(asked), int(asked))
+        except GeneratorExit:
+            self._together.same("leaving the loop", True)
+            self._flush()
+            if self._saved < self._done:
+                self._save(wait=True)
+            self._checkpoints.wait()
+            self._event("stopped", f"the loop was left after step {self._done}; the same command resumes from there")
+            self._sum_up()
+            raise
+        except TpuswarmError as error:
+            with suppress(RunFailed):  # the disk may be what failed
+                self._event("failed", str(error))
+            raise
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._event("failed", reason)
+            raise RunFailed(
+                f"the devices failed around step {self._done} ({reason}); the checkpoint of step {self._saved} "
+                "is safe, and the same command resumes from it"
+            ) from error
+        except Interrupted:  # for the second time
+            with suppress(RunFailed):
+                safe = f"the checkpoint of step {self._saved} is safe"
+                said = f"interrupted twice: step {self._done} was not saved; {safe}"
+                last_words(stopped_sentence(self._session.run.folder, said))
+                self._event("stopped", said)
+            raise
+        except BaseException as error:  # whatever ended it, the run should say so
+            with suppress(RunFailed):
+                self._event("failed", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            with ExitStack() as ends:
+                ends.callback(self._session.run.close)
+                ends.callback(self._outputs.close)
+                ends.callback(self._profiler.close)
+                ends.callback(self._checkpoints.close)
+
+    def _open(self) -> None:
+        session, fitted = self._session, self._session.fitted
+        mesh = fitted.mesh
+        session.begin()
+        self._outputs.open(self._loggers)
+        self._display.open(
+            Opening(
+                title=session.recipe.name,
+                devices=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+                run=shown(session.run.folder),
+                step=session.first_step,
+                steps=session.steps,
+                tokens_per_step=session.tokens_per_step,
+                unit=unit(fitted.program.tokens_per_row),
+                parameters=parameter_rows(fitted),
+                sentences=[memory_sentence(fitted), *session.notes],
+                seconds=self._watch.times.of(*times.PLACES),
+            )
+        )
+        self._outputs.event(self._done, "started", f"from step {self._done}", command=command_line())
+        for note in session.notes:
+            self._event("note", note)
+        self._outputs.findings(self._done, self._watch.at_start(fitted, session.settings["batch"]))
+        if self._wandb is not None:
+            self._outputs.open_wandb(self._done, self._wandb)
+        if self._done == 0:
+            self._save(wait=False)  # there is always one to go back to, and what a save takes is known early
+
+    def _stopping(self) -> bool:
+        return self._together.stopping()
+
+    def _train(self) -> Iterator[Step]:
+        session, step = self._session, self._session.fitted.step
+        if self._evaluation_due(0.0) and 0 < self._done < session.steps and not self._evaluated():
+            yield from self._evaluate()  # the process before this one saved here and ended before it evaluated
+        spec = session.fitted.program.batch_spec(session.settings["batch"])
+        sharding = batch_sharding(session.fitted.mesh)
+        feed = Feed(session.source, spec, sharding, self._done, session.steps)
+        with self._watch.times.during(times.STEPS), feed:
+            self._read_at = time.monotonic()
+            # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
+            # wait; and everything up to a checkpoint's step is written before the checkpoint.
+            while self._done < session.steps and not (self._enough or self._stopping()):
+                fed = feed.next(leave=self._together.leaves_feed)
+                if fed is None:
+                    break
+                batch, waited = fed
+                self._waited += waited
+                self._traced(self._profiler.before(self._done))
+                with StepTraceAnnotation("train", step_num=self._done + 1):
+                    self._state, metrics = step(self._state, batch, session.clock(self._done))
+                self._done += 1
+                self._traced(self._profiler.after(self._done, metrics))
+                self._outputs.findings(self._done, self._watch.after_step(self._done, waited))
+                before, self._pending = self._pending, (self._done, metrics)
+                if before:
+                    yield self._record(*before)
+                self._checkpoints.check()
+                now = time.monotonic()
+                due = [self._save_every.due(self._done, now - self._saved_at)]
+                due.append(self._evaluation_due(now - self._evaluated_at))
+                save, evaluate, *hooks = self._together.same("deciding what is due", due + self._hooks.due(self._done))
+                if any((save, evaluate, *hooks)) and self._done < session.steps and not self._stopping():
+                    yield from self._flush()
+                    if save:
+                        self._save(wait=False)
+                    if evaluate:
+                        yield from (found := self._evaluate())
+                        hooks = self._hooks.evaluated(hooks) if found else hooks
+                    self._call(hooks)
+            yield from self._flush()
+            self._traced(self._profiler.close())
+
+    def _finish(self) -> Iterator[Step]:
+        """The last checkpoint, evaluation and report; each only if it is not there from before."""
+        session = self._session
+        if self._saved < self._done:
+            self._save(wait=True)
+        if session.validation is not None and not self._evaluated():
+            yield from self._evaluate()
+        if self._stopping():
+            return
+        self._last = last_row(session.run.folder) | self._last
+        self._call(None)
+        if session.run.writes:
+            self._sum_up()
+            if (text := self._sample()) is not None:
+                session.run.write_event(SAMPLE, step=self._done, text=text)
+            with writing(session.run.folder / "report.html"), waiting("writing the report"):
+                from tpuswarm.train.look.report import write_report  # matplotlib: half a second that no start waits for
+
+                write_report(session.run.folder)
+        if self._enough:  # the same command does not go on from here
+            facts = {"of": session.steps}
+            self._outputs.tell(self._done, "finished", f"ended at step {self._done}: {self._enough}", **facts)
+        else:
+            self._event("finished", f"{self._done} steps")
+
+    def _sample(self) -> str | None:
+        """What the model writes, for the report; None where it does not, or is spread over several hosts."""
+        if jax.process_count() > 1:
+            return None
+        with waiting("writing a sample"):
+            return self._session.recipe.sampled(self._state)
+
+    def _end_early(self, asked: Signals) -> str:
+        """Save or not, as the grace period allows; what happened in words."""
+        left = max(0.0, self._session.settings["grace"] - self._together.since())
+        decision = decide_stop(asked, self._checkpoints.seconds, self._checkpoints.busy, left)
+        decision = StopDecision(*self._together.same("deciding how to stop", decision))
+        if decision.save and self._saved < self._done:
+            self._save(wait=True)
+        with self._watch.times.during(times.CHECKPOINTS):
+            self._checkpoints.wait()
+        who = ASKED[asked]
+        message = f"{who}: saved at step {self._done}"
+        if self._saved != self._done:
+            why = who if decision.save else f"{who}, {decision.reason}"
+            message = f"{why}: step {self._done} was not saved; the checkpoint of step {self._saved} is safe"
+        self._event("stopped", message)
+        self._sum_up()
+        return message
+
+    def _flush(self) -> list[Step]:
+        """Read and write the metrics that are still on the devices."""
+        before, self._pending = self._pending, None
+        return [self._record(*before)] if before else []
+
+    def _record(self, step: int, metrics: Metrics) -> Step:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")):
+            self._fail_not_finite(step, f"loss {values['loss']}, gradient norm {values.get('grad_norm', 'unknown')}")
+        now = time.monotonic()
+        tokens = self._session.tokens_per_step
+        row = {
+            "step": step,
+            "tokens": step * tokens,
+            **{name: value if math.isfinite(value) else None for name, value in values.items()},
+            "tokens_per_s": tokens / max(now - self._read_at, 1e-9),
+            "wait_s": self._waited,
+            "wall_s": self._session.wall_s + now - self._began,
+        }
+        self._read_at, self._waited = now, 0.0
+        self._last |= row
+        return self._write(row)
+
+    def _evaluate(self) -> list[Step]:
+        """One row; none where the run is asked to stop meanwhile: the next process evaluates."""
+        session, start = self._session, time.monotonic()
+        assert session.validation is not None
+        with self._watch.times.during(times.EVALUATION), waiting("evaluating") as far:
+            found = evaluate(
+                session.fitted, self._state, session.validation, session.eval_batch, self._eval_batches,
+                leave=self._stopping, far=far,
+            )  # fmt: skip
+        if found is None:
+            return []
+        values, rows = found
+        if not math.isfinite(values["loss"]):
+            self._fail_not_finite(self._done, f"held-out loss {values['loss']}")
+        if jax.process_count() == 1:
+            with self._watch.times.during(times.EVALUATION), blame(f"{session.recipe.name}.pictured failed"):
+                self._outputs.made(self._done, session.recipe.pictured(self._state))
+        self._evaluated_at = time.monotonic()
+        self._read_at += self._evaluated_at - start  # speed is that of training alone
+        row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
+        row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
+        self._last |= figures(row)
+        written = [self._write(row)]
+        if self._best and self._best.better(row):
+            self._checkpoints.pinned = self._done
+            if self._saved < self._done:
+                self._save(wait=False)
+            self._event(best.EVENT, str(self._best))
+            if self._session.run.writes:
+                self._best.write(self._session.run.folder)
+        return written
+
+    def _call(self, hooks: list[bool] | None) -> None:
+        """Those hooks; None: all of them."""
+        start = time.monotonic()
+        with self._watch.times.during(times.USER):
+            returned = self._hooks.call(hooks, self._last, self._state)
+            for index, found in returned.items():
+                self._outputs.returned(self._done, index, found)
+        if returned and not self._enough:
+            wanted = [str(found.reason) for found in returned.values() if isinstance(found, Stop)]
+            self._enough = self._together.same("deciding whether a hook ends the run", "; ".join(wanted))
+        self._read_at += time.monotonic() - start  # speed is that of training alone
+
+    def _write(self, row: dict[str, Any]) -> Step:
+        self._outputs.row(row)
+        return Step(row, self._state)
+
+    def _evaluation_due(self, elapsed: float) -> bool:
+        return self._session.validation is not None and self._eval_every.due(self._done, elapsed)
+
+    def _evaluated(self) -> bool:
+        rows = read_rows(self._session.run.folder / METRICS)
+        found = [figures(row) for row in rows if row["step"] == self._done and "eval_loss" in row]
+        found = self._together.same("evaluating", found[-1:])
+        self._last |= found[-1] if found else {}
+        return bool(found)
+
+    def _save(self, wait: bool) -> None:
+        with self._watch.times.during(times.CHECKPOINTS):
+            self._save_now(wait)
+
+    def _save_now(self, wait: bool) -> None:
+        start = time.monotonic()
+        bad = not_finite(self._session.fitted.program.exchange().get(self._state))
+        if bad:
+            self._fail_not_finite(self._done, "the parameters")
+        wall_s = self._session.wall_s + start - self._began
+        self._checkpoints.save(self._done, self._state, {"wall_s": wall_s})
+        if wait:
+            with waiting(f"saving step {self._done}"):
+                self._checkpoints.wait()
+        self._saved = self._done
+        self._saved_at = time.monotonic()
+        self._read_at += self._saved_at - start
+
+    def _fail_not_finite(self, step: int, what: str) -> None:
+        bad = not_finite(self._session.fitted.program.exchange().get(self._state))
+        names = f"parameters not finite: {', '.join(bad[:3])}" if bad else "all parameters are finite"
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        self._checkpoints.wait()
+        raise RunFailed(
+            f"NaN or infinity at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} is safe; "
+            "a lower learning rate or --clip may help"
+        )
+
+    def _sum_up(self) -> None:
+        """Where the time went: an event, which the report reads, and a table on the display."""
+        summary = self._watch.summary(self._session.fitted, self._session.tokens_per_step)
+        self._outputs.summary(self._done, summary.facts())
+
+    def _traced(self, message: str | None) -> None:
+        self._outputs.tell(self._done, TRACE, message)
+
+    def _event(self, event: str, message: str) -> None:
+        self._outputs.event(self._done, event, message)
+
+    def _result(self, ended: str, message: str, signal: int | None) -> Result:
+        return Result(
+            self._session.run.folder, self._state, self._done, self._session.steps, self._last, ended, message, signal
+        )

@@ -1,0 +1,364 @@
+"""Everything a training loop needs, made ready: directory, settings, program, data, state."""
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpuswarm.config.limits import check
+from tpuswarm.errors import InputError
+from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.data.source import Repeated, training_rows
+from tpuswarm.train.hosts.agreement import Together, join
+from tpuswarm.train.hosts.several import Several
+from tpuswarm.train.loop.evaluate import FiniteSource
+from tpuswarm.train.process import platform
+from tpuswarm.train.process.stop import held
+from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.program.compiled import Fitted, fit, place
+from tpuswarm.train.program.largest_batch import AUTO, largest_batch
+from tpuswarm.train.program.request import BATCH, Request
+from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
+from tpuswarm.train.run import checkpoint
+from tpuswarm.train.run.directory import FollowedRun, Run
+from tpuswarm.train.run.life import last_event
+from tpuswarm.train.run.loaded import load_parameters
+from tpuswarm.train.settings import FIXED, FREE, check_batch, count_steps, differences, refuse_differences
+from tpuswarm.train.user_code import blame, file_digest
+
+STEPS = 1_000
+"""For a recipe that wants nothing else."""
+
+
+@dataclass
+class Session:
+    """A run made ready, held by this process until `run.close()`."""
+
+    run: Run
+    together: Together
+    recipe: Recipe
+    settings: dict[str, Any]
+    fitted: Fitted
+    source: Source
+    validation: FiniteSource | None
+    state: State
+    first_step: int
+    wall_s: float
+    """Seconds of training before this process."""
+    save_seconds: float | None
+    """What the checkpoint gone on from took to save."""
+    step_key: jax.Array
+    config: dict[str, Any]
+    """For config.toml."""
+    notes: list[str]
+    """Sentences for the user: what was resumed, what was passed over."""
+
+    def begin(self) -> None:
+        """Write the configuration: from now on the directory is a run, and stays."""
+        if self.run.writes:
+            self.recipe.keep(self.run.folder)
+        self.run.write_config(self.config)
+
+    @property
+    def steps(self) -> int:
+        """Length of the whole run."""
+        return int(self.settings["steps"])
+
+    @property
+    def eval_batch(self) -> int:
+        """Rows of a batch in evaluations; where nobody says, those of a micro-batch, which the devices hold."""
+        return int(self.settings["eval_batch"] or self.settings["batch"] // self.fitted.choice.accumulate)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one batch."""
+        return int(self.settings["batch"]) * self.fitted.program.tokens_per_row
+
+    def clock(self, step: int) -> Clock:
+        """The clock of the step after `step` updates; progress = tokens so far / tokens of the run."""
+        progress = (step * self.tokens_per_step) / (self.steps * self.tokens_per_step)
+        return Clock(self.step_key, np.int32(step), np.float32(progress))
+
+
+@dataclass
+class Finished:
+    """A run that came to its end before, held by this process."""
+
+    run: Run
+    together: Together
+    state: State
+    steps: int
+
+
+def prepare(
+    recipe: Recipe,
+    asked: Mapping[str, Any],
+    tokens: int | None,
+    epochs: float | None,
+    folder: Path | None,
+    ends: ExitStack,
+    hosts: Several | None = None,
+) -> Session | Finished:
+    """Take the run directory, resolve every setting, compile, and restore or make the state.
+
+    Of a run that is finished, and not to be any longer, nothing is compiled.
+
+    asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
+    that cannot be done as asked; the other hosts end then. ends: when it is closed, the directory is let go, and
+    removed where the session has not begun.
+    """
+    if hosts and folder is None:
+        raise InputError("a run over several hosts needs --run, a directory on a shared disk")
+    follows = hosts is not None and hosts.index > 0
+    with held():  # else the directory could be there without anybody to let it go
+        run = FollowedRun(folder) if folder and follows else Run(folder, recipe.name)
+        ends.callback(run.abandon)
+    together = Together()
+    try:
+        stored = (run.config() or {}).get("train", {})
+        platform.prepare(bool(_first(asked.get("deterministic"), stored.get("deterministic"))))
+        if hosts:
+            together = join(hosts, run.folder, run.fail)
+        return _prepare(run, together, recipe, dict(asked), tokens, epochs)
+    except BaseException:
+        together.__exit__(*sys.exc_info())
+        raise
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Every setting of a run, before anything is compiled."""
+
+    settings: dict[str, Any]
+    source: Source
+    tokens_per_row: int
+    config: dict[str, Any] | None
+    """What the run directory held; None in a new one."""
+    changed: list[str]
+    """What is different from there, in words."""
+
+
+def resolve(
+    run: Run,
+    recipe: Recipe,
+    asked: dict[str, Any],
+    tokens: int | None,
+    epochs: float | None,
+    platform: str,
+    devices: int,
+    may_grow: bool = False,
+) -> Resolved:
+    """What was asked, what the run has and what the recipe wants, as one set of settings.
+
+    may_grow: more steps than the run has are no other configuration, where nothing in a step depends on its progress.
+    """
+    config = run.config()
+    stored = dict(config["train"]) if config else {}
+    usual = {"steps": STEPS, "seed": 0, "deterministic": False, **recipe.defaults}
+    seed = _first(asked.get("seed"), stored.get("seed"), usual["seed"])
+    with blame(f"the data of {recipe.name} failed"):
+        source = training_rows(recipe, seed)
+    asked["data"] = getattr(source, "digest", None)
+    batch = asked["batch"] or stored.get("batch") or _default_batch(recipe, devices, asked["accumulate"] or 1)
+    with blame(f"{recipe.name} fails"):
+        program = recipe.program(Options())
+        tokens_per_row = program.tokens_per_row
+    if batches := _first(asked.get("overfit_batches"), stored.get("overfit_batches")):
+        source = Repeated(source, batches * batch)
+    rows_per_epoch = getattr(source, "rows_per_epoch", None)
+    asked["steps"] = count_steps(asked["steps"], tokens, epochs, batch * tokens_per_row, rows_per_epoch, batch)
+    changed: list[str] = []
+    if config:
+        found = _recipe_differences(config, recipe, asked)
+        fixed = {name: asked.get(name) for name in FIXED}
+        scheduled = getattr(program, "scheduled", True)  # a program that does not say may use the clock's progress
+        if may_grow and not scheduled and (fixed["steps"] or 0) > stored["steps"]:
+            fixed["steps"] = None
+        changed = found + differences(stored, fixed)
+    usual["precision"] = default_precision(platform)
+    settings = {name: _first(asked.get(name), stored.get(name), None if config else usual.get(name)) for name in FIXED}
+    settings |= {"batch": batch} | {name: asked[name] for name in FREE}
+    check(settings)  # what comes from tokens, from epochs and from the recipe as well
+    return Resolved(settings, source, tokens_per_row, config, changed)
+
+
+def _prepare(
+    run: Run, together: Together, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
+) -> Session | Finished:
+    devices = together.devices(asked["devices"])
+    notes = []
+    if asked["batch"] == AUTO:
+        asked["batch"] = None  # a run that has begun has one
+        if run.config() is None:
+            with waiting(f"looking for the largest batch of {recipe.name}", short=0.0) as far:
+                found = largest_batch(recipe, asked, devices, far)
+            asked["batch"] = together.same("looking for the largest batch", found)
+            notes.append(f"batch {asked['batch']:,}: twice as many rows do not fit without saving memory")
+    with waiting(f"reading the data of {recipe.name}"):
+        resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
+    refuse_differences(shown(run.folder), resolved.changed)
+    settings, source, config = resolved.settings, resolved.source, resolved.config
+    batch = settings["batch"]
+    if settings["eval_batch"]:
+        check_batch(settings["eval_batch"], len(devices), 1)
+    together.agree(lambda: facts(recipe, settings, source))
+    saved, damaged = _last_saved(run, together)
+    last = last_event(run.folder)
+    early = saved is not None and last.get("step") == saved.step and last.get("of") == settings["steps"]
+    ended = last.get("event") == "finished" and saved is not None and (early or saved.step == settings["steps"])
+    if saved and together.same("looking for what is left to do", ended):
+        with waiting(f"restoring the checkpoint of step {saved.step}"):
+            placed = place(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
+            return Finished(run, together, checkpoint.restore(saved, placed.state), saved.step)
+    with waiting(f"compiling {recipe.name} for {len(devices)} x {devices[0].device_kind}"):
+        fitted = fit(recipe, request(settings), devices)
+    together.agree(lambda: {"form of the program": f"{fitted.choice.why}, {fitted.choice.accumulate} micro-batches"})
+    if isinstance(source, Repeated):
+        validation: FiniteSource | None = source
+    else:
+        validation = held_out(recipe, required=asked["eval_every"] is not None)
+    shared = None
+    if saved is None and settings["init_from"]:
+        with waiting(f"reading the parameters of {settings['init_from']}"):
+            shared = load_parameters(settings["init_from"], recipe, fitted, together.agree)
+    written = configuration(recipe, settings) | {"chosen": chosen(fitted)}
+
+    notes.insert(0, f"{fitted.choice.why}; {fitted.options.precision}")
+    if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
+        notes.append(f"batch {batch}, a multiple of {len(devices)} devices")
+    if settings["overfit_batches"]:
+        notes.append(f"trains and evaluates on the first {settings['overfit_batches'] * batch:,} rows alone")
+    notes += damaged
+    init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
+    first_step, wall_s, save_seconds = 0, 0.0, None
+    if saved is not None:
+        with waiting(f"restoring the checkpoint of step {saved.step}"):
+            state = checkpoint.restore(saved, fitted.state)
+        first_step, wall_s, save_seconds = saved.step, saved.about.get("wall_s", 0.0), saved.seconds
+        cut = run.cut_metrics(first_step)
+        notes.append(f"resumed from the checkpoint of step {first_step}" + (f"; {cut} later rows cut" if cut else ""))
+    else:
+        if cut := run.cut_metrics(0):
+            notes.append(f"starting over: no checkpoint was finished; {cut} rows of metrics cut")
+        if shared is not None:
+            notes.append(f"parameters from {settings['init_from']}")
+        with waiting("making the parameters"):
+            state = fitted.init(init_key, shared)
+    return Session(
+        run, together, recipe, settings, fitted, source, validation, state, first_step, wall_s, save_seconds, step_key,
+        written, notes,
+    )  # fmt: skip
+
+
+def _last_saved(run: Run, together: Together) -> tuple[checkpoint.Saved | None, list[str]]:
+    """The checkpoint to go on from, what is newer put out of its way; and sentences about damaged ones."""
+    if not together.leads:
+        there = together.same("choosing the checkpoint", dict[str, Any]())
+        return (checkpoint.Saved(**there | {"folder": run.checkpoints / there["folder"]}) if there else None), []
+    saved, damaged = checkpoint.newest(run.checkpoints)
+    checkpoint.set_aside(run.checkpoints, saved)
+    together.same("choosing the checkpoint", {**vars(saved), "folder": saved.folder.name} if saved else {})
+    return saved, damaged
+
+
+def facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[str, str]:
+    """What the hosts of one run have to agree on, by name."""
+    options = {name: value for name, value in recipe.options().items() if name != "data"}  # what is in it counts
+    row = hashlib.sha256()
+    with blame("the data source failed"):
+        for name, array in sorted(source.rows(0, 1).items()):  # a source need not give a digest
+            row.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return {
+        "recipe": recipe.name,
+        "recipe file": file_digest(recipe.target),
+        **{f"{name} of {recipe.name}": str(value) for name, value in options.items()},
+        **{name: str(value) for name, value in settings.items()},
+        "first row of the data": row.hexdigest(),
+    }
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _default_batch(recipe: Recipe, devices: int, accumulate: int) -> int:
+    unit = devices * accumulate
+    return math.ceil(int(recipe.defaults.get("batch", BATCH)) / unit) * unit
+
+
+def request(settings: Mapping[str, Any]) -> Request:
+    """What settings ask of a program."""
+    names = ("batch", "shard", "precision", "accumulate", "clip", "freeze", "decay", "ema")
+    return Request(**{name: settings[name] for name in names if name in settings})
+
+
+def _recipe_differences(config: Mapping[str, Any], recipe: Recipe, asked: Mapping[str, Any]) -> list[str]:
+    """What differs between the stored recipe and this one; another path to the same data does not count."""
+    stored = config["recipe"]
+    found = differences(
+        {"recipe": stored["name"], "made by": stored["target"]}, {"recipe": recipe.name, "made by": recipe.target}
+    )
+    options = recipe.options()
+    if asked["data"] is not None and config["train"].get("data") == asked["data"]:
+        options.pop("data", None)
+    return found + differences(stored["options"], options)
+
+
+def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
+    """The held-out rows; None where there are none and nobody asked for evaluations."""
+    with blame(f"the data of {recipe.name} failed"):
+        try:
+            source: Any = recipe.data("validation")
+        except InputError:
+            if required:
+                raise
+            return None
+    if getattr(source, "rows_per_epoch", None) is None:
+        if required:
+            raise InputError(
+                f"the validation data of {recipe.name} has no rows_per_epoch, so evaluation would never end"
+            )
+        return None
+    return source
+
+
+def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.toml says of a run; InputError for options that are no plain values."""
+    options = recipe.options()
+    try:
+        json.dumps(options)
+    except TypeError as error:
+        raise InputError(f"the options of {recipe.name} must be plain values: {error}") from error
+    return {
+        "recipe": {"name": recipe.name, "target": recipe.target, "options": options},
+        "train": {name: settings[name] for name in FIXED if settings[name] is not None},
+        "may_change": {name: settings[name] for name in FREE if settings[name] is not None},
+    }
+
+
+def chosen(fitted: Fitted) -> dict[str, Any]:
+    """How a program runs on its devices, and with which versions."""
+    device = fitted.mesh.devices.flat[0]
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": fitted.mesh.size,
+        "hosts": len({each.process_index for each in fitted.mesh.devices.flat}),
+        "sharding": fitted.choice.shard,
+        "remat": fitted.choice.remat,
+        "attention": fitted.options.attention,
+        "micro_batches": fitted.choice.accumulate,
+        "reason": fitted.choice.why,
+        "tokens_per_row": fitted.program.tokens_per_row,
+        "jax": jax.__version__,
+        "tpuswarm": version("tpuswarm"),
+    }

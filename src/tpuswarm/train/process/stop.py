@@ -1,0 +1,232 @@
+"""Being asked to stop: Ctrl-C, the notice before a preemption, a terminal that closes."""
+
+import _thread
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from signal import Signals
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+from tpuswarm.train.process import echo
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WIPE = "\r\x1b[2K"
+"""Takes a line of a terminal away."""
+AGAIN = 0.02
+"""Seconds until a signal that came at a bad moment comes again."""
+ARRIVES = 1.0
+"""Seconds until it is looked whether what was raised has been swallowed: a future may hold it for a moment."""
+TIDY = 3.0
+"""Seconds in which another Ctrl-C does not cut short what is done because of the first."""
+
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+
+
+def _install(handler: Handler) -> dict[Signals, Any]:
+    """The handlers before. A SIGHUP that is ignored stays so: that is what nohup asks for."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}  # Python gives it no signals
+    wanted = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    return {each: signal.signal(each, handler) for each in wanted}
+
+
+def _restore(handlers: dict[Signals, Any]) -> None:
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+
+
+class Interrupted(KeyboardInterrupt):
+    """One of SIGNALS ends what this process does; nothing has to be saved first."""
+
+    def __init__(self, asked: Signals):
+        super().__init__(asked.name)
+        self.asked = _Process.taken = asked
+        _Process.taken_at = time.monotonic()
+
+
+class _Process:
+    """What is true of the whole process."""
+
+    holds = 0
+    """How many parts of it must not be cut short."""
+    taken: Signals | None = None
+    """The signal that was raised."""
+    taken_at = 0.0
+    again = False
+    """Whether the next signal is one of this process's own, by `_raise_again`."""
+    words: str | None = None
+    """What is said where Ctrl-C ends it."""
+
+
+def last_words(text: str) -> None:
+    """What this process says where Ctrl-C ends it."""
+    _Process.words = text
+
+
+class Interrupts:
+    """From when it is made, a signal raises Interrupted in the main thread, once what it does there can be cut short.
+
+    A library that is being imported cannot: C++ code crashes. Nor can what is `held`: the signal comes again shortly
+    after. So it does for as long as the process lives, because what was raised may be swallowed, by C++ code that calls
+    Python as a program is compiled, or in what Python runs between two lines (`__del__`, a callback of the garbage
+    collector): then it is raised once more. For a whole process: nothing puts the handlers back.
+    """
+
+    def __init__(self) -> None:
+        _Process.taken = _Process.words = None
+        _Process.again = False
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
+        _install(self._take)
+
+    def end(self, code: int | None) -> NoReturn:
+        """End the process: with `code`, or as the signal that was raised has it, whatever has become of that since.
+
+        None is the code of what was interrupted and has not said so.
+        """
+        _install(signal.SIG_IGN)
+        taken = _Process.taken
+        if taken == signal.SIGINT or (taken is None and code is None):
+            self._say(_Process.words or "interrupted")
+        elif taken is not None:
+            self._say(f"ended by {taken.name}")
+        if taken is not None:
+            self._end_at_once(128 + taken)
+        _install(lambda number, frame: self._end_at_once(128 + number))
+        sys.exit(128 + signal.SIGINT if code is None else code)
+
+    def _say(self, text: str) -> None:
+        """In place of a line of waiting that was cut short."""
+        sys.stderr.write(f"{WIPE * sys.stderr.isatty()}{text}\n")
+
+    def _end_at_once(self, code: int) -> NoReturn:
+        """Without Python's own tidying up, in which threads of JAX that still compile crash."""
+        echo.restore()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # closed, or not there
+                stream.flush()
+        os._exit(code)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        again, _Process.again = _Process.again, False
+        soon = time.monotonic() - _Process.taken_at < TIDY
+        if _Process.taken is not None and (again or soon or number != signal.SIGINT) and _on_its_way():
+            if again:
+                self._again(number, ARRIVES)
+            return
+        # Not a thread of `threading`, whose lock may be held by what was interrupted: that would wait for itself.
+        late = bool(_Process.holds) or _importing(frame)
+        self._again(number, AGAIN if late else ARRIVES)
+        if not late:
+            raise Interrupted(Signals(number))
+
+    def _again(self, number: int, seconds: float) -> None:
+        _thread.start_new_thread(_raise_again, (number, seconds))
+
+    def _swallowed(self, what: Any) -> None:
+        if isinstance(what.exc_value, Interrupted):
+            self._again(what.exc_value.asked, AGAIN)  # certainly lost: no need to wait for ARRIVES
+        else:
+            self._unraisable(what)
+
+
+def _raise_again(number: int, seconds: float) -> None:
+    time.sleep(seconds)
+    _Process.again = True
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, number)  # it wakes up for it, whatever it waits for
+
+
+def _on_its_way() -> bool:
+    """Whether what the main thread does now is done because Interrupted was raised."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Keep Interrupted away from what has to be done as a whole, and shortly."""
+    _Process.holds += 1
+    try:
+        yield
+    finally:
+        _Process.holds -= 1
+
+
+loads_user_code: set[CodeType] = set()
+"""Functions that import a file of the user's, which may do anything as it is read: it can be interrupted."""
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether the innermost import under way is that of a library."""
+    inside = False
+    while frame is not None:
+        machinery = frame.f_code.co_filename.startswith("<frozen importlib")
+        if inside and not machinery:
+            return frame.f_code not in loads_user_code
+        inside, frame = machinery, frame.f_back
+    return inside
+
+
+class StopSignals:
+    """Takes the first of SIGNALS as a wish to stop after the step under way; a second Ctrl-C interrupts.
+
+    Off the main thread Python gives no signals, and this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked: Signals | None = None
+        self._asked_at = 0.0
+        self._before: dict[Signals, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        self._before = _install(self._take)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _restore(self._before)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None and number == signal.SIGINT:
+            raise Interrupted(signal.SIGINT)
+        if self.asked is None or number != signal.SIGHUP:  # SIGTERM after Ctrl-C: there is less time now
+            self.ask(Signals(number))
+
+    def ask(self, wish: Signals) -> None:
+        """Ask to stop, as the signal does."""
+        self.asked, self._asked_at = wish, time.monotonic()
+
+    def since(self) -> float:
+        """Seconds since it was asked."""
+        return time.monotonic() - self._asked_at
+
+
+class StopDecision(NamedTuple):
+    """Whether to save before ending, and why."""
+
+    save: bool
+    reason: str
+
+
+def decide_stop(asked: Signals, save_seconds: float | None, busy: bool, left: float) -> StopDecision:
+    """Save at Ctrl-C always; at SIGTERM and SIGHUP if what a save takes fits the `left` seconds of the notice.
+
+    A save under way must end first.
+    """
+    if asked == signal.SIGINT:
+        return StopDecision(True, "interrupted")
+    if save_seconds is None:
+        return StopDecision(False, f"no save has been timed yet, so none was started with {left:.1f} s left")
+    needed = save_seconds * (2 if busy else 1)
+    if needed <= left:
+        return StopDecision(True, f"a save takes {needed:.1f} s of the {left:.1f} s left")
+    return StopDecision(False, f"a save takes {needed:.1f} s, more than the {left:.1f} s left")

@@ -1,0 +1,84 @@
+"""Products that leave a TPU's matrix unit half empty.
+
+A matrix unit multiplies `unit` x `unit` numbers at a time (tpuswarm.catalog: 128, since v6e 256). It holds a tile of
+one operand, contracted x columns, and the rows of the other run through it (Jouppi et al. 2017, section 2): both sides
+of the tile are padded to the unit, and fewer rows than the unit do not hide the loading of the next tile.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tpuswarm.train.program.flops import Flops, Product
+from tpuswarm.train.user_code import Place
+
+HALF = 0.5
+WASTE = 0.05
+"""Of the matrix unit's time: what is lost at a smaller place is noise."""
+
+
+@dataclass(frozen=True)
+class Underfilled:
+    """Products of one line whose dimension `size` fills too little of the matrix unit."""
+
+    place: Place | None
+    size: int
+    unit: int
+    fill: float
+    """Share of the unit that these products use."""
+    waste: float
+    """Share of the unit's time in the whole step that is lost so."""
+
+    def __str__(self) -> str:
+        return (
+            f"a dimension of {self.size} fills only {self.fill:.0%} of the {self.unit}x{self.unit} matrix unit and "
+            f"wastes {self.waste:.0%} of its time; use a multiple of {self.unit}"
+        )
+
+
+def underfilled(flops: Flops, unit: int, batch: int, devices: int) -> list[Underfilled]:
+    """What wastes most, first.
+
+    unit: side of the matrix unit; batch: rows of a micro-batch over all `devices`: that axis is divided among them.
+    """
+    found: dict[tuple[Place | None, int], list[tuple[float, float]]] = defaultdict(list)
+    everything = 0.0
+    for product in flops.products:
+        sizes = _on_a_device(product, batch, devices)
+        if 1 in sizes:
+            continue  # with a vector, the compiler leaves the matrix unit alone
+        fill = _fill(sizes, unit)
+        time = product.flops / fill
+        everything += time
+        if fill <= HALF:
+            worst = min(sizes, key=lambda size: _padded(size, unit))
+            found[product.place, worst].append((product.flops, time))
+    places = []
+    for (place, size), products in found.items():
+        useful, time = (sum(each) for each in zip(*products, strict=True))
+        if time - useful >= WASTE * everything:
+            places.append(Underfilled(place, size, unit, useful / time, (time - useful) / everything))
+    return sorted(places, key=lambda each: -each.waste)
+
+
+def _on_a_device(product: Product, batch: int, devices: int) -> list[int]:
+    """Rows, contracted and columns; the one that holds the batch's axis is divided among the devices."""
+    sizes = [math.prod(axes) for axes in (product.rows, product.contracted, product.columns)]
+    if batch in product.leading:
+        sizes[product.leading.index(batch)] //= devices
+    return sizes
+
+
+def _fill(sizes: Sequence[int], unit: int) -> float:
+    """Share of the unit in use, with either operand as the one that is held: the compiler chooses."""
+    rows, contracted, columns = sizes
+    held = max(
+        _padded(columns, unit) * min(1.0, rows / unit),
+        _padded(rows, unit) * min(1.0, columns / unit),
+    )
+    return _padded(contracted, unit) * held
+
+
+def _padded(size: int, unit: int) -> float:
+    return size / (math.ceil(size / unit) * unit)

@@ -1,0 +1,65 @@
+"""The best evaluation of a run: which it is, and its checkpoint, which is kept."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.bucket.mirror import BEST, MANIFEST, best_of, shown
+from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.run import checkpoint
+from tpuswarm.train.run.directory import writing
+
+EVENT = "best"
+HIGHEST = ":max"
+"""Ends the name of a figure of which the highest is best."""
+
+
+class Best:
+    """The best value so far of one figure of the evaluations, `eval_loss` or, the highest, `eval_accuracy:max`."""
+
+    def __init__(self, goal: str, run: Path | None = None):
+        """run: whose best checkpoint, where it has kept one, is the one to be better than."""
+        self._name, self._sign = goal.removesuffix(HIGHEST), -1 if goal.endswith(HIGHEST) else 1
+        self._value: float | None = None
+        self.step: int | None = None
+        """Of the best evaluation."""
+        if run is not None and kept_step(run) is not None:
+            row = json.loads((run / BEST).read_text(encoding="utf-8"))
+            if self._name in row:
+                self.better(row)
+
+    def better(self, row: Mapping[str, Any], least: float = 0.0) -> bool:
+        """Whether a row is better than all before it, by more than `least`; InputError where it lacks the figure."""
+        if self._name not in row:
+            known = ", ".join(name for name in row if name.startswith("eval_") and name != "eval_rows")
+            raise InputError(f"the evaluations have no {self._name}; they have {known or 'no figures: there are none'}")
+        value = row[self._name]
+        if value is None or (self._value is not None and self._sign * (self._value - value) <= least):
+            return False
+        self._value, self.step = value, row["step"]
+        return True
+
+    def write(self, run: Path) -> None:
+        """Say in the run's folder which it is."""
+        with writing(run / BEST):
+            write_atomically(run / BEST, json.dumps({"step": self.step, self._name: self._value}))
+
+    def __str__(self) -> str:
+        return f"{self._name} {self._value:.6g}, the {'highest' if self._sign < 0 else 'lowest'} so far"
+
+
+def kept_step(run: Path) -> int | None:
+    """The step of the best checkpoint, where one is kept."""
+    step = best_of(run)
+    return int(step) if step and (run / "checkpoints" / step / MANIFEST).exists() else None
+
+
+def kept_best(run: Path) -> checkpoint.Saved:
+    """The checkpoint of the best evaluation of a run that keeps it; InputError where there is none."""
+    step = best_of(run)
+    found = checkpoint.inspect(run / "checkpoints" / step) if step else "train with keep_best, --keep-best eval_loss"
+    if isinstance(found, checkpoint.Saved):
+        return found
+    raise InputError(f"{shown(run)} has no checkpoint of its best evaluation: {found}")

@@ -1,0 +1,50 @@
+"""Whether a run lives, how it ended if it does not, and what is said then."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.run.directory import EVENTS, holder, read_rows
+
+LAST = ("finished", "stopped", "failed")
+"""Events that end a process's work on a run; without one of them it was killed."""
+
+
+class Life(NamedTuple):
+    """Whether a run lives, and how it ended if it does not."""
+
+    state: str
+    """running, finished, stopped, failed, or killed (its process is gone without a word)."""
+    pid: int | None
+    """0 for a moment while a process takes the run."""
+    message: str
+    """Why it stopped or failed, where it did."""
+
+
+def stopped_sentence(folder: Path, message: str) -> str:
+    """What is said of a run that was asked to stop, in whatever way; message: of its last event."""
+    run = shown(folder)
+    return f"{run}: {message}; the same `tpuswarm train` command with --run {run} resumes it"
+
+
+def removed_sentence(folder: Path) -> str:
+    """What is said of one that had nothing to resume from."""
+    return f"{shown(folder)} was removed: it stopped before there was anything to keep"
+
+
+def read_life(folder: Path) -> Life:
+    """Whether a run lives, by its lock and its events."""
+    pid = holder(folder)
+    if pid is not None:
+        return Life("running", pid, "")
+    last = last_event(folder)
+    return Life(last["event"], None, last.get("message", "")) if last else Life("killed", None, "")
+
+
+def last_event(folder: Path) -> dict[str, Any]:
+    """How the last process of a run ended, as its events say; empty where it was killed, or lives."""
+    last: dict[str, Any] = {}
+    for row in read_rows(folder / EVENTS):
+        if row["event"] in ("started", *LAST):
+            last = row
+    return last if last.get("event") in LAST else {}

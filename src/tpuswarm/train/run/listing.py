@@ -1,0 +1,151 @@
+"""The runs that there are: which one is meant by a name, and how each of them stands, seen from outside."""
+
+import mmap
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpuswarm.config.shown import unit
+from tpuswarm.errors import InputError
+from tpuswarm.train.bucket.mirror import bring, folder_of, is_url, shown
+from tpuswarm.train.run.directory import CONFIG, EVENTS, METRICS, has_begun, holder, read_config, reading
+from tpuswarm.train.run.life import read_life
+from tpuswarm.train.run.schema import parse_row
+
+TAIL = 1 << 16
+"""Bytes at the end of the metrics that are read for how a run stands."""
+
+
+def find_run(name: str, runs: Path = Path("runs")) -> Path:
+    """The folder meant by RUN: a path, the name of one in ./runs, or `last`, the one that was used last.
+
+    Of gs://BUCKET/FOLDER it is the copy on this disk, brought up to date but for what is large.
+    Raises InputError for a name that means two of them, and for a URL of another kind.
+    """
+    if is_url(name):
+        return bring(name)
+    here, listed = Path(name), runs / name
+    both = ((here, f"./{name}"), (listed, str(listed))) if name == here.name else ()
+    meant = [shown for path, shown in both if path.exists()]
+    if name == "last":
+        if meant:
+            raise InputError(f"last means the run used last, but {meant[0]} exists too: say which you mean")
+        if found := list_runs(runs):
+            return found[0]
+        raise InputError(f"there are no runs in {runs}; start one with `tpuswarm train`")
+    if len(meant) > 1 and not here.samefile(listed):
+        raise InputError(f"{name} means both {' and '.join(meant)}: say which you mean")
+    return listed if not here.exists() and listed.is_dir() else here
+
+
+def folder_called(run: str) -> Path:
+    """The folder of a run by what it is called in a status."""
+    return folder_of(run) if is_url(run) else Path(run)
+
+
+def used(folder: Path) -> float:
+    """When a run was used last, in seconds since 1970: now, where a living process holds it."""
+    with suppress(InputError):  # what is wrong with its lock is said where it is shown
+        if holder(folder) is not None:
+            return time.time()
+    files = [folder / name for name in (CONFIG, EVENTS, METRICS)]
+    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+
+
+def list_runs(runs: Path = Path("runs")) -> list[Path]:
+    """The runs in a folder, damaged ones too, the one used last first."""
+    with reading(runs):
+        return sorted((folder for folder in sorted(runs.glob("*")) if has_begun(folder)), key=used, reverse=True)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What can be seen of a run from outside."""
+
+    run: str
+    state: str
+    """As in Life."""
+    pid: int | None
+    recipe: str
+    step: int
+    steps: int
+    tokens: int
+    loss: float | None
+    eval_loss: float | None
+    eval_step: int | None
+    tokens_per_s: float | None
+    """None unless it is running."""
+    unit: str
+    """What its tokens are: tokens, or rows where a row counts for one."""
+    devices: str
+    elapsed: float
+    """Seconds of training."""
+    left: float | None
+    """Seconds until the last step, at the pace of the last ones; None unless it is running."""
+    message: str
+    """Why it stopped or failed, where it did."""
+
+
+def status(folder: Path) -> Status:
+    """The status of a run; InputError if the folder is none."""
+    config = read_config(folder)
+    chosen = config.get("chosen", {})
+    newest, evaluation = newest_steps(folder), newest_evaluation(folder)
+    train: dict[str, Any] = newest[-1] if newest else {}
+    life = read_life(folder)
+    left = None
+    timed = [row for row in newest if "wall_s" in row]
+    if life.pid is not None and len(timed) > 1 and timed[-1]["step"] > timed[0]["step"]:
+        seconds, steps = (timed[-1][name] - timed[0][name] for name in ("wall_s", "step"))
+        left = max(0.0, (config["train"]["steps"] - train["step"]) * seconds / steps)
+    return Status(
+        run=shown(folder),
+        state=life.state,
+        pid=life.pid,
+        recipe=config["recipe"]["name"],
+        step=train.get("step", 0),
+        steps=config["train"]["steps"],
+        tokens=train.get("tokens", 0),
+        loss=train.get("loss"),
+        eval_loss=evaluation.get("eval_loss"),
+        eval_step=evaluation.get("step"),
+        tokens_per_s=train.get("tokens_per_s") if life.pid is not None else None,
+        unit=unit(chosen.get("tokens_per_row", 1)),
+        devices=f"{chosen['devices']} x {chosen['device']}" if {"devices", "device"} <= chosen.keys() else "",
+        elapsed=train.get("wall_s", 0.0),
+        left=left,
+        message=life.message,
+    )
+
+
+def newest_steps(folder: Path) -> list[dict[str, Any]]:
+    """Rows of the last updates in a run's metrics, some hundred; the others are not read."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    with reading(path), path.open("rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - TAIL)
+        file.seek(start)
+        lines = file.read().splitlines(keepends=True)
+    rows = (parse_row(METRICS, line) for line in (lines[1:] if start else lines))
+    return [row for row in rows if row is not None and "loss" in row]
+
+
+def newest_evaluation(folder: Path) -> dict[str, Any]:
+    """The last row with an evaluation in a run's metrics, the others not parsed; empty where there is none."""
+    path = folder / METRICS
+    if not path.exists():
+        return {}
+    with reading(path), path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return {}
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            at = len(text)
+            while (at := text.rfind(b'"eval_loss"', 0, at)) >= 0:
+                row = parse_row(METRICS, text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at) + 1])
+                if row and row.get("eval_loss") is not None:
+                    return row
+    return {}

@@ -1,0 +1,151 @@
+"""A run read back: its recipe rebuilt, its parameters on devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.data.placing import place as place_array
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.program.compiled import Placed, place
+from tpuswarm.train.program.request import Request
+from tpuswarm.train.recipe import Recipe, State
+from tpuswarm.train.run import checkpoint
+from tpuswarm.train.run.best import kept_best
+from tpuswarm.train.run.directory import read_config
+from tpuswarm.train.run.parent import parent_folder
+from tpuswarm.train.run.trees import run_arrays, swarm_arrays
+from tpuswarm.train.settings import differences
+from tpuswarm.train.user_code import build_recipe
+
+Agree = Callable[[Callable[[], Mapping[str, str]]], None]
+"""Raises InputError unless all hosts of a program give the same facts, as `Together.agree` does."""
+
+
+def alone(facts: Callable[[], Mapping[str, str]]) -> None:
+    """Agree with nobody: there is one host."""
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run's newest whole checkpoint on devices."""
+
+    folder: Path
+    config: dict[str, Any]
+    recipe: Recipe
+    placed: Placed
+    state: State
+    step: int
+    notes: list[str]
+    """A sentence for each damaged checkpoint passed over."""
+
+
+def load_run(
+    folder: Path,
+    devices: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+    agree: Agree = alone,
+    best: bool = False,
+) -> LoadedRun:
+    """The recipe (with `options` in place of its own) and newest state of the run in `folder`.
+
+    best: that of its best evaluation, where it keeps one. Raises InputError where it is no run, cannot be rebuilt, or
+    has no whole checkpoint.
+    """
+    config = read_config(folder)
+    if not config["recipe"]["target"]:
+        raise InputError(
+            f"{folder} was trained by a Python program; to use it here, put its recipe into a file and train "
+            "file.py:Recipe"
+        )
+    saved: checkpoint.Saved | None
+    saved, notes = (kept_best(folder), list[str]()) if best else checkpoint.newest(folder / "checkpoints")
+    if saved is None:
+        raise InputError(f"{folder} has no intact checkpoint" + "".join(f"; {note}" for note in notes))
+    agree(lambda: _begun_with(folder, saved.digest))
+    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
+    train = config["train"]
+    names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
+    placed = place(recipe, Request(**{name: train.get(name) for name in names}), devices)
+    return LoadedRun(folder, config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
+
+
+def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = alone) -> Any:
+    """The shared parameters of another run, or of a published model that the recipe reads, in the shardings of `onto`.
+
+    What one name means may differ from host to host (a disk of its own, an older cache): they agree on what they read.
+    Raises InputError where a leaf is missing, extra or of another shape, and where it means something else (another
+    tokenizer), naming the first.
+    """
+    folder = parent_folder(parent)
+    if folder is None:
+        agree(lambda: _begun_with(parent, recipe.shared_digest(parent)))
+        return recipe.load_shared(parent, onto.program.exchange().get(onto.state))
+    if "swarm" in read_config(folder):
+        return _of_swarm(folder, recipe, onto, agree)
+    if not read_config(folder)["recipe"]["target"]:
+        return _by_path(folder, recipe, onto, agree)
+    loaded = load_run(folder, list(onto.mesh.devices.flat), agree=agree)
+    meant = [{name: each.options().get(name) for name in recipe.identity} for each in (loaded.recipe, recipe)]
+    if found := differences(*meant):
+        raise InputError(f"the parameters of {shown(folder)} do not fit this recipe: {'; '.join(found)}")
+    theirs, ours = loaded.placed.program.exchange().get(loaded.state), onto.program.exchange().get(onto.state)
+    _refuse_another(folder, *(dict(zip(leaf_paths(tree), _shapes(tree), strict=True)) for tree in (theirs, ours)))
+    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)
+
+
+def _of_swarm(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
+    """What the members of a swarm share: all of it, by its paths."""
+    _refuse_other_meaning(folder, recipe)
+    theirs, _, digest = swarm_arrays(folder)
+    agree(lambda: _begun_with(folder, digest))
+    shared = onto.program.exchange().get(onto.state)
+    names, likes = leaf_paths(shared), jax.tree.leaves(shared)
+    ours = {name: like.shape for name, like in zip(names, likes, strict=True)}
+    _refuse_another(folder, {name: array.shape for name, array in theirs.items()}, ours)
+    arrays = [place_array(theirs[name], like.sharding) for name, like in zip(names, likes, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(shared), arrays)
+
+
+def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
+    """The shared parameters of a run whose recipe was built in a program: by their paths in the state of this one."""
+    _refuse_other_meaning(folder, recipe)
+    arrays, saved = run_arrays(folder)
+    agree(lambda: _begun_with(folder, saved.digest))
+    exchange = onto.program.exchange()
+    names = leaf_paths(onto.state)
+    marked = exchange.get(jax.tree.unflatten(jax.tree.structure(onto.state), names))
+    ours = dict(zip(jax.tree.leaves(marked), jax.tree.leaves(exchange.get(onto.state)), strict=True))
+    roots, own = {name.partition("/")[0] for name in ours}, set(names) - set(ours)
+    theirs = {name: array for name, array in arrays.items() if name.partition("/")[0] in roots and name not in own}
+    _refuse_another(folder, *({name: leaf.shape for name, leaf in each.items()} for each in (theirs, ours)))
+    return jax.tree.map(lambda name: place_array(theirs[name], ours[name].sharding), marked)
+
+
+def _refuse_other_meaning(folder: Path, recipe: Recipe) -> None:
+    """Raise InputError where another tokenizer, say, gives the run's parameters another meaning."""
+    options = {name: read_config(folder)["recipe"]["options"].get(name) for name in recipe.identity}
+    if found := differences(options, {name: recipe.options().get(name) for name in recipe.identity}):
+        raise InputError(f"the parameters of {shown(folder)} do not fit this recipe: {'; '.join(found)}")
+
+
+def _refuse_another(folder: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise InputError unless both have the same paths and shapes, naming the first that differs."""
+    if wrong := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
+        name = wrong[0]
+        raise InputError(
+            f"{shown(folder)} holds a different model: {len(wrong)} parameters differ, the first {name} "
+            f"({there.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
+        )
+
+
+def _begun_with(parent: str | Path, digest: str) -> dict[str, str]:
+    return {f"parameters at {shown(parent) if isinstance(parent, Path) else parent}": digest}
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]

@@ -1,0 +1,40 @@
+"""What --init-from names: the run or published model whose parameters a new run begins with."""
+
+from pathlib import Path
+from typing import Any
+
+from tpuswarm.train.bucket.mirror import bring, is_url
+from tpuswarm.train.run.directory import CONFIG, read_config
+from tpuswarm.train.run.listing import find_run
+
+
+def find_parent(name: str | Path) -> str:
+    """What --init-from means: the absolute path or URL of a run; a published model, for the recipe to read, as written.
+
+    A folder within it (hf:DIR) is made absolute.
+    """
+    if is_url(str(name)):
+        return str(name)
+    folder = find_run(str(name))
+    if (folder / CONFIG).exists():
+        return str(folder.resolve())
+    kind, colon, place = str(name).partition(":")
+    return f"{kind}:{Path(place).expanduser().resolve()}" if colon and Path(place).expanduser().is_dir() else str(name)
+
+
+def parent_folder(parent: str) -> Path | None:
+    """The folder of the run at `parent` (of `find_parent`), of one in a bucket its copy; None where it is no run.
+
+    Raises InputError for a URL where there is no run.
+    """
+    folder = bring(parent, whole=True) if is_url(parent) else Path(parent)
+    return folder if (folder / CONFIG).exists() else None
+
+
+def parent_options(parent: str, maker: Any) -> dict[str, Any]:
+    """The options that give the parameters at `parent` (of `find_parent`) their meaning, for a recipe of `maker`."""
+    folder = parent_folder(parent)
+    if folder is None:
+        return maker.options_at(parent) if hasattr(maker, "options_at") else {}
+    options = read_config(folder)["recipe"]["options"]
+    return {name: value for name, value in options.items() if name in getattr(maker, "identity", ())}

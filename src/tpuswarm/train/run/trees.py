@@ -1,0 +1,123 @@
+"""A pytree to a file and back, and the arrays of a run without its recipe: `save` and `load`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from safetensors.numpy import save as to_bytes
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.bucket.mirror import bring, is_url
+from tpuswarm.train.data.arrays import to_numpy
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.process.atomic import part, sync
+from tpuswarm.train.run import checkpoint
+from tpuswarm.train.run.best import kept_best
+from tpuswarm.train.run.directory import CONFIG, read_config
+from tpuswarm.train.run.listing import find_run
+from tpuswarm.train.user_code import find_maker
+
+SUFFIX = ".safetensors"
+SWARM = "tpuswarm.swarm.load:shared_arrays"
+"""Reads the run of a swarm; found by its name, as recipes are: this room knows of no swarm."""
+
+
+def save(tree: Any, file: str | Path) -> None:
+    """Write a pytree of arrays to FILE.safetensors, each under its path; other libraries read it too.
+
+    The file is there whole or not at all. Raises InputError for another suffix, for leaves that are no arrays of
+    numbers, for two leaves of one path, and where it cannot be written.
+    """
+    file = Path(file)
+    if file.suffix != SUFFIX:
+        raise InputError(f"{file}: a pytree is saved as a {SUFFIX} file; name it {file.with_suffix(SUFFIX).name}")
+    leaves = [np.asarray(leaf, order="C") for leaf in jax.tree.leaves(to_numpy(tree))]
+    names = leaf_paths(tree)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"two leaves have the path {twice[0]}: rename a key that has a slash in it")
+    try:
+        part(file).write_bytes(to_bytes(dict(zip(names, leaves, strict=True))))
+        sync(part(file))
+        part(file).replace(file)
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
+    """The pytree in FILE.safetensors, or the state of a run's newest whole checkpoint, as NumPy arrays.
+
+    place: a file, or a run as commands name it: a folder, a name in ./runs, `last`, gs://…. The state of a recipe of
+    `supervised` has `params`, `opt`, `ema` and `extra`; of a swarm's run it is `params` (and `extra`), what its members
+    share, and `ema`, of the newest whole version. best: the checkpoint that `keep_best` kept, in place of the newest.
+    like: a tree whose structure the result gets, of arrays or shapes; None: dicts in dicts, a list by its indices.
+    Raises InputError for what is no such thing, for a checkpoint that is damaged, and for another path or shape than in
+    `like`.
+    """
+    if str(place).endswith(SUFFIX):
+        try:
+            arrays = load_file(place)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{place} cannot be read: {error}") from error
+    else:
+        name = str(place)
+        folder = bring(name, whole=True) if is_url(name) else find_run(name)
+        arrays = checkpoint.arrays(kept_best(folder)) if best else _of_run(folder)
+    return _nested(arrays) if like is None else _like(arrays, like, str(place))
+
+
+def run_arrays(folder: Path) -> tuple[dict[str, np.ndarray], checkpoint.Saved]:
+    """The arrays of a run's newest whole checkpoint by path; InputError where there is none."""
+    saved, notes = checkpoint.newest(folder / "checkpoints")
+    if saved is None:
+        raise InputError(f"{folder} has no intact checkpoint" + "".join(f"; {note}" for note in notes))
+    return checkpoint.arrays(saved), saved
+
+
+def swarm_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], str]:
+    """What the members of the swarm in `folder` share by path, its moving average (or nothing), and its digest.
+
+    InputError where there is no version.
+    """
+    found: tuple[dict[str, np.ndarray], dict[str, np.ndarray], str] = find_maker(SWARM)(folder)
+    return found
+
+
+def _of_run(folder: Path) -> dict[str, np.ndarray]:
+    if not (folder / CONFIG).exists():
+        raise InputError(f"{folder} is no run: it has no {CONFIG}")
+    if "swarm" not in read_config(folder):
+        return run_arrays(folder)[0]
+    shared, average, _ = swarm_arrays(folder)
+    if {path.partition("/")[0] for path in shared} == {"params", "extra"}:  # with mutable state it says which is which
+        named = {path.removeprefix("params/"): array for path, array in average.items() if path.startswith("params/")}
+    else:
+        shared, named = {f"params/{path}": array for path, array in shared.items()}, average
+    return shared | {f"ema/{path}": array for path, array in named.items()}
+
+
+def _nested(arrays: Mapping[str, np.ndarray]) -> Any:
+    tree: dict[str, Any] = {}
+    for path, array in arrays.items():
+        *parents, name = path.split("/")
+        node = tree
+        for each in parents:
+            node = node.setdefault(each, {})
+        node[name] = array
+    return tree
+
+
+def _like(arrays: Mapping[str, np.ndarray], like: Any, place: str) -> Any:
+    there = {path: tuple(array.shape) for path, array in arrays.items()}
+    names = leaf_paths(like)
+    here = {name: tuple(np.shape(leaf)) for name, leaf in zip(names, jax.tree.leaves(like), strict=True)}
+    if wrong := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
+        name = wrong[0]
+        raise InputError(
+            f"{place} holds another tree: {len(wrong)} arrays differ, the first {name} "
+            f"({there.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
+        )
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in names])

@@ -1,0 +1,391 @@
+"""A run in a bucket: it goes on from another disk, one process has it at a time, and any computer can look at it."""
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.bucket import bucket
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.store import Store
+from tpuswarm.train.bucket import lease
+from tpuswarm.train.bucket.lease import Lease, Lost
+from tpuswarm.train.bucket.mirror import Mirror, bring, folder_of, is_url
+from tpuswarm.train.bucket.stored import Bucket
+from tpuswarm.train.run.checkpoint import Checkpoints
+from tpuswarm.train.run.directory import Run, read_rows
+from tpuswarm.train.run.life import read_life
+from tpuswarm.train.run.listing import status
+
+URL = "gs://bucket/runs/a"
+CONFIG = {
+    "recipe": {"name": "r", "target": "x:y", "options": {}},
+    "train": {"steps": 10, "batch": 2, "seed": 0},
+    "chosen": {"tokens_per_row": 1},
+}
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    (tmp_path / "cloud").mkdir()
+    with bucket("bucket", tmp_path / "cloud") as made:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.endpoint)
+        yield made
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """Takes another empty disk."""
+
+    def take(name: str) -> None:
+        monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / name))
+
+    take("one")
+    return take
+
+
+def begin(steps: int = 3) -> Run:
+    run = Run(folder_of(URL))
+    run.write_config(CONFIG)
+    run.write_event("started")
+    for step in range(1, steps + 1):
+        run.write_metrics({"step": step, "tokens": 2 * step, "loss": 1.0 / step})
+    return run
+
+
+def save(folder: Path, step: int) -> None:
+    """As a checkpoint lies there: its manifest last."""
+    at = folder / "checkpoints" / f"{step:08}"
+    at.mkdir(parents=True)
+    (at / "arrays").write_bytes(b"arrays")
+    (at / "manifest.json").write_text("{}")
+
+
+def steps(folder: Path) -> list[int]:
+    return [row["step"] for row in read_rows(folder / "metrics.jsonl")]
+
+
+def test_another_disk_goes_on(served, disk):
+    run = begin()
+    (run.folder / "token").write_text("secret")
+    run.close()
+    disk("two")
+    bring(URL)  # as a command does that reads the configuration first
+    run = Run(folder_of(URL))
+    assert run.config() == CONFIG and steps(run.folder) == [1, 2, 3] and not (run.folder / "token").exists()
+    run.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
+    run.close()
+    disk("one")  # which has a copy of its own, from before
+    assert steps(bring(URL)) == [1, 2, 3, 4]
+    assert b"secret" not in b"".join(Bucket(URL).read(name) for name in Bucket(URL).listed(""))
+
+
+def test_rows_after_a_checkpoint_are_cut_in_the_bucket_too(served, disk):
+    run = begin(5)
+    run._tended._mirror.push(lambda: None)
+    assert run.cut_metrics(2) == 3
+    run.write_metrics({"step": 3, "tokens": 6, "loss": 7.0})
+    run.close()
+    disk("two")
+    folder = bring(URL)
+    assert steps(folder) == [1, 2, 3] and [*read_rows(folder / "metrics.jsonl")][-1]["loss"] == 7.0
+
+
+def test_many_pieces_become_one(served, disk, monkeypatch):
+    monkeypatch.setattr("tpuswarm.train.bucket.mirror.MERGED", 4)
+    run = begin(1)
+    for step in range(2, 12):
+        run.write_metrics({"step": step, "tokens": 2 * step, "loss": 1.0})
+        run._tended._mirror.push(lambda: None)
+    names = [name for name in Bucket(URL).listed("pieces/metrics.jsonl/")]
+    run.close()
+    assert len(names) < 4
+    disk("two")
+    assert steps(bring(URL)) == [*range(1, 12)]
+
+
+def test_a_checkpoint_is_there_with_its_manifest_or_not_at_all(served, disk):
+    import jax.numpy as jnp
+
+    run = begin()
+    saves = Checkpoints(run.checkpoints, keep=1)
+    for step in (1, 2):
+        saves.save(step, {"w": jnp.full(3, float(step))}, {})
+        saves.wait()
+        run._tended._mirror.push(lambda: None)
+    saves.close()
+    run.close()
+    there = Bucket(URL).listed("checkpoints/")
+    assert {name.split("/")[1] for name in there} == {"00000002"}
+    disk("two")
+    from tpuswarm.train.run.checkpoint import newest, restore
+
+    saved, passed = newest(bring(URL, whole=True) / "checkpoints")
+    assert saved and saved.step == 2 and not passed
+    assert restore(saved, {"w": jnp.zeros(3)})["w"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_the_best_checkpoint_comes_and_stays_too(served, disk):
+    """Or the next machine, which has the newest alone, would remove it from the bucket."""
+    import jax.numpy as jnp
+
+    from tpuswarm.train.run.best import Best, kept_best
+
+    run = begin()
+    saves, best = Checkpoints(run.checkpoints, keep=1), Best("eval_loss")
+    for step in (1, 2, 3):
+        if best.better({"step": step, "eval_loss": abs(step - 1.5)}):
+            saves.pinned = best.step
+            best.write(run.folder)
+        saves.save(step, {"w": jnp.full(3, float(step))}, {})
+        saves.wait()
+    saves.close()
+    run.close()
+    disk("two")
+    assert kept_best(bring(URL, whole=True)).step == 1
+    again = Run(folder_of(URL))
+    again.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
+    again.close()
+    assert {name.split("/")[1] for name in Bucket(URL).listed("checkpoints/")} == {"00000001", "00000003"}
+
+
+def test_a_run_begins_with_the_parameters_of_one_in_a_bucket(served, disk, tmp_path):
+    import jax
+    import numpy as np
+    import optax
+
+    from tests.train import toy
+    from tpuswarm import Trainer, supervised
+
+    first = Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=URL)
+    disk("two")
+    still = supervised(toy.init, toy.loss, optax.sgd(0.0), toy.splits)
+    child = Trainer(devices=1).fit(still, steps=1, batch=8, run=tmp_path / "child", init_from=URL)
+    jax.tree.map(np.testing.assert_array_equal, child.state.params, first.state.params)
+    with pytest.raises(InputError, match="there is no run at gs://bucket/runs/none"):
+        Trainer(devices=1).fit(still, steps=1, batch=8, run=tmp_path / "no", init_from="gs://bucket/runs/none")
+    other = supervised(
+        lambda key: {"w": np.zeros(3, np.float32)}, lambda p, b, k: p["w"].sum(), optax.sgd(0.1), {"x": np.ones(3)}
+    )
+    with pytest.raises(InputError, match=f"^{URL} holds a different model"):
+        Trainer(devices=1).fit(other, steps=1, batch=1, run=tmp_path / "no", init_from=URL)
+
+
+def test_two_machines_cannot_have_one_run(served, disk, monkeypatch):
+    monkeypatch.setattr(lease, "LOOK", 0.05)
+    run = begin()
+    renew = threading.Thread(target=lambda: (time.sleep(0.5), run._tended._lease.renew()))
+    renew.start()
+    disk("two")
+    with pytest.raises(InputError, match=f"{URL} is in use by process .* stop it first with `tpuswarm stop {URL}`"):
+        Run(folder_of(URL))
+    renew.join()
+    run.close()
+    Run(folder_of(URL)).close()
+
+
+def test_a_dead_machine_loses_it_and_hears_of_it(served, disk, monkeypatch):
+    monkeypatch.setattr(lease, "LOOK", 0.05)
+    monkeypatch.setattr(lease, "TERM", 0.5)
+    bucket = Bucket(URL)
+    first, second = Lease(bucket, URL), Lease(bucket, URL)
+    assert first.take() == ""
+    assert second.take() == first.owner  # it stood still for TERM
+    with pytest.raises(Lost, match=f"{URL} was taken over by process"):
+        first.renew()
+    second.renew()
+    second.release()
+    monkeypatch.setattr(lease, "TERM", 600.0)
+    assert Lease(bucket, URL).take() == second.owner  # who let it go is not waited for
+
+
+def test_who_slept_for_long_does_not_begin_where_others_have_removed(served, disk, monkeypatch):
+    monkeypatch.setattr(lease, "LOOK", 0.05)
+    monkeypatch.setattr(lease, "TERM", 0.2)
+    monkeypatch.setattr(lease, "KEPT", 3)
+    bucket = Bucket(URL)
+    first, second = Lease(bucket, URL), Lease(bucket, URL)
+    first.take()
+    second.take()
+    for _ in range(8):
+        second.renew()
+    first._renewed -= 1000.0
+    with pytest.raises(Lost):
+        first.renew()
+
+
+def test_it_is_looked_at_and_stopped_from_elsewhere(served, disk, monkeypatch):
+    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 0.05)
+    run = begin()
+    run._tended._mirror.push(lambda: None)
+    disk("two")
+    folder = bring(URL)
+    seen = status(folder)
+    assert (seen.run, seen.state, seen.step) == (URL, "running", 3)
+    from tpuswarm.train.bucket.mirror import ask_to_stop
+
+    heard = []
+    monkeypatch.setattr("os.kill", lambda pid, number: heard.append(number))
+    assert ask_to_stop(folder).host
+    end = time.monotonic() + 20
+    while not heard and time.monotonic() < end:
+        time.sleep(0.02)
+    assert heard
+    run.write_event("stopped", message="as asked")
+    run.close()
+    assert read_life(bring(URL)).state == "stopped"
+
+
+def test_nothing_is_left_of_what_never_became_a_run(served, disk):
+    run = Run(folder_of(URL))
+    run.abandon()
+    assert Bucket(URL).listed("") == {} and not run.folder.exists()
+    with pytest.raises(InputError, match=f"there is no run at {URL}; `tpuswarm train --run {URL}` begins one"):
+        bring(URL)
+
+
+def test_who_has_lost_a_run_touches_nothing_of_who_has_it(served, disk, monkeypatch):
+    """Not when it ends, nor in the middle of sending: what the other has saved meanwhile stays."""
+    monkeypatch.setattr(lease, "TERM", 0.2)
+    monkeypatch.setattr(lease, "LOOK", 0.05)
+    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 600.0)  # this computer is asleep, or cut off
+    first = begin()
+    save(folder_of(URL), 10)
+    first._tended._mirror.push(lambda: None)
+    save(folder_of(URL), 20)
+    shutil.rmtree(folder_of(URL) / "checkpoints" / "00000010")
+    disk("two")
+    monkeypatch.setattr("tpuswarm.train.bucket.lease.alive", lambda computer, pid: None)
+    second = Run(folder_of(URL))
+    second.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
+    save(folder_of(URL), 30)
+    second.close()
+    before = Bucket(URL).listed("")
+    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 0.0)
+    with pytest.raises(Lost):
+        first._tended._mirror.push(first._tended._assure)
+    first.close()
+    assert Bucket(URL).listed("") == before and any(name.startswith("checkpoints/00000030/") for name in before)
+
+
+def test_a_copy_is_brought_up_to_date_where_another_computer_has_gone_on(served, disk):
+    """Also of files that this one had written itself."""
+    run = begin()
+    (folder_of(URL) / "status.json").write_text("from one")
+    run.close()
+    disk("two")
+    again = Run(folder_of(URL))
+    (folder_of(URL) / "status.json").write_text("from two")
+    again.close()
+    disk("one")
+    assert (bring(URL) / "status.json").read_text() == "from two"
+
+
+def test_the_lease_is_kept_however_long_sending_takes(served, disk, monkeypatch):
+    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 0.05)
+    run, slow = begin(), threading.Event()
+    put_file = Bucket.put_file
+
+    def wait(self, name, path):
+        slow.wait(60)
+        put_file(self, name, path)
+
+    monkeypatch.setattr(Bucket, "put_file", wait)
+    (folder_of(URL) / "status.json").write_text("more")
+    run._tended.soon()
+    first = run._tended._lease._number
+    end = time.monotonic() + 60
+    while run._tended._lease._number < first + 3 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert run._tended._lease._number >= first + 3
+    slow.set()
+    run.close()
+
+
+def test_a_run_that_is_begun_anew_in_the_place_of_a_deleted_one_has_nothing_of_it(served, disk):
+    """Not on the disk that had trained the deleted one, nor where it was looked at: the record of a swarm neither."""
+    begin().close()
+    Store(folder_of(URL)).create("commits/000001.json", b"of the first")
+    disk("two")
+    assert steps(bring(URL)) == [1, 2, 3] and Store(folder_of(URL)).read("commits/000001.json") == b"of the first"
+    disk("one")
+    Mirror(folder_of(URL)).clear()
+    begin(1).close()
+    disk("two")
+    assert steps(bring(URL)) == [1] and not Store(folder_of(URL)).exists("commits/000001.json")
+    Store(folder_of(URL)).create("commits/000001.json", b"of the second")
+    disk("one")
+    assert steps(bring(URL)) == [1] and Store(folder_of(URL)).read("commits/000001.json") == b"of the second"
+
+
+def test_a_bucket_that_is_not_there_is_named(served, disk):
+    with pytest.raises(RunFailed, match="there is no such bucket"):
+        Run(folder_of("gs://nowhere/a"))
+
+
+@pytest.mark.parametrize("what", ["deleted", "denied"])
+def test_a_bucket_that_is_taken_away_in_the_middle_is_said_and_gone_on_from(served, disk, monkeypatch, what):
+    monkeypatch.setattr(lease, "LOOK", 0.05)
+    monkeypatch.setattr(lease, "TERM", 0.2)
+    run = begin()
+    denied = "me@example.com does not have storage.objects.create access to the bucket."
+    served.gone, served.denied = what == "deleted", denied if what == "denied" else ""
+    run._tended.soon()
+    for thread in run._tended._threads:
+        thread.join(60)
+    why = "there is no such bucket; create it" if what == "deleted" else f".*{denied}"
+    with pytest.raises(RunFailed, match=f"{URL} could not be reached: {why}"):
+        run.check()
+    store = Store(folder_of(URL))
+    with pytest.raises(RunFailed, match=f"commits/000001.json in {URL} could not be written: {why}"):
+        store.create("commits/000001.json", b"{}")
+    with pytest.raises(RunFailed, match="could not be reached"):
+        run.close()
+    assert steps(folder_of(URL)) == [1, 2, 3], "what was trained is still on this disk"
+    served.gone, served.denied = False, ""
+    again = Run(folder_of(URL))
+    again.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
+    again.close()
+    disk("two")
+    assert steps(bring(URL)) == [1, 2, 3, 4]
+
+
+def test_an_outage_is_waited_out(served, disk, monkeypatch):
+    monkeypatch.setattr("tpuswarm.train.bucket.stored.PAUSE", 0.01)
+    there, left = Bucket(URL), [3]
+    there.put("a", b"1")
+    read = there._fs.cat_file
+
+    def cut(path):
+        if left[0]:
+            left[0] -= 1
+            raise ConnectionError("cut")
+        return read(path)
+
+    monkeypatch.setattr(there._fs, "cat_file", cut)
+    assert there.read("a") == b"1"
+    left[0] = 1
+    with pytest.raises(ConnectionError):  # one that has never answered may be wrong
+        Bucket("gs://bucket/b").read("a")
+
+
+@pytest.mark.parametrize("url", ["s3://b/run", "gs://bucket", "http://x/y"])
+def test_other_urls_are_refused(url):
+    with pytest.raises(InputError, match="gs://BUCKET/FOLDER"):
+        is_url(url)
+
+
+def test_members_rows_are_found_again(served, disk):
+    run = begin(0)
+    for member in ("m0", "m1"):
+        rows = run.folder / "members" / member / "metrics.jsonl"
+        rows.parent.mkdir(parents=True)
+        row = {"step": 1, "tokens": 2, "loss": 1.0, "member": member, "version": 0}
+        rows.write_text(json.dumps(row) + "\n")
+        run.write_metrics(row)
+    run.close()
+    shutil.rmtree(run.folder)
+    assert steps(bring(URL) / "members" / "m1") == [1]

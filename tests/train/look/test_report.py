@@ -1,0 +1,63 @@
+"""The pieces of a report: curves that are smoothed, tables whose numbers stand under each other."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from tpuswarm.train.look.report import PARTS, facts_table, history, samples, smoothed, table
+
+
+def test_a_smoothed_curve_keeps_level_slope_and_length():
+    rows = 40 * PARTS
+    noise = np.random.default_rng(1).normal(0, 0.5, rows)
+    made = smoothed(list(3 - 2 * np.arange(rows) / rows + noise))
+    assert made.shape == (rows,)
+    assert np.abs(made - (3 - 2 * np.arange(rows) / rows))[40:-40].max() < 0.45 < np.abs(noise).max()
+    np.testing.assert_allclose(smoothed([2.0] * rows), 2.0)
+
+
+def test_what_is_not_finite_leaves_the_rest_alone():
+    values = [1.0, 2.0, None, 4.0]
+    np.testing.assert_array_equal(smoothed(values), [1.0, 2.0, math.nan, 4.0])  # so few are not smoothed
+    long = [1.0] * 500 + [None] * 3 + [1.0] * 500
+    np.testing.assert_allclose(smoothed(long), 1.0)
+    assert smoothed([]).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("cells", "right"),
+    [
+        (["1", "1,234", "–"], True), (["12.3%", "4.5%"], True), (["0.5 s", "12 s"], True), (["-1.2", "3e"], False),
+        (["m0 50%"], False), (["", "7"], True), (["v4-8"], False), (["2.0 GiB", "17 MiB"], True),
+    ],
+)  # fmt: skip
+def test_numbers_stand_at_the_right(cells, right):
+    page = table(("name", "count"), [("a", cell) for cell in cells])
+    assert ('<th class="n">count</th>' in page) == right and '<th class="n">name' not in page
+    assert len(re.findall('<td class="n">', page)) == right * len(cells)
+    assert (
+        table(("name", "empty"), [("a", "")])
+        == '<table><tr><th class="w">name</th></tr><tr><td class="w">a</td></tr></table>'
+    )
+    assert ('class="n"' in facts_table([("x", cell) for cell in cells])) == right
+
+
+def test_when_and_how_it_was_started():
+    events = [
+        {"time": 0.0, "event": "started", "command": "tpuswarm train gpt2-tiny"},
+        {"time": 60.0, "event": "stopped"},
+        {"time": 86_400.0, "event": "started", "command": "tpuswarm train gpt2-tiny --keep 5"},
+        {"time": 90_000.0, "event": "finished"},
+    ]
+    facts = dict(history(events))
+    assert facts["command"] == "tpuswarm train gpt2-tiny --keep 5"
+    assert re.fullmatch(r"19(69-12-31|70-01-01) .* to 1970-01-0[12] .*", facts["when"])
+    assert history([]) == [] and dict(history([*events[1:2], {"time": 1.0, "event": "started"}])).keys() == {"when"}
+
+
+def test_samples_are_text():
+    [(name, part)] = samples([{"event": "note"}, {"event": "sample", "step": 1200, "text": "<b>\n1"}])
+    assert name == "What it writes" and "step 1,200" in part and "<pre>&lt;b&gt;\n1</pre>" in part
+    assert samples([{"event": "note"}]) == []

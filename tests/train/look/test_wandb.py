@@ -1,0 +1,92 @@
+"""What W&B is given, read back from the file that its offline mode writes; what happens without package or key."""
+
+import importlib.util
+import json
+import os
+import struct
+from unittest import mock
+
+import pytest
+from wandb.proto import wandb_internal_pb2 as messages
+
+from tests.processes import finish, start
+from tests.train import toy
+from tpuswarm import InputError, Trainer
+from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
+
+BLOCK, HEADER = 32 * 1024, 7
+"""Of the log format that W&B shares with LevelDB: blocks of records, each with checksum, length and part."""
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path):
+    folders = {f"WANDB_{name}_DIR": str(tmp_path / name.lower()) for name in ("CONFIG", "CACHE", "DATA")}
+    with mock.patch.dict(os.environ, {"WANDB_MODE": "offline", **folders}):  # W&B sets more
+        yield
+
+
+def records(path):
+    """The records of a .wandb file."""
+    data, place, parts = path.read_bytes(), HEADER, b""  # the file begins with a header of its own
+    while place + HEADER <= len(data):
+        left = BLOCK - place % BLOCK
+        if left < HEADER:
+            place += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, place)
+        if kind == 0:
+            break
+        parts += data[place + HEADER : place + HEADER + size]
+        place += HEADER + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield messages.Record.FromString(parts)
+            parts = b""
+
+
+def logged(path):
+    """The rows of a .wandb file, without the columns that W&B adds."""
+    rows = []
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            rows.append({name: value for name, value in items.items() if not name.startswith("_")})
+    return rows
+
+
+def files(folder):
+    return sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_every_row_as_it_is_in_metrics_and_the_same_run_after_a_stop(tmp_path):
+    folder = tmp_path / "mine"
+    trainer = Trainer(devices=1, wandb="project", eval_every=10)
+    loop = trainer.steps(toy.recipe(), steps=30, batch=8, run=folder)
+    for _ in range(12):
+        next(loop)
+    loop.close()
+    trainer.fit(toy.recipe(), steps=30, batch=8, run=folder)
+    first, second = files(folder)
+    rows = list(read_rows(folder / METRICS))
+    assert logged(first) + logged(second) == rows
+    assert first.name == second.name  # W&B's id is in the name
+    [run] = [record.run for record in records(first) if record.WhichOneof("record_type") == "run"][:1]
+    assert (run.project, run.display_name) == ("project", "mine")
+    [told, again] = [row for row in read_rows(folder / EVENTS) if row["event"] == "wandb"]
+    assert told["id"] == again["id"] == run.run_id and "wandb sync" in told["message"]
+
+
+def test_without_the_package_the_command_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'tpuswarm\[wandb\]'"):
+        Trainer(devices=1, wandb="project").fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_key_the_command_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.py").write_text("from tests.train.toy import toy\n")
+    words = ["train", "mine.py:toy", "--steps", "2", "--batch", "8", "--wandb", "project"]
+    _, err = finish(start(words, tmp_path), 2)
+    assert "No API key" in err and "WANDB_MODE=offline" in err and "Traceback" not in err

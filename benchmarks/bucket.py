@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Settings, Table
-from tpuswarm.swarm import tensors
-from tpuswarm.swarm.aggregator import Aggregator
-from tpuswarm.swarm.coordinator import Coordinator
-from tpuswarm.swarm.core.member import Member, beat, granted, header, snapshot, trained
+from tpuswarm.swarm.core.arithmetic.outer import Outer, first_state
+from tpuswarm.swarm.core.books import Member, beat, granted, header, snapshot, trained
 from tpuswarm.swarm.core.messages import Accepted, Granted, Terms
-from tpuswarm.swarm.core.outer import Outer, first_state
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
-from tpuswarm.swarm.effects import Call, Do, Together
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.objects import Objects
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.processes.aggregator import Aggregator
+from tpuswarm.swarm.processes.coordinator import Coordinator
+from tpuswarm.swarm.processes.effects import Call, Do, Together
+from tpuswarm.swarm.storage import tensors
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.bucket.stored import Copied, Held
 
 MEMBERS = (4, 16, 64)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.chaos import SMALL, Kill, Swarm, torment
 from benchmarks.report import Settings, Table
-from tpuswarm.swarm.store import Store
-from tpuswarm.swarm.verify import verify
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
 
 MEMBERS, CYCLE, SEED = 4, 20, 0
 MINUTES, PAUSE = 15.0, 60.0

@@ -11,7 +11,7 @@ from benchmarks import scale
 from benchmarks.merge import MEMBERS, SMALL, Case, Run, room_for
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.catalog import machines
-from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.arithmetic.outer import Outer
 
 AIM, CYCLE_S, HEAD = 200, 100.0, "n2-highmem-8"
 SECONDS = 650

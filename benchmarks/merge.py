@@ -23,16 +23,16 @@ import numpy as np
 
 from benchmarks.report import Settings, Skipped, Table, median
 from benchmarks.torch_speed import torch_python
-from tpuswarm.swarm.aggregator import Aggregator
+from tpuswarm.swarm.core.arithmetic.outer import Outer, first_state
+from tpuswarm.swarm.core.arithmetic.quantize import BITS, encode
 from tpuswarm.swarm.core.messages import Merge, Part
-from tpuswarm.swarm.core.outer import Outer, first_state
-from tpuswarm.swarm.core.quantize import BITS, encode
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Digests, Form, Header, Identity, Incarnation, Record
-from tpuswarm.swarm.effects import Do
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.objects import Objects, object_name, payload_name
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.processes.aggregator import Aggregator
+from tpuswarm.swarm.processes.effects import Do
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
+from tpuswarm.swarm.storage.store import Store
 
 MEMBERS, FRAGMENTS = 4, 8
 SMALL, LARGE = 124_475_904, 1_557_611_200

@@ -18,7 +18,7 @@ import jax
 
 from benchmarks.report import Settings, Skipped, Table
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.values import Form
 from tpuswarm.swarm.simulation.quality import Arm, held_out_loss, simulate
 from tpuswarm.train.recipe import Options, default_precision

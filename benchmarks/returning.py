@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.quality import QUICK, SIZES, Runs, difference
 from benchmarks.report import Settings, Skipped, Table
-from tpuswarm.swarm.core.adopt import adopt
-from tpuswarm.swarm.holder import RAMP
+from tpuswarm.swarm.core.arithmetic.adopt import adopt
+from tpuswarm.swarm.member.holder import RAMP
 from tpuswarm.swarm.simulation import quality
 from tpuswarm.swarm.simulation.quality import Arm, Members, Ticks, held_out_loss
 from tpuswarm.train.recipe import Batch, Clock, Program, Source, State

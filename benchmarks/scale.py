@@ -19,11 +19,11 @@ from benchmarks.report import Settings, Table, verdict
 from tpuswarm.swarm.core.messages import Beat, Granted, Refused
 from tpuswarm.swarm.core.values import Header, Identity, Record
 from tpuswarm.swarm.core.view import View
-from tpuswarm.swarm.ledger import Ledger
 from tpuswarm.swarm.simulation.cluster import Cluster
 from tpuswarm.swarm.simulation.result import Result, result
 from tpuswarm.swarm.simulation.scenario import Scenario
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.store import Store
 
 SECONDS = {10: 3650, 100: 1250, 1000: 450}
 """Simulated, for each number of members."""

@@ -28,19 +28,19 @@ import numpy as np
 from benchmarks.bare import Bare, usual
 from benchmarks.report import Settings, Skipped, Table, median, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.swarm.aggregator import Aggregator
-from tpuswarm.swarm.coordinator import Coordinator
-from tpuswarm.swarm.core.member import Member
+from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.books import Member
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.values import Digests, Form, Incarnation, Record
-from tpuswarm.swarm.effects import Call, Do, Process, Sleep, Unreachable
 from tpuswarm.swarm.engines.threads import Node
-from tpuswarm.swarm.holder import ProgramHolder, layout_of
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.member import MemberProcesses
-from tpuswarm.swarm.objects import Objects
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.member.cycle import MemberProcesses
+from tpuswarm.swarm.member.holder import ProgramHolder, layout_of
+from tpuswarm.swarm.processes.aggregator import Aggregator
+from tpuswarm.swarm.processes.coordinator import Coordinator
+from tpuswarm.swarm.processes.effects import Call, Do, Process, Sleep, Unreachable
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.platform import local_devices

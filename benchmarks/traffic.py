@@ -21,19 +21,19 @@ import numpy as np
 
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.swarm.aggregator import Aggregator
-from tpuswarm.swarm.coordinator import Coordinator
-from tpuswarm.swarm.core.member import Member
+from tpuswarm.swarm.core.arithmetic.outer import Outer, first_state
+from tpuswarm.swarm.core.books import Member
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.outer import Outer, first_state
 from tpuswarm.swarm.core.values import Digests, Form, Incarnation, Record
-from tpuswarm.swarm.effects import Call, Process, Together
 from tpuswarm.swarm.engines.inproc import Inproc
-from tpuswarm.swarm.holder import ProgramHolder, layout_of
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.member import MemberProcesses
-from tpuswarm.swarm.objects import Objects
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.member.cycle import MemberProcesses
+from tpuswarm.swarm.member.holder import ProgramHolder, layout_of
+from tpuswarm.swarm.processes.aggregator import Aggregator
+from tpuswarm.swarm.processes.coordinator import Coordinator
+from tpuswarm.swarm.processes.effects import Call, Process, Together
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.platform import local_devices
 from tpuswarm.train.program.compiled import Fitted, fit

@@ -51,7 +51,7 @@ def status(tmp_path: Path) -> dict:
 
 def status_now(tmp_path: Path) -> int:
     """Steps done, without a process of its own."""
-    from tpuswarm.swarm.status import look
+    from tpuswarm.swarm.views.status import look
     from tpuswarm.train.run import listing
 
     folder = tmp_path / FOLDER

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.processes import start, wait_for
-from tests.swarm.test_drawing import status
+from tests.swarm.views.test_drawing import status
 from tpuswarm.doctor import run as doctor
-from tpuswarm.swarm.status import MemberStatus, write_status
+from tpuswarm.swarm.views.status import MemberStatus, write_status
 from tpuswarm.train.run.directory import Run, append_event
 
 NOW = 1_800_000_000.0

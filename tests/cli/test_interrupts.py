@@ -99,7 +99,7 @@ def test_ctrl_c_while_a_swarm_starts_does_not_wait_for_it(tmp_path, name):
 INTERRUPTED_BEFORE_IT_CONNECTS = """
 import os, signal
 from pathlib import Path
-from tpuswarm.swarm.engines.files import use_token
+from tpuswarm.swarm.engines.variables import use_token
 from tpuswarm.swarm.engines.opening import open_ray
 import ray._private.state as state
 from tpuswarm.train.process.stop import Interrupts

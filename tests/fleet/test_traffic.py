@@ -17,7 +17,7 @@ from tpuswarm.fleet.core.jobs import Job, Seat
 from tpuswarm.fleet.core.traffic import Traffic, count, gib_price
 from tpuswarm.fleet.training import HEAD, head_line, run_in
 from tpuswarm.swarm.core.summary import Tokens
-from tpuswarm.swarm.status import FILE, MemberStatus, SwarmStatus, write_status
+from tpuswarm.swarm.views.status import FILE, MemberStatus, SwarmStatus, write_status
 
 A, EUROPE = "us-central1-f", "europe-west4-a"
 GIB, HOUR = 2**30, 3600.0

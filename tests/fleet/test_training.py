@@ -21,7 +21,7 @@ from tpuswarm.fleet.file import read_swarm
 from tpuswarm.fleet.keeping.document import Document, Lease
 from tpuswarm.remote.host import Host, Silent
 from tpuswarm.swarm.core.summary import Tokens
-from tpuswarm.swarm.status import Look, MemberStatus, SwarmStatus
+from tpuswarm.swarm.views.status import Look, MemberStatus, SwarmStatus
 
 NOW = 10_000.0
 FILE = """\

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from tests.swarm.chains import Run as Chain
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.swarm.core.fragments import Layout
+from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.core.values import Digests, Record
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.objects import Objects
-from tpuswarm.swarm.runtime.head import FOUNDING
-from tpuswarm.swarm.status import MemberStatus, Progress, compose, write_status
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.processes.founder import FOUNDING
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.views.status import MemberStatus, Progress, compose, write_status
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.directory import append_event, append_rows

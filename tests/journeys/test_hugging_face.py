@@ -14,10 +14,10 @@ from tests import processes
 from tests.recipes.hub import serving
 from tpuswarm.cli.app import make_app
 from tpuswarm.cli.recipe import make_recipe
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.objects import Objects
-from tpuswarm.swarm.runtime.head import read_founding
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.processes.founder import read_founding
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.run.loaded import load_run
 
 GOLDEN = Path(__file__).resolve().parents[1] / "recipes" / "golden" / "model"

@@ -19,11 +19,11 @@ from tests.swarm.chains import PER_ROW
 from tests.swarm.chains import Run as Chain
 from tpuswarm.cli import control
 from tpuswarm.swarm.core.summary import Summary, Tokens
-from tpuswarm.swarm.events import commit_event
-from tpuswarm.swarm.ledger import commit_name
-from tpuswarm.swarm.objects import object_name
-from tpuswarm.swarm.status import MemberStatus, Progress, compose, write_status
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.storage.ledger import commit_name
+from tpuswarm.swarm.storage.objects import object_name
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.views.events import commit_event
+from tpuswarm.swarm.views.status import MemberStatus, Progress, compose, write_status
 from tpuswarm.train.process.stamped import stamp
 from tpuswarm.train.run.directory import Run, append_event
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from tests.processes import finish, start
 from tpuswarm import load
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.store import Store
 
 TINY = "--resolution 8 --latent 4 --mapping 1 --channels 4 --most-channels 4 --group 2 --batch 8"
 

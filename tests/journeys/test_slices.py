@@ -18,20 +18,20 @@ from benchmarks.chaos import SMALL, Swarm
 
 from tests.hosts import free_port
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.core.fragments import Leaf
-from tpuswarm.swarm.engines.files import BATCH
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.runtime import files
-from tpuswarm.swarm.runtime import hosts as hosts_of_run
-from tpuswarm.swarm.runtime import join as joining
-from tpuswarm.swarm.runtime.group import Group
-from tpuswarm.swarm.runtime.head import Joining
-from tpuswarm.swarm.runtime.join import join
-from tpuswarm.swarm.runtime.member import MemberHost, Place, Rows
-from tpuswarm.swarm.runtime.plan import Founding, Plan
-from tpuswarm.swarm.runtime.plan import Swarm as Table
-from tpuswarm.swarm.store import Store
-from tpuswarm.swarm.verify import verify
+from tpuswarm.swarm.core.arithmetic.fragments import Leaf
+from tpuswarm.swarm.engines.variables import BATCH
+from tpuswarm.swarm.member import data_files as files
+from tpuswarm.swarm.member.group import Group
+from tpuswarm.swarm.member.incarnations import MemberHost, Place, Rows
+from tpuswarm.swarm.processes.founder import Joining
+from tpuswarm.swarm.processes.plan import Founding, Plan
+from tpuswarm.swarm.processes.plan import Swarm as Table
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
+from tpuswarm.swarm.supervision import entry as hosts_of_run
+from tpuswarm.swarm.supervision import join as joining
+from tpuswarm.swarm.supervision.join import join
 from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.hosts.line import Line, WrongSecret, authenticate
 

@@ -16,9 +16,9 @@ import pytest
 from benchmarks.chaos import SMALL, Swarm, torment
 
 from tests import processes
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.store import Store
-from tpuswarm.swarm.verify import verify
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
 
 ENDLESS = "10M"
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.swarm.chains import Run as Chain
 from tpuswarm.cli import main
-from tpuswarm.swarm.runtime import needs, start
-from tpuswarm.swarm.runtime.head import FOUNDING
-from tpuswarm.swarm.runtime.supervisor import Ended
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.processes.founder import FOUNDING
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.supervision import needs, start
+from tpuswarm.swarm.supervision.supervisor import Ended
 from tpuswarm.train.run.directory import append_rows, read_rows
 
 TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --batch 2 --run a --members 2"

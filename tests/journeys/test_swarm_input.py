@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.journeys.documents import ROOT
-from tpuswarm.swarm.retention import disk
-from tpuswarm.swarm.runtime import machine, needs, start
+from tpuswarm.swarm.storage.retention import disk
+from tpuswarm.swarm.supervision import local_devices as machine
+from tpuswarm.swarm.supervision import needs, start
 
 MODEL = ROOT / "tests" / "recipes" / "golden" / "model"
 TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --steps 4"

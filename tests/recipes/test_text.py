@@ -19,7 +19,7 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.gpt2.text import open_text
 from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters
 from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens, split_tokens
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.storage.store import Store
 
 PLAY = "To be, or not to be: that is the question.\n" * 30
 

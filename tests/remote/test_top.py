@@ -18,7 +18,7 @@ from tpuswarm.cloud.protocol import Machine
 from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.fleet.reach import Reached
 from tpuswarm.remote.host import Host
-from tpuswarm.swarm.status import MemberStatus
+from tpuswarm.swarm.views.status import MemberStatus
 from tpuswarm.watch import top
 from tpuswarm.watch.chips import fields, gauges
 from tpuswarm.watch.follow import Follower, Sample

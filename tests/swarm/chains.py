@@ -7,17 +7,17 @@ from random import Random
 
 import numpy as np
 
+from tpuswarm.swarm.core.arithmetic.merge import CHUNK
+from tpuswarm.swarm.core.arithmetic.outer import Average, Outer, advance, commit, first_state, state_rows
+from tpuswarm.swarm.core.arithmetic.quantize import encode
 from tpuswarm.swarm.core.choose import Staleness, choose, effective
-from tpuswarm.swarm.core.merge import CHUNK
-from tpuswarm.swarm.core.outer import Average, Outer, advance, commit, first_state, state_rows
-from tpuswarm.swarm.core.quantize import encode
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.objects import Objects
-from tpuswarm.swarm.replay import contribution
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.replay import contribution
+from tpuswarm.swarm.storage.store import Store
 
 PER_ROW = 8
 """Tokens."""

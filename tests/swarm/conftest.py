@@ -5,7 +5,7 @@ import uuid
 import pytest
 
 from tests.swarm.bucket import bucket
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.storage.store import Store
 
 
 @pytest.fixture(scope="session")

@@ -8,21 +8,21 @@ import jax
 import numpy as np
 
 from tests.hosts import SECRET
-from tests.swarm.test_training import Threads, genesis
+from tests.swarm.member.test_training import Threads, genesis
 from tests.train.host import BATCH, SHARDED_BYTES, recipe
-from tpuswarm.swarm.aggregator import Aggregator
-from tpuswarm.swarm.coordinator import Coordinator
-from tpuswarm.swarm.core.member import Adopt, Member
+from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.books import Adopt, Member
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation
-from tpuswarm.swarm.holder import ProgramHolder, layout_of, placed
-from tpuswarm.swarm.hosts import Lead, follow
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.member import MemberProcesses
-from tpuswarm.swarm.objects import Objects
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.member.cycle import MemberProcesses
+from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
+from tpuswarm.swarm.member.lead import Lead, follow
+from tpuswarm.swarm.processes.aggregator import Aggregator
+from tpuswarm.swarm.processes.coordinator import Coordinator
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.data import placing
 from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.program import mesh

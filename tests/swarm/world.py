@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from tpuswarm.swarm.coordinator import Coordinator
+from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.books import Adopt, Member
 from tpuswarm.swarm.core.choose import Staleness
-from tpuswarm.swarm.core.member import Adopt, Member
 from tpuswarm.swarm.core.messages import Accepted, Lost, Merge, Part, Terms
-from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
-from tpuswarm.swarm.effects import Over
 from tpuswarm.swarm.engines.inproc import Faults, Inproc
-from tpuswarm.swarm.member import MemberProcesses, Payload
+from tpuswarm.swarm.member.cycle import MemberProcesses, Payload
+from tpuswarm.swarm.processes.coordinator import Coordinator
+from tpuswarm.swarm.processes.effects import Over
 
 Vector = dict[tuple[int, Incarnation], Fraction]
 DIGESTS = Digests("layout", "config", "data", "code")

@@ -50,7 +50,7 @@ def logs(
             raise InputError(f"{run} is a machine, which has no processes with names")
         show_machine_logs(*found_machine, follow)
         return
-    from tpuswarm.swarm.logs import Logs
+    from tpuswarm.swarm.views.logs import Logs
     from tpuswarm.train.bucket.mirror import origin, refresh
     from tpuswarm.train.run.directory import holder, read_config
 
@@ -144,7 +144,7 @@ def stop(run: RunOrJob) -> None:
         stop_job(*found_job)
         return
     from tpuswarm.cli.over_fleet import end_jobs, open_jobs
-    from tpuswarm.swarm.logs import RUN, Logs
+    from tpuswarm.swarm.views.logs import RUN, Logs
     from tpuswarm.train.bucket.mirror import ask_to_stop, elsewhere, origin, refresh, shown
     from tpuswarm.train.run.directory import holder, read_config
     from tpuswarm.train.run.life import read_life, removed_sentence, stopped_sentence

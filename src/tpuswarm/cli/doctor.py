@@ -156,7 +156,7 @@ def _bucket(meant: "Fleet") -> str:
 def _head() -> str:
     """Where the head is of the swarm that the fleet of this folder trains; empty where there is none."""
     from tpuswarm.cli.picture import training_here
-    from tpuswarm.swarm.status import look
+    from tpuswarm.swarm.views.status import look
     from tpuswarm.train.bucket.mirror import bring
 
     if (training := training_here(None)) is None:

@@ -37,7 +37,7 @@ def dry_run(asked: Asked) -> dict[str, str]:
 
 
 def _stands(folder: Path, config: dict[str, Any]) -> str:
-    from tpuswarm.swarm.status import look
+    from tpuswarm.swarm.views.status import look
     from tpuswarm.train.run.listing import status
 
     found: Any = look(folder) if "swarm" in config else status(folder)

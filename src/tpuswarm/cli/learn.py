@@ -13,8 +13,8 @@ from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
-    from tpuswarm.swarm.runtime.screen import Screen
-    from tpuswarm.swarm.runtime.supervisor import Supervisor
+    from tpuswarm.swarm.supervision.supervisor import Supervisor
+    from tpuswarm.swarm.views.screen import Screen
 
 STEPS = 720
 LR = 3e-3
@@ -55,11 +55,11 @@ def demo(
     with waiting("loading Ray", short=0.0):
         from tpuswarm.cli.swarm import print_result
         from tpuswarm.recipes.gpt2.recipe import GPT2
-        from tpuswarm.swarm.report import replay_lines
-        from tpuswarm.swarm.runtime.decide import Asked
-        from tpuswarm.swarm.runtime.screen import auto_screen
-        from tpuswarm.swarm.runtime.start import train
-        from tpuswarm.swarm.store import Store
+        from tpuswarm.swarm.storage.store import Store
+        from tpuswarm.swarm.supervision.decide import Asked
+        from tpuswarm.swarm.supervision.start import train
+        from tpuswarm.swarm.views.report import replay_lines
+        from tpuswarm.swarm.views.screen import auto_screen
         from tpuswarm.train.trainer import Trainer
 
     screen = auto_screen()
@@ -120,7 +120,7 @@ class _Killer:
 
 
 def _sample() -> str:
-    from tpuswarm.swarm.load import load_swarm
+    from tpuswarm.swarm.storage.load import load_swarm
     from tpuswarm.train.process import platform
 
     with waiting("generating text"):

@@ -14,8 +14,8 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.swarm.store import Store
-    from tpuswarm.swarm.verify import Report
+    from tpuswarm.swarm.storage.store import Store
+    from tpuswarm.swarm.storage.verify import Report
 
 app = typer.Typer(help="Look at a swarm's ledger and check it.", rich_markup_mode=None)
 PROBLEMS = 20
@@ -29,7 +29,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the last commits: who contributed, with what weight, what was not counted and why, rule and rate."""
-    from tpuswarm.swarm.tables import commit_row, read_commits
+    from tpuswarm.swarm.views.tables import commit_row, read_commits
 
     check_number(last, "-n, a number of commits,", least=1)
     commits, _ = read_commits(_store(run), last)
@@ -58,7 +58,7 @@ def verify(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if anything is wrong.
     """
-    from tpuswarm.swarm.verify import verify as check
+    from tpuswarm.swarm.storage.verify import verify as check
 
     report = check(_store(run), lambda text: say(text, err=True))
     if as_json:
@@ -102,7 +102,7 @@ def _ranges(versions: list[int]) -> str:
 
 def _store(run: str) -> "Store":
     """Where the ledger is. Raises InputError for what is no swarm's run, or not yet one with a ledger."""
-    from tpuswarm.swarm.store import Store
+    from tpuswarm.swarm.storage.store import Store
     from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.listing import find_run
 

@@ -120,7 +120,7 @@ def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[Planned, ...]") -> None:
     from tpuswarm.fleet.core.names import by_number
     from tpuswarm.fleet.file import HEAD
     from tpuswarm.fleet.training import is_same
-    from tpuswarm.swarm.status import FILE
+    from tpuswarm.swarm.views.status import FILE
     from tpuswarm.train.bucket.mirror import FILES
     from tpuswarm.train.bucket.stored import Bucket
 
@@ -194,7 +194,7 @@ def _follow(path: Path, url: str) -> None:
     from tpuswarm.cli.picture import training_here
     from tpuswarm.cli.runs import make_console
     from tpuswarm.cli.watching import event_line
-    from tpuswarm.swarm.logs import RUN, Logs
+    from tpuswarm.swarm.views.logs import RUN, Logs
     from tpuswarm.train.bucket.mirror import folder_of
 
     training, console = training_here(url, path), make_console()

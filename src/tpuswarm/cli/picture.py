@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tpuswarm.fleet.core.actions import Event
     from tpuswarm.fleet.doing import Doing
     from tpuswarm.fleet.keeping.document import Document
-    from tpuswarm.swarm.status import Look
+    from tpuswarm.swarm.views.status import Look
 
 
 LOOK = 5.0
@@ -58,7 +58,7 @@ class Seen(NamedTuple):
 
         from tpuswarm.fleet.doing import counted
         from tpuswarm.fleet.view import costs_line, doings_table, lines_of
-        from tpuswarm.swarm.drawing import About, draw
+        from tpuswarm.swarm.views.drawing import About, draw
 
         look = self.look
         found = self._doings()
@@ -85,7 +85,7 @@ class Training(NamedTuple):
 
     def see(self) -> Seen:
         """As it is now."""
-        from tpuswarm.swarm.status import look
+        from tpuswarm.swarm.views.status import look
         from tpuswarm.train.bucket.mirror import bring
 
         try:

@@ -159,7 +159,7 @@ def _swarms(rows: list["Row"], counts: dict[str, int]) -> dict[str, "Together"]:
 def _outlook(machines: Machines, rows: list["Row"], tokens: int | None, free: bool) -> "Outlook":
     """A machine hands over what it trained with each push of a swarm, or alone with each checkpoint."""
     from tpuswarm.plan.outlook import outlook
-    from tpuswarm.swarm.runtime.plan import CYCLE
+    from tpuswarm.swarm.processes.plan import CYCLE
 
     groups = [replace(each, dollars=0.0) for each in machines.groups] if free else machines.groups
     speeds = {row.accelerator.name: row.speed for row in rows if row.speed}

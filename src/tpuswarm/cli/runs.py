@@ -13,7 +13,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.swarm.status import Look
+    from tpuswarm.swarm.views.status import Look
     from tpuswarm.train.run.listing import Status
 
 PIPE_WIDTH = 240
@@ -49,7 +49,7 @@ def status(
         return
     seen = training.see() if training else None
     found = [] if seen and run else _looks(run)
-    from tpuswarm.swarm.status import Look
+    from tpuswarm.swarm.views.status import Look
     from tpuswarm.train.run.listing import Status
 
     if as_json:
@@ -84,7 +84,7 @@ def make_console() -> Any:
 
 def _looks(run: str | None) -> list[Any]:
     """A `Status` of each plain run, a `Look` of each swarm."""
-    from tpuswarm.swarm.status import look
+    from tpuswarm.swarm.views.status import look
     from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.listing import find_run, list_runs, status
 
@@ -117,7 +117,7 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
     from rich.console import Group
     from rich.text import Text
 
-    from tpuswarm.swarm.status import Look
+    from tpuswarm.swarm.views.status import Look
     from tpuswarm.train.look.live import STATES
     from tpuswarm.train.run.listing import folder_called, used
 
@@ -161,7 +161,7 @@ def _plain(seen: "Status", width: int, height: int | None) -> Any:
 
 
 def _swarm(look: "Look", width: int, height: int | None) -> Any:
-    from tpuswarm.swarm.drawing import About, draw
+    from tpuswarm.swarm.views.drawing import About, draw
 
     about = About(look.recipe, look.run, look.tokens_per_step, look.unit, ended=look.state != "running")
     return draw(about, look.status, (), width, height)

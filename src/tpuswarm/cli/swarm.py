@@ -13,7 +13,7 @@ from tpuswarm.train.hosts.several import PORT
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.swarm.runtime.start import SwarmResult
+    from tpuswarm.swarm.supervision.start import SwarmResult
 
 
 def print_result(result: "SwarmResult", as_json: bool) -> None:
@@ -61,13 +61,13 @@ def join(
     A run in a bucket is followed to whichever machine its head is on.
     """
     from tpuswarm.swarm.engines.ports import parse_ports
-    from tpuswarm.swarm.runtime.group import Group
-    from tpuswarm.swarm.runtime.join import join as join_swarm
-    from tpuswarm.swarm.runtime.join import join_run
+    from tpuswarm.swarm.member.group import Group
+    from tpuswarm.swarm.supervision.join import join as join_swarm
+    from tpuswarm.swarm.supervision.join import join_run
     from tpuswarm.train.bucket.mirror import is_url
 
     if of_machine:
-        from tpuswarm.swarm.notice import machine_here
+        from tpuswarm.swarm.engines.notice import machine_here
 
         here = machine_here()
         name, many = name or here.name, len(here.hosts) > 1

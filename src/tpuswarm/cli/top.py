@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tpuswarm.fleet.reach import Reached
-    from tpuswarm.swarm.status import MemberStatus
+    from tpuswarm.swarm.views.status import MemberStatus
     from tpuswarm.watch.top import Row
 
 LOOK = 10.0
@@ -60,7 +60,7 @@ class _Look:
 
     def see_members(self) -> None:
         """Of the swarm that the fleet trains, if it does."""
-        from tpuswarm.swarm.status import look
+        from tpuswarm.swarm.views.status import look
         from tpuswarm.train.bucket.mirror import bring
 
         if self._training is not None:

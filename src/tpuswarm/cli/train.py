@@ -210,7 +210,7 @@ def _swarm(asked: Asked, as_json: bool) -> int | None:
     table = asked.table
     settings = _trainer(asked).settings(table.steps, table.batch, asked.parent)
     with waiting("loading Ray", short=0.0):
-        from tpuswarm.swarm.runtime import decide, start
+        from tpuswarm.swarm.supervision import decide, start
     swarm = decide.Asked(**asked.swarm or {})
     result = start.train(asked.recipe, swarm, settings, table.tokens, table.epochs, asked.folder)
     print_result(result, as_json)

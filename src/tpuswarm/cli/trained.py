@@ -173,7 +173,7 @@ def load(run: str, data: str | None, best: bool = False) -> Any:
     swarm = "swarm" in read_config(folder)
     platform.load_jax()
     with waiting(f"reading {shown(folder)}", short=0.0):
-        from tpuswarm.swarm.load import load_swarm
+        from tpuswarm.swarm.storage.load import load_swarm
         from tpuswarm.train.run.loaded import load_run
 
         options = {"data": data} if data else None

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tpuswarm.doctor.check import Wrong
-from tpuswarm.swarm.status import MemberStatus, SwarmStatus, read_status
+from tpuswarm.swarm.views.status import MemberStatus, SwarmStatus, read_status
 from tpuswarm.train.run.directory import EVENTS, read_rows
 from tpuswarm.train.run.life import read_life
 

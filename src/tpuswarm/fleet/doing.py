@@ -12,7 +12,7 @@ from tpuswarm.fleet.core.jobs import Job, Seat
 from tpuswarm.fleet.core.names import by_number
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.training import is_head, is_member
-from tpuswarm.swarm.status import MemberStatus
+from tpuswarm.swarm.views.status import MemberStatus
 
 LOSSES = ("preempted", "lost", "gone")
 """Kinds of events by which a machine goes."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from tpuswarm.catalog import Accelerator, Price, machines
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.swarm import DAY, Exchanged, Traffic
-from tpuswarm.swarm.core.fragments import FRAGMENT, shards_for
-from tpuswarm.swarm.core.quantize import bytes_per_element
+from tpuswarm.swarm.core.arithmetic.fragments import FRAGMENT, shards_for
+from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form, Rule
-from tpuswarm.swarm.engines.files import store_bytes
-from tpuswarm.swarm.retention import EVERY, disk
-from tpuswarm.swarm.runtime.needs import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
-from tpuswarm.swarm.simulation.shard import MERGE
+from tpuswarm.swarm.engines.variables import store_bytes
+from tpuswarm.swarm.simulation.stand_ins import MERGE
+from tpuswarm.swarm.storage.retention import EVERY, disk
+from tpuswarm.swarm.supervision.needs import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
 from tpuswarm.train.recipe import Options, Recipe
 
 ROOM = 2.0

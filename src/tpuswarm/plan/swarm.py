@@ -9,7 +9,7 @@ from typing import get_args
 
 from tpuswarm.catalog import Figure, network
 from tpuswarm.config.units import GIB
-from tpuswarm.swarm.core.quantize import bytes_per_element
+from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form
 
 DAY = 86_400.0

@@ -13,7 +13,7 @@ from tpuswarm.plan.roofline import Cost, Range, cost
 from tpuswarm.plan.row import Row, known, span_object
 from tpuswarm.plan.swarm import Bill, Exchanged, Traffic, bills, traffic
 from tpuswarm.plan.words import UNKNOWN, columns, short, span, time_span
-from tpuswarm.swarm.runtime.plan import CYCLE
+from tpuswarm.swarm.processes.plan import CYCLE
 
 RELATIONS = get_args(network.Relation)
 

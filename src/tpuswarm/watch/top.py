@@ -10,7 +10,7 @@ from tpuswarm.config.shown import age, significant
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.core.names import by_number
 from tpuswarm.fleet.reach import Reached
-from tpuswarm.swarm.status import MemberStatus
+from tpuswarm.swarm.views.status import MemberStatus
 from tpuswarm.watch.follow import EVERY, Sample
 
 if TYPE_CHECKING:

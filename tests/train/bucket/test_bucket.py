@@ -10,7 +10,7 @@ import pytest
 
 from tests.swarm.bucket import bucket
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.store import Store
+from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.bucket import lease
 from tpuswarm.train.bucket.lease import Lease, Lost
 from tpuswarm.train.bucket.mirror import Mirror, bring, folder_of, is_url

@@ -9,7 +9,7 @@ from tpuswarm.cloud.protocol import Machine, Provider
 from tpuswarm.fleet.core.traffic import Traffic, count
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.training import is_head, run_in
-from tpuswarm.swarm import status
+from tpuswarm.swarm.views import status
 from tpuswarm.train.bucket.mirror import FILES
 
 LOOK = 60.0

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.choose import Staleness
-from tpuswarm.swarm.core.outer import Outer
 from tpuswarm.swarm.core.rounds import Patience
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Digests, Header, Identity, Incarnation

@@ -1,1 +1,1 @@
-"""What runs the processes of a swarm: `inproc` all under a virtual clock, `threads` those of one node in real time."""
+"""What carries the processes: `inproc` all under a virtual clock, `threads` those of one node, `ray` over machines."""

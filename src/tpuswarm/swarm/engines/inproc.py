@@ -12,7 +12,7 @@ from functools import partial
 from inspect import isgenerator
 from typing import Any, cast
 
-from tpuswarm.swarm.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
+from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
 
 Seconds = Callable[[random.Random, str], float]
 

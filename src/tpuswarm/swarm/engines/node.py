@@ -15,9 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.engines.files import DISMISSED, ENVIRONMENT, MEMBER, NAMED, STORE_BYTES, private_folder, use_token
+from tpuswarm.swarm.engines.notice import GOODBYE
 from tpuswarm.swarm.engines.ports import Ports
-from tpuswarm.swarm.notice import GOODBYE
+from tpuswarm.swarm.engines.variables import (
+    DISMISSED,
+    ENVIRONMENT,
+    MEMBER,
+    NAMED,
+    STORE_BYTES,
+    private_folder,
+    use_token,
+)
 from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.process.waiting import waiting
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.engines.files import ENVIRONMENT, private_folder
 from tpuswarm.swarm.engines.ports import Ports
+from tpuswarm.swarm.engines.variables import ENVIRONMENT, private_folder
 from tpuswarm.train.process.stop import held
 
 os.environ |= ENVIRONMENT  # Ray reads these while it is imported

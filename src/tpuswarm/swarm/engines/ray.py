@@ -25,11 +25,11 @@ from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.swarm.effects import Call, Over, Unreachable
-from tpuswarm.swarm.engines.files import DISMISSED, MEMBER, NAMED, store_bytes, use_token
+from tpuswarm.swarm.engines.notice import on_notice
 from tpuswarm.swarm.engines.opening import NAMESPACE, open_ray
 from tpuswarm.swarm.engines.ports import Ports
-from tpuswarm.swarm.notice import on_notice
+from tpuswarm.swarm.engines.variables import DISMISSED, MEMBER, NAMED, store_bytes, use_token
+from tpuswarm.swarm.processes.effects import Call, Over, Unreachable
 from tpuswarm.train.process.stop import held
 
 ANYWHERE = "anywhere"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from inspect import isgenerator
 from typing import Any, cast
 
-from tpuswarm.swarm.effects import Call, Do, Process, Sleep, Unreachable
+from tpuswarm.swarm.processes.effects import Call, Do, Process, Sleep, Unreachable
 
 
 class Node:

@@ -9,20 +9,20 @@ from collections.abc import Callable
 from math import ceil, inf
 from typing import Any, cast
 
-from tpuswarm.swarm.coordinator import Coordinator
-from tpuswarm.swarm.core.coordinator import State
-from tpuswarm.swarm.core.member import Member
+from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.books import Member
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.outer import Outer
+from tpuswarm.swarm.core.state import State
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
-from tpuswarm.swarm.effects import Call, Do, Over, Process, Together
 from tpuswarm.swarm.engines.inproc import Faults, Inproc
-from tpuswarm.swarm.ledger import Ledger
-from tpuswarm.swarm.member import MemberProcesses
-from tpuswarm.swarm.simulation.machine import Machine, TimedHolder
+from tpuswarm.swarm.member.cycle import MemberProcesses
+from tpuswarm.swarm.processes.coordinator import Coordinator
+from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Together
 from tpuswarm.swarm.simulation.meter import Metered
 from tpuswarm.swarm.simulation.scenario import Scenario
-from tpuswarm.swarm.simulation.shard import NoLedger, Shard, genesis, update_bytes
+from tpuswarm.swarm.simulation.stand_ins import NoLedger, Shard, genesis, update_bytes
+from tpuswarm.swarm.simulation.timed_member import Machine, TimedHolder
+from tpuswarm.swarm.storage.ledger import Ledger
 
 JITTER = 0.1
 """Steps take their mean, more or less by up to this share."""

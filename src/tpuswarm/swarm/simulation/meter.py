@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpuswarm.swarm.coordinator import Coordinator
 from tpuswarm.swarm.core.messages import Beat, Granted, Refused
 from tpuswarm.swarm.core.values import Header, Incarnation, Record
-from tpuswarm.swarm.effects import Process
+from tpuswarm.swarm.processes.coordinator import Coordinator
+from tpuswarm.swarm.processes.effects import Process
 
 
 @dataclass

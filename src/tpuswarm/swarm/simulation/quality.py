@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuswarm.swarm.core import twins
-from tpuswarm.swarm.core.adopt import adopt
+from tpuswarm.swarm.core.arithmetic.adopt import adopt
+from tpuswarm.swarm.core.arithmetic.fragments import Layout
+from tpuswarm.swarm.core.arithmetic.outer import Outer, advance
+from tpuswarm.swarm.core.arithmetic.quantize import decode, encode, feedback
 from tpuswarm.swarm.core.choose import clipping, effective
-from tpuswarm.swarm.core.fragments import Layout
-from tpuswarm.swarm.core.outer import Outer, advance
-from tpuswarm.swarm.core.quantize import decode, encode, feedback
+from tpuswarm.swarm.simulation import twins
 from tpuswarm.train.data.feed import read_rows
 from tpuswarm.train.loop.evaluate import FiniteSource
 from tpuswarm.train.paths import leaf_paths
@@ -260,7 +260,7 @@ def decide(arm: Arm, norms: list[float], gathered: float) -> tuple[Decided, floa
 def ticks_of(arm: Arm, cycle: int, cycles: int) -> Ticks:
     """Of the cycle with this number, from 0; members make their steps at even distances.
 
-    Progress is what was counted in a member's base and its own outstanding steps, as in core/member.py.
+    Progress is what was counted in a member's base and its own outstanding steps, as in core/books.py.
     """
     steps, longest, whole = np.array(arm.cycle), max(arm.cycle), sum(arm.cycle)
     at = np.arange(longest)[:, None]

@@ -7,7 +7,7 @@ from statistics import fmean
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.simulation.cluster import Cluster
-from tpuswarm.swarm.simulation.machine import Machine
+from tpuswarm.swarm.simulation.timed_member import Machine
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from tpuswarm.config.toml_file import Count, Strict
-from tpuswarm.swarm.core.fragments import fragments_for, shards_for
-from tpuswarm.swarm.core.quantize import bytes_per_element
+from tpuswarm.swarm.core.arithmetic.fragments import fragments_for, shards_for
+from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form
 
 MOST = 10_000

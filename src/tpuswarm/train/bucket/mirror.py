@@ -2,7 +2,7 @@
 
 A process works on the copy as on any run; what it writes is sent every few seconds: files that only grow as immutable
 pieces, named by the bytes that they hold, all others whole, checkpoints with their manifest last. A swarm's record is
-not sent from here: swarm/store.py writes it to the bucket first. A secret never leaves the disk.
+not sent from here: swarm/storage/store.py writes it to the bucket first. A secret never leaves the disk.
 """
 
 import fcntl

@@ -56,7 +56,7 @@ class _Chosen(_Table):
 
 
 class _Swarm(_Table):
-    """Names of swarm/runtime/plan.py."""
+    """Names of swarm/processes/plan.py."""
 
     members: NonNegativeInt
     expected: NonNegativeInt = 0

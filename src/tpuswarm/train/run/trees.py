@@ -22,7 +22,7 @@ from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.user_code import find_maker
 
 SUFFIX = ".safetensors"
-SWARM = "tpuswarm.swarm.load:shared_arrays"
+SWARM = "tpuswarm.swarm.storage.load:shared_arrays"
 """Reads the run of a swarm; found by its name, as recipes are: this room knows of no swarm."""
 
 

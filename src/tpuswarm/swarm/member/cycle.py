@@ -1,0 +1,368 @@
+"""A member's two processes: one trains and never waits for the swarm, one talks and never touches the devices.
+
+They share the books (core/books.py). Only the training process changes parameters; what the other fetched it lays
+down in `_arrived`, to be taken up between two steps.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tpuswarm.swarm.core import books as core
+from tpuswarm.swarm.core.books import Adopt, Member
+from tpuswarm.swarm.core.messages import Accepted, Granted, Refused
+from tpuswarm.swarm.core.rows import Rows
+from tpuswarm.swarm.core.values import Header, Identity
+from tpuswarm.swarm.member.pace import Speed
+from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
+
+BEAT = 2.0
+"""Seconds between two heartbeats while there is nothing to wait for."""
+WAIT = 0.2
+"""Seconds between two while a verdict or rows are awaited."""
+REFUSALS = 3
+"""Refusals of one contribution by a coordinator that knows the incarnation, until it gives up its life; and arrivals of
+its payload at a shard with other bytes than were sent.
+"""
+IDLE = 0.02
+"""Seconds a training process without rows waits before it looks again."""
+EVALUATES = "member evaluates"
+FIRST = 600.0
+"""Seconds in which what the devices do for the first time may be compiled."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A contribution on the host, ready to be sent."""
+
+    fragments: tuple[dict[str, Any], ...]
+    """Of each fragment its arrays: `s`, or `codes` and `scales`."""
+    digests: tuple[str, ...]
+    norm: float
+    finite: bool
+
+
+class Evaluated(NamedTuple):
+    """A published version on held-out rows."""
+
+    values: dict[str, float]
+    rows: int
+    picture: np.ndarray | None
+    """What its model makes, uint8 (height, width, 3), where it makes pictures."""
+
+
+class Holder(Protocol):
+    """Who has the arrays: parameters, anchor, inner state, error feedback."""
+
+    def train(self, rows: Rows, progress: tuple[int, int], ahead: Rows) -> int:
+        """One step on these rows, at this share (of tokens) of the run; `ahead` is leased after them.
+
+        May return while the step is still computed: the answer is the rows of steps newly known to be done.
+        """
+        ...
+
+    def settle(self) -> int:
+        """Wait for the steps that are still computed; their rows."""
+        ...
+
+    def snapshot(self) -> Any:
+        """The parameters as they are, on the devices; training may go on at once."""
+        ...
+
+    def payload(self, snapshot: Any, identity: Identity) -> Payload:
+        """A snapshot brought to the host and encoded; the same identity and snapshot give the same bytes."""
+        ...
+
+    def place(self, fragments: Sequence[Any]) -> Any:
+        """A published version brought to the devices; training goes on meanwhile."""
+        ...
+
+    def adopt(self, adopt: Adopt, version: Any) -> None:
+        """Come to a version that `place` gave, in the way that `adopt.how` says."""
+        ...
+
+    def evaluate(self, leave: Callable[[], bool], average: Any | None) -> Evaluated | None:
+        """The version adopted last on held-out rows; None if told to leave. Asked for with `evaluate_every` only.
+
+        average: its moving average, which `place` brought, where the run keeps one.
+        """
+        ...
+
+    def ramp(self) -> None:
+        """Begin with small updates: parameters that were trained come without the inner state that they had."""
+        ...
+
+
+@dataclass
+class MemberProcesses:
+    """One incarnation."""
+
+    books: Member
+    holder: Holder
+    coordinator: str
+    shards: Sequence[str]
+    """Addresses; fragment f is with shard f modulo their number."""
+    clock: Callable[[], float]
+    anchor: Sequence[Any] | None = None
+    """What a quantized downlink adds to: the fragments of the version brought here last, at first of `books.base`.
+
+    None: the next version is fetched whole.
+    """
+    say: Callable[[str], None] = lambda sentence: None
+    """Told what a user may want to know."""
+    leaving: bool = False
+    """Asked to go: hand in what is done, give the rest back."""
+    ended: bool = False
+    """The run is over."""
+    evaluate_every: int | None = None
+    """Tokens counted between two evaluations; None: there are none."""
+    evaluated: Callable[[int, int, Evaluated], None] = lambda version, tokens, found: None
+    """Told of an evaluation: of which version, and its counted tokens."""
+    _accepted: Identity | None = None
+    """The last contribution that was."""
+    _snapshot: Any = None
+    """Taken and not yet encoded."""
+    _pushed: tuple[Header, Payload] | None = None
+    """The last contribution, kept until the next: a coordinator that does not know it asks for it again."""
+    _arrived: tuple[Adopt, int, Any, Any | None] | None = None
+    _anchored: int = field(init=False)
+    """The version of `anchor`."""
+    _busy: dict[str, float] = field(default_factory=dict)
+    """What the devices are at, and since when."""
+    _done: set[str] = field(default_factory=set)
+    """What they have done before."""
+    _speed: Speed = field(default_factory=Speed)
+
+    def __post_init__(self) -> None:
+        self._anchored = self.books.base
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """While there are rows to train; None until a step was measured."""
+        return self._speed.rows_per_s
+
+    @property
+    def stalled(self) -> float:
+        """Seconds for which the devices have been at one thing, those in which it may be compiled left out."""
+        now = self.clock()
+        return max((now - at - FIRST * (name not in self._done) for name, at in list(self._busy.items())), default=0.0)
+
+    @property
+    def at_risk(self) -> int:
+        """Rows whose work would be lost if this process died now: trained since the last accepted push."""
+        books = self.books
+        accepted = books.undecided is not None and books.undecided.identity == self._accepted
+        return len(books.undecided.after if books.undecided and accepted else books.outstanding)
+
+    def train(self) -> Process:
+        """Steps, snapshots and adoptions, until the run ends; raises Over when this incarnation has to end."""
+        if self.books.base > 0:
+            self.holder.ramp()
+        while not self.ended:
+            if self._arrived:
+                if core.fits(self.books, self._arrived[0]):
+                    yield from self._take_up(*self._arrived)
+                self._arrived = None
+            last = self.leaving and (self.books.undecided or self.books.whole)  # else a batch of the run is half done
+            if self.books.push_due or (last and self.books.outstanding and not self.books.undecided):
+                yield from self._take_snapshot()
+            rows = self.books.next_rows
+            if not rows or last:
+                yield from self._settle()
+                yield Sleep(IDLE)
+                continue
+            self._speed.begins(len(rows), self.clock())
+            step = partial(self.holder.train, rows, self.books.progress, self.books.todo - rows)
+            done = yield from self._on_devices("member trains", step)
+            self._speed.ends(done, self.clock())
+            self.books = core.trained(self.books, rows)
+
+    def exchange(self) -> Process:
+        """Heartbeats, pushes and news, until the run ends; raises Over when this incarnation has to end."""
+        while not self.ended:
+            if self._snapshot is not None:
+                yield from self._encode()
+                yield from self._push()
+            reply = yield from self._beat()
+            if reply is not None:
+                if reply.unknown and self._pushed and self._snapshot is None:
+                    yield from self._push()
+                self.ended = reply.ended
+                adopt = core.news(self.books, reply)
+                if adopt and self._arrived is None:
+                    yield from self._fetch(adopt, reply.tokens)
+            if self.leaving and self._snapshot is None and (self.books.undecided or not self.books.outstanding):
+                yield from self._until_answered(Call(self.coordinator, "leave", (self.books.incarnation,)))
+                raise Over("left cleanly")
+            yield Sleep(self._pause())
+
+    def _pause(self) -> float:
+        """Seconds until there is something to say: a heartbeat, or the push that is due by then."""
+        books, speed = self.books, self._speed.rows_per_s
+        if books.undecided or not books.todo:
+            return WAIT
+        due = (books.cycle - len(books.outstanding)) / speed if speed else 0.0
+        return min(BEAT, max(WAIT, due))
+
+    def heartbeats(self) -> Process:
+        """Heartbeats alone: a payload or version on its way must not cost the lease; raises Over as `exchange` does."""
+        while not self.ended:
+            yield from self._beat()
+            yield Sleep(BEAT)
+
+    def _on_devices(self, name: str, action: Callable[[], Any]) -> Process:
+        """Do something that never ends where the devices hang."""
+        self._busy[name] = self.clock()
+        try:
+            done = yield Do(name, action)
+        finally:
+            del self._busy[name]
+        self._done.add(name)
+        return done
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it evaluates, and does not train meanwhile."""
+        return EVALUATES in self._busy
+
+    def _between_batches(self) -> bool:
+        """Whether an evaluation is to be left; that it asks is progress."""
+        self._busy[EVALUATES] = self.clock()
+        return self.leaving
+
+    def _settle(self) -> Process:
+        if self._speed.running:
+            done = yield from self._on_devices("member finishes its step", self.holder.settle)
+            self._speed.ends(done, self.clock())
+
+    def _take_snapshot(self) -> Process:
+        self._snapshot = yield from self._on_devices("member takes a snapshot", self.holder.snapshot)
+        self.books = core.snapshot(self.books)
+
+    def _take_up(self, adopt: Adopt, tokens: int, version: Any, average: Any | None) -> Process:
+        yield from self._on_devices("member adopts", lambda: self.holder.adopt(adopt, version))
+        if adopt.how == "fresh":
+            raise Over("its numbers were not finite")
+        evaluates = self._evaluates(tokens)
+        self.books = core.adopted(self.books, adopt, tokens)
+        if evaluates:
+            yield from self._settle()
+            evaluate = partial(self.holder.evaluate, self._between_batches, average)
+            if found := (yield from self._on_devices(EVALUATES, evaluate)):
+                self.evaluated(adopt.version, tokens, found)
+
+    def _evaluates(self, tokens: int) -> bool:
+        """Whether the version to adopt, of so many tokens, is one to evaluate."""
+        every = self.evaluate_every
+        return every is not None and tokens // every > self.books.tokens // every
+
+    def _beat(self) -> Process:
+        heard = self.books.heard
+        try:
+            said = core.beat(self.books, self._speed.rows_per_s, max(0.0, self.stalled))
+            reply: Granted | Refused | None = yield Call(self.coordinator, "beat", (said,))
+        except Unreachable:
+            return None
+        if reply is None:  # it reads its ledger
+            return None
+        if isinstance(reply, Refused):
+            raise Over(reply.reason)
+        self.books = core.granted(self.books, reply, heard)
+        return reply
+
+    def _encode(self) -> Process:
+        snapshot, undecided = self._snapshot, self.books.undecided
+        assert undecided is not None
+        encode = partial(self.holder.payload, snapshot, undecided.identity)
+        payload = yield from self._on_devices("member encodes", encode)
+        self.books, header = core.header(self.books, payload.norm, payload.finite, payload.digests)
+        self._snapshot, self._pushed = None, (header, payload)
+
+    def _push(self) -> Process:
+        """Bring the payload to the shards, then its header to the coordinator; again until it is accepted."""
+        assert self._pushed is not None
+        header, payload = self._pushed
+        refusals = damaged = 0
+        puts: dict[int, tuple[Any, ...]] = {
+            number: (header.identity, number, arrays, payload.digests[number])
+            for number, arrays in enumerate(payload.fragments)
+        }
+        while puts:
+            answers = yield from self._from_shards("put", puts)
+            for answer in answers.values():
+                if isinstance(answer, Refused):
+                    raise Over(answer.reason)
+            puts = {number: put for number, put in puts.items() if not isinstance(answers[number], Accepted)}
+            if puts:
+                damaged += 1
+                if damaged > REFUSALS:  # it is this machine's memory rather than the way
+                    raise Over(answers[next(iter(puts))].reason)
+                yield Sleep(WAIT)
+        while True:
+            try:
+                answer = yield Call(self.coordinator, "push", (header,))
+            except Unreachable:
+                answer = None
+            if isinstance(answer, Accepted):
+                self._accepted = header.identity
+                return
+            # A new coordinator has to be told first what this incarnation holds.
+            if (yield from self._beat()) is not None:
+                refusals += 1
+            if refusals > REFUSALS and isinstance(answer, Refused):
+                raise Over(answer.reason)
+            yield Sleep(WAIT)
+
+    def _until_answered(self, call: Call) -> Process:
+        while True:
+            try:
+                return (yield call)
+            except Unreachable:
+                yield Sleep(WAIT)
+
+    def _from_shards(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Process:
+        """Of each fragment what its shard answers, one call to every shard at a time; asked again until it answers."""
+        answers: dict[int, Any] = {}
+        while left := [number for number in arguments if number not in answers]:
+            first = {number % len(self.shards): number for number in reversed(left)}.values()
+            found = yield Together(tuple(self._of_shard(number, method, *arguments[number]) for number in first))
+            answers |= {
+                number: answer
+                for number, answer in zip(first, found, strict=True)
+                if not isinstance(answer, Unreachable)
+            }
+            if any(isinstance(answer, Unreachable) for answer in found):
+                yield Sleep(WAIT)
+        return answers
+
+    def _fetch(self, adopt: Adopt, tokens: int) -> Process:
+        """Bring a version here: by what was added since the last one, where that is sent, else whole."""
+        found: dict[int, Any] = {}
+        follows = self.books.terms.outer.downlink != "plain"
+        if self.anchor is not None and follows:
+            asked = {number: (number, self._anchored, adopt.version) for number in range(len(adopt.state))}
+            for number, chain in (yield from self._from_shards("updates", asked)).items():
+                if chain is not None:
+                    found[number] = yield Do("member adds updates", partial(chain.on, self.anchor[number]))
+                    if found[number] is None:
+                        self.say(
+                            f"fragment {number} of commit {adopt.version} does not match the ledger: fetching all of it"
+                        )
+        whole = {n: (n, digest) for n, digest in enumerate(adopt.state) if found.get(n) is None}
+        found |= yield from self._from_shards("fetch", whole)
+        fragments = [found[number] for number in range(len(adopt.state))]
+        version = yield Do("member places a version", lambda: self.holder.place(fragments))
+        average = None
+        if self.books.terms.outer.average and self._evaluates(tokens):
+            means = yield from self._from_shards("average", {n: (n, adopt.version) for n in range(len(adopt.state))})
+            ordered = [means[number] for number in range(len(adopt.state))]
+            average = yield Do("member places an average", lambda: self.holder.place(ordered))
+        self._arrived = (adopt, tokens, version, average)
+        if follows:
+            self.anchor, self._anchored = fragments, adopt.version
+
+    def _of_shard(self, number: int, method: str, *arguments: Any) -> Call:
+        return Call(self.shards[number % len(self.shards)], method, arguments)

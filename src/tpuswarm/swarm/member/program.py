@@ -1,0 +1,117 @@
+"""What a member trains, ready on its devices: the same at every host of a member of several."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tpuswarm.swarm.core.arithmetic.fragments import Layout
+from tpuswarm.swarm.core.values import Digests
+from tpuswarm.swarm.member import compiled
+from tpuswarm.swarm.member.arrays import to_host
+from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
+from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
+from tpuswarm.train.data.source import training_rows
+from tpuswarm.train.loop.evaluate import HeldOut
+from tpuswarm.train.loop.session import held_out, request
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.program.compiled import Fitted, fit
+from tpuswarm.train.recipe import Metrics, Recipe, Source, State
+from tpuswarm.train.run.loaded import load_parameters
+from tpuswarm.train.user_code import blame, build_recipe
+
+Took = Callable[[int, Metrics], None]
+"""Told of every step its number in the run's order of batches and its metrics, still on the devices."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A compiled program and its data, of which states and holders are made."""
+
+    fitted: Fitted
+    layout: Layout
+    digests: Digests
+    validation: HeldOut | None
+    """The held-out rows, where there are any and this member evaluates."""
+    _recipe: Recipe
+    _plan: Plan
+    _source: Source
+    _took: Took
+
+    def facts(self) -> dict[str, str]:
+        """What the hosts of one member have to agree on."""
+        choice, digests = self.fitted.choice, self.digests
+        return {
+            "configuration": digests.config,
+            "recipe file": digests.code,
+            "data": digests.data,
+            "parameters": digests.layout,
+            "form of the program": f"{choice.shard}{', recomputed' * choice.remat}, {choice.accumulate} micro-batches",
+        }
+
+    def begin(self) -> list[np.ndarray]:
+        """Float32[size] of each fragment of a first state: a fresh one, or around the parameters of --init-from."""
+        parent = self._plan.settings["init_from"]
+        given = load_parameters(parent, self._recipe, self.fitted) if parent else None
+        shared = self.fitted.program.exchange().get(self.fitted.init(self._keys()[0], given))
+        return self.layout.split(dict(zip(leaf_paths(shared), to_host(jax.tree.leaves(shared)), strict=True)))
+
+    def holder(self, fragments: Sequence[np.ndarray]) -> ProgramHolder:
+        """A holder around a version: float32[size] of each fragment."""
+        init_key, step_key = self._keys()
+        state = self.fitted.init(init_key, placed(self.fitted, self.layout, fragments))
+        form = self._plan.swarm.quantize
+        return ProgramHolder(
+            self.fitted,
+            self._source,
+            self.layout,
+            form,
+            step_key,
+            state,
+            fragments,
+            self._took,
+            self.validation,
+            self._pictured,
+        )
+
+    def _pictured(self, state: State) -> np.ndarray | None:
+        """What the committed parameters make, as `sample` shows them, with nothing of this member's own."""
+        if type(self._recipe).pictured is Recipe.pictured:
+            return None
+        return self._recipe.pictured(self.fitted.init(self._keys()[0], self.fitted.program.exchange().get(state)))
+
+    def _keys(self) -> tuple[jax.Array, jax.Array]:
+        init_key, step_key = jax.random.split(jax.random.key(self._plan.settings["seed"]))
+        return init_key, step_key
+
+
+def make_ready(
+    plan: Plan,
+    data: Path,
+    devices: Sequence[jax.Device],
+    evaluates: bool,
+    took: Took,
+    say: Callable[[str], None],
+    batch: int | None = None,
+) -> Ready:
+    """Build the recipe, whose shared files are in the folder `data`, and compile it; raises as `fit` does.
+
+    batch: rows of a step; None: those of the run.
+    """
+    batch = batch or int(plan.settings["batch"])
+    recipe = build_recipe(plan.target, plan.options | fill(plan.shared, data))
+    with blame(f"the data of {recipe.name} failed"):
+        source = training_rows(recipe, plan.settings["seed"])
+    compiled.bring(say)
+    say(f"{recipe.name}: compiling")
+    fitted = fit(recipe, request(plan.settings | {"batch": batch}), devices)
+    compiled.send(say)
+    layout = layout_of(fitted, plan.swarm.fragments)
+    digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
+    say(f"compiled: {fitted.choice.why}")
+    rows = held_out(recipe, required=False) if evaluates else None
+    at_once = plan.settings["eval_batch"] or batch // fitted.choice.accumulate
+    validation = HeldOut(rows, at_once) if rows is not None else None
+    return Ready(fitted, layout, digests, validation, recipe, plan, source, took)

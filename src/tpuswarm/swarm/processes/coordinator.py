@@ -1,0 +1,137 @@
+"""The coordinator's process: the state machine of core/state.py with the ledger and the shards around it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.core import state as core
+from tpuswarm.swarm.core.messages import Accepted, Beat, Damage, Granted, Lost, Merge, Outdated, Refused, Store, Terms
+from tpuswarm.swarm.core.values import Header, Identity, Incarnation
+from tpuswarm.swarm.processes.clock import Clock
+from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.verify import newest_whole
+
+LOOK = 0.5
+"""Seconds between two looks at the clock, at most."""
+LEAST = 0.001
+"""Seconds between two, at least: a shorter wait may be lost in rounding."""
+
+
+class Coordinator:
+    """One life of a coordinator. `open` first; then `run` beside the methods that members call."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        ledger: Ledger,
+        shards: Sequence[str],
+        clock: Callable[[], float],
+        time: Callable[[], float],
+        *,
+        founded: bool,
+        alone: bool = False,
+    ):
+        """clock: seconds that never jump, for leases and rounds; time: seconds since 1970, for the record."""
+        self._terms, self._ledger, self._shards = terms, ledger, tuple(shards)
+        self.clock, self._time, self._founded, self._alone = Clock(clock), time, founded, alone
+        self.state: core.State
+
+    def open(self) -> Process:
+        """Read the ledger and the stored headers: everything accepted is accepted, whoever is alive."""
+        view = yield Do("coordinator reads the ledger", self._ledger.view)
+        headers = yield Do("coordinator lists headers", lambda: self._ledger.headers(view.verdicts))
+        self.state = core.start(self._terms, view, headers, self.clock(), founded=self._founded, alone=self._alone)
+
+    def beat(self, said: Beat) -> Granted | Refused:
+        """A member's hello, announcement or heartbeat."""
+        self.state, answer = core.beat(self.state, said, self.clock())
+        if isinstance(answer, Outdated):
+            raise _outruled(answer)
+        return answer
+
+    def push(self, header: Header) -> Process:
+        """Accept a contribution whose payload is stored, or say why not."""
+        self.state, answer = core.push(self.state, header, self.clock())
+        if isinstance(answer, Outdated):
+            raise _outruled(answer)
+        if not isinstance(answer, Store):
+            return answer
+        outcome = yield Do("coordinator creates a header", lambda: self._ledger.create_header(header))
+        if outcome == "lost":
+            return Refused("a different push with the same identity is stored")
+        self.state = core.stored(self.state, header, self.clock())
+        return Accepted()
+
+    def leave(self, incarnation: Incarnation) -> None:
+        """A member goes in good order."""
+        self.state = core.leave(self.state, incarnation)
+
+    def run(self) -> Process:
+        """Rounds, one after the other, until the end of the run.
+
+        Raises Over where another coordinator rules, and where the newest version is damaged.
+        """
+        if not self._founded:
+            yield from self._from_shards("check", self.state.view.newest)
+        while not self.state.ended:
+            self.state, merge, when = core.tick(self.state, self.clock())
+            if merge:
+                yield from self._commit(merge)
+            else:
+                yield Sleep(max(LEAST, min(LOOK, when.look_at - self.clock())))
+
+    def _commit(self, merge: Merge) -> Process:
+        while True:
+            parts = yield from self._from_shards("merge", self.state.view.newest, merge)
+            lost = frozenset[Identity]().union(*(part.identities for part in parts if isinstance(part, Lost)))
+            if not lost:
+                break
+            self.state, merge = core.unreadable(self.state, lost)
+        state = {number: digest for part in parts for number, digest in part.state.items()}
+        outer = {number: digest for part in parts for number, digest in part.outer.items()}
+        updates = {number: digest for part in parts for number, digest in part.updates.items()}
+        record = core.merged(
+            self.state,
+            self._ledger.digest(self.state.view.newest),
+            _in_order(state),
+            _in_order(outer),
+            _in_order(updates),
+            self._time(),
+        )
+        self.state.view.after(record)  # raises, before it is there for ever, where it does not follow
+        outcome = yield Do("coordinator creates a record", lambda: self._ledger.append(record))
+        if outcome == "lost":
+            raise Over(f"another coordinator wrote record {record.version}; this one stops")
+        self.state = core.committed(self.state, record)
+
+    def _from_shards(self, method: str, *arguments: Any) -> Process:
+        """Of each shard its answer, all at work together; one that does not answer is asked again."""
+        found: dict[str, Any] = {}
+        while left := [shard for shard in self._shards if shard not in found]:
+            answers = yield Together(tuple(Call(shard, method, arguments) for shard in left))
+            for shard, answer in zip(left, answers, strict=True):
+                if isinstance(answer, Damage):
+                    raise Over((yield Do("coordinator looks for a whole version", partial(self._advice, answer))))
+                if not isinstance(answer, Unreachable):
+                    found[shard] = answer
+            if len(found) < len(self._shards):
+                yield Sleep(LOOK)
+        return list(found.values())
+
+    def _advice(self, damage: Damage) -> str:
+        """What is wrong with the newest version, and from which one the run could go on."""
+        try:
+            whole = f"commit {newest_whole(self._ledger.store)} is the newest that is intact"
+        except RunFailed as error:
+            whole = str(error)
+        return f"commit {self.state.view.version} is damaged: {damage.reason}; {whole}"
+
+
+def _in_order(digests: Mapping[int, str]) -> tuple[str, ...]:
+    return tuple(digests[number] for number in sorted(digests))
+
+
+def _outruled(answer: Outdated) -> Over:
+    return Over(f"a member is at commit {answer.version}: another coordinator is in charge; this one stops")

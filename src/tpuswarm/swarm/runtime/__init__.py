@@ -1,1 +1,0 @@
-"""A swarm on real machines: what a run was asked to be, its processes, and the supervisor that keeps them alive."""

@@ -1,0 +1,1 @@
+"""What must last, and what proves it: nothing here is ever changed in place."""

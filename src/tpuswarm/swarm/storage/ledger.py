@@ -1,0 +1,201 @@
+"""The ledger: commit records and headers as JSON files that are created once and never changed.
+
+A file is one line, {"record":…,"sha256":"…"}, the content in canonical JSON: keys sorted, no spaces, UTF-8, floats with
+the fewest digits that give them back. The digest in it shows damage where no later record would.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.core.values import Header, Identity, Record
+from tpuswarm.swarm.core.view import Broken, View
+from tpuswarm.swarm.storage.objects import checked_member
+from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
+
+Outcome = Literal["created", "same", "lost"]
+"""Of a creation: made now; there already, with the same content; there already, with another one."""
+
+Kept = TypeVar("Kept", Record, Header)
+
+_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+_HEADER: TypeAdapter[Header] = TypeAdapter(Header)
+_COMMIT = re.compile(r"commits/(\d{6,})\.json")
+_BEFORE, _AFTER = b'{"record":', b',"sha256":"%s"}\n'
+READERS = 16
+"""Files read at a time: from a bucket each takes tens of milliseconds."""
+
+
+def commit_name(version: int) -> str:
+    """Of a record's file."""
+    return f"commits/{version:06d}.json"
+
+
+def header_name(identity: Identity) -> str:
+    """Of a header's file; InputError for a member's name that cannot be part of it."""
+    key = identity.incarnation
+    return f"headers/{checked_member(key.member)}-{key.name}-{identity.sequence}.json"
+
+
+def digest(record: Record) -> str:
+    """SHA-256, in hexadecimal, of a record's canonical JSON: what the next record calls its parent."""
+    return hashlib.sha256(_canonical(record, _RECORD)).hexdigest()
+
+
+def first_gap(versions: Sequence[int]) -> int:
+    """The first number that is missing in sorted ones."""
+    return next((expected for expected, number in enumerate(versions) if number != expected), len(versions))
+
+
+class Ledger:
+    """The records and headers in a run's storage. What is read is checked in full: RunFailed names the bad file."""
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    def digest(self, record: Record) -> str:
+        """As the function of that name."""
+        return digest(record)
+
+    def append(self, record: Record) -> Outcome:
+        """Create a record; `lost` means that another coordinator made this version."""
+        return self._create(commit_name(record.version), _canonical(record, _RECORD))
+
+    def create_header(self, header: Header) -> Outcome:
+        """Accept a contribution; `lost` means that another one of the same identity was accepted."""
+        return self._create(header_name(header.identity), _canonical(header, _HEADER))
+
+    def record(self, version: int) -> Record:
+        """One record."""
+        name = commit_name(version)
+        found = self._read(name, _RECORD)
+        if found.version != version:
+            raise Corrupt(name, self.store.root, f"it holds record {found.version}")
+        return found
+
+    def header(self, name: str) -> Header:
+        """One header, by the name of its file."""
+        found = self._read(name, _HEADER)
+        try:
+            misplaced = header_name(found.identity) != name
+        except InputError:
+            misplaced = True
+        if misplaced:
+            raise Corrupt(name, self.store.root, f"it holds the header of {found.identity}")
+        return found
+
+    def versions(self) -> list[int]:
+        """The numbers of all records that are there, sorted."""
+        matches = (_COMMIT.fullmatch(name) for name in self.store.names("commits/"))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def records(self, versions: Iterable[int]) -> list[Record]:
+        """Several records."""
+        with ThreadPoolExecutor(READERS) as pool:
+            return list(pool.map(self.record, versions))
+
+    def headers(self, decided: Iterable[Identity] = ()) -> list[Header]:
+        """All stored headers but for those of `decided`, which are not even read, in the order of their names."""
+        names = self.store.names("headers/")
+        skipped = {header_name(identity) for identity in decided}
+        with ThreadPoolExecutor(READERS) as pool:
+            return list(pool.map(self.header, (name for name in names if name not in skipped)))
+
+    def view(self) -> View:
+        """What follows from all records."""
+        versions = self.versions()
+        if not versions:
+            raise RunFailed(f"{self.store.root} has no commits; use the folder or URL of a swarm's run")
+        if (gap := first_gap(versions)) < len(versions):
+            raise Missing(commit_name(gap), self.store.root)
+        genesis, *records = self.records(versions)
+        view = self.genesis(genesis)
+        for record in records:
+            view = self.after(view, record)
+        return view
+
+    def refresh(self, view: View) -> View:
+        """The view with the records made since; reads only these."""
+        while True:
+            try:
+                record = self.record(view.version + 1)
+            except Missing:
+                return view
+            view = self.after(view, record)
+
+    def genesis(self, record: Record) -> View:
+        """The view of the first record."""
+        try:
+            return View.of(record)
+        except Broken as error:
+            raise self._broken(record, error) from error
+
+    def after(self, view: View, record: Record) -> View:
+        """The view with one more record."""
+        if record.parent != digest(view.newest):
+            raise self._broken(record, f"its parent is not record {view.version}")
+        fragments = len(view.newest.state)
+        counts = {"fragments": record.state, "updates": record.updates, "outer states": record.outer}
+        for what, digests in counts.items():
+            if len(digests) != fragments and (digests or what == "fragments"):
+                raise self._broken(record, f"it has {len(digests)} {what}, not {fragments}")
+        try:
+            return view.after(record)
+        except Broken as error:
+            raise self._broken(record, error) from error
+
+    def _broken(self, record: Record, why: object) -> Corrupt:
+        return Corrupt(commit_name(record.version), self.store.root, str(why))
+
+    def _create(self, name: str, body: bytes) -> Outcome:
+        data = _sealed(body)
+        if self.store.create(name, data):
+            return "created"
+        return "same" if self.store.read(name) == data else "lost"
+
+    def _read(self, name: str, adapter: TypeAdapter[Kept]) -> Kept:
+        data = self.store.read(name)
+        body = data[len(_BEFORE) : -(len(_sealed(b"")) - len(_BEFORE))]
+        if data != _sealed(body):
+            raise Corrupt(name, self.store.root, "it does not match the digest written in it")
+        try:
+            return _parsed(body, adapter)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise Corrupt(name, self.store.root, f"{where}: {first['msg']}") from error
+        except ValueError as error:
+            raise Corrupt(name, self.store.root, str(error)) from error
+
+
+def _canonical(value: Kept, adapter: TypeAdapter[Kept]) -> bytes:
+    """Canonical JSON; ValueError for what would not come back as it is, like a number that is not finite."""
+    body = _dumped(adapter.validate_json(_dumped(value, adapter)), adapter)  # a whole number may stand for a float
+    if _parsed(body, adapter) != value:
+        raise ValueError(f"{value} would not come back from JSON as it is")
+    return body
+
+
+def _dumped(value: Kept, adapter: TypeAdapter[Kept]) -> bytes:
+    plain = adapter.dump_python(value, mode="json", warnings="error")
+    for name, absent in (("averaged", []), ("kept", None)):  # a run without them has the records it always had
+        if name in plain and plain[name] == absent:
+            del plain[name]
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _parsed(body: bytes, adapter: TypeAdapter[Kept]) -> Kept:
+    value = adapter.validate_json(body, strict=True, extra="forbid")
+    if _dumped(value, adapter) != body:
+        raise ValueError("a field is missing, or it is not canonical JSON")
+    return value
+
+
+def _sealed(body: bytes) -> bytes:
+    return _BEFORE + body + _AFTER % hashlib.sha256(body).hexdigest().encode()

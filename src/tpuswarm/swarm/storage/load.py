@@ -1,0 +1,101 @@
+"""A swarm's run read back: its recipe rebuilt, a committed version on devices."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.swarm.core.arithmetic.fragments import Layout
+from tpuswarm.swarm.core.arithmetic.outer import average_row
+from tpuswarm.swarm.core.values import Record
+from tpuswarm.swarm.processes.founder import FOUNDING, read_founding
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
+from tpuswarm.swarm.storage.verify import newest_whole
+from tpuswarm.train.loop.session import request
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.program.compiled import Placed, place
+from tpuswarm.train.run.directory import read_config
+from tpuswarm.train.run.loaded import LoadedRun
+from tpuswarm.train.user_code import build_recipe
+
+
+def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> LoadedRun:
+    """The recipe (with `options` in place of its own) and the newest whole version of the swarm's run in `folder`.
+
+    Its step is the number of whole batches counted. Raises InputError where there is no version yet, and RunFailed
+    where none is whole.
+    """
+    config = read_config(folder)
+    newest = _newest(folder)
+    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
+    placed = place(recipe, request(config["train"]), devices)
+    state = placed.init(jax.random.key(0), on_devices(placed, newest.layout, newest.state))
+    average = placed.program.exchange().average
+    if newest.average and average:
+        state = average.put(state, on_devices(placed, newest.layout, newest.average))
+    tokens_per_step = config["train"]["batch"] * placed.program.tokens_per_row
+    return LoadedRun(folder, config, recipe, placed, state, newest.record.tokens // tokens_per_step, newest.notes)
+
+
+def shared_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], str]:
+    """What the members of the swarm in `folder` share, by path: its newest whole version; and its digest.
+
+    Between them the moving average of the same paths, empty where the run keeps none. Raises as `load_swarm` does;
+    needs no recipe.
+    """
+    newest = _newest(folder)
+    average = newest.layout.join(newest.average) if newest.average else {}
+    return newest.layout.join(newest.state), average, hashlib.sha256("".join(newest.record.state).encode()).hexdigest()
+
+
+class _Newest(NamedTuple):
+    layout: Layout
+    record: Record
+    state: list[np.ndarray]
+    """Of each fragment, float32[n]."""
+    average: list[np.ndarray]
+    """Likewise; empty where the run keeps none."""
+    notes: list[str]
+    """A sentence where a newer version is damaged."""
+
+
+def _newest(folder: Path) -> _Newest:
+    """The newest whole version."""
+    store = Store(folder)
+    founding = read_founding(store)
+    if founding is None:
+        raise InputError(f"{folder} has no {FOUNDING}: its first commit has not been made yet")
+    ledger, objects = Ledger(store), Objects(store)
+    record, notes = ledger.view().newest, []
+    if founding.layout.digest != record.digests.layout:
+        raise Corrupt(FOUNDING, store.root, "the commits are of another layout")
+    try:
+        found = _arrays(objects, record)
+    except (Missing, Corrupt) as error:
+        record = ledger.record(newest_whole(store))
+        notes.append(f"{error}; using commit {record.version}, which is intact")
+        found = _arrays(objects, record)
+    return _Newest(founding.layout, record, *found, notes)
+
+
+def _arrays(objects: Objects, record: Record) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The state of a version, and its moving average where it has one."""
+    kept = record.outer if record.kept is not None else ()
+    row = average_row(record.downlink)
+    return [objects.get_array(each) for each in record.state], [objects.get_array(each)[row] for each in kept]
+
+
+def on_devices(placed: Placed, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
+    """Fragments as the shared part of a state."""
+    shared = placed.program.exchange().get(placed.state)
+    arrays = layout.join(fragments)
+    leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
+    return jax.tree.unflatten(
+        jax.tree.structure(shared), [jax.device_put(arrays[path], leaf.sharding) for path, leaf in leaves]
+    )

@@ -1,0 +1,1 @@
+"""From what was asked of `train --members` to processes that are kept alive."""

@@ -1,0 +1,189 @@
+"""`train --members`: what a run is to be, from what was asked and what is there of it; nothing is started."""
+
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpuswarm.config.limits import check
+from tpuswarm.config.units import Interval, parse_every
+from tpuswarm.errors import InputError
+from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
+from tpuswarm.swarm.engines.ports import Ports
+from tpuswarm.swarm.processes.founder import FOUNDING, read_founding
+from tpuswarm.swarm.processes.plan import CYCLE, Swarm, code_digest
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.supervision import local_devices as machine
+from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.loop.session import Resolved, held_out, resolve
+from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.run.directory import COMMITS, CONFIG, Run
+from tpuswarm.train.settings import check_batch, differences
+
+STAYS = ("batch", "seed", "data")
+"""Settings that give rows their meaning: --accept-code changes them no more than anything else does."""
+MAY_CHANGE = ("run", "members", "expected")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a swarm, None where the user gave none."""
+
+    members: int | None = None
+    devices_per_member: int | None = None
+    cycle: int | None = None
+    outer: str | None = None
+    outer_lr: float | None = None
+    quantize: str | None = None
+    overlap: str | None = None
+    ray_address: str | None = None
+    dashboard: bool | None = None
+    """Whether Ray serves its own."""
+    accept_code: bool = False
+    token: Path | None = None
+    """The file with the secret of all who join; None: one is drawn for the run."""
+    expect: int | None = None
+    """How many will join."""
+    ports: Ports | None = None
+    """On which the Ray that is started here listens; None: any."""
+    demo: bool = False
+    """Whether another demo may replace the run."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a run is to be; nothing of it is written yet."""
+
+    resolved: Resolved
+    swarm: Swarm
+    code: str
+    files: dict[str, str]
+    """Digests of the data files that the run was started with, where it was."""
+    changed: list[str]
+    """What was accepted to be different from the run that is there, in words."""
+    evaluate_every: int | None
+    kind: str
+    """The platform of this machine's devices."""
+    devices: list[int]
+    per_member: int
+    sizes: machine.Sizes
+
+
+def decide(
+    run: Run, recipe: Recipe, swarm: Asked, asked: dict[str, Any], tokens: int | None, epochs: float | None
+) -> Decided:
+    """What a run is to be, from what was asked and from what is there. Raises InputError for what cannot be."""
+    if not recipe.target:
+        raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
+    check({name: value for name, value in asdict(swarm).items() if name not in ("token", "ports")})
+    jax.config.update("jax_platforms", "cpu")  # the devices are for the members
+    config = run.config()
+    if config and "swarm" in config and not _begun(run.folder):
+        forget(run.folder)
+        config = None
+    if config and "swarm" not in config:
+        raise InputError(f"{shown(run.folder)} is a plain run; use another --run, or leave out --members")
+    stored = dict(config["swarm"]) if config else {}
+    members = stored.get("members", 1) if swarm.members is None else swarm.members
+    kind, devices = machine.local_devices(asked["devices"])
+    per_member = machine.share_out(kind, devices, members, swarm.devices_per_member or stored.get("devices_per_member"))
+    resolved = resolve(run, recipe, asked, tokens, epochs, kind, per_member)
+    check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
+    if asked["eval_batch"]:
+        check_batch(asked["eval_batch"], per_member, 1)
+    sizes = machine.sizes(recipe, resolved.settings["ema"])
+    made = _swarm(swarm, stored, recipe, members, sizes)
+    code = code_digest(recipe.target)
+    changed = _changes(run, swarm, stored, resolved, made, code)
+    evaluate_every = _evaluate_every(asked["eval_every"], recipe, resolved)
+    return Decided(
+        resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, sizes
+    )
+
+
+def _begun(folder: Path) -> bool:
+    """Whether a run has a first version: commit 0, and after it founding.json, which a kill may have left to be made.
+
+    Raises InputError where something is gone that no kill takes away; Corrupt for a damaged one.
+    """
+    store = Store(folder)
+    founding, versions = read_founding(store) is not None, Ledger(store).versions()
+    if founding != bool(versions) and versions != [0]:
+        lost = f"{COMMITS}/" if founding else FOUNDING
+        raise InputError(f"{folder} has lost its {lost}; restore a copy of it, or use another --run to start over")
+    return bool(versions)
+
+
+def forget(folder: Path) -> None:
+    """Remove what a run that never had a first version left: any other command may take its place."""
+    shutil.rmtree(folder / "data", ignore_errors=True)
+    (folder / CONFIG).unlink(missing_ok=True)
+
+
+def _changes(
+    run: Run, swarm: Asked, stored: Mapping[str, Any], resolved: Resolved, made: Swarm, code: str
+) -> list[str]:
+    """What differs from the run that is there, in words; InputError where that was not accepted or cannot be."""
+    if not stored:
+        return []
+    changed = resolved.changed + differences(
+        stored, {name: value for name, value in asdict(made).items() if name not in MAY_CHANGE}
+    )
+    called = shown(run.folder)
+    if never := [each for each in changed if each.partition(" ")[0] in STAYS]:
+        raise InputError(
+            f"{called} is a different run: {'; '.join(never)}; {', '.join(STAYS)} define its rows and cannot "
+            "change; use another --run"
+        )
+    if stored.get("code") != code:
+        changed.append(f"code was {str(stored.get('code'))[:12]}…, now {code[:12]}…")
+    if changed and not swarm.accept_code:
+        raise InputError(
+            f"{called} has a different configuration: {'; '.join(changed)}; --accept-code resumes with the new one "
+            "and records the change, or use another --run"
+        )
+    return changed
+
+
+def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int, sizes: machine.Sizes) -> Swarm:
+    usual = "average" if members == 1 else str(recipe.defaults.get("outer", "nesterov"))
+    outer: Any = swarm.outer or stored.get("outer") or usual
+    same = outer == stored.get("outer")
+    rate = swarm.outer_lr if swarm.outer_lr is not None else stored.get("outer_lr") if same else None
+    if outer == "average" and rate is not None:
+        raise InputError(f"--outer average takes no --outer-lr ({rate}); leave one of them out")
+    form: Any = swarm.quantize or stored.get("quantize") or "plain"
+    if sizes.statistics and form != "plain":
+        raise InputError(
+            f"{recipe.name} has running statistics ({sizes.statistics[0]}), which --quantize {form} could bring out of "
+            "their range, a variance below 0; leave it out"
+        )
+    overlap = stored.get("overlap", True) if swarm.overlap is None else swarm.overlap == "auto"
+    expected = stored.get("expected", 0) if swarm.expect is None else swarm.expect
+    return Swarm(
+        run=stored.get("run") or secrets.token_hex(8),
+        members=members,
+        cycle=swarm.cycle or stored.get("cycle") or CYCLE,
+        outer=outer,
+        outer_lr=rate,
+        quantize=form,
+        overlap=overlap,
+        fragments=stored.get("fragments") or fragments_for(sizes.exchanged, members + expected),
+        expected=expected,
+    )
+
+
+def _evaluate_every(asked: Any, recipe: Recipe, resolved: Resolved) -> int | None:
+    """Tokens between two evaluations; None for one at the end."""
+    every = Interval() if asked is None else parse_every(asked, "eval_every")
+    held_out(recipe, required=asked is not None)
+    if every.seconds is not None:
+        raise InputError(
+            "in a swarm --eval-every counts steps, as its members share no clock; use for example --eval-every 500"
+        )
+    return every.steps and every.steps * int(resolved.settings["batch"]) * resolved.tokens_per_row

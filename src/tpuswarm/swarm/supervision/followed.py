@@ -1,0 +1,75 @@
+"""The ledger of a run as its supervisor follows it: what was committed since, and whose; old files are removed."""
+
+import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from tpuswarm.swarm.core.choose import Staleness
+from tpuswarm.swarm.core.values import Record
+from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.retention import Holdings, clean
+from tpuswarm.swarm.storage.store import Store
+
+CLEAN = 60.0
+"""Seconds between two looks for what nobody needs any longer."""
+RECENT = 21
+
+
+class Followed:
+    """The view of the newest version, and the newest records."""
+
+    def __init__(self, folder: Path, contribution: float):
+        """contribution: bytes that one carries, and a version back."""
+        self._store = Store(folder)
+        self._ledger = Ledger(self._store)
+        self._contribution = contribution
+        self.view: View | None = None
+        """None before the first commit."""
+        self.recent: list[Record] = []
+        self._held = Holdings(Staleness().limit)
+        self._cleaner = ThreadPoolExecutor(1, "cleaner")
+        self._cleaning: Future[None] | None = None
+        self._cleaned_at = time.monotonic()
+        self._carried: Counter[str] = Counter()
+        self._carried_at: int | None = None
+        """The version at which it was counted."""
+
+    def news(self, look: bool) -> list[Record]:
+        """The records since the last call, at the first one the newest that are there; look: whether to ask at all."""
+        if self.view is None:
+            if not self._ledger.versions():
+                return []
+            self.view = self._ledger.view()
+            first = max(0, self.view.version - RECENT + 1)
+        else:
+            first = self.view.version + 1
+            if look:
+                self.view = self._ledger.refresh(self.view)
+        news = self._ledger.records(range(first, self.view.version + 1))
+        self.recent = [*self.recent, *news][-RECENT:]
+        return news
+
+    def clean(self) -> BaseException | None:
+        """Now and then remove what no commit needs any longer, beside whoever asks; what went wrong before."""
+        now = time.monotonic()
+        running = self._cleaning is not None and not self._cleaning.done()
+        if self.view is None or now - self._cleaned_at <= CLEAN or running:
+            return None
+        error = self._cleaning.exception() if self._cleaning else None
+        self._cleaned_at = now
+        self._cleaning = self._cleaner.submit(self._clean, self.view.version)
+        return error
+
+    def _clean(self, version: int) -> None:
+        self._held.add(self._ledger.records(range(self._held.count, version + 1)))
+        clean(self._store, self._held)
+
+    def carried(self) -> Counter[str]:
+        """Bytes of all decided contributions of each member, each there, and of a version for each back."""
+        if self.view is not None and self.view.version != self._carried_at:
+            made = Counter(identity.incarnation.member for identity in self.view.verdicts)
+            self._carried = Counter({name: round(2 * self._contribution * count) for name, count in made.items()})
+            self._carried_at = self.view.version
+        return self._carried

@@ -1,0 +1,165 @@
+"""The quantized downlink: what is sent adds up (invariants 7, 10 and 13), and members have the ledger's bits by it."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.swarm.chains import SIZES, Run
+from tests.swarm.member.test_training import Swarm
+from tests.train import toy
+from tpuswarm.swarm.core.arithmetic import merge
+from tpuswarm.swarm.core.arithmetic.merge import Contribution
+from tpuswarm.swarm.core.arithmetic.outer import Outer, commit, first_state, follow
+from tpuswarm.swarm.core.arithmetic.quantize import BITS, BLOCK, Quantized, empty, encode, feedback
+from tpuswarm.swarm.storage.downlink import chain
+from tpuswarm.swarm.storage.objects import array_digest, object_name
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
+
+f32 = np.float32
+quantized = pytest.mark.parametrize("form", ["int8", "int4"])
+
+
+def normal(numbers: np.random.Generator, *shape: int) -> np.ndarray:
+    return numbers.standard_normal(shape).astype(f32)
+
+
+def committed(theta, state, contributions, outer):
+    new, after, sent = np.empty_like(theta), np.empty_like(state), empty(theta.size, BITS[outer.downlink])
+    commit(theta, state, contributions, outer, outer.rate or 1.0, 1.0, new, after, sent)
+    return new, after, sent
+
+
+@quantized
+@pytest.mark.parametrize("rule", ["average", "nesterov"])
+def test_what_was_applied_and_what_is_left_on_both_links_is_all_that_was_trained(form, rule):
+    """Invariant 10, against sums in float64."""
+    numbers, size, bits = np.random.default_rng(0), 1000, BITS[form]
+    outer = Outer(rule, downlink=form) if rule == "average" else Outer(rule, 0.0, 1.0, form)
+    start = theta = normal(numbers, size)
+    state, unsent = first_state(outer, np.zeros(size, f32)), np.zeros(size, f32)
+    assert state is not None
+    trained, sent_down = np.zeros(size), np.zeros(size)
+    for _ in range(60):
+        delta = f32(0.01) * normal(numbers, size)
+        wanted = delta + unsent
+        codes = encode(wanted, bits)
+        unsent = feedback(wanted, *codes, bits)
+        contribution = Contribution(1.0, 1.0, theta, Quantized(*codes, bits))
+        theta, state, sent = committed(theta, state, [contribution], outer)
+        trained += delta
+        sent_down += follow(np.zeros(size, f32), [sent])
+    np.testing.assert_allclose(theta, start + sent_down, rtol=0, atol=60 * 2.0**-22)
+    np.testing.assert_allclose(theta + state[-1] - unsent, start - trained, rtol=0, atol=60 * 2.0**-21)
+    assert np.abs(start - trained - theta).max() > 1e-4  # so that what is left over counts
+
+
+@quantized
+def test_without_what_is_left_over_small_steps_are_lost(form):
+    """The control of invariant 13 for this link: other elements of a block are below half a step of its scale."""
+    size, outer = 2 * BLOCK, Outer("average", downlink=form)
+    delta = np.where(np.arange(size) % BLOCK == 0, 1.0, 0.003).astype(f32)
+    start = normal(np.random.default_rng(0), size)
+
+    def final(keep: bool) -> np.ndarray:
+        theta, state = start, np.zeros((1, size), f32)
+        for _ in range(300):
+            contribution = Contribution(1.0, 1.0, theta, theta - delta)
+            theta, state, _ = committed(theta, state if keep else np.zeros_like(state), [contribution], outer)
+        return theta
+
+    small = delta != 1
+    assert final(False)[small].tobytes() == start[small].tobytes()
+    step = 1.0 / (2 ** (BITS[form] - 1) - 1)
+    np.testing.assert_allclose(final(True)[small], (start - 300 * delta)[small], rtol=0, atol=0.51 * step + 1e-4)
+
+
+@pytest.mark.parametrize("rule", ["average", "nesterov"])
+@given(seed=st.integers(0, 2**32 - 1), chunk=st.sampled_from([BLOCK, 3 * BLOCK, 2**15]), form=st.sampled_from([*BITS]))
+@settings(max_examples=20)
+def test_members_come_to_the_bits_of_the_commits_whatever_the_chunk(rule, seed, chunk, form):
+    numbers, outer = np.random.default_rng(seed), Outer(rule, downlink=form)
+    anchor = theta = normal(numbers, 1000)
+    state = first_state(outer, np.zeros(1000, f32))
+    sent = []
+    for _ in range(3):
+        contributions = [Contribution(0.5, 1.0, theta, theta - normal(numbers, 1000))]
+        contributions += [
+            Contribution(0.5, 0.3, normal(numbers, 1000), Quantized(*encode(normal(numbers, 1000), 4), 4))
+        ]
+        new, after, moved = committed(theta, state, contributions, outer)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(merge, "CHUNK", chunk)
+            theta, state = theta.copy(), state.copy()
+            again = empty(1000, BITS[form])
+            commit(theta, state, contributions, outer, 1.0, 1.0, theta, state, again)  # in place
+            sent.append(again)
+            assert follow(anchor, sent).tobytes() == theta.tobytes()
+        assert [each.tobytes() for each in (theta, state, again.codes, again.scales)] == [
+            each.tobytes() for each in (new, after, moved.codes, moved.scales)
+        ]
+        theta, state = new, after
+
+
+@pytest.mark.parametrize(("form", "longest"), [("int8", 3), ("int4", 7)])
+def test_a_chain_is_sent_as_long_as_it_is_fewer_bytes_than_the_whole(tmp_path, form, longest):
+    run = Run(Store(tmp_path), random.Random(1), downlink=form)
+    while len(run.records) < 30:
+        run.push(run.members[0], finite=len(run.records) % 3 > 0)  # every third commit has no contributor
+        run.commit()
+
+    def found(base, version, fragment=2):
+        return chain(run.ledger, run.objects, fragment, SIZES[fragment], base, version)
+
+    seen = set()
+    for base in range(0, 20, 3):
+        for version in range(base, base + 10):
+            changes = run.records[version].changes - run.records[base].changes
+            made = found(base, version)
+            assert (made is None) == (changes > longest)
+            if made is not None and version % 4 == 0:
+                seen.add(len(made.updates))
+                theta = made.on(run.state(base)[2])
+                assert theta is not None and theta.tobytes() == run.state(version)[2].tobytes()
+                assert made.on(run.state(base)[2] + f32(1)) is None
+    assert seen == set(range(longest + 1)) or form == "int4"
+    changed = next(record for record in run.records[1:] if record.updates)
+    run.store.path(object_name(changed.updates[2])).write_bytes(b"")
+    assert found(changed.version - 1, changed.version) is None
+    assert found(changed.version - 1, changed.version, 0) is not None
+
+
+def test_a_switch_to_another_form_is_fetched_whole_once(tmp_path):
+    run = Run(Store(tmp_path), random.Random(1)).grow(2)
+    assert run.records[2].changes == 2
+    assert chain(run.ledger, run.objects, 0, SIZES[0], 1, 2) is None
+    assert chain(run.ledger, run.objects, 0, SIZES[0], 2, 2).updates == ()
+
+
+@pytest.mark.parametrize(("form", "rule"), [("int8", "average"), ("int4", "nesterov")])
+def test_real_members_follow_and_the_ledger_verifies(tmp_path, form, rule):
+    """Every anchor has the digests of its version (invariant 7), none of them fetched whole."""
+    said, fetched = [], []
+    swarm = Swarm(
+        tmp_path / "swarm", toy.recipe(toy.adam, 0.3), members=3, form=form, fragments=3, shards=2,
+        outer=Outer(rule, downlink=form), say=said.append,
+    )  # fmt: skip
+    swarm.engine.watch = lambda node, name, when: fetched.append(node) if name == "call fetch" else None
+    anchors = 0
+
+    def ended() -> bool:
+        nonlocal anchors
+        for process in swarm.processes:
+            record = swarm.ledger.record(process._anchored)
+            if record.version > 0:
+                assert tuple(map(array_digest, process.anchor)) == record.state
+                anchors += 1
+        return hasattr(swarm.coordinator, "state") and swarm.coordinator.state.ended
+
+    assert swarm.engine.run(ended, 1000)
+    assert anchors > 0 and not said and not fetched
+    records = swarm.ledger.view().newest.version
+    assert records >= 2 and not verify(swarm.store, lambda sentence: None).problems

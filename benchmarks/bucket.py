@@ -130,10 +130,9 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
     number = -(-members // PER_SHARD)
     shards = [Aggregator(ledger, objects, (ELEMENTS,) * FRAGMENTS, index, number) for index in range(number)]
     ticks = count()
-    coordinator = Coordinator(
-        terms, ledger, [str(each) for each in range(number)], lambda: float(next(ticks)) / 1e6, time.time, founded=True
-    )
-    _carried(coordinator.open(), shards)
+    addresses = [str(each) for each in range(number)]
+    coordinator = Coordinator(ledger, addresses, lambda: float(next(ticks)) / 1e6, time.time)
+    _carried(coordinator.open(terms, founded=True), shards)
     pushing = []
     for name in names:
         books = Member(terms, "plain", True, Incarnation(name, uuid.uuid4().hex), 0, 0)

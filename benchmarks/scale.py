@@ -19,7 +19,7 @@ from benchmarks.report import Settings, Table, verdict
 from tpuswarm.swarm.core.messages import Beat, Granted, Refused
 from tpuswarm.swarm.core.values import Header, Identity, Record
 from tpuswarm.swarm.core.view import View
-from tpuswarm.swarm.simulation.cluster import Cluster
+from tpuswarm.swarm.simulation.cluster import SimulatedSwarm
 from tpuswarm.swarm.simulation.result import Result, result
 from tpuswarm.swarm.simulation.scenario import Scenario
 from tpuswarm.swarm.storage.ledger import Ledger
@@ -124,12 +124,12 @@ def simulate(members: int, seconds: float) -> Found:
         ledgers.append(Measured.of(genesis))
         return ledgers[0]
 
-    cluster = Cluster(scenario(members, seconds), ledger)
+    cluster = SimulatedSwarm(scenario(members, seconds), ledger)
     said: list[tuple[int, int]] = []
     inner = cluster.coordinator.inner
     beat = inner.beat
 
-    def weighed(message: Beat) -> Granted | Refused:
+    def weighed(message: Beat) -> Granted | Refused | None:
         answer = beat(message)
         if cluster.coordinator.count["beat"] % 1000 == 0:
             said.append((len(pickle.dumps(message)), len(pickle.dumps(answer))))
@@ -168,7 +168,7 @@ def simulate(members: int, seconds: float) -> Found:
     )
 
 
-def traffic(cluster: Cluster) -> tuple[float, float]:
+def traffic(cluster: SimulatedSwarm) -> tuple[float, float]:
     """Bytes that all members sent and received so far."""
     return sum(each.up.bytes for each in cluster.machines), sum(each.down.bytes for each in cluster.machines)
 

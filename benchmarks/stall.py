@@ -228,11 +228,11 @@ def serve(pipe: Connection, root: Path, terms: Terms, sizes: Sequence[int], core
     ledger, objects = Ledger(Store(root)), Objects(Store(root))
     aggregator = Aggregator(ledger, objects, sizes, 0, 1)
     shard, node = Node(_nobody), Node(lambda call: shard.call(aggregator, call.method, call.arguments))
-    coordinator = Coordinator(terms, ledger, ["shard"], time.monotonic, time.time, founded=True)
+    coordinator = Coordinator(ledger, ["shard"], time.monotonic, time.time)
     opened = threading.Event()
 
     def whole() -> Process:
-        yield from coordinator.open()
+        yield from coordinator.open(terms, founded=True)
         opened.set()
         yield from coordinator.run()
 

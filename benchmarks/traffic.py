@@ -132,8 +132,8 @@ class Swarm:
             )
         )
         clock = lambda: self._engine.now  # noqa: E731
-        self._coordinator = Coordinator(self.terms, self._ledger, shards, clock, clock, founded=True)
-        self._engine.spawn("coordinator", self._coordinator.open(), self._opened)
+        self._coordinator = Coordinator(self._ledger, shards, clock, clock)
+        self._engine.spawn("coordinator", self._coordinator.open(self.terms, founded=True), self._opened)
         for number in range(MEMBERS):
             own = fitted.init(jax.random.key(0))
             key = jax.random.key(1)

@@ -18,7 +18,7 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.core.values import Digests, Record
-from tpuswarm.swarm.processes.founder import FOUNDING
+from tpuswarm.swarm.storage.founding import FOUNDING
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store

@@ -14,7 +14,7 @@ from tests import processes
 from tests.recipes.hub import serving
 from tpuswarm.cli.app import make_app
 from tpuswarm.cli.recipe import make_recipe
-from tpuswarm.swarm.processes.founder import read_founding
+from tpuswarm.swarm.storage.founding import read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store

@@ -22,10 +22,11 @@ from tpuswarm.swarm.core.arithmetic.fragments import Leaf
 from tpuswarm.swarm.engines.variables import BATCH
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member.group import Group
-from tpuswarm.swarm.member.incarnations import MemberHost, Place, Rows
+from tpuswarm.swarm.member.incarnations import MemberHost, MetricsRows, Place
 from tpuswarm.swarm.processes.founder import Joining
-from tpuswarm.swarm.processes.plan import Founding, Plan
+from tpuswarm.swarm.processes.plan import Plan
 from tpuswarm.swarm.processes.plan import Swarm as Table
+from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
@@ -327,7 +328,7 @@ def test_a_member_that_waits_for_a_host_keeps_no_run_from_ending(tokens, how):
 
 
 def test_metrics_that_cannot_be_read_end_the_member():
-    rows = Rows("m0", 0, PLAN, lambda: 0)
+    rows = MetricsRows("m0", 0, PLAN, lambda: 0)
     rows.took(0, {"loss": "of a device that is gone"})
     end = time.monotonic() + 20
     with pytest.raises(ValueError, match="of a device that is gone"):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.swarm.chains import Run as Chain
 from tpuswarm.cli import main
-from tpuswarm.swarm.processes.founder import FOUNDING
+from tpuswarm.swarm.storage.founding import FOUNDING
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import needs, start
 from tpuswarm.swarm.supervision.supervisor import Ended

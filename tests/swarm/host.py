@@ -81,13 +81,13 @@ def run(lead, anchor, store, layout, losses, about) -> dict:
     engine.spawn("m0", member.train())
     engine.spawn("m0", member.exchange())
     engine.serve("shard", Aggregator(ledger, objects, layout.sizes, 0, 1))
-    coordinator = Coordinator(terms, ledger, ["shard"], lambda: engine.now, lambda: engine.now, founded=True)
+    coordinator = Coordinator(ledger, ["shard"], lambda: engine.now, lambda: engine.now)
 
     def opened(_):
         engine.serve("coordinator", coordinator)
         engine.spawn("coordinator", coordinator.run())
 
-    engine.spawn("coordinator", coordinator.open(), opened)
+    engine.spawn("coordinator", coordinator.open(terms, founded=True), opened)
     assert engine.run(lambda: hasattr(coordinator, "state") and coordinator.state.ended, 300)
     newest = ledger.view().newest
     fragments = [objects.get_array(digest) for digest in newest.state]

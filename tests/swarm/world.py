@@ -270,14 +270,14 @@ class World:
 
     def start_coordinator(self, node: str = "coordinator", founded: bool = False) -> None:
         clock = lambda: self.engine.now  # noqa: E731
-        made = Coordinator(self.terms, self.ledger, self.shards, clock, clock, founded=founded)
+        made = Coordinator(self.ledger, self.shards, clock, clock)
 
         def opened(result: Any) -> None:
             self.coordinators[node] = made
             self.engine.serve(node, made)
             self.engine.spawn(node, made.run())
 
-        self.engine.spawn(node, made.open(), opened)
+        self.engine.spawn(node, made.open(self.terms, founded=founded), opened)
 
     def lose_payload(self) -> None:
         undecided = [each for each in self.payloads if each[0] not in self.ledger.view().verdicts]

@@ -24,11 +24,11 @@ def simulate(
 ) -> None:
     """Simulate a swarm: goodput, traffic and staleness of many members that fail, on a virtual clock."""
     from tpuswarm.config.toml_file import read_toml
-    from tpuswarm.swarm.simulation.cluster import TOO_LONG, Cluster
+    from tpuswarm.swarm.simulation.cluster import TOO_LONG, SimulatedSwarm
     from tpuswarm.swarm.simulation.result import result
     from tpuswarm.swarm.simulation.scenario import Scenario
 
-    cluster = Cluster(read_toml(file, Scenario))
+    cluster = SimulatedSwarm(read_toml(file, Scenario))
     with _progress(f"{cluster.scenario.count:,} members") as progress:
         cluster.simulate(progress)
     found = result(cluster)

@@ -127,8 +127,8 @@ class Swarm:
             self.start(number, state, anchor)
         for number in range(shards):
             self.engine.serve(f"shard-{number}", Aggregator(ledger, objects, layout.sizes, number, shards))
-        self.coordinator = Coordinator(self.terms, ledger, self.shards, clock, clock, founded=True)
-        self.engine.spawn("coordinator", self.coordinator.open(), self._opened)
+        self.coordinator = Coordinator(ledger, self.shards, clock, clock)
+        self.engine.spawn("coordinator", self.coordinator.open(self.terms, founded=True), self._opened)
         self.ledger, self.objects = ledger, objects
 
     def start(self, number, state, anchor, base=0, tokens=0) -> None:
@@ -305,8 +305,8 @@ def test_a_machine_lost_with_its_disk_loses_nothing_committed(tmp_path):
     store = Store(str(folder))
     swarm.ledger, swarm.objects = Ledger(store), Objects(store)
     swarm.engine.serve("shard-0", Aggregator(swarm.ledger, swarm.objects, swarm.layout.sizes, 0, 2))
-    swarm.coordinator = Coordinator(swarm.terms, swarm.ledger, swarm.shards, swarm.clock, swarm.clock, founded=False)
-    swarm.engine.spawn("coordinator", swarm.coordinator.open(), swarm._opened)
+    swarm.coordinator = Coordinator(swarm.ledger, swarm.shards, swarm.clock, swarm.clock)
+    swarm.engine.spawn("coordinator", swarm.coordinator.open(swarm.terms, founded=False), swarm._opened)
     swarm.restart(0)
     swarm.run()
     view = swarm.ledger.view()

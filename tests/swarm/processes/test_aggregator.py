@@ -162,8 +162,9 @@ def test_what_cannot_be_computed_again_is_named_with_the_version_to_go_on_from(t
     for number, shard in enumerate(made):
         engine.serve(f"shard-{number}", shard.aggregator)
     addresses, clock = ["shard-0", "shard-1"], lambda: engine.now
-    coordinator = Coordinator(terms, Ledger(run.store), addresses, clock, clock, founded=False)
-    engine.spawn("coordinator", coordinator.open(), lambda _: engine.spawn("coordinator", coordinator.run()))
+    coordinator = Coordinator(Ledger(run.store), addresses, clock, clock)
+    opening = coordinator.open(terms, founded=False)
+    engine.spawn("coordinator", opening, lambda _: engine.spawn("coordinator", coordinator.run()))
     assert engine.run(lambda: bool(over), 100)
     version = run.records[-1].version
     before = next(record.version for record in reversed(run.records) if record.state != run.records[-1].state)

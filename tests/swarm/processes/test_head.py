@@ -7,8 +7,9 @@ import pytest
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.messages import Accepted, Refused
 from tpuswarm.swarm.processes.effects import Over
-from tpuswarm.swarm.processes.founder import Found, Head, Joining, Wait, read_founding
-from tpuswarm.swarm.processes.plan import Founding, Plan, Swarm
+from tpuswarm.swarm.processes.founder import Begin, Head, Joining, Wait
+from tpuswarm.swarm.processes.plan import Plan, Swarm
+from tpuswarm.swarm.storage.founding import Founding, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 
@@ -75,7 +76,7 @@ def test_a_kill_at_every_step_of_the_founding_leaves_a_run_that_goes_on(tmp_path
             founded(store, point)
         begun = bool(Ledger(store).versions())
         if read_founding(store) is None:
-            assert head_of(store).hello("m0") == Found()
+            assert head_of(store).hello("m0") == Begin()
             founded(store, None, state=("of another device",))
         answer = greeting(head_of(store))
         assert isinstance(answer, Joining) and answer.state == (("s",) if begun else ("of another device",))
@@ -99,7 +100,7 @@ def test_who_trains_something_else_founds_nothing(tmp_path, other):
     store = Store(tmp_path)
     head = Head(PLAN, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
     assert head.hello("m1", makes=False) == Wait(), "hosts of a slice that still wait for each other hold nobody up"
-    assert (head.hello("j0"), head.hello("m0"), head.hello("m1")) == (Wait(), Found(), Wait())
+    assert (head.hello("j0"), head.hello("m0"), head.hello("m1")) == (Wait(), Begin(), Wait())
     ours = PLAN.terms(FOUNDING).digests
     wrong = replace(ours, **{other: "another"})
     assert carried_out(head.found(FOUNDING, ("s",), (), wrong)) == Refused(f"its {other} differs from the run's")

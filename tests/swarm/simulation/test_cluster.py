@@ -16,7 +16,7 @@ from tpuswarm.config.toml_file import read_toml
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.engines.inproc import Faults
 from tpuswarm.swarm.member.cycle import BEAT
-from tpuswarm.swarm.simulation.cluster import COPY, Cluster
+from tpuswarm.swarm.simulation.cluster import COPY, SimulatedSwarm
 from tpuswarm.swarm.simulation.result import Result, result
 from tpuswarm.swarm.simulation.scenario import Scenario
 
@@ -33,8 +33,8 @@ def scenario(*groups: dict, cycle: int = 20, **more) -> Scenario:
     return Scenario.model_validate({"model": MODEL, "exchange": exchange, "members": groups, **more})
 
 
-def simulated(asked: Scenario) -> tuple[Cluster, Result]:
-    cluster = Cluster(asked)
+def simulated(asked: Scenario) -> tuple[SimulatedSwarm, Result]:
+    cluster = SimulatedSwarm(asked)
     cluster.simulate()
     return cluster, result(cluster)
 

@@ -14,7 +14,7 @@ from tests.train import toy
 from tpuswarm import InputError, RunFailed, Trainer, load, supervised
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.values import Digests, Record
-from tpuswarm.swarm.processes.founder import FOUNDING
+from tpuswarm.swarm.storage.founding import FOUNDING
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, object_name
 from tpuswarm.swarm.storage.store import Store

@@ -87,7 +87,7 @@ class Outdated:
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreHeader:
     """Create the header, only if absent; then report to `stored`."""
 
     header: Header

@@ -11,7 +11,7 @@ from statistics import median
 
 from tpuswarm.swarm.core.arithmetic.outer import advance
 from tpuswarm.swarm.core.choose import choose, effective
-from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Merge, Outdated, Refused, Store, Terms
+from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Merge, Outdated, Refused, StoreHeader, Terms
 from tpuswarm.swarm.core.rounds import Due, Patience, due
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
@@ -181,13 +181,13 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
     )
 
 
-def push(state: State, header: Header, now: float) -> tuple[State, Store | Accepted | Refused | Outdated]:
+def push(state: State, header: Header, now: float) -> tuple[State, StoreHeader | Accepted | Refused | Outdated]:
     """Whether a contribution whose payload is stored may be accepted; a repeat is answered as before."""
     key, identity, view = header.identity.incarnation, header.identity, state.view
     if header.base > view.version:
         return state, Outdated(header.base)
     if identity in view.verdicts:
-        return state, Store(header)  # it is stored for ever: whether with the same digests, only the header says
+        return state, StoreHeader(header)  # it is stored for ever: whether with the same digests, only the header says
     if identity in state.pending:
         same = state.pending[identity][0] == header
         return state, Accepted() if same else Refused("a different push with the same identity was accepted")
@@ -201,7 +201,7 @@ def push(state: State, header: Header, now: float) -> tuple[State, Store | Accep
         return state, Refused(f"rows {strange} are not leased to it")
     if any(True for _ in _undecided(state, key)) and state.storing.get(identity) != header:
         return state, Refused("another of its pushes is still undecided")
-    return replace(state, storing={**state.storing, identity: header}), Store(header)
+    return replace(state, storing={**state.storing, identity: header}), StoreHeader(header)
 
 
 def stored(state: State, header: Header, now: float) -> State:

@@ -177,7 +177,7 @@ class Actor:
             self._host.leave()
 
 
-class Process:
+class Started:
     """An actor, seen from the supervisor; nothing here waits, unless asked to."""
 
     def __init__(self, actor: Any):
@@ -276,7 +276,7 @@ class Cluster:
         environment: Mapping[str, str],
         log: Path,
         node: str | None,
-    ) -> Process | None:
+    ) -> Started | None:
         """Start a process; node: one of `joined`, ANYWHERE, or None: here, where the run's storage is.
 
         None while Ray has not noticed yet that the one before it is dead.
@@ -287,7 +287,7 @@ class Cluster:
         )
         given = {**arguments, "calls": Calls(self._run, self.state_bytes)}
         try:
-            return Process(actor.remote(name, maker, given, dict(environment), None if node else str(log)))
+            return Started(actor.remote(name, maker, given, dict(environment), None if node else str(log)))
         except ActorAlreadyExistsError:
             return None
 

@@ -26,8 +26,9 @@ from tpuswarm.swarm.member.group import Group
 from tpuswarm.swarm.member.lead import Lead
 from tpuswarm.swarm.member.program import Ready, make_ready
 from tpuswarm.swarm.processes.effects import Call, Over, Unreachable
-from tpuswarm.swarm.processes.founder import Found, Joining
-from tpuswarm.swarm.processes.plan import HEAD, Founding, Plan
+from tpuswarm.swarm.processes.founder import Begin, Joining
+from tpuswarm.swarm.processes.plan import HEAD, Plan
+from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.train.hosts.rendezvous import Absent, Hosts
 from tpuswarm.train.look.pictures import PICTURE
 from tpuswarm.train.loop.session import chosen
@@ -69,7 +70,7 @@ class MemberHost:
     """The process; `run` in one thread, `look` and `leave` from others."""
 
     place: Place
-    _rows: "Rows" = field(init=False)
+    _rows: "MetricsRows" = field(init=False)
     _member: MemberProcesses | None = None
     _last: Member | None = None
     """The books of the incarnation before."""
@@ -80,7 +81,7 @@ class MemberHost:
     def __post_init__(self) -> None:
         place = self.place
         rows = place.batch or int(place.plan.settings["batch"])
-        self._rows = Rows(place.name, place.steps, rows * place.plan.tokens_per_row, self._version)
+        self._rows = MetricsRows(place.name, place.steps, rows * place.plan.tokens_per_row, self._version)
 
     def _version(self) -> int:
         return self._member.books.base if self._member else 0
@@ -243,7 +244,7 @@ class MemberHost:
             answer = self._answer(Call(HEAD, "hello", (self.place.name,)))
             if isinstance(answer, Joining):
                 return answer
-            if isinstance(answer, Found):
+            if isinstance(answer, Begin):
                 self.place.say("initializing the model")
                 outer = self.place.plan.outer
                 made = [
@@ -298,7 +299,7 @@ def _way_out(ours: Digests, run: Digests) -> str:
     )
 
 
-class Rows:
+class MetricsRows:
     """Rows of metrics, read from the devices by a thread of its own as their steps end."""
 
     def __init__(self, name: str, steps: int, tokens: int, version: Callable[[], int]):

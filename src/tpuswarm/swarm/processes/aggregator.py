@@ -52,6 +52,11 @@ class Aggregator:
         self._ledger, self._objects, self._sizes = ledger, objects, tuple(sizes)
         self._index, self._shards = index, shards
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each fragment."""
+        return self._sizes
+
     @_slowly("shard stores a payload")
     def put(
         self, identity: Identity, fragment: int, payload: Mapping[str, np.ndarray], digest: str
@@ -60,8 +65,8 @@ class Aggregator:
         found = tensors.digest(payload)
         if found != digest:
             return Damaged(f"fragment {fragment} arrived with the digest {found[:12]}…, not {digest[:12]}…")
-        if not fits(payload, self._sizes[fragment]):
-            return Refused(f"fragment {fragment} does not have the {self._sizes[fragment]} elements of the layout")
+        if not fits(payload, self.sizes[fragment]):
+            return Refused(f"fragment {fragment} does not have the {self.sizes[fragment]} elements of the layout")
         try:
             self._objects.put_payload(identity, fragment, payload, digest)
         except Conflict as error:
@@ -87,7 +92,7 @@ class Aggregator:
     @_slowly("shard reads updates")
     def updates(self, fragment: int, base: int, version: int) -> Chain | None:
         """What brings a fragment from one version to a later one; None where the whole has to be fetched."""
-        return chain(self._ledger, self._objects, fragment, self._sizes[fragment], base, version)
+        return chain(self._ledger, self._objects, fragment, self.sizes[fragment], base, version)
 
     @_slowly("shard checks a version")
     def check(self, newest: Record) -> Damage | None:
@@ -130,7 +135,7 @@ class Aggregator:
 
     @property
     def _mine(self) -> range:
-        return range(self._index, len(self._sizes), self._shards)
+        return range(self._index, len(self.sizes), self._shards)
 
     def _merge(
         self,

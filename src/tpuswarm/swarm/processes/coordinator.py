@@ -6,7 +6,19 @@ from typing import Any
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core import state as core
-from tpuswarm.swarm.core.messages import Accepted, Beat, Damage, Granted, Lost, Merge, Outdated, Refused, Store, Terms
+from tpuswarm.swarm.core.messages import (
+    Accepted,
+    Beat,
+    Damage,
+    Granted,
+    Lost,
+    Merge,
+    Outdated,
+    Refused,
+    StoreHeader,
+    Terms,
+)
+from tpuswarm.swarm.core.summary import Summary, summary
 from tpuswarm.swarm.core.values import Header, Identity, Incarnation
 from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
@@ -22,41 +34,42 @@ LEAST = 0.001
 class Coordinator:
     """One life of a coordinator. `open` first; then `run` beside the methods that members call."""
 
-    def __init__(
-        self,
-        terms: Terms,
-        ledger: Ledger,
-        shards: Sequence[str],
-        clock: Callable[[], float],
-        time: Callable[[], float],
-        *,
-        founded: bool,
-        alone: bool = False,
-    ):
+    def __init__(self, ledger: Ledger, shards: Sequence[str], clock: Callable[[], float], time: Callable[[], float]):
         """clock: seconds that never jump, for leases and rounds; time: seconds since 1970, for the record."""
-        self._terms, self._ledger, self._shards = terms, ledger, tuple(shards)
-        self.clock, self._time, self._founded, self._alone = Clock(clock), time, founded, alone
+        self._ledger, self._shards = ledger, tuple(shards)
+        self.clock, self._time, self._founded = Clock(clock), time, False
+        self.opened = False
         self.state: core.State
+        """Once it is opened."""
 
-    def open(self) -> Process:
-        """Read the ledger and the stored headers: everything accepted is accepted, whoever is alive."""
+    def open(self, terms: Terms, *, founded: bool, alone: bool = False) -> Process:
+        """Read the ledger and the stored headers: everything accepted is accepted, whoever is alive.
+
+        founded: genesis was created a moment ago; alone: no member of an earlier epoch can be alive.
+        """
+        self._founded = founded
         view = yield Do("coordinator reads the ledger", self._ledger.view)
         headers = yield Do("coordinator lists headers", lambda: self._ledger.headers(view.verdicts))
-        self.state = core.start(self._terms, view, headers, self.clock(), founded=self._founded, alone=self._alone)
+        self.state = core.start(terms, view, headers, self.clock(), founded=founded, alone=alone)
+        self.opened = True
 
-    def beat(self, said: Beat) -> Granted | Refused:
-        """A member's hello, announcement or heartbeat."""
+    def beat(self, said: Beat) -> Granted | Refused | None:
+        """A member's hello, announcement or heartbeat; None while the ledger is being read."""
+        if not self.opened:
+            return None
         self.state, answer = core.beat(self.state, said, self.clock())
         if isinstance(answer, Outdated):
             raise _outruled(answer)
         return answer
 
     def push(self, header: Header) -> Process:
-        """Accept a contribution whose payload is stored, or say why not."""
+        """Accept a contribution whose payload is stored, or say why not; None while the ledger is being read."""
+        if not self.opened:
+            return None
         self.state, answer = core.push(self.state, header, self.clock())
         if isinstance(answer, Outdated):
             raise _outruled(answer)
-        if not isinstance(answer, Store):
+        if not isinstance(answer, StoreHeader):
             return answer
         outcome = yield Do("coordinator creates a header", lambda: self._ledger.create_header(header))
         if outcome == "lost":
@@ -66,7 +79,12 @@ class Coordinator:
 
     def leave(self, incarnation: Incarnation) -> None:
         """A member goes in good order."""
-        self.state = core.leave(self.state, incarnation)
+        if self.opened:
+            self.state = core.leave(self.state, incarnation)
+
+    def look(self) -> Summary | None:
+        """How the run stands; None before its first state."""
+        return summary(self.state, self.clock()) if self.opened else None
 
     def run(self) -> Process:
         """Rounds, one after the other, until the end of the run.

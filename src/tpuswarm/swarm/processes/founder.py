@@ -1,29 +1,25 @@
-"""What the coordinator's process serves: the founding of a run, then the coordinator."""
+"""What the coordinator's process serves: the founding of a run, and from then on the coordinator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter, ValidationError
-
-from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Refused, Terms
+from tpuswarm.swarm.core.messages import Accepted, Refused, Terms
 from tpuswarm.swarm.core.state import disagreement
-from tpuswarm.swarm.core.summary import Summary, summary
-from tpuswarm.swarm.core.values import Digests, Header, Incarnation, Record
+from tpuswarm.swarm.core.values import Digests, Record
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Do, Over, Process, Sleep
-from tpuswarm.swarm.processes.plan import Founding, Plan
+from tpuswarm.swarm.processes.plan import Plan
+from tpuswarm.swarm.storage.founding import FOUNDING, Founding, keep_founding, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
+from tpuswarm.swarm.storage.store import Store
 
-FOUNDING = "founding.json"
 FOUNDER = 120.0
 """Seconds that a founder has; it has compiled its program before."""
 LOOK = 0.2
-_FOUNDING: TypeAdapter[Founding] = TypeAdapter(Founding)
 
 
 @dataclass(frozen=True)
-class Found:
+class Begin:
     """Answer to a hello: there is no first state yet; make it."""
 
 
@@ -43,8 +39,8 @@ class Joining:
     state: tuple[str, ...]
 
 
-class Head:
-    """One life of the coordinator's process."""
+class Head(Coordinator):
+    """A coordinator that waits for the founding of its run; the methods that members call first."""
 
     def __init__(
         self,
@@ -57,11 +53,10 @@ class Head:
         alone: bool,
     ):
         """alone: no member of an earlier epoch can be alive, so that nobody is waited for."""
-        self._plan, self._store, self._ledger = plan, store, Ledger(store)
-        self._shards, self._clock, self._time, self._alone = tuple(shards), clock, time, alone
+        super().__init__(Ledger(store), shards, clock, time)
+        self._plan, self._store, self._alone = plan, store, alone
         self._founding: Founding | None = None
         self._founder: tuple[str, float] | None = None
-        self._coordinator: Coordinator | None = None
 
     def run(self) -> Process:
         """Until the end of the run; raises Over where another coordinator rules."""
@@ -69,33 +64,30 @@ class Head:
         while (founding := (yield Do("coordinator reads the founding", lambda: read_founding(self._store)))) is None:
             founded = True
             yield Sleep(LOOK)
-        shards = self._shards[: len(founding.fragments)]
+        self._shards = self._shards[: len(founding.fragments)]
         terms = self._plan.terms(founding)
-        coordinator = Coordinator(
-            terms, self._ledger, shards, self._clock, self._time, founded=founded, alone=self._alone
-        )
-        yield from coordinator.open()
-        newest = coordinator.state.view.newest
+        yield from self.open(terms, founded=founded, alone=self._alone)
+        newest = self.state.view.newest
         if newest.run != terms.run:
             raise Over(
                 f"{self._store.root} has commits of run {newest.run}, this is run {terms.run}; use another --run"
             )
         if newest.digests.layout != founding.layout.digest:
             raise Over(f"{self._store.root} has commits with another layout than its {FOUNDING}; use another --run")
-        self._founding, self._coordinator = founding, coordinator
-        yield from coordinator.run()
+        self._founding = founding
+        yield from super().run()
 
-    def hello(self, member: str, makes: bool = True) -> Joining | Found | Wait:
+    def hello(self, member: str, makes: bool = True) -> Joining | Begin | Wait:
         """What a member does first; makes: it could make the first state now."""
-        if self._coordinator and self._founding:
-            newest = self._coordinator.state.view.newest
-            return Joining(self._coordinator.state.terms, self._founding, newest.version, newest.tokens, newest.state)
-        now = self._clock()
+        if self._founding:
+            newest = self.state.view.newest
+            return Joining(self.state.terms, self._founding, newest.version, newest.tokens, newest.state)
+        now = self.clock()
         if not makes or (self._plan.members and member not in self._plan.members):
             return Wait()  # what makes the run is one of those that it was started with, where there are any
         if self._founder is None or self._founder[0] == member or now > self._founder[1]:
             self._founder = (member, now + FOUNDER)
-            return Found()
+            return Begin()
         return Wait()
 
     def found(self, founding: Founding, state: tuple[str, ...], outer: tuple[str, ...], digests: Digests) -> Process:
@@ -118,35 +110,5 @@ class Head:
             there = yield Do("coordinator reads genesis", lambda: self._ledger.record(0))
             if (there.run, there.digests.layout) != (terms.run, digests.layout):
                 return Refused(f"commit 0 in {self._store.root} belongs to another run; use another --run")
-        data = _FOUNDING.dump_json(founding)
-        yield Do("coordinator keeps the founding", lambda: self._store.create(FOUNDING, data))
+        yield Do("coordinator keeps the founding", lambda: keep_founding(self._store, founding))
         return Accepted()
-
-    def beat(self, said: Beat) -> Granted | Refused | None:
-        """A member's hello, announcement or heartbeat; None while the ledger is being read."""
-        return self._coordinator.beat(said) if self._coordinator else None
-
-    def push(self, header: Header) -> Process:
-        """Accept a contribution whose payload is stored, or say why not; None while the ledger is being read."""
-        if self._coordinator is None:
-            return None
-        return (yield from self._coordinator.push(header))
-
-    def leave(self, incarnation: Incarnation) -> None:
-        """A member goes in good order."""
-        if self._coordinator:
-            self._coordinator.leave(incarnation)
-
-    def look(self) -> Summary | None:
-        """How the run stands; None before its first state."""
-        return summary(self._coordinator.state, self._coordinator.clock()) if self._coordinator else None
-
-
-def read_founding(store: Store) -> Founding | None:
-    """The founding of a run; None before it. Raises Corrupt where it is none."""
-    try:
-        return _FOUNDING.validate_json(store.read(FOUNDING))
-    except Missing:
-        return None
-    except ValidationError as error:
-        raise Corrupt(FOUNDING, store.root, error.errors()[0]["msg"]) from error

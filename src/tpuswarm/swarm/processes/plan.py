@@ -1,4 +1,4 @@
-"""What a run was asked to be, before any process knows how its parameters look; and what its founder then found."""
+"""What a run was asked to be, before any process knows how its parameters look."""
 
 import hashlib
 import json
@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.swarm.core.arithmetic.fragments import Layout, Leaf
 from tpuswarm.swarm.core.arithmetic.outer import Average, Outer
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Form, Rule
+from tpuswarm.swarm.storage.founding import Founding
 
 CYCLE = 50
 """Steps between two pushes, where nothing else is asked."""
@@ -101,7 +101,7 @@ class Plan:
         """Rows of the whole run."""
         return int(self.settings["steps"]) * int(self.settings["batch"])
 
-    def terms(self, founding: "Founding") -> Terms:
+    def terms(self, founding: Founding) -> Terms:
         """The protocol's terms of this run."""
         batch, swarm = int(self.settings["batch"]), self.swarm
         return Terms(
@@ -114,20 +114,6 @@ class Plan:
             members=self.members,
             outer=replace(self.outer, averaged=founding.layout.places(self.statistics)),
         )
-
-
-@dataclass(frozen=True)
-class Founding:
-    """The layout of the shared state: reported by the member that made the first one, kept as founding.json."""
-
-    fragments: tuple[tuple[Leaf, ...], ...]
-    chosen: dict[str, Any]
-    """How its program runs (train/loop/session.py)."""
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout of its fragments."""
-        return Layout(self.fragments)
 
 
 def member_name(number: int) -> str:

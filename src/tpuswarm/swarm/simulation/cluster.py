@@ -20,7 +20,7 @@ from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Together
 from tpuswarm.swarm.simulation.meter import Metered
 from tpuswarm.swarm.simulation.scenario import Scenario
-from tpuswarm.swarm.simulation.stand_ins import NoLedger, Shard, genesis, update_bytes
+from tpuswarm.swarm.simulation.stand_ins import NoLedger, TimedShard, genesis, update_bytes
 from tpuswarm.swarm.simulation.timed_member import Machine, TimedHolder
 from tpuswarm.swarm.storage.ledger import Ledger
 
@@ -43,7 +43,7 @@ COORDINATOR = "coordinator"
 DIGESTS = Digests("layout", "config", "data", "code")
 
 
-class Cluster(Inproc):
+class SimulatedSwarm(Inproc):
     """A scenario, and `simulate`, once."""
 
     def __init__(self, scenario: Scenario, ledger: Callable[[Record], Any] = NoLedger):
@@ -71,7 +71,7 @@ class Cluster(Inproc):
         first = genesis(self.terms, scenario.fragments)
         self.records = {0: first}
         self.shards = {
-            f"aggregator-{index}": Shard(
+            f"aggregator-{index}": TimedShard(
                 self.records, range(index, scenario.fragments, scenario.shards), self._fragment
             )
             for index in range(scenario.shards)
@@ -80,7 +80,7 @@ class Cluster(Inproc):
         """Why lives of members ended that the coordinator ended."""
         self.preemptions = 0
         clock = lambda: self.now  # noqa: E731
-        made = Coordinator(self.terms, cast(Ledger, ledger(first)), list(self.shards), clock, clock, founded=True)
+        made = Coordinator(cast(Ledger, ledger(first)), list(self.shards), clock, clock)
         self.coordinator = Metered(made, clock, self.records)
 
     @property
@@ -90,7 +90,7 @@ class Cluster(Inproc):
 
     def simulate(self, progress: Callable[[float], None] = lambda share: None) -> None:
         """Until the scenario's length. progress: told from time to time, the share that is done."""
-        self.spawn(COORDINATOR, self.coordinator.inner.open(), lambda result: self._opened())
+        self.spawn(COORDINATOR, self.coordinator.inner.open(self.terms, founded=True), lambda result: self._opened())
         if self.scenario.hours:
             end = self.scenario.hours * 3600
             self._run(lambda: False, lambda: self.now / end, end, progress)

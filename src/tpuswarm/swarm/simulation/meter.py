@@ -26,7 +26,7 @@ class Metered:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the processor, not of the virtual clock."""
 
-    def beat(self, said: Beat) -> Granted | Refused:
+    def beat(self, said: Beat) -> Granted | Refused | None:
         """As the coordinator."""
         start = time.thread_time()
         answer = self.inner.beat(said)

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.summary import Tokens
-from tpuswarm.swarm.simulation.cluster import Cluster
+from tpuswarm.swarm.simulation.cluster import SimulatedSwarm
 from tpuswarm.swarm.simulation.timed_member import Machine
 
 
@@ -91,7 +91,7 @@ class Result:
     """That the coordinator receives."""
 
 
-def result(cluster: Cluster) -> Result:
+def result(cluster: SimulatedSwarm) -> Result:
     """Of a cluster that has simulated."""
     view, seconds = cluster.state.view, cluster.now
     found = tokens(cluster)
@@ -139,7 +139,7 @@ def result(cluster: Cluster) -> Result:
     )
 
 
-def tokens(cluster: Cluster) -> Tokens:
+def tokens(cluster: SimulatedSwarm) -> Tokens:
     """Where every trained token is, counted with the members and not from what they reported."""
     view, per_row = cluster.state.view, cluster.terms.tokens_per_row
     accepted = Rows.union(header.rows for header, _ in cluster.state.pending.values())

@@ -52,7 +52,7 @@ def genesis(terms: Terms, fragments: int) -> Record:
 
 
 @dataclass(frozen=True)
-class Followed:
+class Sent:
     """Updates, if there were any."""
 
     digest: str
@@ -69,7 +69,7 @@ def update_bytes(records: Mapping[int, Record], base: int, version: int) -> floa
 
 
 @dataclass
-class Shard:
+class TimedShard:
     """Answers as an aggregator does, and takes the time of a merge."""
 
     records: dict[int, Record]
@@ -89,10 +89,10 @@ class Shard:
         """Sent."""
         return digest
 
-    def updates(self, number: int, base: int, version: int) -> "Followed | None":
+    def updates(self, number: int, base: int, version: int) -> "Sent | None":
         """What was added since, where that is fewer bytes than the whole."""
         cost = update_bytes(self.records, base, version)
-        return None if cost is None else Followed(self.records[version].state[number])
+        return None if cost is None else Sent(self.records[version].state[number])
 
     def merge(self, newest: Record, merge: Merge) -> Process:
         """The next version of its fragments."""

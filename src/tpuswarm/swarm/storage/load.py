@@ -12,7 +12,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.arithmetic.outer import average_row
 from tpuswarm.swarm.core.values import Record
-from tpuswarm.swarm.processes.founder import FOUNDING, read_founding
+from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Corrupt, Missing, Store

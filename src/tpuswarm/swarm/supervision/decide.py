@@ -14,8 +14,8 @@ from tpuswarm.config.units import Interval, parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
 from tpuswarm.swarm.engines.ports import Ports
-from tpuswarm.swarm.processes.founder import FOUNDING, read_founding
 from tpuswarm.swarm.processes.plan import CYCLE, Swarm, code_digest
+from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import local_devices as machine

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from tpuswarm.swarm.core.alarms import ENOUGH, REMEMBERED, Step
-from tpuswarm.swarm.engines.ray import ANYWHERE, Process
+from tpuswarm.swarm.engines.ray import ANYWHERE, Started
 from tpuswarm.swarm.views.status import MemberStatus
 
 SILENT = 5.0
@@ -31,7 +31,7 @@ class Kept:
     environment: Mapping[str, str] = field(default_factory=dict)
     node: str | None = None
     """Of Ray, for a member that is not on this machine; see Cluster.start."""
-    process: Process | None = None
+    process: Started | None = None
     born: float = 0.0
     wake: float = 0.0
     """When it is made again."""
@@ -84,7 +84,7 @@ class Kept:
             return False  # a cluster may be long in finding room for it
         return now - self.heard > (STARTING if self.pid is None else HUNG_MEMBER if self.member else HUNG)
 
-    def began(self, process: Process, now: float) -> None:
+    def began(self, process: Started, now: float) -> None:
         """It is alive as another process."""
         self.process, self.born, self.heard = process, now, now
         self.pid, self.seen, self.rows = None, None, 0

@@ -19,8 +19,8 @@ from tpuswarm.swarm.engines.node import silent
 from tpuswarm.swarm.engines.opening import require_dashboard
 from tpuswarm.swarm.engines.ray import Cluster
 from tpuswarm.swarm.member import data_files as files
-from tpuswarm.swarm.processes.founder import FOUNDING
 from tpuswarm.swarm.processes.plan import Plan, member_name
+from tpuswarm.swarm.storage.founding import FOUNDING
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.load import load_swarm
 from tpuswarm.swarm.storage.retention import EVERY, disk

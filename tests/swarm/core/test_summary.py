@@ -30,9 +30,18 @@ class Desk:
         self.state, answer = coordinator.beat(self.state, said, now)
         return answer.rows
 
-    def push(self, who, rows, finite=True, now=1.0):
+    def push(self, who, rows, finite=True, now=1.0, sequence=1):
         header = Header(
-            Identity(who, 1), "run", self.state.view.version, rows, 10 * len(rows), 1, "plain", 1.0, finite, ("d",)
+            Identity(who, sequence),
+            "run",
+            self.state.view.version,
+            rows,
+            10 * len(rows),
+            1,
+            "plain",
+            1.0,
+            finite,
+            ("d",),
         )
         self.state, _ = coordinator.push(self.state, header, now)
         self.state = coordinator.stored(self.state, header, now)

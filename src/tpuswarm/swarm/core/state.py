@@ -17,6 +17,9 @@ from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
 
+LATELY = 3
+"""So many last records name those whom a new epoch awaits."""
+
 
 @dataclass(frozen=True)
 class Lease:
@@ -38,8 +41,10 @@ class State:
     view: View
     epoch: int
     recovering_until: float
+    awaited: frozenset[str]
+    """Members that the run was started with, or that contributed just before this epoch."""
     awaited_until: float
-    """Until then a round waits for members that the run was started with and that were not heard of yet."""
+    """Until then a round waits for those of them that were not heard of yet."""
     leases: Mapping[Incarnation, Lease] = field(default_factory=dict)
     fenced: frozenset[Incarnation] = frozenset()
     pending: Mapping[Identity, tuple[Header, float]] = field(default_factory=dict)
@@ -69,7 +74,7 @@ class State:
         """Members a round may wait for."""
         leased = {incarnation.member for incarnation in self.leases}
         first = frozenset(self.terms.members)
-        return frozenset(leased & (self.contributed | first)) | (first - self.seen)
+        return frozenset(leased & (self.contributed | first)) | (self.awaited - self.seen)
 
     @property
     def room(self) -> int:
@@ -105,12 +110,18 @@ def start(
     alone = alone or founded
     pending = {header.identity: (header, now) for header in headers if header.identity not in view.verdicts}
     contributed = {identity.incarnation.member for identity in (*view.verdicts, *pending)}
+    lately = {
+        identity.incarnation.member
+        for identity, (_, version) in view.verdicts.items()
+        if not alone and version > view.version - LATELY
+    }
     return State(
         terms=terms,
         view=view,
         epoch=view.newest.epoch + (not founded),
         recovering_until=-math.inf if alone else now + terms.lease_seconds,
         # Else who pushed last would be the whole quorum until the others have announced themselves.
+        awaited=frozenset(lately.union(terms.members)),
         awaited_until=now + (terms.patience.deadline_first if alone else terms.lease_seconds),
         pending=pending,
         taken=Rows.union([view.decided, *(header.rows for header, _ in pending.values())]),
@@ -228,8 +239,8 @@ def tick(state: State, now: float) -> tuple[State, Merge | None, Due]:
         state = replace(state, recovering_until=-math.inf)
     if not state.recovering:
         state = _fence(state, [key for key, lease in state.leases.items() if lease.until <= now])
-    if now >= state.awaited_until and not state.seen.issuperset(state.terms.members):
-        state = replace(state, seen=state.seen | frozenset(state.terms.members))
+    if now >= state.awaited_until and not state.seen.issuperset(state.awaited):
+        state = replace(state, seen=state.seen | state.awaited)
     speeds = [lease.rows_per_s for lease in state.leases.values() if lease.rows_per_s]
     state = replace(state, fastest=max(speeds, default=None))
     when = state.round(now)

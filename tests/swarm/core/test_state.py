@@ -1,0 +1,42 @@
+"""After a restart of the coordinator: whom a round waits for."""
+
+from dataclasses import replace
+
+from tests.swarm.core.test_summary import TERMS, A, B, Desk
+from tests.swarm.world import genesis
+from tpuswarm.swarm.core import state as coordinator
+from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.rows import NOTHING
+from tpuswarm.swarm.core.view import View
+
+JOINED = replace(TERMS, members=(), outer=Outer("nesterov"))
+"""A run whose members all joined it."""
+
+
+def restarted():
+    """Both contributed to the commit before it; of A another contribution is stored."""
+    desk = Desk(coordinator.start(JOINED, View.of(genesis(JOINED)), [], 0.0, founded=True))
+    rows = {who: desk.beat(who, NOTHING, 0, 0.0) for who in (A, B)}
+    for who in (A, B):
+        desk.push(who, rows[who].first(4))
+    desk.commit(1.0)
+    stored = desk.push(A, (rows[A] - rows[A].first(4)).first(4), sequence=2)
+    return Desk(coordinator.start(JOINED, desk.state.view, [stored], 100.0, founded=False)), rows
+
+
+def test_one_stored_contribution_is_no_whole_quorum_of_a_new_epoch():
+    desk, rows = restarted()
+    _, merge, _ = coordinator.tick(desk.state, 101.0)
+    assert merge is None and desk.state.live == {"a", "b"}
+    desk.beat(B, NOTHING, 80, 102.0, base=1)
+    desk.push(B, (rows[B] - rows[B].first(4)).first(4), now=103.0, sequence=2)
+    _, merge, _ = coordinator.tick(desk.state, 104.0)
+    assert merge is not None and (merge.share, len(merge.decisions)) == (1.0, 2)
+
+
+def test_who_does_not_come_back_is_awaited_for_one_lease_time():
+    desk, _ = restarted()
+    desk.state, merge, _ = coordinator.tick(desk.state, 100 + JOINED.lease_seconds - 1)
+    assert merge is None
+    desk.state, merge, _ = coordinator.tick(desk.state, 100 + JOINED.lease_seconds)
+    assert merge is not None and len(merge.decisions) == 1

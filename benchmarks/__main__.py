@@ -20,6 +20,7 @@ NAMES = (
     "torch_speed",
     "shakespeare",
     "compile_124m",
+    "compiled",
     "ray_cost",
     "goodput",
     "soak",

@@ -27,6 +27,7 @@ NAMES = (
     "stall",
     "quality",
     "returning",
+    "stylegan2",
     "scale",
     "merge",
     "traffic",
@@ -44,6 +45,7 @@ NAMES = (
     "calibration",
     "gpu",
     "gpu_changes",
+    "stylegan2_gpu",
     "shakespeare_gpu",
 )
 READ_DATA = ("shakespeare", "shakespeare_gpu", "quality", "returning")

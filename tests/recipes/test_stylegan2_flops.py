@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
-from tpuswarm.train.flops import model_flops
+from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.recipe import Clock, Options
 
 BATCH = 8

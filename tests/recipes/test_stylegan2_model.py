@@ -90,11 +90,11 @@ def test_a_scaled_style_changes_nothing_that_is_demodulated(seed, factor, inputs
         "style": {"w": normal(6, inputs, seed=seed), "b": 1 + normal(inputs, seed=seed)},
     }
     x, w = normal(2, 4, 4, inputs, seed=seed), normal(2, 6, seed=seed)
-    usual = layers.modulated(x, w, layer, up=up)
+    usual = layers.modulated(x, w, layer, False, up=up)
     stronger = layer | {"style": jax.tree.map(lambda leaf: np.float32(factor) * leaf, layer["style"])}
-    np.testing.assert_allclose(layers.modulated(x, w, stronger, up=up), usual, rtol=2e-3, atol=2e-3)
-    plain = layers.modulated(x, w, layer, up=up, demodulate=False)
-    scaled = layers.modulated(x, w, stronger, up=up, demodulate=False)
+    np.testing.assert_allclose(layers.modulated(x, w, stronger, False, up=up), usual, rtol=2e-3, atol=2e-3)
+    plain = layers.modulated(x, w, layer, False, up=up, demodulate=False)
+    scaled = layers.modulated(x, w, stronger, False, up=up, demodulate=False)
     np.testing.assert_allclose(scaled, np.float32(factor) * plain, rtol=1e-3, atol=1e-3)
 
 

@@ -18,6 +18,8 @@ COLUMNS = 200
 """Versions whose shares are shown, as far apart as can be; up to twice as many."""
 GROUP = 1 << 13
 """Bytes of rows that one point of a long run is the mean of."""
+AMONG = 1 << 11
+"""Bytes of events among which one is looked for that is a version."""
 LETTERS = 240
 """Of what is said of an event."""
 HAPPENED = 100
@@ -94,7 +96,8 @@ class History:
 
     def _begin(self) -> None:
         if self._swarm:
-            commits = [row for group in self._events.spread(COLUMNS, 1) for row in _rows(group) if _is_commit(row)]
+            groups = ([row for row in _rows(lines) if _is_commit(row)] for lines in self._events.spread(COLUMNS, AMONG))
+            commits = [rows[0] for rows in groups if rows]
             self._add_columns(commits[:: max(1, len(commits) // COLUMNS)])
         else:
             self._events.new()
@@ -126,7 +129,7 @@ class History:
         for curve in (self.losses, self.speeds):
             _halve(curve, 2 * POINTS)
         if len(self.columns) > 2 * COLUMNS:
-            self.columns = self.columns[::2]
+            self.columns = _thinned(self.columns)
         return found
 
     def older(self, at: int) -> tuple[list[Told], int]:
@@ -223,6 +226,14 @@ def _told(line: Line) -> Told | None:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _thinned(columns: Sequence[Column]) -> list[Column]:
+    """COLUMNS of them, as far apart as can be, the last one among them."""
+    versions = [each.version for each in columns]
+    step = (versions[-1] - versions[0]) / (COLUMNS - 1)
+    wanted = (bisect_left(versions, versions[0] + number * step - 1e-6) for number in range(COLUMNS))
+    return [columns[at] for at in dict.fromkeys(wanted)]
 
 
 def _halve(curve: list[Point], most: int) -> None:

@@ -115,11 +115,12 @@ class Lines:
                 self._end = max(self._end, end)
                 return found
 
-    def before(self, at: int | None, most: int = WINDOW) -> tuple[list[Line], int]:
+    def before(self, at: int | None, most: int = 0) -> tuple[list[Line], int]:
         """Lines that end before a place (None: all that is read), at least one; and where the first of them begins."""
         with reading(self._path):
             if not self._path.exists():
                 return [], 0
+            most = most or WINDOW
             end = self._end if at is None else min(at, self._end)
             with self._path.open("rb") as file:
                 while end > 0:

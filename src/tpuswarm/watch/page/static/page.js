@@ -44,7 +44,7 @@ function update(news) {
     else seen[name] = value;
   }
   for (const name of ["losses", "speeds"]) if (seen[name].length > MOST) seen[name] = halved(seen[name]);
-  if (seen.columns.length > COLUMNS) seen.columns = seen.columns.filter((_, n) => n % 2 === 0);
+  if (seen.columns.length > COLUMNS) seen.columns = thinned(seen.columns);
   draw(Object.keys(news));
 }
 
@@ -54,6 +54,13 @@ function halved(points) {
     const pair = points.slice(n, n + 2), mean = (at) => pair.reduce((sum, each) => sum + each[at], 0) / pair.length;
     found.push([mean(0), mean(1), Math.min(...pair.map((each) => each[2])), Math.max(...pair.map((each) => each[3]))]);
   }
+  return found;
+}
+
+function thinned(columns) { // as far apart as can be, the last among them
+  const first = columns[0][0], step = (columns.at(-1)[0] - first) / (COLUMNS / 2 - 1), found = [];
+  for (const each of columns) if (each[0] >= first + found.length * step - 1e-6) found.push(each);
+  if (found.at(-1) !== columns.at(-1)) found.push(columns.at(-1));
   return found;
 }
 

@@ -169,13 +169,17 @@ class Shares extends Chart {
     if (!columns?.length || this.width < 80) return;
     const wide = Math.min(110, 8 + Math.max(...names.map(([name]) => pen.measureText(name).width)));
     const box = (this.box = { left: wide, top: 2, right: this.width - 6, bottom: this.height - 22 });
-    const tall = (this.tall = (box.bottom - box.top) / names.length), step = (this.step = (box.right - box.left) / columns.length);
+    const tall = (this.tall = (box.bottom - box.top) / names.length), count = columns.length;
+    // A version stands for those since the one before it that is shown.
+    const first = columns[0][0] - (count > 1 ? columns[1][0] - columns[0][0] : 1), last = columns[count - 1][0];
+    const place = (version) => box.left + ((version - first) / (last - first)) * (box.right - box.left);
+    this.edges = [box.left, ...columns.map((each) => place(each[0]))];
     const [low, high] = [rgb(color("--low")), rgb(color("--high"))], bad = color("--bad");
     const shades = Array.from({ length: 65 }, (_, n) => `rgb(${low.map((each, k) => Math.round(each + ((high[k] - each) * n) / 64))})`);
-    columns.forEach((column, across) => names.forEach(([, place], down) => {
-      const share = column[3][place];
+    columns.forEach((column, across) => names.forEach(([, number], down) => {
+      const share = column[3][number];
       if (share === null || share === undefined) return;
-      const x = box.left + across * step, y = box.top + down * tall;
+      const x = this.edges[across], step = this.edges[across + 1] - x, y = box.top + down * tall;
       pen.fillStyle = share < 0 ? bad : shades[Math.round((64 * share) / this.most)];
       if (share < 0) pen.fillRect(x + step / 4, y + tall / 4, Math.max(1.5, step / 2), Math.max(1.5, tall / 2));
       else pen.fillRect(x, y, Math.ceil(step + 0.3), tall > 6 ? tall - 1 : Math.ceil(tall));
@@ -190,14 +194,14 @@ class Shares extends Chart {
   mark(pen) {
     const [across, down] = this.at, column = this.columns[across], [name, place] = this.names[down] ?? [];
     if (!column || name === undefined) return this.say("");
-    const { box, step, tall } = this, share = column[3][place];
-    pen.strokeStyle = color("--ink"); pen.strokeRect(box.left + across * step, box.top + down * tall, step, tall);
+    const { box, tall } = this, share = column[3][place], left = this.edges[across];
+    pen.strokeStyle = color("--ink"); pen.strokeRect(left, box.top + down * tall, this.edges[across + 1] - left, tall);
     const what = share === null || share === undefined ? "nothing" : share < 0 ? "not counted" : `${(share / 10).toFixed(1)}%`;
-    this.say(`version ${column[0].toLocaleString("en")}, ${when(column[2])}\n${name}: ${what}`, box.left + across * step, box.top + down * tall + 20);
+    this.say(`version ${column[0].toLocaleString("en")}, ${when(column[2])}\n${name}: ${what}`, left, box.top + down * tall + 20);
   }
   point(x, y) {
     this.at = x === null || !this.box || x < this.box.left ? null
-      : [Math.min(this.columns.length - 1, Math.floor((x - this.box.left) / this.step)), Math.min(this.names.length - 1, Math.max(0, Math.floor((y - this.box.top) / this.tall)))];
+      : [Math.max(0, Math.min(this.columns.length, this.edges.filter((each) => each <= x).length) - 1), Math.min(this.names.length - 1, Math.max(0, Math.floor((y - this.box.top) / this.tall)))];
     if (!this.at) this.say("");
     this.draw();
   }

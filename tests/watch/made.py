@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from tpuswarm.swarm.core.summary import Tokens
-from tpuswarm.swarm.status import MemberStatus, SwarmStatus, write_status
-from tpuswarm.train.run import CONFIG, EVENTS, LOCK, METRICS
+from tpuswarm.swarm.views.status import MemberStatus, SwarmStatus, write_status
+from tpuswarm.train.run.directory import CONFIG, EVENTS, LOCK, METRICS
 
 TOKENS = 1000
 """Of one contribution."""
@@ -91,7 +91,8 @@ class MadeRun:
         loss = 2 + 3 / max(1, self.version) ** 0.5
         members = tuple(
             MemberStatus(
-                id=name, state="lost" if name in self.lost else "alive", pid=1000 + number, incarnation=f"{number:032x}",
+                id=name, state="lost" if name in self.lost else "alive", pid=1000 + number,
+                incarnation=f"{number:032x}",
                 base=self.version, tokens=self.version * TOKENS, lag=0, grad_norm=0.5,
                 tokens_per_s=None if name in self.lost else TOKENS / STEP_S + number / 100 + self.version % 7,
                 loss=loss + number / 1000,

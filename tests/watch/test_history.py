@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tests.watch.made import STEP_S, TOKENS, MadeRun
-from tpuswarm.train.run import EVENTS, METRICS, append_event, append_rows
+from tpuswarm.train.run.directory import EVENTS, METRICS, append_event, append_rows
 from tpuswarm.watch.page import lines
 from tpuswarm.watch.page.history import COLUMNS, MISSED, POINTS, History
 from tpuswarm.watch.page.lines import Lines

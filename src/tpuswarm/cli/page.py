@@ -58,8 +58,8 @@ def _subject(of: str | None) -> "Subject":
     from tpuswarm.cli.storage import as_rehearsed
     from tpuswarm.fleet.file import DEFAULT
     from tpuswarm.fleet.reach import find_reach
-    from tpuswarm.train.run.listing import find_run
     from tpuswarm.train.bucket.mirror import is_url
+    from tpuswarm.train.run.listing import find_run
     from tpuswarm.watch.page.live import Subject
 
     path = Path(of) if of is not None and of.endswith(".toml") else DEFAULT

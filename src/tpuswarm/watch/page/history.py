@@ -96,8 +96,8 @@ class History:
 
     def _begin(self) -> None:
         if self._swarm:
-            groups = ([row for row in _rows(lines) if _is_commit(row)] for lines in self._events.spread(COLUMNS, AMONG))
-            commits = [rows[0] for rows in groups if rows]
+            found = ([row for row in _rows(lines) if _is_commit(row)] for lines in self._events.spread(COLUMNS, AMONG))
+            commits = [rows[0] for rows in found if rows]
             self._add_columns(commits[:: max(1, len(commits) // COLUMNS)])
         else:
             self._events.new()

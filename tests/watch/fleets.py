@@ -20,7 +20,7 @@ def fleet_state(look: Look | None) -> tuple[State, list[Row]]:
                 created=NOW - 7200, workers=(Worker("10.0.0.2", None),))
         for number in range(2)
     )  # fmt: skip
-    lost = Event(NOW - 60, "preempted", "small", "v2-usc1f-2", "the cloud took it")
+    lost = Event(NOW - 60, "small", "v2-usc1f-2", "preempted", "the cloud took it")
     document = Document("fleet", "rehearsal", "p", wanted, ("us-central1-f",), events=(lost,))
     chips = (Chip(0, 80.0, 2e9, 8e9), Chip(1, 60.0, 6e9, 8e9))
     rows = [Row("v2-usc1f-0/0", "busy", "", chips), Row("v2-usc1f-1/0", "idle", "no program")]

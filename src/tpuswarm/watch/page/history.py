@@ -22,8 +22,8 @@ AMONG = 1 << 11
 """Bytes of events among which one is looked for that is a version."""
 LETTERS = 240
 """Of what is said of an event."""
-HAPPENED = 100
-"""Events at first; more are asked for."""
+HAPPENED, TOLD = 100, 1000
+"""Events but for versions that are looked for at first, and events in all; more are asked for."""
 NEWS = 60
 """Events in one update; older ones are asked for."""
 MISSED = -1
@@ -98,14 +98,17 @@ class History:
         if self._swarm:
             found = ([row for row in _rows(lines) if _is_commit(row)] for lines in self._events.spread(COLUMNS, AMONG))
             commits = [rows[0] for rows in found if rows]
-            self._add_columns(commits[:: max(1, len(commits) // COLUMNS)])
+            self._add_columns(commits)
         else:
             self._events.new()
         told, at = self._events.before(None)
-        while sum(b'"commit"' not in each.text[:80] for each in told) < HAPPENED and at > 0 and len(told) < HAPPENED:
+        while sum(b'"commit"' not in each.text[:80] for each in told) < HAPPENED and at > 0 and len(told) < TOLD:
             more, at = self._events.before(at)
             told = more + told
-        self.told = [each for line in told if (each := _told(line))][-2 * HAPPENED :]
+        self.told = [each for line in told if (each := _told(line))][-TOLD:]
+        if self._swarm:
+            self._add_columns(row for row in _rows(told[-HAPPENED:]) if _is_commit(row))
+            self._thin()
         groups = list(self._metrics.spread(POINTS, GROUP))
         if groups and len(groups[0]) == 1:  # of a short run all rows are known
             size = max(1, len(groups) // POINTS)
@@ -123,14 +126,18 @@ class History:
         losses, speeds, evaluations = len(self.losses), len(self.speeds), len(self.evaluations)
         columns = self._add_columns([row for row in _rows(events) if _is_commit(row)])
         told = [each for line in events if (each := _told(line))][-NEWS:]
-        self.told = (self.told + told)[-2 * HAPPENED :]
+        self.told = (self.told + told)[-TOLD:]
         self._add_rows(_rows(rows))
         found = News(self.losses[losses:], self.speeds[speeds:], self.evaluations[evaluations:], columns, told)
+        self._thin()
+        return found
+
+    def _thin(self) -> None:
         for curve in (self.losses, self.speeds):
-            _halve(curve, 2 * POINTS)
+            while len(curve) > 2 * POINTS:
+                curve[:] = _halved(curve)
         if len(self.columns) > 2 * COLUMNS:
             self.columns = _thinned(self.columns)
-        return found
 
     def older(self, at: int) -> tuple[list[Told], int]:
         """Events before a place in their file, and the place where the first of them is; 0: there are no others."""
@@ -236,10 +243,9 @@ def _thinned(columns: Sequence[Column]) -> list[Column]:
     return [columns[at] for at in dict.fromkeys(wanted)]
 
 
-def _halve(curve: list[Point], most: int) -> None:
-    """Pairs become one, where there are more than `most`."""
-    if len(curve) > most:
-        curve[:] = [
-            Point(fmean(tokens), fmean(mean), min(low), max(high))
-            for tokens, mean, low, high in (zip(*curve[at : at + 2], strict=True) for at in range(0, len(curve), 2))
-        ]
+def _halved(curve: Sequence[Point]) -> list[Point]:
+    """Pairs become one."""
+    return [
+        Point(fmean(tokens), fmean(mean), min(low), max(high))
+        for tokens, mean, low, high in (zip(*curve[at : at + 2], strict=True) for at in range(0, len(curve), 2))
+    ]

@@ -19,7 +19,7 @@ const element = (name, text, kind = "") => Object.assign(document.createElement(
 
 const COLORS = { running: "good", alive: "good", finished: "good", evaluating: "good", joining: "warn", stopped: "warn", lost: "bad", failed: "bad", killed: "bad", left: "dim" };
 const KINDS = { green: "good", yellow: "warn", red: "bad", dim: "dim" };
-const MOST = 1000, COLUMNS = 400, EVENTS = 600;
+const MOST = 1000, COLUMNS = 400, EVENTS = 3000;
 const lossPlot = new Curves($("loss"), figure4), speedPlot = new Curves($("speed"), (value) => `${si(value)}/s`), sharesPlot = new Shares($("shares"));
 speedPlot.fromZero = true;
 
@@ -80,7 +80,7 @@ function draw(changed) {
     const last = seen.columns.at(-1)[0];
     const few = last > seen.columns.length ? `${number(seen.columns.length)} of ${number(last)} versions` : "each version";
     sharesPlot.show(seen.names, seen.columns);
-    $("shares-name").replaceChildren("Who made each version ", element("span", `${few}; the strongest colour is ${(sharesPlot.most / 10).toFixed(1)}%, red was not counted`));
+    $("shares-name").replaceChildren("Who made each version ", element("span", `${few}; the colour is the share, up to ${(sharesPlot.most / 10).toFixed(1)}%; red was not counted`));
   }
   if (has("members")) members();
   if (has("machines")) machines();
@@ -142,7 +142,7 @@ function members() {
   $("dots").replaceChildren(...byName.map(([name, row]) => Object.assign(element("i", "", `${COLORS[row[0]] ?? "dim"}${row[1] !== null ? " look" : ""}`), { title: `${name}: ${row[0]}` })));
   const unit = seen.facts.unit ?? "tokens";
   const kinds = ["", "", "n", "n", "n more", "n more", "n more", "n more", "more", "why"];
-  const heads = ["member", "state", `${unit}/s`, "loss", "commit", "behind", unit, "pid", "incarnation", "needs a look"].map((name, n) => [name, kinds[n]]);
+  const heads = ["member", "state", `${unit}/s`, "loss", "commit", "behind", unit, "pid", "incarnation", "why"].map((name, n) => [name, kinds[n]]);
   const rows = all.filter(([name, row]) => `${name} ${row[0]} ${row[2]}`.toLowerCase().includes(wanted)).map(([name, row]) => {
     const [state, , why, speed, loss, base, lag, tokens, pid, incarnation] = row, made = document.createElement("tr");
     return cells(made, [asks(name), element("span", state, COLORS[state]), number(speed), figure4(loss), number(base), number(lag), number(tokens), pid === null ? "–" : `${pid}`, incarnation || "–", why], kinds);

@@ -159,7 +159,8 @@ class Shares extends Chart {
     this.columns = columns;
     const tall = Math.max(2.5, Math.min(18, 440 / Math.max(1, names.length)));
     this.canvas.style.height = `${Math.ceil(tall * names.length) + 26}px`;
-    this.most = Math.max(1, ...columns.map((each) => Math.max(0, ...each[3])));
+    const shares = columns.flatMap((each) => each[3].filter((one) => one > 0)).sort((a, b) => a - b);
+    this.most = Math.max(2, shares.at(-1) ?? 0, 2 * (shares[shares.length >> 1] ?? 0)); // an even share has half the colour
     const last = columns.at(-1);
     this.canvas.setAttribute("aria-label", last ? `version ${last[0]}: ${this.names.filter(([, n]) => last[3][n] > 0).map(([name, n]) => `${name} ${last[3][n] / 10}%`).slice(0, 12).join(", ")}` : "nothing yet");
     this.draw();
@@ -168,7 +169,7 @@ class Shares extends Chart {
     const pen = this.begin(), { columns, names } = this;
     if (!columns?.length || this.width < 80) return;
     const wide = Math.min(110, 8 + Math.max(...names.map(([name]) => pen.measureText(name).width)));
-    const box = (this.box = { left: wide, top: 2, right: this.width - 6, bottom: this.height - 22 });
+    const box = (this.box = { left: wide, top: 6, right: this.width - 6, bottom: this.height - 22 });
     const tall = (this.tall = (box.bottom - box.top) / names.length), count = columns.length;
     // A version stands for those since the one before it that is shown.
     const first = columns[0][0] - (count > 1 ? columns[1][0] - columns[0][0] : 1), last = columns[count - 1][0];

@@ -40,6 +40,7 @@ NAMES = (
     "fleet",
     "journey",
     "looking",
+    "page",
     "remote",
     "plan",
     "calibration",

@@ -107,7 +107,7 @@ class History:
             told = more + told
         self.told = [each for line in told if (each := _told(line))][-TOLD:]
         if self._swarm:
-            self._add_columns(row for row in _rows(told[-HAPPENED:]) if _is_commit(row))
+            self._add_columns([row for row in _rows(told[-HAPPENED:]) if _is_commit(row)][-1:])
             self._thin()
         groups = list(self._metrics.spread(POINTS, GROUP))
         if groups and len(groups[0]) == 1:  # of a short run all rows are known

@@ -12,7 +12,6 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.remote.conftest import fleet, session_fleet  # noqa: F401
 from tests.remote.machines import machines
 from tests.watch.conftest import PROGRAM, free_port
 from tests.watch.made import MadeRun
@@ -88,7 +87,8 @@ async def _said(connections, host, line: str) -> str:
     return (await ask(connections, host, line))[1].decode()
 
 
-def test_the_loss_of_a_machine_and_of_this_computer_in_a_browser(browser, fleet, finished_run, tmp_path):  # noqa: F811
+def test_the_loss_of_a_machine_and_of_this_computer_in_a_browser(browser, fleet, finished_run, tmp_path):
+    fleet.run("exec", "v2-usc1f-0", "--", "mkdir -p runs")
     home = fleet.user_home("v2-usc1f-0-0")
     there, here = home / "runs" / "far", fleet.folder / "runs" / "near"
     for run in (there, here):
@@ -134,7 +134,7 @@ def test_wrong_words_are_said_in_a_sentence(typed, tmp_path, monkeypatch):
     assert code == 2 and "pip install 'tpuswarm[tensorboard]'" in err
 
 
-def test_the_program_ends_with_one_line_where_a_machine_is_unknown(fleet, tmp_path):  # noqa: F811
+def test_the_program_ends_with_one_line_where_a_machine_is_unknown(fleet, tmp_path):
     done = subprocess.run(
         [PROGRAM, "tensorboard", "nobody:runs", "--port", str(free_port())], cwd=fleet.folder, env=fleet.environment,
         capture_output=True, text=True, timeout=120, check=False,

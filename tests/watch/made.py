@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class MadeRun:
         """Held by nobody."""
         self._lock.close()
 
-    def event(self, at: float, event: str, **facts) -> None:
+    def event(self, at: float, event: str, **facts: Any) -> None:
         with (self.folder / EVENTS).open("a") as file:
             file.write(json.dumps({"time": at, "event": event, **facts}) + "\n")
 

@@ -98,6 +98,82 @@ def test_a_run_on_a_stream_goes_on_exactly_where_it_was(tmp_path):
     assert losses(tmp_path / "two") == losses(tmp_path / "whole")
 
 
+class Stateful:
+    """A loader whose position can be told and set, as torchdata's and Hugging Face's; every item read is noted."""
+
+    def __init__(self, read, extra=None):
+        self._read, self._done, self._extra = read, 0, extra
+
+    def __iter__(self):
+        items = list(Loader(5))
+        while self._done < len(items):
+            self._done += 1
+            self._read.append(self._done)
+            yield items[self._done - 1]
+        self._done = 0
+
+    def state_dict(self):
+        return {
+            "done": self._done,
+            "generator": np.arange(4, dtype=np.uint8),
+            "of": [b"\x00\xff", None],
+            "extra": self._extra,
+        }
+
+    def load_state_dict(self, state):
+        assert state["of"] == [b"\x00\xff", None] and state["generator"].tolist() == [0, 1, 2, 3]
+        self._done = state["done"]
+
+
+class Iterating:
+    """An iterator with a position of bytes, as grain's."""
+
+    def __init__(self, read):
+        self._items, self._read, self._done = list(Loader(5)), read, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._done == len(self._items):
+            raise StopIteration
+        self._done += 1
+        self._read.append(self._done)
+        return self._items[self._done - 1]
+
+    def get_state(self):
+        return f"at {self._done}".encode()
+
+    def set_state(self, state):
+        self._done = int(state.removeprefix(b"at "))
+
+
+@pytest.mark.parametrize("kind", [Stateful, Iterating])
+@pytest.mark.parametrize("begun", [3, 9])  # in the first pass over the data, and in the second
+def test_a_stream_with_a_position_is_not_read_again(kind, begun, tmp_path):
+    fit(StreamSource(lambda: iter(Loader(5)), names=["x", "y"]), tmp_path / "whole", 14)
+    fit(StreamSource(lambda: kind([]), names=["x", "y"]), tmp_path / "two", begun)
+    read = []
+    fit(StreamSource(lambda: kind(read), names=["x", "y"]), tmp_path / "two", 14)
+    assert losses(tmp_path / "two") == losses(tmp_path / "whole")
+    needed, looked, ahead = 12 * (14 - begun) / 5, 3, 12  # items; looked at to know a row's shape; more than a batch
+    assert needed <= len(read) <= needed + looked + ahead
+
+
+def test_a_position_without_a_plain_form_is_read_again(tmp_path):
+    fit(StreamSource(lambda: iter(Loader(5)), names=["x", "y"]), tmp_path / "whole", 6)
+    fit(StreamSource(lambda: Stateful([], extra=object()), names=["x", "y"]), tmp_path / "two", 3)
+    assert not list((tmp_path / "two").rglob("position.json"))
+    fit(StreamSource(lambda: Stateful([], extra=object()), names=["x", "y"]), tmp_path / "two", 6)
+    assert losses(tmp_path / "two") == losses(tmp_path / "whole")
+
+
+def test_a_checkpoint_with_a_position_needs_a_stream_that_has_one(tmp_path):
+    fit(StreamSource(lambda: Stateful([]), names=["x", "y"]), tmp_path / "run", 3)
+    with pytest.raises(InputError, match="holds a position of its stream, and this stream has none"):
+        fit(StreamSource(lambda: iter(Loader(5)), names=["x", "y"]), tmp_path / "run", 6)
+
+
 def test_a_stream_of_rows_and_evaluations_on_one(tmp_path):
     rows = StreamSource(lambda: iter([{"x": x, "y": y} for x, y in zip(*ROWS.values(), strict=True)]), batched=False)
     held_out = StreamSource(Loader(7), names=["x", "y"], rows_per_epoch=toy.ROWS)

@@ -1,5 +1,7 @@
 """Data of other libraries as sources: what has a length and an index, and what only comes one after the other."""
 
+import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -18,6 +20,8 @@ from tpuswarm.train.process.waiting import waiting
 Rows = dict[str, np.ndarray]
 AGAIN = 10_000
 """Rows from which on reading a stream again is worth a word."""
+POSITIONS = 8
+"""Of a stream that are remembered: more than batches are read ahead of the step that is saved."""
 
 
 class IndexedSource:
@@ -76,17 +80,19 @@ class IndexedSource:
 class StreamSource:
     """What only comes one after the other, as a source: a DataLoader, a streamed dataset, a function that makes one.
 
-    data: an iterable that begins anew each time, or a function that returns an iterator. batched: its items are
+    data: an iterable that begins anew each time, or a function that makes one, or an iterator. batched: its items are
     batches, whose first axis is the row, as those of a DataLoader; else they are rows. names: of the parts of items
     that are tuples. rows_per_epoch: where it is known and needed, for `--epochs` and for evaluations.
 
-    A run that resumes reads what came before again and throws it away: it goes on exactly where it was if `data` gives
-    the same rows in the same order each time, which only its maker knows. After its end it begins anew.
+    After its end it begins anew. Where `data` is a function, and what it makes has a position (`state_dict` and
+    `load_state_dict`, as torchdata's StatefulDataLoader and Hugging Face's IterableDataset, or `get_state` and
+    `set_state`, as grain's iterators), a checkpoint holds it, and a run that resumes goes on there. Else it reads what
+    came before again and throws it away, and goes on exactly where it was if the same rows come in the same order.
     """
 
     def __init__(
         self,
-        data: Iterable[Any] | Callable[[], Iterator[Any]],
+        data: Iterable[Any] | Callable[[], Iterable[Any]],
         names: Sequence[str] = (),
         batched: bool = True,
         rows_per_epoch: int | None = None,
@@ -97,6 +103,8 @@ class StreamSource:
                 "function that makes it"
             )
         self._data, self._names, self._batched = data, tuple(names), batched
+        self._made: Any = None
+        self._positions: list[dict[str, Any]] = []
         if rows_per_epoch is not None:
             self.rows_per_epoch = rows_per_epoch
         self._items: Iterator[Any] = iter(())
@@ -106,7 +114,7 @@ class StreamSource:
     def rows(self, start: int, count: int) -> Rows:
         """Rows start to start + count of the order."""
         if start < self._next:
-            self._items, self._held, self._next = iter(()), [], 0
+            self._items, self._held, self._next, self._positions = iter(()), [], 0, []
         if start - self._next > AGAIN:
             with waiting(f"reading {start - self._next:,} rows of the stream again", short=0.0):
                 self._skip(start - self._next)
@@ -114,14 +122,55 @@ class StreamSource:
             self._skip(start - self._next)
         return self._take(count)
 
+    def position(self, row: int) -> dict[str, Any] | None:
+        """Where to begin in order to read on from `row` soon: plain values; None where `data` has no positions.
+
+        For a row of the last few that were read; another thread may read on.
+        """
+        known = [each for each in self._positions if each["row"] <= row]
+        return known[-1] if known else None
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Begin where `position` of an earlier source of the same data says."""
+        made = self._data() if callable(self._data) else None
+        if _methods(made) is None and made is not None:
+            made = iter(made)
+        if (methods := _methods(made)) is None:
+            raise InputError(
+                "the run's checkpoint holds a position of its stream, and this stream has none: it is another kind of "
+                "data; give what the run was begun with, or begin another run"
+            )
+        methods[1](decoded(position["state"]))
+        self._made, self._items = made, iter(made)
+        self._held, self._next, self._positions = [], position["row"], []
+
+    def _begin(self) -> None:
+        """A new pass over the data."""
+        self._made = self._data() if callable(self._data) else self._data
+        self._items = iter(self._made)
+
+    def _remember(self, row: int) -> None:
+        """The position before the next item, which begins with `row`."""
+        # Of what is no function it is not known where it begins anew once it was set somewhere.
+        methods = (_methods(self._made) or _methods(self._items)) if callable(self._data) else None
+        if methods is not None:
+            try:
+                state = encoded(methods[0]())
+            except TypeError:
+                return  # it has no plain form: what came before is read again
+            self._positions = [*self._positions[1 - POSITIONS :], {"row": row, "state": state}]
+
     def _skip(self, count: int) -> None:
         while count:
             count -= len(next(iter(self._take(min(count, AGAIN)).values())))
 
     def _take(self, count: int) -> Rows:
         found: list[Rows] = []
-        wanted = count
+        wanted, remembered = count, False  # once for each batch: a state may be large
         while wanted:
+            if not self._held and not remembered:
+                remembered = True
+                self._remember(self._next + count - wanted)
             part = self._held.pop(0) if self._held else self._read()
             size = len(next(iter(part.values())))
             if size > wanted:
@@ -146,8 +195,51 @@ class StreamSource:
                     raise InputError(f"a batch of the stream has arrays of different rows: {sizes}; use batched=False")
                 if sizes[next(iter(sizes))] != (0,):
                     return part
-            self._items = self._data() if callable(self._data) else iter(self._data)
+            self._begin()
         raise InputError("the stream has no rows: it ended as soon as it began")
+
+
+BYTES = "base64"
+"""The key of what `encoded` makes of bytes and arrays."""
+
+
+def _methods(made: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """What tells the position of an iterable or iterator, and sets it."""
+    for get, set_ in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
+        if hasattr(made, get) and hasattr(made, set_):
+            return getattr(made, get), getattr(made, set_)
+    return None
+
+
+def encoded(state: Any) -> Any:
+    """A stream's position as values of JSON; TypeError for what has no such form."""
+    if isinstance(state, bytes):
+        return {BYTES: b64encode(state).decode()}
+    if isinstance(state, np.ndarray) or hasattr(state, "detach"):  # torch's, of a sampler's generator
+        array = np.ascontiguousarray(state)
+        form = {"dtype": array.dtype.str, "shape": list(array.shape), "torch": not isinstance(state, np.ndarray)}
+        return {BYTES: b64encode(array.tobytes()).decode(), **form}
+    if isinstance(state, Mapping):
+        if not all(isinstance(name, str) for name in state):
+            raise TypeError("a position whose names are no texts")
+        return {name: encoded(value) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [encoded(value) for value in state]
+    if state is None or isinstance(state, str | int | float | bool):
+        return state
+    raise TypeError(f"a position with a {type(state).__name__}")
+
+
+def decoded(state: Any) -> Any:
+    """What `encoded` was given, its tuples as lists."""
+    if isinstance(state, Mapping):
+        if state.keys() == {BYTES}:
+            return b64decode(state[BYTES])
+        if state.keys() == {BYTES, "dtype", "shape", "torch"}:
+            flat = np.frombuffer(bytearray(b64decode(state[BYTES])), state["dtype"]).reshape(state["shape"])
+            return sys.modules["torch"].from_numpy(flat) if state["torch"] else flat
+        return {name: decoded(value) for name, value in state.items()}
+    return [decoded(value) for value in state] if isinstance(state, list) else state
 
 
 def stacked(items: Sequence[Any], names: Sequence[str]) -> Rows:

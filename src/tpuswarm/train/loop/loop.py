@@ -352,7 +352,7 @@ class Loop:
         if bad:
             self._fail_not_finite(self._done, "the parameters")
         wall_s = self._session.wall_s + start - self._began
-        self._checkpoints.save(self._done, self._state, {"wall_s": wall_s})
+        self._checkpoints.save(self._done, self._state, {"wall_s": wall_s}, self._session.position(self._done))
         if wait:
             with waiting(f"saving step {self._done}"):
                 self._checkpoints.wait()

@@ -88,6 +88,13 @@ class Session:
         progress = (step * self.tokens_per_step) / (self.steps * self.tokens_per_step)
         return Clock(self.step_key, np.int32(step), np.float32(progress))
 
+    def position(self, step: int) -> Any:
+        """Where the data goes on after `step` updates; None where it has no positions, or each host one of its own."""
+        position = getattr(self.source, "position", None)
+        if position is None or jax.process_count() > 1:
+            return None
+        return position(step * int(self.settings["batch"]))
+
 
 @dataclass
 class Finished:
@@ -244,6 +251,9 @@ def _prepare(
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             state = checkpoint.restore(saved, fitted.state)
         first_step, wall_s, save_seconds = saved.step, saved.about.get("wall_s", 0.0), saved.seconds
+        if (position := saved.position) is not None and hasattr(source, "go_to"):
+            with blame("the data source failed"):
+                source.go_to(position)
         cut = run.cut_metrics(first_step)
         notes.append(f"resumed from the checkpoint of step {first_step}" + (f"; {cut} later rows cut" if cut else ""))
     else:

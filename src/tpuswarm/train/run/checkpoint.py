@@ -26,6 +26,8 @@ from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.atomic import sync, write_atomically
 
 MANIFEST = "manifest.json"
+POSITION = "position.json"
+"""Where the run's data goes on, for data that has positions."""
 WAY_OUT = "make room and start the same command again"
 
 
@@ -40,6 +42,12 @@ class Saved:
     """What saving it took."""
     digest: str
     """SHA-256 of its manifest, and so of all its files."""
+
+    @property
+    def position(self) -> Any:
+        """Of the run's data, as it was saved; None where it has none."""
+        file = self.folder / POSITION
+        return json.loads(file.read_bytes()) if file.exists() else None
 
 
 class _Manifest(TypedDict):
@@ -72,8 +80,11 @@ class Checkpoints:
         self.seconds = seconds
         """What the last save took, from its start to its manifest; at first, that of the process before."""
 
-    def save(self, step: int, state: Any, about: dict[str, float]) -> None:
-        """Begin to save; returns when the state is copied off the devices. Raises what the save before it raised."""
+    def save(self, step: int, state: Any, about: dict[str, float], position: Any = None) -> None:
+        """Begin to save; returns when the state is copied off the devices. Raises what the save before it raised.
+
+        position: of the run's data, plain values; None where it has none.
+        """
         self.wait()
         start = time.monotonic()
         folder = self._folder / f"{step:08d}"
@@ -82,9 +93,11 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
                 folder.mkdir(parents=True)
                 _require_room(folder, state)
+                if position is not None:
+                    (folder / POSITION).write_text(json.dumps(position))
             self._orbax.save((folder / "state").absolute(), args=ocp.args.PyTreeSave(state))
         except RunFailed:
-            folder.rmdir()
+            shutil.rmtree(folder)
             raise
         except Exception as error:  # Orbax raises many types; all mean that nothing was saved
             raise _save_failed(folder, error) from error

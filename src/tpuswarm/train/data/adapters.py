@@ -132,7 +132,7 @@ class StreamSource:
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Begin where `position` of an earlier source of the same data says."""
-        made = self._data() if callable(self._data) else None
+        made: Any = self._data() if callable(self._data) else None
         if _methods(made) is None and made is not None:
             made = iter(made)
         if (methods := _methods(made)) is None:

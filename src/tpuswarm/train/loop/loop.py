@@ -267,7 +267,10 @@ class Loop:
         return [self._record(*before)] if before else []
 
     def _record(self, step: int, metrics: Metrics) -> Step:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if self._session.fitted.options.platform == "cpu":  # there one by one, without NumPy, is many times faster
+            values = {name: float(value.item()) for name, value in metrics.items()}
+        else:
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")):
             self._fail_not_finite(step, f"loss {values['loss']}, gradient norm {values.get('grad_norm', 'unknown')}")
         now = time.monotonic()

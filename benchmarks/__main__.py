@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import os
 import shlex
 import sys
@@ -20,14 +21,13 @@ NAMES = (
     "torch_speed",
     "shakespeare",
     "compile_124m",
-    "compiled",
     "ray_cost",
     "goodput",
     "soak",
     "stall",
     "quality",
+    "ladder",
     "returning",
-    "stylegan2",
     "scale",
     "merge",
     "traffic",
@@ -40,16 +40,14 @@ NAMES = (
     "fleet",
     "journey",
     "looking",
-    "page",
     "remote",
     "plan",
     "calibration",
     "gpu",
     "gpu_changes",
-    "stylegan2_gpu",
     "shakespeare_gpu",
 )
-READ_DATA = ("shakespeare", "shakespeare_gpu", "quality", "returning")
+READ_DATA = ("shakespeare", "shakespeare_gpu", "quality", "ladder", "returning")
 DATA = Path("../shared/data/tinyshakespeare.txt")
 
 
@@ -60,6 +58,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny counts: does it run at all?")
     parser.add_argument("--data", type=Path, default=DATA, help=f"tinyshakespeare's text (default: {DATA})")
     parser.add_argument("--device-size", choices=("small", "35m"), default="small", help="of the models of quality")
+    parser.add_argument("--hours", type=float, default=math.inf, help="after which ladder begins no other run")
     asked = parser.parse_args()
     if unknown := [name for name in asked.names if name not in NAMES]:
         parser.error(f"there is no benchmark {unknown[0]}; there are {', '.join(NAMES)}")
@@ -72,7 +71,7 @@ def main() -> None:
         print(f"{name} …", file=sys.stderr)
         start = time.perf_counter()
         quick = " (quick: these figures mean nothing)" if asked.quick else ""
-        settings = Settings(asked.quick, asked.data, asked.device_size)
+        settings = Settings(asked.quick, asked.data, asked.device_size, asked.hours)
         try:
             made: Table | Iterable[Table] = importlib.import_module(f"benchmarks.{name}").run(settings)
             for table in [made] if isinstance(made, Table) else made:

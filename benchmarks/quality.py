@@ -53,6 +53,7 @@ QUICK = Size({"size": "tiny", "layers": 1, "width": 16, "heads": 1, "context": 8
 PLAIN = Arm((30,), Outer("average"))
 """Synchronous data-parallel training on whole batches: the single run."""
 NESTEROV, AVERAGE = Outer("nesterov"), Outer("average")
+INT8 = Outer("nesterov", downlink="int8")
 FORMS: dict[int, Form] = {8: "int8", 4: "int4"}
 RATE_OF_4 = NESTEROV.rate_for(4)
 """Given to arms whose contributions come one at a time, so that they differ in nothing else."""
@@ -229,9 +230,22 @@ def speeds(runs: Runs) -> Table:
 def overlap(runs: Runs) -> Table:
     """Training on while a contribution is under way."""
     published = {0: "", 5: "", 10: "below +0.2%", 30: ""}
-    arms = [(f"adopted after {delay} steps", Arm(delay=delay), of) for delay, of in published.items()]
-    arms += [(f"average, adopted after {delay} steps", Arm(delay=delay, outer=AVERAGE), "") for delay in (0, 10, 30)]
-    notes = ["4 members, cycle 30, nesterov; published: Streaming DiLoCo, which mixes halves instead of adding"]
+    arms = [(f"after {delay} steps, mixed", Arm(delay=delay), of) for delay, of in published.items()]
+    arms += [(f"after {delay} steps, added", Arm(delay=delay, adopt="add"), "") for delay in (5, 10, 30)]
+    arms += [(f"after {delay} steps, mixed in halves", Arm(delay=delay, adopt=0.5), "") for delay in (5, 10)]
+    arms += [(f"average, after {delay} steps, mixed", Arm(delay=delay, outer=AVERAGE), "") for delay in (0, 10, 30)]
+    arms += [
+        (f"average, after {delay} steps, added", Arm(delay=delay, outer=AVERAGE, adopt="add"), "") for delay in (10, 30)
+    ]
+    arms += [
+        ("8 bits on both links, after 10 steps, mixed", Arm(bits=8, delay=10, outer=INT8), ""),
+        ("1 : 1 : 2 : 2, after 10 steps, mixed", Arm((20, 20, 40, 40), delay=10), ""),
+    ]
+    notes = [
+        "4 members, cycle 30, nesterov; mixed: the share of a member's steps since its base that the commit is "
+        "without, of its own, and the rest of the commit; added: its own plus what the commit changed",
+        "published: Streaming DiLoCo, which mixes halves",
+    ]
     return runs.table("overlap", arms, Arm(), "0 steps", notes)
 
 

@@ -23,6 +23,8 @@ class Settings:
     """The text of the `shakespeare` and `quality` benchmarks."""
     device_size: str = "small"
     """Of the models of the `quality` benchmark: `small` or `35m`."""
+    hours: float = math.inf
+    """After which the `ladder` benchmark begins no other run."""
 
 
 class Skipped(Exception):

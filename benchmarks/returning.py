@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.quality import QUICK, SIZES, Runs, difference
 from benchmarks.report import Settings, Skipped, Table
-from tpuswarm.swarm.core.arithmetic.adopt import adopt
+from tpuswarm.swarm.core.arithmetic.adopt import add
 from tpuswarm.swarm.member.holder import RAMP
 from tpuswarm.swarm.simulation import quality
 from tpuswarm.swarm.simulation.quality import Arm, Members, Ticks, held_out_loss
@@ -109,7 +109,7 @@ def _cycle(
 
     def adopted(state: State, new: jax.Array, reference: jax.Array) -> State:
         now = exchange.get(state)
-        return exchange.put(state, adopt(now, quality.tree_of(new, now), quality.tree_of(reference, now)))
+        return exchange.put(state, add(now, quality.tree_of(new, now), quality.tree_of(reference, now)))
 
     def member(state: State, rows: Batch, tick: Ticks, left: jax.Array) -> State:
         batch = jax.tree.map(lambda leaf: leaf[tick.own], rows)

@@ -91,7 +91,7 @@ def run(lead, anchor, store, layout, losses, about) -> dict:
     assert engine.run(lambda: hasattr(coordinator, "state") and coordinator.state.ended, 300)
     newest = ledger.view().newest
     fragments = [objects.get_array(digest) for digest in newest.state]
-    holder.adopt(Adopt("take", None, newest.version, newest.state), holder.place(fragments))
+    holder.adopt(Adopt("take", None, newest.version, newest.state), holder.place(fragments), 0.0)
     return second_life(lead, holder, fragments, losses) if about["lives"] == 2 else {}
 
 

@@ -184,7 +184,8 @@ class ExactHolder:
     def ramp(self) -> None:
         """Steps are counted here, whatever their size."""
 
-    def adopt(self, adopt: Adopt, new: Vector) -> None:
+    def adopt(self, adopt: Adopt, new: Vector, keep: float) -> None:
+        """By adding, where members mix: coefficients stay whole, and say what was lost or doubled."""
         if adopt.how == "snapshot":
             self.theta = combine((1, self.theta), (1, new), (-1, self.sent))
         elif adopt.how == "anchor":

@@ -4,7 +4,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
-from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,6 @@ from tpuswarm.errors import InputError
 from tpuswarm.train import paths
 from tpuswarm.train.data.source import ArraySource
 from tpuswarm.train.losses import Loss, Terms, in_precision, mean_gradient, means, objective, terms, terms_and_extra
-from tpuswarm.train.micro_batches import added_up, added_up_by_device
 from tpuswarm.train.recipe import (
     Average,
     Batch,
@@ -64,8 +62,7 @@ class SupervisedProgram(Program):
     """Gradient descent on one loss.
 
     optimizer: an optax transformation, or, with `schedule`, a function of (learning_rate, decay_mask) that returns one;
-    schedule: progress (float32 scalar, 0 to 1) → learning rate. `loss` already computes in `options.precision`;
-    micro_batches: the loss of a batch is the mean of those of its equal parts, or Weighted.
+    schedule: progress (float32 scalar, 0 to 1) → learning rate. `loss` already computes in `options.precision`.
     """
 
     def __init__(
@@ -80,9 +77,8 @@ class SupervisedProgram(Program):
         tokens_per_row: int = 1,
         tied: Mapping[str, str] | None = None,
         extra: Callable[[jax.Array], Any] | None = None,
-        micro_batches: bool = False,
     ):
-        self._extra, self._micro_batches = extra, micro_batches
+        self._extra = extra
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self.scheduled = schedule is not None
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
@@ -96,12 +92,6 @@ class SupervisedProgram(Program):
             )
         if options.decay is not None and schedule is None:
             raise InputError("decay needs an optimizer(learning_rate, decay_mask) with a schedule, not a ready one")
-
-    def at(self, schedule: Callable[[jax.Array], Any]) -> "SupervisedProgram":
-        """The same program with another schedule, for one that has a schedule."""
-        other = copy(self)
-        other._schedule = schedule
-        return other
 
     def init(self, key: jax.Array, shared: Any = None) -> TrainState:
         """Fresh parameters, or `shared` ones; optimizer state and moving average begin with them."""
@@ -221,21 +211,30 @@ class SupervisedProgram(Program):
     def _gradient(self, params: Any, trained: Any, extra: Any, batch: Batch, key: jax.Array) -> tuple[Terms, Any, Any]:
         """Loss and metrics, gradient, mutable state after it, of the whole batch, micro-batch by micro-batch."""
 
-        def loss(
-            trained: Any, params: Any, extra: Any, batch: Batch, key: jax.Array
-        ) -> tuple[jax.Array, tuple[Terms, Any]]:
+        def loss(trained: Any, extra: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Terms, Any]]:
             found, after = self._terms(paths.overlay(params, trained), extra, batch, key)
             return objective(found), (found, after)
 
         gradient = jax.grad(loss, has_aux=True)
-        count, devices = self._options.accumulate, jax.sharding.get_abstract_mesh().size
+        count = self._options.accumulate
         if count == 1:
-            grads, (total, extra) = gradient(trained, params, extra, batch, key)
-        elif self._micro_batches and extra is None and self._options.shard == "replicate" and devices > 1:
-            grads, total = added_up_by_device(gradient, count, trained, params, batch, key)
-            count *= devices
+            grads, (total, extra) = gradient(trained, extra, batch, key)
         else:
-            (grads, total), extra = added_up(gradient, count, trained, params, extra, batch, key)
+
+            def micro(extra: Any, index: jax.Array, batch: Batch) -> Any:
+                grads, (found, after) = gradient(trained, extra, batch, jax.random.fold_in(key, index))
+                return (grads, found), after
+
+            def add(carried: Any, indexed: Any) -> tuple[Any, None]:
+                total, extra = carried
+                more, extra = micro(extra, *indexed)
+                return (jax.tree.map(jnp.add, total, more), extra), None
+
+            # Micro-batch a takes every count-th row from a on: each device then keeps rows that it already holds.
+            micros = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), dict(batch))
+            shapes, _ = jax.eval_shape(micro, extra, jnp.int32(0), jax.tree.map(lambda x: x[0], micros))
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            ((grads, total), extra), _ = jax.lax.scan(add, (zeros, extra), (jnp.arange(count), micros))
         return means(total, count), mean_gradient(grads, total, count), extra
 
 
@@ -302,10 +301,7 @@ class Supervised(Recipe):
             if row[name].dtype != np.float32:
                 raise InputError(f"cast names {name}, which is {row[name].dtype}: only float32 inputs are cast")
         loss = in_precision(self._loss, options.precision, self._cast, self._float32)
-        return SupervisedProgram(
-            self._init, loss, self._optimizer, self._schedule, spec, options,
-            extra=self._extra, micro_batches="accumulate" in self.forms,
-        )  # fmt: skip
+        return SupervisedProgram(self._init, loss, self._optimizer, self._schedule, spec, options, extra=self._extra)
 
     def data(self, split: str) -> Source:
         """The rows of one split."""

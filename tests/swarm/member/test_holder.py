@@ -150,11 +150,12 @@ def test_snapshots_stand_still_and_adoptions_are_those_of_numpy(devices, shard):
         now = shared_of(fitted, holder.state, layout)
         moments = jax.device_get(jax.tree.leaves(holder.state.opt))
         published = [hard(version, size) for size in layout.sizes]
-        holder.adopt(Adopt(how, None, version, ("", "")), holder.place(published))
+        holder.adopt(Adopt(how, None, version, ("", "")), holder.place(published), 0.5)
         found = shared_of(fitted, holder.state, layout)
         for got, new, theta, s, a in zip(found, published, now, at_push, anchor, strict=True):
             before = {"snapshot": s, "anchor": a, "take": theta}[how]
-            wanted = np.where(bits(theta) == bits(before), new, theta + (new - before))
+            moved = new + np.float32(0.5) * (theta - new) if how == "snapshot" else theta + (new - before)
+            wanted = np.where(bits(theta) == bits(before), new, moved)
             wanted = np.where((bits(new) == bits(before)) & (bits(theta) != bits(before)), theta, wanted)
             usual = np.all([normal(each) for each in (new, before, theta, new - before, wanted)], axis=0)
             usual |= bits(theta) == bits(before)
@@ -188,7 +189,7 @@ def test_nothing_in_the_training_thread_waits_for_the_step_that_was_just_dispatc
     train(holder, 1, first=1)
     metrics = holder._running[1]["loss"]
     snapshot = holder.snapshot()
-    holder.adopt(Adopt("snapshot", None, 1, ("",)), version)
+    holder.adopt(Adopt("snapshot", None, 1, ("",)), version, 0.5)
     assert not metrics.is_ready() and not snapshot[0].is_ready()
     assert ready == [False, False]
     assert holder.settle() == 8 and metrics.is_ready() and holder.settle() == 0
@@ -200,10 +201,10 @@ def test_nothing_that_is_kept_is_donated_where_a_fragment_is_a_single_vector(dev
     made = supervised(lambda key: {"w": jnp.ones(512)}, square, optax.sgd(0.1), {"x": np.zeros(8, np.float32)})
     holder, _ = holder_of(made, fitted_on(devices, "replicate", made), fragments=1)
     snapshot = holder.snapshot()
-    holder.adopt(Adopt("take", None, 1, ("",)), holder.place([np.full(512, 0.5, np.float32)]))
+    holder.adopt(Adopt("take", None, 1, ("",)), holder.place([np.full(512, 0.5, np.float32)]), 0.0)
     train(holder, 1)
     assert np.all(holder.payload(snapshot, IDENTITY).fragments[0]["s"] == 1)
-    holder.adopt(Adopt("anchor", None, 2, ("",)), holder.place([np.full(512, 0.25, np.float32)]))
+    holder.adopt(Adopt("anchor", None, 2, ("",)), holder.place([np.full(512, 0.25, np.float32)]), 0.0)
     train(holder, 1)
     assert holder.payload(holder.snapshot(), IDENTITY).finite
 
@@ -325,7 +326,7 @@ def test_an_evaluation_is_of_the_published_version_and_leaves_training_alone():
     holder, _ = holder_of(made, fitted, fragments=1, validation=HeldOut(made.data("validation"), 8))
     train(holder, 2)
     version = [np.linspace(-1, 1, size, dtype=np.float32) for size in layout.sizes]
-    holder.adopt(Adopt("anchor", None, 1, ("",)), holder.place(version))
+    holder.adopt(Adopt("anchor", None, 1, ("",)), holder.place(version), 0.0)
     theta = shared_of(fitted, holder.state, layout)
     values, rows, _ = holder.evaluate(lambda: False, None)
     params, data = layout.join(version), toy.data(1)

@@ -370,6 +370,10 @@ def test_a_statistic_is_taken_over_and_not_moved():
         return exchange.put(made, jax.device_put(shared))
 
     new, reference = (exchanged.snapshot(state(level)) for level in (0.75, 1.0))
-    adopted = exchanged.adopt(state(0.125), new, reference)
-    assert (np.asarray(adopted.extra["square"]) == 0.75).all()
-    assert (np.asarray(adopted.params["layer"]["w"]) == -0.125).all()  # which a mean of squares must never be
+    added, mixed = (
+        exchanged.add(state(0.125), new, reference),
+        exchanged.mix(state(0.125), new, reference, np.float32(0.5)),
+    )
+    for adopted, moved in (added, -0.125), (mixed, 0.4375):  # the first is what a mean of squares must never be
+        assert (np.asarray(adopted.extra["square"]) == 0.75).all()
+        assert (np.asarray(adopted.params["layer"]["w"]) == moved).all()

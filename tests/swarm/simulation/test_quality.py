@@ -12,7 +12,7 @@ from benchmarks import quality as benchmark
 
 from tpuswarm import supervised
 from tpuswarm.swarm.core import books
-from tpuswarm.swarm.core.arithmetic.adopt import adopt
+from tpuswarm.swarm.core.arithmetic.adopt import add, mix
 from tpuswarm.swarm.core.arithmetic.merge import Contribution
 from tpuswarm.swarm.core.arithmetic.outer import Outer, commit, first_state, state_rows
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, Quantized, empty, encode, feedback
@@ -87,7 +87,9 @@ def by_hand(program, source, arm: Arm, batch: int, steps: int, seed: int) -> np.
         if version := one.pop("news", None):
             new, tokens = version
             now = program.exchange().get(one["state"])
-            mine = adopt(jax.tree.map(jnp.copy, now), tree(new), tree(one["s"]))
+            trees = jax.tree.map(jnp.copy, now), tree(new), tree(one["s"])
+            keep = one["life"].keep if arm.adopt == "mix" else arm.adopt
+            mine = add(*trees) if keep == "add" else mix(*trees, keep)
             one["state"], one["base"] = program.exchange().put(one["state"], mine), new
             one["life"] = books.adopted(one["life"], Adopt("snapshot", None, 0, ()), tokens)
 
@@ -140,6 +142,8 @@ def by_hand(program, source, arm: Arm, batch: int, steps: int, seed: int) -> np.
 
 ARMS = {
     "overlap of a whole cycle, 4 bits": Arm((6, 6), AVERAGE, bits=4, delay=6),
+    "all that members had, kept": Arm((5, 5), NESTEROV, delay=2, adopt="add"),
+    "halves": Arm((5, 5), NESTEROV, delay=2, adopt=0.5),
     "unequal, clipped, overlap, 2 bits": Arm((1, 1, 10), NESTEROV, bits=2, feedback=False, delay=3),
     "unequal, delayed": Arm((4, 2, 4, 2), Outer("nesterov", rate=0.5), together=1),
     "two commits of two, both links quantized": Arm(
@@ -239,7 +243,13 @@ def test_the_large_size_traces(tmp_path):
         for name, spec in program.batch_spec(size.batch // 8).items()
     }
     after, norms = jax.eval_shape(
-        partial(quality.train, program=program), swarm.members, rows, quality.ticks_of(arm, 0, 40), 0, jax.random.key(0)
+        partial(quality.train, program=program),
+        swarm.members,
+        rows,
+        quality.ticks_of(arm, 0, 40),
+        0,
+        arm.keep,
+        jax.random.key(0),
     )
     assert norms.shape == (8,) and jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, swarm.members)
 

@@ -63,7 +63,6 @@ def make_program(
         options,
         tokens_per_row=config.context,
         tied={"wte": "head"},
-        micro_batches=True,
     )
 
 

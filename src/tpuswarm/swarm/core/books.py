@@ -28,7 +28,7 @@ class Undecided:
 class Adopt:
     """How the parameters come to a published version; the anchor is that version afterwards.
 
-    - `snapshot`: now + (new - snapshot), after `applied`; error feedback advances.
+    - `snapshot`: keep * now + (1 - keep) * new, after `applied`; error feedback advances. See `Member.keep`.
     - `anchor`: now + (new - anchor), after `returned`, or with nothing undecided.
     - `take`: new, after `dropped` and `void`.
     - `fresh`: new, with fresh inner state and as another incarnation: its own numbers were not finite.
@@ -83,6 +83,14 @@ class Member:
         """Tokens counted or outstanding here, and tokens of the whole run: the schedule's fraction."""
         per_row = self.terms.tokens_per_row
         return self.tokens + len(self.outstanding) * per_row, self.terms.horizon * per_row
+
+    @property
+    def keep(self) -> float:
+        """Of the rows that it has trained since its base, the share that its undecided contribution is without.
+
+        That much of its own a member keeps when the contribution is applied: nothing if it waited, half after a cycle.
+        """
+        return len(self.undecided.after) / len(self.outstanding) if self.undecided else 0.0
 
     @property
     def next_rows(self) -> Rows:

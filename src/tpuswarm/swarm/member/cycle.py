@@ -80,8 +80,8 @@ class Holder(Protocol):
         """A published version brought to the devices; training goes on meanwhile."""
         ...
 
-    def adopt(self, adopt: Adopt, version: Any) -> None:
-        """Come to a version that `place` gave, in the way that `adopt.how` says."""
+    def adopt(self, adopt: Adopt, version: Any, keep: float) -> None:
+        """Come to a version that `place` gave, in the way that `adopt.how` says; keep: see Member.keep."""
         ...
 
     def evaluate(self, leave: Callable[[], bool], average: Any | None) -> Evaluated | None:
@@ -243,7 +243,8 @@ class MemberProcesses:
         self.books = core.snapshot(self.books)
 
     def _take_up(self, adopt: Adopt, tokens: int, version: Any, average: Any | None) -> Process:
-        yield from self._on_devices("member adopts", lambda: self.holder.adopt(adopt, version))
+        take = partial(self.holder.adopt, adopt, version, self.books.keep)
+        yield from self._on_devices("member adopts", take)
         if adopt.how == "fresh":
             raise Over("its numbers were not finite")
         evaluates = self._evaluates(tokens)

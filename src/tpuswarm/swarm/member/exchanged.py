@@ -5,13 +5,14 @@ that error feedback loses what is below 2^-126.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuswarm.swarm.core.arithmetic.adopt import adopt, adopt_mean
+from tpuswarm.swarm.core.arithmetic.adopt import add, adopt_mean, mix
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, BLOCK, encode, feedback
 from tpuswarm.swarm.core.values import Form
@@ -64,12 +65,19 @@ class Exchanged:
             .compile()
         )
         """A copy of the exchanged part."""
-        self.adopt: Callable[[State, Flat, Flat], State] = (
-            jax.jit(self._adopted, donate_argnums=0, out_shardings=placed.shardings)
-            .lower(placed.state, flat, flat)
+        self.mix: Callable[[State, Flat, Flat, np.float32], State] = (
+            jax.jit(partial(self._adopted, mix), donate_argnums=0, out_shardings=placed.shardings)
+            .lower(placed.state, flat, flat, jax.ShapeDtypeStruct((), np.float32))
             .compile()
         )
-        """now + (new - reference), of (state, new, reference); the state is donated. See core/arithmetic/adopt.py."""
+        """keep * now + (1 - keep) * new, of (state, new, snapshot, keep); the state is donated.
+
+        See core/arithmetic/adopt.py.
+        """
+        self.add: Callable[[State, Flat, Flat], State] = jax.jit(
+            partial(self._adopted, add), donate_argnums=0, out_shardings=placed.shardings
+        )
+        """now + (new - anchor), of (state, new, anchor); the state is donated."""
         self.blend: Callable[[State, Flat, np.float32], State] = jax.jit(
             self._blended, donate_argnums=0, out_shardings=placed.shardings
         )
@@ -142,10 +150,12 @@ class Exchanged:
         arrays = self._layout.join([vector[:size] for vector, size in zip(flat, self._layout.sizes, strict=True)])
         return jax.tree.unflatten(jax.tree.structure(self._shared), [arrays[path] for path in leaf_paths(self._shared)])
 
-    def _adopted(self, state: State, new: Sequence[Any], reference: Sequence[Any]) -> State:
+    def _adopted(
+        self, how: Callable[..., Any], state: State, new: Sequence[Any], reference: Sequence[Any], *keep: Any
+    ) -> State:
         trees = self._exchange.get(state), self._tree(new), self._tree(reference)
         leaves = zip(self._statistics, *map(jax.tree.leaves, trees), strict=True)
-        adopted = [adopt_mean(*each) if statistic else adopt(*each) for statistic, *each in leaves]
+        adopted = [adopt_mean(*each) if statistic else how(*each, *keep) for statistic, *each in leaves]
         return self._exchange.put(state, jax.tree.unflatten(jax.tree.structure(self._shared), adopted))
 
     def _blended(self, state: State, before: Sequence[Any], share: Any) -> State:

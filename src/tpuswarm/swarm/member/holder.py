@@ -136,15 +136,15 @@ class ProgramHolder:
         """float32[size] of each fragment of a version, to the devices."""
         return self._exchanged.put(fragments)
 
-    def adopt(self, adopt: Adopt, version: Flat) -> None:
-        """Come to a published version that `place` brought."""
-        if adopt.how in ("snapshot", "anchor"):
-            reference = self._reference if adopt.how == "snapshot" else self._anchor
-            self.state = self._exchanged.adopt(self.state, version, reference)
+    def adopt(self, adopt: Adopt, version: Flat, keep: float) -> None:
+        """Come to a published version that `place` brought; keep: see Member.keep."""
+        if adopt.how == "snapshot":
+            self.state = self._exchanged.mix(self.state, version, self._reference, np.float32(keep))
+            self._feedback = self._next_feedback
+        elif adopt.how == "anchor":
+            self.state = self._exchanged.add(self.state, version, self._anchor)
         else:
             self.state = self._exchanged.take(self.state, version)
-        if adopt.how == "snapshot":
-            self._feedback = self._next_feedback
         self._anchor, self._reference, self._next_feedback = version, [], []
 
     def evaluate(self, leave: Callable[[], bool], average: Flat | None) -> Evaluated | None:

@@ -222,7 +222,7 @@ class MemberHost:
         self.place.say(f"evaluating commit {last.version}")
         self._evaluating = True
         version = holder.place(self._fetch(last.state))
-        holder.adopt(Adopt("take", None, last.version, last.state), version)
+        holder.adopt(Adopt("take", None, last.version, last.state), version, 0.0)
         average = None
         if self.place.plan.average:
             asked = [(number, last.version) for number in range(len(last.state))]

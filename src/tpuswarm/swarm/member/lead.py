@@ -106,11 +106,11 @@ class LeadHolder:
         self._lead.tell("place", fragments, number=self._versions)
         return _Placed(self._versions, self._holder.place(fragments))
 
-    def adopt(self, adopt: Adopt, version: _Placed) -> None:
+    def adopt(self, adopt: Adopt, version: _Placed, keep: float) -> None:
         """Come to a version."""
         with self._order:
-            self._lead.tell("adopt", how=adopt.how, number=version.number)
-            self._holder.adopt(adopt, version.version)
+            self._lead.tell("adopt", how=adopt.how, number=version.number, keep=keep)
+            self._holder.adopt(adopt, version.version, keep)
 
     def evaluate(self, leave: Callable[[], bool], average: object) -> None:
         """Not asked for: the one that evaluates is the first of those that the run was started with."""
@@ -181,9 +181,9 @@ class _Follower:
         assert self._holder is not None
         self._placed = _Placed(number, self._holder.place(self._taken()))
 
-    def adopt(self, how: Any, number: int) -> None:
+    def adopt(self, how: Any, number: int, keep: float) -> None:
         assert self._holder is not None and number == self._placed.number
-        self._holder.adopt(Adopt(how, None, number, ()), self._placed.version)
+        self._holder.adopt(Adopt(how, None, number, ()), self._placed.version, keep)
 
     def ramp(self) -> None:
         assert self._holder is not None

@@ -7,13 +7,13 @@ order of the members, and none is lost or stale by a failure.
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuswarm.swarm.core.arithmetic.adopt import adopt
+from tpuswarm.swarm.core.arithmetic.adopt import add, mix
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.arithmetic.outer import Outer, advance
 from tpuswarm.swarm.core.arithmetic.quantize import decode, encode, feedback
@@ -41,6 +41,8 @@ class Arm:
     """Quantized contributions also carry what the codes of earlier ones left out."""
     delay: int = 0
     """Steps of the fastest member that all train on before they adopt the commit of their last push."""
+    adopt: float | Literal["mix", "add"] = "mix"
+    """How they do: `mix` as members do; `add` keeps all that they had; a number is the share of it that is kept."""
     together: int = 0
     """Contributions that a commit counts; 0: one of each member. 1: the members arrive one after the other."""
     quorum: int = 0
@@ -60,6 +62,16 @@ class Arm:
     def at_once(self) -> int:
         """Contributions that a commit counts."""
         return self.together or len(self.cycle)
+
+    @property
+    def keep(self) -> np.ndarray | None:
+        """float32[members], the share of its own that each keeps at an adoption; None: all, and adds what changed."""
+        if self.adopt == "add":
+            return None
+        steps = np.array(self.cycle)
+        after = self.delay * steps // steps.max()
+        share = after / (after + steps) if self.adopt == "mix" else np.full(len(steps), self.adopt)
+        return share.astype(np.float32)
 
 
 class Members(NamedTuple):
@@ -135,7 +147,7 @@ def simulate(program: Program, source: Source, arm: Arm, *, batch: int, steps: i
     for cycle in range(cycles):
         rows = rows_of(program, source, arm, size, cycle)
         ticks = ticks_of(arm, cycle, cycles)
-        members, norms = train(swarm.members, rows, ticks, arm.delay, step_key, program=program)
+        members, norms = train(swarm.members, rows, ticks, arm.delay, arm.keep, step_key, program=program)
         decided, gathered = decide(arm, np.asarray(norms).tolist(), gathered)
         swarm = commit(swarm._replace(members=members), decided, arm=arm)
     state = jax.tree.map(lambda leaf: leaf[0], swarm.members.states)
@@ -173,11 +185,12 @@ def start(key: jax.Array, *, program: Program, arm: Arm) -> Swarm:
 
 @partial(jax.jit, static_argnames="program", donate_argnames="members")
 def train(
-    members: Members, rows: Batch, ticks: Ticks, delay: int, key: jax.Array, *, program: Program
+    members: Members, rows: Batch, ticks: Ticks, delay: int, keep: Any, key: jax.Array, *, program: Program
 ) -> tuple[Members, jax.Array]:
     """One cycle of all members, from push to push; also the norms of their deltas, f32[members].
 
-    rows: arrays [members, steps, rows of a step, ...]; delay: ticks until the commit of the last push is adopted.
+    rows: arrays [members, steps, rows of a step, ...]; delay: ticks until the commit of the last push is adopted; keep:
+    as of an arm.
     """
     exchange = program.exchange()
 
@@ -191,16 +204,17 @@ def train(
     def all_members(tick: jax.Array, states: State) -> State:
         return jax.vmap(member)(states, rows, jax.tree.map(lambda leaf: leaf[tick], ticks))
 
-    def adopted(state: State, new: jax.Array, reference: jax.Array) -> State:
+    def adopted(state: State, new: jax.Array, reference: jax.Array, keep: jax.Array | None) -> State:
         now = exchange.get(state)
-        return exchange.put(state, adopt(now, tree_of(new, now), tree_of(reference, now)))
+        trees = now, tree_of(new, now), tree_of(reference, now)
+        return exchange.put(state, add(*trees) if keep is None else mix(*trees, keep))
 
     def part(after: jax.Array, states: State) -> State:
         """The ticks before the adoption, then those after it; one loop over both, to compile a step once only."""
         first, stop = jnp.where(after, delay, 0), jnp.where(after, len(ticks.own), delay)
         states = jax.lax.fori_loop(first, stop, all_members, states)
         new = jnp.where(after, members.snapshots, members.bases)  # what equals its reference changes nothing
-        return jax.vmap(adopted)(states, new, members.snapshots)
+        return jax.vmap(adopted)(states, new, members.snapshots, keep)
 
     states = jax.lax.fori_loop(0, 2, part, members.states)
     snapshots = jax.vmap(lambda state: flat_of(exchange.get(state)))(states)

@@ -86,7 +86,7 @@ class TimedHolder:
         """Brought."""
         return True
 
-    def adopt(self, adopt: Adopt, version: Any) -> None:
+    def adopt(self, adopt: Adopt, version: Any, keep: float) -> None:
         """Done."""
 
     def evaluate(self, leave: Callable[[], bool], average: object) -> None:

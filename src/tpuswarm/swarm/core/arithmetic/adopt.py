@@ -8,28 +8,49 @@ import jax.numpy as jnp
 
 
 @partial(jax.jit, donate_argnums=0)
-def adopt(now: Any, new: Any, reference: Any) -> Any:
-    """now + (new - reference) for every leaf of three float32 trees of one structure; `now` is donated.
+def add(now: Any, new: Any, anchor: Any) -> Any:
+    """now + (new - anchor) for every leaf of three float32 trees of one structure; `now` is donated.
 
-    reference is the snapshot s when the contribution of it was applied, else the anchor A. Float addition is not exact,
-    so two cases are taken as they are: where new and reference have the same bits the element stays untouched (a swarm
-    of one trains as if it were alone), and where now and reference have, it becomes new (an idle member ends at the
-    published bits). -0.0 and 0.0 are different bits.
+    For a version without what this member has trained since its anchor: all of that stays. Float addition is not exact,
+    so two cases are taken as they are: where new and anchor have the same bits the element stays untouched, and where
+    now and anchor have, it becomes new (an idle member ends at the published bits). -0.0 and 0.0 are different bits.
 
-    The result is sharded as `now`; give new and reference the same sharding, or each device gets them whole.
+    The result is sharded as `now`; give new and anchor the same sharding, or each device gets them whole.
     """
-    return jax.tree.map(_adopt, now, new, reference)
+
+    def added(now: jax.Array, new: jax.Array, anchor: jax.Array) -> jax.Array:
+        return _adopt(now, new, anchor, now + (new - anchor))
+
+    return jax.tree.map(added, now, new, anchor)
+
+
+@partial(jax.jit, donate_argnums=0)
+def mix(now: Any, new: Any, snapshot: Any, keep: float | jax.Array) -> Any:
+    """keep * now + (1 - keep) * new, the share `keep` of every leaf; trees, donation and sharding as in `add`.
+
+    For the version that counts the contribution of `snapshot`. Adding what it changed, as `add` does, costs more loss
+    the later it comes; mixing costs little (Douillard et al. 2025, "Streaming DiLoCo", who mix halves). Where new and
+    snapshot have the same bits the element stays untouched (a swarm of one trains as if it were alone), and where now
+    and snapshot have, it becomes new.
+    """
+
+    def mixed(now: jax.Array, new: jax.Array, snapshot: jax.Array) -> jax.Array:
+        return _adopt(now, new, snapshot, new + keep * (now - new))
+
+    return jax.tree.map(mixed, now, new, snapshot)
 
 
 def adopt_mean(now: jax.Array, new: jax.Array, reference: jax.Array) -> jax.Array:
-    """As `adopt`, of one array of averages: new, but `now` where new and reference have the same bits.
+    """As both, of one array of averages: new, but `now` where new and reference have the same bits.
 
     What training has added to an average meanwhile is no sum: a variance could come below 0.
     """
-    new_, reference_ = (jax.lax.bitcast_convert_type(each, jnp.uint32) for each in (new, reference))
-    return jnp.where(new_ == reference_, now, new)
+    return jnp.where(_bits(new) == _bits(reference), now, new)
 
 
-def _adopt(now: jax.Array, new: jax.Array, reference: jax.Array) -> jax.Array:
-    now_, new_, reference_ = (jax.lax.bitcast_convert_type(each, jnp.uint32) for each in (now, new, reference))
-    return jnp.where(now_ == reference_, new, jnp.where(new_ == reference_, now, now + (new - reference)))
+def _adopt(now: jax.Array, new: jax.Array, reference: jax.Array, adopted: jax.Array) -> jax.Array:
+    return jnp.where(_bits(now) == _bits(reference), new, jnp.where(_bits(new) == _bits(reference), now, adopted))
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, jnp.uint32)

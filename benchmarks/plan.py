@@ -64,7 +64,7 @@ def _sizes(name: str, found: dict[str, list[dict[str, Any]]]) -> Table:
     return Table(
         f"Memory of one device in GiB, context 1024, {title}",
         ("", *slices),
-        [(size, *(_cell(row) for row in rows)) for size, rows in found.items()],
+        [(size, *(cell(row) for row in rows)) for size, rows in found.items()],
         [
             "sharding of the state, layers recomputed (remat), micro-batches x rows of each per device, GiB used; "
             "all by the TPU compiler",
@@ -72,7 +72,8 @@ def _sizes(name: str, found: dict[str, list[dict[str, Any]]]) -> Table:
     )  # fmt: skip
 
 
-def _cell(row: dict[str, Any]) -> str:
+def cell(row: dict[str, Any]) -> str:
+    """How a row of plan runs, and what it needs of one device."""
     if row["fits"] is not True:
         return "does not fit" if row["fits"] is False else str(row["problem"])
     remat = ", remat" if row["remat"] else ""

@@ -199,7 +199,7 @@ def test_dropout_reaches_training_and_not_evaluation():
     ],
 )
 def test_a_kernel_is_used_only_where_it_can_do_the_model(wanted, config, precision, form):
-    assert attention.usable_form(wanted, config, Options(precision=precision)) == form
+    assert attention.form_of(config, Options(precision=precision, attention=wanted)) == form
 
 
 @pytest.mark.parametrize("length", [1, 5, 15])

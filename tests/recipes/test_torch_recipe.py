@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,13 @@ import pytest
 import tpuswarm
 from tpuswarm import InputError, Trainer
 from tpuswarm.torch import op, recipe
-from tpuswarm.torch.graph import Dtype, Exported, Graph, Node, Ref, read, write
+from tpuswarm.torch.graph import Dtype, Exported, Graph, Node, Ref, read, shape_alone, write
 from tpuswarm.torch.ops import OPS
 from tpuswarm.torch.run import run
+from tpuswarm.train.program.fit import fit
 from tpuswarm.train.program.flops import model_flops
+from tpuswarm.train.program.request import usual_request
+from tpuswarm.train.recipe import Options
 from tpuswarm.train.user_code import Place
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
@@ -153,3 +157,68 @@ def test_what_is_no_exported_module_is_refused(tmp_path, file):
         recipe(file, data=DATA)
     with pytest.raises(InputError, match=r"pip install 'tpuswarm\[torch\]'; hosts that train need the exported file"):
         recipe(object(), lambda outputs, batch: outputs, **made)
+
+
+def attending(causal: bool = True) -> Graph:
+    """Attention of x [B, T, H, K] with itself."""
+    nodes = (
+        Node("q", "transpose", (Ref("x"), 1, 2), {}),
+        Node("y", "scaled_dot_product_attention", (Ref("q"), Ref("q"), Ref("q"), None, 0.0, causal), {"scale": 0.2}),
+        Node("loss", "mean", (Ref("y"),), {}),
+    )
+    return Graph({}, {"x": "x"}, nodes, Ref("loss"), {}, {})
+
+
+def attended(options: Options, tokens: int = 256):
+    """Its loss, for x of so many tokens, and such an x."""
+    x = jax.ShapeDtypeStruct((8, tokens, 4, 64), jnp.float32)
+    return jax.jit(lambda x: run(attending(), {}, {"x": x}, None, options)[0]), x
+
+
+def test_attention_is_the_kernel_of_the_tpu_where_that_can_do_it():
+    for tokens, attention, kernels in ((256, "splash", 1), (250, "splash", 0), (256, "xla", 0)):
+        loss, x = attended(Options(precision="bf16", platform="tpu", attention=attention), tokens)
+        text = loss.trace(x).lower(lowering_platforms=("tpu",)).as_text()
+        assert text.count("tpu_custom_call") == kernels, (tokens, attention)
+
+
+def test_attention_is_cudnns_on_a_gpu_in_16_bits(monkeypatch):
+    """No GPU is here: what jax.nn is asked for."""
+    asked = []
+
+    def kernel(q, k, v, bias=None, mask=None, **given):
+        asked.append((q.dtype.name, given.get("implementation"), given["is_causal"], given["scale"]))
+        return v
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    for precision in ("bf16", "f32"):
+        loss, x = attended(Options(precision=precision, platform="gpu", attention="cudnn"))
+        jax.eval_shape(loss, x)
+    assert asked == [("bfloat16", "cudnn", True, 0.2), ("float32", None, True, 0.2)]
+
+
+def test_layers_are_recomputed_where_there_is_attention(file):
+    """They cost time, and a TPU v2 or v3 recomputes whatever it may: a convolutional network keeps its activations."""
+    assert recipe(file, data=DATA, optimizer=optax.sgd(0.1)).forms == ()
+    made = replace(EXPORTED, train=attending(), evaluate=attending())
+    write(file, made)
+    rows = {"x": np.zeros((8, 6, 2, 4), np.float32)}
+    assert recipe(file, data=rows, optimizer=optax.sgd(0.1), micro_batches=True).forms == ("remat", "accumulate")
+
+
+@pytest.mark.parametrize("asked", [{"precision": "bf16"}, {"accumulate": 2}, {"shard": "fsdp"}])
+def test_settings_of_a_run_hold_for_it(file, tmp_path, asked):
+    made = recipe(file, data=DATA, optimizer=optax.adam(0.1))
+    result = Trainer(devices=4, seed=0, **asked).fit(made, steps=200, batch=16, run=tmp_path / "run")
+    assert result.metrics["loss"] < 0.05
+
+
+def test_a_file_without_weights_has_shapes_to_plan_with(tmp_path):
+    nothing = {group: {name: shape_alone(each.shape, each.dtype) for name, each in found.items()}
+               for group, found in EXPORTED.arrays.items()}  # fmt: skip
+    write(tmp_path / "shapes.safetensors", replace(EXPORTED, arrays=nothing, weights=False))
+    made = recipe(tmp_path / "shapes.safetensors", data=DATA, optimizer=optax.sgd(0.1))
+    fitted = fit(made, usual_request(made, batch=8), jax.devices()[:2])
+    assert fitted.flops.total == 2 * (2 * 8 * 3)  # forward, and the gradient of the weights
+    with pytest.raises(InputError, match="Line was exported from the meta device, without weights: it can be planned"):
+        fitted.init(jax.random.key(0))

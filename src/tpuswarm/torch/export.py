@@ -2,6 +2,7 @@
 
 import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from tpuswarm.errors import InputError
-from tpuswarm.torch.graph import Dtype, Exported, Graph, Group, Node, Ref
+from tpuswarm.torch.graph import Dtype, Exported, Graph, Group, Node, Ref, referred, shape_alone
+from tpuswarm.torch.masks import plain_masks
 from tpuswarm.torch.run import described, unknown
 
 LEAST = (2, 6)
 """The first torch whose export keeps what we ask it to keep."""
 WHOLE = ("scaled_dot_product_attention", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
 """What is kept as one operation, for which JAX has a form of its own."""
+NOT_OURS = (r".*isinstance\(treespec, LeafSpec\)", "The tensor attributes .* were assigned during export")
+"""Warnings that torch gives of its own code: its way to ask, and the weights that an LSTM keeps in a list."""
 ROWS = 3
 """Of the batch that is traced: a number that is no other size by chance, so that it is taken for none."""
 
@@ -59,14 +63,20 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
 
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"{type(module).__name__} is no torch.nn.Module")
-    devices = {str(each.device) for each in (*module.parameters(), *module.buffers())} - {"cpu"}
-    if devices:
-        raise InputError(f"the module is on {', '.join(sorted(devices))}: export needs it on the CPU (module.cpu())")
+    devices = {each.device.type for each in (*module.parameters(), *module.buffers())}
+    if others := devices - {"cpu", "meta"}:
+        raise InputError(f"the module is on {', '.join(sorted(others))}: export needs it on the CPU (module.cpu())")
+    if len(devices) > 1:
+        raise InputError(
+            "a part of the module is on the meta device, without values: all of it has to be there, to be planned, or "
+            "none (module.to_empty(device='cpu') and its own initialization)"
+        )
+    device = next(iter(devices), "cpu")
     complex_ = [name for name, each in module.named_parameters() if each.is_complex()]
     if complex_:
         raise InputError(f"{complex_[0]} is complex: split it into real and imaginary parts")
     inputs = _inputs(module, row)
-    batch = {name: _example(torch, name, array) for name, array in row.items()}
+    batch = {name: _example(torch, name, array).to(device) for name, array in row.items()}
     was = module.training
     try:
         train, metrics = _traced(torch, module.train(), loss, inputs, batch)
@@ -88,7 +98,7 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
     if floats:
         raise InputError(f"parameter {next(iter(floats))} is {floats[next(iter(floats))].dtype}: not a float")
     integers = tuple(name for name, each in batch.items() if not each.is_floating_point())
-    return Exported(type(module).__name__, groups, tied, graphs[0], graphs[1], integers)
+    return Exported(type(module).__name__, groups, tied, graphs[0], graphs[1], integers, device != "meta")
 
 
 def _needs_torch() -> None:
@@ -140,15 +150,18 @@ def _traced(
     metrics: list[str] = []
     objective = _objective(module, loss, inputs, metrics).train(module.training)
     sizes = {name: {0: torch.export.Dim.AUTO} for name in batch}
+    table = torch.export.default_decompositions()
+    for each in WHOLE:
+        name, _, overload = each.partition(".")
+        kept = getattr(getattr(torch.ops.aten, name), overload or "default")
+        if kept in table:
+            table.pop(kept)
     try:
-        program = torch.export.export(objective, (dict(batch),), dynamic_shapes=(sizes,), strict=False)
-        table = torch.export.default_decompositions()
-        for each in WHOLE:
-            name, _, overload = each.partition(".")
-            kept = getattr(getattr(torch.ops.aten, name), overload or "default")
-            if kept in table:
-                table.pop(kept)
-        program = program.run_decompositions(table)
+        with warnings.catch_warnings():
+            for message in NOT_OURS:
+                warnings.filterwarnings("ignore", message)
+            program = torch.export.export(objective, (dict(batch),), dynamic_shapes=(sizes,), strict=False)
+            program = program.run_decompositions(table)
     except InputError:
         raise
     except Exception as error:  # torch raises many types, for what a program does that no graph can
@@ -219,6 +232,7 @@ def _graph(
             group, value, target = "constants", program.constants[each.target], f"{prefix}{target}"
         arrays[node] = (group, target)
         groups[group].setdefault(target, _array(value))
+    plain_masks(torch, program, batch)
     nodes = [_node(torch, each) for each in program.graph.nodes if each.op == "call_function"]
     outputs = next(each for each in program.graph.nodes if each.op == "output").args[0]
     found: list[Any] = []
@@ -234,22 +248,12 @@ def _graph(
 
 def _used(nodes: list[Node], wanted: list[Any]) -> list[Node]:
     """Without what nothing needs."""
-    needed: set[str] = set()
-
-    def need(value: Any) -> None:
-        if isinstance(value, Ref):
-            needed.add(value.name)
-        elif isinstance(value, (list, tuple)):
-            for each in value:
-                need(each)
-
-    need(wanted)
+    needed = referred(wanted)
     kept = []
     for node in reversed(nodes):
         if node.name in needed:
             kept.append(node)
-            need(node.args)
-            need(list(node.kwargs.values()))
+            needed |= referred([*node.args, *node.kwargs.values()])
     return kept[::-1]
 
 
@@ -257,8 +261,11 @@ def _array(value: Any) -> np.ndarray:
     """As it trains: what a module keeps in 16 bits is float32; the trainer says what is computed in 16."""
     from tpuswarm.train.data.arrays import to_numpy
 
-    found: np.ndarray = to_numpy(value.detach().cpu())
     dtypes = {"float64": np.float32, "bfloat16": np.float32, "float16": np.float32, "int64": np.int32}
+    if value.device.type == "meta":
+        name = str(value.dtype).removeprefix("torch.")
+        return shape_alone(value.shape, dtypes.get(name, name))
+    found: np.ndarray = to_numpy(value.detach())
     other = dtypes.get(str(found.dtype))
     return found.astype(other) if other else found.copy()
 

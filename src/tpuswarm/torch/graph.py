@@ -1,7 +1,7 @@
 """A program that torch.export has traced, in plain data: torch is not needed to read or run it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -73,26 +73,31 @@ class Exported:
     evaluate: Graph
     integers: tuple[str, ...] = field(default=())
     """Inputs that were traced as integers."""
+    weights: bool = True
+    """Whether the arrays have values: those of a module on the meta device are zeros that take no memory."""
 
 
 def write(path: Path, exported: Exported) -> None:
     """One file: the arrays as safetensors, the rest as JSON in its header."""
     from safetensors.numpy import save_file
 
+    arrays = {f"{group}/{name}": array for group in GROUPS for name, array in exported.arrays[group].items()}
     about = {
         "format": FORMAT,
         "name": exported.name,
         "tied": dict(exported.tied),
         "integers": list(exported.integers),
+        "shapes": {} if exported.weights else {name: [str(each.dtype), each.shape] for name, each in arrays.items()},
         "train": _encode_graph(exported.train),
         "evaluate": _encode_graph(exported.evaluate),
     }
-    arrays = {
-        f"{group}/{name}": np.ascontiguousarray(array)
-        for group in GROUPS
-        for name, array in exported.arrays[group].items()
-    }
-    save_file(arrays, path, {"tpuswarm": json.dumps(about)})
+    whole = {name: np.ascontiguousarray(each) for name, each in arrays.items()} if exported.weights else {}
+    save_file(whole, path, {"tpuswarm": json.dumps(about)})
+
+
+def shape_alone(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """An array of zeros that takes no memory."""
+    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 
 def read(path: Path) -> Exported:
@@ -108,12 +113,16 @@ def read(path: Path) -> Exported:
             for key in file.keys():  # noqa: SIM118  # it is no mapping
                 group, _, name = key.partition("/")
                 arrays[group][name] = file.get_tensor(key)
+            for key, (dtype, shape) in about["shapes"].items():
+                group, _, name = key.partition("/")
+                arrays[group][name] = shape_alone(shape, dtype)
     except FileNotFoundError:
         raise InputError(f"there is no {path}: tpuswarm.torch.save writes it, where torch is") from None
     except (SafetensorError, ValueError) as error:
         raise InputError(f"{path} is no exported module ({error}): tpuswarm.torch.save writes one") from error
     train, evaluate = (_decode_graph(about[name]) for name in ("train", "evaluate"))
-    return Exported(about["name"], arrays, about["tied"], train, evaluate, tuple(about["integers"]))
+    integers, weights = tuple(about["integers"]), not about["shapes"]
+    return Exported(about["name"], arrays, about["tied"], train, evaluate, integers, weights)
 
 
 def _encode_graph(graph: Graph) -> dict[str, Any]:
@@ -174,3 +183,10 @@ def resolve(value: Any, known: Mapping[str, Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return [resolve(each, known) for each in value]
     return value
+
+
+def referred(value: Any) -> set[str]:
+    """The nodes that an argument refers to."""
+    if isinstance(value, Ref):
+        return {value.name}
+    return set().union(*map(referred, value)) if isinstance(value, (list, tuple)) else set()

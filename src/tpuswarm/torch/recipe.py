@@ -1,6 +1,7 @@
 """A PyTorch module as a recipe."""
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Exported, read, write
+from tpuswarm.torch.ops import ATTENTION
 from tpuswarm.torch.run import run
 from tpuswarm.train.data.arrays import to_torch
+from tpuswarm.train.losses import Loss
+from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.trees import load
 from tpuswarm.train.supervised import Supervised, supervised
 
@@ -37,13 +41,14 @@ def recipe(
     schedule: Callable[[jax.Array], Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
     cast: str | Collection[str] = (),
+    micro_batches: bool = False,
 ) -> Supervised:
     """A recipe from a module and a loss of torch.
 
     - module: an `nn.Module`, with the parameters that it has, or the path of a file that `save` has written.
     - loss(outputs, batch) → a scalar tensor, or (scalar, dict of scalar metrics); in the file already, if it is one.
-    - data, optimizer, schedule, defaults, cast: as `tpuswarm.supervised` takes them; arrays of the data go to the
-      arguments of `forward` that have their names, and all of them are in the loss's `batch`.
+    - data, optimizer, schedule, defaults, cast, micro_batches: as `tpuswarm.supervised` takes them; arrays of the data
+      go to the arguments of `forward` that have their names, and all of them are in the loss's `batch`.
 
     Buffers are mutable state. Raises InputError for what cannot be exported, with the module's line.
     """
@@ -61,7 +66,7 @@ def recipe(
         if loss is None:
             raise InputError("the loss is missing: recipe(module, loss, data, optimizer)")
         exported = export(module, loss, _row(data))
-    return _made(exported, data, optimizer, schedule, defaults, cast)
+    return ModuleRecipe(exported, optimizer, data, schedule, defaults, cast, micro_batches)
 
 
 def _row(data: Any) -> Mapping[str, np.ndarray]:
@@ -70,40 +75,58 @@ def _row(data: Any) -> Mapping[str, np.ndarray]:
     return {name: np.asarray(each) for name, each in probe.data("train").rows(0, 1).items()}
 
 
-def _made(
-    exported: Exported, data: Any, optimizer: Any, schedule: Any, defaults: Any, cast: str | Collection[str]
-) -> Supervised:
-    params, buffers, constants = (exported.arrays[group] for group in ("params", "buffers", "constants"))
-    # A swarm's members average floats that change; what only ever has its first value needs no place in the state.
-    changes = exported.train.buffers.keys()
-    state = {name: array for name, array in buffers.items() if name in changes and not name.endswith(COUNTED)}
-    fixed = {name: array for name, array in buffers.items() if name not in state}
+class ModuleRecipe(Supervised):
+    """What `recipe` returns."""
 
-    def init(key: jax.Array) -> dict[str, jax.Array]:
-        return {name: jnp.asarray(array) for name, array in params.items()}
+    def __init__(
+        self, exported: Exported, optimizer: Any, data: Any, schedule: Any, defaults: Any,
+        cast: str | Collection[str], micro_batches: bool,
+    ):  # fmt: skip
+        self.exported = exported
+        buffers, changes = exported.arrays["buffers"], exported.train.buffers.keys()
+        # A swarm's members average floats that change; what only ever has its first value needs no place in the state.
+        self._state = {name: each for name, each in buffers.items() if name in changes and not name.endswith(COUNTED)}
+        self._fixed = {name: each for name, each in buffers.items() if name not in self._state}
+        extra = partial(_arrays, self._state) if self._state else None
+        init = partial(_arrays, exported.arrays["params"])
+        super().__init__(
+            init, self.loss(Options()), optimizer, data, schedule, defaults, cast, micro_batches, extra, None
+        )
+        if any(node.op in ATTENTION for node in exported.train.nodes):  # a TPU v2 or v3 recomputes layers that it may
+            self.forms = ("remat", *self.forms)
+        self.name = exported.name.lower()
 
-    def arrays(given: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        return {"params": given, "buffers": {**fixed, **extra}, "constants": constants}
+    def loss(self, options: Options) -> Loss:
+        """The exported program, in the form of attention and with the recomputation that fit.py has chosen."""
+        exported, constants = self.exported, self.exported.arrays["constants"]
 
-    def objective(given: Any, extra: Any, batch: Any, key: jax.Array | None) -> Any:
-        graph = exported.evaluate if key is None else exported.train
-        loss, metrics, after = run(graph, arrays(given, extra), batch, key)
-        new = {name: jnp.asarray(after.get(name, old)).astype(old.dtype) for name, old in extra.items()}
-        return loss, (metrics, new)
+        def with_state(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> Any:
+            graph = exported.evaluate if key is None else exported.train
+            arrays = {"params": params, "buffers": {**self._fixed, **extra}, "constants": constants}
+            loss, metrics, after = run(graph, arrays, batch, key, options)
+            new = {name: jnp.asarray(after.get(name, old)).astype(old.dtype) for name, old in extra.items()}
+            return loss, (metrics, new)
 
-    def plain(given: Any, batch: Any, key: jax.Array | None) -> Any:
-        loss, (metrics, _) = objective(given, {}, batch, key)
-        return loss, metrics
+        def without(params: Any, batch: Any, key: jax.Array | None) -> Any:
+            loss, (metrics, _) = with_state(params, {}, batch, key)
+            return loss, metrics
 
-    if state:
-        made = supervised(
-            init, objective, optimizer, data, schedule, defaults, cast,
-            extra=lambda key: {name: jnp.asarray(array) for name, array in state.items()},
-        )  # fmt: skip
-    else:
-        made = supervised(init, plain, optimizer, data, schedule, defaults, cast)
-    made.name, made.exported = exported.name.lower(), exported  # type: ignore[attr-defined]
-    return made
+        return with_state if self._state else without
+
+    def weights(self) -> Any:
+        """The parameters and buffers of the module. Raises InputError for one that had none."""
+        if not self.exported.weights:
+            raise InputError(
+                f"{self.exported.name} was exported from the meta device, without weights: it can be planned, and to "
+                "train it has to be exported on the CPU"
+            )
+        floats = {name: each for name, each in self._state.items() if np.issubdtype(each.dtype, np.floating)}
+        params = dict(self.exported.arrays["params"])
+        return {"extra": floats, "params": params} if self._state else params
+
+
+def _arrays(given: Mapping[str, np.ndarray], key: jax.Array) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(array) for name, array in given.items()}
 
 
 def state_dict(run: str | Path, module: str | Path | Any | None = None) -> dict[str, Any]:

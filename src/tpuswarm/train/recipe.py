@@ -149,6 +149,13 @@ class Program(ABC):
         Traced under jit with the shardings of the run.
         """
 
+    def weights(self) -> Any:
+        """Arrays of the host to begin with, in the form of `exchange().get`, where the recipe holds them; else None.
+
+        They go to the devices shard by shard; in `init` they would be a part of the compiled program.
+        """
+        return None
+
     @abstractmethod
     def step(self, state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
         """One update on one whole batch."""

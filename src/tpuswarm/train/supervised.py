@@ -77,8 +77,9 @@ class SupervisedProgram(Program):
         tokens_per_row: int = 1,
         tied: Mapping[str, str] | None = None,
         extra: Callable[[jax.Array], Any] | None = None,
+        weights: Callable[[], Any] | None = None,
     ):
-        self._extra = extra
+        self._extra, self._weights = extra, weights
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self.scheduled = schedule is not None
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
@@ -107,6 +108,10 @@ class SupervisedProgram(Program):
         trained = paths.keep(params, self._trained(params))
         opt = self._transformation(0.0, params).init(trained)
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
+
+    def weights(self) -> Any:
+        """The parameters that a recipe holds already, in the form of `exchange().get`."""
+        return self._weights() if self._weights else None
 
     def step(self, state: TrainState, batch: Batch, clock: Clock) -> tuple[TrainState, Metrics]:
         """Gradient, clipping, optimizer, moving average."""
@@ -300,8 +305,18 @@ class Supervised(Recipe):
                 raise InputError(f"cast names {name}, which the data has not; {did_you_mean(name, list(row))}")
             if row[name].dtype != np.float32:
                 raise InputError(f"cast names {name}, which is {row[name].dtype}: only float32 inputs are cast")
-        loss = in_precision(self._loss, options.precision, self._cast, self._float32)
-        return SupervisedProgram(self._init, loss, self._optimizer, self._schedule, spec, options, extra=self._extra)
+        loss = in_precision(self.loss(options), options.precision, self._cast, self._float32)
+        return SupervisedProgram(
+            self._init, loss, self._optimizer, self._schedule, spec, options, extra=self._extra, weights=self.weights
+        )
+
+    def loss(self, options: Options) -> Loss:
+        """The loss in the form that `fit` has chosen; in float32, for its precision is seen to elsewhere."""
+        return self._loss
+
+    def weights(self) -> Any:
+        """Parameters that are there already, as `Program.weights` gives them; None: init makes them."""
+        return None
 
     def data(self, split: str) -> Source:
         """The rows of one split."""

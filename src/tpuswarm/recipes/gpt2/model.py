@@ -60,7 +60,7 @@ def compute_dtype(options: Options) -> Any:
 
 def hidden(params: Params, tokens_BxT: jax.Array, config: Config, options: Options, key: jax.Array | None) -> jax.Array:
     """Final hidden states x_BxTxD, after the last norm; `key` is for dropout, None turns it off."""
-    form = attention.usable_form(options.attention, config, options)
+    form = attention.form_of(config, options)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array | None) -> tuple[jax.Array, None]:
         return attention.causal(q, k, v, form, config.dropout, key), None

@@ -21,7 +21,7 @@ def prefill(
     params: model.Params, tokens_BxT: jax.Array, length: jax.Array, config: Config, options: Options
 ) -> tuple[Cache, jax.Array]:
     """Cache of a whole context (padded behind `length`) and the logits_BxV that follow its first `length` tokens."""
-    form = attention.usable_form(options.attention, config, options)
+    form = attention.form_of(config, options)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Cache]:
         return attention.causal(q, k, v, form), (k, v)

@@ -66,3 +66,11 @@ def axes(dim: Any, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     given = dim if isinstance(dim, (list, tuple)) else [dim]
     return tuple(sorted(each % ndim if ndim else 0 for each in given))[: max(ndim, 0)]
+
+
+def in_dtype(value: Any, dtype: Any) -> Any:
+    """Floats of 16 and 32 bits, also in lists, in one of both; everything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [in_dtype(each, dtype) for each in value]
+    floats = isinstance(value, jax.Array) and value.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    return value.astype(dtype) if floats else value

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpuswarm.torch.ops.dtypes import alike
+from tpuswarm.train.attention import kernel, usable_form
+from tpuswarm.train.recipe import Options
 
 
 def matmul(a: Any, b: Any) -> Any:
@@ -62,32 +64,56 @@ def embedding(w: Any, places: Any, padding_idx: int = -1, *_: Any) -> Any:
 
 
 def attention(
-    key: jax.Array | None, q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    *, scale: float | None = None, enable_gqa: bool = False,
+    key: jax.Array | None, options: Options, q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, attn_mask: Any = None,
 ) -> Any:  # fmt: skip
-    """Scaled dot-product attention of […, H, T, K]. mask: of booleans, true where it may look, or added to scores."""
+    """Scaled dot-product attention of […, H, T, K]. mask: of booleans, true where it may look, or added to scores.
+
+    Without a mask it is done by the kernel that `options.attention` names, where that can.
+    """
+    mask = attn_mask if mask is None else mask
     many = q.ndim > 3
-    batch = q.shape[:-3]
+    dtype = jnp.bfloat16 if options.precision == "bf16" else v.dtype
+    q, k, v = (each.astype(dtype) for each in (q, k, v))
 
     def heads_later(x: Any) -> Any:
         x = x.reshape(-1, *x.shape[-3:]) if many else x.reshape(-1, 1, *x.shape[-2:])
         return jnp.swapaxes(x, 1, 2)
 
     q_BxTxHxK, k_BxSxGxK, v_BxSxGxK = heads_later(q), heads_later(k), heads_later(v)
+    width, queries, keys = q.shape[-1], q.shape[-2], k.shape[-2]
+    form = usable_form(
+        options.attention, bf16=v.dtype == jnp.bfloat16, head_width=max(width, v.shape[-1]), queries=queries, keys=keys
+    )
+    drops = bool(dropout_p) and key is not None
+    odd = is_causal and queries != keys
     bias = None
     if mask is not None:
         if not many and mask.ndim > 2:
             mask = mask.reshape(*mask.shape[:-2], 1, *mask.shape[-2:])
         lead = q.shape[:-2] if many else (*q.shape[:-2], 1)
-        mask = jnp.broadcast_to(mask, (*lead, q.shape[-2], k.shape[-2]))
+        mask = jnp.broadcast_to(mask, (*lead, queries, keys))
         mask = mask.reshape(-1, *mask.shape[-3:])
-        mask, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, mask.astype(q.dtype))
-    if dropout_p and key is not None:
+        mask, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, _within(mask, dtype))
+    elif form != "xla" and not drops and not odd:
+        scale = width**-0.5 if scale is None else scale
+        y = kernel(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, form, causal=is_causal, scale=scale)
+        return _heads_first(y, q, v)
+    if drops:
         y = _dropped(key, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask, bias, dropout_p, is_causal, scale)
     else:
         y = jax.nn.dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, bias, mask, scale=scale, is_causal=is_causal)
-    y = jnp.swapaxes(y, 1, 2)
-    return y.reshape(*batch, *y.shape[1:]) if many else y.reshape(*q.shape[:-1], v.shape[-1])
+    return _heads_first(y, q, v)
+
+
+def _within(bias: Any, dtype: Any) -> Any:
+    """In another dtype; what stands for "never", the smallest number of float32, is not infinite in 16 bits."""
+    smallest = jnp.asarray(jnp.finfo(dtype).min, bias.dtype)  # type: ignore[no-untyped-call]
+    return jnp.where(bias == -jnp.inf, bias, jnp.maximum(bias, smallest)).astype(dtype)
+
+
+def _heads_first(y_BxTxHxK: Any, q: Any, v: Any) -> Any:
+    return jnp.swapaxes(y_BxTxHxK, 1, 2).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _dropped(
@@ -113,6 +139,3 @@ OPS: dict[str, Callable[..., Any]] = {
     "addmv": addmm, "convolution": convolution, "embedding": embedding,
 }  # fmt: skip
 """By name."""
-
-RANDOM: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention}
-"""The same with a key."""

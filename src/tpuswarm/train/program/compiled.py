@@ -21,6 +21,7 @@ from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import paths
 from tpuswarm.train.data.feed import ALIVE
+from tpuswarm.train.data.placing import place as place_array
 from tpuswarm.train.program import mesh as meshes
 from tpuswarm.train.program.flops import Flops, model_flops
 from tpuswarm.train.program.request import Choice, Request, choices
@@ -69,7 +70,10 @@ class Placed:
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     def init(self, key: jax.Array, shared: Any = None) -> State:
-        """A fresh state, around `shared` where given, made on the devices in its shardings."""
+        """A fresh state, around `shared` or what the recipe holds, made on the devices in its shardings."""
+        if shared is None and (weights := self.program.weights()) is not None:
+            like = self.program.exchange().get(self.state)
+            shared = jax.tree.map(lambda array, leaf: place_array(array, leaf.sharding), weights, like)
         return jax.jit(_seeing(self.mesh, self.program.init), out_shardings=self.shardings)(key, shared)
 
     @cached_property

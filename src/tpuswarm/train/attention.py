@@ -1,0 +1,69 @@
+"""Attention kernels, for recipes whose products are softmax attention: cuDNN's on GPU, Pallas's splash on TPU.
+
+`train/request.py` chooses the form by the platform; what a kernel cannot do, a recipe computes itself (form `xla`).
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+LANES = 128
+"""Splash works on whole blocks of so many tokens."""
+
+Form = Literal["xla", "cudnn", "splash"]
+
+
+def usable_form(wanted: Form, *, bf16: bool, head_width: int, queries: int, keys: int) -> Form:
+    """The wanted form where its kernel can do attention of these sizes, else `xla`.
+
+    cuDNN's works in bf16 on heads up to 128 wide in steps of 8; splash works on whole blocks of 128 tokens. Neither
+    drops attention weights.
+    """
+    cudnn = bf16 and head_width % 8 == 0 and head_width <= 128
+    splash = queries % LANES == 0 and keys % LANES == 0
+    return wanted if {"xla": True, "cudnn": cudnn, "splash": splash}[wanted] else "xla"
+
+
+def kernel(
+    q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, form: Form, *, causal: bool, scale: float
+) -> jax.Array:
+    """Softmax attention in the form `cudnn` or `splash`; G divides H: each key is looked at by H / G heads."""
+    if form == "cudnn":
+        return jax.nn.dot_product_attention(
+            q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scale=scale, is_causal=causal, implementation="cudnn"
+        )
+    return _splash(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, causal, scale)
+
+
+def _splash(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, causal: bool, scale: float) -> jax.Array:
+    """Pallas splash attention, one kernel a device: it cannot be partitioned, so it is mapped over the batch axis."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    _, T, H, _ = q_BxTxHxK.shape
+    S = k_BxSxGxK.shape[1]
+    mask = masks.MultiHeadMask([(masks.CausalMask if causal else masks.FullMask)((T, S))] * H)
+    q, kv = (next(size for size in (512, 256, 128) if tokens % size == 0) for tokens in (T, S))
+    sizes = kernels.BlockSizes(
+        block_q=q, block_kv=kv, block_kv_compute=kv, block_q_dkv=q, block_kv_dkv=kv, block_kv_dkv_compute=kv,
+        block_q_dq=q, block_kv_dq=kv,
+    )  # fmt: skip
+
+    def one_device(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array) -> jax.Array:
+        run = kernels.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+        scaled = q_BxTxHxK * jnp.asarray(scale, q_BxTxHxK.dtype)
+        heads_first = [x.swapaxes(1, 2) for x in (scaled, k_BxSxGxK, v_BxSxGxK)]
+        return jax.vmap(run)(*heads_first).swapaxes(1, 2)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return one_device(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK)
+    rows = PartitionSpec(mesh.axis_names[0])
+    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows, check_vma=False)
+    return mapped(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK)

@@ -81,6 +81,17 @@ def test_what_cannot_be_exported_is_said_with_its_line(module, loss, data, said)
     assert "\n" not in str(error.value)
 
 
+def test_the_line_is_the_users_whatever_its_folder_is_called(tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    head = "from torch import nn\n\nclass Mine(nn.Module):\n    def forward(self, x):\n"
+    (tmp_path / "torch" / "mine_of_torch.py").write_text(f"{head}        return x if x.sum() > 0 else -x\n")
+    monkeypatch.syspath_prepend(tmp_path / "torch")
+    from mine_of_torch import Mine
+
+    with pytest.raises(InputError, match=r"^mine_of_torch.py:5: what it does depends on values of the data"):
+        export(Mine(), squared, {"x": ROWS["x"]})
+
+
 def test_torch_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
     with pytest.raises(InputError, match=r"torch 2.4.1\+cpu is too old: 2.6 or newer exports modules"):

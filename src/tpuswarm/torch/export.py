@@ -189,12 +189,10 @@ def _why(error: Exception) -> str:
 
 def _line(trace: str) -> str:
     """The innermost line of a trace that is neither torch's nor ours."""
-    ours = str(Path(__file__).parents[1])
-    found = [
-        (file, number)
-        for file, number in re.findall(r'File "([^"]+)", line (\d+)', trace)
-        if "/torch/" not in file.replace(ours, "") and not file.startswith(ours) and "<" not in file
-    ]
+    import torch
+
+    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+    found = [each for each in re.findall(r'File "([^"]+)", line (\d+)', trace) if not each[0].startswith(others)]
     return f"{Path(found[-1][0]).name}:{found[-1][1]}" if found else ""
 
 

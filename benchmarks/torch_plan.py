@@ -46,7 +46,7 @@ def run(settings: Settings) -> Iterator[Table]:
             count = int(in_oracle("benchmarks.torch_shapes", name, str(file)).splitlines()[-1])
             script = Path(folder) / f"{name}.py"
             script.write_text(RECIPE.format(name=name, rows=ROWS[name], file=file))
-            command = [Path(sys.executable).with_name("tpuswarm"), "plan", f"{script}:make", "--json"]
+            command: list[str | Path] = [Path(sys.executable).with_name("tpuswarm"), "plan", f"{script}:make", "--json"]
             command += ["--batch", str(BATCHES[name])]
             for each in SLICES:
                 command += ["--on", each]

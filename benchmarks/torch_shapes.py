@@ -14,7 +14,7 @@ TOKENS = 2048
 PICTURE = {"pixels": np.zeros((1, 3, 224, 224), np.float32), "label": np.zeros(1, np.int32)}
 
 
-class Pictures(torch.nn.Module):
+class Pictures(torch.nn.Module):  # type: ignore[misc]  # no torch where types are checked
     """From pixels to the scores of classes."""
 
     def __init__(self, model: Any):
@@ -26,7 +26,7 @@ class Pictures(torch.nn.Module):
         return self.model(pixel_values=pixels).logits
 
 
-class Text(torch.nn.Module):
+class Text(torch.nn.Module):  # type: ignore[misc]  # no torch where types are checked
     """From tokens to the scores of the next ones."""
 
     def __init__(self, model: Any):

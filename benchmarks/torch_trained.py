@@ -31,7 +31,7 @@ RATE = 0.05
 PROFILED = 5
 
 
-class Residual(nn.Module):
+class Residual(nn.Module):  # type: ignore[misc]  # no torch where types are checked
     """Two convolutions beside an identity."""
 
     def __init__(self, channels: int):
@@ -46,7 +46,7 @@ class Residual(nn.Module):
         return torch.relu(x + self.convs(x))
 
 
-class Text(nn.Module):
+class Text(nn.Module):  # type: ignore[misc]  # no torch where types are checked
     """GPT-2 of transformers, from tokens to scores."""
 
     def __init__(self) -> None:

@@ -64,8 +64,8 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"{type(module).__name__} is no torch.nn.Module")
     devices = {each.device.type for each in (*module.parameters(), *module.buffers())}
-    if others := devices - {"cpu", "meta"}:
-        raise InputError(f"the module is on {', '.join(sorted(others))}: export needs it on the CPU (module.cpu())")
+    if wrong := devices - {"cpu", "meta"}:
+        raise InputError(f"the module is on {', '.join(sorted(wrong))}: export needs it on the CPU (module.cpu())")
     if len(devices) > 1:
         raise InputError(
             "a part of the module is on the meta device, without values: all of it has to be there, to be planned, or "

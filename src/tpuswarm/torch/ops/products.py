@@ -85,7 +85,8 @@ def attention(
     form = usable_form(
         options.attention, bf16=v.dtype == jnp.bfloat16, head_width=max(width, v.shape[-1]), queries=queries, keys=keys
     )
-    drops = bool(dropout_p) and key is not None
+    if not dropout_p:
+        key = None
     odd = is_causal and queries != keys
     bias = None
     if mask is not None:
@@ -95,11 +96,11 @@ def attention(
         mask = jnp.broadcast_to(mask, (*lead, queries, keys))
         mask = mask.reshape(-1, *mask.shape[-3:])
         mask, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, _within(mask, dtype))
-    elif form != "xla" and not drops and not odd:
+    elif form != "xla" and key is None and not odd:
         scale = width**-0.5 if scale is None else scale
         y = kernel(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, form, causal=is_causal, scale=scale)
         return _heads_first(y, q, v)
-    if drops:
+    if key is not None:
         y = _dropped(key, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask, bias, dropout_p, is_causal, scale)
     else:
         y = jax.nn.dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, bias, mask, scale=scale, is_causal=is_causal)

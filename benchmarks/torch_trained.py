@@ -25,7 +25,7 @@ from torch.nn import functional
 from benchmarks.bare import usual
 from tpuswarm import ArraySource, Recipe
 from tpuswarm.torch import recipe
-from tpuswarm.train.platform import local_devices
+from tpuswarm.train.process.platform import local_devices
 
 RATE = 0.05
 PROFILED = 5

@@ -11,10 +11,10 @@ from tpuswarm import InputError, Trainer
 from tpuswarm.torch import recipe, save
 from tpuswarm.torch.export import export
 from tpuswarm.torch.run import run
-from tpuswarm.train.fit import fit
-from tpuswarm.train.flops import model_flops
+from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.flops import model_flops
+from tpuswarm.train.program.request import usual_request
 from tpuswarm.train.recipe import Options
-from tpuswarm.train.request import usual_request
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tpuswarm.torch import op, recipe
 from tpuswarm.torch.graph import Dtype, Exported, Graph, Node, Ref, read, shape_alone, write
 from tpuswarm.torch.ops import OPS
 from tpuswarm.torch.run import run
-from tpuswarm.train.program.fit import fit
+from tpuswarm.train.program.compiled import fit
 from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.program.request import usual_request
 from tpuswarm.train.recipe import Options

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.train.attention import Form, kernel, usable_form
+from tpuswarm.train.program.attention import Form, kernel, usable_form
 from tpuswarm.train.recipe import Options
 
 
 def form_of(config: Config, options: Options) -> Form:
-    """The form that fits this model: what fit.py wants, where its kernel can do it."""
+    """The form that fits this model: what `fit` wants, where its kernel can do it."""
     if config.dropout:
         return "xla"
     bf16, tokens = options.precision == "bf16", config.context

@@ -19,7 +19,7 @@ RANDOM: dict[str, Callable[..., Any]] = {**randoms.OPS, **recurrent.OPS}
 """The same for those that draw numbers: their first argument is a key."""
 
 ATTENTION = {"scaled_dot_product_attention": products.attention}
-"""The same for what has several forms: after the key come the options, by which fit.py has chosen one."""
+"""The same for what has several forms: after the key come the options, by which `fit` has chosen one."""
 
 NARROW = {*products.OPS, *recurrent.OPS} - {"embedding"}
 """Computed in bfloat16 where the precision is bf16, whatever the operands are, as torch.autocast does."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpuswarm.torch.ops.dtypes import alike
-from tpuswarm.train.attention import kernel, usable_form
+from tpuswarm.train.program.attention import kernel, usable_form
 from tpuswarm.train.recipe import Options
 
 

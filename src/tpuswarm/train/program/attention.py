@@ -1,6 +1,6 @@
 """Attention kernels, for recipes whose products are softmax attention: cuDNN's on GPU, Pallas's splash on TPU.
 
-`train/request.py` chooses the form by the platform; what a kernel cannot do, a recipe computes itself (form `xla`).
+`request.py` chooses the form by the platform; what a kernel cannot do, a recipe computes itself (form `xla`).
 """
 
 from typing import Literal

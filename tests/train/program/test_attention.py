@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from tpuswarm.train.attention import kernel, usable_form
+from tpuswarm.train.program.attention import kernel, usable_form
 
 
 @pytest.mark.parametrize(("causal", "keys", "groups"), [(True, 128, 2), (False, 256, 1)])

@@ -39,10 +39,10 @@ class Padded(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.to = nn.Linear(8, 8)
+        self.linear = nn.Linear(8, 8)
 
     def forward(self, sequence, ids):
-        x = self.to(sequence)[:, None]
+        x = self.linear(sequence)[:, None]
         seen = (ids[:, None, None, :6] > 20).expand(-1, 1, 6, 6)
         return functional.scaled_dot_product_attention(x, x, x, attn_mask=seen | torch.eye(6, dtype=torch.bool))
 
@@ -93,8 +93,10 @@ def test_recomputed_layers_have_the_same_gradients():
     plain, recomputed = (slope(Options(remat=remat)) for remat in (False, True))
     text = str(jax.make_jaxpr(recomputed)(arrays["params"]))
     assert text.count("checkpoint[") + text.count("remat2[") >= SMALL["num_hidden_layers"]
-    for mine, theirs in zip(*(jax.tree.leaves(each(arrays["params"])) for each in (plain, recomputed)), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    mine, theirs = (jax.jit(each)(arrays["params"]) for each in (recomputed, plain))
+    largest = max(np.abs(each).max() for each in theirs.values())
+    for path, grad in theirs.items():
+        np.testing.assert_allclose(mine[path], grad, rtol=0, atol=1e-5 * largest, err_msg=path)
 
 
 def test_a_module_without_weights_can_be_planned_and_not_trained(tmp_path):
@@ -110,8 +112,11 @@ def test_a_module_without_weights_can_be_planned_and_not_trained(tmp_path):
     assert {name: (each.shape, each.dtype) for name, each in params.items()} == {
         name: (each.shape, each.dtype) for name, each in whole.arrays["params"].items()
     }
-    ops = [[(each.op, each.args) for each in one.train.nodes] for one in (made.exported, whole)]
-    assert ops[0] == ops[1]
+    asked = [
+        [each.args[3:] for each in one.train.nodes if each.op == "scaled_dot_product_attention"]
+        for one in (made.exported, whole)
+    ]
+    assert asked[0] == asked[1] == [(None, 0.0, True)] * SMALL["num_hidden_layers"]
     assert fit(made, usual_request(made, batch=4), jax.devices("cpu")[:1]).flops.total > 0
     with pytest.raises(InputError, match="was exported from the meta device, without weights: it can be planned"):
         Trainer(devices=1).fit(made, steps=1, batch=4, run=tmp_path / "run")

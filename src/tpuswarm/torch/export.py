@@ -173,6 +173,11 @@ def _traced(
             )
         if each.kind.name == "PARAMETER_MUTATION":
             raise InputError(f"the module writes into its parameter {each.target}: use a buffer for what it observes")
+    for each in program.graph.nodes:
+        if getattr(getattr(each.meta.get("val"), "dtype", None), "is_complex", False):
+            raise InputError(
+                f"{described(_node(torch, each))} makes complex numbers: split them into real and imaginary parts"
+            )
     return program, metrics
 
 

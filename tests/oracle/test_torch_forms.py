@@ -59,7 +59,7 @@ def test_a_mask_of_the_data_stays():
     np.testing.assert_allclose(run(graph, arrays, batch, None)[0], in_torch(module, squared, rows)[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "cnn", "lstm"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "cnn"])  # torch has no LSTM in 16 bits on every CPU
 def test_bf16_is_what_autocast_makes_of_it(name):
     """Products in 16 bits, whatever the module's constants are; sums in 32."""
     make, loss, names = MODELS[name]

@@ -16,9 +16,9 @@ from benchmarks.chaos import SMALL
 from benchmarks.goodput import measure
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.cli.demo_cloud import FILE, SPEED, Here, epoch_of, training, version_of
-from tpuswarm.cli.picture import Seen
 from tpuswarm.train.bucket.mirror import bring
 from tpuswarm.train.run.directory import EVENTS, read_rows
+from tpuswarm.watch.state import State
 
 FIRST_S, BACK_S, HEAD_S, GOODPUT = 60.0, 45.0, 60.0, 0.95
 MINUTES = 20.0
@@ -86,7 +86,7 @@ def _back(here: Here, victim: str) -> float:
     here.run("rehearsal", "preempt", victim, shows=False)
     here.until("it is gone", lambda seen: victim not in training(seen))
     here.until("its machine is back", lambda seen: any(each.name == victim and each.state == "ready"
-                                                       for each in seen.listing.machines))  # fmt: skip
+                                                       for each in seen.there))  # fmt: skip
     began = time.time()
     here.until("its member trains", lambda seen: victim in training(seen))
     here.until("it has contributed", lambda seen: bool(_contributions(here, victim, began)))
@@ -147,8 +147,8 @@ def _goodput(here: Here, minutes: float) -> Table:
     return Table("Goodput with a loss a minute", columns, [fleet, beside], notes)
 
 
-def _books(seen: Seen) -> tuple[int, int]:
+def _books(seen: State) -> tuple[int, int]:
     """Tokens that are settled, and those of them that count."""
-    assert seen.look is not None
-    tokens = seen.look.status.tokens
+    assert seen.swarm is not None
+    tokens = seen.swarm.status.tokens
     return tokens.processed - tokens.outstanding, tokens.applied

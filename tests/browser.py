@@ -73,13 +73,17 @@ class Browser:
         path.write_bytes(base64.b64decode(self.driver.execute_cdp_cmd("Page.captureScreenshot", about)["data"]))
         return path
 
+    def _log(self, kind: str) -> list[dict[str, Any]]:
+        driver: Any = self.driver
+        return list(driver.get_log(kind))
+
     def complaints(self) -> list[str]:
         """Errors and warnings of its console since this was asked last."""
-        return [each["message"] for each in self.driver.get_log("browser") if each["level"] in ("SEVERE", "WARNING")]
+        return [each["message"] for each in self._log("browser") if each["level"] in ("SEVERE", "WARNING")]
 
     def hosts(self) -> set[str]:
         """All hosts that pages have asked for anything since it began, loopback left out."""
-        for each in self.driver.get_log("performance"):
+        for each in self._log("performance"):
             said = json.loads(each["message"])["message"]
             if said["method"] in ("Network.requestWillBeSent", "Network.webSocketCreated"):
                 self._seen.append(said["params"])

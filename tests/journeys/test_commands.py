@@ -13,7 +13,7 @@ from tests.terminal import terminal
 from tests.train.findings import complaints
 from tpuswarm.cli import main
 from tpuswarm.errors import InputError
-from tpuswarm.train.run.directory import Run
+from tpuswarm.train.run.directory import Run, read_config
 
 RECIPE = """
 import jax.numpy as jnp
@@ -271,6 +271,20 @@ def test_a_model_is_checked_before_a_long_run(call, tmp_path):
     assert code == 2 and "--overfit-batches and --fast-dev-run check a model in one process: leave --members out" in err
     code, _, err = call(f"{shape} --members 2 --keep-best eval_loss")
     assert code == 2 and "--keep-best does not work with --members" in err
+
+
+def test_a_learning_rate_is_looked_for_once(call):
+    shape = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --devices 1 --batch 8 --lr auto"
+    code, _, err = call(f"{shape} --steps 3 --run runs/found")
+    assert code == 0, err
+    found = re.search(r"learning rate (\S+): there the loss falls fastest, of 1e-06 to 1 in 100 steps", err)
+    assert found and read_config(Path("runs/found"))["recipe"]["options"]["lr"] == float(found[1])
+    code, _, err = call(f"{shape} --steps 3 --run runs/found")  # it has one
+    assert code == 0 and "looking for the learning rate" not in err and "falls fastest" not in err
+    code, _, err = call(f"{shape} --members 2")
+    assert code == 2 and "--lr auto looks in one process" in err
+    code, _, err = call(f"{shape.replace('--batch 8', '--batch auto')}")
+    assert code == 2 and "--lr auto looks at the batch of the run" in err
 
 
 def test_fake_data_needs_nothing(call):

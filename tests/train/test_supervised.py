@@ -64,11 +64,12 @@ def masked_data():
     return toy.data() | {"counts": counts}
 
 
+@pytest.mark.parametrize("opted", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 16])
-def test_a_weighted_loss_is_that_of_the_whole_batch_for_any_split(count, devices):
+def test_a_weighted_loss_is_that_of_the_whole_batch_for_any_split(count, opted, devices):
     data = masked_data()
     batch = {name: array[:16] for name, array in data.items()}
-    recipe = supervised(lambda key: {"w": jnp.ones(5)}, masked, optax.sgd(1.0), data)
+    recipe = supervised(lambda key: {"w": jnp.ones(5)}, masked, optax.sgd(1.0), data, micro_batches=opted)
     fitted = fit(recipe, Request(batch=16, accumulate=count), devices[: 16 // count])
     before = fitted.init(jax.random.key(0))
     after, metrics = fitted.step(before, batch, CLOCK)

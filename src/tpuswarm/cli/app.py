@@ -34,7 +34,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "ssh": "touch:ssh", "exec": "touch:exec_", "jobs": "jobs:jobs", "copy": "files:copy", "sync": "files:sync",
         "setup": "setup:setup", "flags": "flags:app", "forward": "tunnels:forward", "ssh-config": "tunnels:ssh_config",
     },
-    "Look": {"doctor": "doctor:doctor", "top": "top:top"},
+    "Look": {
+        "doctor": "doctor:doctor", "top": "top:top", "page": "page:page", "tensorboard": "tensorboard:tensorboard",
+    },
     "Network": {"router": "router:app"},
 }  # fmt: skip
 """All commands, in the order of `--help`, each with its file in this folder and its name there."""

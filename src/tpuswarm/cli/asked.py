@@ -1,5 +1,6 @@
 """What `train` was asked, in its words and in a file: checked before anything heavy is imported."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,8 @@ class Asked(NamedTuple):
     """Where its parameters come from, as find_parent has it."""
     swarm: dict[str, Any] | None
     """None for a plain run."""
+    with_lr: "Callable[[float], Recipe] | None" = None
+    """With `--lr auto`, the recipe at the learning rate that is found."""
 
 
 def ask(context: typer.Context) -> Asked:
@@ -61,9 +64,34 @@ def ask(context: typer.Context) -> Asked:
         require()
     parent = find_parent(table.init_from) if table.init_from else None
     given = {name: value for name in ("data", "seed") if (value := getattr(table, name)) is not None}
-    recipe = make_recipe(table.recipe, given, dict(table.options), context, folder, parent)
+    options = dict(table.options)
+    looks = _looks_for_rate(table, options, folder, swarm is not None or words["hosts"] is not None)
+
+    def made(**more: str) -> "Recipe":
+        return make_recipe(table.recipe, dict(given), options | more, context, folder, parent)
+
+    recipe = made()
     recipe.require_data()
-    return Asked(table, recipe, folder, parent, swarm)
+    return Asked(table, recipe, folder, parent, swarm, (lambda rate: made(lr=repr(rate))) if looks else None)
+
+
+def _looks_for_rate(table: "Train", options: dict[str, Any], folder: Path | None, several: bool) -> bool:
+    """Whether a learning rate is to be found first, and `auto` taken out of the options; a run that has begun has one.
+
+    Of a recipe that has no option `lr`, `auto` is left for the sentence that says so.
+    """
+    from tpuswarm import recipes
+    from tpuswarm.train.run.directory import CONFIG
+    from tpuswarm.train.user_code import find_maker, option_types
+
+    if options.get("lr") != "auto" or "lr" not in option_types(find_maker(recipes.find(table.recipe)[0])):
+        return False
+    if several:
+        raise InputError("--lr auto looks in one process: find it without --members and --hosts, and give --lr that")
+    if table.batch == "auto":
+        raise InputError("--lr auto looks at the batch of the run: give --batch a number, or --lr")
+    del options["lr"]
+    return folder is None or not (folder / CONFIG).exists()
 
 
 def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":

@@ -13,7 +13,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.cli.picture import Seen
+    from tpuswarm.watch.state import State
 
 FOLDER = Path("runs/demo-cloud")
 SPEED = 300
@@ -124,7 +124,7 @@ class Here:
         if done.returncode and check:
             raise RunFailed(f"tpuswarm {' '.join(words)} ended with {done.returncode}: {done.stdout or 'see above'}")
 
-    def see(self) -> "Seen":
+    def see(self) -> "State":
         """The picture as it is now."""
         from tpuswarm.cli.picture import training_here
 
@@ -132,7 +132,7 @@ class Here:
         assert training is not None
         return training.see()
 
-    def until(self, what: str, condition: "Callable[[Seen], bool]") -> "Seen":
+    def until(self, what: str, condition: "Callable[[State], bool]") -> "State":
         """Draw the picture until then."""
         from tpuswarm.train.process.drawn import Drawn
 
@@ -154,21 +154,21 @@ class Here:
 
         say(f"\n{name} is deleted in the console, with its disk")
         cloud = find(None)[0].provider()
-        (machine,) = [each for each in self.see().listing.machines if each.name == name]
+        (machine,) = [each for each in self.see().there if each.name == name]
         cloud.delete(machine)
 
 
-def training(seen: "Seen") -> list[str]:
+def training(seen: "State") -> list[str]:
     """Machines whose member trains."""
-    members = seen.look.status.members if seen.look else ()
+    members = seen.swarm.status.members if seen.swarm else ()
     return [each.id.removeprefix("j-") for each in members if each.lives]
 
 
-def version_of(seen: "Seen") -> int:
+def version_of(seen: "State") -> int:
     """The newest; 0 before the first."""
-    return (seen.look.status.version or 0) if seen.look else 0
+    return (seen.swarm.status.version or 0) if seen.swarm else 0
 
 
-def epoch_of(seen: "Seen") -> int:
+def epoch_of(seen: "State") -> int:
     """Of its head; 0 before the first."""
-    return (seen.look.status.epoch or 0) if seen.look else 0
+    return (seen.swarm.status.epoch or 0) if seen.swarm else 0

@@ -32,6 +32,8 @@ EXAMPLES = {
     "setup": ("tpuswarm setup", "tpuswarm setup swarm.toml --dry-run", "tpuswarm setup --on small"),
     "doctor": ("tpuswarm doctor", "tpuswarm doctor all", "tpuswarm doctor node-3/1 --fix", "tpuswarm doctor runs/mine"),
     "top": ("tpuswarm top", "tpuswarm top v2", "tpuswarm top node-3/1 --once", "tpuswarm top --json"),
+    "page": ("tpuswarm page", "tpuswarm page last", "tpuswarm page swarm.toml --port 8788"),
+    "tensorboard": ("tpuswarm tensorboard", "tpuswarm tensorboard last gs://bucket/run v2-usc1f-0:runs"),
     "flags show": ("tpuswarm flags show", "tpuswarm flags show v5e-usc1a-0", "tpuswarm flags show --known"),
     "flags set": (
         "tpuswarm flags set v5e xla_tpu_scoped_vmem_limit_kib=65536",

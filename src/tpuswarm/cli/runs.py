@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,10 +49,11 @@ def status(
     seen = training.see() if training else None
     found = [] if seen and run else _looks(run)
     from tpuswarm.swarm.views.status import Look
-    from tpuswarm.train.run.listing import Status
 
     if as_json:
-        objects = [asdict(each) if isinstance(each, Status) else each.json() for each in found]
+        from tpuswarm.watch.state import State
+
+        objects = [State(each.run, each, None, time.time()).json() for each in found]
         if seen and run:
             print(json.dumps(seen.json()))
         else:

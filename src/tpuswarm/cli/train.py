@@ -197,8 +197,13 @@ def _plain(asked: Asked, words: dict[str, Any]) -> int | None:
     trainer = _trainer(asked, **{name: words[name] for name in ("hosts", "host", "hosts_at")})
     if words["hosts"] is not None:
         _alone_on_stdout()
+    recipe = asked.recipe
+    if asked.with_lr is not None:
+        found = float(f"{trainer.find_lr(recipe, batch=asked.table.batch, init_from=asked.parent).lr:.1e}")
+        say(f"learning rate {found:g}: there the loss falls fastest, of 1e-06 to 1 in 100 steps", err=True)
+        recipe = asked.with_lr(found)
     length = {name: getattr(asked.table, name) for name in ("steps", "tokens", "epochs", "batch")}
-    result = trainer.fit(asked.recipe, run=asked.folder, init_from=asked.parent, **length)
+    result = trainer.fit(recipe, run=asked.folder, init_from=asked.parent, **length)
     print_result(result, words["as_json"])
     return result.signal
 

@@ -31,7 +31,7 @@ def forward(
     reach = find_reach(fleets.find(fleet)[0])
 
     async def find() -> "Host":
-        return await asyncio.to_thread(_one, reach, name)
+        return await asyncio.to_thread(one_host, reach, name)
 
     async def work() -> None:
         async with Connections(reach.key) as connections:
@@ -40,7 +40,8 @@ def forward(
     asyncio.run(work())
 
 
-def _one(reach: "Reach", name: str) -> "Host":
+def one_host(reach: "Reach", name: str) -> "Host":
+    """A machine's first worker, or the one that is named. Raises InputError for a group."""
     hosts, _ = reach.hosts(name)
     if len(machines := sorted({each.label.partition("/")[0] for each in hosts})) > 1:
         raise InputError(f"{name} is {len(machines)} machines: name one, such as {machines[0]}")

@@ -57,7 +57,7 @@ def default_precision(platform: str) -> Precision:
 
 @dataclass(frozen=True)
 class Options:
-    """How a program should compute; the first six are set by the user, the last four are chosen by program/compiled.py.
+    """How a program should compute; the first six are set by the user, the last five are chosen by program/compiled.py.
 
     A program raises InputError for any of the first six that it does not support, naming it.
 
@@ -67,7 +67,8 @@ class Options:
     - clip: largest global norm of the gradient.
     - freeze, decay: regular expressions, searched in parameter paths such as `blocks/attn/qkv/w`.
     - ema: decay per step of the moving average of the parameters.
-    - attention: `xla`, `cudnn` or `splash`; remat: recompute layers in the backward pass; loop: over layers.
+    - attention: `xla`, `cudnn` or `splash`; remat: recompute layers in the backward pass; loop: over layers;
+      shard: whether each device holds all parameters (`replicate`) or parts of them (`fsdp`).
     """
 
     precision: Precision = "f32"
@@ -80,6 +81,7 @@ class Options:
     attention: Literal["xla", "cudnn", "splash"] = "xla"
     remat: bool = False
     loop: Literal["scan", "unroll"] = "scan"
+    shard: Literal["replicate", "fsdp"] = "replicate"
 
     def require_only(self, *honoured: str, by: str) -> None:
         """Raise InputError for an option that the user set and `by` does not support."""

@@ -4,6 +4,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train import paths
 from tpuswarm.train.data.source import ArraySource
 from tpuswarm.train.losses import Loss, Terms, in_precision, mean_gradient, means, objective, terms, terms_and_extra
+from tpuswarm.train.micro_batches import added_up, added_up_by_device
 from tpuswarm.train.recipe import (
     Average,
     Batch,
@@ -62,7 +64,8 @@ class SupervisedProgram(Program):
     """Gradient descent on one loss.
 
     optimizer: an optax transformation, or, with `schedule`, a function of (learning_rate, decay_mask) that returns one;
-    schedule: progress (float32 scalar, 0 to 1) → learning rate. `loss` already computes in `options.precision`.
+    schedule: progress (float32 scalar, 0 to 1) → learning rate. `loss` already computes in `options.precision`;
+    micro_batches: the loss of a batch is the mean of those of its equal parts, or Weighted.
     """
 
     def __init__(
@@ -78,8 +81,9 @@ class SupervisedProgram(Program):
         tied: Mapping[str, str] | None = None,
         extra: Callable[[jax.Array], Any] | None = None,
         weights: Callable[[], Any] | None = None,
+        micro_batches: bool = False,
     ):
-        self._extra, self._weights = extra, weights
+        self._extra, self._weights, self._micro_batches = extra, weights, micro_batches
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self.scheduled = schedule is not None
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
@@ -93,6 +97,12 @@ class SupervisedProgram(Program):
             )
         if options.decay is not None and schedule is None:
             raise InputError("decay needs an optimizer(learning_rate, decay_mask) with a schedule, not a ready one")
+
+    def at(self, schedule: Callable[[jax.Array], Any]) -> "SupervisedProgram":
+        """The same program with another schedule, for one that has a schedule."""
+        other = copy(self)
+        other._schedule = schedule
+        return other
 
     def init(self, key: jax.Array, shared: Any = None) -> TrainState:
         """Fresh parameters, or `shared` ones; optimizer state and moving average begin with them."""
@@ -216,30 +226,21 @@ class SupervisedProgram(Program):
     def _gradient(self, params: Any, trained: Any, extra: Any, batch: Batch, key: jax.Array) -> tuple[Terms, Any, Any]:
         """Loss and metrics, gradient, mutable state after it, of the whole batch, micro-batch by micro-batch."""
 
-        def loss(trained: Any, extra: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Terms, Any]]:
+        def loss(
+            trained: Any, params: Any, extra: Any, batch: Batch, key: jax.Array
+        ) -> tuple[jax.Array, tuple[Terms, Any]]:
             found, after = self._terms(paths.overlay(params, trained), extra, batch, key)
             return objective(found), (found, after)
 
         gradient = jax.grad(loss, has_aux=True)
-        count = self._options.accumulate
+        count, devices = self._options.accumulate, jax.sharding.get_abstract_mesh().size
         if count == 1:
-            grads, (total, extra) = gradient(trained, extra, batch, key)
+            grads, (total, extra) = gradient(trained, params, extra, batch, key)
+        elif self._micro_batches and extra is None and self._options.shard == "replicate" and devices > 1:
+            grads, total = added_up_by_device(gradient, count, trained, params, batch, key)
+            count *= devices
         else:
-
-            def micro(extra: Any, index: jax.Array, batch: Batch) -> Any:
-                grads, (found, after) = gradient(trained, extra, batch, jax.random.fold_in(key, index))
-                return (grads, found), after
-
-            def add(carried: Any, indexed: Any) -> tuple[Any, None]:
-                total, extra = carried
-                more, extra = micro(extra, *indexed)
-                return (jax.tree.map(jnp.add, total, more), extra), None
-
-            # Micro-batch a takes every count-th row from a on: each device then keeps rows that it already holds.
-            micros = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), dict(batch))
-            shapes, _ = jax.eval_shape(micro, extra, jnp.int32(0), jax.tree.map(lambda x: x[0], micros))
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            ((grads, total), extra), _ = jax.lax.scan(add, (zeros, extra), (jnp.arange(count), micros))
+            (grads, total), extra = added_up(gradient, count, trained, params, extra, batch, key)
         return means(total, count), mean_gradient(grads, total, count), extra
 
 
@@ -307,8 +308,9 @@ class Supervised(Recipe):
                 raise InputError(f"cast names {name}, which is {row[name].dtype}: only float32 inputs are cast")
         loss = in_precision(self.loss(options), options.precision, self._cast, self._float32)
         return SupervisedProgram(
-            self._init, loss, self._optimizer, self._schedule, spec, options, extra=self._extra, weights=self.weights
-        )
+            self._init, loss, self._optimizer, self._schedule, spec, options,
+            extra=self._extra, weights=self.weights, micro_batches="accumulate" in self.forms,
+        )  # fmt: skip
 
     def loss(self, options: Options) -> Loss:
         """The loss in the form that `fit` has chosen; in float32, for its precision is seen to elsewhere."""

@@ -18,9 +18,13 @@ from tpuswarm.train.look.display import Display, auto_display
 from tpuswarm.train.look.outputs import Logger
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES
 from tpuswarm.train.loop.hooks import Every, Hooks, Step
+from tpuswarm.train.loop.learning_rate import STEPS, Rates, find_lr
 from tpuswarm.train.loop.loop import Loop
 from tpuswarm.train.loop.result import Result, ended_before
 from tpuswarm.train.loop.session import Finished, prepare
+from tpuswarm.train.process import platform
+from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import FIXED, FREE
@@ -101,6 +105,19 @@ class Trainer:
                 next(loop)
             except StopIteration as end:
                 return end.value
+
+    def find_lr(
+        self, recipe: Recipe, *, batch: int | None = None, steps: int = STEPS, init_from: str | Path | None = None
+    ) -> Rates:
+        """The peak learning rate: where the loss falls fastest while it grows from 1e-6 to 1 in `steps` steps.
+
+        For a recipe of `supervised` with a schedule; nothing is written. Raises InputError where the loss never falls.
+        """
+        asked = self.settings(batch=batch, init_from=init_from)
+        platform.prepare(bool(self.deterministic))
+        devices = select_devices(self.devices, platform.local_devices())
+        with waiting(f"looking for the learning rate of {recipe.name}", short=0.0) as far:
+            return find_lr(recipe, asked, devices, steps, far)
 
     def steps(
         self,

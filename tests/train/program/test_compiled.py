@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -44,6 +45,10 @@ def test_one_device_replicated_sharded_and_split_agree(devices):
     np.testing.assert_allclose(eight, one, rtol=1e-5)
     np.testing.assert_allclose(sharded, one, rtol=1e-5)
     np.testing.assert_allclose(split, one, rtol=1e-4)
+    replicated, _, once = losses(recipe, Request(batch=16, shard="replicate", accumulate=2), devices)
+    np.testing.assert_allclose(once, one, rtol=1e-4)
+    reductions = [line for line in replicated.step.as_text().splitlines() if re.search(r" all-reduce(-start)?\(", line)]
+    assert reductions and not any("/while/" in line for line in reductions), "a sum over devices in each micro-batch"
     assert one[-1] < one[0]
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert held == bytes_per_device(fitted.state, fitted.shardings)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.placing import within_host
 from tpuswarm.train.program.mesh import (
+    MIN_PART,
     MIN_SHARDED_BYTES,
     batch_sharding,
     bytes_per_device,
@@ -61,7 +62,9 @@ def test_fsdp_splits_large_leaves_evenly_along_one_axis_or_several(shape, count)
     if count == 1 or math.prod(shape) * 4 < MIN_SHARDED_BYTES:
         assert set(parts) <= {1}
     elif divisible:
-        assert parts[shape.index(max(divisible))] == math.prod(parts) == count
+        roomy = [length for length in shape[:-1] if length % count == 0 and length // count >= MIN_PART]
+        taken = max(roomy or divisible)
+        assert parts[shape.index(taken)] == math.prod(parts) == count
     else:  # as many parts as any way to share out the devices gives
         most = max(math.prod(each) for each in itertools.product(range(1, count + 1), repeat=len(shape))
                    if count % math.prod(each) == 0 and not any(map(operator.mod, shape, each)))  # fmt: skip

@@ -63,6 +63,7 @@ def make_program(
         options,
         tokens_per_row=config.context,
         tied={"wte": "head"},
+        micro_batches=True,
     )
 
 

@@ -45,27 +45,32 @@ def init(key: jax.Array, config: Config) -> Params:
 def score(params: Params, x_BxHxWx3: jax.Array, config: Config, half: bool) -> jax.Array:
     """Scores s_B in float32: the larger, the more a picture looks like those of the data.
 
-    half: the highest resolutions compute in bfloat16.
+    half: products of bfloat16, and everything in it at the highest resolutions.
     """
     x = x_BxHxWx3
     for resolution in config.resolutions[:0:-1]:
         x = x.astype(jnp.bfloat16 if half and resolution << HALVES > config.resolution else jnp.float32)
         if resolution == config.resolution:
-            x = activate(convolve(x, scaled(params["rgb"]["w"])), params["rgb"]["b"])
+            x = activate(convolve(x, scaled(params["rgb"]["w"]), half), params["rgb"]["b"])
         block = params["blocks"][f"{resolution}"]
-        skip = convolve(downsample(x), scaled(block["skip"]["w"]))
-        x = activate(convolve(x, scaled(block["same"]["w"])), block["same"]["b"])
-        x = activate(convolve(x, scaled(block["down"]["w"]), down=2), block["down"]["b"])
+        skip = convolve(downsample(x), scaled(block["skip"]["w"]), half)
+        x = activate(convolve(x, scaled(block["same"]["w"]), half), block["same"]["b"])
+        x = activate(convolve(x, scaled(block["down"]["w"]), half, down=2), block["down"]["b"])
         x = (x + skip) * 0.5**0.5  # the variance of a sum of two
     last = params["last"]
-    x = with_deviation(x.astype(jnp.float32), config.group)
-    x = activate(convolve(x, scaled(last["same"]["w"])), last["same"]["b"])
+    x = x.astype(jnp.float32)
+    w_3x3xIxO = scaled(last["same"]["w"])
+    C = x.shape[-1]  # the deviation's channel apart from the others: with it they would fill another tile of a TPU
+    seen = convolve(x, w_3x3xIxO[:, :, :C], half)
+    of_one = convolve(jnp.ones((1, FIRST, FIRST, 1), jnp.float32), w_3x3xIxO[:, :, C:], half)
+    x = seen + of_one * deviation(x, config.group)[:, None, None, None]
+    x = activate(x, last["same"]["b"])
     x = activate(dense(x.reshape(len(x), -1), last["dense"]))
     return dense(x, last["score"])[:, 0]
 
 
-def with_deviation(x_BxHxWxC: jax.Array, group: int) -> jax.Array:
-    """One more channel: how much a picture's group varies, on average over everything (Karras et al. 2018, section 3).
+def deviation(x_BxHxWxC: jax.Array, group: int) -> jax.Array:
+    """How much a picture's group varies, on average over everything: d_B (Karras et al. 2018, section 3).
 
     A group is `group` pictures in a row, which lie on one device wherever its share of the batch holds whole groups;
     what remains of held-out pictures may be too few for whole groups, and is taken in smaller ones.
@@ -75,5 +80,4 @@ def with_deviation(x_BxHxWxC: jax.Array, group: int) -> jax.Array:
     x_NxGxHxWxC = x_BxHxWxC.reshape(B // group, group, H, W, C)
     variance_NxHxWxC = jnp.square(x_NxGxHxWxC - x_NxGxHxWxC.mean(1, keepdims=True)).mean(1)
     deviation_N = jnp.sqrt(variance_NxHxWxC + 1e-8).mean((1, 2, 3))
-    channel = jnp.broadcast_to(deviation_N[:, None, None, None, None], (B // group, group, H, W, 1))
-    return jnp.concatenate([x_BxHxWxC, channel.reshape(B, H, W, 1)], -1)
+    return jnp.broadcast_to(deviation_N[:, None], (B // group, group)).reshape(B)

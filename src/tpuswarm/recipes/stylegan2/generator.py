@@ -66,7 +66,8 @@ def in_layers(w_BxD: jax.Array, config: Config) -> jax.Array:
 def synthesize(params: Params, w_BxLxD: jax.Array, key: jax.Array | None, config: Config, half: bool) -> jax.Array:
     """Pictures x_BxHxWx3 in float32, about -1 to 1; noise is drawn from `key`, None leaves it out.
 
-    half: the highest resolutions compute in bfloat16; what is added up to the picture stays in float32.
+    half: products of bfloat16, and everything in it at the highest resolutions; what is added up to the picture stays
+    in float32.
     """
     B = len(w_BxLxD)
     constant = params["constant"]
@@ -81,14 +82,14 @@ def synthesize(params: Params, w_BxLxD: jax.Array, key: jax.Array | None, config
         x = x.astype(jnp.bfloat16 if half and resolution << HALVES > config.resolution else jnp.float32)
         for name, up in (("up", 2), ("same", 1)):
             if name in block:
-                x = modulated(x, w_BxLxD[:, index], block[name], up=up)
+                x = modulated(x, w_BxLxD[:, index], block[name], half, up=up)
                 if noise_BxP is not None:
                     noise = noise_BxP[:, at : at + resolution**2].reshape(B, resolution, resolution, 1)
                     x = x + jnp.broadcast_to(noise * block[name]["noise"], x.shape).astype(x.dtype)
                     at += resolution**2
                 x = activate(x, block[name]["b"])
                 index += 1
-        rgb = modulated(x, w_BxLxD[:, index], block["rgb"], demodulate=False).astype(jnp.float32)
+        rgb = modulated(x, w_BxLxD[:, index], block["rgb"], half, demodulate=False).astype(jnp.float32)
         picture = upsample(picture) if resolution > FIRST else picture
         picture = picture + rgb + jnp.broadcast_to(block["rgb"]["b"], rgb.shape)
     return picture

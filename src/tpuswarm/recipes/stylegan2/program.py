@@ -228,7 +228,7 @@ class StyleGAN2Program(Program):
         return discriminator.score(params, x_BxHxWx3, self._config, self._precision == "bf16")
 
     def _augmented(self, x: jax.Array, key: jax.Array, strength: jax.Array) -> jax.Array:
-        return augment.augment(x, key, strength) if self._adapt else x
+        return augment.augment(x, key, strength, self._precision == "bf16") if self._adapt else x
 
     def _update_discriminator(self, state: State, grads: Params) -> State:
         params, opt = _updated(self._d_adam, state.discriminator, state.discriminator_opt, grads)

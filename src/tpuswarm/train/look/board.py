@@ -46,7 +46,7 @@ class Board:
     def __init__(self, folder: Path, first_step: int):
         self._folder = folder
         with writing(folder):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._events = EventsWriter(str(folder / "events"), f".{os.getpid()}")
             if first_step:  # TensorBoard then forgets what a process before this one wrote beyond its checkpoint
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -72,6 +72,11 @@ class Board:
         value = summary.image(name, picture, dataformats="HWC")
         with writing(self._folder):
             self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=value))
+            self._events.flush()
+
+    def flush(self) -> None:
+        """Let all that was written be read."""
+        with writing(self._folder):
             self._events.flush()
 
     def close(self) -> None:

@@ -270,7 +270,7 @@ def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Me
     Its evaluation is traced too, and thrown away: what is wrong with it is found before the first step, not after
     hours of them.
     """
-    options = replace(options, remat=choice.remat, accumulate=choice.accumulate)
+    options = replace(options, shard=choice.shard, remat=choice.remat, accumulate=choice.accumulate)
     placed = _place(recipe, options, mesh, choice.shard)
     everywhere = meshes.replicated(mesh)
     rows = with_sharding(dict(placed.program.batch_spec(batch)), meshes.batch_sharding(mesh))

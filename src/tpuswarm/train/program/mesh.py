@@ -19,6 +19,10 @@ MIN_SHARDED_BYTES = 2**20
 """Smaller leaves are replicated under fsdp: gathering them costs more than holding them."""
 
 
+MIN_PART = 64
+"""Rows of a part: a TPU lays them out in tiles of 8, which a few rows fill badly."""
+
+
 def select_devices(which: str | int | Sequence[int], devices: Sequence[Any]) -> list[Any]:
     """The devices meant by `all`, a number of devices (8), or indices from 0 ([5], [0, 1]).
 
@@ -46,15 +50,20 @@ def make_mesh(devices: Sequence[Any]) -> Mesh:
 def leaf_sharding(shape: tuple[int, ...], itemsize: int, mesh: Mesh, shard: str) -> NamedSharding:
     """Where one leaf lies: with fsdp it is split, if it is large, along its largest axis that the devices divide.
 
+    The last axis is taken where no other gives parts of MIN_PART rows: where it is split, the TPU compiler sums a
+    gradient whole on every device (all-reduce) instead of each device's part (reduce-scatter), for twice the bytes.
+
     Where they divide none, their prime factors are shared out among its axes, the largest first: 128 devices split
     [48, 1600, 4800] into 2 and 64 parts. Factors that no axis takes repeat the parts. Else it is replicated.
     """
     if shard != "fsdp" or mesh.size == 1 or math.prod(shape) * itemsize < MIN_SHARDED_BYTES:
         return replicated(mesh)
     order = sorted(range(len(shape)), key=lambda axis: -shape[axis])
-    for axis in order:
-        if shape[axis] % mesh.size == 0:
-            return NamedSharding(mesh, PartitionSpec(*[AXIS if each == axis else None for each in range(axis + 1)]))
+    divided = [axis for axis in order if shape[axis] % mesh.size == 0]
+    roomy = [axis for axis in divided if axis < len(shape) - 1 and shape[axis] >= MIN_PART * mesh.size]
+    if divided:
+        axis = (roomy or divided)[0]
+        return NamedSharding(mesh, PartitionSpec(*[AXIS if each == axis else None for each in range(axis + 1)]))
     factors = prime_factors(mesh.size)
     names = [f"{AXIS}{number}" for number in range(len(factors))]
     free, taken = dict(zip(names, factors, strict=True)), [list[str]() for _ in shape]

@@ -1,0 +1,132 @@
+"""Our GPT-2 124M step beside those of peers, by the TPU compiler: memory, collectives and FLOPs. No TPU is needed.
+
+Each step is compiled in a process of its own, for described slices, in the same libtpu; 20 to 40 minutes on 2 calm
+cores. nanodo's step is written anew in its published form (nanodo.py). Levanter and MaxText are not in it: see
+docs/benchmarks.md. Bytes accessed are not in it: the compiler's own count takes the body of a loop once.
+
+    python -m benchmarks.compiled '{"on": "v5e-8", "batch": 64, "form": "ours"}'    # one step: what it starts itself
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.collectives import sent
+from benchmarks.report import Settings, Skipped, Table
+from tpuswarm.catalog import find
+from tpuswarm.config.units import GIB
+from tpuswarm.plan.children import no_compiler
+from tpuswarm.plan.order import place_of
+from tpuswarm.train.program import flops
+
+ROWS = 8
+"""Of a batch, on each device."""
+SLICES = ("v5e-8", "v6e-8", "v3-8", "v5e-64")
+FORMS = {
+    "ours": "tpuswarm, as it chooses",
+    "ours, fsdp": "tpuswarm, `--shard fsdp`",
+    "ours, 4 micro-batches": "tpuswarm, `--accumulate 4`",
+    "nanodo": "nanodo",
+    "nanodo, remat": "nanodo, `remat=True`",
+}
+
+
+def run(settings: Settings) -> Iterator[Table]:
+    """A table for each slice."""
+    if reason := no_compiler():
+        raise Skipped(reason)
+    for on in SLICES[:1] if settings.quick else SLICES:
+        place = place_of(find(on))
+        batch = ROWS * place.devices
+        rows = []
+        for form, name in FORMS.items():
+            found = _start({"on": on, "batch": batch, "form": form})
+            print(on, form, found, file=sys.stderr)
+            rows.append((name, *(_cells(found))))
+        yield Table(
+            f"GPT-2 124M by the TPU compiler: {on}, batch {batch}",
+            ("", "GiB a device", "collectives a step", "MiB a device sends", "TFLOPs a step", "compiled"),
+            rows,
+            [
+                f"{place.hbm_bytes / GIB:.2f} GiB a device; context 1024; bfloat16 over float32 weights; AdamW",
+                "collectives over all turns of all loops; what a ring makes of them: an all-reduce sends twice its "
+                "array, an all-gather and a reduce-scatter once",
+                "FLOPs of matrix products, with what is computed again; nanodo has no biases and no clipping",
+            ],
+        )
+
+
+def _cells(found: dict[str, Any]) -> tuple[str, ...]:
+    if "refused" in found:
+        return (found["refused"], "", "", f"{found['tflops']:.1f}", "no")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found["counts"].items()))
+    return (f"{found['gib']:.2f}", kinds, f"{found['mib']:,.0f}", f"{found['tflops']:.1f}", found["why"])
+
+
+def _start(asked: dict[str, Any]) -> dict[str, Any]:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    command = [sys.executable, "-m", "benchmarks.compiled", json.dumps(asked)]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if child.returncode:
+        raise RuntimeError(f"{asked} failed: {child.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return found
+
+
+def one(on: str, batch: int, form: str) -> dict[str, Any]:
+    """One step: GiB of a device, what it sends, FLOPs; or the memory that the compiler asks for in vain."""
+    import jax
+    from jax.experimental import topologies
+
+    from tpuswarm.train.program.compiled import memory_of, needed_bytes
+
+    inside: Any = flops
+    inside.RECOMPUTED = "nothing is left out"
+    place = place_of(find(on))
+    devices = topologies.get_topology_desc(place.compiler, "tpu", **place.compiler_options).devices
+    traced, compiled, why = None, None, "yes"
+    try:
+        if form.startswith("ours"):
+            compiled, jaxpr, why = _ours(list(devices), batch, form, place.hbm_bytes)
+        else:
+            from benchmarks import nanodo
+
+            traced = nanodo.traced(list(devices), batch, "remat" in form)
+            jaxpr = traced.jaxpr
+            compiled = traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if traced is None or not (needed := needed_bytes(str(error))):
+            raise
+        return {"refused": f"{needed / GIB:.1f}: refused", "tflops": flops.model_flops(traced.jaxpr).total / 1e12}
+    moved = sent(compiled.as_text(), len(devices))
+    return {
+        "gib": memory_of(compiled, "tpu", 0).total / GIB,
+        "counts": dict(moved.counts),
+        "mib": moved.bytes / 2**20,
+        "tflops": flops.model_flops(jaxpr).total / 1e12,
+        "why": why,
+    }
+
+
+def _ours(devices: list[Any], batch: int, form: str, memory_bytes: int) -> tuple[Any, Any, str]:
+    """The trainer's own step, the program of it and why it is so."""
+    from tpuswarm.recipes.gpt2.recipe import GPT2
+    from tpuswarm.train.program.compiled import fit
+    from tpuswarm.train.program.request import usual_request
+
+    recipe = GPT2(size="124m", data="fake")
+    asked = {"shard": "fsdp" if "fsdp" in form else None, "accumulate": 4 if "micro" in form else None}
+    fitted = fit(recipe, usual_request(recipe, batch=batch, **asked), devices, memory_bytes)
+    return fitted.step, fitted.jaxpr, fitted.choice.why
+
+
+if __name__ == "__main__":
+    print(json.dumps(one(**json.loads(sys.argv[1]))))

@@ -1,0 +1,79 @@
+"""`tpuswarm page`: a run and its fleet in a browser."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tpuswarm.config.units import check_number
+from tpuswarm.errors import InputError
+from tpuswarm.train.process.terminal import say
+
+if TYPE_CHECKING:
+    from tpuswarm.watch.page.live import Subject
+
+PORT = 8787
+
+
+def page(
+    of: Annotated[
+        str | None, typer.Argument(metavar="[RUN|FILE]", help="A run, or swarm.toml: its fleet and its run.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="On loopback.")] = PORT,
+) -> None:
+    """Show a run and its fleet on a live web page of this computer, and to Prometheus at /metrics. Ctrl-C ends it.
+
+    Without an argument: ./swarm.toml, else the run used last.
+    """
+    import asyncio
+
+    check_number(port, "--port", least=1)
+    if port > 65_535:
+        raise InputError(f"--port is at most 65535, not {port}")
+    from tpuswarm.watch.page.guard import LOOPBACK, page_token
+    from tpuswarm.watch.page.live import Live
+    from tpuswarm.watch.page.server import listener, serve
+
+    subject = _subject(of)
+    listens = listener(port)
+    token = page_token()
+
+    async def work() -> None:
+        live = Live(subject)
+        await asyncio.to_thread(live.open)
+        url = f"http://{LOOPBACK}:{port}/?token={token}"
+        await serve(live, listens, token, lambda: say(f"{url}\nthe token is a secret; Ctrl-C ends it"))
+
+    try:
+        asyncio.run(work())
+    finally:
+        listens.close()
+
+
+def _subject(of: str | None) -> "Subject":
+    """Raises InputError for what there is not."""
+    from tpuswarm.cli.fleet import look_at
+    from tpuswarm.cli.over_fleet import is_fleet
+    from tpuswarm.cli.picture import training_here
+    from tpuswarm.cli.storage import as_rehearsed
+    from tpuswarm.fleet.file import DEFAULT
+    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.train.bucket.mirror import is_url
+    from tpuswarm.train.run.listing import find_run
+    from tpuswarm.watch.page.live import Subject
+
+    path = Path(of) if of is not None and of.endswith(".toml") else DEFAULT
+    if of in (None, str(path)) and (of is not None or is_fleet(path)):
+        if not is_fleet(path):
+            raise InputError(f"{path} is no fleet: name a swarm.toml with pools, or a run")
+        as_rehearsed(path)
+        training = training_here(None, path)
+        fleet, read = look_at(str(path))
+        return Subject(training.url if training else "", read, find_reach(fleet))
+    run = of or "last"
+    if is_url(run):
+        if training := training_here(run):
+            fleet, read = look_at(None)
+            return Subject(run, training.read, find_reach(fleet))
+        return Subject(run)
+    return Subject(str(find_run(run)))

@@ -1,0 +1,169 @@
+"""`tpuswarm tensorboard`: the curves of runs of this computer, of machines and of buckets, together."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tpuswarm.cli.options import Fleets
+from tpuswarm.config.units import check_number
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.train.process.terminal import say
+
+if TYPE_CHECKING:
+    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.remote.connect import Connections
+    from tpuswarm.remote.host import Host
+    from tpuswarm.watch.boards import Source
+
+PORT = 6006
+LOOK = 5.0
+"""Seconds between two looks for what is new; TensorBoard looks as often."""
+
+
+def tensorboard(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN…]", help="Runs, gs://BUCKET/FOLDER, NAME:FOLDER on a machine. Default: ./runs."),
+    ] = None,
+    port: Annotated[int, typer.Option(help="On loopback.")] = PORT,
+    fleet: Fleets = None,
+) -> None:
+    """Show the curves of runs in TensorBoard: of this computer, of machines and of buckets, together.
+
+    A swarm's run has a curve for each member. What is on a machine comes through SSH, as it is written. Ctrl-C ends it.
+    """
+    import asyncio
+    import tempfile
+
+    check_number(port, "--port", least=1)
+    if importlib.util.find_spec("tensorboard") is None:
+        raise InputError("TensorBoard is not installed: pip install 'tpuswarm[tensorboard]' (it needs no TensorFlow)")
+    from tpuswarm.watch.page.server import listener
+
+    listener(port).close()  # TensorBoard would say it in many words
+    reach = _reach(fleet) if any(_far(each) for each in runs or ()) else None
+    with tempfile.TemporaryDirectory(prefix="tpuswarm-tensorboard-") as name:
+        asyncio.run(_work(runs or [], port, reach, Path(name)))
+
+
+def _far(run: str) -> re.Match[str] | None:
+    """NAME:FOLDER or NAME/2:FOLDER of a machine."""
+    return None if "://" in run or Path(run).exists() else re.fullmatch(r"([\w.-]+(?:/\d+)?):(.+)", run)
+
+
+def _reach(fleet: str | None) -> "Reach":
+    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.reach import find_reach
+
+    return find_reach(fleets.find(fleet)[0])
+
+
+async def _work(runs: list[str], port: int, reach: "Reach | None", folder: Path) -> None:
+    import asyncio
+    from contextlib import AsyncExitStack
+
+    from tpuswarm.remote.connect import Connections
+
+    async with AsyncExitStack() as ends:
+        connections = await ends.enter_async_context(Connections(reach.key)) if reach else None
+        sources = await asyncio.to_thread(_sources, runs, reach, connections, folder)
+        for each in sources.values():
+            await each.update()  # what is wrong at first is wrong for good
+        words = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1"]
+        process = await asyncio.create_subprocess_exec(
+            *words, "--port", str(port), "--reload_interval", f"{LOOK:g}", stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        ends.callback(_end, process)
+        await _until_it_answers(process, port)
+        say(f"http://127.0.0.1:{port} shows {', '.join(sources)}; Ctrl-C ends it")
+        said: set[str] = set()
+        while process.returncode is None:
+            for name, each in sources.items():
+                try:
+                    await each.update()
+                    said.discard(name)
+                except TpuswarmError as error:
+                    if name not in said:
+                        said.add(name)
+                        say(f"{error}; it is tried again", err=True)
+            await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=LOOK)
+    raise RunFailed("TensorBoard has ended")
+
+
+def _end(process: object) -> None:
+    import asyncio
+    from contextlib import suppress
+
+    assert isinstance(process, asyncio.subprocess.Process)
+    with suppress(ProcessLookupError):
+        process.terminate()
+
+
+async def _until_it_answers(process: object, port: int) -> None:
+    """Raises RunFailed, with what it said last, where it ends instead."""
+    import asyncio
+
+    assert isinstance(process, asyncio.subprocess.Process) and process.stderr is not None
+    drained = asyncio.ensure_future(process.stderr.read())
+    while process.returncode is None:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            await asyncio.sleep(0.1)
+            continue
+        writer.close()
+        return
+    last = (await drained).decode(errors="replace").strip().rpartition("\n")[2]
+    raise RunFailed(f"TensorBoard ended before it showed anything: {last or 'it said nothing'}")
+
+
+def _sources(
+    runs: list[str], reach: "Reach | None", connections: "Connections | None", folder: Path
+) -> "dict[str, Source]":
+    """By what they are called in TensorBoard."""
+    import asyncio
+
+    from tpuswarm.cli.storage import as_rehearsed
+    from tpuswarm.cli.tunnels import one_host
+    from tpuswarm.train.bucket.mirror import is_url
+    from tpuswarm.train.run.directory import read_config
+    from tpuswarm.train.run.listing import find_run, list_runs
+    from tpuswarm.watch.boards import Far, of_run
+
+    wanted = runs or [str(each) for each in list_runs()]
+    if not wanted:
+        raise InputError("there are no runs in ./runs; name some, or train one with `tpuswarm train gpt2-tiny`")
+    found: dict[str, Source] = {}
+    for run in wanted:
+        name = _name(run, found)
+        if far := _far(run):
+            assert reach is not None and connections is not None
+            where, there = reach, far[1]
+
+            async def find(where: "Reach" = where, there: str = there) -> "Host":
+                return await asyncio.to_thread(one_host, where, there)
+
+            found[name] = Far(connections, find, far[2], folder / name)
+            continue
+        if is_url(run):
+            as_rehearsed()
+        local = find_run(run)
+        found[name] = of_run(local, "swarm" in read_config(local), folder / name, run if is_url(run) else "")
+    return found
+
+
+def _name(run: str, taken: "dict[str, Source]") -> str:
+    """Short, and no two alike."""
+    far = _far(run)
+    last = run.rstrip("/").rpartition("/")[2] if not far else f"{far[1]}-{far[2].strip('/')}"
+    name = re.sub(r"[^\w.-]", "-", last)
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    return found

@@ -1,0 +1,1 @@
+"""A live web page of a run and its fleet, and the same figures for Prometheus."""

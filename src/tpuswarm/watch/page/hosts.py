@@ -1,0 +1,77 @@
+"""The hosts of a page's fleet: what their chips are at, and what their jobs print."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.fleet.core.names import ALL
+from tpuswarm.fleet.keeping.document import Document
+from tpuswarm.fleet.reach import Reach, Reached
+from tpuswarm.remote.connect import Connections
+from tpuswarm.remote.supervisor import Supervisor
+from tpuswarm.watch.follow import Follower
+from tpuswarm.watch.state import State
+from tpuswarm.watch.top import Row, rows
+
+SHOWN = 200
+"""Lines of each job on each host."""
+
+
+class Hosts:
+    """Followed from the first `follow` on; to be used as a context, in one event loop."""
+
+    def __init__(self, reach: Reach | None):
+        """None: there is no fleet."""
+        self._reach = reach
+        self._reached: Reached | None = None
+        self._connections: Connections | None = None
+        self._follower: Follower | None = None
+
+    async def __aenter__(self) -> "Hosts":
+        if self._reach is not None:
+            self._connections = await Connections(self._reach.key).__aenter__()
+            self._follower = Follower(self._connections)
+        return self
+
+    async def __aexit__(self, *about: object) -> None:
+        if self._follower is not None and self._connections is not None:
+            await self._follower.close()
+            await self._connections.__aexit__(*about)
+
+    async def follow(self) -> None:
+        """Those that are there now."""
+        if self._reach is None or self._follower is None:
+            return
+        try:
+            self._reached = await asyncio.to_thread(self._reach.find, ALL)
+        except TpuswarmError:  # no machine that is ready; the table of machines says why
+            self._reached = None
+        self._follower.follow(self._reached.hosts if self._reached else ())
+
+    def rows(self, state: State) -> Sequence[Row]:
+        """As `top` shows them."""
+        if self._reached is None or self._follower is None:
+            return ()
+        members = state.swarm.status.members if state.swarm else ()
+        return rows(self._reached, self._follower.samples, members, time.time())
+
+    async def log(self, machine: str, document: Document) -> str:
+        """The last lines of what the jobs of a machine print, by worker. Raises InputError where there is none."""
+        hosts = (
+            [each for each in self._reached.hosts if each.label.partition("/")[0] == machine] if self._reached else []
+        )
+        jobs = [each.name for each in document.jobs if any(seat.machine == machine for seat in each.seats)]
+        if not hosts or not jobs or self._connections is None:
+            raise InputError(f"{machine} cannot be reached" if not hosts else f"no job is on {machine}")
+        connections = self._connections
+
+        async def one(host: Any, job: str) -> str:
+            try:
+                _, data = await Supervisor(connections, host).log(job, SHOWN)
+            except TpuswarmError as error:
+                return f"── {host.label} {job}: {error}\n"
+            return f"── {host.label} {job}\n{data.decode(errors='replace')}"
+
+        return "\n".join(await asyncio.gather(*(one(host, job) for host in hosts for job in jobs)))

@@ -1,0 +1,176 @@
+"""The page's web server: on loopback alone, behind a token, with nothing from elsewhere."""
+
+import asyncio
+import base64
+import errno
+import hashlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.look.pictures import FOLDER
+from tpuswarm.watch.page.guard import LOOPBACK, refusal
+from tpuswarm.watch.page.live import Live
+from tpuswarm.watch.page.metrics import CONTENT_TYPE, exposition
+
+TAIL = 1 << 16
+"""Bytes at the end of a process's log that are shown."""
+
+
+def listener(port: int) -> socket.socket:
+    """Raises InputError where the port is taken."""
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((LOOPBACK, port))
+        found.listen(128)
+    except OSError as error:
+        found.close()
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(
+                f"port {port} of this computer is taken by another program: `--port {port + 1}` takes the next one"
+            ) from error
+        raise
+    return found
+
+
+async def serve(live: Live, listens: socket.socket, token: str, ready: Callable[[], None]) -> None:
+    """Until a signal ends it."""
+    import uvicorn
+
+    app = make_app(live, token, listens.getsockname()[1])
+    config = uvicorn.Config(
+        app, log_level="critical", access_log=False, lifespan="on", proxy_headers=False, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve([listens]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.005)
+    ready()
+    await serving
+
+
+def make_app(live: Live, token: str, port: int) -> ASGIApp:
+    """All that it answers."""
+
+    @asynccontextmanager
+    async def watching(_: Any) -> AsyncIterator[None]:
+        task = asyncio.create_task(live.watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def page(request: Request) -> Response:
+        text, policy = document()
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
+
+    async def stream(request: Request) -> Response:
+        async def lines() -> AsyncIterator[str]:
+            async for kind, data in live.messages():
+                yield f"event: {kind}\ndata: {data}\n\n"
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    async def events(request: Request) -> Response:
+        before = request.query_params.get("before", "")
+        if not before.isdecimal():
+            return PlainTextResponse("before: a number is missing", 400)
+        return JSONResponse(await live.older(int(before)))
+
+    async def log(request: Request) -> Response:
+        name = request.query_params.get("of", "")
+        try:
+            return PlainTextResponse(await _log(live, name))
+        except InputError as error:
+            return PlainTextResponse(str(error), 404)
+
+    async def picture(request: Request) -> Response:
+        step, folder = request.query_params.get("step", ""), live.folder
+        path = folder / FOLDER / f"{int(step):08d}.png" if folder and step.isdecimal() else None
+        if path is None or not path.is_file():
+            return PlainTextResponse(f"there is no picture of {step or 'no step'}", 404)
+        return Response(await asyncio.to_thread(path.read_bytes), media_type="image/png")
+
+    async def metrics(request: Request) -> Response:
+        state = await live.fresh()
+        return Response(exposition(state, live.hosts.rows(state)), media_type=CONTENT_TYPE)
+
+    known = {"/": page, "/stream": stream, "/events": events, "/log": log, "/picture": picture, "/metrics": metrics}
+    routes = [Route(path, answer) for path, answer in known.items()]
+    return _guarded(Starlette(routes=routes, lifespan=watching), token, port)
+
+
+async def _log(live: Live, name: str) -> str:
+    """The last lines of a process of the run, or of the jobs of a machine. Raises InputError."""
+    folder = live.folder
+    for path in [*folder.glob("*.log"), *folder.glob("logs/*.log")] if folder else ():
+        if path.stem == name:
+            return await asyncio.to_thread(_tail, path)
+    state = live.state()
+    if state.machines is not None:
+        return await live.hosts.log(name.removeprefix("j-"), state.machines.document)
+    raise InputError(f"{name or 'nothing'} has said nothing here")
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - TAIL))
+        data = file.read()
+    return (data if size <= TAIL else data.partition(b"\n")[2]).decode(errors="replace")
+
+
+def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        request = Request(scope)
+        if refused := refusal(request.headers, request.query_params.get("token"), token, port):
+            code, sentence = refused
+            await PlainTextResponse(f"{sentence}\n", code)(scope, receive, send)
+            return
+
+        async def private(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += [
+                    (b"cache-control", b"no-store"), (b"referrer-policy", b"no-referrer"),
+                    (b"x-content-type-options", b"nosniff"),
+                ]  # fmt: skip
+            await send(message)
+
+        await app(scope, receive, private)
+
+    return guarded
+
+
+@cache
+def document() -> tuple[str, str]:
+    """The page, style and program in it, and the policy by which a browser runs nothing else and asks nobody else."""
+    here = files("tpuswarm.watch.page").joinpath("static")
+
+    def text(name: str) -> str:
+        return here.joinpath(name).read_text(encoding="utf-8")
+
+    style, script = text("page.css"), "\n".join(map(text, ("plot.js", "page.js")))
+    made = text("page.html").replace("/*page.css*/", style).replace("/*page.js*/", script)
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (style, script)]
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return made, policy

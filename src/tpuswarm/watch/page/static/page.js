@@ -1,0 +1,263 @@
+// The page: one stream of events from its server, the whole at first and then what changes; nothing is kept here that a
+// reload would lose.
+
+const $ = (id) => document.getElementById(id);
+const token = new URLSearchParams(location.search).get("token") ?? "";
+const url = (path, about = {}) => `${path}?${new URLSearchParams({ ...about, token })}`;
+const two = (value) => `${value}`.padStart(2, "0");
+function when(seconds) {
+  const at = new Date(seconds * 1000);
+  return `${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
+}
+function lasting(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const s = Math.round(seconds), h = Math.floor(s / 3600), m = Math.floor((s % 3600) / 60);
+  return h >= 48 ? `${(h / 24).toFixed(1)} days` : h ? `${h} h ${two(m)} min` : m ? `${m} min ${two(s % 60)} s` : `${s} s`;
+}
+const number = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en"));
+const element = (name, text, kind = "") => Object.assign(document.createElement(name), { textContent: text, className: kind });
+
+const COLORS = { running: "good", alive: "good", finished: "good", evaluating: "good", joining: "warn", stopped: "warn", lost: "bad", failed: "bad", killed: "bad", left: "dim" };
+const KINDS = { green: "good", yellow: "warn", red: "bad", dim: "dim" };
+const MOST = 1000, COLUMNS = 400, EVENTS = 3000;
+const lossPlot = new Curves($("loss"), figure4), speedPlot = new Curves($("speed"), (value) => `${si(value)}/s`), sharesPlot = new Shares($("shares"));
+speedPlot.fromZero = true;
+
+let seen = null;
+const EMPTY = { losses: [], speeds: [], evaluations: [], names: [], columns: [], told: [], pictures: [], members: {}, machines: {}, alarms: [], problems: [], facts: {} };
+
+function view(all) {
+  seen = { ...EMPTY, ...all };
+  $("events").replaceChildren();
+  tell(seen.told);
+  $("older").hidden = !seen.told.length || seen.told[0][0] === 0;
+  draw(Object.keys(seen));
+}
+
+function update(news) {
+  if (!seen) return;
+  for (const [name, value] of Object.entries(news)) {
+    if (name === "members" || name === "machines") {
+      for (const [key, row] of Object.entries(value)) if (row === null) delete seen[name][key]; else seen[name][key] = row;
+    } else if (["losses", "speeds", "evaluations", "columns"].includes(name)) seen[name].push(...value);
+    else if (name === "told") tell(value);
+    else seen[name] = value;
+  }
+  for (const name of ["losses", "speeds"]) if (seen[name].length > MOST) seen[name] = halved(seen[name]);
+  if (seen.columns.length > COLUMNS) seen.columns = thinned(seen.columns);
+  draw(Object.keys(news));
+}
+
+function halved(points) {
+  const found = [];
+  for (let n = 0; n < points.length; n += 2) {
+    const pair = points.slice(n, n + 2), mean = (at) => pair.reduce((sum, each) => sum + each[at], 0) / pair.length;
+    found.push([mean(0), mean(1), Math.min(...pair.map((each) => each[2])), Math.max(...pair.map((each) => each[3]))]);
+  }
+  return found;
+}
+
+function thinned(columns) { // as far apart as can be, the last among them
+  const first = columns[0][0], step = (columns.at(-1)[0] - first) / (COLUMNS / 2 - 1), found = [];
+  for (const each of columns) if (each[0] >= first + found.length * step - 1e-6) found.push(each);
+  if (found.at(-1) !== columns.at(-1)) found.push(columns.at(-1));
+  return found;
+}
+
+function draw(changed) {
+  const has = (...names) => names.some((name) => changed.includes(name));
+  const unit = seen.facts.unit ?? "tokens";
+  if (has("facts")) facts(seen.facts);
+  for (const name of ["problems", "alarms"]) if (has(name)) $(name).replaceChildren(...seen[name].map((each) => element("p", name === "alarms" ? `alarm: ${each}` : each)));
+  $("plots").hidden = !seen.losses.length && !seen.columns.length;
+  if (has("losses", "evaluations") && !$("plots").hidden) lossPlot.show([
+    { name: "training", points: seen.losses, color: "--one" },
+    { name: "held out", points: seen.evaluations.map(([at, loss]) => [at, loss, loss, loss]), color: "--two", dots: true },
+  ], unit + (seen.facts.swarm ? " counted" : ""));
+  if (has("speeds") && !$("plots").hidden) speedPlot.show([{ name: `${unit}/s`, points: seen.speeds, color: "--one" }], unit);
+  $("shares-of").hidden = !seen.columns.length;
+  if (has("columns", "names") && seen.columns.length) {
+    const last = seen.columns.at(-1)[0];
+    const few = last > seen.columns.length ? `${number(seen.columns.length)} of ${number(last)} versions` : "each version";
+    sharesPlot.show(seen.names, seen.columns);
+    $("shares-name").replaceChildren("Who made each version ", element("span", `${few}; the colour is the share, up to ${(sharesPlot.most / 10).toFixed(1)}%; red was not counted`));
+  }
+  if (has("members")) members();
+  if (has("machines")) machines();
+  if (has("pictures")) pictures();
+  $("events-of").hidden = !$("events").children.length;
+}
+
+function facts(now) {
+  const name = now.run || now.fleet || "tpuswarm";
+  document.title = `${name}${now.loss != null ? ` · ${figure4(now.loss)}` : ""}`;
+  $("run").textContent = name;
+  $("what").textContent = [now.recipe, now.devices, now.run && now.fleet && `on ${now.fleet}`, now.phase].filter(Boolean).join(" · ");
+  $("state").textContent = [now.state, now.message].filter(Boolean).join(": ").slice(0, 120);
+  $("state").hidden = !now.state;
+  $("state").className = `pill ${COLORS[now.state] ?? ""}`;
+  $("progress").hidden = !now.horizon;
+  if (now.horizon) {
+    $("bar").value = Math.min(1, now.tokens / now.horizon);
+    $("done").textContent = `${(100 * Math.min(1, now.tokens / now.horizon)).toFixed(1)}% · ${number(now.tokens)} of ${number(now.horizon)} ${now.unit}`;
+  }
+  const tiles = [
+    ["loss", now.loss != null && figure4(now.loss), now.swarm ? "last 20 steps of each" : ""],
+    ["held-out loss", now.eval_loss != null && figure4(now.eval_loss), now.eval_version != null ? `version ${number(now.eval_version)}` : ""],
+    [`${now.unit}/s`, now.state === "running" && now.tokens_per_s && si(now.tokens_per_s), ""],
+    ["goodput", now.goodput != null && `${(100 * now.goodput).toFixed(1)}%`, now.swarm ? `${si(now.lost)} lost, ${si(now.dropped)} dropped` : ""],
+    ["version", now.version != null && number(now.version), now.swarm ? `${si(now.outstanding)} ${now.unit} in flight` : ""],
+    ["step", now.steps && !now.swarm && number(now.step), now.steps ? `of ${number(now.steps)}` : ""],
+    ["time left", now.left != null && lasting(now.left), now.elapsed ? `${lasting(now.elapsed)} so far` : ""],
+    ["cost", now.dollars, now.hourly ? `${now.hourly} an hour` : ""],
+  ].filter(([, value]) => value);
+  $("tiles").replaceChildren(...tiles.map(([label, value, small]) => {
+    const tile = document.createElement("div"), shown = element("dd", value);
+    if (small) shown.append(element("small", small));
+    tile.append(element("dt", label), shown);
+    return tile;
+  }));
+}
+
+function table(target, heads, rows) {
+  const head = document.createElement("tr");
+  head.append(...heads.map(([name, kind]) => Object.assign(element("th", name, kind), { scope: "col" })));
+  target.replaceChildren(head, ...rows);
+}
+const asks = (name) => { const button = element("button", name); button.type = "button"; button.dataset.log = name; return button; };
+function cells(row, values, kinds) {
+  row.append(...values.map((value, n) => { const cell = element("td", "", kinds[n]); cell.append(value ?? "–"); return cell; }));
+  return row;
+}
+
+function members() {
+  const all = Object.entries(seen.members), wanted = $("filter").value.trim().toLowerCase(), focused = document.activeElement?.dataset?.log;
+  $("members-of").hidden = !all.length;
+  if (!all.length) return;
+  const counts = {};
+  for (const [, [state]] of all) counts[state] = (counts[state] ?? 0) + 1;
+  $("members-count").textContent = `${all.length}: ${Object.entries(counts).map(([state, count]) => `${count} ${state}`).join(", ")}`;
+  all.sort(([a, x], [b, y]) => (x[1] ?? 1e9) - (y[1] ?? 1e9) || a.localeCompare(b, "en", { numeric: true }));
+  const byName = [...all].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
+  $("dots").replaceChildren(...byName.map(([name, row]) => Object.assign(element("i", "", `${COLORS[row[0]] ?? "dim"}${row[1] !== null ? " look" : ""}`), { title: `${name}: ${row[0]}` })));
+  const unit = seen.facts.unit ?? "tokens";
+  const kinds = ["", "", "n", "n", "n more", "n more", "n more", "n more", "more", "why"];
+  const heads = ["member", "state", `${unit}/s`, "loss", "commit", "behind", unit, "pid", "incarnation", "why"].map((name, n) => [name, kinds[n]]);
+  const rows = all.filter(([name, row]) => `${name} ${row[0]} ${row[2]}`.toLowerCase().includes(wanted)).map(([name, row]) => {
+    const [state, , why, speed, loss, base, lag, tokens, pid, incarnation] = row, made = document.createElement("tr");
+    return cells(made, [asks(name), element("span", state, COLORS[state]), number(speed), figure4(loss), number(base), number(lag), number(tokens), pid === null ? "–" : `${pid}`, incarnation || "–", why], kinds);
+  });
+  table($("members-table"), heads, rows);
+  if (focused) document.querySelector(`#members-table [data-log="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+}
+
+function machines() {
+  const all = Object.entries(seen.machines);
+  $("machines-of").hidden = !seen.facts.fleet;
+  $("machines-count").textContent = `${all.filter(([, row]) => row[3] === "ready").length} of ${seen.facts.wanted ?? 0} ready`;
+  const kinds = ["", "more", "more", "more", "", "", "", "n more", "n more", "n more", "n more", "why"];
+  const heads = ["machine", "pool", "type", "zone", "state", "busy", "HBM", "age", "lost", "$/h", "cost, $", "what and why"].map((name, n) => [name, kinds[n]]);
+  const rows = all.map(([name, [pool, type, zone, state, shade, kind, kindShade, why, age, lost, hourly, cost, busy, memory]]) => {
+    const meter = document.createElement("span"), fill = document.createElement("i"), both = document.createElement("span");
+    if (busy !== null) { meter.className = "meter"; fill.style.width = `${busy}%`; meter.append(fill); both.append(meter, `${busy}%`); } else both.append("–");
+    const what = document.createElement("span");
+    if (kind) what.append(element("b", kind, KINDS[kindShade]), why ? `: ${why}` : ""); else what.append(why ?? "");
+    const gib = memory ? `${(memory[0] / 2 ** 30).toFixed(1)}/${(memory[1] / 2 ** 30).toFixed(0)} GiB` : "–";
+    return cells(document.createElement("tr"), [state === "missing" ? "–" : asks(name), pool, type || "–", zone || "–", element("span", state, KINDS[shade]), both, gib, age, lost ? `${lost}` : "", hourly === 0 ? "free" : hourly === null ? "–" : hourly.toFixed(2), cost === null ? "–" : cost.toFixed(2), what], kinds);
+  });
+  table($("machines-table"), heads, rows);
+}
+
+function tell(told) {
+  const list = $("events");
+  for (const each of told) list.prepend(line(each));
+  while (list.children.length > EVENTS) list.lastChild.remove();
+}
+function line([at, time, kind, text]) {
+  const item = element("li", "", kind), stamp = element("time", when(time));
+  item.dataset.at = at;
+  item.append(stamp, element("span", text));
+  return item;
+}
+$("older").addEventListener("click", async () => {
+  const last = $("events").lastChild?.dataset.at ?? 0;
+  const found = await (await fetch(url("events", { before: last }))).json();
+  for (const each of found.told.reverse()) $("events").append(line(each));
+  $("older").hidden = found.at === 0;
+});
+const chosen = () => $("events").classList.toggle("few", !$("commits").checked);
+$("commits").addEventListener("change", chosen);
+chosen();
+$("filter").addEventListener("input", () => seen && members());
+addEventListener("keydown", (event) => {
+  if (event.key === "/" && !event.target.matches("input") && !$("members-of").hidden) { event.preventDefault(); $("filter").focus(); }
+});
+
+function pictures() {
+  const all = seen.pictures, at = $("picture-at"), last = +at.max === +at.value;
+  $("pictures-of").hidden = !all.length;
+  at.max = Math.max(0, all.length - 1);
+  if (last) at.value = at.max;
+  if (all.length) picture();
+}
+function picture() {
+  const step = seen.pictures[+$("picture-at").value], word = seen.facts.swarm ? "version" : "step";
+  $("picture-unit").textContent = word;
+  $("picture-step").textContent = number(step);
+  if ($("picture").dataset.step !== `${step}`) {
+    $("picture").dataset.step = step;
+    $("picture").alt = `a grid of pictures at ${word} ${step}`;
+    $("picture").src = url("picture", { step });
+  }
+}
+$("picture-at").addEventListener("input", picture);
+
+// What a process or a machine's jobs print, while somebody reads it.
+let reading = null;
+document.addEventListener("click", (event) => { const name = event.target.dataset?.log; if (name) openLog(name); });
+$("log-close").addEventListener("click", () => $("log").close());
+$("log").addEventListener("close", () => { clearInterval(reading); reading = null; });
+function openLog(name) {
+  $("log-name").textContent = name;
+  $("log-text").textContent = "…";
+  $("log").showModal();
+  const look = async () => {
+    const text = await fetch(url("log", { of: name })).then((answer) => answer.text(), () => null);
+    const box = $("log-text"), below = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    if (text === null || text === box.textContent) return;
+    box.textContent = text;
+    if (below) box.scrollTop = box.scrollHeight;
+  };
+  look();
+  reading = setInterval(look, 2000);
+}
+
+// A lost connection is tried again until it is there; the server then tells the whole anew.
+let stream = null, heard = 0, again = null;
+const SILENT = 25000, AGAIN = 1500;
+function connect() {
+  clearTimeout(again);
+  again = null;
+  stream?.close();
+  heard = Date.now();
+  stream = new EventSource(url("stream"));
+  const on = (kind, take) => stream.addEventListener(kind, (event) => {
+    heard = Date.now();
+    $("link").textContent = "live";
+    $("link").className = "pill good";
+    take(event.data);
+  });
+  on("view", (data) => view(JSON.parse(data)));
+  on("update", (data) => update(JSON.parse(data)));
+  on("beat", () => {});
+  stream.onerror = lost;
+}
+function lost() {
+  stream?.close();
+  $("link").textContent = "connection lost, trying again";
+  $("link").className = "pill bad";
+  again ??= setTimeout(connect, AGAIN);
+}
+setInterval(() => { if (!again && Date.now() - heard > SILENT) lost(); }, 2000);
+addEventListener("online", connect);
+connect();

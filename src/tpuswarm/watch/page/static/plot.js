@@ -1,0 +1,220 @@
+"use strict";
+// Curves and shares on canvases: read at a glance, by the pointer or with the arrow keys.
+
+const si = (value) => {
+  if (value === null || value === undefined || !isFinite(value)) return "–";
+  for (const [unit, size] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["K", 1e3]])
+    if (Math.abs(value) >= size) return `${+(value / size).toPrecision(3)}${unit}`;
+  return `${+value.toPrecision(3)}`;
+};
+const figure4 = (value) => (value === null || value === undefined ? "–" : `${+value.toPrecision(4)}`);
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function ticks(low, high, count) {
+  const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((each) => each * power >= rough) * power, found = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(at);
+  return found;
+}
+
+// A canvas, its size in pixels, and where a person points at in it.
+class Chart {
+  constructor(canvas) {
+    this.canvas = canvas;
+    this.at = null;
+    this.tip = document.createElement("div");
+    this.tip.className = "tip";
+    this.tip.hidden = true;
+    canvas.parentElement.append(this.tip);
+    new ResizeObserver(() => this.draw()).observe(canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    canvas.addEventListener("pointermove", (event) => this.point(event.offsetX, event.offsetY));
+    canvas.addEventListener("pointerleave", () => this.point(null));
+    canvas.addEventListener("blur", () => this.point(null));
+    canvas.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+      if (step && this.move(...step)) event.preventDefault();
+    });
+  }
+  begin() {
+    const { canvas } = this, ratio = devicePixelRatio || 1;
+    this.width = canvas.clientWidth;
+    this.height = canvas.clientHeight;
+    canvas.width = Math.round(this.width * ratio);
+    canvas.height = Math.round(this.height * ratio);
+    const pen = canvas.getContext("2d");
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.font = "12px system-ui, sans-serif";
+    return pen;
+  }
+  say(text, x, y) {
+    this.tip.hidden = !text;
+    if (!text) return;
+    this.tip.textContent = text;
+    this.canvas.setAttribute("aria-description", text);
+    const box = this.canvas.parentElement, left = this.canvas.offsetLeft + x + 12;
+    this.tip.style.left = `${Math.max(4, Math.min(left, box.clientWidth - this.tip.offsetWidth - 6))}px`;
+    this.tip.style.top = `${this.canvas.offsetTop + Math.max(0, y - 34)}px`;
+  }
+}
+
+// Lines over tokens. series: [{name, points: [[x, mean, low, high]], color, dots}]
+class Curves extends Chart {
+  constructor(canvas, unit) {
+    super(canvas);
+    this.series = [];
+    this.format = unit;
+  }
+  show(series, xName) {
+    this.series = series;
+    this.xName = xName;
+    const said = series.filter((each) => each.points.length).map((each) => `${each.name} ${this.format(each.points.at(-1)[1])}`);
+    this.canvas.setAttribute("aria-label", said.join(", ") || "nothing yet");
+    this.draw();
+  }
+  draw() {
+    const pen = this.begin(), all = this.series.flatMap((each) => each.points);
+    pen.fillStyle = color("--dim");
+    if (!all.length || this.width < 80) return void pen.fillText("nothing yet", 8, 20);
+    const main = this.series[0].points;
+    const late = main.length > 40 ? main.slice(Math.ceil(main.length / 40)) : main; // the first steps would flatten the rest
+    const tall = [...late, ...this.series.slice(1).flatMap((each) => each.points.slice(main.length > 40 ? 1 : 0))];
+    let low = Infinity, high = -Infinity;
+    for (const [, mean] of tall.length ? tall : all) { low = Math.min(low, mean); high = Math.max(high, mean); }
+    if (this.fromZero) low = 0;
+    const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+    low = this.fromZero ? 0 : low - room;
+    high += room;
+    const right = Math.max(...all.map((each) => each[0]), 1);
+    const box = (this.box = { left: 46, top: 8, right: this.width - 12, bottom: this.height - 34 });
+    const x = (this.x = (value) => box.left + (value / right) * (box.right - box.left));
+    const y = (this.y = (value) => box.bottom - ((value - low) / (high - low)) * (box.bottom - box.top));
+    pen.strokeStyle = color("--grid");
+    pen.lineWidth = 1;
+    for (const each of ticks(low, high, 5)) {
+      pen.beginPath(); pen.moveTo(box.left, y(each)); pen.lineTo(box.right, y(each)); pen.stroke();
+      pen.textAlign = "right"; pen.fillText(si(each), box.left - 6, y(each) + 4);
+    }
+    pen.textAlign = "center";
+    for (const each of ticks(0, right, this.width < 420 ? 4 : 7))
+      if (x(each) < box.right - 8 || each === right) pen.fillText(si(each), x(each), box.bottom + 15);
+    pen.textAlign = "right"; pen.fillText(this.xName, box.right, this.height - 4); pen.textAlign = "left";
+    pen.save(); pen.beginPath(); pen.rect(box.left, box.top, box.right - box.left, box.bottom - box.top); pen.clip();
+    for (const each of this.series) this.line(pen, each);
+    pen.restore();
+    let legend = box.left;
+    for (const each of this.series.filter((one) => one.points.length)) {
+      pen.fillStyle = color(each.color); pen.fillRect(legend, this.height - 13, 14, 3);
+      pen.fillText(each.name, legend + 19, this.height - 7); legend += 34 + pen.measureText(each.name).width;
+    }
+    if (this.at !== null) this.mark(pen);
+  }
+  line(pen, { points, color: name, dots }) {
+    const { x, y } = this;
+    if (points.length > 1 && !dots) {
+      pen.fillStyle = color("--band"); pen.beginPath();
+      points.forEach((each, n) => pen[n ? "lineTo" : "moveTo"](x(each[0]), y(each[3])));
+      [...points].reverse().forEach((each) => pen.lineTo(x(each[0]), y(each[2])));
+      pen.fill();
+    }
+    pen.strokeStyle = pen.fillStyle = color(name); pen.lineWidth = 2; pen.lineJoin = "round"; pen.beginPath();
+    points.forEach((each, n) => pen[n ? "lineTo" : "moveTo"](x(each[0]), y(each[1])));
+    pen.stroke();
+    if (dots || points.length === 1) for (const each of points.length > 60 ? points.slice(-1) : points) {
+      pen.beginPath(); pen.arc(x(each[0]), y(each[1]), 3, 0, 7); pen.fill();
+    }
+  }
+  mark(pen) {
+    const points = this.series[0].points, each = points[this.at];
+    if (!each) return this.say("");
+    pen.strokeStyle = color("--dim"); pen.lineWidth = 1; pen.beginPath();
+    pen.moveTo(this.x(each[0]), this.box.top); pen.lineTo(this.x(each[0]), this.box.bottom); pen.stroke();
+    const lines = [`${si(each[0])} ${this.xName}`];
+    for (const one of this.series) {
+      const near = one.points.filter((other) => other[0] <= each[0] * 1.000001).at(-1);
+      if (near) lines.push(`${one.name} ${this.format(near[1])}${near[3] > near[2] ? ` (${this.format(near[2])} to ${this.format(near[3])})` : ""}`);
+    }
+    this.say(lines.join("\n"), this.x(each[0]), 40);
+  }
+  point(x) {
+    const points = this.series[0]?.points ?? [];
+    this.at = x === null || !points.length || !this.x ? null
+      : points.reduce((best, each, n) => (Math.abs(this.x(each[0]) - x) < Math.abs(this.x(points[best][0]) - x) ? n : best), 0);
+    if (this.at === null) this.say("");
+    this.draw();
+  }
+  move(by) {
+    const last = (this.series[0]?.points.length ?? 0) - 1;
+    if (!by || last < 0) return false;
+    this.at = Math.max(0, Math.min(last, (this.at ?? last + (by < 0 ? 1 : 0)) + by));
+    this.draw();
+    return true;
+  }
+}
+
+// Members by versions: the colour is the share of the version, a red dot a contribution that was not counted.
+class Shares extends Chart {
+  show(names, columns, total) {
+    this.names = names.map((name, n) => [name, n]).sort((a, b) => a[0].localeCompare(b[0], "en", { numeric: true }));
+    this.columns = columns;
+    const tall = Math.max(2.5, Math.min(18, 440 / Math.max(1, names.length)));
+    this.canvas.style.height = `${Math.ceil(tall * names.length) + 26}px`;
+    const shares = columns.flatMap((each) => each[3].filter((one) => one > 0)).sort((a, b) => a - b);
+    this.most = Math.max(2, shares.at(-1) ?? 0, 2 * (shares[shares.length >> 1] ?? 0)); // an even share has half the colour
+    const last = columns.at(-1);
+    this.canvas.setAttribute("aria-label", last ? `version ${last[0]}: ${this.names.filter(([, n]) => last[3][n] > 0).map(([name, n]) => `${name} ${last[3][n] / 10}%`).slice(0, 12).join(", ")}` : "nothing yet");
+    this.draw();
+  }
+  draw() {
+    const pen = this.begin(), { columns, names } = this;
+    if (!columns?.length || this.width < 80) return;
+    const wide = Math.min(110, 8 + Math.max(...names.map(([name]) => pen.measureText(name).width)));
+    const box = (this.box = { left: wide, top: 6, right: this.width - 6, bottom: this.height - 22 });
+    const tall = (this.tall = (box.bottom - box.top) / names.length), count = columns.length;
+    // A version stands for those since the one before it that is shown.
+    const first = columns[0][0] - (count > 1 ? columns[1][0] - columns[0][0] : 1), last = columns[count - 1][0];
+    const place = (version) => box.left + ((version - first) / (last - first)) * (box.right - box.left);
+    this.edges = [box.left, ...columns.map((each) => place(each[0]))];
+    const [low, high] = [rgb(color("--low")), rgb(color("--high"))], bad = color("--bad");
+    const shades = Array.from({ length: 65 }, (_, n) => `rgb(${low.map((each, k) => Math.round(each + ((high[k] - each) * n) / 64))})`);
+    columns.forEach((column, across) => names.forEach(([, number], down) => {
+      const share = column[3][number];
+      if (share === null || share === undefined) return;
+      const x = this.edges[across], step = this.edges[across + 1] - x, y = box.top + down * tall;
+      pen.fillStyle = share < 0 ? bad : shades[Math.round((64 * share) / this.most)];
+      if (share < 0) pen.fillRect(x + step / 4, y + tall / 4, Math.max(1.5, step / 2), Math.max(1.5, tall / 2));
+      else pen.fillRect(x, y, Math.ceil(step + 0.3), tall > 6 ? tall - 1 : Math.ceil(tall));
+    }));
+    pen.fillStyle = color("--dim");
+    const every = Math.ceil(13 / tall);
+    names.forEach(([name], down) => { if (down % every === 0) pen.fillText(name, 0, box.top + down * tall + Math.min(tall, 13) / 2 + 4, wide - 6); });
+    pen.textAlign = "left"; pen.fillText(`version ${columns[0][0].toLocaleString("en")}`, box.left, this.height - 5);
+    pen.textAlign = "right"; pen.fillText(columns.at(-1)[0].toLocaleString("en"), box.right, this.height - 5); pen.textAlign = "left";
+    if (this.at) this.mark(pen);
+  }
+  mark(pen) {
+    const [across, down] = this.at, column = this.columns[across], [name, place] = this.names[down] ?? [];
+    if (!column || name === undefined) return this.say("");
+    const { box, tall } = this, share = column[3][place], left = this.edges[across];
+    pen.strokeStyle = color("--ink"); pen.strokeRect(left, box.top + down * tall, this.edges[across + 1] - left, tall);
+    const what = share === null || share === undefined ? "nothing" : share < 0 ? "not counted" : `${(share / 10).toFixed(1)}%`;
+    this.say(`version ${column[0].toLocaleString("en")}, ${when(column[2])}\n${name}: ${what}`, left, box.top + down * tall + 20);
+  }
+  point(x, y) {
+    this.at = x === null || !this.box || x < this.box.left ? null
+      : [Math.max(0, Math.min(this.columns.length, this.edges.filter((each) => each <= x).length) - 1), Math.min(this.names.length - 1, Math.max(0, Math.floor((y - this.box.top) / this.tall)))];
+    if (!this.at) this.say("");
+    this.draw();
+  }
+  move(across, down) {
+    if (!this.columns?.length) return false;
+    const [x, y] = this.at ?? [this.columns.length - 1, 0];
+    this.at = [Math.max(0, Math.min(this.columns.length - 1, x + across)), Math.max(0, Math.min(this.names.length - 1, y + down))];
+    this.draw();
+    return true;
+  }
+}
+
+function rgb(text) {
+  return [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
+}

@@ -1,0 +1,110 @@
+"""A run of a swarm made up, as large as one likes, in the files that a real one writes."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpuswarm.swarm.core.summary import Tokens
+from tpuswarm.swarm.views.status import MemberStatus, SwarmStatus, write_status
+from tpuswarm.train.run.directory import CONFIG, EVENTS, LOCK, METRICS
+
+TOKENS = 1000
+"""Of one contribution."""
+BEGAN = 1_700_000_000.0
+STEP_S = 30.0
+"""Seconds from version to version."""
+
+
+class MadeRun:
+    """Members m0, m1, …; each version has a contribution of every member, but for who is named as missing."""
+
+    def __init__(self, folder: Path, members: int, versions: int):
+        """versions: of the whole run."""
+        folder.mkdir(parents=True)
+        self.folder, self.names = folder, [f"m{number}" for number in range(members)]
+        self.versions, self.version, self.tokens = versions, 0, 0
+        self.lost: set[str] = set()
+        (folder / CONFIG).write_text(
+            '[recipe]\nname = "made"\ntarget = "made:Made"\n[recipe.options]\n'
+            f"[train]\nsteps = {versions * members}\nbatch = 1\nseed = 0\n"
+            f"[chosen]\ntokens_per_row = {TOKENS}\n[swarm]\nmembers = {members}\n"
+        )
+        (folder / "logs").mkdir()
+        self._lock = (folder / LOCK).open("w+")
+        self.event(BEGAN, "started", message="made up")
+
+    def lives(self) -> "MadeRun":
+        """Held by a process: this one."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+        return self
+
+    def ends(self) -> None:
+        """Held by nobody."""
+        self._lock.close()
+
+    def event(self, at: float, event: str, **facts: Any) -> None:
+        with (self.folder / EVENTS).open("a") as file:
+            file.write(json.dumps({"time": at, "event": event, **facts}) + "\n")
+
+    def grow(self, count: int, evaluated: int = 10) -> None:
+        """So many more versions, a row of each member in each, and an evaluation every `evaluated` versions."""
+        with (self.folder / EVENTS).open("a") as events, (self.folder / METRICS).open("a") as metrics:
+            for _ in range(count):
+                here = [name for name in self.names if name not in self.lost]
+                version = self.version + 1
+                losses = 2 + 3 / np.sqrt(version) + np.random.default_rng(version).normal(size=len(here)) / 20
+                for name, loss in zip(here, losses, strict=True):
+                    row = {"step": version, "tokens": version * TOKENS, "loss": float(loss), "lr": 1e-3,
+                           "grad_norm": 0.5, "tokens_per_s": TOKENS / STEP_S, "wall_s": version * STEP_S,
+                           "member": name, "version": self.version}  # fmt: skip
+                    metrics.write(json.dumps(row) + "\n")
+                self.version, self.tokens = version, self.tokens + TOKENS * len(here)
+                part = {"incarnation": "0" * 32, "tokens": TOKENS, "weight": 1 / len(here), "fate": "applied",
+                        "reason": ""}  # fmt: skip
+                commit = {"time": BEGAN + version * STEP_S, "event": "commit", "version": version, "epoch": 1,
+                          "tokens": self.tokens, "contributors": [{"member": name, **part} for name in here],
+                          "others": [], "rule": "nesterov", "rate": 0.7}  # fmt: skip
+                events.write(json.dumps(commit) + "\n")
+                if version % evaluated == 0:
+                    row = {"step": version, "tokens": self.tokens, "eval_loss": 2 + 3 / version**0.5, "eval_rows": 8,
+                           "member": "m0", "version": version}  # fmt: skip
+                    metrics.write(json.dumps(row) + "\n")
+        self.say()
+
+    def lose(self, name: str) -> None:
+        """A member is gone."""
+        self.lost.add(name)
+        self.event(BEGAN + self.version * STEP_S, "lost", member=name, message="killed", tokens=TOKENS)
+        self.say()
+
+    def say(self, alarms: tuple[str, ...] = ()) -> None:
+        """status.json."""
+        write_status(self.folder, self.status(alarms))
+
+    def status(self, alarms: tuple[str, ...] = ()) -> SwarmStatus:
+        """As a supervisor would write it."""
+        loss = 2 + 3 / max(1, self.version) ** 0.5
+        members = tuple(
+            MemberStatus(
+                id=name, state="lost" if name in self.lost else "alive", pid=1000 + number,
+                incarnation=f"{number:032x}",
+                base=self.version, tokens=self.version * TOKENS, lag=0, grad_norm=0.5,
+                tokens_per_s=None if name in self.lost else TOKENS / STEP_S + number / 100 + self.version % 7,
+                loss=loss + number / 1000,
+            )
+            for number, name in enumerate(self.names)
+        )  # fmt: skip
+        goal = self.versions * TOKENS * len(self.names)
+        return SwarmStatus(
+            time=BEGAN + self.version * STEP_S, began=BEGAN, version=self.version, epoch=1, phase="waiting for pushes",
+            horizon=goal, tokens=Tokens(self.tokens + 2 * TOKENS, self.tokens, TOKENS, 0, TOKENS),
+            goodput=self.tokens / (self.tokens + 2 * TOKENS), lag=0, left=60.0, loss=loss, eval_loss=2.5,
+            tokens_per_s=sum(each.tokens_per_s or 0 for each in members), eval_version=self.version // 10 * 10,
+            members=members, alarms=alarms, address="", processes={}, carried=12345,
+        )  # fmt: skip

@@ -1,0 +1,114 @@
+"""A run's past for a page: nothing is lost of a short run, a long one keeps its shape, and what is new is read once."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from tests.watch.made import STEP_S, TOKENS, MadeRun
+from tpuswarm.train.run.directory import EVENTS, METRICS, append_event, append_rows
+from tpuswarm.watch.page import lines
+from tpuswarm.watch.page.history import COLUMNS, MISSED, POINTS, History
+from tpuswarm.watch.page.lines import Lines
+
+
+@pytest.fixture
+def run(tmp_path):
+    return MadeRun(tmp_path / "run", 3, 1000)
+
+
+def test_a_short_run_is_shown_whole(run):
+    run.grow(12, evaluated=4)
+    past = History(run.folder, swarm=True)
+    assert [each.version for each in past.columns] == list(range(1, 13)) and past.names == ["m0", "m1", "m2"]
+    assert all(each.shares == [333, 333, 333] for each in past.columns)
+    assert [tokens for tokens, _ in past.evaluations] == [3 * TOKENS * version for version in (4, 8, 12)]
+    assert {round(each.mean) for each in past.speeds} == {round(3 * TOKENS / STEP_S)}
+    rows = [json.loads(line) for line in (run.folder / METRICS).read_text().splitlines()]
+    assert [each.mean for each in past.losses] == [row["loss"] for row in rows if "loss" in row]
+    assert [each.kind for each in past.told] == ["started", *["commit"] * 12]
+
+
+def test_what_is_new_comes_once_and_a_torn_line_when_it_is_whole(run):
+    run.grow(2)
+    past = History(run.folder, swarm=True)
+    assert past.news() is not None and not past.news()
+    run.lose("m1")
+    run.grow(1)
+    with (run.folder / EVENTS).open("a") as file:
+        file.write('{"time": 1.0, "event": "al')
+    news = past.news()
+    assert [each.kind for each in news.told] == ["lost", "commit"] and "m1 killed" in news.told[0].text
+    assert news.columns[0].shares == [500, None, 500] and news.losses[0].tokens == 2 * 3 * TOKENS
+    assert not past.news()
+    with (run.folder / EVENTS).open("a") as file:
+        file.write('arm", "message": "look"}\n')
+    assert [each.text for each in past.news().told] == ["alarm: look"]
+
+
+def test_a_contribution_that_was_not_counted_is_marked_and_damaged_lines_are_left_out(run):
+    part = {"member": "m7", "incarnation": "0" * 32, "tokens": 5, "weight": 0, "fate": "dropped", "reason": "stale"}
+    run.event(1.0, "commit", version=1, epoch=1, tokens=9, contributors=[], others=[part], rule="average", rate=1)
+    run.event(2.0, "commit", version=2)
+    (run.folder / METRICS).write_text('{"step": 1\n[1]\n{"step": 2, "loss": null, "tokens": 1}\n')
+    past = History(run.folder, swarm=True)
+    assert past.names == ["m7"] and [each.shares for each in past.columns] == [[MISSED]] and not past.losses
+
+
+def test_another_run_in_its_place_is_another_history(run, tmp_path):
+    run.grow(3)
+    past = History(run.folder, swarm=True)
+    (run.folder / METRICS).unlink()
+    assert past.news() is None
+    append_rows(run.folder / METRICS, [{"step": 1, "loss": 1.0}])
+    assert past.news() is None, "another file of that name"
+
+
+def test_a_plain_run_has_its_own_tokens_and_speed(tmp_path):
+    rows = [{"step": step, "tokens": 64 * step, "loss": 1 / step, "tokens_per_s": 100.0 * step} for step in range(1, 9)]
+    append_event(tmp_path, "started")
+    append_rows(tmp_path / METRICS, [*rows, {"step": 8, "tokens": 512, "eval_loss": 0.2}])
+    past = History(tmp_path, swarm=False)
+    assert [each.tokens for each in past.losses] == [64.0 * step for step in range(1, 9)]
+    assert [each.mean for each in past.speeds] == [100.0 * step for step in range(1, 9)]
+    assert past.evaluations == [[512, 0.2]] and not past.columns
+
+
+def test_a_long_run_keeps_its_shape_and_a_page_its_size(run, monkeypatch):
+    monkeypatch.setattr(lines, "WHOLE", 10_000)
+    run.grow(2000)
+    past = History(run.folder, swarm=True)
+    versions = [each.version for each in past.columns]
+    assert len(versions) <= COLUMNS + 1 and versions == sorted(set(versions))
+    assert versions[0] <= 2 and versions[-1] == 2000 and max(b - a for a, b in pairwise(versions)) < 30
+    assert POINTS / 2 < len(past.losses) <= POINTS
+    for point in past.losses[5:]:  # what it was made of is 2 + 3 / sqrt(version), and noise of 0.05
+        version = point.tokens / (3 * TOKENS)
+        assert abs(point.mean - (2 + 3 / (version + 1) ** 0.5)) < 0.15
+    assert len(past.evaluations) == 200, "every evaluation, wherever it stands"
+    for _ in range(5):
+        run.grow(100)
+        assert past.news()
+    assert len(past.columns) <= 2 * COLUMNS and len(past.losses) <= 2 * POINTS and past.columns[-1].version == 2500
+
+
+def test_older_events_are_asked_for_until_the_first(run, monkeypatch):
+    monkeypatch.setattr(lines, "WINDOW", 2000)
+    run.grow(300)
+    past = History(run.folder, swarm=True)
+    found, at = [], past.told[0].at
+    while at:
+        told, at = past.older(at)
+        assert told
+        found = told + found
+    assert [each.kind for each in (*found, *past.told)] == ["started", *["commit"] * 300]
+
+
+def test_a_line_longer_than_what_is_read_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "WINDOW", 64)
+    file = Lines(tmp_path / METRICS)
+    append_rows(tmp_path / METRICS, [{"a": "x" * 1000}, {"b": "y" * 1000}])
+    assert len(file.new()) == 2
+    (last,), at = file.before(None, 64)
+    assert "b" in last.row and at == len(json.dumps({"a": "x" * 1000})) + 1
+    assert file.before(0) == ([], 0)

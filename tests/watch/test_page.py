@@ -1,0 +1,175 @@
+"""The page in a real browser: what a person sees of a run, who does not see it, and what comes back by itself."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.watch.made import MadeRun
+
+DRAWN = """
+const canvas = document.getElementById(arguments[0]);
+return new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data).size;
+"""
+FILTERED = """
+const box = document.getElementById("filter");
+box.value = arguments[0];
+box.dispatchEvent(new Event("input"));
+"""
+EVERYTHING = """
+return JSON.stringify([seen.columns, seen.losses, seen.evaluations, seen.members,
+  document.getElementById("events").innerText]);
+"""
+TIP = "return document.querySelector('.tip').textContent"
+
+
+def ready(browser, page, *texts: str) -> None:
+    browser.open(page.url)
+    browser.wait(lambda each: "live" in each.text() and all(text in each.text() for text in texts))
+
+
+def test_two_hundred_members_are_legible_and_one_that_is_lost_comes_first(browser, page_of, tmp_path):
+    run = MadeRun(tmp_path / "run", 200, 1000).lives()
+    run.grow(30)
+    page = page_of(tmp_path, "run")
+    for width in (1280, 390):
+        browser.resize(width)
+        ready(browser, page, "200: 200 alive", "version 30")
+        assert browser.js("return document.documentElement.scrollWidth") <= width, "it is wider than the screen"
+        assert browser.js("return document.querySelectorAll('#members-table tr').length") == 201
+        for name in ("loss", "speed", "shares"):
+            browser.wait(lambda each, name=name: each.js(DRAWN, name) > 8, f"the picture {name}")
+    run.lose("m137")
+    run.grow(1)
+    browser.wait(lambda each: "200: 199 alive, 1 lost" in each.text())
+    first = browser.js("return document.querySelectorAll('#members-table tr')[1].innerText")
+    assert first.split()[:2] == ["m137", "lost"]
+    assert "m137 killed; about 1,000 uncommitted tokens lost" in browser.text()
+    run.say(("m5 has a loss of 7, far from the others",))
+    browser.wait(lambda each: "alarm: m5 has a loss of 7" in each.text())
+    browser.js(FILTERED, "m13")
+    assert browser.js("return document.querySelectorAll('#members-table tr').length") == 12
+    assert not browser.complaints() and not browser.hosts()
+    run.ends()
+
+
+def test_keys_alone_are_enough(browser, page_of, tmp_path):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    run = MadeRun(tmp_path / "run", 3, 100)
+    run.grow(8)
+    (run.folder / "logs" / "m1.log").write_text("2026-01-01 00:00:00 hello from m1\n")
+    page = page_of(tmp_path, "run")
+    ready(browser, page, "Members")
+
+    def press(*keys: str) -> None:
+        ActionChains(browser.driver).send_keys(*keys).perform()
+
+    press("/")
+    assert browser.js("return document.activeElement.id") == "filter"
+    press("m1", Keys.TAB, Keys.TAB, Keys.ENTER)
+    browser.wait(lambda each: "hello from m1" in each.text(), "the log")
+    press(Keys.ESCAPE)
+    assert not browser.js("return document.getElementById('log').open")
+    browser.js("document.getElementById('shares').focus()")
+    press(Keys.ARROW_LEFT, Keys.ARROW_DOWN)
+    browser.wait(lambda each: "version 7," in each.text() and "m1: 33.3%" in each.text(), "what a share is")
+    browser.js("document.getElementById('loss').focus()")
+    press(Keys.ARROW_LEFT)
+    browser.wait(lambda each: "tokens counted\ntraining" in each.js(TIP))
+    assert not browser.complaints()
+
+
+def test_it_comes_back_by_itself_and_a_reload_loses_nothing(browser, page_of, tmp_path):
+    run = MadeRun(tmp_path / "run", 3, 1000).lives()
+    run.grow(20)
+    page = page_of(tmp_path, "run")
+    ready(browser, page, "60,000 of 3,000,000 tokens")
+    page.end()
+    browser.wait(lambda each: "connection lost, trying again" in each.text())
+    run.grow(5)
+    page = page_of(tmp_path, "run", port=page.port)
+    browser.wait(lambda each: "live" in each.text() and "75,000 of 3,000,000 tokens" in each.text())
+    assert "connection lost" not in browser.text()
+    for _ in range(5):
+        run.grow(7)
+    browser.wait(lambda each: "180,000 of" in each.text())
+    before = json.loads(browser.js(EVERYTHING))
+    ready(browser, page, "180,000 of")
+    after = json.loads(browser.js(EVERYTHING))
+    assert [each[0] for each in before[0]] == [each[0] for each in after[0]] == list(range(1, 61))
+    assert before[2:] == after[2:]
+    assert not [
+        each for each in browser.complaints() if "ERR_CONNECTION_REFUSED" not in each and "net::ERR" not in each
+    ]
+    run.ends()
+
+
+def test_a_run_that_vanishes_is_said_and_seen_again_when_it_is_back(browser, page_of, tmp_path):
+    run = MadeRun(tmp_path / "run", 3, 1000)
+    run.grow(20)
+    page = page_of(tmp_path, "run")
+    ready(browser, page, "60,000 of 3,000,000 tokens")
+    (tmp_path / "run").rename(tmp_path / "away")
+    browser.wait(lambda each: "run does not exist" in each.text(), "that it is gone")
+    assert "60,000 of 3,000,000" in browser.text() and page.get("/metrics")[0] == 200
+    other = MadeRun(tmp_path / "run", 5, 1000)
+    other.grow(2)
+    browser.wait(lambda each: "10,000 of 5,000,000" in each.text() and "does not exist" not in each.text())
+    assert browser.js("return seen.columns.length") == 2 and not browser.complaints()
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_who_may_not_see_it(page_of, tmp_path):
+    run = MadeRun(tmp_path / "run", 3, 10)
+    run.grow(2)
+    (tmp_path / "secret.log").write_text("secret")
+    page = page_of(tmp_path, "run")
+    paths = ("/", "/stream", "/metrics", "/log?of=m0", "/events?before=1", "/picture?step=1", "/elsewhere")
+    for path in paths:
+        assert page.get(path, token="wrong") == (
+            401, "the token is wrong or missing: open the URL that `tpuswarm page` has printed\n",
+        )  # fmt: skip
+        code, said = page.get(path, Origin="https://evil.example")
+        assert code == 403 and said == "a page of https://evil.example may not read this one\n"
+        code, said = page.get(path, Host="evil.example")
+        assert code == 403 and "only for 127.0.0.1" in said
+    assert page.get("/", Origin=f"http://127.0.0.1:{page.port}")[0] == 200
+    assert page.get("/metrics", token="", Authorization=f"Bearer {page.token}")[0] == 200
+    assert page.get("/log?of=../secret")[0] == 404 and page.get("/picture?step=..%2Fx")[0] == 404
+    assert page.get("/events?before=x")[0] == 400
+    listens = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    here = [each for each in listens if each.endswith(f":{page.port:04X}")]
+    assert here[0].startswith("0100007F:"), "on loopback alone"
+    token = tmp_path / "state" / "tpuswarm" / "page-token"
+    assert token.read_text() == page.token and token.stat().st_mode & 0o777 == 0o600
+
+
+def test_wrong_words_are_said_in_a_sentence(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    MadeRun(tmp_path / "run", 1, 10).grow(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = typed("page", "run", "--port", str(port))
+        assert code == 2 and err == (
+            f"error: port {port} of this computer is taken by another program: `--port {port + 1}` takes the next one\n"
+        )
+    for words, said in (
+        (("nowhere",), "nowhere does not exist"), (("nowhere.toml",), "nowhere.toml"), (("run", "--port", "0"), "port"),
+        (("run", "--port", "70000"), "at most 65535"), (("gs:/x/y",), "gs:/x/y"), ((), "there are no runs in runs"),
+    ):  # fmt: skip
+        code, _, err = typed("page", *words)
+        assert code == 2 and said in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("theirs", ["x", "<script>alert(1)</script>"])
+def test_what_a_run_says_is_text_and_never_a_program(browser, page_of, tmp_path, theirs):
+    run = MadeRun(tmp_path / "run", 1, 10)
+    run.event(1.7e9, "note", message=f"{theirs} <b>bold</b>")
+    run.grow(1)
+    ready(browser, page_of(tmp_path, "run"), f"note: {theirs} <b>bold</b>")
+    assert not browser.complaints()

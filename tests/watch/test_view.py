@@ -1,0 +1,31 @@
+"""What a page is sent: figures of the fleet as `list` and `top` have them, and later only what changed."""
+
+from tests.watch.fleets import fleet_state
+from tests.watch.made import MadeRun
+from tpuswarm.swarm.views.status import look
+from tpuswarm.watch.page.view import changes, sections
+
+
+def test_of_a_fleet_each_machine_with_its_chips_and_what_is_missing_with_the_reason():
+    state, rows = fleet_state(None)
+    found = sections(state, rows)
+    busy, idle = found["machines"]["v2-usc1f-0"], found["machines"]["v2-usc1f-1"]
+    assert busy[:4] == ["small", "v2-8", "us-central1-f", "ready"] and busy[12:] == [70, [6e9, 8e9], 1]
+    assert idle[12:14] == [None, None] and "v2-usc1f-2 was preempted" in found["machines"]["small: missing"][7]
+    assert found["facts"]["wanted"] == 3 and found["facts"]["fleet"] == state.machines.document.desired.fleet
+    assert len({len(row) for row in found["machines"].values()}) == 1
+
+
+def test_only_what_changed_is_sent_again(tmp_path):
+    run = MadeRun(tmp_path / "run", 5, 100).lives()
+    run.grow(3)
+    state, rows = fleet_state(look(run.folder))
+    before = sections(state, rows)
+    assert changes(before, sections(state, rows)) == {}
+    run.lose("m2")
+    now = sections(fleet_state(look(run.folder))[0], rows)
+    found = changes(before, now)
+    assert set(found["members"]) == {"m2"} and found["members"]["m2"][0] == "lost" and "machines" not in found
+    gone = {**now, "members": {name: row for name, row in now["members"].items() if name != "m0"}}
+    assert changes(now, gone) == {"members": {"m0": None}}
+    run.ends()

@@ -5,9 +5,11 @@ import shutil
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.watch.made import MadeRun
+from tpuswarm.train.look.pictures import write_picture
 
 DRAWN = """
 const canvas = document.getElementById(arguments[0]);
@@ -173,3 +175,20 @@ def test_what_a_run_says_is_text_and_never_a_program(browser, page_of, tmp_path,
     run.grow(1)
     ready(browser, page_of(tmp_path, "run"), f"note: {theirs} <b>bold</b>")
     assert not browser.complaints()
+
+
+def test_what_the_model_makes_of_the_same_latents_then_and_now(browser, page_of, tmp_path):
+    run = MadeRun(tmp_path / "run", 1, 10).lives()
+    run.grow(1)
+    for version, shade in ((1, 50), (2, 200)):
+        write_picture(run.folder, f"{version:08d}.png", np.full((8, 24, 3), shade, np.uint8))
+    page = page_of(tmp_path, "run")
+    ready(browser, page, "of the same latents, at version 2")
+    shown = "const image = document.getElementById('picture'); return [image.naturalWidth, image.alt]"
+    browser.wait(lambda each: each.js(shown) == [24, "a grid of pictures at version 2"])
+    write_picture(run.folder, "00000003.png", np.full((8, 32, 3), 9, np.uint8))
+    browser.wait(lambda each: each.js(shown) == [32, "a grid of pictures at version 3"], "the newest by itself")
+    browser.js("const at = document.getElementById('picture-at'); at.value = 0; at.dispatchEvent(new Event('input'))")
+    browser.wait(lambda each: each.js(shown) == [24, "a grid of pictures at version 1"])
+    assert not browser.complaints() and not browser.hosts()
+    run.ends()

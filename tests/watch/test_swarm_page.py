@@ -1,7 +1,4 @@
-"""A real swarm of three on the page, while one of them is killed: at 1280 and at 390 pixels, without another host.
-
-What it sends to W&B is read back too.
-"""
+"""A real swarm of three on the page, while one of them is killed: at 1280 and at 390 pixels, without another host."""
 
 import os
 import signal
@@ -9,17 +6,13 @@ import signal
 import pytest
 from benchmarks.chaos import SMALL, Swarm
 
-from tests.train.look.test_wandb import files, logged
-from tpuswarm.train.run.directory import METRICS, read_rows
-
 TABLE = "return [...document.querySelectorAll('#members-table tr')].slice(1).map((row) => row.innerText)"
 
 
 @pytest.mark.slow
-def test_a_swarm_of_three_loses_a_member(browser, page_of, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_a_swarm_of_three_loses_a_member(browser, page_of, tmp_path):
     words = ["gpt2-tiny", "--data", "fake", *SMALL, "--members", "3", "--cycle", "8", "--outer", "average"]
-    swarm = Swarm(tmp_path / "run", [*words, "--steps", "10M", "--wandb", "project"])
+    swarm = Swarm(tmp_path / "run", [*words, "--steps", "10M"])
     swarm.start()
     try:
         swarm.wait(lambda: (swarm.status().get("version") or 0) >= 3 and len(swarm.pids()) >= 4)
@@ -32,9 +25,7 @@ def test_a_swarm_of_three_loses_a_member(browser, page_of, tmp_path, monkeypatch
             assert browser.js("return document.documentElement.scrollWidth") <= width
         columns = browser.js("return seen.columns.length")
         os.kill(swarm.pids()["m1"], signal.SIGKILL)
-        swarm.wait(lambda: any(each["member"] == "m1" for each in swarm.events("lost")))
         browser.wait(lambda each: "m1 killed; about" in each.text(), "that it was killed")
-        swarm.wait(lambda: any(each["again"] for each in swarm.events("joined")))
         browser.resize(1280)
         browser.wait(lambda each: "m1 rejoined" in each.text() and len(each.js(TABLE)) == 3, "that it is back")
         browser.wait(lambda each: each.js("return seen.columns.length") > columns, "versions that came since")
@@ -42,7 +33,3 @@ def test_a_swarm_of_three_loses_a_member(browser, page_of, tmp_path, monkeypatch
         assert not browser.complaints() and not browser.hosts()
     finally:
         swarm.end()
-    (sent,) = files(tmp_path / "run")
-    rows = [row for row in logged(sent) if "m2/loss" in row]
-    written = [row for row in read_rows(tmp_path / "run" / METRICS) if row["member"] == "m2" and "loss" in row]
-    assert [row["m2/loss"] for row in rows] == [row["loss"] for row in written] and rows

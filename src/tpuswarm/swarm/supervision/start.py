@@ -148,8 +148,6 @@ class _Ready:
     """Sentences for the user."""
     state_bytes: int
     """Of a member's whole state."""
-    wandb: str | None
-    """The project of Weights & Biases to which every row is sent."""
 
 
 def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready:
@@ -204,7 +202,7 @@ def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready
         asked.ports,
         bool(asked.dashboard),
     )
-    return _Ready(plan, environment, cluster, notes, sizes.state, asked.wandb)
+    return _Ready(plan, environment, cluster, notes, sizes.state)
 
 
 def _average(decided: Decided) -> Average | None:
@@ -273,20 +271,6 @@ def _result(run: Run, ended: Ended, newest: Record | None) -> SwarmResult:
     return SwarmResult(run.folder, ended, metrics, newest.version if newest else 0, newest.tokens if newest else 0)
 
 
-def _open_wandb(run: Run, project: str | None, screen: Screen, ends: ExitStack) -> Callable[[dict[str, Any]], None]:
-    """What takes in each row of a member. Raises InputError where W&B refuses."""
-    if project is None:
-        return lambda row: None
-    from tpuswarm.train.look import wandb_log
-
-    with waiting("opening W&B"):
-        log = wandb_log.WandbLog(run.folder, project)
-    ends.callback(log.close)
-    run.write_event(wandb_log.EVENT, id=log.id, message=f"W&B: {log.where}")
-    screen.note(f"W&B: {log.where}")
-    return log.write_member
-
-
 def _supervise(
     run: Run, recipe: Recipe, ready: _Ready, screen: Screen, watch: Callable[[Supervisor], None]
 ) -> SwarmResult:
@@ -304,13 +288,12 @@ def _supervise(
         (run.folder / name).unlink(missing_ok=True)  # of the processes before these
     run.write_event("started", message=who, command=command_line())
     try:
-        with ExitStack() as ends, ready.cluster as cluster:
-            log = _open_wandb(run, ready.wandb, screen, ends)
+        with ready.cluster as cluster:
             if not cluster.found and not (run.config() or {}).get("swarm", {}).get("demo"):
                 screen.note(f"to add a machine: `tpuswarm join {cluster.address} --token-file {cluster.token}`")
             if cluster.dashboard:
                 screen.note(f"Ray's dashboard: http://{cluster.dashboard}, which asks for the token in {cluster.token}")
-            supervisor = Supervisor(run, plan, cluster, screen, ready.environment, watch, log)
+            supervisor = Supervisor(run, plan, cluster, screen, ready.environment, watch)
             ended = supervisor.go()
     except TpuswarmError as error:
         run.write_event("failed", message=str(error))

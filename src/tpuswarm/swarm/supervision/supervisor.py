@@ -71,12 +71,9 @@ class Supervisor:
         screen: Screen,
         environment: Callable[[int | None], dict[str, str]],
         watch: Callable[["Supervisor"], None] = lambda supervisor: None,
-        took: Callable[[dict[str, Any]], None] = lambda row: None,
     ):
-        """environment: of the member with a number, or of one that joined; watch: called at each look, for a demo;
-        took: called with each row of a member.
-        """
-        self.run, self.plan, self.screen, self._took = run, plan, screen, took
+        """environment: of the member with a number, or of one that joined; watch: called at each look, for a demo."""
+        self.run, self.plan, self.screen = run, plan, screen
         self._cluster, self._environment, self._watch = cluster, environment, watch
         self._followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
         self.status: SwarmStatus | None = None
@@ -312,8 +309,6 @@ class Supervisor:
                 self.screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
         append_rows(self.run.folder / "members" / kept.name / METRICS, rows)
         append_rows(self.run.folder / METRICS, rows)
-        for row in rows:
-            self._took(row)
 
     def _follow(self) -> None:
         """The commits that were made since the last look."""

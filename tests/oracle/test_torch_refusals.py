@@ -77,7 +77,7 @@ def test_what_cannot_be_exported_is_said_with_its_line(module, loss, data, said)
     assert "\n" not in str(error.value)
 
 
-def test_the_line_is_the_users_whatever_its_folder_is_called(tmp_path, monkeypatch):
+def test_the_line_is_the_users_whatever_its_folder_is_called(tmp_path, monkeypatch, capfd):
     (tmp_path / "torch").mkdir()
     head = "from torch import nn\n\nclass Mine(nn.Module):\n    def forward(self, x):\n"
     (tmp_path / "torch" / "mine_of_torch.py").write_text(f"{head}        return x if x.sum() > 0 else -x\n")
@@ -86,6 +86,7 @@ def test_the_line_is_the_users_whatever_its_folder_is_called(tmp_path, monkeypat
 
     with pytest.raises(InputError, match=r"^mine_of_torch.py:5: what it does depends on values of the data"):
         export(Mine(), squared, {"x": ROWS["x"]})
+    assert capfd.readouterr().err == "", "torch prints a graph"
 
 
 def test_torch_that_is_too_old_is_refused(monkeypatch):

@@ -1,9 +1,13 @@
 """A PyTorch module and its loss, traced by torch.export into plain data. The only file that needs torch."""
 
+import io
+import logging
 import operator
 import re
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +161,7 @@ def _traced(
         if kept in table:
             table.pop(kept)
     try:
-        with warnings.catch_warnings():
-            for message in NOT_OURS:
-                warnings.filterwarnings("ignore", message)
+        with _quietly():
             program = torch.export.export(objective, (dict(batch),), dynamic_shapes=(sizes,), strict=False)
             program = program.run_decompositions(table)
     except InputError:
@@ -179,6 +181,21 @@ def _traced(
                 f"{described(_node(torch, each))} makes complex numbers: split them into real and imaginary parts"
             )
     return program, metrics
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what torch says of itself, and without the graphs that it prints where it fails: `_why` says the line."""
+    disabled, held = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(held):
+            for message in NOT_OURS:
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        logging.disable(disabled)
+    sys.stderr.write(held.getvalue())  # what the module itself warns of, where it can be traced
 
 
 def _why(error: Exception) -> str:

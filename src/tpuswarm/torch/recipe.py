@@ -120,7 +120,7 @@ class ModuleRecipe(Supervised):
                 f"{self.exported.name} was exported from the meta device, without weights: it can be planned, and to "
                 "train it has to be exported on the CPU"
             )
-        floats = {name: each for name, each in self._state.items() if np.issubdtype(each.dtype, np.floating)}
+        floats = {name: each if np.issubdtype(each.dtype, np.floating) else None for name, each in self._state.items()}
         params = dict(self.exported.arrays["params"])
         return {"extra": floats, "params": params} if self._state else params
 

@@ -43,6 +43,7 @@ NAMES = (
     "fleet",
     "journey",
     "looking",
+    "notebook",
     "page",
     "remote",
     "plan",

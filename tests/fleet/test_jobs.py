@@ -158,6 +158,7 @@ def test_what_runs_where_no_seat_is_has_strayed():
     assert strays([over], {"train": here, "unknown": {("a", 1): RUNNING}}) == {
         Stray("train", "a", 0, 1), Stray("train", "b", 1, 1), Stray("unknown", "a", 1, 1),
     }  # fmt: skip
+    assert not strays([], {".notebook": here}), "what a person runs there is no job of the fleet"
 
 
 def test_a_job_that_is_over_gets_no_seat_on_a_new_machine():

@@ -131,3 +131,38 @@ def here(tmp_path):
     """Three machines without a cloud."""
     with machines(tmp_path, 3) as found:
         yield found
+
+
+BOOKS = """\
+name = "books"
+provider = "rehearsal"
+
+[storage]
+bucket = "rehearsal-books"
+region = "us-central2"
+
+[[pool]]
+name = "slice"
+type = "v4-16"
+zones = ["us-central2-b"]
+count = 1
+network = "tpuswarm-books"
+how = "on-demand"
+
+[setup]
+notebook = true
+env = { GREETING = "hello" }
+"""
+
+
+@pytest.fixture(scope="session")
+def books(tmp_path_factory) -> Iterator[Fleet]:
+    """A slice of two workers, set up."""
+    folder = tmp_path_factory.mktemp("books")
+    (folder / "swarm.toml").write_text(BOOKS)
+    with local_cloud(folder / "cloud") as place:
+        found = Fleet(folder, place)
+        found.run("init", "--yes")
+        out, _ = found.run("up", "--yes", "--paid")
+        assert "v4-usc2b-0/1: notebook: done" in out
+        yield found

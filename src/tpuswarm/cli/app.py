@@ -35,7 +35,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "setup": "setup:setup", "flags": "flags:app", "forward": "tunnels:forward", "ssh-config": "tunnels:ssh_config",
     },
     "Look": {
-        "doctor": "doctor:doctor", "top": "top:top", "page": "page:page", "tensorboard": "tensorboard:tensorboard",
+        "doctor": "doctor:doctor", "top": "top:top", "page": "page:page", "notebook": "notebook:notebook",
+        "tensorboard": "tensorboard:tensorboard",
     },
     "Network": {"router": "router:app"},
 }  # fmt: skip

@@ -31,6 +31,7 @@ EXAMPLES = {
     "sync": ("tpuswarm sync", "tpuswarm sync small --dry-run"),
     "setup": ("tpuswarm setup", "tpuswarm setup swarm.toml --dry-run", "tpuswarm setup --on small"),
     "doctor": ("tpuswarm doctor", "tpuswarm doctor all", "tpuswarm doctor node-3/1 --fix", "tpuswarm doctor runs/mine"),
+    "notebook": ("tpuswarm notebook v2-usc1f-0", "tpuswarm notebook v5e-usc1a-0 --port 8889"),
     "top": ("tpuswarm top", "tpuswarm top v2", "tpuswarm top node-3/1 --once", "tpuswarm top --json"),
     "page": ("tpuswarm page", "tpuswarm page last", "tpuswarm page swarm.toml --port 8788"),
     "tensorboard": ("tpuswarm tensorboard", "tpuswarm tensorboard last gs://bucket/run v2-usc1f-0:runs"),

@@ -173,6 +173,7 @@ def _about(step: str, table: "Setup") -> str:
         "packages": " ".join(packages) or "none",
         "environment": " ".join(table.env) or "the path of that Python",
         "secrets": " ".join(table.secrets),
+        "notebook": "Jupyter, in an environment of its own",
     }
     if table.nfs:
         said |= {"nfs-server": f"{table.nfs.path} on {table.nfs.server}", "nfs": f"{table.nfs.mount} on all others"}

@@ -19,9 +19,10 @@ from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.copy import put
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.setup.bundle import bundle
+from tpuswarm.remote.setup.notebook import notebook
 from tpuswarm.remote.setup.plan import Machine, steps
 from tpuswarm.remote.setup.python import BUNDLE
-from tpuswarm.remote.setup.run import Outcome, Told, set_up
+from tpuswarm.remote.setup.run import Outcome, Send, Told, set_up
 from tpuswarm.remote.setup.secrets import Secrets
 from tpuswarm.remote.setup.step import LIMIT_S, Step
 from tpuswarm.remote.setup.table import Setup
@@ -137,15 +138,29 @@ async def set_up_all(
     wanted = {each.host: steps(table, each, secrets) for each in machines}
     of = next(each.stamp for each in next(iter(wanted.values())) if each.settles)
 
+    async with Connections(reach.key) as connections:
+        outcome = await set_up(connections, wanted, told, kept.versions(of), _sender(table.python), limit_s)
+    kept.keep_versions(of, outcome.settled)
+    return outcome
+
+
+async def put_jupyter(reach: Reach, hosts: Iterable[Host], told: Told) -> Outcome:
+    """What a notebook needs, on these hosts alone; nothing of it is kept for others."""
+    table = Kept(reach.fleet).table() or Setup()
+    async with Connections(reach.key) as connections:
+        steps_of = dict.fromkeys(hosts, notebook(table.python))
+        return await set_up(connections, steps_of, told, send=_sender(table.python))
+
+
+def _sender(python: str) -> Send:
+    """What sends uv and a Python to a host that can download neither."""
+
     async def send_python(connections: Connections, host: Host, step: Step) -> str:
-        made = await asyncio.to_thread(bundle, table.python, cache_folder("machines"))
+        made = await asyncio.to_thread(bundle, python, cache_folder("machines"))
         await put(connections, host, made, BUNDLE)
         return "uv and Python"
 
-    async with Connections(reach.key) as connections:
-        outcome = await set_up(connections, wanted, told, kept.versions(of), send_python, limit_s)
-    kept.keep_versions(of, outcome.settled)
-    return outcome
+    return send_python
 
 
 class Prepared(NamedTuple):

@@ -8,6 +8,13 @@ OURS = ".tpuswarm"
 ENVIRONMENT = f"{OURS}/environment"
 """Lines of a shell, read before every command: set-up puts its Python first on PATH, and `env` and `secrets` there."""
 
+NOTEBOOK = f"{OURS}/notebook"
+"""Jupyter, and what it needs."""
+VENV = f"{OURS}/venv"
+"""The Python of programs, from set-up."""
+SERVICE = "."
+"""How the name of a job begins that is no job of a fleet, but runs on a host for a person: keepers leave it alone."""
+
 
 def root_of(folder: Path) -> Path:
     """The folder that `sync` sends: that of the git repository around `folder`, or `folder` itself."""

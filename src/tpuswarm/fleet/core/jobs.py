@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.names import ALL
+from tpuswarm.remote.places import SERVICE
 
 Restart = Literal["preempted", "always", "never"]
 Phase = Literal["waiting", "running", "done", "failed", "stopped"]
@@ -225,6 +226,7 @@ def strays(jobs: Iterable[Job], reports: Mapping[str, Reports]) -> frozenset[Str
         for name, found in reports.items()
         for (machine, worker), report in found.items()
         if report is not None and report.state == "running" and (name, machine) not in seats
+        if not name.startswith(SERVICE)
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.places import ENVIRONMENT
 from tpuswarm.remote.setup.nfs import nfs
+from tpuswarm.remote.setup.notebook import notebook
 from tpuswarm.remote.setup.python import environment, python
 from tpuswarm.remote.setup.router import client
 from tpuswarm.remote.setup.step import Step
@@ -45,6 +46,7 @@ def steps(table: Setup, machine: Machine, secrets: Mapping[str, str]) -> tuple[S
         *([client(machine.settings)] if machine.settings else []),
         *python(table),
         *environment(table, secrets),
+        *(notebook(table.python) if table.notebook else ()),
         *shared,
         *own,
     )

@@ -3,14 +3,13 @@
 import shlex
 from collections.abc import Iterator, Mapping
 
-from tpuswarm.remote.places import ENVIRONMENT, OURS
+from tpuswarm.remote.places import ENVIRONMENT, OURS, VENV
 from tpuswarm.remote.setup.step import FOLDER, SEND, VERSIONS, Step
 from tpuswarm.remote.setup.table import Setup
 
 UV = "0.13.9"
 """Of one version of uv, 3.12 is the same Python on all machines."""
 SECRETS = f"{OURS}/secrets"
-VENV = f"{OURS}/venv"
 BUNDLE = f"{OURS}/python.tar"
 """uv and a Python, where they had to be sent."""
 FIND_UV = f"""\

@@ -41,6 +41,8 @@ class Setup(Strict):
     env: dict[Variable, str] = Field(default_factory=dict)
     secrets: tuple[Variable, ...] = ()
     """Names; the values come from the caller's environment."""
+    notebook: bool = False
+    """Whether Jupyter is there, too."""
     timezone: Annotated[str, matching(r"[A-Za-z0-9_+/-]+", "a time zone such as Asia/Tokyo")] | None = None
     run: tuple[SetupStep, ...] = ()
     swap_gb: Annotated[int, Field(strict=True, ge=0)] = 0

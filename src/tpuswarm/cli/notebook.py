@@ -1,0 +1,182 @@
+"""`tpuswarm notebook`: Jupyter on a machine or a slice, in this computer's browser or in Colab."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tpuswarm.cli.options import Fleets, Yes
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.process.terminal import say
+
+if TYPE_CHECKING:
+    from tpuswarm.fleet.reach import Reach, Reached
+    from tpuswarm.remote.connect import Connections
+    from tpuswarm.remote.host import Host
+    from tpuswarm.remote.notebook.begin import NoJupyter, Notebook
+
+PORT = 8888
+"""Jupyter's own, which Colab proposes."""
+HELD = "held"
+"""Doctor's check of who has the chips."""
+
+
+def notebook(
+    name: Annotated[str, typer.Argument(help="A machine; on a slice each cell runs on all of its workers.")],
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port here.")] = PORT,
+    stop: Annotated[bool, typer.Option("--stop", help="End Jupyter there, with its kernels.")] = False,
+    yes: Yes = False,
+    fleet: Fleets = None,
+) -> None:
+    """Open Jupyter on a machine, through SSH, for a browser or Colab on this computer.
+
+    Ctrl-C closes the way to it; its kernels go on, and the same command comes back to them.
+    """
+    import asyncio
+
+    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.remote.notebook.begin import NoJupyter
+
+    reach = find_reach(fleets.find(fleet)[0])
+    reached = _one(reach, name)
+    if stop:
+        asyncio.run(_stop(reach, reached))
+        return
+    if _is_taken(port):
+        free = next(each for each in range(port + 1, 65536) if not _is_taken(each))
+        raise InputError(
+            f"port {port} of this computer is taken by another program: `tpuswarm notebook {name} --port {free}` takes "
+            "a free one"
+        )
+    try:
+        first = asyncio.run(_first(reach, reached))
+    except NoJupyter as lacking:
+        _offer(reach, reached, lacking, yes)
+        first = asyncio.run(_first(reach, reached))
+    asyncio.run(_serve(reach, name, port, first))
+
+
+def _one(reach: "Reach", name: str) -> "Reached":
+    """The machine that is meant, which has to be there as a whole."""
+    if "/" in name:
+        raise InputError(f"{name} is one worker, and a notebook has a whole machine: {name.partition('/')[0]}")
+    reached = reach.find(name)
+    machines = sorted({each.name for each in reached.machines.values()})
+    if len(machines) > 1:
+        raise InputError(f"{name} is {len(machines)} machines: name one, such as {machines[0]}")
+    if reached.away:
+        raise InputError(reached.away[0])
+    return reached
+
+
+async def _stop(reach: "Reach", reached: "Reached") -> None:
+    from tpuswarm.remote.connect import Connections
+    from tpuswarm.remote.notebook.begin import end
+
+    async with Connections(reach.key) as connections:
+        await end(connections, reached.hosts)
+    say(f"Jupyter on {_called(reached)} is asked to end, with its kernels")
+
+
+async def _first(reach: "Reach", reached: "Reached") -> "Notebook":
+    """The server, begun where it does not run and nobody else has the chips."""
+    from tpuswarm.doctor.examine import examine
+    from tpuswarm.remote.connect import Connections
+    from tpuswarm.train.process.waiting import waiting
+
+    async with Connections(reach.key) as connections:
+        with waiting(f"looking at {_called(reached)}"):
+            found = await examine(connections, reached)
+        for each in found:
+            if each.check == HELD:
+                raise RunFailed(f"{each.host}: {each.wrong.what}; {each.wrong.mend}")
+        with waiting(f"beginning Jupyter on {_called(reached)}"):
+            return await _begin(connections, reached, None)
+
+
+async def _begin(connections: "Connections", reached: "Reached", before: "Notebook | None") -> "Notebook":
+    from pathlib import Path
+
+    from tpuswarm.remote.notebook.begin import begin
+    from tpuswarm.remote.places import there
+
+    machine = reached.machines[reached.hosts[0].label]
+    addresses = [each.internal or "" for each in machine.workers]
+    return await begin(connections, reached.hosts, addresses, there(Path.cwd()), before)
+
+
+async def _serve(reach: "Reach", name: str, port: int, first: "Notebook") -> None:
+    """The way to it until Ctrl-C, also after a lost connection, and to a machine that came back in its place."""
+    import asyncio
+
+    from tpuswarm.remote.connect import Connections
+    from tpuswarm.remote.forward import forward
+
+    now = first
+
+    async with Connections(reach.key) as connections:
+
+        async def find() -> "Host":
+            nonlocal now
+            reached = await asyncio.to_thread(_one, reach, name)
+            now = await _begin(connections, reached, now)
+            if now.port != first.port:
+                raise RunFailed(f"Jupyter has another port on {name} now: give the command again")
+            return now.host
+
+        def opened(host: "Host") -> str:
+            return "\n".join(_said(now, name, port, first.is_new if now.token == first.token else True))
+
+        await forward(connections, find, port, first.port, say, opened)
+
+
+def _said(now: "Notebook", name: str, port: int, is_new: bool) -> list[str]:
+    """What a person is told."""
+    state = "runs" if is_new else "runs as you left it"
+    return [
+        f"Jupyter on {now.host.label} {state}",
+        f"  browser: {now.url(port, path='lab')}",
+        f"  Colab:   {now.url(port, 'localhost')} (Connect, Connect to a local runtime)",
+        f"Ctrl-C closes the way to it, kernels go on; `tpuswarm notebook {name} --stop` ends them",
+    ]
+
+
+def _is_taken(port: int) -> bool:
+    from tpuswarm.remote.forward import Taken, hold
+
+    try:
+        hold(port).close()
+    except Taken:
+        return True
+    return False
+
+
+def _offer(reach: "Reach", reached: "Reached", lacking: "NoJupyter", yes: bool) -> None:
+    """Put Jupyter there, if a person wants it."""
+    import asyncio
+
+    from tpuswarm.cli.bring import confirm
+
+    if not yes and not sys.stdin.isatty():
+        raise InputError(f"{lacking}, and with --yes this command does")
+    say(f"{lacking}; it can be done now, on {_called(reached)} alone")
+    confirm(yes)
+    asyncio.run(_put(reach, reached))
+
+
+async def _put(reach: "Reach", reached: "Reached") -> None:
+    from tpuswarm.cli.runs import make_console
+    from tpuswarm.cli.setup import Watching, finish, some_of
+    from tpuswarm.fleet.setting_up import put_jupyter
+
+    hosts = reached.hosts
+    with Watching(make_console(), hosts) as watching:
+        outcome = await put_jupyter(reach, hosts, watching.told)
+    finish(f"{some_of(len(outcome.done), hosts)}: Jupyter is there", list(outcome.failed.values()), hosts)
+
+
+def _called(reached: "Reached") -> str:
+    count = len(reached.hosts)
+    name = reached.hosts[0].label.partition("/")[0]
+    return name if count == 1 else f"{name} ({count} workers)"

@@ -57,6 +57,7 @@ def test_regularisers_have_their_turn_at_their_intervals(eighteen):
     }
     assert changed == {"r1": [16], "path_mean": [4, 8, 12, 16]}
     assert seen[0]["r1"] > 0 and seen[0]["path_mean"] > 0
+    assert seen[4]["path_mean"] == pytest.approx(seen[0]["path_mean"], rel=0.2), "it begins with the first length"
     assert all(np.isfinite(list(metrics.values())).all() for metrics in seen)
 
 

@@ -201,6 +201,8 @@ class Recipe(ABC):
     """The arguments that `target` was called with, including its plain defaults."""
     forms: tuple[str, ...] = ()
     """Which ways to save memory program/compiled.py may choose for its programs unasked: `remat`, `accumulate`."""
+    compiling: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """Platform → options of XLA's compiler for its programs."""
     identity: tuple[str, ...] = ()
     """Options that give the parameters their meaning, such as the tokenizer; `--init-from` copies them."""
     home: Path | None = None

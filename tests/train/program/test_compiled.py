@@ -13,7 +13,7 @@ from tests.train import toy
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program.compiled import TooLarge, fit
+from tpuswarm.train.program.compiled import Refused, TooLarge, fit
 from tpuswarm.train.program.mesh import bytes_per_device
 from tpuswarm.train.program.request import Request, choices, forms
 from tpuswarm.train.recipe import Clock
@@ -60,6 +60,20 @@ def test_dropout_does_not_depend_on_the_number_of_devices(devices):
     _, _, one = losses(recipe, Request(batch=8), devices[:1], steps=2)
     _, _, eight = losses(recipe, Request(batch=8), devices, steps=2)
     np.testing.assert_allclose(eight, one, rtol=1e-5)
+
+
+def test_a_recipes_options_reach_the_compiler_of_its_platform(devices):
+    recipe = supervised(
+        lambda key: {"w": jnp.ones((4, 4))},
+        lambda params, batch, key: jnp.square(batch["x"] @ params["w"]).mean(),
+        optax.sgd(1e-3),
+        {"x": np.ones((8, 4), np.float32)},
+    )
+    recipe.compiling = {"tpu": {"no_such_option": 1}}
+    fit(recipe, Request(batch=4), devices[:1])
+    recipe.compiling = {"cpu": {"no_such_option": 1}}
+    with pytest.raises(Refused, match="no_such_option"):
+        fit(recipe, Request(batch=4), devices[:1])
 
 
 def test_memory_decides_between_the_ways_to_run(devices):

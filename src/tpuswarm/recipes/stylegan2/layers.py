@@ -52,8 +52,7 @@ def downsample(x_BxHxWxC: jax.Array) -> jax.Array:
 def convolve(x_BxHxWxI: jax.Array, w_KxKxIxO: jax.Array, half: bool, up: int = 1, down: int = 1) -> jax.Array:
     """Convolution, with FIR resampling by 2 where `up` or `down` asks for it; the result has the dtype of x.
 
-    half: products of bfloat16, whatever x is. Of float32 a TPU would make them in the same precision, and its compiler
-    takes four to nine times as long for a convolution.
+    half: products of bfloat16, whatever x is; a TPU would make those of float32 in the same precision.
     """
     kept, product = x_BxHxWxI.dtype, jnp.bfloat16 if half else x_BxHxWxI.dtype
     pad = w_KxKxIxO.shape[0] // 2

@@ -198,7 +198,9 @@ class StyleGAN2Program(Program):
         def loss(params: Params) -> tuple[jax.Array, jax.Array]:
             w_BxLxD = self._codes(params, count, keys[1])
             length_B = losses.path_lengths(lambda w: self._synthesize(params, w, keys[2]), w_BxLxD, noise)
-            mean = PATH_DECAY * state.seen["path_mean"] + (1 - PATH_DECAY) * jax.lax.stop_gradient(length_B.mean())
+            now, before = jax.lax.stop_gradient(length_B.mean()), state.seen["path_mean"]
+            # begun at 0 it would shorten all paths for hundreds of steps before it has come to where they are
+            mean = jnp.where(before == 0, now, PATH_DECAY * before + (1 - PATH_DECAY) * now)
             return PATH_WEIGHT * PATH_EVERY * jnp.square(length_B - mean).mean(), mean
 
         (_, mean), grads = jax.value_and_grad(loss, has_aux=True)(state.generator)

@@ -167,7 +167,7 @@ def attempt(
         placed, traced = trace(recipe, options, choice, request.batch, meshes.make_mesh(devices))
         needed = 0
         try:
-            compiled = traced.lower().compile()
+            compiled = traced.lower().compile(dict(recipe.compiling.get(options.platform, {})) or None)
         except Exception as error:
             if not lacks_memory(str(error), options.platform):  # whatever an op or a kernel raises that has no form
                 raise Refused(recipe.name, devices[0].device_kind, error, traced.jaxpr) from error

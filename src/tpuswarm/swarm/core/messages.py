@@ -69,6 +69,8 @@ class Granted:
     """On the contribution that the member said is undecided."""
     unknown: bool
     """Nothing is known here of that contribution: it has to be pushed again, the same bytes."""
+    pause: float
+    """Seconds until its next heartbeat, at least."""
     ended: bool
 
 

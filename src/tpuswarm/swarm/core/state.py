@@ -17,6 +17,8 @@ from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
 
+BEATS = 600.0
+"""A second, of all members together: half a core, their carrying counted (benchmarks/beats.py)."""
 LATELY = 3
 """So many last records name those whom a new epoch awaits."""
 
@@ -188,6 +190,7 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
         state=view.newest.state if view.version > said.base else (),
         verdict=verdict and verdict[0],
         unknown=not known,
+        pause=min(len(state.leases) / BEATS, state.terms.lease_seconds / 3),
         ended=state.ended,
     )
 

@@ -4,6 +4,7 @@ They share the books (core/books.py). Only the training process changes paramete
 down in `_arrived`, to be taken up between two steps.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,10 @@ from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Sleep, Tog
 
 BEAT = 2.0
 """Seconds between two heartbeats while there is nothing to wait for."""
+LATE = 1.5
+"""Times the seconds between two after which one is late: `exchange`, which hears the news, must come first."""
+SOON = 0.01
+"""Seconds that are not waited for."""
 WAIT = 0.2
 """Seconds between two while a verdict or rows are awaited."""
 REFUSALS = 3
@@ -135,6 +140,10 @@ class MemberProcesses:
     _done: set[str] = field(default_factory=set)
     """What they have done before."""
     _speed: Speed = field(default_factory=Speed)
+    _said_at: float = -math.inf
+    """When the last heartbeat was sent."""
+    _apart: float = 0.0
+    """Seconds between two, at least, as the coordinator asked."""
 
     def __post_init__(self) -> None:
         self._anchored = self.books.base
@@ -186,7 +195,7 @@ class MemberProcesses:
             if self._snapshot is not None:
                 yield from self._encode()
                 yield from self._push()
-            reply = yield from self._beat()
+            reply = (yield from self._beat()) if self._until_beat <= SOON else None
             if reply is not None:
                 if reply.unknown and self._pushed and self._snapshot is None:
                     yield from self._push()
@@ -202,16 +211,28 @@ class MemberProcesses:
     def _pause(self) -> float:
         """Seconds until there is something to say: a heartbeat, or the push that is due by then."""
         books, speed = self.books, self._speed.rows_per_s
-        if books.undecided or not books.todo:
-            return WAIT
         due = (books.cycle - len(books.outstanding)) / speed if speed else 0.0
-        return min(BEAT, max(WAIT, due))
+        return max(WAIT, self._until_beat if self._waits else min(self._until_beat, due))
+
+    @property
+    def _waits(self) -> bool:
+        """Whether a verdict or rows are awaited."""
+        return self.books.undecided is not None or not self.books.todo
+
+    @property
+    def _until_beat(self) -> float:
+        """Seconds until the next heartbeat."""
+        return self._said_at + max(WAIT if self._waits else BEAT, self._apart) - self.clock()
 
     def heartbeats(self) -> Process:
-        """Heartbeats alone: a payload or version on its way must not cost the lease; raises Over as `exchange` does."""
+        """Heartbeats where `exchange` sends none: a payload or version on its way must not cost the lease; raises Over
+        as it does.
+        """
         while not self.ended:
-            yield from self._beat()
-            yield Sleep(BEAT)
+            missing = self._said_at + LATE * max(BEAT, self._apart) - self.clock()
+            if missing <= SOON:
+                yield from self._beat()
+            yield Sleep(BEAT if missing <= SOON else missing)
 
     def _on_devices(self, name: str, action: Callable[[], Any]) -> Process:
         """Do something that never ends where the devices hang."""
@@ -261,7 +282,7 @@ class MemberProcesses:
         return every is not None and tokens // every > self.books.tokens // every
 
     def _beat(self) -> Process:
-        heard = self.books.heard
+        heard, self._said_at = self.books.heard, self.clock()
         try:
             said = core.beat(self.books, self._speed.rows_per_s, max(0.0, self.stalled))
             reply: Granted | Refused | None = yield Call(self.coordinator, "beat", (said,))
@@ -271,6 +292,7 @@ class MemberProcesses:
             return None
         if isinstance(reply, Refused):
             raise Over(reply.reason)
+        self._apart = reply.pause
         self.books = core.granted(self.books, reply, heard)
         return reply
 

@@ -35,10 +35,7 @@ class View:
         """From genesis on; Broken where a record does not fit."""
         if (genesis.version, genesis.parent, genesis.decisions, genesis.tokens) != (0, "", (), 0):
             raise Broken("the first record is not a genesis record")
-        view = View(genesis)
-        for record in records:
-            view = view.after(record)
-        return view
+        return View(genesis).through(records)
 
     @property
     def version(self) -> int:
@@ -56,13 +53,25 @@ class View:
 
     def after(self, record: Record) -> "View":
         """With one more record; Broken, naming what does not fit, where it cannot be the next."""
+        return self.through([record])
+
+    def through(self, records: Iterable[Record]) -> "View":
+        """With more records, as `after`: what grows with the run is copied once."""
+        view, verdicts, processed = self, dict(self.verdicts), dict(self.processed)
+        for record in records:
+            view = view._after(record, verdicts, processed)
+        return view
+
+    def _after(
+        self, record: Record, verdicts: dict[Identity, tuple[Decision, int]], processed: dict[Incarnation, int]
+    ) -> "View":
+        """verdicts and processed: of this view; changed in place."""
         name = f"record {record.version}"
         if (record.run, record.version) != (self.newest.run, self.version + 1):
             raise Broken(f"{name} of run {record.run} does not follow record {self.version} of run {self.newest.run}")
         if record.epoch < self.newest.epoch:
             raise Broken(f"{name} has epoch {record.epoch}, the one before it epoch {self.newest.epoch}")
         counted, skipped, tokens, dropped = self.counted, self.skipped, self.tokens[-1], self.dropped
-        verdicts = dict(self.verdicts)
         applied = 0
         for decision in record.decisions:
             if decision.identity in verdicts:
@@ -84,7 +93,6 @@ class View:
             raise Broken(f"{name} has no contributors but a new state")
         if bool(record.updates) != (applied > 0 and record.downlink != "plain"):
             raise Broken(f"{name} has {applied} contributors and {len(record.updates)} updates ({record.downlink})")
-        processed = dict(self.processed)
         for incarnation, trained in record.processed:
             processed[incarnation] = max(trained, processed.get(incarnation, 0))
         return View(

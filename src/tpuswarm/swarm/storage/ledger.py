@@ -7,7 +7,7 @@ the fewest digits that give them back. The digest in it shows damage where no la
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
@@ -73,15 +73,11 @@ class Ledger:
 
     def record(self, version: int) -> Record:
         """One record."""
-        name = commit_name(version)
-        found = self._read(name, _RECORD)
-        if found.version != version:
-            raise Corrupt(name, self.store.root, f"it holds record {found.version}")
-        return found
+        return self._record(version)[0]
 
     def header(self, name: str) -> Header:
         """One header, by the name of its file."""
-        found = self._read(name, _HEADER)
+        found, _ = self._read(name, _HEADER)
         try:
             misplaced = header_name(found.identity) != name
         except InputError:
@@ -114,44 +110,61 @@ class Ledger:
             raise RunFailed(f"{self.store.root} has no commits; use the folder or URL of a swarm's run")
         if (gap := first_gap(versions)) < len(versions):
             raise Missing(commit_name(gap), self.store.root)
-        genesis, *records = self.records(versions)
-        view = self.genesis(genesis)
-        for record in records:
-            view = self.after(view, record)
-        return view
+        with ThreadPoolExecutor(READERS) as pool:
+            genesis, *found = pool.map(self._record, versions)
+        return self._through(self.genesis(genesis[0]), genesis[1], found)
 
     def refresh(self, view: View) -> View:
         """The view with the records made since; reads only these."""
         while True:
             try:
-                record = self.record(view.version + 1)
+                found = self._record(view.version + 1)
             except Missing:
                 return view
-            view = self.after(view, record)
+            view = self._through(view, digest(view.newest), [found])
 
     def genesis(self, record: Record) -> View:
         """The view of the first record."""
         try:
             return View.of(record)
         except Broken as error:
-            raise self._broken(record, error) from error
+            raise self._broken(record.version, error) from error
 
     def after(self, view: View, record: Record) -> View:
         """The view with one more record."""
-        if record.parent != digest(view.newest):
-            raise self._broken(record, f"its parent is not record {view.version}")
-        fragments = len(view.newest.state)
-        counts = {"fragments": record.state, "updates": record.updates, "outer states": record.outer}
-        for what, digests in counts.items():
-            if len(digests) != fragments and (digests or what == "fragments"):
-                raise self._broken(record, f"it has {len(digests)} {what}, not {fragments}")
-        try:
-            return view.after(record)
-        except Broken as error:
-            raise self._broken(record, error) from error
+        return self._through(view, digest(view.newest), [(record, "")])
 
-    def _broken(self, record: Record, why: object) -> Corrupt:
-        return Corrupt(commit_name(record.version), self.store.root, str(why))
+    def _through(self, view: View, parent: str, found: Iterable[tuple[Record, str]]) -> View:
+        """The view with more records, each with its digest. parent: the digest of the view's newest."""
+        newest, before, fragments = view.version, parent, len(view.newest.state)
+
+        def follow() -> Iterator[Record]:
+            nonlocal newest, before
+            for record, made in found:
+                if record.parent != before:
+                    raise Broken(f"its parent is not record {newest}")
+                counts = {"fragments": record.state, "updates": record.updates, "outer states": record.outer}
+                for what, digests in counts.items():
+                    if len(digests) != fragments and (digests or what == "fragments"):
+                        raise Broken(f"it has {len(digests)} {what}, not {fragments}")
+                yield record
+                newest, before = record.version, made
+
+        try:
+            return view.through(follow())
+        except Broken as error:
+            raise self._broken(newest + 1, error) from error
+
+    def _record(self, version: int) -> tuple[Record, str]:
+        """One record and its digest."""
+        name = commit_name(version)
+        found, made = self._read(name, _RECORD)
+        if found.version != version:
+            raise Corrupt(name, self.store.root, f"it holds record {found.version}")
+        return found, made
+
+    def _broken(self, version: int, why: object) -> Corrupt:
+        return Corrupt(commit_name(version), self.store.root, str(why))
 
     def _create(self, name: str, body: bytes) -> Outcome:
         data = _sealed(body)
@@ -159,13 +172,14 @@ class Ledger:
             return "created"
         return "same" if self.store.read(name) == data else "lost"
 
-    def _read(self, name: str, adapter: TypeAdapter[Kept]) -> Kept:
+    def _read(self, name: str, adapter: TypeAdapter[Kept]) -> tuple[Kept, str]:
+        """What a file holds, and the SHA-256 of it."""
         data = self.store.read(name)
         body = data[len(_BEFORE) : -(len(_sealed(b"")) - len(_BEFORE))]
         if data != _sealed(body):
             raise Corrupt(name, self.store.root, "it does not match the digest written in it")
         try:
-            return _parsed(body, adapter)
+            return _parsed(body, adapter), data[len(_BEFORE) + len(body) :].split(b'"')[3].decode()
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])

@@ -32,6 +32,7 @@ NAMES = (
     "returning",
     "stylegan2",
     "scale",
+    "beats",
     "merge",
     "traffic",
     "bucket",

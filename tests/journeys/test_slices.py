@@ -22,7 +22,8 @@ from tpuswarm.swarm.core.arithmetic.fragments import Leaf
 from tpuswarm.swarm.engines.variables import BATCH
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member.group import Group
-from tpuswarm.swarm.member.incarnations import MemberHost, MetricsRows, Place
+from tpuswarm.swarm.member.incarnations import MemberHost, Place
+from tpuswarm.swarm.member.metrics import MetricsRows
 from tpuswarm.swarm.processes.founder import Joining
 from tpuswarm.swarm.processes.plan import Plan
 from tpuswarm.swarm.processes.plan import Swarm as Table

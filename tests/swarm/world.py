@@ -21,7 +21,8 @@ from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.inproc import Faults, Inproc
-from tpuswarm.swarm.member.cycle import MemberProcesses, Payload
+from tpuswarm.swarm.member.contract import Payload
+from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Over
 

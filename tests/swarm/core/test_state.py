@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.swarm.core.test_summary import TERMS, A, B, Desk
 from tests.swarm.world import genesis
 from tpuswarm.swarm.core import state as coordinator
 from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.messages import Beat
 from tpuswarm.swarm.core.rows import NOTHING
+from tpuswarm.swarm.core.state import Lease
 from tpuswarm.swarm.core.view import View
 
 JOINED = replace(TERMS, members=(), outer=Outer("nesterov"))
@@ -40,3 +44,15 @@ def test_who_does_not_come_back_is_awaited_for_one_lease_time():
     assert merge is None
     desk.state, merge, _ = coordinator.tick(desk.state, 100 + JOINED.lease_seconds)
     assert merge is not None and len(merge.decisions) == 1
+
+
+def test_the_more_members_the_less_each_says():
+    desk = Desk(coordinator.start(JOINED, View.of(genesis(JOINED)), [], 0.0, founded=True))
+    for members, pause in ((1, 1 / 600), (600, 1.0), (4000, 4000 / 600), (20_000, JOINED.lease_seconds / 3)):
+        leases = {
+            replace(A, name=f"{number:032x}"): Lease(NOTHING, 20.0, 0, None, NOTHING) for number in range(members)
+        }
+        state = replace(desk.state, leases=leases)
+        said = Beat(next(iter(leases)), JOINED.digests, True, 0, NOTHING, NOTHING, None, None, 0)
+        _, answer = coordinator.beat(state, said, 1.0)
+        assert answer.pause == pytest.approx(pause)

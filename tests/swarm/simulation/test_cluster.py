@@ -220,3 +220,10 @@ def test_without_members_or_a_file_there_is_nothing_to_simulate(simulate, monkey
 def test_the_example_is_a_scenario():
     found = read_toml(Path(__file__).parents[3] / "examples" / "simulate.toml", Scenario)
     assert found.count == sum(group.count for group in found.members) and found.hours
+
+
+def test_a_member_has_one_stream_of_heartbeats():
+    """One every two seconds while it trains, and a few more a cycle until its verdict; two streams would be twice."""
+    cluster, found = simulated(scenario(group(1, mbit=10_000), cycle=100, hours=0.5))
+    cycles = found.seconds / 100
+    assert found.seconds / BEAT * 0.9 <= cluster.coordinator.count["beat"] <= found.seconds / BEAT * 1.1 + 20 * cycles

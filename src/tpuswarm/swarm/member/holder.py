@@ -11,7 +11,7 @@ from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Form, Identity
 from tpuswarm.swarm.member.arrays import batch_to_devices, leaf_to_devices, wait
-from tpuswarm.swarm.member.cycle import Evaluated, Payload
+from tpuswarm.swarm.member.contract import Evaluated, Payload
 from tpuswarm.swarm.member.exchanged import Coded, Exchanged, Flat, norm
 from tpuswarm.swarm.member.prefetch import Prefetch
 from tpuswarm.swarm.storage import tensors

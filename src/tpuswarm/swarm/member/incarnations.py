@@ -1,9 +1,6 @@
 """A member's process: it learns what the run is, compiles, and lives one incarnation after the other."""
 
-import math
-import queue
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,19 +18,19 @@ from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.engines.threads import Node
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member import follower
-from tpuswarm.swarm.member.cycle import Evaluated, Holder, MemberProcesses
+from tpuswarm.swarm.member.contract import Holder
+from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.member.group import Group
 from tpuswarm.swarm.member.lead import Lead
+from tpuswarm.swarm.member.metrics import MetricsRows
 from tpuswarm.swarm.member.program import Ready, make_ready
 from tpuswarm.swarm.processes.effects import Call, Over, Unreachable
 from tpuswarm.swarm.processes.founder import Begin, Joining
 from tpuswarm.swarm.processes.plan import HEAD, Plan
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.train.hosts.rendezvous import Absent, Hosts
-from tpuswarm.train.look.pictures import PICTURE
 from tpuswarm.train.loop.session import chosen
 from tpuswarm.train.process import platform
-from tpuswarm.train.recipe import Metrics
 
 AGAIN = 0.5
 """Seconds between two tries of a call that nobody answers."""
@@ -70,7 +67,7 @@ class MemberHost:
     """The process; `run` in one thread, `look` and `leave` from others."""
 
     place: Place
-    _rows: "MetricsRows" = field(init=False)
+    _rows: MetricsRows = field(init=False)
     _member: MemberProcesses | None = None
     _last: Member | None = None
     """The books of the incarnation before."""
@@ -297,65 +294,3 @@ def _way_out(ours: Digests, run: Digests) -> str:
         "; tpuswarm or the recipe's file has changed here since the run was started, or differs on this machine: put "
         "it back, or stop the run and resume it with --accept-code"
     )
-
-
-class MetricsRows:
-    """Rows of metrics, read from the devices by a thread of its own as their steps end."""
-
-    def __init__(self, name: str, steps: int, tokens: int, version: Callable[[], int]):
-        """steps: that this member made before; tokens: of one of its steps; version: the one it has adopted."""
-        self._version = version
-        self._name, self._steps, self._tokens = name, steps, tokens
-        self._pending: queue.SimpleQueue[tuple[int, Metrics]] = queue.SimpleQueue()
-        self._rows: list[dict[str, Any]] = []
-        self._first = 0
-        self._began = self._read_at = time.monotonic()
-        self._lock = threading.Lock()
-        self._failure: BaseException | None = None
-        """Why no more rows are read."""
-        threading.Thread(target=self._read, name="metrics", daemon=True).start()
-
-    def took(self, number: int, metrics: Metrics) -> None:
-        """A step was dispatched; its metrics are still on the devices. Raises what ended the reading of others."""
-        if self._failure:
-            raise self._failure
-        self._pending.put((self._version(), metrics))
-
-    def evaluated(self, version: int, tokens: int, found: Evaluated) -> None:
-        """A version was evaluated. What its model makes goes with the row, to whoever writes it."""
-        row: dict[str, Any] = {"step": self._steps, "tokens": tokens, "eval_rows": found.rows}
-        row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in found.values.items()}
-        row |= {} if found.picture is None else {PICTURE: found.picture}
-        with self._lock:
-            self._rows.append(row | {"member": self._name, "version": version})
-
-    def since(self, number: int) -> list[dict[str, Any]]:
-        """Rows from `number` on, counted from 0; those before are forgotten."""
-        with self._lock:
-            self._rows = self._rows[max(0, number - self._first) :]
-            self._first = max(number, self._first)
-            return list(self._rows)
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._read_one(*self._pending.get())
-        except BaseException as error:  # noqa: BLE001  # raised where the next step is
-            self._failure = error
-
-    def _read_one(self, version: int, metrics: Metrics) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        now = time.monotonic()
-        self._steps += 1
-        row = {
-            "step": self._steps,
-            "tokens": self._steps * self._tokens,
-            **{name: value if math.isfinite(value) else None for name, value in values.items()},
-            "tokens_per_s": self._tokens / max(now - self._read_at, 1e-9),
-            "wall_s": now - self._began,
-            "member": self._name,
-            "version": version,
-        }
-        self._read_at = now
-        with self._lock:
-            self._rows.append(row)

@@ -17,7 +17,7 @@ from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.member.arrays import wait
-from tpuswarm.swarm.member.cycle import Payload
+from tpuswarm.swarm.member.contract import Payload
 from tpuswarm.swarm.member.exchanged import Flat
 from tpuswarm.swarm.member.holder import ProgramHolder
 from tpuswarm.swarm.storage import tensors

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Identity
-from tpuswarm.swarm.member.cycle import MemberProcesses, Payload
+from tpuswarm.swarm.member.contract import Payload
+from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.simulation.scenario import Group
 
 Where = Literal["gone", "joining", "alive"]

@@ -20,7 +20,7 @@ from benchmarks.bare import Bare
 from benchmarks.report import Settings, Skipped, Table, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.process.platform import local_devices
-from tpuswarm.train.program.compiled import Fitted, fit
+from tpuswarm.train.program.compiled import Compiled, compile_step
 from tpuswarm.train.program.request import usual_request
 
 DEVICES, BATCH, STEPS = 8, 8, 2
@@ -103,17 +103,17 @@ def one_form(shard: str, context: int, layers: int, run: bool) -> dict[str, Any]
     request = usual_request(recipe, batch=BATCH, shard=shard, accumulate=1)
     start = time.perf_counter()
     # What is only compiled needs no room on this machine; what is run must fit its share of the real memory.
-    fitted = fit(recipe, request, local_devices(), memory_bytes=None if run else 2**40)
+    compiled = compile_step(recipe, request, local_devices(), memory_bytes=None if run else 2**40)
     found: dict[str, Any] = {
         "compile_s": time.perf_counter() - start,
-        "why": fitted.choice.why,
-        "arguments": fitted.memory.arguments,
-        "temporaries": fitted.memory.temporaries,
+        "why": compiled.choice.why,
+        "arguments": compiled.memory.arguments,
+        "temporaries": compiled.memory.temporaries,
         "losses": [],
     }
     if run:
-        _check_room(fitted)
-        bare, source = Bare(fitted, recipe), recipe.data("train")
+        _check_room(compiled)
+        bare, source = Bare(compiled, recipe), recipe.data("train")
         for step in range(STEPS):
             metrics = bare.step(bare.put(source.rows(step * BATCH, BATCH)))
             found["losses"].append(float(metrics["loss"]))
@@ -121,13 +121,13 @@ def one_form(shard: str, context: int, layers: int, run: bool) -> dict[str, Any]
     return found
 
 
-def _check_room(fitted: Fitted) -> None:
+def _check_room(compiled: Compiled) -> None:
     """End this process where the machine has less memory free than all devices take: Linux would kill something."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    needed = fitted.memory.total * DEVICES
+    needed = compiled.memory.total * DEVICES
     if needed > free:
-        shard = fitted.choice.shard
+        shard = compiled.choice.shard
         print(f"{shard} takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free", file=sys.stderr)
         sys.exit(LACKING)
 

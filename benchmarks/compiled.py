@@ -19,7 +19,7 @@ from benchmarks.report import Settings, Skipped, Table
 from tpuswarm.catalog import find
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.children import no_compiler
-from tpuswarm.plan.order import place_of
+from tpuswarm.plan.order import described
 from tpuswarm.train.program import flops
 
 ROWS = 8
@@ -39,7 +39,7 @@ def run(settings: Settings) -> Iterator[Table]:
     if reason := no_compiler():
         raise Skipped(reason)
     for on in SLICES[:1] if settings.quick else SLICES:
-        place = place_of(find(on))
+        place = described(find(on))
         batch = ROWS * place.devices
         rows = []
         for form, name in FORMS.items():
@@ -90,7 +90,7 @@ def one(on: str, batch: int, form: str) -> dict[str, Any]:
 
     inside: Any = flops
     inside.RECOMPUTED = "nothing is left out"
-    place = place_of(find(on))
+    place = described(find(on))
     devices = topologies.get_topology_desc(place.compiler, "tpu", **place.compiler_options).devices
     traced, compiled, why = None, None, "yes"
     try:
@@ -119,13 +119,13 @@ def one(on: str, batch: int, form: str) -> dict[str, Any]:
 def _ours(devices: list[Any], batch: int, form: str, memory_bytes: int) -> tuple[Any, Any, str]:
     """The trainer's own step, the program of it and why it is so."""
     from tpuswarm.recipes.gpt2.recipe import GPT2
-    from tpuswarm.train.program.compiled import fit
+    from tpuswarm.train.program.compiled import compile_step
     from tpuswarm.train.program.request import usual_request
 
     recipe = GPT2(size="124m", data="fake")
     asked = {"shard": "fsdp" if "fsdp" in form else None, "accumulate": 4 if "micro" in form else None}
-    fitted = fit(recipe, usual_request(recipe, batch=batch, **asked), devices, memory_bytes)
-    return fitted.step, fitted.jaxpr, fitted.choice.why
+    compiled = compile_step(recipe, usual_request(recipe, batch=batch, **asked), devices, memory_bytes)
+    return compiled.step, compiled.jaxpr, compiled.choice.why
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def run(settings: Settings) -> Table:
     took: dict[str, list[float]] = {"without": [], "with": [], "step": []}
     with Watch() as watch:
         start = time.perf_counter()
-        watch.at_start(bare.fitted, batch)
+        watch.at_start(bare.compiled, batch)
         once = time.perf_counter() - start
     _steps(bare, rows, steps)
     for pair in range(pairs):

@@ -122,7 +122,7 @@ def _in_turn(recipe: Recipe, pairs: int, steps: int, reads: bool) -> tuple[dict[
                         _advance_bare(bare, source, batch, steps, reads)
                     if pair >= 0:
                         took[name].append(time.perf_counter() - start)
-    return took, bare.fitted.options.platform
+    return took, bare.compiled.options.platform
 
 
 def _advance(loop: Generator[Step, None, Result], steps: int) -> None:

@@ -97,7 +97,7 @@ def measure(
     steps = cycle * cycles
     with tempfile.TemporaryDirectory() as folder:
         swarm = OneMember(Path(folder) / "run", bare, recipe, batch, cycle, form, steps_on, rest_on)
-        spec, sharding = bare.fitted.program.batch_spec(batch), batch_sharding(bare.fitted.mesh)
+        spec, sharding = bare.compiled.program.batch_spec(batch), batch_sharding(bare.compiled.mesh)
         with Feed(recipe.data("train"), spec, sharding, 0, 10**9) as feed:
             swarm.advance(cycle + cycle // 2)  # all programs are compiled then
             _advance(bare, feed, cycle)
@@ -138,14 +138,14 @@ class OneMember:
         self, root: Path, bare: Bare, recipe: GPT2, batch: int, cycle: int, form: Form,
         steps_on: Sequence[int], rest_on: Sequence[int],
     ):  # fmt: skip
-        fitted = bare.fitted
-        layout = layout_of(fitted, 1)
-        state = fitted.init(jax.random.key(0))
-        shared = fitted.program.exchange().get(state)
+        compiled = bare.compiled
+        layout = layout_of(compiled, 1)
+        state = compiled.init(jax.random.key(0))
+        shared = compiled.program.exchange().get(state)
         anchor = layout.split(dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True)))
         terms = Terms(
             run="stall", digests=Digests(layout.digest, "", "", ""), batch=batch,
-            tokens_per_row=fitted.program.tokens_per_row, horizon=10**9 * batch, cycle=cycle * batch, members=("m0",),
+            tokens_per_row=compiled.program.tokens_per_row, horizon=10**9 * batch, cycle=cycle * batch, members=("m0",),
             outer=Outer("average"),
         )  # fmt: skip
         store = Store(root)
@@ -156,7 +156,7 @@ class OneMember:
         self._server.start()
         source = recipe.data("train")
         key = jax.random.key(1)
-        self._holder = ProgramHolder(fitted, source, layout, form, key, state, anchor, lambda number, metrics: None)
+        self._holder = ProgramHolder(compiled, source, layout, form, key, state, anchor, lambda number, metrics: None)
         books = Member(terms, form, True, Incarnation("m0", "0" * 32), 0, 0)
         self._member = MemberProcesses(books, self._holder, "coordinator", ["shard"], time.monotonic)
         self._node, self._one_call = Node(self._call), threading.Lock()

@@ -18,9 +18,9 @@ from tpuswarm.recipes.gpt2 import loss
 from tpuswarm.recipes.gpt2 import recipe as recipe_module
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.process.platform import local_devices
-from tpuswarm.train.program import compiled as fitting
+from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program import request
-from tpuswarm.train.program.compiled import Fitted
+from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.request import Choice, usual_request
 
 
@@ -37,10 +37,10 @@ def main(
 ) -> None:
     """Serve blocks of steps on one batch of random tokens; shape: options of the recipe in place of the size's."""
     device = local_devices()[0]
-    usual = request.forms(device.platform, device.device_kind)
+    usual = request.attention_and_loop(device.platform, device.device_kind)
     # The trainer has no options for these: whoever measures them reaches inside.
     inside: Any = request
-    inside.forms = lambda platform, kind: (attention or usual[0], loop or usual[1])
+    inside.attention_and_loop = lambda platform, kind: (attention or usual[0], loop or usual[1])
     if chunk_bytes is not None:
         inside = recipe_module
         inside.GPU_CHUNK_BYTES = loss.CHUNK_BYTES = chunk_bytes
@@ -49,8 +49,8 @@ def main(
         inside.logits = _bf16_logits
     recipe = GPT2(size=size, data="fake", **shape)
     start = time.perf_counter()
-    made = fitting.attempt(recipe, usual_request(recipe, batch=batch), [device], Choice("replicate", remat, 1, ""))
-    if not isinstance(made, Fitted):
+    made = compiling.attempt(recipe, usual_request(recipe, batch=batch), [device], Choice("replicate", remat, 1, ""))
+    if not isinstance(made, Compiled):
         sys.exit(f"it needs {made.needed / 2**30:.1f} GiB")
     bare = Bare(made, recipe)
     rows = bare.put(recipe.data("train").rows(0, batch))

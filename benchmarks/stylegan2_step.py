@@ -13,7 +13,7 @@ import jax
 from benchmarks.bare import Bare
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.process.platform import local_devices
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import usual_request
 
 
@@ -22,12 +22,12 @@ def main(*, batch: int, **options: Any) -> None:
     device = local_devices()[0]
     recipe = StyleGAN2(data="fake", **options)
     start = time.perf_counter()
-    bare = Bare(fit(recipe, usual_request(recipe, batch=batch), [device]), recipe)
+    bare = Bare(compile_step(recipe, usual_request(recipe, batch=batch), [device]), recipe)
     rows = bare.put(recipe.data("train").rows(0, batch))
     loss = float(bare.step(rows)["loss"])
     about = {
         "device": device.device_kind,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(bare.fitted.program.exchange().get(bare.state))),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(bare.compiled.program.exchange().get(bare.state))),
         "loss": loss,
         "ready_s": time.perf_counter() - start,
     }

@@ -52,7 +52,7 @@ def run(settings: Settings) -> Table:
             if turn >= 0:
                 blocks.append(seconds / steps * 1e3)
     closing = {name: torch.close() for name, torch in torches.items()}
-    count = sum(leaf.size for leaf in jax.tree.leaves(bare.fitted.program.exchange().get(bare.state)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(bare.compiled.program.exchange().get(bare.state)))
     rows = [(OURS, median(took[OURS]).show(".2f"), "1", f"{count:,}")]
     for name, torch in working.items():
         ratio = median([theirs / ours for theirs, ours in zip(took[name], took[OURS], strict=True)])

@@ -127,7 +127,7 @@ def theirs(module: Any, loss: Any, rows: Iterator[dict[str, np.ndarray]]) -> Cal
 def ours(made: Recipe, rows: Iterator[dict[str, np.ndarray]]) -> tuple[Callable[[], float], Any]:
     """The step that the trainer compiles, and that program."""
     bare = usual(made, jax.devices("cpu")[:1])
-    return lambda: float(bare.step(bare.put(next(rows)))["loss"]), bare.fitted.step
+    return lambda: float(bare.step(bare.put(next(rows)))["loss"]), bare.compiled.step
 
 
 def costliest_of_theirs(step: Callable[[], float]) -> str:

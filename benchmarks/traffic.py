@@ -36,7 +36,7 @@ from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.platform import local_devices
-from tpuswarm.train.program.compiled import Fitted, fit
+from tpuswarm.train.program.compiled import Compiled, compile_step
 from tpuswarm.train.program.request import usual_request
 
 MEMBERS, CYCLE, CYCLES, FRAGMENTS, SHARDS = 4, 100, 4, 4, 2
@@ -49,11 +49,11 @@ LIMIT = 400
 def run(settings: Settings) -> Table:
     """The same run in three forms."""
     recipe = GPT2(size="tiny")
-    fitted = fit(recipe, usual_request(recipe), local_devices()[:1])
+    compiled = compile_step(recipe, usual_request(recipe), local_devices()[:1])
     cycle, cycles = (4, 2) if settings.quick else (CYCLE, CYCLES)
     rows: list[tuple[str, ...]] = []
     for form in FORMS:
-        swarm = Swarm(recipe, fitted, form, cycle, cycles)
+        swarm = Swarm(recipe, compiled, form, cycle, cycles)
         swarm.run()
         rows += swarm.rows(limited=form == "int8")
         print(f"{form}: {rows[-2][2]} and {rows[-1][2]} times less", file=sys.stderr)
@@ -82,7 +82,7 @@ def run(settings: Settings) -> Table:
 class Swarm:
     """Members with real programs, their traffic counted."""
 
-    def __init__(self, recipe: GPT2, fitted: Fitted, form: Form, cycle: int, cycles: int):
+    def __init__(self, recipe: GPT2, compiled: Compiled, form: Form, cycle: int, cycles: int):
         self._form, self._cycle = form, cycle
         self.sent: Counter[str] = Counter()
         """Bytes by method of the call."""
@@ -90,13 +90,13 @@ class Swarm:
         speeds = random.Random(1)
         step = [speeds.uniform(1 - SPREAD / 2, 1 + SPREAD / 2) for _ in range(MEMBERS)]
         self._engine = _Engine(3, step)
-        layout = layout_of(fitted, FRAGMENTS)
+        layout = layout_of(compiled, FRAGMENTS)
         self.parameters = sum(layout.sizes)
         batch = int(recipe.defaults["batch"])
         outer = Outer("nesterov", downlink=form)
         self.terms = Terms(
             run="traffic", digests=Digests(layout.digest, "c" * 64, "d" * 64, "e" * 64), batch=batch,
-            tokens_per_row=fitted.program.tokens_per_row, horizon=MEMBERS * cycle * cycles * batch,
+            tokens_per_row=compiled.program.tokens_per_row, horizon=MEMBERS * cycle * cycles * batch,
             cycle=cycle * batch, members=tuple(f"m{n}" for n in range(MEMBERS)), outer=outer,
         )  # fmt: skip
         self._folder = tempfile.TemporaryDirectory()
@@ -105,8 +105,8 @@ class Swarm:
         shards = [f"shard-{n}" for n in range(SHARDS)]
         for number, address in enumerate(shards):
             self._engine.serve(address, Aggregator(self._ledger, objects, layout.sizes, number, SHARDS))
-        state = fitted.init(jax.random.key(0))
-        shared = fitted.program.exchange().get(state)
+        state = compiled.init(jax.random.key(0))
+        shared = compiled.program.exchange().get(state)
         anchor = layout.split(dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True)))
         outer_state = [first_state(outer, each) for each in anchor]
         self._ledger.append(
@@ -135,10 +135,10 @@ class Swarm:
         self._coordinator = Coordinator(self._ledger, shards, clock, clock)
         self._engine.spawn("coordinator", self._coordinator.open(self.terms, founded=True), self._opened)
         for number in range(MEMBERS):
-            own = fitted.init(jax.random.key(0))
+            own = compiled.init(jax.random.key(0))
             key = jax.random.key(1)
             holder = ProgramHolder(
-                fitted, recipe.data("train"), layout, form, key, own, anchor, lambda at, metrics: None
+                compiled, recipe.data("train"), layout, form, key, own, anchor, lambda at, metrics: None
             )
             incarnation = Incarnation(f"m{number}", f"{number:032x}")
             books = Member(self.terms, form, True, incarnation, 0, 0)

@@ -22,7 +22,7 @@ from tpuswarm.swarm.core.arithmetic.fragments import Leaf
 from tpuswarm.swarm.engines.variables import BATCH
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member.group import Group
-from tpuswarm.swarm.member.incarnations import MemberHost, Place
+from tpuswarm.swarm.member.incarnations import Assigned, MemberHost
 from tpuswarm.swarm.member.metrics import MetricsRows
 from tpuswarm.swarm.processes.founder import Joining
 from tpuswarm.swarm.processes.plan import Plan
@@ -241,7 +241,7 @@ def test_another_host_gets_the_files_that_it_lacks(tmp_path, monkeypatch):
 def test_a_member_on_the_runs_machine_trains_on_no_other_files_than_the_run_was_started_with(tmp_path):
     (tmp_path / "tokens.bin").write_bytes(b"tokens")
     plan = replace(PLAN, files=files.described(tmp_path))
-    member = MemberHost(Place("m0", plan, (), tmp_path, None, 0, False, pytest.fail, pytest.fail))
+    member = MemberHost(Assigned("m0", plan, (), tmp_path, None, 0, False, pytest.fail, pytest.fail))
     assert member._fetch_files() == tmp_path
     (tmp_path / "tokens.bin").write_bytes(bytes(6))
     for use in (
@@ -273,7 +273,8 @@ def test_a_machine_that_joined_fetches_what_has_changed_there(tmp_path, monkeypa
         return b"tokens"
 
     for _ in range(2):
-        MemberHost(Place("j0", plan, ("aggregator-0",), None, None, 0, False, calls, lambda text: None))._fetch_files()
+        assigned = Assigned("j0", plan, ("aggregator-0",), None, None, 0, False, calls, lambda text: None)
+        MemberHost(assigned)._fetch_files()
     assert there.read_bytes() == b"tokens" and asked == [("tokens.bin", 0, files.PART)]
 
 
@@ -312,7 +313,7 @@ def waiting(answer: Joining) -> MemberHost:
     """Host 0 of two, to which nobody comes."""
     at = f"127.0.0.1:{free_port()}"
     group = Group(at, 2, 0, os.devnull)
-    return MemberHost(Place("j0", PLAN, ("shard",), None, group, 0, False, lambda call: answer, lambda text: None))
+    return MemberHost(Assigned("j0", PLAN, ("shard",), None, group, 0, False, lambda call: answer, lambda text: None))
 
 
 @pytest.mark.parametrize(("tokens", "how"), [(59, "left"), (60, "ended")])

@@ -11,7 +11,7 @@ from tpuswarm import InputError, Trainer
 from tpuswarm.torch import recipe, save
 from tpuswarm.torch.export import export
 from tpuswarm.torch.run import run
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.program.request import usual_request
 from tpuswarm.train.recipe import Options
@@ -117,6 +117,6 @@ def test_a_module_without_weights_can_be_planned_and_not_trained(tmp_path):
         for one in (made.exported, whole)
     ]
     assert asked[0] == asked[1] == [(None, 0.0, True)] * SMALL["num_hidden_layers"]
-    assert fit(made, usual_request(made, batch=4), jax.devices("cpu")[:1]).flops.total > 0
+    assert compile_step(made, usual_request(made, batch=4), jax.devices("cpu")[:1]).flops.total > 0
     with pytest.raises(InputError, match="was exported from the meta device, without weights: it can be planned"):
         Trainer(devices=1).fit(made, steps=1, batch=4, run=tmp_path / "run")

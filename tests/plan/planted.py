@@ -13,7 +13,7 @@ from jax.experimental import pallas, topologies
 from tpuswarm import catalog, supervised
 from tpuswarm.plan.hlo import hazards, refusal
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program.compiled import Refused, fit
+from tpuswarm.train.program.compiled import Refused, compile_step
 from tpuswarm.train.program.request import Request
 
 WIDTH = 256
@@ -114,10 +114,10 @@ def found(make, where):
     batch = 512 * len(devices) if made.name == "planted" else 4 * len(devices)
     request = Request(batch=batch, shard="replicate", accumulate=1)
     try:
-        fitted = fit(made, request, devices, 2**34)
+        compiled = compile_step(made, request, devices, 2**34)
     except Refused as error:
         return [refusal(error.__cause__, error.jaxpr)]
-    return hazards(fitted, batch, slice_.generation.matrix_unit)
+    return hazards(compiled, batch, slice_.generation.matrix_unit)
 
 
 if __name__ == "__main__":

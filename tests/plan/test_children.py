@@ -12,7 +12,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.plan import children
 from tpuswarm.plan.cache import Cache, question
 from tpuswarm.plan.children import Children, other_libtpu, workers
-from tpuswarm.plan.order import Asked, Found, Order, place_of
+from tpuswarm.plan.order import Asked, Found, Order, described
 
 RECIPE = """
 import os, time
@@ -57,7 +57,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def order(end: str = "well", tpu: str = "v5e-1") -> Order:
-    return Order(Asked("recipe.py:make", {"end": end}, batch=16), place_of(catalog.find(tpu)))
+    return Order(Asked("recipe.py:make", {"end": end}, batch=16), described(catalog.find(tpu)))
 
 
 def silent(order, text):
@@ -164,7 +164,7 @@ from pathlib import Path
 from tpuswarm import catalog
 from tpuswarm.plan.cache import Cache
 from tpuswarm.plan.children import Children
-from tpuswarm.plan.order import Asked, Found, Order, place_of
+from tpuswarm.plan.order import Asked, Found, Order, described
 disk = Path(sys.argv[1])
 (disk / "fill").write_bytes(b"0" * (4 * 2**20 - 8192))
 class Answers(Children):
@@ -172,7 +172,7 @@ class Answers(Children):
         from dataclasses import asdict
         return {"found": asdict(Found(True)), "rests": {"files": {str(n): "x" * 99 for n in range(99)}, "packages": {}}}
 compiling = Answers(Cache(disk / "plan"), lambda order, text: None)
-order = Order(Asked("x:y"), place_of(catalog.find("v5e-1")))
+order = Order(Asked("x:y"), described(catalog.find("v5e-1")))
 print([found.fits for _, found in compiling.answers([order])], compiling.unkept, sep="|")
 print([path.name for path in disk.rglob("*.part")])
 """

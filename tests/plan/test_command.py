@@ -8,10 +8,10 @@ from rich.console import Console
 
 from tests import processes
 from tpuswarm import catalog
+from tpuswarm.plan.estimate import estimate, tables
 from tpuswarm.plan.order import Found, Program
 from tpuswarm.plan.row import Row
 from tpuswarm.plan.table import table
-from tpuswarm.plan.together import tables, together
 from tpuswarm.plan.words import short
 
 pytest.importorskip("libtpu", reason="the plan extra is not installed")
@@ -389,7 +389,7 @@ def test_a_terminal_of_80_columns_holds_every_figure():
     )  # fmt: skip
     found = Found(True, program, 30 * gib, 55 * gib, gib // 4, 18, hazards=())
     row, small = (Row(each, found, 10_000_000_000) for each in (v5p, catalog.find("v3-8")))
-    swarm, few = together(row, 200), together(small, 2)
+    swarm, few = estimate(row, 200), estimate(small, 2)
     console = Console(width=80, file=StringIO())
     console.print(table("a recipe", [(v5p.name, row, "")]), *tables([swarm, few]))
     text = console.file.getvalue()

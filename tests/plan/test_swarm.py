@@ -8,7 +8,7 @@ from tpuswarm.config.units import GIB
 from tpuswarm.plan.head import head, holders
 from tpuswarm.plan.swarm import DAY, Exchanged, bills, traffic
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import usual_request
 
 GPT2_124M = Exchanged(124_475_904, step_seconds=1.0, cycle=100, form="int8")
@@ -17,7 +17,7 @@ GPT2_124M = Exchanged(124_475_904, step_seconds=1.0, cycle=100, form="int8")
 def test_a_real_swarm_sends_and_receives_what_is_predicted(devices):
     """Four members with real programs, counted at the member; pushes at the end of the run are for shorter cycles."""
     recipe = GPT2(data="fake", layers=1, heads=1, width=64, context=16)
-    swarm = Swarm(recipe, fit(recipe, usual_request(recipe), devices[:1]), "int8", 5, 4)
+    swarm = Swarm(recipe, compile_step(recipe, usual_request(recipe), devices[:1]), "int8", 5, 4)
     swarm.run()
     steps = swarm._tokens / (swarm.terms.batch * swarm.terms.tokens_per_row) / MEMBERS
     predicted = traffic(Exchanged(swarm.parameters, step_seconds=1.0, cycle=5, form="int8"))

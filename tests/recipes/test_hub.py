@@ -8,7 +8,7 @@ from huggingface_hub import constants
 
 from tests.recipes.hub import COMMIT, serving
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.recipes.gpt2.hub import RELEASED, open_place
+from tpuswarm.recipes.gpt2.hub import RELEASED, open_published
 from tpuswarm.recipes.gpt2.pretrained import read_config, read_tokenizer
 from tpuswarm.recipes.gpt2.recipe import GPT2
 
@@ -33,7 +33,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_all_files_come_from_one_commit_once(hub):
     for name in ("gpt2", "117M", "hf:openai-community/gpt2"):
-        place = open_place(name)
+        place = open_published(name)
         for file in FILES:
             path = place.get(file, "model")
             assert path.read_bytes() == (GOLDEN / file).read_bytes() and path.parent.name == COMMIT
@@ -51,14 +51,14 @@ def test_every_released_name_is_one_of_four_models():
 
 
 def test_offline_takes_the_cache_and_says_what_is_not_in_it(hub, monkeypatch):
-    place = open_place("gpt2")
+    place = open_published("gpt2")
     place.get("model.safetensors", "weights")
     asked = len(hub.seen)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    again = open_place("gpt2")
+    again = open_published("gpt2")
     assert again.commit == COMMIT and again.get("model.safetensors", "weights").exists()
     with pytest.raises(InputError, match=r"config.json of .*gpt2-medium at http.* is not in the cache"):
-        open_place("gpt2-medium")
+        open_published("gpt2-medium")
     words = r"tokenizer.json of openai-community/gpt2 at http.* is not in the cache .* HF_HUB_OFFLINE is set; unset it"
     with pytest.raises(InputError, match=words):  # it was not fetched, which does not mean that there is none
         GPT2.options_at("gpt2")
@@ -81,18 +81,18 @@ def test_a_hub_that_is_down_is_a_failure_unless_the_files_are_here(hub):
     with pytest.raises(
         RunFailed, match=r"config.json of openai-community/gpt2 at http.* could not be downloaded .*503.*HF_ENDPOINT"
     ):
-        open_place("gpt2")
+        open_published("gpt2")
     hub.broken = False
-    open_place("gpt2").get("model.safetensors", "weights")
+    open_published("gpt2").get("model.safetensors", "weights")
     hub.broken = True
-    assert open_place("gpt2").get("model.safetensors", "weights").exists()
+    assert open_published("gpt2").get("model.safetensors", "weights").exists()
 
 
 def test_nothing_listens_there(hub):
     hub.shutdown()
     hub.server_close()
     with pytest.raises(RunFailed, match=r"could not be downloaded \(.*refused\); try again"):
-        open_place("gpt2")
+        open_published("gpt2")
 
 
 def test_a_slow_hub_is_given_up(hub, monkeypatch):
@@ -101,11 +101,11 @@ def test_a_slow_hub_is_given_up(hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     hub.slow = 0.5
     with pytest.raises(RunFailed, match=r"could not be downloaded \(.*timed out\)"):
-        open_place("gpt2")
+        open_published("gpt2")
 
 
 def test_half_a_file_is_resumed(hub):
-    place = open_place("gpt2")
+    place = open_published("gpt2")
     hub.cuts["model.safetensors"] = 2
     path = place.get("model.safetensors", "weights")
     assert path.read_bytes() == (GOLDEN / "model.safetensors").read_bytes()
@@ -115,7 +115,7 @@ def test_half_a_file_is_resumed(hub):
 
 
 def test_half_a_file_for_ever_is_said_and_leaves_nothing(hub, tmp_path):
-    place = open_place("gpt2")
+    place = open_published("gpt2")
     hub.cuts["model.safetensors"] = 100
     with pytest.raises(
         RunFailed, match=r"model.safetensors of openai-community/gpt2 at http.* could not be downloaded \(.*closed"
@@ -130,12 +130,12 @@ def test_half_a_file_for_ever_is_said_and_leaves_nothing(hub, tmp_path):
 
 def test_a_model_that_is_not_there(hub, tmp_path):
     with pytest.raises(InputError, match=r"there is no model nobody/nothing at http.*, or it is private"):
-        open_place("hf:nobody/nothing")
+        open_published("hf:nobody/nothing")
     (tmp_path / "hub" / "org" / "empty").mkdir(parents=True)
     with pytest.raises(InputError, match=r"hf:org/empty has no config.json"):
-        open_place("hf:org/empty")
+        open_published("hf:org/empty")
     with pytest.raises(InputError, match=r"is not a valid ORG/NAME"):
-        open_place("hf:org/--bad..name")
+        open_published("hf:org/--bad..name")
 
 
 def test_a_full_disk_is_said(on_small_disk, hub):
@@ -146,9 +146,9 @@ def test_a_full_disk_is_said(on_small_disk, hub):
 import os, sys
 os.environ |= {{"HF_ENDPOINT": {hub.url!r}, "HF_HUB_CACHE": sys.argv[1]}}
 from tpuswarm.errors import RunFailed
-from tpuswarm.recipes.gpt2.hub import open_place
+from tpuswarm.recipes.gpt2.hub import open_published
 try:
-    open_place("hf:org/large").get("model.safetensors", "weights")
+    open_published("hf:org/large").get("model.safetensors", "weights")
 except RunFailed as error:
     print(error)
 """)

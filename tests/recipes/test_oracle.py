@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tests import processes
 from tests.recipes.test_pretrained import GOLDEN, check_results, like, relative, whole
 from tpuswarm.recipes.gpt2 import loss, model
-from tpuswarm.recipes.gpt2.hub import open_place
+from tpuswarm.recipes.gpt2.hub import open_published
 from tpuswarm.recipes.gpt2.pretrained import SHAPE, load, read_config
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.recipe import Options
@@ -62,7 +62,7 @@ def same(made: Path, stored: Path) -> bool:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_model_has_transformers_results(seed, tmp_path):
     transformers("random", seed, tmp_path)
-    config = read_config(open_place(f"hf:{tmp_path / 'model'}"))
+    config = read_config(open_published(f"hf:{tmp_path / 'model'}"))
     shape = {name: getattr(config, name) for name in SHAPE}
     check_results(GPT2(**shape, data="fake"), tmp_path)
 
@@ -87,5 +87,5 @@ def test_transformers_loads_an_export_with_the_same_results(options, tmp_path, t
     assert relative(logits, theirs["logits"]) < 1e-4
     ids = json.loads((tmp_path / "tokens.json").read_text())
     assert ids == {text: run.recipe.tokenizer.encode(text).tolist() for text in texts}
-    again = load(open_place(f"hf:{tmp_path / 'model'}"), config, like(run.recipe, whole))
+    again = load(open_published(f"hf:{tmp_path / 'model'}"), config, like(run.recipe, whole))
     np.testing.assert_array_equal(again["wpe"], params["wpe"])

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2 import loss, model, pretrained
 from tpuswarm.recipes.gpt2.export import tensors
-from tpuswarm.recipes.gpt2.hub import open_place
+from tpuswarm.recipes.gpt2.hub import open_published
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.recipe import Options
 
@@ -249,4 +249,4 @@ def test_a_model_without_weights_or_with_pickles_only(copy, text_file):
 def test_names_that_are_none(name, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=words):
-        pretrained.read_config(open_place(name))
+        pretrained.read_config(open_published(name))

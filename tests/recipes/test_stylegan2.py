@@ -9,7 +9,7 @@ import pytest
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.stylegan2.pictures import digits
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
 
@@ -24,7 +24,7 @@ def recipe():
 
 @pytest.fixture(scope="module")
 def one(recipe):
-    return fit(recipe, Request(batch=BATCH), jax.devices()[:1])
+    return compile_step(recipe, Request(batch=BATCH), jax.devices()[:1])
 
 
 def clock(step):
@@ -35,11 +35,11 @@ def rows(recipe, step):
     return recipe.data("train").rows(step * BATCH, BATCH)
 
 
-def trained(recipe, fitted, steps, state=None, first=0):
-    state = fitted.init(jax.random.key(1)) if state is None else state
+def trained(recipe, compiled, steps, state=None, first=0):
+    state = compiled.init(jax.random.key(1)) if state is None else state
     seen = []
     for step in range(first, steps):
-        state, metrics = fitted.step(state, rows(recipe, step), clock(step))
+        state, metrics = compiled.step(state, rows(recipe, step), clock(step))
         seen.append(jax.device_get(metrics))
     return state, seen
 
@@ -80,13 +80,13 @@ def test_a_state_continues_bit_for_bit(recipe, one, eighteen, stop):
 @pytest.mark.slow
 def test_eight_devices_learn_what_one_does(recipe, eighteen):
     """Each device has whole groups, so that minibatch deviation is taken over the same pictures."""
-    wide = fit(recipe, Request(batch=2 * BATCH), jax.devices()[:8])
-    narrow = fit(recipe, Request(batch=2 * BATCH), jax.devices()[:1])
+    wide = compile_step(recipe, Request(batch=2 * BATCH), jax.devices()[:8])
+    narrow = compile_step(recipe, Request(batch=2 * BATCH), jax.devices()[:1])
     found = []
-    for fitted in (wide, narrow):
-        state = fitted.init(jax.random.key(1))
+    for compiled in (wide, narrow):
+        state = compiled.init(jax.random.key(1))
         for step in range(3):
-            state, metrics = fitted.step(state, recipe.data("train").rows(step * 2 * BATCH, 2 * BATCH), clock(step))
+            state, metrics = compiled.step(state, recipe.data("train").rows(step * 2 * BATCH, 2 * BATCH), clock(step))
         found.append((jax.device_get(state.average), jax.device_get(metrics)))
     (of_wide, metrics), (of_narrow, others) = found
     for name in metrics:
@@ -143,7 +143,7 @@ def test_a_wrong_option_is_said_in_a_sentence(options, said):
 
 def test_a_batch_that_does_not_divide_into_groups_is_refused(recipe):
     with pytest.raises(InputError, match="a batch of 7 does not divide into the groups of 2 pictures"):
-        fit(recipe, Request(batch=7), jax.devices()[:1])
+        compile_step(recipe, Request(batch=7), jax.devices()[:1])
 
 
 def test_what_it_does_not_support_is_refused(recipe):

@@ -16,11 +16,11 @@ from tpuswarm.torch import op, recipe
 from tpuswarm.torch.graph import Dtype, Exported, Graph, Node, Ref, read, shape_alone, write
 from tpuswarm.torch.ops import OPS
 from tpuswarm.torch.run import run
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.program.request import usual_request
 from tpuswarm.train.recipe import Options
-from tpuswarm.train.user_code import Place
+from tpuswarm.train.user_code import CodeLine
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
 DATA = {"x": X, "y": X @ np.float32([[1], [-2], [3]]) + 0.5}
@@ -115,7 +115,7 @@ def test_operations_are_said_to_be_where_the_module_has_them():
     batch = {"x": jnp.zeros((4, 3)), "y": jnp.zeros((4, 1))}
     slope = jax.grad(lambda arrays: run(graph(True), arrays, batch, None)[0], allow_int=True)
     found = {each.place for each in model_flops(jax.make_jaxpr(slope)(arrays())).products}
-    assert found == {Place("model.py", 8)}, "forward and backward"
+    assert found == {CodeLine("model.py", 8)}, "forward and backward"
 
 
 def test_an_operator_can_be_added(monkeypatch):
@@ -218,7 +218,7 @@ def test_a_file_without_weights_has_shapes_to_plan_with(tmp_path):
                for group, found in EXPORTED.arrays.items()}  # fmt: skip
     write(tmp_path / "shapes.safetensors", replace(EXPORTED, arrays=nothing, weights=False))
     made = recipe(tmp_path / "shapes.safetensors", data=DATA, optimizer=optax.sgd(0.1))
-    fitted = fit(made, usual_request(made, batch=8), jax.devices()[:2])
-    assert fitted.flops.total == 2 * (2 * 8 * 3)  # forward, and the gradient of the weights
+    compiled = compile_step(made, usual_request(made, batch=8), jax.devices()[:2])
+    assert compiled.flops.total == 2 * (2 * 8 * 3)  # forward, and the gradient of the weights
     with pytest.raises(InputError, match="Line was exported from the meta device, without weights: it can be planned"):
-        fitted.init(jax.random.key(0))
+        compiled.init(jax.random.key(0))

@@ -26,7 +26,7 @@ from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.data import placing
 from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.program import mesh
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 
 
@@ -37,23 +37,24 @@ def main() -> None:
     with rendezvous.initialize(about["address"], 2, index, SECRET, 60) as group:
         made, losses = [], []
         source = recipe().data("train")
-        fitted = fit(recipe(), Request(batch=BATCH, shard=about["shard"]), jax.devices())
-        layout = layout_of(fitted, 2)
+        compiled = compile_step(recipe(), Request(batch=BATCH, shard=about["shard"]), jax.devices())
+        layout = layout_of(compiled, 2)
         group.agree({"data": source.digest, "layout": layout.digest})
         init_key, step_key = jax.random.split(jax.random.key(0))
 
         def make_holder(fragments):
-            state = fitted.init(init_key, placed(fitted, layout, fragments))
+            state = compiled.init(init_key, placed(compiled, layout, fragments))
             made.append(
                 ProgramHolder(
-                    fitted, source, layout, about["form"], step_key, state, fragments,
+                    compiled, source, layout, about["form"], step_key, state, fragments,
                     lambda number, metrics: losses.append(metrics["loss"]),
                 )
             )  # fmt: skip
             return made[-1]
 
         def begin():
-            fresh = placing.to_host(fitted.program.exchange().get(fitted.init(init_key)))  # a program over both hosts
+            state = compiled.init(init_key)  # a program over both hosts
+            fresh = placing.to_host(compiled.program.exchange().get(state))
             return layout.split(fresh)
 
         if index:

@@ -17,7 +17,7 @@ from tpuswarm.train.data import placing
 from tpuswarm.train.data.feed import read_rows
 from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.program import mesh
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock
 
@@ -53,21 +53,21 @@ def recipe(seed: int = 0):
 def train(shard: str, steps: int, took=lambda step, loss: None):
     """Losses of so many steps on all devices of all hosts, and the parameters after them."""
     source = recipe().data("train")
-    fitted = fit(recipe(), Request(batch=BATCH, shard=shard), jax.devices())
+    compiled = compile_step(recipe(), Request(batch=BATCH, shard=shard), jax.devices())
     init_key, step_key = jax.random.split(jax.random.key(0))
-    state, losses = fitted.init(init_key), []
+    state, losses = compiled.init(init_key), []
     read = []
     for step in range(steps):
 
         def mine(first, count, step=step):
             read.append(count)
-            return read_rows(source, fitted.program.batch_spec(count), step * BATCH + first, count)
+            return read_rows(source, compiled.program.batch_spec(count), step * BATCH + first, count)
 
-        batch = placing.place_batch(mine, BATCH, mesh.batch_sharding(fitted.mesh))
-        state, metrics = fitted.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
+        batch = placing.place_batch(mine, BATCH, mesh.batch_sharding(compiled.mesh))
+        state, metrics = compiled.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
         losses.append(float(metrics["loss"]))
         took(step, losses[-1])
-    shared = fitted.program.exchange().get(state)
+    shared = compiled.program.exchange().get(state)
     split = any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(shared))
     params = {name: np.asarray(leaf).tolist() for name, leaf in placing.to_host(shared).items()}
     return {"losses": losses, "params": params, "split": split, "read": sorted(set(read))}

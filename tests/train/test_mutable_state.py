@@ -10,7 +10,7 @@ import pytest
 
 from tests.train import toy
 from tpuswarm import InputError, Trainer, load, supervised
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
 
@@ -66,8 +66,8 @@ def test_statistics_follow_each_micro_batch_and_options_leave_them_alone(count):
 @pytest.mark.parametrize("shard", ["replicate", "fsdp"])
 def test_statistics_are_those_of_the_whole_batch_on_any_number_of_devices(devices, shard):
     batch = {name: array[:16] for name, array in toy.data().items()}
-    fitted = fit(recipe(), Request(batch=16, shard=shard), devices)
-    after, _ = fitted.step(fitted.init(jax.random.key(0)), batch, CLOCK)
+    compiled = compile_step(recipe(), Request(batch=16, shard=shard), devices)
+    after, _ = compiled.step(compiled.init(jax.random.key(0)), batch, CLOCK)
     np.testing.assert_allclose(after.extra["var"], KEPT + (1 - KEPT) * batch["x"].var(0), rtol=1e-5)
 
 

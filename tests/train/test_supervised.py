@@ -9,7 +9,7 @@ import pytest
 from tests.train import toy
 from tpuswarm import ArraySource, Weighted
 from tpuswarm.errors import InputError
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
 from tpuswarm.train.supervised import inference_params, supervised
@@ -70,9 +70,9 @@ def test_a_weighted_loss_is_that_of_the_whole_batch_for_any_split(count, opted, 
     data = masked_data()
     batch = {name: array[:16] for name, array in data.items()}
     recipe = supervised(lambda key: {"w": jnp.ones(5)}, masked, optax.sgd(1.0), data, micro_batches=opted)
-    fitted = fit(recipe, Request(batch=16, accumulate=count), devices[: 16 // count])
-    before = fitted.init(jax.random.key(0))
-    after, metrics = fitted.step(before, batch, CLOCK)
+    compiled = compile_step(recipe, Request(batch=16, accumulate=count), devices[: 16 // count])
+    before = compiled.init(jax.random.key(0))
+    after, metrics = compiled.step(before, batch, CLOCK)
     x, chosen = batch["x"].astype(np.float64), batch["counts"]
     error = (x.sum(1) - batch["y"]) * chosen
     np.testing.assert_allclose(metrics["loss"], (error**2).sum() / chosen.sum(), rtol=1e-5)

@@ -118,7 +118,7 @@ def test_a_loop_left_anywhere_goes_on_bit_for_bit(whole, tmp_path, left_after):
 def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
     folder, first = whole
     before = (folder / "metrics.jsonl").read_bytes()
-    with mock.patch("tpuswarm.train.loop.session.fit", side_effect=AssertionError("nothing has to be compiled")):
+    with mock.patch("tpuswarm.train.loop.session.compile_step", side_effect=AssertionError("it compiles")):
         again = trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
     assert "finished; nothing left to do" in capsys.readouterr().err
     assert (folder / "metrics.jsonl").read_bytes() == before

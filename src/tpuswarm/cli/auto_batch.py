@@ -52,7 +52,7 @@ def _largest(file: "SwarmFile", train: "Train") -> dict[str, int]:
     from tpuswarm import catalog, recipes
     from tpuswarm.plan.cache import Cache
     from tpuswarm.plan.children import Children, no_compiler
-    from tpuswarm.plan.order import Asked, Order, place_of
+    from tpuswarm.plan.order import Asked, Order, described
     from tpuswarm.train.process.platform import cache_folder
 
     if reason := no_compiler():
@@ -63,7 +63,7 @@ def _largest(file: "SwarmFile", train: "Train") -> dict[str, int]:
     asked = Asked(
         target, options, precision=train.precision, shard=shard, accumulate=train.accumulate, freeze=train.freeze
     )
-    places = {each.name: place_of(each) for each in (catalog.find(pool.type) for pool in file.pool)}
+    places = {each.name: described(each) for each in (catalog.find(pool.type) for pool in file.pool)}
     children = Children(Cache(cache_folder("plan")), lambda order, text: say(f"{order.place.name}: {text}", err=True))
     found: dict[str, int] = {}
     for order, answer in children.answers([Order(asked, each, "") for each in places.values()]):

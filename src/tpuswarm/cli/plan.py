@@ -19,10 +19,10 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
+    from tpuswarm.plan.estimate import Estimate
     from tpuswarm.plan.order import Order
     from tpuswarm.plan.outlook import Outlook
     from tpuswarm.plan.row import Row
-    from tpuswarm.plan.together import Together
 
 USUAL = ("v2-8", "v3-8", "v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8")
 """Without --on: of each generation the slice called 8, which is one host."""
@@ -63,7 +63,7 @@ def plan(
     from tpuswarm.config.limits import check
     from tpuswarm.plan.cache import Cache
     from tpuswarm.plan.children import Children, no_compiler, other_libtpu
-    from tpuswarm.plan.order import Asked, Order, place_of
+    from tpuswarm.plan.order import Asked, Order, described
     from tpuswarm.plan.row import Row, document
     from tpuswarm.train.process.platform import cache_folder
 
@@ -107,7 +107,8 @@ def plan(
     slices = {each.name: each for each in map(catalog.find, machines.counts if machines else on or USUAL)}
     own = machines.batches if machines and batch == "auto" else {}
     orders = [
-        Order(replace(asked, batch=own.get(each.name, asked.batch)), place_of(each), reason) for each in slices.values()
+        Order(replace(asked, batch=own.get(each.name, asked.batch)), described(each), reason)
+        for each in slices.values()
     ]
     wanted = None if tokens is None else parse_count(tokens, "tokens")
     rows: dict[str, Row] = {}
@@ -131,7 +132,7 @@ def plan(
             whole["together"] = _outlook(machines, ordered, wanted, free).document()
         print(json.dumps(whole))
     elif swarms:
-        from tpuswarm.plan.together import tables
+        from tpuswarm.plan.estimate import tables
 
         for count in dict.fromkeys(each.members for each in swarms.values()):
             for each in tables([swarm for swarm in swarms.values() if swarm.members == count]):
@@ -149,10 +150,10 @@ def plan(
 plan.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
 
 
-def _swarms(rows: list["Row"], counts: dict[str, int]) -> dict[str, "Together"]:
-    from tpuswarm.plan.together import together
+def _swarms(rows: list["Row"], counts: dict[str, int]) -> dict[str, "Estimate"]:
+    from tpuswarm.plan.estimate import estimate
 
-    made = {row.accelerator.name: together(row, counts[row.accelerator.name]) for row in rows}
+    made = {row.accelerator.name: estimate(row, counts[row.accelerator.name]) for row in rows}
     return {name: swarm for name, swarm in made.items() if swarm}
 
 

@@ -13,7 +13,7 @@ from tpuswarm.config.refused import refused
 from tpuswarm.config.units import parse_count
 from tpuswarm.errors import InputError
 
-Place = tuple[str | int, ...]
+TomlPath = tuple[str | int, ...]
 """Keys and, in lists of tables, numbers from 0."""
 
 
@@ -63,18 +63,18 @@ def parse_toml(text: str, path: Path, kind: type[Table]) -> Table:
         raise InputError(_sentence(path, text, kind, first)) from error
 
 
-def at_line(path: Path, place: Place, sentence: str) -> str:
+def at_line(path: Path, place: TomlPath, sentence: str) -> str:
     """The sentence behind the file, the line and the name of what it is about."""
     return f"{_where(path, path.read_text(encoding='utf-8'), place)}: {_named(place) or 'the file'}: {sentence}"
 
 
-def _where(path: Path, text: str, place: Place) -> str:
+def _where(path: Path, text: str, place: TomlPath) -> str:
     line = line_of(text, place)
     return f"{path}, line {line}" if line else str(path)
 
 
 def _sentence(path: Path, text: str, kind: type[BaseModel], error: Any) -> str:
-    place: Place = error["loc"]
+    place: TomlPath = error["loc"]
     where = _where(path, text, place)
     name, table = str(place[-1]) if place else "", _named(place[:-1])
     if error["type"] == "extra_forbidden":
@@ -85,7 +85,7 @@ def _sentence(path: Path, text: str, kind: type[BaseModel], error: Any) -> str:
     return f"{where}: {_named(place) or 'the file'}: {said}"
 
 
-def _named(place: Place) -> str:
+def _named(place: TomlPath) -> str:
     """`members 2` for the second of the tables [[members]]."""
     return "".join(f" {part + 1}" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
@@ -98,7 +98,7 @@ def _keys(kind: Any, place: Sequence[str | int]) -> list[str]:
     return list(kind.model_fields)
 
 
-def line_of(text: str, place: Place) -> int | None:
+def line_of(text: str, place: TomlPath) -> int | None:
     """The number, from 1, of the line of a key or of the table that it should be in; None where neither is found."""
     at: list[str | int] = []
     numbers: dict[str, int] = {}

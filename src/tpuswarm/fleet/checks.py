@@ -10,7 +10,7 @@ from tpuswarm.catalog import find, generations, network
 from tpuswarm.catalog.accelerators import ACCESSES
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.config.toml_file import Place, at_line
+from tpuswarm.config.toml_file import TomlPath, at_line
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import flags
 from tpuswarm.fleet.core import money
@@ -30,7 +30,7 @@ def check(path: Path, file: SwarmFile, now: float) -> list[str]:
     return list(_warnings(file))
 
 
-def problems(file: SwarmFile, now: float) -> Iterator[tuple[Place, str]]:
+def problems(file: SwarmFile, now: float) -> Iterator[tuple[TomlPath, str]]:
     """Everything that does not go together: where it stands, and a sentence."""
     yield from _names(file)
     for number, grant in enumerate(file.grant):
@@ -51,11 +51,11 @@ def problems(file: SwarmFile, now: float) -> Iterator[tuple[Place, str]]:
         yield ("setup", "nfs", "server"), f"there is no VM {file.setup.nfs.server}; {did_you_mean('', servers)}"
 
 
-def _names(file: SwarmFile) -> Iterator[tuple[Place, str]]:
+def _names(file: SwarmFile) -> Iterator[tuple[TomlPath, str]]:
     seen = {HEAD} if file.head else set()
     for table in ("pool", "vm"):
         for number, each in enumerate(getattr(file, table)):
-            place: Place = (table, number, "name")
+            place: TomlPath = (table, number, "name")
             if each.name == ALL or (each.name == HEAD and table == "pool"):
                 yield place, f"{each.name} means something else where a name is given: call it differently"
             if each.name in seen:
@@ -67,7 +67,7 @@ def _servers(file: SwarmFile) -> list[str]:
     return [*([HEAD] if file.head else []), *(each.name for each in file.vm)]
 
 
-def _pool(file: SwarmFile, pool: Pool) -> Iterator[tuple[Place, str]]:
+def _pool(file: SwarmFile, pool: Pool) -> Iterator[tuple[TomlPath, str]]:
     found = find(pool.type)
     if found.api_name is None:
         yield (
@@ -93,7 +93,7 @@ def _expired(grant: Grant) -> str:
     )
 
 
-def _budget(file: SwarmFile) -> Iterator[tuple[Place, str]]:
+def _budget(file: SwarmFile) -> Iterator[tuple[TomlPath, str]]:
     limit = file.budget.per_hour
     if limit is None:
         return
@@ -117,7 +117,7 @@ def _budget(file: SwarmFile) -> Iterator[tuple[Place, str]]:
             )
 
 
-def _regions(file: SwarmFile, region: str) -> Iterator[tuple[Place, str]]:
+def _regions(file: SwarmFile, region: str) -> Iterator[tuple[TomlPath, str]]:
     for pool in file.pool:
         for zone in pool.zones:
             if region_of(zone) == region:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tpuswarm.catalog import find, generations
 from tpuswarm.cloud.protocol import Machine, Spec, TpuSpec
-from tpuswarm.config.toml_file import Place
+from tpuswarm.config.toml_file import TomlPath
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.flags import Flag, Layer, exports, resolved
@@ -31,7 +31,7 @@ def of_file(file: SwarmFile) -> tuple[Flag, ...]:
     )
 
 
-def problems(file: SwarmFile) -> Iterator[tuple[Place, str]]:
+def problems(file: SwarmFile) -> Iterator[tuple[TomlPath, str]]:
     """What is wrong with those of a file: where it stands, and a sentence."""
     for place, _, _, flags in _tables(file):
         for name, value in flags.items():
@@ -48,7 +48,7 @@ def warnings(file: SwarmFile) -> Iterator[str]:
             yield f"{name} of {where}: {asked.UNCHECKED}"
 
 
-def _tables(file: SwarmFile) -> Iterator[tuple[Place, Layer, str, Mapping[str, str]]]:
+def _tables(file: SwarmFile) -> Iterator[tuple[TomlPath, Layer, str, Mapping[str, str]]]:
     for name, flags in file.flags.items():
         yield ("flags", name), "all" if name == ALL else "generation", name, flags
     for number, pool in enumerate(file.pool):

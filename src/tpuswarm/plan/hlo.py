@@ -10,11 +10,11 @@ from typing import Any, Literal
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
-from tpuswarm.train.program.compiled import Fitted
+from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.float32 import float32_inputs, float32_products
 from tpuswarm.train.program.flops import Flops, library_caller
 from tpuswarm.train.program.underfilled import underfilled
-from tpuswarm.train.user_code import Place, is_recipe_file, recipe_place
+from tpuswarm.train.user_code import CodeLine, is_recipe_file, recipe_line
 
 Kind = Literal["refused", "evaluation", "float32", "matrix unit", "host transfer", "collective", "unrolled"]
 
@@ -30,30 +30,30 @@ class Hazard:
 
     kind: Kind
     sentence: str
-    place: Place | None
+    place: CodeLine | None
     """Line of the recipe; None where nothing led to one."""
 
     def __str__(self) -> str:
         return f"{self.sentence} ({self.place})" if self.place else self.sentence
 
 
-def hazards(fitted: Fitted, batch: int, unit: int) -> list[Hazard]:
+def hazards(compiled: Compiled, batch: int, unit: int) -> list[Hazard]:
     """All hazards of a step that compiled; what is not found is none.
 
     batch: rows of a step over all devices; unit: side of the matrix unit (`tpuswarm.catalog`).
     """
-    text = fitted.step.as_text()  # type: ignore[attr-defined]
-    shared = jax.tree.leaves(fitted.program.exchange().get(fitted.state))
+    text = compiled.step.as_text()  # type: ignore[attr-defined]
+    shared = jax.tree.leaves(compiled.program.exchange().get(compiled.state))
     found = [Hazard("matrix unit", str(each), each.place) for each in underfilled(
-        fitted.flops, unit, batch // fitted.choice.accumulate, fitted.mesh.size)]  # fmt: skip
-    if fitted.options.precision == "bf16":
-        because = float32_inputs(fitted.jaxpr, fitted.state, fitted.inputs)
-        found += [Hazard("float32", str(each), each.place) for each in float32_products(fitted.flops, because)]
-    if fitted.mesh.size == 1:
+        compiled.flops, unit, batch // compiled.choice.accumulate, compiled.mesh.size)]  # fmt: skip
+    if compiled.options.precision == "bf16":
+        because = float32_inputs(compiled.jaxpr, compiled.state, compiled.inputs)
+        found += [Hazard("float32", str(each), each.place) for each in float32_products(compiled.flops, because)]
+    if compiled.mesh.size == 1:
         found += collectives(text, ())
-    elif fitted.choice.shard == "replicate":
-        found += collectives(text, gradient_sizes((leaf.shape for leaf in shared), fitted.mesh.size))
-    return [*host_transfers(text), *found, *unrolled(fitted.flops)]
+    elif compiled.choice.shard == "replicate":
+        found += collectives(text, gradient_sizes((leaf.shape for leaf in shared), compiled.mesh.size))
+    return [*host_transfers(text), *found, *unrolled(compiled.flops)]
 
 
 def refusal(error: BaseException, program: ClosedJaxpr) -> Hazard:
@@ -62,7 +62,7 @@ def refusal(error: BaseException, program: ClosedJaxpr) -> Hazard:
     first = next(iter(message.splitlines()), type(error).__name__)
     sentence = f"the compiler refuses it: {' '.join(first.split())}"
     suspected = re.findall(r"^\s+(\S+?):(\d+)(?::\d+)? \[", message, re.MULTILINE)
-    places = [Place(file, int(line)) for file, line in suspected if is_recipe_file(file)]
+    places = [CodeLine(file, int(line)) for file, line in suspected if is_recipe_file(file)]
     named = re.search(r"rule for primitive '(\w+)'", message)
     kernel = re.search("Mosaic|Pallas|space=vmem", message)
     if not places and (named or kernel):
@@ -70,12 +70,12 @@ def refusal(error: BaseException, program: ClosedJaxpr) -> Hazard:
     return Hazard("refused", sentence, places[0] if places else None)
 
 
-def _places(jaxpr: Jaxpr, primitive: str, caller: Any) -> list[Place]:
+def _places(jaxpr: Jaxpr, primitive: str, caller: Any) -> list[CodeLine]:
     """Lines of the recipe that lead to a primitive."""
-    found: list[Place] = []
+    found: list[CodeLine] = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == primitive:
-            place = recipe_place(caller or equation.source_info.traceback)
+            place = recipe_line(caller or equation.source_info.traceback)
             found += [place] if place else []
         else:
             for body in jaxprs_in_params(equation.params):
@@ -86,14 +86,14 @@ def _places(jaxpr: Jaxpr, primitive: str, caller: Any) -> list[Place]:
 def unrolled(flops: Flops) -> list[Hazard]:
     """One block repeated by a Python loop: same stack of calls, same shapes, many times in one program."""
     copies: Counter[Any] = Counter()
-    places: dict[Any, Place | None] = {}
+    places: dict[Any, CodeLine | None] = {}
     for product in flops.products:
         codes, positions = product.trace.raw_frames() if product.trace else ((), ())
         stack = tuple(zip(map(id, codes), positions, strict=True))
         key = (stack, product.scope, product.kind, product.rows, product.contracted, product.columns)
         copies[key] += 1
         places[key] = product.place
-    worst: dict[Place | None, int] = {}
+    worst: dict[CodeLine | None, int] = {}
     for key, count in copies.items():
         if count >= REPEATS and places[key] is not None:
             worst[places[key]] = max(count, worst.get(places[key], 0))
@@ -111,7 +111,7 @@ def unrolled(flops: Flops) -> list[Hazard]:
 def host_transfers(text: str) -> list[Hazard]:
     """Callbacks, prints and feeds: each makes the device wait for its host at every step."""
     frames = _Frames(text)
-    found: dict[Place | None, Hazard] = {}
+    found: dict[CodeLine | None, Hazard] = {}
     for line in text.splitlines():
         if "is_host_transfer=true" in line or re.search(r" (infeed|outfeed)\(", line):
             place = frames.place(line)
@@ -125,7 +125,7 @@ def host_transfers(text: str) -> list[Hazard]:
 def collectives(text: str, expected: Iterable[int]) -> list[Hazard]:
     """Traffic between devices, SMALL_BYTES or more, of arrays with other than the `expected` numbers of elements."""
     frames, allowed = _Frames(text), set(expected)
-    found: dict[Place | None, tuple[int, str]] = {}
+    found: dict[CodeLine | None, tuple[int, str]] = {}
     for line in text.splitlines():
         match = COLLECTIVE.search(line)
         if match is None:
@@ -175,18 +175,18 @@ class _Frames:
         locations = re.findall(
             r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)", _section(text, "FileLocations"), re.MULTILINE
         )
-        self._locations = {id: Place(self._files.get(file, "?"), int(line)) for id, file, line in locations}
+        self._locations = {id: CodeLine(self._files.get(file, "?"), int(line)) for id, file, line in locations}
         frames = re.findall(
             r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", _section(text, "StackFrames"), re.MULTILINE
         )
         self._frames = {int(id): (location, int(parent)) for id, location, parent in frames}
 
-    def place(self, line: str) -> Place | None:
+    def place(self, line: str) -> CodeLine | None:
         """The innermost line of a recipe that led to an instruction."""
         match = re.search(r"stack_frame_id=(\d+)", line)
         return next(self._recipe_lines(int(match[1])), None) if match else None
 
-    def _recipe_lines(self, frame: int) -> Iterator[Place]:
+    def _recipe_lines(self, frame: int) -> Iterator[CodeLine]:
         while frame in self._frames:
             location, parent = self._frames[frame]
             place = self._locations[location]

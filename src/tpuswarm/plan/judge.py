@@ -11,10 +11,10 @@ from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
 from tpuswarm.plan.hlo import Hazard, hazards, refusal
 from tpuswarm.plan.largest import largest
-from tpuswarm.plan.order import Found, Order, Place, Program
+from tpuswarm.plan.order import DescribedSlice, Found, Order, Program
 from tpuswarm.train.data.feed import ALIVE, DEPTH
-from tpuswarm.train.program import compiled as fitting
-from tpuswarm.train.program.compiled import DoesNotFit, Fitted, Placed, TooLarge
+from tpuswarm.train.program import compiled as compiling
+from tpuswarm.train.program.compiled import Compiled, DoesNotFit, Placed, TooLarge
 from tpuswarm.train.program.flops import Flops, model_flops
 from tpuswarm.train.program.mesh import batch_sharding, bytes_per_device, make_mesh
 from tpuswarm.train.program.request import Choice, Request, usual_request
@@ -65,7 +65,7 @@ def judge(order: Order, say: Say) -> Found:
             rows=error.batch // place.devices // last.choice.accumulate, problem=str(error),
             compilations=compiler.count,
         )  # fmt: skip
-    except fitting.Refused as error:
+    except compiling.Refused as error:
         assert error.__cause__ is not None
         hazard = refusal(error.__cause__, error.jaxpr)
         return Found(False, problem=f"{error}", hazards=_plain([hazard]), compilations=compiler.count)
@@ -75,22 +75,22 @@ class _Sized(NamedTuple):
     """A compiled step, and the rows of one micro-batch on one device."""
 
     rows: int
-    fitted: Fitted
+    compiled: Compiled
 
 
 class _Compiler:
     """Compiles one program for one slice, in several sizes."""
 
-    def __init__(self, recipe: Recipe, request: Request, devices: Sequence[Any], place: Place, say: Say):
+    def __init__(self, recipe: Recipe, request: Request, devices: Sequence[Any], place: DescribedSlice, say: Say):
         self._recipe, self._request, self._devices, self._place, self._say = recipe, request, devices, place, say
         self._count = request.accumulate or 1
         self.count = 0
 
     def batch(self) -> Found:
         """The batch that was asked for, in as many micro-batches as it takes."""
-        fitted = self._fit(self._request)
-        rows = self._request.batch // len(self._devices) // fitted.choice.accumulate
-        return self._found(_Sized(rows, fitted), None)
+        compiled = self._compile(self._request)
+        rows = self._request.batch // len(self._devices) // compiled.choice.accumulate
+        return self._found(_Sized(rows, compiled), None)
 
     def largest(self) -> Found:
         """The largest micro-batch, run in the way that the recipe's usual batch takes on this slice."""
@@ -101,18 +101,18 @@ class _Compiler:
             nonlocal best
             self.count += 1
             try:
-                tried = fitting.attempt(self._recipe, self._sized(rows), self._devices, best.fitted.choice, memory)
-            except fitting.Refused as error:  # a kernel that is too large at this size, where a smaller one was not
+                tried = compiling.attempt(self._recipe, self._sized(rows), self._devices, best.compiled.choice, memory)
+            except compiling.Refused as error:  # a kernel that is too large at this size, where a smaller one was not
                 self._say(f"{rows} rows per device: {error}")
                 return None
-            if not isinstance(tried, Fitted):
+            if not isinstance(tried, Compiled):
                 self._say(f"{rows} rows per device are too many")
                 return None
             self._say(f"{rows} rows per device fit")
             best = _Sized(rows, tried)
             return tried.memory.total
 
-        _, above = largest(used, best.rows, best.fitted.memory.total, memory)
+        _, above = largest(used, best.rows, best.compiled.memory.total, memory)
         return self._found(best, above)
 
     def _usual(self) -> _Sized:
@@ -120,7 +120,7 @@ class _Compiler:
         rows = max(1, self._request.batch // self._count // len(self._devices))
         while True:
             try:
-                fitted = self._fit(self._sized(rows))
+                compiled = self._compile(self._sized(rows))
             except DoesNotFit:
                 if rows == 1:
                     raise
@@ -128,26 +128,26 @@ class _Compiler:
                 rows //= 2
             else:
                 self._say(f"{rows} rows per device fit")
-                return _Sized(rows, fitted)
+                return _Sized(rows, compiled)
 
-    def _fit(self, request: Request) -> Fitted:
+    def _compile(self, request: Request) -> Compiled:
         """What the trainer's own search finds; each way that it leaves behind is told, and counted."""
 
         def refused(tried: TooLarge) -> None:
             self.count += 1
             self._say(f"too large: {tried.choice.why}")
 
-        fitted = fitting.fit(self._recipe, request, self._devices, self._place.hbm_bytes, refused)
+        compiled = compiling.compile_step(self._recipe, request, self._devices, self._place.hbm_bytes, refused)
         self.count += 1
-        return fitted
+        return compiled
 
     def _sized(self, rows: int) -> Request:
         return replace(self._request, batch=rows * len(self._devices) * self._count, accumulate=self._count)
 
     def _found(self, sized: _Sized, above: int | None) -> Found:
-        memory, fitted = sized.fitted.memory, sized.fitted
-        program = _program(self._recipe, fitted, fitted.choice, sized.rows, fitted.flops)
-        found = [*self._evaluation(sized), *hazards(fitted, program.batch, self._place.matrix_unit)]
+        memory, compiled = sized.compiled.memory, sized.compiled
+        program = _program(self._recipe, compiled, compiled.choice, sized.rows, compiled.flops)
+        found = [*self._evaluation(sized), *hazards(compiled, program.batch, self._place.matrix_unit)]
         return Found(
             True, program, memory.arguments, memory.temporaries, memory.code, above,
             hazards=_plain(found), compilations=self.count,
@@ -155,23 +155,23 @@ class _Compiler:
 
     def _evaluation(self, sized: _Sized) -> list[Hazard]:
         """What is wrong with evaluations at the batch that training gives them: the rows of a micro-batch."""
-        fitted = sized.fitted
-        spec = dict(fitted.program.batch_spec(sized.rows * fitted.mesh.size))
-        rows = fitting.with_sharding(spec, batch_sharding(fitted.mesh))
-        traced = fitted.evaluate.trace(fitted.state, rows)  # type: ignore[attr-defined]
+        compiled = sized.compiled
+        spec = dict(compiled.program.batch_spec(sized.rows * compiled.mesh.size))
+        rows = compiling.with_sharding(spec, batch_sharding(compiled.mesh))
+        traced = compiled.evaluate.trace(compiled.state, rows)  # type: ignore[attr-defined]
         self.count += 1
         try:
-            memory = fitting.memory_of(traced.lower().compile(), "tpu", 0)
+            memory = compiling.memory_of(traced.lower().compile(), "tpu", 0)
         except Exception as error:  # noqa: BLE001  # whatever an op or a kernel raises that has no form here
-            if not fitting.lacks_memory(str(error), "tpu"):
+            if not compiling.lacks_memory(str(error), "tpu"):
                 refused = refusal(error, traced.jaxpr)
                 return [replace(refused, sentence=f"in its evaluation {refused.sentence}")]
-            needed = fitting.needed_bytes(str(error))
+            needed = compiling.needed_bytes(str(error))
         else:
-            state = bytes_per_device(fitted.state, fitted.shardings)
-            ahead = (fitted.memory.arguments - state) * DEPTH // ALIVE  # of the training that goes on afterwards
+            state = bytes_per_device(compiled.state, compiled.shardings)
+            ahead = (compiled.memory.arguments - state) * DEPTH // ALIVE  # of the training that goes on afterwards
             batches = ahead + WAITING * (memory.arguments - state)
-            needed = state + batches + memory.temporaries + fitted.memory.code + memory.code
+            needed = state + batches + memory.temporaries + compiled.memory.code + memory.code
             if self._place.hbm_bytes is None or needed <= self._place.hbm_bytes:
                 return []
         need = f"needs {needed / GIB:.2f} GiB per device" if needed else "is too large for the compiler"
@@ -190,8 +190,8 @@ def _lowered(recipe: Recipe, request: Request, order: Order) -> Found:
     if order.asked.batch is None:
         unit = len(devices) * (request.accumulate or 1)
         request = replace(request, batch=max(1, request.batch // unit) * unit)
-    choice = next(fitting.ways(recipe, request, "tpu", place.kind, len(devices), place.hbm_bytes))
-    placed, traced = fitting.trace(recipe, options, choice, request.batch, make_mesh(devices))
+    choice = next(compiling.ways(recipe, request, "tpu", place.kind, len(devices), place.hbm_bytes))
+    placed, traced = compiling.trace(recipe, options, choice, request.batch, make_mesh(devices))
     try:
         traced.lower(lowering_platforms=("tpu",))
     except Exception as error:  # noqa: BLE001  # whatever a kernel or an op raises when it has no form for TPU

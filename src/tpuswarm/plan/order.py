@@ -25,7 +25,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Place:
+class DescribedSlice:
     """A described slice."""
 
     name: str
@@ -39,10 +39,10 @@ class Place:
     matrix_unit: int
 
 
-def place_of(accelerator: Accelerator) -> Place:
+def described(accelerator: Accelerator) -> DescribedSlice:
     """The slice as the compiler is told of it."""
     generation, compiler = accelerator.generation, accelerator.compiler
-    return Place(
+    return DescribedSlice(
         accelerator.name,
         compiler.name,
         compiler.options,
@@ -58,14 +58,14 @@ class Order:
     """One compilation: what is sent to the process that does it."""
 
     asked: Asked
-    place: Place
+    place: DescribedSlice
     lower_only: str = ""
     """Why nothing can be compiled here; empty where it can."""
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Order":
         """From `dataclasses.asdict`, read back from JSON."""
-        return Order(Asked(**values["asked"]), Place(**values["place"]), values["lower_only"])
+        return Order(Asked(**values["asked"]), DescribedSlice(**values["place"]), values["lower_only"])
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ OUR_MODULES = "tpuswarm."
 INSTALLED = ("site-packages", "<frozen", "dist-packages", sys.base_prefix)
 
 
-class Place(NamedTuple):
+class CodeLine(NamedTuple):
     """A line of a file."""
 
     file: str
@@ -81,12 +81,12 @@ def is_recipe_file(file: str) -> bool:
     return Path(file).is_relative_to(OUR_RECIPES) or owner(file) == "user"
 
 
-def recipe_place(trace: Any) -> Place | None:
+def recipe_line(trace: Any) -> CodeLine | None:
     """The innermost line of a recipe in a JAX traceback (`equation.source_info.traceback`); None without one."""
     codes, positions = trace.raw_frames() if trace else ((), ())
     for code, position in zip(codes, positions, strict=True):
         if is_recipe_file(code.co_filename):
-            return Place(code.co_filename, trace.code_addr2line(code, position))
+            return CodeLine(code.co_filename, trace.code_addr2line(code, position))
     return None
 
 

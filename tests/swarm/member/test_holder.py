@@ -26,7 +26,7 @@ from tpuswarm.swarm.member.program import make_ready
 from tpuswarm.swarm.processes.plan import Plan, Swarm, code_digest
 from tpuswarm.train.loop.evaluate import HeldOut
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 
 IDENTITY = Identity(Incarnation("m0", "a" * 32), 1)
@@ -58,21 +58,21 @@ USUAL = recipe()
 
 
 @cache
-def fitted_on(devices: int, shard: str, made=USUAL):
-    return fit(made, Request(batch=8, shard=shard), jax.devices()[:devices])
+def compiled_on(devices: int, shard: str, made=USUAL):
+    return compile_step(made, Request(batch=8, shard=shard), jax.devices()[:devices])
 
 
-def shared_of(fitted, state, layout) -> list[np.ndarray]:
-    shared = fitted.program.exchange().get(state)
+def shared_of(compiled, state, layout) -> list[np.ndarray]:
+    shared = compiled.program.exchange().get(state)
     return layout.split(dict(zip(leaf_paths(shared), jax.device_get(jax.tree.leaves(shared)), strict=True)))
 
 
-def holder_of(made, fitted, *, form="plain", fragments=2, took=lambda number, metrics: None, validation=None):
-    layout = layout_of(fitted, fragments)
-    state = fitted.init(jax.random.key(0))
-    anchor = shared_of(fitted, state, layout)
+def holder_of(made, compiled, *, form="plain", fragments=2, took=lambda number, metrics: None, validation=None):
+    layout = layout_of(compiled, fragments)
+    state = compiled.init(jax.random.key(0))
+    anchor = shared_of(compiled, state, layout)
     source = made.data("train")
-    return ProgramHolder(fitted, source, layout, form, jax.random.key(1), state, anchor, took, validation), layout
+    return ProgramHolder(compiled, source, layout, form, jax.random.key(1), state, anchor, took, validation), layout
 
 
 def train(holder, steps: int, batch: int = 8, first: int = 0) -> None:
@@ -111,11 +111,11 @@ def normal(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("devices", "shard"), [(1, "replicate"), (4, "replicate"), (4, "fsdp")])
 def test_codes_on_the_devices_are_those_of_numpy_bit_for_bit(devices, shard):
-    fitted = fitted_on(devices, shard)
-    assert ("data" in str(fitted.state.params["large"].sharding.spec)) == (shard == "fsdp")
-    layout = layout_of(fitted, 2)
+    compiled = compiled_on(devices, shard)
+    assert ("data" in str(compiled.state.params["large"].sharding.spec)) == (shard == "fsdp")
+    layout = layout_of(compiled, 2)
     for form, width in BITS.items():
-        exchanged = Exchanged(fitted, layout, form)
+        exchanged = Exchanged(compiled, layout, form)
         inputs = [[hard(seed, size) for size in layout.sizes] for seed in range(3)]
         ties = [np.zeros(size, np.float32) for size in layout.sizes], [halves(size, width) for size in layout.sizes]
         for snapshot, anchor, left in (inputs, (*ties, ties[0])):
@@ -134,12 +134,12 @@ def test_codes_on_the_devices_are_those_of_numpy_bit_for_bit(devices, shard):
 
 @pytest.mark.parametrize(("devices", "shard"), [(1, "replicate"), (4, "fsdp")])
 def test_snapshots_stand_still_and_adoptions_are_those_of_numpy(devices, shard):
-    fitted = fitted_on(devices, shard)
-    holder, layout = holder_of(USUAL, fitted)
-    anchor = shared_of(fitted, holder.state, layout)
+    compiled = compiled_on(devices, shard)
+    holder, layout = holder_of(USUAL, compiled)
+    anchor = shared_of(compiled, holder.state, layout)
     for version, how in enumerate(["snapshot", "anchor", "take"]):
         train(holder, 2)
-        at_push = shared_of(fitted, holder.state, layout)
+        at_push = shared_of(compiled, holder.state, layout)
         snapshot = holder.snapshot()
         train(holder, 2)
         payload = holder.payload(snapshot, IDENTITY)
@@ -147,11 +147,11 @@ def test_snapshots_stand_still_and_adoptions_are_those_of_numpy(devices, shard):
         norms = [np.linalg.norm(a.astype(np.float64) - s) for a, s in zip(anchor, at_push, strict=True)]
         assert payload.norm == pytest.approx(np.linalg.norm(norms), rel=1e-6) and payload.finite
 
-        now = shared_of(fitted, holder.state, layout)
+        now = shared_of(compiled, holder.state, layout)
         moments = jax.device_get(jax.tree.leaves(holder.state.opt))
         published = [hard(version, size) for size in layout.sizes]
         holder.adopt(Adopt(how, None, version, ("", "")), holder.place(published), 0.5)
-        found = shared_of(fitted, holder.state, layout)
+        found = shared_of(compiled, holder.state, layout)
         for got, new, theta, s, a in zip(found, published, now, at_push, anchor, strict=True):
             before = {"snapshot": s, "anchor": a, "take": theta}[how]
             moved = new + np.float32(0.5) * (theta - new) if how == "snapshot" else theta + (new - before)
@@ -165,7 +165,7 @@ def test_snapshots_stand_still_and_adoptions_are_those_of_numpy(devices, shard):
 
 
 def test_a_contribution_that_is_not_finite_says_so():
-    holder, _ = holder_of(USUAL, fitted_on(1, "replicate"), form="int8")
+    holder, _ = holder_of(USUAL, compiled_on(1, "replicate"), form="int8")
     holder.state = jax.tree.map(lambda leaf: leaf.at[..., -1].set(jnp.inf) if leaf.ndim == 2 else leaf, holder.state)
     payload = holder.payload(holder.snapshot(), IDENTITY)
     assert not payload.finite and payload.norm == 0.0
@@ -179,10 +179,10 @@ def slow(params, batch, key):
 
 def test_nothing_in_the_training_thread_waits_for_the_step_that_was_just_dispatched():
     made = supervised(lambda key: {"w": jnp.ones(())}, slow, optax.sgd(0.1), {"x": np.zeros(8, np.float32)})
-    fitted = fitted_on(1, "replicate", made)
+    compiled = compiled_on(1, "replicate", made)
     ready = []
     holder, _ = holder_of(
-        made, fitted, fragments=1, took=lambda number, metrics: ready.append(metrics["loss"].is_ready())
+        made, compiled, fragments=1, took=lambda number, metrics: ready.append(metrics["loss"].is_ready())
     )
     train(holder, 1)
     version = holder.place([np.full(1, 0.5, np.float32)])
@@ -199,7 +199,7 @@ def test_nothing_in_the_training_thread_waits_for_the_step_that_was_just_dispatc
 def test_nothing_that_is_kept_is_donated_where_a_fragment_is_a_single_vector(devices):
     square = lambda params, batch, key: jnp.mean(params["w"] ** 2) + 0 * jnp.mean(batch["x"])  # noqa: E731
     made = supervised(lambda key: {"w": jnp.ones(512)}, square, optax.sgd(0.1), {"x": np.zeros(8, np.float32)})
-    holder, _ = holder_of(made, fitted_on(devices, "replicate", made), fragments=1)
+    holder, _ = holder_of(made, compiled_on(devices, "replicate", made), fragments=1)
     snapshot = holder.snapshot()
     holder.adopt(Adopt("take", None, 1, ("",)), holder.place([np.full(512, 0.5, np.float32)]), 0.0)
     train(holder, 1)
@@ -210,7 +210,7 @@ def test_nothing_that_is_kept_is_donated_where_a_fragment_is_a_single_vector(dev
 
 
 def test_a_life_that_is_over_leaves_the_devices_at_once():
-    holder, _ = holder_of(USUAL, fitted_on(1, "replicate"))
+    holder, _ = holder_of(USUAL, compiled_on(1, "replicate"))
     train(holder, 2)
     gone = weakref.ref(holder)
     gc.disable()
@@ -293,7 +293,7 @@ def test_speed_is_that_of_finished_steps():
 def test_a_ramp_grows_the_updates_to_their_full_size():
     falling = lambda params, batch, key: params["w"].sum() + 0 * jnp.mean(batch["x"])  # noqa: E731  # by 1 a step
     made = supervised(lambda key: {"w": jnp.zeros(3)}, falling, optax.sgd(1.0), {"x": np.zeros(8, np.float32)})
-    holder, _ = holder_of(made, fitted_on(1, "replicate", made), fragments=1)
+    holder, _ = holder_of(made, compiled_on(1, "replicate", made), fragments=1)
     holder.ramp()
     at = [0.0]
     for step in range(RAMP + 2):
@@ -321,17 +321,17 @@ def test_a_member_evaluates_in_batches_of_the_size_that_was_asked_for(tmp_path):
 
 def test_an_evaluation_is_of_the_published_version_and_leaves_training_alone():
     made = toy.recipe()
-    fitted = fit(made, Request(batch=8), jax.devices()[:1])
-    layout = layout_of(fitted, 1)
-    holder, _ = holder_of(made, fitted, fragments=1, validation=HeldOut(made.data("validation"), 8))
+    compiled = compile_step(made, Request(batch=8), jax.devices()[:1])
+    layout = layout_of(compiled, 1)
+    holder, _ = holder_of(made, compiled, fragments=1, validation=HeldOut(made.data("validation"), 8))
     train(holder, 2)
     version = [np.linspace(-1, 1, size, dtype=np.float32) for size in layout.sizes]
     holder.adopt(Adopt("anchor", None, 1, ("",)), holder.place(version), 0.0)
-    theta = shared_of(fitted, holder.state, layout)
+    theta = shared_of(compiled, holder.state, layout)
     values, rows, _ = holder.evaluate(lambda: False, None)
     params, data = layout.join(version), toy.data(1)
     error = data["x"] @ params["layer/w"] + params["layer/b"] - data["y"]
     assert rows == 64 and values["loss"] == pytest.approx(np.mean(error**2), rel=1e-5)
-    assert all(map(same_bits, theta, shared_of(fitted, holder.state, layout)))
+    assert all(map(same_bits, theta, shared_of(compiled, holder.state, layout)))
     assert holder.evaluate(lambda: True, None) is None
     train(holder, 1, first=2)

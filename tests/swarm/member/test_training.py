@@ -33,7 +33,7 @@ from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.train.loop.evaluate import HeldOut
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 
 BATCH, STEPS = 8, 12
@@ -103,21 +103,21 @@ class Swarm:
         self.engine = engine or Inproc(7)
         self.store = Store(str(folder))
         ledger, objects = Ledger(self.store), Objects(self.store)
-        fitted = fit(recipe, Request(batch=BATCH, ema=ema), jax.devices()[:1])
+        compiled = compile_step(recipe, Request(batch=BATCH, ema=ema), jax.devices()[:1])
         init_key, step_key = jax.random.split(jax.random.key(0))
-        layout = layout_of(fitted, fragments)
+        layout = layout_of(compiled, fragments)
         self.terms = Terms(
             run="run", digests=Digests(layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
             horizon=steps * BATCH, cycle=cycle * BATCH, members=tuple(f"m{n}" for n in range(members)),
             outer=outer or Outer("average"), patience=patience or Patience(), staleness=staleness or Staleness(),
         )  # fmt: skip
         self.holders, self.processes, self.options = [], [], processes
-        self.recipe, self.fitted, self.layout, self.form, self.step_key = recipe, fitted, layout, form, step_key
+        self.recipe, self.compiled, self.layout, self.form, self.step_key = recipe, compiled, layout, form, step_key
         self.overlap, self.shards = overlap, [f"shard-{n}" for n in range(shards)]
         self.clock = clock = lambda: self.engine.now
         for number in range(members):
-            state = fitted.init(init_key)
-            shared = fitted.program.exchange().get(state)
+            state = compiled.init(init_key)
+            shared = compiled.program.exchange().get(state)
             leaves = dict(zip(leaf_paths(shared), jax.device_get(jax.tree.leaves(shared)), strict=True))
             anchor = layout.split(leaves)
             if number == 0:
@@ -135,7 +135,7 @@ class Swarm:
         """A life of a member."""
         source, validation = self.recipe.data("train"), HeldOut(self.recipe.data("validation"), BATCH)
         holder = ProgramHolder(
-            self.fitted, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation
+            self.compiled, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation
         )
         incarnation = Incarnation(f"m{number}", f"{len(self.holders):032x}")
         books = Member(self.terms, self.form, self.overlap, incarnation, base, tokens)
@@ -150,7 +150,7 @@ class Swarm:
         self.engine.kill(f"m{number}")
         newest = self.ledger.view().newest
         fragments = [self.objects.get_array(digest) for digest in newest.state]
-        state = self.fitted.init(jax.random.key(9), placed(self.fitted, self.layout, fragments))
+        state = self.compiled.init(jax.random.key(9), placed(self.compiled, self.layout, fragments))
         self.start(number, state, fragments, newest.version, newest.tokens)
 
     def _opened(self, result) -> None:
@@ -344,8 +344,8 @@ def test_a_swarm_of_one_has_the_statistics_of_the_plain_trainer_and_three_share_
 def test_statistics_are_averaged_beside_a_momentum_and_the_ledger_proves_it(tmp_path):
     """With a rate and a momentum under which the same arrays, were they trained, would leave their range."""
     outer = Outer("nesterov", rate=1.0)
-    fitted = fit(observing(), Request(batch=BATCH), jax.devices()[:1])
-    layout = layout_of(fitted, 2)
+    compiled = compile_step(observing(), Request(batch=BATCH), jax.devices()[:1])
+    layout = layout_of(compiled, 2)
     averaged = layout.places(["extra/square"])
     assert sum(each.last - each.first for each in averaged) == 5
     swarm = Swarm(
@@ -360,12 +360,12 @@ def test_statistics_are_averaged_beside_a_momentum_and_the_ledger_proves_it(tmp_
 
 
 def test_a_statistic_is_taken_over_and_not_moved():
-    fitted = fit(observing(), Request(batch=BATCH), jax.devices()[:1])
-    layout = layout_of(fitted, 1)
-    exchanged, exchange = Exchanged(fitted, layout, "plain"), fitted.program.exchange()
+    compiled = compile_step(observing(), Request(batch=BATCH), jax.devices()[:1])
+    layout = layout_of(compiled, 1)
+    exchanged, exchange = Exchanged(compiled, layout, "plain"), compiled.program.exchange()
 
     def state(level):
-        made = fitted.init(jax.random.key(0))
+        made = compiled.init(jax.random.key(0))
         shared = jax.tree.map(lambda leaf: np.full_like(leaf, level), exchange.get(made))
         return exchange.put(made, jax.device_put(shared))
 

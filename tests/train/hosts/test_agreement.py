@@ -15,7 +15,7 @@ from tests.train import toy
 from tpuswarm import InputError, RunFailed, Trainer
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.hosts import agreement, line, rendezvous
-from tpuswarm.train.hosts.agreement import SECRET, Together
+from tpuswarm.train.hosts.agreement import SECRET, Agreement
 from tpuswarm.train.hosts.line import Line
 from tpuswarm.train.hosts.rendezvous import Hosts
 from tpuswarm.train.hosts.several import PORT, Several, several
@@ -31,7 +31,7 @@ def pair():
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()
     ends = [Line(end, lambda why, status: None) for end in (near, far)]
-    return [Together(Hosts(index, 2, {1 - index: end})) for index, end in enumerate(ends)]
+    return [Agreement(Hosts(index, 2, {1 - index: end})) for index, end in enumerate(ends)]
 
 
 def both(*calls):
@@ -92,7 +92,7 @@ def test_hosts_that_begin_with_other_parameters_are_refused_by_name(pair, tmp_pa
     (tmp_path / "made.py").write_text("from tests.train.toy import toy\n")
     parent, given = tmp_path / "parent", []
 
-    class Heard(Together):
+    class Heard(Agreement):
         def agree(self, facts):
             given.append(facts())
 
@@ -100,7 +100,7 @@ def test_hosts_that_begin_with_other_parameters_are_refused_by_name(pair, tmp_pa
         shutil.rmtree(parent, ignore_errors=True)
         Trainer().fit(build_recipe(f"{tmp_path / 'made.py'}:toy", {}), steps=steps, batch=8, run=parent)
         with monkeypatch.context() as patch:
-            patch.setattr(session, "Together", Heard)
+            patch.setattr(session, "Agreement", Heard)
             Trainer().fit(toy.recipe(), steps=1, batch=8, run=tmp_path / f"child-{steps}", init_from=parent)
         return given[-1]
 
@@ -154,7 +154,7 @@ def test_a_wish_to_stop_at_any_host_stops_all_of_them_at_the_same_step(pair):
     """Each makes steps as fast as it can; host 0 is ahead, and steps on until it has heard of the wish."""
     stepped = threading.Event()
 
-    def steps(host: Together, asks: bool) -> tuple[int, signal.Signals | None]:
+    def steps(host: Agreement, asks: bool) -> tuple[int, signal.Signals | None]:
         done = 0
         while not host.stopping():
             done += 1

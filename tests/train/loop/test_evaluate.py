@@ -8,7 +8,7 @@ import pytest
 from tests.train import toy
 from tpuswarm import ArraySource, InputError, Trainer, Weighted, supervised
 from tpuswarm.train.loop.evaluate import evaluate, parts
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 
 INIT = {"w": np.arange(5, dtype=np.float32)}
@@ -31,8 +31,8 @@ def loss(params, batch, key):
 def test_every_row_counts_once(devices, rows, count):
     data = held_out(rows)
     made = supervised(lambda key: INIT, loss, optax.sgd(0.1), data)
-    fitted = fit(made, Request(batch=64), devices[:count])
-    values, counted = evaluate(fitted, fitted.init(jax.random.key(0)), ArraySource(data), 64)
+    compiled = compile_step(made, Request(batch=64), devices[:count])
+    values, counted = evaluate(compiled, compiled.init(jax.random.key(0)), ArraySource(data), 64)
     error = (data["x"].astype(np.float64) @ INIT["w"] - data["y"]) ** 2
     assert counted == rows
     np.testing.assert_allclose(values["loss"], error.mean(), rtol=1e-5)

@@ -13,9 +13,9 @@ from tests.train import toy
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program.compiled import Refused, TooLarge, fit
+from tpuswarm.train.program.compiled import Refused, TooLarge, compile_step
 from tpuswarm.train.program.mesh import bytes_per_device
-from tpuswarm.train.program.request import Request, choices, forms
+from tpuswarm.train.program.request import Request, choices
 from tpuswarm.train.recipe import Clock
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.supervised import SupervisedProgram
@@ -26,21 +26,21 @@ def gpt2(**options):
 
 
 def losses(recipe, request, devices, steps=4):
-    fitted = fit(recipe, request, devices)
-    state = fitted.init(jax.random.key(0))
+    compiled = compile_step(recipe, request, devices)
+    state = compiled.init(jax.random.key(0))
     source, found = recipe.data("train"), []
     for step in range(steps):
         rows = source.rows(step * request.batch, request.batch)
-        state, metrics = fitted.step(state, rows, Clock(jax.random.key(1), np.int32(step), np.float32(0.1)))
+        state, metrics = compiled.step(state, rows, Clock(jax.random.key(1), np.int32(step), np.float32(0.1)))
         found.append(float(metrics["loss"]))
-    return fitted, state, found
+    return compiled, state, found
 
 
 def test_one_device_replicated_sharded_and_split_agree(devices):
     recipe = gpt2()
     _, _, one = losses(recipe, Request(batch=16), devices[:1])
     _, _, eight = losses(recipe, Request(batch=16, shard="replicate"), devices)
-    fitted, state, sharded = losses(recipe, Request(batch=16, shard="fsdp"), devices)
+    compiled, state, sharded = losses(recipe, Request(batch=16, shard="fsdp"), devices)
     _, _, split = losses(recipe, Request(batch=16, shard="fsdp", accumulate=2), devices)
     np.testing.assert_allclose(eight, one, rtol=1e-5)
     np.testing.assert_allclose(sharded, one, rtol=1e-5)
@@ -51,7 +51,7 @@ def test_one_device_replicated_sharded_and_split_agree(devices):
     assert reductions and not any("/while/" in line for line in reductions), "a sum over devices in each micro-batch"
     assert one[-1] < one[0]
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    assert held == bytes_per_device(fitted.state, fitted.shardings)
+    assert held == bytes_per_device(compiled.state, compiled.shardings)
     assert held < sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 0.6
 
 
@@ -70,10 +70,10 @@ def test_a_recipes_options_reach_the_compiler_of_its_platform(devices):
         {"x": np.ones((8, 4), np.float32)},
     )
     recipe.compiling = {"tpu": {"no_such_option": 1}}
-    fit(recipe, Request(batch=4), devices[:1])
+    compile_step(recipe, Request(batch=4), devices[:1])
     recipe.compiling = {"cpu": {"no_such_option": 1}}
     with pytest.raises(Refused, match="no_such_option"):
-        fit(recipe, Request(batch=4), devices[:1])
+        compile_step(recipe, Request(batch=4), devices[:1])
 
 
 def test_memory_decides_between_the_ways_to_run(devices):
@@ -84,15 +84,15 @@ def test_memory_decides_between_the_ways_to_run(devices):
         {"x": np.ones((64, 1024), np.float32)},
         micro_batches=True,
     )
-    plain = fit(recipe, Request(batch=16384), devices)
+    plain = compile_step(recipe, Request(batch=16384), devices)
     assert (plain.choice.shard, plain.choice.remat, plain.choice.accumulate) == ("replicate", False, 1)
-    tight = fit(recipe, Request(batch=16384), devices, memory_bytes=plain.memory.total - 1)
+    tight = compile_step(recipe, Request(batch=16384), devices, memory_bytes=plain.memory.total - 1)
     assert tight.memory.total < plain.memory.total and tight.choice.shard == "fsdp"
-    floor = fit(recipe, Request(batch=16384, shard="fsdp", accumulate=4), devices).memory.total
-    small = fit(recipe, Request(batch=16384), devices, memory_bytes=floor)
+    floor = compile_step(recipe, Request(batch=16384, shard="fsdp", accumulate=4), devices).memory.total
+    small = compile_step(recipe, Request(batch=16384), devices, memory_bytes=floor)
     assert small.choice.shard == "fsdp" and 1 < small.choice.accumulate <= 4 and small.memory.total <= floor
     with pytest.raises(InputError, match=r"does not fit on 8 x cpu.*2 micro-batches.*GiB.*smaller batch"):
-        fit(recipe, Request(batch=16), devices, memory_bytes=2**20)
+        compile_step(recipe, Request(batch=16), devices, memory_bytes=2**20)
 
 
 def test_every_batch_that_is_there_at_once_counts(devices):
@@ -103,21 +103,21 @@ def test_every_batch_that_is_there_at_once_counts(devices):
         optax.sgd(0.1),
         {"x": np.zeros((1, 64), np.float32)},
     )
-    fitted = fit(recipe, Request(batch=4096), devices[:1])
-    assert fitted.memory.arguments >= 4 * 2**20
+    compiled = compile_step(recipe, Request(batch=4096), devices[:1])
+    assert compiled.memory.arguments >= 4 * 2**20
     with pytest.raises(InputError, match=r"does not fit.* needs 0\.00 GiB"):
-        fit(recipe, Request(batch=4096), devices[:1], memory_bytes=fitted.memory.total - 2**20)
+        compile_step(recipe, Request(batch=4096), devices[:1], memory_bytes=compiled.memory.total - 2**20)
 
 
 def test_rows_that_no_device_holds_are_refused_before_anything_is_compiled(devices, monkeypatch):
-    def compiled(*_):
+    def never(*_):
         raise AssertionError("it was compiled")
 
-    monkeypatch.setattr("tpuswarm.train.program.compiled.attempt", compiled)
+    monkeypatch.setattr("tpuswarm.train.program.compiled.attempt", never)
     with pytest.raises(
         InputError, match=r"batch 2147483640 does not fit on 8 x cpu.* needs 24\.00 GiB per device, of 16"
     ):
-        fit(toy.recipe(), Request(batch=2**31 - 8), devices, memory_bytes=2**34)
+        compile_step(toy.recipe(), Request(batch=2**31 - 8), devices, memory_bytes=2**34)
 
 
 def test_micro_batches_that_cannot_be_small_enough_are_not_compiled(devices, monkeypatch):
@@ -131,7 +131,7 @@ def test_micro_batches_that_cannot_be_small_enough_are_not_compiled(devices, mon
     monkeypatch.setattr("tpuswarm.train.program.compiled.attempt", attempt)
     made = toy.recipe(micro_batches=True)
     with pytest.raises(InputError, match="does not fit"):
-        fit(made, Request(batch=8 * 2**20, shard="replicate"), devices, memory_bytes=2**28 - 1)
+        compile_step(made, Request(batch=8 * 2**20, shard="replicate"), devices, memory_bytes=2**28 - 1)
     assert tried[:2] == [1, 4] and tried[-1] == 2**20  # 2 would need 101 bytes more than there are
 
 
@@ -155,7 +155,7 @@ def test_a_loss_is_split_unasked_only_where_supervised_says_so(devices, monkeypa
     for asked, opted, wanted in ((None, False, {1}), (None, True, {1, 2}), (2, False, {2})):
         tried.clear()
         with pytest.raises(InputError, match="does not fit"):
-            fit(toy.recipe(micro_batches=opted), Request(batch=16, accumulate=asked), devices)
+            compile_step(toy.recipe(micro_batches=opted), Request(batch=16, accumulate=asked), devices)
         assert set(tried) == wanted
 
 
@@ -175,7 +175,7 @@ def test_a_metric_of_many_numbers_is_refused_before_the_first_step(devices, monk
 
     monkeypatch.setattr(SupervisedProgram, "step", wide)
     with pytest.raises(InputError, match=r"metric each of toy has shape \(3,\), it must be a scalar: give its mean"):
-        fit(toy.recipe(), Request(batch=8), devices[:1])
+        compile_step(toy.recipe(), Request(batch=8), devices[:1])
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_batch_that_does_not_divide_names_the_numbers_and_two_ways_out(batch, 
     ],
 )
 def test_forms_by_platform(platform, kind, wanted):
-    assert forms(platform, kind) == wanted
+    assert attention_and_loop(platform, kind) == wanted
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_forms_by_platform(platform, kind, wanted):
 )
 def test_unknown_choices(request_, words, devices):
     with pytest.raises(InputError, match=words):
-        fit(toy.recipe(), request_, devices)
+        compile_step(toy.recipe(), request_, devices)
 
 
 def test_an_evaluation_that_fails_is_told_before_the_first_step_is_compiled(devices, monkeypatch):
@@ -230,21 +230,22 @@ def test_an_evaluation_that_fails_is_told_before_the_first_step_is_compiled(devi
     made = supervised(toy.init, loss, optax.sgd(0.1), toy.data())
     words = rf"the evaluation of test_compiled fails \(its key is None\): TypeError: .* \({__file__}:\d+\)"
     with pytest.raises(InputError, match=words):
-        fit(made, Request(batch=8), devices)
+        compile_step(made, Request(batch=8), devices)
 
 
 TOPOLOGY = """
 import sys
 from jax.experimental import topologies
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 recipe = GPT2(data="fake", context=128, layers=2)
 devices = topologies.get_topology_desc("v5e:2x4", "tpu", chips_per_host_bounds=(2, 4, 1)).devices
-fitted = fit(recipe, Request(batch=32, shard="fsdp"), devices)
-text = fitted.step.as_text()
-print(devices[0].device_kind, len(devices), fitted.options.precision, fitted.options.attention, fitted.options.loop,
-      fitted.choice.remat, "splash" in text, "all-reduce" in text, fitted.memory.total > 0, sep="|")
+compiled = compile_step(recipe, Request(batch=32, shard="fsdp"), devices)
+text = compiled.step.as_text()
+print(devices[0].device_kind, len(devices), compiled.options.precision, compiled.options.attention,
+      compiled.options.loop, compiled.choice.remat, "splash" in text,
+      "all-reduce" in text, compiled.memory.total > 0, sep="|")
 """
 
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from tpuswarm import supervised
 from tpuswarm.recipes.gpt2 import loss
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.program.request import Request
@@ -67,7 +67,7 @@ def test_how_a_step_is_run_changes_nothing(chunks, options, monkeypatch):
 
 def test_a_fitted_step_knows_its_flops_on_all_devices(devices):
     recipe = GPT2(data="fake", layers=1, heads=2, width=32, context=32)
-    assert fit(recipe, Request(batch=4), devices[:2]).flops.total == analytic(recipe, 4)
+    assert compile_step(recipe, Request(batch=4), devices[:2]).flops.total == analytic(recipe, 4)
 
 
 def convolutions(params, batch):

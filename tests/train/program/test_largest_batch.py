@@ -9,7 +9,7 @@ from tpuswarm import Trainer
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.loop import session
-from tpuswarm.train.program import compiled as fitting
+from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program.largest_batch import largest_batch, search
 from tpuswarm.train.program.request import usual_request
 from tpuswarm.train.run.directory import read_config
@@ -26,15 +26,15 @@ def needed(recipe):
     devices = jax.devices()[:2]
     found = {}
     for batch in (2, 4, 8, 16):
-        fitted = fitting.fit(recipe, usual_request(recipe, batch=batch), devices)
-        assert not fitted.choice.remat and fitted.choice.accumulate == 1
-        found[batch] = fitted.memory.total
+        compiled = compiling.compile_step(recipe, usual_request(recipe, batch=batch), devices)
+        assert not compiled.choice.remat and compiled.choice.accumulate == 1
+        found[batch] = compiled.memory.total
     return found
 
 
 @pytest.mark.parametrize("batch", [2, 4, 8])
 def test_twice_as_many_rows_would_not_fit(recipe, needed, batch, monkeypatch):
-    monkeypatch.setattr(fitting, "device_memory", lambda device: needed[batch])
+    monkeypatch.setattr(compiling, "device_memory", lambda device: needed[batch])
     told = []
     assert search(recipe, {}, jax.devices()[:2], told.append) == batch
     assert [line.split()[0] for line in told] == [str(2**each) for each in range(1, int(np.log2(batch)) + 1)]
@@ -42,9 +42,9 @@ def test_twice_as_many_rows_would_not_fit(recipe, needed, batch, monkeypatch):
 
 def test_what_the_smallest_needs_is_used_and_not_more(recipe, needed, monkeypatch):
     """Half the memory of one row a device: only smaller forms fit, and the search goes on with them."""
-    monkeypatch.setattr(fitting, "device_memory", lambda device: needed[16])
+    monkeypatch.setattr(compiling, "device_memory", lambda device: needed[16])
     assert search(recipe, {"accumulate": 2}, jax.devices()[:2], lambda text: None) % 4 == 0
-    monkeypatch.setattr(fitting, "device_memory", lambda device: 1000)
+    monkeypatch.setattr(compiling, "device_memory", lambda device: 1000)
     with pytest.raises(InputError, match="with batch 2 does not fit on 2 x cpu"):
         search(recipe, {}, jax.devices()[:2], lambda text: None)
 

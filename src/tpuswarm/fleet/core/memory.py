@@ -62,7 +62,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Place:
+class Supply:
     """How it goes with a type in a zone."""
 
     failures: int = 0
@@ -80,7 +80,7 @@ class Place:
     lost: tuple[float, ...] = ()
     """When the cloud took machines away, of late."""
 
-    def failed(self, seed: str, now: float, said: str, pause: float = 0.0) -> "Place":
+    def failed(self, seed: str, now: float, said: str, pause: float = 0.0) -> "Supply":
         """After one more failure; those of one burst count once."""
         if now < self.not_before:
             return replace(self, said=said, failed_at=now, not_before=max(self.not_before, now + pause))
@@ -104,7 +104,7 @@ class Memory:
     """Machines whose creation has failed, though they may still be listed; why."""
     taken: Mapping[str, float] = field(default_factory=dict)
     """Names that the cloud says are taken, though nothing is listed; when."""
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, Supply] = field(default_factory=dict)
     stopped: Mapping[str, str] = field(default_factory=dict)
     """Pools for which nothing is created any more until a person asks again; why."""
     looked: frozenset[str] = frozenset()

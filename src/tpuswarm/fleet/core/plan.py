@@ -14,7 +14,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.fleet.core.actions import Action, Create, Delete, Plan, Start, Stop, Wait
 from tpuswarm.fleet.core.desired import Desired, Wanted
 from tpuswarm.fleet.core.limits import Limits, Refusal, machine_quota, spec_quota
-from tpuswarm.fleet.core.memory import Observed, Place, machine_key, place_of, spec_place
+from tpuswarm.fleet.core.memory import Observed, Supply, machine_key, place_of, spec_place
 from tpuswarm.fleet.core.money import HOUR, MARGIN, Lot, dollars, machine_price
 from tpuswarm.fleet.core.names import by_number, free_names
 
@@ -270,7 +270,7 @@ class _Planner:
             again = f"{why}: `tpuswarm down {machine.name}` and `tpuswarm up` replace it"
             self.waits.append(Wait(pool.name, 0, again, None))
             return False
-        place = self.memory.places.get(place_of(machine.zone, machine.type, machine.how), Place())
+        place = self.memory.places.get(place_of(machine.zone, machine.type, machine.how), Supply())
         if sum(self.now - at < BAD_WITHIN for at in place.bad) < most:
             return True
         why = f"{machine.name} {what}, and left as it is: {most} of {machine.zone} were replaced within a day"
@@ -349,7 +349,7 @@ class _Planner:
 
     def _refusal(self, at: str, zone: str, quota: Lot) -> Refusal | None:
         """Why nothing is tried in a zone."""
-        place = self.memory.places.get(at, Place())
+        place = self.memory.places.get(at, Supply())
         if zone in self.away:
             return Refusal(f"{zone} does not answer")
         if place.held is not None and self.held[quota] >= place.held:

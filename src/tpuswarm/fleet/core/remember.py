@@ -18,7 +18,7 @@ from tpuswarm.cloud.protocol import Listing, Machine, Spec, TpuSpec
 from tpuswarm.fleet.core.actions import Answer, Called, Create, Delete, Ended, Event, Start, Stop
 from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.limits import machine_quota, spec_quota
-from tpuswarm.fleet.core.memory import Asked, Memory, Place, Seen, machine_key, place_of, spec_key, spec_place
+from tpuswarm.fleet.core.memory import Asked, Memory, Seen, Supply, machine_key, place_of, spec_key, spec_place
 
 SHOWN, RUNS = 300.0, 3600.0
 """Seconds after which a creation that is in no list has come to nothing; the second while its operation runs."""
@@ -128,7 +128,7 @@ class _Change:
         said, place = str(error), spec_place(spec)
         self.say(spec.pool, spec.name, "refused", said)
         if isinstance(error, NoQuota) and not self._remains(spec):
-            self.places[place] = replace(self.places.get(place, Place()), held=self._held(spec, key), said=said)
+            self.places[place] = replace(self.places.get(place, Supply()), held=self._held(spec, key), said=said)
         elif isinstance(error, Taken):
             self.taken[key] = self.now
         elif isinstance(error, Denied | Invalid) and not isinstance(error, NotSignedIn):
@@ -139,7 +139,7 @@ class _Change:
             self._fail(place, said)
 
     def _fail(self, place: str, said: str, pause: float = 0.0) -> None:
-        self.places[place] = self.places.get(place, Place()).failed(
+        self.places[place] = self.places.get(place, Supply()).failed(
             f"{self.desired.fleet}/{place}", self.now, said, pause
         )
 
@@ -266,7 +266,7 @@ class _Change:
         self.say(machine.pool, machine.name, kind, f"the cloud took it away after {_span(lived)}: {said}")
 
     def _lost(self, place: str) -> None:
-        before = self.places.get(place, Place())
+        before = self.places.get(place, Supply())
         lost = (*(at for at in before.lost if self.now - at < TOGETHER), self.now)
         self.places[place] = replace(before, lost=lost)
         if len(lost) >= LOSSES:

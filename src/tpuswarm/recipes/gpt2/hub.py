@@ -26,7 +26,7 @@ REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Place:
+class Published:
     """The files of one model."""
 
     name: str
@@ -56,7 +56,7 @@ def is_place(name: str) -> bool:
     return name.startswith(PREFIX) or name.lower() in RELEASED
 
 
-def open_place(name: str) -> Place:
+def open_published(name: str) -> Published:
     """The model called `name`: one of RELEASED, `hf:ORG/NAME` or `hf:DIR`.
 
     Raises InputError for a name that is none, a model that is not there or not open to this user, and RunFailed where
@@ -72,13 +72,13 @@ def open_place(name: str) -> Place:
         repository = name.removeprefix(PREFIX)
         folder = Path(repository).expanduser()
         if folder.is_dir():
-            return Place(name, folder.absolute())
+            return Published(name, folder.absolute())
         if not REPOSITORY.fullmatch(repository):
             raise InputError(f"there is no folder {folder}, and {repository!r} is not the ORG/NAME of a hub model")
     config = _fetch(repository, "config.json", "main")
     if config is None:
         raise InputError(f"{name} has no config.json, so it is not a model that can be read")
-    return Place(name, None, repository, config.parent.name)
+    return Published(name, None, repository, config.parent.name)
 
 
 def _fetch(repository: str, file: str, revision: str) -> Path | None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.bpe import FILE, Bpe, read_bpe, read_gpt2_files
 from tpuswarm.recipes.gpt2.config import SIZES, Config
-from tpuswarm.recipes.gpt2.hub import Place
+from tpuswarm.recipes.gpt2.hub import Published
 from tpuswarm.recipes.gpt2.tokenizer import Characters
 from tpuswarm.train.paths import leaf_paths
 
@@ -59,7 +59,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 """Settings of a config.json that change what is computed → the values that our model computes; first, the usual one."""
 
 
-def read_config(place: Place) -> Config:
+def read_config(place: Published) -> Config:
     """The shape in a model's config.json; InputError, naming it, for a setting that our model does not compute."""
     path = place.get("config.json", "model that can be read")
     try:
@@ -82,7 +82,7 @@ def read_config(place: Place) -> Config:
     return Config(**shape)
 
 
-def read_tokenizer(place: Place) -> Bpe | Characters | None:
+def read_tokenizer(place: Published) -> Bpe | Characters | None:
     """A model's tokenizer: GPT-2's kind, or the characters of an export of ours; None where it brings none."""
     path = place.find(FILE)
     if path is not None:
@@ -101,7 +101,7 @@ def _read_characters(path: Path) -> Characters | None:
         return None
 
 
-def check_shape(place: Place, config: Config) -> None:
+def check_shape(place: Published, config: Config) -> None:
     """Raise InputError, with the way out, unless a model at `place` can be taken over into one of `config`.
 
     A shorter context is fine: it takes the first of the learned positions.
@@ -126,7 +126,7 @@ def _shown(shape: Mapping[str, int], names: list[str]) -> str:
     return ", ".join(f"{name} {shape[name]}" for name in names)
 
 
-def load(place: Place, config: Config, like: Any) -> Any:
+def load(place: Published, config: Config, like: Any) -> Any:
     """The weights at `place` as parameters in the shapes, dtypes and shardings of `like`; config fits them.
 
     The devices' parts are read one leaf after the other, so no more than one leaf is held besides the parameters.
@@ -143,7 +143,7 @@ def load(place: Place, config: Config, like: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def digest(place: Place) -> str:
+def digest(place: Published) -> str:
     """SHA-256 of a model's weight files, and of their names."""
     found = hashlib.sha256()
     for part in _parts(place):
@@ -179,7 +179,7 @@ def _expected(config: Config, context: int) -> dict[str, tuple[int, ...]]:
 class _Tensors:
     """The tensors of a model, in one file or several; their names without the prefix."""
 
-    def __init__(self, place: Place, files: ExitStack):
+    def __init__(self, place: Published, files: ExitStack):
         self._place = place
         self._slices: dict[str, Any] = {}
         for part in _parts(place):
@@ -234,7 +234,7 @@ class _Tensors:
         return part
 
 
-def _parts(place: Place) -> list[str]:
+def _parts(place: Published) -> list[str]:
     """The files of a model's weights."""
     index = None if place.find(WEIGHTS) else place.find(INDEX)
     if index is None:

@@ -17,7 +17,7 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, MOMENTS, OPTIMIZERS, SIZES, Config, Kind
-from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_place
+from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_published
 from tpuswarm.train.recipe import Options, Recipe, Source
 
 if TYPE_CHECKING:  # a wrong option is answered before JAX is loaded: what needs it is imported by the method that does
@@ -229,7 +229,7 @@ class GPT2(Recipe):
             from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
 
             try:
-                found = read_tokenizer(open_place(self._published))
+                found = read_tokenizer(open_published(self._published))
             except TpuswarmError as error:
                 if not self._usual:
                     raise
@@ -312,7 +312,7 @@ class GPT2(Recipe):
     @classmethod
     def options_at(cls, place: str) -> dict[str, Any]:
         """A published model's tokenizer, where it brings one, and the size of its vocabulary."""
-        found = open_place(place)  # where there is nothing, that is said before JAX is loaded
+        found = open_published(place)  # where there is nothing, that is said before JAX is loaded
         from tpuswarm.recipes.gpt2 import pretrained
         from tpuswarm.recipes.gpt2.tokenizer import Characters
 
@@ -332,7 +332,7 @@ class GPT2(Recipe):
         """The weights of a published model of this shape; a shorter context takes the first of its positions."""
         from tpuswarm.recipes.gpt2 import pretrained
 
-        found = open_place(place)
+        found = open_published(place)
         pretrained.check_shape(found, self.config)
         theirs = pretrained.read_tokenizer(found) if self.tokenizer else None
         if theirs and self.tokenizer and theirs.key != self.tokenizer.key:
@@ -347,7 +347,7 @@ class GPT2(Recipe):
         """The commit of a hub's model; SHA-256 of the weights in a folder."""
         from tpuswarm.recipes.gpt2 import pretrained
 
-        found = open_place(place)
+        found = open_published(place)
         return found.commit or pretrained.digest(found)
 
     def export(self, state: Any, folder: Path) -> None:

@@ -18,23 +18,23 @@ from tpuswarm.swarm.storage import tensors
 from tpuswarm.train.data.feed import read_rows
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, HeldOut, evaluate
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.program.compiled import Fitted
+from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.recipe import Batch, Clock, Metrics, Source, State
 
 RAMP = 100
 """Steps in which the updates of a state without its inner state grow to their full size."""
 
 
-def layout_of(fitted: Fitted, fragments: int) -> Layout:
+def layout_of(compiled: Compiled, fragments: int) -> Layout:
     """The layout of what a program shares; ValueError for leaves that are not float32."""
-    shared = fitted.program.exchange().get(fitted.state)
+    shared = compiled.program.exchange().get(compiled.state)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
     return Layout.of({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, fragments)
 
 
-def placed(fitted: Fitted, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
+def placed(compiled: Compiled, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
     """Fragments as the shared part of a state, on the devices."""
-    shared = fitted.program.exchange().get(fitted.state)
+    shared = compiled.program.exchange().get(compiled.state)
     arrays = layout.join(fragments)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
     return jax.tree.unflatten(
@@ -56,7 +56,7 @@ class ProgramHolder:
 
     def __init__(
         self,
-        fitted: Fitted,
+        compiled: Compiled,
         source: Source,
         layout: Layout,
         form: Form,
@@ -72,10 +72,10 @@ class ProgramHolder:
         a recipe: for `evaluate`.
         """
         self.state = state
-        self._fitted, self._form, self._key = fitted, form, step_key
+        self._compiled, self._form, self._key = compiled, form, step_key
         self._took, self._validation, self._pictured = took, validation, pictured
-        self._feed = Prefetch(_reader(fitted, source))
-        self._exchanged = Exchanged(fitted, layout, form)
+        self._feed = Prefetch(_reader(compiled, source))
+        self._exchanged = Exchanged(compiled, layout, form)
         self._anchor = self._exchanged.put(anchor)
         self._reference: Flat = []
         """The snapshot of the undecided contribution."""
@@ -94,7 +94,7 @@ class ProgramHolder:
         if self._ramp_left:
             metrics = self._ramped_step(batch, clock)
         else:
-            self.state, metrics = self._fitted.step(self.state, batch, clock)
+            self.state, metrics = self._compiled.step(self.state, batch, clock)
         self._took(number, metrics)
         before, self._running = self._running, (stop - start, metrics)
         return _finish(before)
@@ -153,7 +153,7 @@ class ProgramHolder:
         state = self._exchanged.take(self.state, self._anchor)
         if average is not None:
             state = self._exchanged.put_average(state, average)
-        found = evaluate(self._fitted, state, *self._validation, EVAL_BATCHES, leave)
+        found = evaluate(self._compiled, state, *self._validation, EVAL_BATCHES, leave)
         return Evaluated(*found, self._pictured(state)) if found else None
 
     def ramp(self) -> None:
@@ -162,22 +162,22 @@ class ProgramHolder:
 
     def _ramped_step(self, batch: Batch, clock: Clock) -> Metrics:
         before = self._exchanged.snapshot(self.state)
-        state, metrics = self._fitted.step(self.state, batch, clock)
+        state, metrics = self._compiled.step(self.state, batch, clock)
         self.state = self._exchanged.blend(state, before, np.float32(1 - self._ramp_left / RAMP))
         self._ramp_left -= 1
         return metrics
 
 
-def _reader(fitted: Fitted, source: Source) -> Callable[[Rows], Batch]:
+def _reader(compiled: Compiled, source: Source) -> Callable[[Rows], Batch]:
     """What brings the rows of a batch to the devices; it must not keep a holder, and with it a whole state, alive."""
 
     def batch(rows: Rows) -> Batch:
         ((start, stop),) = rows.ranges
 
         def read(first: int, count: int) -> dict[str, np.ndarray]:
-            return read_rows(source, fitted.program.batch_spec(count), start + first, count)
+            return read_rows(source, compiled.program.batch_spec(count), start + first, count)
 
-        return batch_to_devices(read, stop - start, fitted.mesh)
+        return batch_to_devices(read, stop - start, compiled.mesh)
 
     return batch
 

@@ -41,7 +41,7 @@ LIVES = 5
 
 
 @dataclass
-class Place:
+class Assigned:
     """What a member's process was given by who started it."""
 
     name: str
@@ -66,7 +66,7 @@ class Place:
 class MemberHost:
     """The process; `run` in one thread, `look` and `leave` from others."""
 
-    place: Place
+    place: Assigned
     _rows: MetricsRows = field(init=False)
     _member: MemberProcesses | None = None
     _last: Member | None = None
@@ -250,7 +250,7 @@ class MemberHost:
                 ]
                 state = tuple(digest for digest, _ in made)
                 outer_state = tuple(digest for _, digest in made if digest)
-                founding = Founding(ready.layout.fragments, chosen(ready.fitted))
+                founding = Founding(ready.layout.fragments, chosen(ready.compiled))
                 answer = self._answer(Call(HEAD, "found", (founding, state, outer_state, ready.digests)))
                 if isinstance(answer, Refused):
                     raise InputError(f"{self.place.name} cannot join: {answer.reason}")

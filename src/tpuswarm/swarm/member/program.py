@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.values import Digests
-from tpuswarm.swarm.member import compiled
+from tpuswarm.swarm.member import compile_cache
 from tpuswarm.swarm.member.arrays import to_host
 from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
@@ -17,7 +17,7 @@ from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.loop.evaluate import HeldOut
 from tpuswarm.train.loop.session import held_out, request
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.program.compiled import Fitted, fit
+from tpuswarm.train.program.compiled import Compiled, compile_step
 from tpuswarm.train.recipe import Metrics, Recipe, Source, State
 from tpuswarm.train.run.loaded import load_parameters
 from tpuswarm.train.user_code import blame, build_recipe
@@ -30,7 +30,7 @@ Took = Callable[[int, Metrics], None]
 class Ready:
     """A compiled program and its data, of which states and holders are made."""
 
-    fitted: Fitted
+    compiled: Compiled
     layout: Layout
     digests: Digests
     validation: HeldOut | None
@@ -42,7 +42,7 @@ class Ready:
 
     def facts(self) -> dict[str, str]:
         """What the hosts of one member have to agree on."""
-        choice, digests = self.fitted.choice, self.digests
+        choice, digests = self.compiled.choice, self.digests
         return {
             "configuration": digests.config,
             "recipe file": digests.code,
@@ -54,17 +54,17 @@ class Ready:
     def begin(self) -> list[np.ndarray]:
         """Float32[size] of each fragment of a first state: a fresh one, or around the parameters of --init-from."""
         parent = self._plan.settings["init_from"]
-        given = load_parameters(parent, self._recipe, self.fitted) if parent else None
-        shared = self.fitted.program.exchange().get(self.fitted.init(self._keys()[0], given))
+        given = load_parameters(parent, self._recipe, self.compiled) if parent else None
+        shared = self.compiled.program.exchange().get(self.compiled.init(self._keys()[0], given))
         return self.layout.split(dict(zip(leaf_paths(shared), to_host(jax.tree.leaves(shared)), strict=True)))
 
     def holder(self, fragments: Sequence[np.ndarray]) -> ProgramHolder:
         """A holder around a version: float32[size] of each fragment."""
         init_key, step_key = self._keys()
-        state = self.fitted.init(init_key, placed(self.fitted, self.layout, fragments))
+        state = self.compiled.init(init_key, placed(self.compiled, self.layout, fragments))
         form = self._plan.swarm.quantize
         return ProgramHolder(
-            self.fitted,
+            self.compiled,
             self._source,
             self.layout,
             form,
@@ -80,7 +80,7 @@ class Ready:
         """What the committed parameters make, as `sample` shows them, with nothing of this member's own."""
         if type(self._recipe).pictured is Recipe.pictured:
             return None
-        return self._recipe.pictured(self.fitted.init(self._keys()[0], self.fitted.program.exchange().get(state)))
+        return self._recipe.pictured(self.compiled.init(self._keys()[0], self.compiled.program.exchange().get(state)))
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         init_key, step_key = jax.random.split(jax.random.key(self._plan.settings["seed"]))
@@ -96,7 +96,7 @@ def make_ready(
     say: Callable[[str], None],
     batch: int | None = None,
 ) -> Ready:
-    """Build the recipe, whose shared files are in the folder `data`, and compile it; raises as `fit` does.
+    """Build the recipe, whose shared files are in the folder `data`, and compile it; raises as `compile_step` does.
 
     batch: rows of a step; None: those of the run.
     """
@@ -104,14 +104,14 @@ def make_ready(
     recipe = build_recipe(plan.target, plan.options | fill(plan.shared, data))
     with blame(f"the data of {recipe.name} failed"):
         source = training_rows(recipe, plan.settings["seed"])
-    compiled.bring(say)
+    compile_cache.bring(say)
     say(f"{recipe.name}: compiling")
-    fitted = fit(recipe, request(plan.settings | {"batch": batch}), devices)
-    compiled.send(say)
-    layout = layout_of(fitted, plan.swarm.fragments)
+    compiled = compile_step(recipe, request(plan.settings | {"batch": batch}), devices)
+    compile_cache.send(say)
+    layout = layout_of(compiled, plan.swarm.fragments)
     digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
-    say(f"compiled: {fitted.choice.why}")
+    say(f"compiled: {compiled.choice.why}")
     rows = held_out(recipe, required=False) if evaluates else None
-    at_once = plan.settings["eval_batch"] or batch // fitted.choice.accumulate
+    at_once = plan.settings["eval_batch"] or batch // compiled.choice.accumulate
     validation = HeldOut(rows, at_once) if rows is not None else None
-    return Ready(fitted, layout, digests, validation, recipe, plan, source, took)
+    return Ready(compiled, layout, digests, validation, recipe, plan, source, took)

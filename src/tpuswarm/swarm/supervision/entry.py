@@ -63,12 +63,12 @@ def member(
 ) -> Any:
     """A member's process."""
     from tpuswarm.swarm.member.group import Group  # these import JAX, which the others do without
-    from tpuswarm.swarm.member.incarnations import MemberHost, Place
+    from tpuswarm.swarm.member.incarnations import Assigned, MemberHost
     from tpuswarm.train.process import platform
 
     files = Path(data) if data else None
     batch = int(os.environ[BATCH]) if BATCH in os.environ else None
-    place = Place(name, plan, shards, files, Group.here(), steps, evaluates, calls, _say, batch, platform.make_way)
+    place = Assigned(name, plan, shards, files, Group.here(), steps, evaluates, calls, _say, batch, platform.make_way)
     return MemberHost(place)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from tpuswarm.train.diagnose.finding import Finding
-from tpuswarm.train.user_code import recipe_place
+from tpuswarm.train.user_code import recipe_line
 
 PRIMITIVES = {
     "debug_print": "jax.debug.print",
@@ -18,7 +18,7 @@ PRIMITIVES = {
 def host_callbacks(step: ClosedJaxpr) -> list[Finding]:
     """One finding for each line of the recipe that calls back."""
     found = {
-        (PRIMITIVES[each.primitive.name], str(recipe_place(each.source_info.traceback) or "a library"))
+        (PRIMITIVES[each.primitive.name], str(recipe_line(each.source_info.traceback) or "a library"))
         for each in _equations(step.jaxpr)
         if each.primitive.name in PRIMITIVES
     }

@@ -19,7 +19,7 @@ from tpuswarm.train.diagnose.starvation import Starvation
 from tpuswarm.train.diagnose.summary import Summary
 from tpuswarm.train.diagnose.tied_weights import tied_weights
 from tpuswarm.train.diagnose.times import Times
-from tpuswarm.train.program.compiled import Fitted
+from tpuswarm.train.program.compiled import Compiled
 
 WARM_UP = 2
 """Steps after which training is what it will be."""
@@ -49,24 +49,24 @@ class Watch:
         self._host_sync.stop()
         self._recompilation.stop()
 
-    def at_start(self, fitted: Fitted, batch: int) -> list[Finding]:
+    def at_start(self, compiled: Compiled, batch: int) -> list[Finding]:
         """What can be seen before the first step; batch: rows of a step."""
-        device, micro_batch = fitted.mesh.devices.flat[0], batch // fitted.choice.accumulate
+        device, micro_batch = compiled.mesh.devices.flat[0], batch // compiled.choice.accumulate
         looks: tuple[Callable[[], list[Finding]], ...] = (
             lambda: cpu_fallback.look(device),
             lambda: dead_variables(os.environ),
-            lambda: tied_weights(fitted.program),
-            lambda: host_callbacks(fitted.jaxpr),
-            lambda: float32_in_bf16(fitted),
-            lambda: half_empty(fitted.flops, device.device_kind, micro_batch, fitted.mesh.size),
-            lambda: self._count_flops(fitted),
+            lambda: tied_weights(compiled.program),
+            lambda: host_callbacks(compiled.jaxpr),
+            lambda: float32_in_bf16(compiled),
+            lambda: half_empty(compiled.flops, device.device_kind, micro_batch, compiled.mesh.size),
+            lambda: self._count_flops(compiled),
         )
         found = [finding for look in looks for finding in _unharmed(look)]
         self._said += found
         return found
 
-    def _count_flops(self, fitted: Fitted) -> list[Finding]:
-        self._flops = fitted.flops.total if not fitted.flops.unknown else None
+    def _count_flops(self, compiled: Compiled) -> list[Finding]:
+        self._flops = compiled.flops.total if not compiled.flops.unknown else None
         return []
 
     def after_step(self, step: int, waited: float) -> list[Finding]:
@@ -100,17 +100,17 @@ class Watch:
         finally:
             loop.close()
 
-    def summary(self, fitted: Fitted, tokens_per_step: int) -> Summary:
+    def summary(self, compiled: Compiled, tokens_per_step: int) -> Summary:
         """What became of the time so far."""
-        device = fitted.mesh.devices.flat[0]
+        device = compiled.mesh.devices.flat[0]
         return Summary(
             seconds=self.times.all(),
             steps=self._steps,
             tokens=self._steps * tokens_per_step,
             flops_per_step=self._flops,
-            peak=peak_flops(device.device_kind, fitted.options.precision),
-            devices=fitted.mesh.size,
-            unit=unit(fitted.program.tokens_per_row),
+            peak=peak_flops(device.device_kind, compiled.options.precision),
+            devices=compiled.mesh.size,
+            unit=unit(compiled.program.tokens_per_row),
             findings=[*self._said, *self._recompilation.totals(), *self._host_sync.totals()],
         )
 

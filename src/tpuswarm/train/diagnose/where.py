@@ -3,7 +3,7 @@
 from pathlib import Path
 from types import FrameType
 
-from tpuswarm.train.user_code import Place, owner
+from tpuswarm.train.user_code import CodeLine, owner
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
@@ -13,7 +13,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return frame if frame is not None and owner(frame.f_code.co_filename) == "user" else None
 
 
-def place(frame: FrameType) -> Place:
+def place(frame: FrameType) -> CodeLine:
     """The line that a frame is at; its file relative to the working directory where it lies under it."""
     path, here = Path(frame.f_code.co_filename), Path.cwd()
-    return Place(str(path.relative_to(here) if path.is_relative_to(here) else path), frame.f_lineno)
+    return CodeLine(str(path.relative_to(here) if path.is_relative_to(here) else path), frame.f_lineno)

@@ -31,7 +31,7 @@ LOOK = 3.0
 T = TypeVar("T")
 
 
-class Together:
+class Agreement:
     """The hosts of a run, as one of them sees them; a context manager that ends them together."""
 
     def __init__(self, hosts: Hosts | None = None):
@@ -40,7 +40,7 @@ class Together:
         self._agreed: Signals | None = None
         self._told: Signals | None = None
 
-    def __enter__(self) -> "Together":
+    def __enter__(self) -> "Agreement":
         self._signals.__enter__()
         return self
 
@@ -125,7 +125,7 @@ class Together:
             self._hosts.send({"asked": self._told})
 
 
-def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Together:
+def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Agreement:
     """Join the hosts of a run; before anything else uses JAX.
 
     folder: the run directory, which host 0 holds and every host has to see; lost: told the sentence with which host 0
@@ -137,7 +137,7 @@ def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Together:
             f"this is host {asked.index} of {asked.count}; connecting to {asked.at}; host 0 shows the progress",
             err=True,
         )
-        return Together(initialize(asked.at, asked.count, asked.index, lambda: _read(place, asked)))
+        return Agreement(initialize(asked.at, asked.count, asked.index, lambda: _read(place, asked)))
     say(f"this is host 0 of {asked.count}; waiting for the others at {asked.at}", err=True)
     secret = secrets.token_hex(32).encode()
     line.witnesses.append(lambda why: place.unlink(missing_ok=True))  # where the process ends within `initialize`
@@ -149,7 +149,7 @@ def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Together:
         hosts = initialize(asked.at, asked.count, 0, secret)
     finally:
         place.unlink(missing_ok=True)
-    return Together(hosts)
+    return Agreement(hosts)
 
 
 def _read(place: Path, asked: Several) -> bytes:

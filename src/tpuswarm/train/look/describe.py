@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from tpuswarm.train.program.compiled import Fitted
+from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.mesh import bytes_per_device
 
 
@@ -28,9 +28,9 @@ class ParameterRow:
         return math.prod(self.shape)
 
 
-def parameter_rows(fitted: Fitted) -> list[ParameterRow]:
+def parameter_rows(compiled: Compiled) -> list[ParameterRow]:
     """One row for each leaf that the program names."""
-    leaves = jax.tree.leaves(fitted.program.exchange().get(fitted.state))
+    leaves = jax.tree.leaves(compiled.program.exchange().get(compiled.state))
     return [
         ParameterRow(
             path=parameter.path,
@@ -42,7 +42,7 @@ def parameter_rows(fitted: Fitted) -> list[ParameterRow]:
             tied=parameter.tied,
             bytes_per_device=bytes_per_device(leaf, leaf.sharding),
         )
-        for parameter, leaf in zip(fitted.program.parameters(fitted.state), leaves, strict=True)
+        for parameter, leaf in zip(compiled.program.parameters(compiled.state), leaves, strict=True)
     ]
 
 
@@ -52,14 +52,14 @@ def _axes(leaf: jax.ShapeDtypeStruct) -> str:
     return ", ".join(split) or "replicated"
 
 
-def memory_sentence(fitted: Fitted) -> str:
+def memory_sentence(compiled: Compiled) -> str:
     """Memory of one device in words, the compiler's figures beside the state's."""
-    state = bytes_per_device(fitted.state, fitted.shardings)
-    rows = parameter_rows(fitted)
+    state = bytes_per_device(compiled.state, compiled.shardings)
+    rows = parameter_rows(compiled)
     parameters = sum(row.bytes_per_device for row in rows)
     mib = 2**20
     return (
         f"{sum(row.count for row in rows):,} parameters; memory per device: {parameters / mib:.1f} MiB parameters "
         f"+ {(state - parameters) / mib:.1f} MiB optimizer and average "
-        f"+ {fitted.memory.temporaries / mib:.1f} MiB temporaries"
+        f"+ {compiled.memory.temporaries / mib:.1f} MiB temporaries"
     )

@@ -15,7 +15,7 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import training_rows
-from tpuswarm.train.program.compiled import fit
+from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.mesh import batch_sharding
 from tpuswarm.train.program.request import Request, usual_request
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source
@@ -57,17 +57,17 @@ def find_lr(
     names = Request.__dataclass_fields__
     request = usual_request(recipe, **{name: asked[name] for name in names if name in asked})
     seed = asked.get("seed") or 0
-    fitted = fit(_Growing(recipe), request, devices)
+    compiled = compile_step(_Growing(recipe), request, devices)
     parent = asked.get("init_from")
-    shared = load_parameters(parent, recipe, fitted) if parent else None
+    shared = load_parameters(parent, recipe, compiled) if parent else None
     init_key, step_key = jax.random.split(jax.random.key(seed))
-    state = fitted.init(init_key, shared)
-    source, sharding = training_rows(recipe, seed), batch_sharding(fitted.mesh)
-    spec = fitted.program.batch_spec(request.batch)
+    state = compiled.init(init_key, shared)
+    source, sharding = training_rows(recipe, seed), batch_sharding(compiled.mesh)
+    spec = compiled.program.batch_spec(request.batch)
     tried: list[tuple[float, float]] = []
     for step in range(steps):
         batch = read_batch(source, spec, sharding, step * request.batch)
-        state, metrics = fitted.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
+        state, metrics = compiled.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
         rate, loss = float(metrics["lr"]), float(metrics["loss"])
         tried.append((rate, loss))
         far(f"{rate:.1e}: loss {loss:.4g}")

@@ -59,7 +59,7 @@ class Loop:
         keep_best: str | None = None,
         eval_batches: int = EVAL_BATCHES,
     ):
-        self._session, self._watch, self._display, self._together = session, watch, display, session.together
+        self._session, self._watch, self._display, self._agreement = session, watch, display, session.agreement
         self._wandb, self._loggers, self._eval_batches = wandb, loggers, eval_batches
         self._enough = ""
         """Why a hook ended the run."""
@@ -84,7 +84,7 @@ class Loop:
 
     def run(self) -> Generator[Step, None, Result]:
         """All steps, from the opening to the result."""
-        with self._together:
+        with self._agreement:
             return (yield from self._run())
 
     def _run(self) -> Generator[Step, None, Result]:
@@ -97,11 +97,11 @@ class Loop:
                 return self._result("finished", f"ended at step {self._done}: {self._enough}", None)
             if self._done == self._session.steps and not self._stopping():
                 return self._result("finished", f"finished: {self._session.steps} steps", None)
-            asked = self._together.asked
+            asked = self._agreement.asked
             assert asked is not None
             return self._result("stopped", self._end_early(asked), int(asked))
         except GeneratorExit:
-            self._together.same("leaving the loop", True)
+            self._agreement.same("leaving the loop", True)
             self._flush()
             if self._saved < self._done:
                 self._save(wait=True)
@@ -139,8 +139,8 @@ class Loop:
                 ends.callback(self._checkpoints.close)
 
     def _open(self) -> None:
-        session, fitted = self._session, self._session.fitted
-        mesh = fitted.mesh
+        session, compiled = self._session, self._session.compiled
+        mesh = compiled.mesh
         session.begin()
         self._outputs.open(self._loggers)
         self._display.open(
@@ -151,37 +151,37 @@ class Loop:
                 step=session.first_step,
                 steps=session.steps,
                 tokens_per_step=session.tokens_per_step,
-                unit=unit(fitted.program.tokens_per_row),
-                parameters=parameter_rows(fitted),
-                sentences=[memory_sentence(fitted), *session.notes],
+                unit=unit(compiled.program.tokens_per_row),
+                parameters=parameter_rows(compiled),
+                sentences=[memory_sentence(compiled), *session.notes],
                 seconds=self._watch.times.of(*times.PLACES),
             )
         )
         self._outputs.event(self._done, "started", f"from step {self._done}", command=command_line())
         for note in session.notes:
             self._event("note", note)
-        self._outputs.findings(self._done, self._watch.at_start(fitted, session.settings["batch"]))
+        self._outputs.findings(self._done, self._watch.at_start(compiled, session.settings["batch"]))
         if self._wandb is not None:
             self._outputs.open_wandb(self._done, self._wandb)
         if self._done == 0:
             self._save(wait=False)  # there is always one to go back to, and what a save takes is known early
 
     def _stopping(self) -> bool:
-        return self._together.stopping()
+        return self._agreement.stopping()
 
     def _train(self) -> Iterator[Step]:
-        session, step = self._session, self._session.fitted.step
+        session, step = self._session, self._session.compiled.step
         if self._evaluation_due(0.0) and 0 < self._done < session.steps and not self._evaluated():
             yield from self._evaluate()  # the process before this one saved here and ended before it evaluated
-        spec = session.fitted.program.batch_spec(session.settings["batch"])
-        sharding = batch_sharding(session.fitted.mesh)
+        spec = session.compiled.program.batch_spec(session.settings["batch"])
+        sharding = batch_sharding(session.compiled.mesh)
         feed = Feed(session.source, spec, sharding, self._done, session.steps)
         with self._watch.times.during(times.STEPS), feed:
             self._read_at = time.monotonic()
             # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
             # wait; and everything up to a checkpoint's step is written before the checkpoint.
             while self._done < session.steps and not (self._enough or self._stopping()):
-                fed = feed.next(leave=self._together.leaves_feed)
+                fed = feed.next(leave=self._agreement.leaves_feed)
                 if fed is None:
                     break
                 batch, waited = fed
@@ -199,7 +199,7 @@ class Loop:
                 now = time.monotonic()
                 due = [self._save_every.due(self._done, now - self._saved_at)]
                 due.append(self._evaluation_due(now - self._evaluated_at))
-                save, evaluate, *hooks = self._together.same("deciding what is due", due + self._hooks.due(self._done))
+                save, evaluate, *hooks = self._agreement.same("deciding what is due", due + self._hooks.due(self._done))
                 if any((save, evaluate, *hooks)) and self._done < session.steps and not self._stopping():
                     yield from self._flush()
                     if save:
@@ -245,9 +245,9 @@ class Loop:
 
     def _end_early(self, asked: Signals) -> str:
         """Save or not, as the grace period allows; what happened in words."""
-        left = max(0.0, self._session.settings["grace"] - self._together.since())
+        left = max(0.0, self._session.settings["grace"] - self._agreement.since())
         decision = decide_stop(asked, self._checkpoints.seconds, self._checkpoints.busy, left)
-        decision = StopDecision(*self._together.same("deciding how to stop", decision))
+        decision = StopDecision(*self._agreement.same("deciding how to stop", decision))
         if decision.save and self._saved < self._done:
             self._save(wait=True)
         with self._watch.times.during(times.CHECKPOINTS):
@@ -267,7 +267,7 @@ class Loop:
         return [self._record(*before)] if before else []
 
     def _record(self, step: int, metrics: Metrics) -> Step:
-        if self._session.fitted.options.platform == "cpu":  # there one by one, without NumPy, is many times faster
+        if self._session.compiled.options.platform == "cpu":  # there one by one, without NumPy, is many times faster
             values = {name: float(value.item()) for name, value in metrics.items()}
         else:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -293,7 +293,7 @@ class Loop:
         assert session.validation is not None
         with self._watch.times.during(times.EVALUATION), waiting("evaluating") as far:
             found = evaluate(
-                session.fitted, self._state, session.validation, session.eval_batch, self._eval_batches,
+                session.compiled, self._state, session.validation, session.eval_batch, self._eval_batches,
                 leave=self._stopping, far=far,
             )  # fmt: skip
         if found is None:
@@ -328,7 +328,7 @@ class Loop:
                 self._outputs.returned(self._done, index, found)
         if returned and not self._enough:
             wanted = [str(found.reason) for found in returned.values() if isinstance(found, Stop)]
-            self._enough = self._together.same("deciding whether a hook ends the run", "; ".join(wanted))
+            self._enough = self._agreement.same("deciding whether a hook ends the run", "; ".join(wanted))
         self._read_at += time.monotonic() - start  # speed is that of training alone
 
     def _write(self, row: dict[str, Any]) -> Step:
@@ -341,7 +341,7 @@ class Loop:
     def _evaluated(self) -> bool:
         rows = read_rows(self._session.run.folder / METRICS)
         found = [figures(row) for row in rows if row["step"] == self._done and "eval_loss" in row]
-        found = self._together.same("evaluating", found[-1:])
+        found = self._agreement.same("evaluating", found[-1:])
         self._last |= found[-1] if found else {}
         return bool(found)
 
@@ -351,7 +351,7 @@ class Loop:
 
     def _save_now(self, wait: bool) -> None:
         start = time.monotonic()
-        bad = not_finite(self._session.fitted.program.exchange().get(self._state))
+        bad = not_finite(self._session.compiled.program.exchange().get(self._state))
         if bad:
             self._fail_not_finite(self._done, "the parameters")
         wall_s = self._session.wall_s + start - self._began
@@ -364,7 +364,7 @@ class Loop:
         self._read_at += self._saved_at - start
 
     def _fail_not_finite(self, step: int, what: str) -> None:
-        bad = not_finite(self._session.fitted.program.exchange().get(self._state))
+        bad = not_finite(self._session.compiled.program.exchange().get(self._state))
         names = f"parameters not finite: {', '.join(bad[:3])}" if bad else "all parameters are finite"
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         self._checkpoints.wait()
@@ -375,7 +375,7 @@ class Loop:
 
     def _sum_up(self) -> None:
         """Where the time went: an event, which the report reads, and a table on the display."""
-        summary = self._watch.summary(self._session.fitted, self._session.tokens_per_step)
+        summary = self._watch.summary(self._session.compiled, self._session.tokens_per_step)
         self._outputs.summary(self._done, summary.facts())
 
     def _traced(self, message: str | None) -> None:

@@ -32,7 +32,7 @@ class Result:
 def ended_before(session: Finished, display: Display) -> Result:
     """The end of a run in which nothing is left to do, as it was the first time."""
     run, steps = session.run.folder, session.steps
-    with session.together:
+    with session.agreement:
         display.note(f"{shown(run)} is finished; nothing left to do")
         metrics = last_row(run)
         for row in read_rows(run / METRICS):

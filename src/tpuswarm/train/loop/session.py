@@ -18,13 +18,13 @@ from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.source import Repeated, training_rows
-from tpuswarm.train.hosts.agreement import Together, join
+from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
 from tpuswarm.train.loop.evaluate import FiniteSource
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.stop import held
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.program.compiled import Fitted, fit, place
+from tpuswarm.train.program.compiled import Compiled, compile_step, place
 from tpuswarm.train.program.largest_batch import AUTO, largest_batch
 from tpuswarm.train.program.request import BATCH, Request
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
@@ -44,10 +44,10 @@ class Session:
     """A run made ready, held by this process until `run.close()`."""
 
     run: Run
-    together: Together
+    agreement: Agreement
     recipe: Recipe
     settings: dict[str, Any]
-    fitted: Fitted
+    compiled: Compiled
     source: Source
     validation: FiniteSource | None
     state: State
@@ -76,12 +76,12 @@ class Session:
     @property
     def eval_batch(self) -> int:
         """Rows of a batch in evaluations; where nobody says, those of a micro-batch, which the devices hold."""
-        return int(self.settings["eval_batch"] or self.settings["batch"] // self.fitted.choice.accumulate)
+        return int(self.settings["eval_batch"] or self.settings["batch"] // self.compiled.choice.accumulate)
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one batch."""
-        return int(self.settings["batch"]) * self.fitted.program.tokens_per_row
+        return int(self.settings["batch"]) * self.compiled.program.tokens_per_row
 
     def clock(self, step: int) -> Clock:
         """The clock of the step after `step` updates; progress = tokens so far / tokens of the run."""
@@ -101,7 +101,7 @@ class Finished:
     """A run that came to its end before, held by this process."""
 
     run: Run
-    together: Together
+    agreement: Agreement
     state: State
     steps: int
 
@@ -129,15 +129,15 @@ def prepare(
     with held():  # else the directory could be there without anybody to let it go
         run = FollowedRun(folder) if folder and follows else Run(folder, recipe.name)
         ends.callback(run.abandon)
-    together = Together()
+    agreement = Agreement()
     try:
         stored = (run.config() or {}).get("train", {})
         platform.prepare(bool(_first(asked.get("deterministic"), stored.get("deterministic"))))
         if hosts:
-            together = join(hosts, run.folder, run.fail)
-        return _prepare(run, together, recipe, dict(asked), tokens, epochs)
+            agreement = join(hosts, run.folder, run.fail)
+        return _prepare(run, agreement, recipe, dict(asked), tokens, epochs)
     except BaseException:
-        together.__exit__(*sys.exc_info())
+        agreement.__exit__(*sys.exc_info())
         raise
 
 
@@ -199,16 +199,16 @@ def resolve(
 
 
 def _prepare(
-    run: Run, together: Together, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
+    run: Run, agreement: Agreement, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
 ) -> Session | Finished:
-    devices = together.devices(asked["devices"])
+    devices = agreement.devices(asked["devices"])
     notes = []
     if asked["batch"] == AUTO:
         asked["batch"] = None  # a run that has begun has one
         if run.config() is None:
             with waiting(f"looking for the largest batch of {recipe.name}", short=0.0) as far:
                 found = largest_batch(recipe, asked, devices, far)
-            asked["batch"] = together.same("looking for the largest batch", found)
+            asked["batch"] = agreement.same("looking for the largest batch", found)
             notes.append(f"batch {asked['batch']:,}: twice as many rows do not fit without saving memory")
     with waiting(f"reading the data of {recipe.name}"):
         resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
@@ -217,18 +217,19 @@ def _prepare(
     batch = settings["batch"]
     if settings["eval_batch"]:
         check_batch(settings["eval_batch"], len(devices), 1)
-    together.agree(lambda: facts(recipe, settings, source))
-    saved, damaged = _last_saved(run, together)
+    agreement.agree(lambda: facts(recipe, settings, source))
+    saved, damaged = _last_saved(run, agreement)
     last = last_event(run.folder)
     early = saved is not None and last.get("step") == saved.step and last.get("of") == settings["steps"]
     ended = last.get("event") == "finished" and saved is not None and (early or saved.step == settings["steps"])
-    if saved and together.same("looking for what is left to do", ended):
+    if saved and agreement.same("looking for what is left to do", ended):
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             placed = place(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
-            return Finished(run, together, checkpoint.restore(saved, placed.state), saved.step)
+            return Finished(run, agreement, checkpoint.restore(saved, placed.state), saved.step)
     with waiting(f"compiling {recipe.name} for {len(devices)} x {devices[0].device_kind}"):
-        fitted = fit(recipe, request(settings), devices)
-    together.agree(lambda: {"form of the program": f"{fitted.choice.why}, {fitted.choice.accumulate} micro-batches"})
+        compiled = compile_step(recipe, request(settings), devices)
+    choice = compiled.choice
+    agreement.agree(lambda: {"form of the program": f"{choice.why}, {choice.accumulate} micro-batches"})
     if isinstance(source, Repeated):
         validation: FiniteSource | None = source
     else:
@@ -236,10 +237,10 @@ def _prepare(
     shared = None
     if saved is None and settings["init_from"]:
         with waiting(f"reading the parameters of {settings['init_from']}"):
-            shared = load_parameters(settings["init_from"], recipe, fitted, together.agree)
-    written = configuration(recipe, settings) | {"chosen": chosen(fitted)}
+            shared = load_parameters(settings["init_from"], recipe, compiled, agreement.agree)
+    written = configuration(recipe, settings) | {"chosen": chosen(compiled)}
 
-    notes.insert(0, f"{fitted.choice.why}; {fitted.options.precision}")
+    notes.insert(0, f"{choice.why}; {compiled.options.precision}")
     if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
         notes.append(f"batch {batch}, a multiple of {len(devices)} devices")
     if settings["overfit_batches"]:
@@ -249,7 +250,7 @@ def _prepare(
     first_step, wall_s, save_seconds = 0, 0.0, None
     if saved is not None:
         with waiting(f"restoring the checkpoint of step {saved.step}"):
-            state = checkpoint.restore(saved, fitted.state)
+            state = checkpoint.restore(saved, compiled.state)
         first_step, wall_s, save_seconds = saved.step, saved.about.get("wall_s", 0.0), saved.seconds
         if (position := saved.position) is not None and hasattr(source, "go_to"):
             with blame("the data source failed"):
@@ -262,21 +263,21 @@ def _prepare(
         if shared is not None:
             notes.append(f"parameters from {settings['init_from']}")
         with waiting("making the parameters"):
-            state = fitted.init(init_key, shared)
+            state = compiled.init(init_key, shared)
     return Session(
-        run, together, recipe, settings, fitted, source, validation, state, first_step, wall_s, save_seconds, step_key,
-        written, notes,
+        run, agreement, recipe, settings, compiled, source, validation, state, first_step, wall_s, save_seconds,
+        step_key, written, notes,
     )  # fmt: skip
 
 
-def _last_saved(run: Run, together: Together) -> tuple[checkpoint.Saved | None, list[str]]:
+def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None, list[str]]:
     """The checkpoint to go on from, what is newer put out of its way; and sentences about damaged ones."""
-    if not together.leads:
-        there = together.same("choosing the checkpoint", dict[str, Any]())
+    if not agreement.leads:
+        there = agreement.same("choosing the checkpoint", dict[str, Any]())
         return (checkpoint.Saved(**there | {"folder": run.checkpoints / there["folder"]}) if there else None), []
     saved, damaged = checkpoint.newest(run.checkpoints)
     checkpoint.set_aside(run.checkpoints, saved)
-    together.same("choosing the checkpoint", {**vars(saved), "folder": saved.folder.name} if saved else {})
+    agreement.same("choosing the checkpoint", {**vars(saved), "folder": saved.folder.name} if saved else {})
     return saved, damaged
 
 
@@ -355,20 +356,20 @@ def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def chosen(fitted: Fitted) -> dict[str, Any]:
+def chosen(compiled: Compiled) -> dict[str, Any]:
     """How a program runs on its devices, and with which versions."""
-    device = fitted.mesh.devices.flat[0]
+    device = compiled.mesh.devices.flat[0]
     return {
         "platform": device.platform,
         "device": device.device_kind,
-        "devices": fitted.mesh.size,
-        "hosts": len({each.process_index for each in fitted.mesh.devices.flat}),
-        "sharding": fitted.choice.shard,
-        "remat": fitted.choice.remat,
-        "attention": fitted.options.attention,
-        "micro_batches": fitted.choice.accumulate,
-        "reason": fitted.choice.why,
-        "tokens_per_row": fitted.program.tokens_per_row,
+        "devices": compiled.mesh.size,
+        "hosts": len({each.process_index for each in compiled.mesh.devices.flat}),
+        "sharding": compiled.choice.shard,
+        "remat": compiled.choice.remat,
+        "attention": compiled.options.attention,
+        "micro_batches": compiled.choice.accumulate,
+        "reason": compiled.choice.why,
+        "tokens_per_row": compiled.program.tokens_per_row,
         "jax": jax.__version__,
         "tpuswarm": version("tpuswarm"),
     }

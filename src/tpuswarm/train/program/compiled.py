@@ -1,7 +1,7 @@
 """Chooses how a program runs on given devices, and compiles it.
 
-The trainer, a swarm member and the planner all call `fit`. It works on abstract weights, so the devices may be those
-of a described topology that is not there.
+The trainer, a swarm member and the planner all call `compile_step`. It works on abstract weights, so the devices may
+be those of a described topology that is not there.
 """
 
 import math
@@ -83,7 +83,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Fitted(Placed):
+class Compiled(Placed):
     """A compiled program and the choice behind it."""
 
     choice: Choice
@@ -104,13 +104,13 @@ class Fitted(Placed):
         return model_flops(self.jaxpr)
 
 
-def fit(
+def compile_step(
     recipe: Recipe,
     request: Request,
     devices: Sequence[Any],
     memory_bytes: int | None = None,
     refused: Callable[["TooLarge"], None] = lambda _: None,
-) -> Fitted:
+) -> Compiled:
     """Compile one step of `recipe` for `devices`, in the first way of running it that their memory holds.
 
     memory_bytes: what one device has, where neither the device nor its compiler says; refused is told of each way that
@@ -130,7 +130,7 @@ def fit(
         if last and choice is not every[-1] and _hopeless(choice, last, memory_bytes):
             continue
         tried = attempt(recipe, request, devices, choice, memory_bytes)
-        if isinstance(tried, Fitted):
+        if isinstance(tried, Compiled):
             return tried
         refused(tried)
         last = tried
@@ -141,7 +141,7 @@ def fit(
 def ways(
     recipe: Recipe, request: Request, platform: str, kind: str, devices: int, memory_bytes: int | None
 ) -> Iterator[Choice]:
-    """What `fit` tries for a request, best first. Raises InputError for what cannot be tried at all."""
+    """What `compile_step` tries for a request, best first. Raises InputError for what cannot be tried at all."""
     check({"shard": request.shard})
     check_batch(request.batch, devices, request.accumulate or 1)
     with blame(f"init of {recipe.name} fails"):
@@ -160,24 +160,24 @@ class TooLarge(NamedTuple):
 
 def attempt(
     recipe: Recipe, request: Request, devices: Sequence[Any], choice: Choice, memory_bytes: int | None = None
-) -> Fitted | TooLarge:
+) -> Compiled | TooLarge:
     """Compile one step in the way `choice`, whose micro-batches win over the request's."""
     options = request.options(devices[0].platform, devices[0].device_kind)
     with blame(f"the loss of {recipe.name} fails"):
         placed, traced = trace(recipe, options, choice, request.batch, meshes.make_mesh(devices))
         needed = 0
         try:
-            compiled = traced.lower().compile(dict(recipe.compiling.get(options.platform, {})) or None)
+            executable = traced.lower().compile(dict(recipe.compiling.get(options.platform, {})) or None)
         except Exception as error:
             if not lacks_memory(str(error), options.platform):  # whatever an op or a kernel raises that has no form
                 raise Refused(recipe.name, devices[0].device_kind, error, traced.jaxpr) from error
             needed = needed_bytes(str(error))
         else:
             waiting = (ALIVE - 1) * _bytes(dict(placed.program.batch_spec(request.batch))) // len(devices)
-            memory = memory_of(compiled, options.platform, waiting)
+            memory = memory_of(executable, options.platform, waiting)
             if memory_bytes is None or memory.total <= memory_bytes:
                 fields = placed.program, placed.options, placed.mesh, placed.state
-                return Fitted(*fields, choice, compiled, memory, traced.jaxpr)
+                return Compiled(*fields, choice, executable, memory, traced.jaxpr)
             needed = memory.total
     return TooLarge(choice, needed, meshes.bytes_per_device(placed.state, placed.shardings))
 
@@ -294,9 +294,9 @@ def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Me
     return placed, traced
 
 
-def memory_of(compiled: Any, platform: str, waiting: int) -> Memory:
+def memory_of(executable: Any, platform: str, waiting: int) -> Memory:
     """What a compiled program takes; waiting: bytes of batches that come next, which the compiler knows nothing of."""
-    stats = compiled.memory_analysis()
+    stats = executable.memory_analysis()
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     if platform == "tpu":  # there the temporaries have the donated arguments among them; its peak is of both together
         temporaries = max(0, stats.peak_memory_in_bytes - arguments)

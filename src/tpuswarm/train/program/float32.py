@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from tpuswarm.train.program.flops import PRIMITIVES, Flops, library_caller
-from tpuswarm.train.user_code import Place, recipe_place
+from tpuswarm.train.user_code import CodeLine, recipe_line
 
 SHARE = 0.01
 """Of all FLOPs: what is less at one line is noise."""
 
 Inputs = frozenset[str]
 NONE: Inputs = frozenset()
-Found = defaultdict[Place | None, set[Inputs]]
+Found = defaultdict[CodeLine | None, set[Inputs]]
 OWN: Inputs = frozenset([""])
 """In what is float32 whatever the inputs are: the state, products that were asked to give float32."""
 
@@ -26,7 +26,7 @@ OWN: Inputs = frozenset([""])
 class Float32:
     """Products of one line whose operands are all float32."""
 
-    place: Place | None
+    place: CodeLine | None
     share: float
     """Of the step's FLOPs."""
     inputs: tuple[str, ...]
@@ -42,13 +42,13 @@ class Float32:
         return f"{products}: {cost}; cast the operands to bfloat16"
 
 
-def float32_products(flops: Flops, because: Mapping[Place | None, Inputs]) -> list[Float32]:
+def float32_products(flops: Flops, because: Mapping[CodeLine | None, Inputs]) -> list[Float32]:
     """The lines with most of them, first.
 
     A product of one float32 operand is usual, as gradients of a float32 loss are; not where an input is the reason.
     because: of `float32_inputs`.
     """
-    found: Counter[Place | None] = Counter()
+    found: Counter[CodeLine | None] = Counter()
     for product in flops.products:
         whole = [dtype == jnp.float32 for dtype in product.dtypes]
         if whole and (all(whole) or (any(whole) and product.place in because)):
@@ -61,7 +61,7 @@ def float32_products(flops: Flops, because: Mapping[Place | None, Inputs]) -> li
     return [each for each in shares if each.share >= SHARE]
 
 
-def float32_inputs(step: ClosedJaxpr, state: Any, inputs: Sequence[str]) -> Mapping[Place | None, Inputs]:
+def float32_inputs(step: ClosedJaxpr, state: Any, inputs: Sequence[str]) -> Mapping[CodeLine | None, Inputs]:
     """For each line with float32 products, the arrays of the batch that are the only reason for it.
 
     step: of (state, batch, clock), traced; inputs: the names of the batch's arrays, in its order.
@@ -93,7 +93,7 @@ def _follow(jaxpr: Jaxpr, names: Sequence[Inputs], caller: Any, found: Found) ->
         if equation.primitive.name in PRIMITIVES:
             reached = reached or OWN
             if not reached & OWN:
-                found[recipe_place(caller or equation.source_info.traceback)].add(reached)
+                found[recipe_line(caller or equation.source_info.traceback)].add(reached)
         results = _results(equation, taken, caller, found) or [reached] * len(equation.outvars)
         known.update(zip(equation.outvars, results, strict=True))
     return [of(variable) for variable in jaxpr.outvars]

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from tpuswarm.train.user_code import Place, is_recipe_file, recipe_place
+from tpuswarm.train.user_code import CodeLine, is_recipe_file, recipe_line
 
 RECOMPUTED = "rematted_computation"
 """JAX's name for the scope of what a checkpoint computes again in the backward pass."""
@@ -60,9 +60,9 @@ class Product:
     """JAX's name for where it belongs: forward (`jvp()`), backward (`transpose(jvp())`), named scopes."""
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> CodeLine | None:
         """Line of the recipe; None where no line of a recipe led to it."""
-        return recipe_place(self.trace)
+        return recipe_line(self.trace)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def library_caller(body: Jaxpr, equation: JaxprEqn, caller: Any) -> Any:
 
 
 def _at(equation: JaxprEqn, caller: Any) -> str:
-    place = recipe_place(caller or equation.source_info.traceback)
+    place = recipe_line(caller or equation.source_info.traceback)
     return f" ({place})" if place else ""
 
 

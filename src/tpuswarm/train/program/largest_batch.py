@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.program.compiled import DoesNotFit, Fitted, device_memory, fit
+from tpuswarm.train.program.compiled import Compiled, DoesNotFit, compile_step, device_memory
 from tpuswarm.train.program.request import Request, usual_request
 from tpuswarm.train.recipe import Recipe
 
@@ -31,11 +31,11 @@ def search(recipe: Recipe, asked: Mapping[str, Any], devices: Sequence[Any], say
     names = set(Request.__dataclass_fields__) - {"batch"}
     kept = {name: asked[name] for name in names & asked.keys()}
     batch = len(devices) * (asked.get("accumulate") or 1)
-    best = fit(recipe, usual_request(recipe, **kept, batch=batch), devices)
+    best = compile_step(recipe, usual_request(recipe, **kept, batch=batch), devices)
     while True:
         say(f"{batch:,} rows fit: {best.memory.total / 2**30:.2f} GiB per device")
         try:
-            larger = fit(recipe, usual_request(recipe, **kept, batch=2 * batch), devices)
+            larger = compile_step(recipe, usual_request(recipe, **kept, batch=2 * batch), devices)
         except DoesNotFit:
             return batch
         if _saves(larger) > _saves(best):
@@ -43,6 +43,6 @@ def search(recipe: Recipe, asked: Mapping[str, Any], devices: Sequence[Any], say
         batch, best = 2 * batch, larger
 
 
-def _saves(fitted: Fitted) -> tuple[int, bool]:
+def _saves(compiled: Compiled) -> tuple[int, bool]:
     """How much time it gives for memory."""
-    return fitted.choice.accumulate, fitted.choice.remat
+    return compiled.choice.accumulate, compiled.choice.remat

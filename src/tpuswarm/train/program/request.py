@@ -17,7 +17,7 @@ STATE_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks of a program; None leaves the choice to `fit` (accumulate) or the platform (precision)."""
+    """What the user asks of a program; None leaves accumulate to `compile_step`, and precision to the platform."""
 
     batch: int
     shard: str = "auto"
@@ -32,7 +32,7 @@ class Request:
         """The program's options on devices of this platform and kind, before any choice that depends on memory."""
         precision: Any = self.precision or default_precision(platform)
         check({"precision": precision})
-        attention, loop = forms(platform, kind)
+        attention, loop = attention_and_loop(platform, kind)
         return Options(
             precision=precision,
             clip=self.clip,
@@ -62,7 +62,7 @@ class Choice:
     why: str
 
 
-def forms(platform: str, kind: str) -> tuple[Literal["xla", "cudnn", "splash"], Literal["scan", "unroll"]]:
+def attention_and_loop(platform: str, kind: str) -> tuple[Literal["xla", "cudnn", "splash"], Literal["scan", "unroll"]]:
     """Attention and layer loop for a platform and its kind of device.
 
     cuDNN's kernel and an unrolled loop on GPU; on TPU a scanned loop and, from v4 on, the splash kernel (on v2 and v3

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tpuswarm.train.program.flops import Flops, Product
-from tpuswarm.train.user_code import Place
+from tpuswarm.train.user_code import CodeLine
 
 HALF = 0.5
 WASTE = 0.05
@@ -22,7 +22,7 @@ WASTE = 0.05
 class Underfilled:
     """Products of one line whose dimension `size` fills too little of the matrix unit."""
 
-    place: Place | None
+    place: CodeLine | None
     size: int
     unit: int
     fill: float
@@ -42,7 +42,7 @@ def underfilled(flops: Flops, unit: int, batch: int, devices: int) -> list[Under
 
     unit: side of the matrix unit; batch: rows of a micro-batch over all `devices`: that axis is divided among them.
     """
-    found: dict[tuple[Place | None, int], list[tuple[float, float]]] = defaultdict(list)
+    found: dict[tuple[CodeLine | None, int], list[tuple[float, float]]] = defaultdict(list)
     everything = 0.0
     for product in flops.products:
         sizes = _on_a_device(product, batch, devices)

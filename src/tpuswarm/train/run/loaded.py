@@ -23,7 +23,7 @@ from tpuswarm.train.settings import differences
 from tpuswarm.train.user_code import build_recipe
 
 Agree = Callable[[Callable[[], Mapping[str, str]]], None]
-"""Raises InputError unless all hosts of a program give the same facts, as `Together.agree` does."""
+"""Raises InputError unless all hosts of a program give the same facts, as `Agreement.agree` does."""
 
 
 def alone(facts: Callable[[], Mapping[str, str]]) -> None:

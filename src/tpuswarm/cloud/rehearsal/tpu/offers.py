@@ -22,7 +22,7 @@ KINDS = {"v2": "V2", "v3": "V3", "v4": "V4", "v5e": "V5LITE_POD", "v5p": "V5P", 
 PLACE = re.compile(r"projects/([^/]+)/locations/([^/]+)")
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a resource is."""
 
     project: str
@@ -34,12 +34,12 @@ class Place(NamedTuple):
         return f"projects/{self.project}/locations/{self.zone}"
 
 
-def place_of(name: str) -> Place:
+def place_of(name: str) -> Location:
     """Of a location, or of something in it. Raises Refused."""
     found = PLACE.match(name)
     if not found:
         raise Refused(INVALID_ARGUMENT, f"Malformed name: '{name}'")
-    return Place(found[1], found[2])
+    return Location(found[1], found[2])
 
 
 @cache
@@ -84,13 +84,13 @@ class Offers:
     def __init__(self, weather: Weather):
         self._weather = weather
 
-    def check(self, place: Place, wanted: Accelerator) -> None:
+    def check(self, place: Location, wanted: Accelerator) -> None:
         """Raises Refused where the zone is not to be seen, or does not offer what is wanted."""
         self._seen(place)
         if wanted not in offered()[place.zone]:
             raise Refused(NOT_FOUND, f"Resource '{place.name}/acceleratorTypes/{wanted.api_name}' was not found")
 
-    def _seen(self, place: Place) -> None:
+    def _seen(self, place: Location) -> None:
         if place.zone not in offered():
             raise Refused(PERMISSION_DENIED, f"Permission denied on 'locations/{place.zone}' (or it may not exist).")
         self._weather.reach(place.zone)
@@ -99,7 +99,7 @@ class Offers:
         return (zone for zone in offered() if not self._weather.has(zone, "hidden"))
 
     def ListLocations(self, request: Any) -> Any:
-        found = [_location(Place(request.name.split("/")[1], zone)) for zone in self._zones()]
+        found = [_location(Location(request.name.split("/")[1], zone)) for zone in self._zones()]
         return locations_pb2.ListLocationsResponse(locations=found)
 
     def GetLocation(self, request: Any) -> Any:
@@ -122,7 +122,7 @@ class Offers:
                 return cloud_tpu.AcceleratorType.pb(self._type(place, each))
         raise not_found(request.name)
 
-    def _type(self, place: Place, each: Accelerator) -> Any:
+    def _type(self, place: Location, each: Accelerator) -> Any:
         return cloud_tpu.AcceleratorType(
             name=f"{place.name}/acceleratorTypes/{each.api_name}",
             type_=each.api_name,
@@ -144,11 +144,11 @@ class Offers:
         return cloud_tpu.RuntimeVersion.pb(_runtime(place, version))
 
 
-def _location(place: Place) -> Any:
+def _location(place: Location) -> Any:
     return locations_pb2.Location(
         name=place.name, location_id=place.zone, labels={"cloud.googleapis.com/region": place.zone.rsplit("-", 1)[0]}
     )
 
 
-def _runtime(place: Place, version: str) -> Any:
+def _runtime(place: Location, version: str) -> Any:
     return cloud_tpu.RuntimeVersion(name=f"{place.name}/runtimeVersions/{version}", version=version)

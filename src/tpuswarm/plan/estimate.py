@@ -19,7 +19,7 @@ RELATIONS = get_args(network.Relation)
 
 
 @dataclass(frozen=True)
-class Together:
+class Estimate:
     """What a swarm of `members` such slices does; all of it is an estimate."""
 
     row: Row
@@ -63,7 +63,7 @@ class Together:
         )
 
 
-def together(row: Row, members: int) -> Together | None:
+def estimate(row: Row, members: int) -> Estimate | None:
     """The swarm of a row; None for a row without a program.
 
     Members are as fast as the best that is expected, so that the traffic is the most there can be; a push every 50
@@ -84,7 +84,7 @@ def together(row: Row, members: int) -> Together | None:
     price, zones = slice_.price(), slice_.zones()
     place = next((zone for zone in zones if price and zone.startswith(price.region)), zones[0] if zones else None)
     serving = head(members, exchanged, one, "average" if program.outer == "average" else "nesterov")
-    return Together(
+    return Estimate(
         row,
         members,
         exchanged,
@@ -97,7 +97,7 @@ def together(row: Row, members: int) -> Together | None:
     )
 
 
-def tables(swarms: Sequence[Together]) -> list[Table]:
+def tables(swarms: Sequence[Estimate]) -> list[Table]:
     """Speed and price of each swarm, its traffic and what that costs, its head."""
     first = swarms[0]
     speeds = columns(
@@ -161,7 +161,7 @@ def _parts(one: Traffic) -> tuple[float, float, float]:
     return sum(one.sent.values()), sum(one.received.values()), one.data
 
 
-def _dollars(swarm: Together, relation: str) -> str:
+def _dollars(swarm: Estimate, relation: str) -> str:
     """What is known, and by name what is not."""
     parts = next((each.parts for each in swarm.bills if each.relation == relation), {})
     unknown = [name for name, part in parts.items() if part is None]

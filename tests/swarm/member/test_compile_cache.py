@@ -5,7 +5,7 @@ import pytest
 
 from tests.cloud.rehearsal.conftest import until
 from tpuswarm.swarm.engines.variables import COMPILED
-from tpuswarm.swarm.member import compiled
+from tpuswarm.swarm.member import compile_cache
 
 
 class Bucket:
@@ -31,7 +31,7 @@ class Bucket:
 @pytest.fixture
 def machine(monkeypatch):
     """Makes this process one of a machine with that folder."""
-    monkeypatch.setattr(compiled, "Bucket", Bucket)
+    monkeypatch.setattr(compile_cache, "Bucket", Bucket)
     monkeypatch.setenv(COMPILED, "gs://some/compiled")
     monkeypatch.setattr(Bucket, "objects", {})
 
@@ -50,14 +50,14 @@ def test_what_is_compiled_is_there_for_the_next_machine(machine, tmp_path):
     (first / "jit_step-abc-cache").write_bytes(b"code")
     (first / "jit_step-abc-atime").write_bytes(b"12")
     said: list[str] = []
-    compiled.send(said.append, (0.0,))
+    compile_cache.send(said.append, (0.0,))
     assert until(lambda: Bucket.objects == {"jit_step-abc-cache": b"code"})
 
     second = machine(tmp_path / "second")
-    compiled.bring(said.append)
+    compile_cache.bring(said.append)
     assert [path.name for path in second.iterdir()] == ["jit_step-abc-cache"]
     assert said == ["programs that others have compiled: 1"]
-    compiled.bring(said.append)
+    compile_cache.bring(said.append)
     assert len(said) == 1, "all of it is there"
 
 
@@ -65,9 +65,9 @@ def test_without_its_bucket_a_member_compiles_as_ever(machine, tmp_path, monkeyp
     machine(tmp_path / "first")
     monkeypatch.setattr(Bucket, "broken", True)
     said: list[str] = []
-    compiled.bring(said.append)
+    compile_cache.bring(said.append)
     assert said == ["what others have compiled could not be had: OSError: no network"]
     monkeypatch.delenv(COMPILED)
-    compiled.bring(said.append)
-    compiled.send(said.append)
+    compile_cache.bring(said.append)
+    compile_cache.send(said.append)
     assert len(said) == 1

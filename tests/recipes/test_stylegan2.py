@@ -169,8 +169,3 @@ def test_a_grid_is_the_averaged_generators_and_follows_seed_and_truncation(recip
     across = np.abs(walk[0].astype(int) - walk[4].astype(int)).mean()
     assert len(walk) == 8 and 0 < steps.max() < across, "it goes on in small steps, and comes back"
     np.testing.assert_array_equal(next(recipe.grids(other, 2, 3, truncation=1.0, seed=0)), grid())
-
-
-def test_pictures_are_asked_for_as_pictures(recipe, eighteen):
-    with pytest.raises(InputError, match="stylegan2-8 makes pictures, not text: add --grid 8x8"):
-        recipe.sample(eighteen[0], "", tokens=1, temperature=0, seed=0)

@@ -44,6 +44,7 @@ def ask(context: typer.Context) -> Asked:
     from tpuswarm.train.bucket.mirror import folder_for
     from tpuswarm.train.hosts.several import several
     from tpuswarm.train.look.wandb_log import require
+    from tpuswarm.train.optional import LooksForData
     from tpuswarm.train.run.directory import require_usable
     from tpuswarm.train.run.parent import find_parent
 
@@ -71,7 +72,8 @@ def ask(context: typer.Context) -> Asked:
         return make_recipe(table.recipe, dict(given), options | more, context, folder, parent)
 
     recipe = made()
-    recipe.require_data()
+    if isinstance(recipe, LooksForData):
+        recipe.require_data()
     return Asked(table, recipe, folder, parent, swarm, (lambda rate: made(lr=repr(rate))) if looks else None)
 
 

@@ -8,6 +8,7 @@ import typer
 
 from tpuswarm.cli.runs import Best, Json, Run
 from tpuswarm.cli.trained import load
+from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
 
@@ -20,11 +21,14 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a trained model to files that other programs read."""
+    from tpuswarm.train.optional import Exports
     from tpuswarm.train.process.atomic import require_new, whole_folder
     from tpuswarm.train.run.directory import writing
 
     require_new(out)
     loaded = load(run, None, best)
+    if not isinstance(loaded.recipe, Exports):
+        raise InputError(f"{loaded.recipe.name} cannot be exported to Hugging Face")
     with writing(out), waiting("exporting"), whole_folder(out) as folder:
         loaded.recipe.export(loaded.state, folder)
     files = sorted(path.name for path in out.iterdir())

@@ -42,6 +42,7 @@ def sample(
 ) -> None:
     """Generate text, or a grid of pictures, with a trained model."""
     from tpuswarm.config.limits import check
+    from tpuswarm.train.optional import MakesPictures, WritesText
 
     check_number(tokens, "tokens", least=1)
     check_number(temperature, "temperature", least=0)
@@ -57,6 +58,8 @@ def sample(
         out = out or Path("grid.png" if interpolate is None else "walk.gif")
         check_picture(out, interpolate is not None)
         loaded = load(run, None, best)
+        if not isinstance(loaded.recipe, MakesPictures):
+            raise InputError(f"{loaded.recipe.name} cannot make pictures")
         count = interpolate or 1
         with waiting("generating"):
             made = loaded.recipe.grids(loaded.state, rows, columns, truncation=truncation, seed=seed, count=count)
@@ -69,6 +72,10 @@ def sample(
             say(f"{loaded.folder} at step {loaded.step:,}: a film of {count:,} frames in {out}")
         return
     loaded = load(run, None, best)
+    if not isinstance(loaded.recipe, WritesText):
+        pictures = isinstance(loaded.recipe, MakesPictures)
+        why = "makes pictures, not text: add --grid 8x8" if pictures else "cannot generate text"
+        raise InputError(f"{loaded.recipe.name} {why}")
     with waiting("generating"):
         text = loaded.recipe.sample(loaded.state, prompt, tokens=tokens, temperature=temperature, seed=seed)
     if as_json:
@@ -97,6 +104,7 @@ def evaluate(
     """Measure the loss of a trained model on data; of pictures also how far they are from real ones."""
     loaded = load(run, data, best)
     from tpuswarm.train.loop.evaluate import evaluate as measure
+    from tpuswarm.train.optional import Measured
     from tpuswarm.train.user_code import blame
 
     with blame(f"the data of {loaded.recipe.name} failed"), waiting("reading the data"):
@@ -111,8 +119,12 @@ def evaluate(
         found = measure(loaded.placed, loaded.state, source, batch, far=far)
     assert found is not None
     values, rows = found
-    with waiting("generating pictures") as far:
-        more = loaded.recipe.measures(loaded.state, features, lambda done, all_: far(f"{done:,} of {all_:,}"))
+    more = {}
+    if isinstance(loaded.recipe, Measured):
+        with waiting("generating pictures") as far:
+            more = loaded.recipe.measures(loaded.state, features, lambda done, all_: far(f"{done:,} of {all_:,}"))
+    elif features:
+        raise InputError(f"{loaded.recipe.name} is measured by its loss alone: leave --features out")
     if as_json:
         print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "rows": rows, **values, **more}))
         return
@@ -140,6 +152,7 @@ def project(
     """Find the latent code of a given picture in a trained StyleGAN2."""
     from tpuswarm.cli.pictures import check_picture, write_code, write_pictures
     from tpuswarm.config.limits import check
+    from tpuswarm.train.optional import MakesPictures
 
     check_number(steps, "steps", least=1)
     check({"seed": seed})
@@ -147,6 +160,8 @@ def project(
     if not picture.is_file():
         raise InputError(f"there is no picture {picture}")
     loaded = load(run, None, best)
+    if not isinstance(loaded.recipe, MakesPictures):
+        raise InputError(f"{loaded.recipe.name} makes no pictures")
     given = loaded.recipe.read_picture(picture)
     with waiting("searching") as far:
         found = loaded.recipe.project(

@@ -1,8 +1,9 @@
 """One member: the recipe contract and all that trains one model on the devices of one process.
 
-In this room is what a user asks and gives: `recipe.py` is the contract, `supervised.py` makes a recipe from one loss
-(`losses.py`, `paths.py`), `settings.py` says which settings win, `user_code.py` finds the user's code and tells its
-errors from ours, `trainer.py` is the trainer. From it the rooms go downwards, and imports with them (pyproject.toml):
+In this room is what a user asks and gives: `recipe.py` is the contract, `optional.py` what a recipe may do beside it,
+`supervised.py` makes a recipe from one loss (`losses.py`, `paths.py`), `settings.py` says which settings win,
+`user_code.py` finds the user's code and tells its errors from ours, `trainer.py` is the trainer. From it the rooms go
+downwards, and imports with them (pyproject.toml):
 
 - `loop/`: the steps of a run, from what was asked to its result
 - `look/`: what a person sees of it

@@ -6,7 +6,7 @@ program owns the numerics; the trainer owns devices, sharding, feed and checkpoi
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -44,10 +44,6 @@ Metrics = Mapping[str, Any]
 """Scalars by name, means over the batch; `loss` is always among them. Those of an evaluation may be Weighted."""
 
 Precision = Literal["bf16", "f32", "highest"]
-
-
-SAMPLED = 200
-"""Tokens of the sample in a report."""
 
 
 def default_precision(platform: str) -> Precision:
@@ -192,7 +188,10 @@ class Source(Protocol):
 
 
 class Recipe(ABC):
-    """What is trained. Rebuilt in other processes from `module:name` and `options()`, never from a pickle."""
+    """What is trained. Rebuilt in other processes from `module:name` and `options()`, never from a pickle.
+
+    What it may do besides, such as writing text, is in optional.py.
+    """
 
     name: str = "recipe"
     target: str = ""
@@ -218,91 +217,6 @@ class Recipe(ABC):
     def data(self, split: str) -> Source:
         """The rows of `train`, `validation` or `all`; InputError if there is no such split."""
 
-    def require_data(self) -> None:
-        """Raise InputError where its data is not there; asked before JAX is loaded, so it only takes a glance."""
-        return
-
     def options(self) -> dict[str, Any]:
         """The arguments that rebuild this recipe, resolved: plain values that TOML can hold."""
         return dict(self.given)
-
-    def share(self, folder: Path) -> dict[str, Any]:
-        """Put prepared data into `folder` as files that any machine can read; the options that read it from there.
-
-        For the members of a swarm, to which `folder` is brought. A recipe that makes its data, or reads it from where
-        every machine can, has nothing to put there.
-        """
-        return {}
-
-    def keep(self, folder: Path) -> None:
-        """Write into a run's folder what is too large for `options()` and is needed to build this recipe again."""
-        return
-
-    @classmethod
-    def options_at(cls, place: str) -> dict[str, Any]:
-        """The options that give parameters at `place`, which is no run, their meaning; InputError for an unknown one.
-
-        A recipe that reads parameters of others, with `load_shared`, may take their tokenizer with them in this way.
-        """
-        raise InputError(
-            f"{place} is not a tpuswarm run (it has no config.toml), and {cls.name} can only start from one"
-        )
-
-    def load_shared(self, place: str, like: Any) -> Any:
-        """Parameters at `place`, which is no run: what `exchange().get` gives, in the shardings of `like`."""
-        raise InputError(
-            f"{place} is not a tpuswarm run (it has no config.toml), and {self.name} can only start from one"
-        )
-
-    def shared_digest(self, place: str) -> str:
-        """What tells the parameters of `load_shared` from others at the same place, on another host's disk for example.
-
-        Only asked for where a program runs over several hosts.
-        """
-        raise InputError(
-            f"{self.name} has no shared_digest, by which hosts compare their {place}: define it next to load_shared, "
-            "or start from a run"
-        )
-
-    def sample(self, state: State, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-        """A continuation of `prompt` by a trained state, where the model can make one."""
-        raise InputError(f"{self.name} cannot generate text")
-
-    def sampled(self, state: State) -> str | None:
-        """A short sample for a report; None where the model makes none. A fault in `sample` is told in its place."""
-        try:
-            return self.sample(state, "", tokens=SAMPLED, temperature=0.8, seed=0)
-        except InputError:
-            return None
-        except Exception as error:  # noqa: BLE001  # a user's method; the run has succeeded, whatever it does
-            return f"no sample: {type(error).__name__}: {error}"
-
-    def grids(
-        self, state: State, rows: int, columns: int, *, truncation: float, seed: int, count: int = 1
-    ) -> "Iterator[np.ndarray]":
-        """Pictures of a trained state side by side, uint8 (height, width, 3), where the model can make some.
-
-        truncation: how far from the mean picture they may be, 0 to 1; count: of them, on a closed walk from the first.
-        """
-        raise InputError(f"{self.name} cannot make pictures")
-
-    def read_picture(self, path: Path) -> "np.ndarray":
-        """A picture of a file as the data has them, uint8 (side, side, 3), where the model can project one."""
-        raise InputError(f"{self.name} makes no pictures")
-
-    def pictured(self, state: State) -> "np.ndarray | None":
-        """A picture uint8 (height, width, 3) of what is learnt so far, made at each evaluation; None: there is none."""
-        return None
-
-    def measures(self, state: State, features: str | None, far: Callable[[int, int], None]) -> dict[str, Any]:
-        """What `evaluate` says of a trained state beside its losses; nothing where losses say all.
-
-        features: `file.py:name` of a function of the user's to compare by; far: told how many of how many are done.
-        """
-        if features:
-            raise InputError(f"{self.name} is measured by its loss alone: leave --features out")
-        return {}
-
-    def export(self, state: State, folder: Path) -> None:
-        """Write a trained state into `folder` in Hugging Face's form, where the model has one."""
-        raise InputError(f"{self.name} cannot be exported to Hugging Face")

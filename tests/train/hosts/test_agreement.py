@@ -125,7 +125,13 @@ def test_hosts_compare_a_published_model_before_they_read_it():
 
     with pytest.raises(InputError, match="another"):
         load_parameters("hf:small", Reads(data="fake"), None, agree)
-    with pytest.raises(InputError, match="toy has no shared_digest, by which hosts compare their hf:small"):
+
+    class Alone:
+        name, options_at, load_shared = "lone", GPT2.options_at, Reads.load_shared
+
+    with pytest.raises(InputError, match="lone has no shared_digest, by which hosts compare their hf:small"):
+        load_parameters("hf:small", Alone(), None, lambda facts: facts())
+    with pytest.raises(InputError, match=r"hf:small is not a tpuswarm run .*, and toy can only start from one"):
         load_parameters("hf:small", toy.recipe(), None, lambda facts: facts())
 
 

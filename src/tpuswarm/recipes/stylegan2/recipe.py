@@ -125,10 +125,6 @@ class StyleGAN2(Recipe):
         part = {"train": slice(0, first), "validation": slice(first, None), "all": slice(None)}[split]
         return ArraySource({"pictures": pictures[part]}, self._seed)
 
-    def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-        """Nothing: it makes pictures."""
-        raise InputError(f"{self.name} makes pictures, not text: add --grid 8x8")
-
     def grids(
         self, state: Any, rows: int, columns: int, *, truncation: float, seed: int, count: int = 1
     ) -> "Iterator[np.ndarray]":

@@ -16,6 +16,7 @@ from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
 from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.loop.evaluate import HeldOut
 from tpuswarm.train.loop.session import held_out, request
+from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Compiled, compile_step
 from tpuswarm.train.recipe import Metrics, Recipe, Source, State
@@ -78,7 +79,7 @@ class Ready:
 
     def _pictured(self, state: State) -> np.ndarray | None:
         """What the committed parameters make, as `sample` shows them, with nothing of this member's own."""
-        if type(self._recipe).pictured is Recipe.pictured:
+        if not isinstance(self._recipe, ShowsPicture):
             return None
         return self._recipe.pictured(self.compiled.init(self._keys()[0], self.compiled.program.exchange().get(state)))
 

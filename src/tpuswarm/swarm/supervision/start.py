@@ -35,6 +35,7 @@ from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, look, read_status, write_status
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.loop.session import Resolved, configuration, request
+from tpuswarm.train.optional import KeepsFiles, SharesData, sampled
 from tpuswarm.train.process.stop import Interrupted, held
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import place
@@ -164,7 +165,7 @@ def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready
         # A member reads them again: here they are only found to be wrong before anything is started.
         load_parameters(parent, recipe, place(recipe, request(settings), jax.devices()))
         notes.append(f"parameters from {parent}")
-    shared = recipe.share(run.folder / "data")
+    shared = recipe.share(run.folder / "data") if isinstance(recipe, SharesData) else {}
     data = files.described(run.folder / "data", decided.files) if shared else {}
     plan = Plan(
         swarm=made,
@@ -187,7 +188,8 @@ def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready
         **({"demo": True} if asked.demo else {}),
     }
     chosen = {"platform": kind, "devices": decided.per_member, "tokens_per_row": plan.tokens_per_row}
-    recipe.keep(run.folder)
+    if isinstance(recipe, KeepsFiles):
+        recipe.keep(run.folder)
     run.write_config(configuration(recipe, settings) | {"swarm": table, "chosen": chosen})
     for each in decided.changed:
         run.write_event("note", message=f"accepted: {each}")
@@ -248,7 +250,7 @@ def _sample(run: Run) -> None:
     """What the model writes, for the report."""
     with waiting("writing a sample"):
         loaded = load_swarm(run.folder, jax.devices()[:1])
-        text = loaded.recipe.sampled(loaded.state)
+        text = sampled(loaded.recipe, loaded.state)
     if text is not None:
         run.write_event(SAMPLE, step=loaded.step, text=text)
 

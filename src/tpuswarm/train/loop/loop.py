@@ -26,6 +26,7 @@ from tpuswarm.train.loop.finite import not_finite
 from tpuswarm.train.loop.hooks import Hooks, Step, Stop
 from tpuswarm.train.loop.result import Result, figures, last_row
 from tpuswarm.train.loop.session import Session
+from tpuswarm.train.optional import ShowsPicture, sampled
 from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, last_words
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import batch_sharding
@@ -241,7 +242,7 @@ class Loop:
         if jax.process_count() > 1:
             return None
         with waiting("writing a sample"):
-            return self._session.recipe.sampled(self._state)
+            return sampled(self._session.recipe, self._state)
 
     def _end_early(self, asked: Signals) -> str:
         """Save or not, as the grace period allows; what happened in words."""
@@ -301,7 +302,7 @@ class Loop:
         values, rows = found
         if not math.isfinite(values["loss"]):
             self._fail_not_finite(self._done, f"held-out loss {values['loss']}")
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 and isinstance(session.recipe, ShowsPicture):
             with self._watch.times.during(times.EVALUATION), blame(f"{session.recipe.name}.pictured failed"):
                 self._outputs.made(self._done, session.recipe.pictured(self._state))
         self._evaluated_at = time.monotonic()

@@ -21,6 +21,7 @@ from tpuswarm.train.data.source import Repeated, training_rows
 from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
 from tpuswarm.train.loop.evaluate import FiniteSource
+from tpuswarm.train.optional import KeepsFiles
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.stop import held
 from tpuswarm.train.process.waiting import waiting
@@ -64,7 +65,7 @@ class Session:
 
     def begin(self) -> None:
         """Write the configuration: from now on the directory is a run, and stays."""
-        if self.run.writes:
+        if self.run.writes and isinstance(self.recipe, KeepsFiles):
             self.recipe.keep(self.run.folder)
         self.run.write_config(self.config)
 

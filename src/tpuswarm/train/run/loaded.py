@@ -10,6 +10,7 @@ import jax
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.placing import place as place_array
+from tpuswarm.train.optional import ComparesPublished, ReadsPublished
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Placed, place
 from tpuswarm.train.program.request import Request
@@ -17,7 +18,7 @@ from tpuswarm.train.recipe import Recipe, State
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.directory import read_config
-from tpuswarm.train.run.parent import parent_folder
+from tpuswarm.train.run.parent import no_run, parent_folder
 from tpuswarm.train.run.trees import run_arrays, swarm_arrays
 from tpuswarm.train.settings import differences
 from tpuswarm.train.user_code import build_recipe
@@ -83,7 +84,9 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = al
     """
     folder = parent_folder(parent)
     if folder is None:
-        agree(lambda: _begun_with(parent, recipe.shared_digest(parent)))
+        if not isinstance(recipe, ReadsPublished):
+            raise no_run(parent, recipe.name)
+        agree(lambda: _begun_with(parent, _published_digest(recipe, parent)))
         return recipe.load_shared(parent, onto.program.exchange().get(onto.state))
     if "swarm" in read_config(folder):
         return _of_swarm(folder, recipe, onto, agree)
@@ -96,6 +99,15 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = al
     theirs, ours = loaded.placed.program.exchange().get(loaded.state), onto.program.exchange().get(onto.state)
     _refuse_another(folder, *(dict(zip(leaf_paths(tree), _shapes(tree), strict=True)) for tree in (theirs, ours)))
     return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)
+
+
+def _published_digest(recipe: Recipe, parent: str) -> str:
+    if not isinstance(recipe, ComparesPublished):
+        raise InputError(
+            f"{recipe.name} has no shared_digest, by which hosts compare their {parent}: define it next to "
+            "load_shared, or start from a run"
+        )
+    return recipe.shared_digest(parent)
 
 
 def _of_swarm(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import bring, is_url
+from tpuswarm.train.optional import ReadsPublished
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
 
@@ -32,9 +34,19 @@ def parent_folder(parent: str) -> Path | None:
 
 
 def parent_options(parent: str, maker: Any) -> dict[str, Any]:
-    """The options that give the parameters at `parent` (of `find_parent`) their meaning, for a recipe of `maker`."""
+    """The options that give the parameters at `parent` (of `find_parent`) their meaning, for a recipe of `maker`.
+
+    Raises InputError where it is no run, and `maker` a class of recipes that start from nothing else.
+    """
     folder = parent_folder(parent)
     if folder is None:
+        if isinstance(maker, type) and not issubclass(maker, ReadsPublished):
+            raise no_run(parent, getattr(maker, "name", maker.__name__))
         return maker.options_at(parent) if hasattr(maker, "options_at") else {}
     options = read_config(folder)["recipe"]["options"]
     return {name: value for name, value in options.items() if name in getattr(maker, "identity", ())}
+
+
+def no_run(parent: str, name: str) -> InputError:
+    """What is wrong with a parent that is no run, for a recipe that can only start from one."""
+    return InputError(f"{parent} is not a tpuswarm run (it has no config.toml), and {name} can only start from one")

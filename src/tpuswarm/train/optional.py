@@ -1,0 +1,126 @@
+"""What a recipe may do beside its contract: who needs one of these asks `isinstance(recipe, …)`; nobody inherits."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.recipe import Recipe, State
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SAMPLED = 200
+"""Tokens of the sample in a report."""
+
+
+@runtime_checkable
+class LooksForData(Protocol):
+    """Its data may be missing."""
+
+    def require_data(self) -> None:
+        """Raise InputError where its data is not there; asked before JAX is loaded, so it only takes a glance."""
+
+
+@runtime_checkable
+class SharesData(Protocol):
+    """Its data lies on one machine; a recipe that makes it, or reads it from where every machine can, needs no such."""
+
+    def share(self, folder: Path) -> dict[str, Any]:
+        """Put prepared data into `folder`, which is brought to the members of a swarm; the options to read it there."""
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """It needs more than its options to be built again."""
+
+    def keep(self, folder: Path) -> None:
+        """Write into a run's folder, its `home` when it is built again, what is too large for `options()`."""
+
+
+@runtime_checkable
+class ReadsPublished(Protocol):
+    """It can begin with parameters that are no run of ours."""
+
+    @classmethod
+    def options_at(cls, place: str) -> dict[str, Any]:
+        """The options that give the parameters at `place` their meaning; InputError for an unknown one."""
+
+    def load_shared(self, place: str, like: Any) -> Any:
+        """Parameters at `place`: what `exchange().get` gives, in the shardings of `like`."""
+
+
+@runtime_checkable
+class ComparesPublished(Protocol):
+    """It can do so over several hosts."""
+
+    def shared_digest(self, place: str) -> str:
+        """What tells the parameters of `load_shared` from others at the same place, on another host's disk, say."""
+
+
+@runtime_checkable
+class WritesText(Protocol):
+    """Its model continues a text."""
+
+    def sample(self, state: State, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+        """A continuation of `prompt` by a trained state."""
+
+
+@runtime_checkable
+class MakesPictures(Protocol):
+    """Its model makes pictures, and finds the code of one."""
+
+    def grids(
+        self, state: State, rows: int, columns: int, *, truncation: float, seed: int, count: int = 1
+    ) -> "Iterator[np.ndarray]":
+        """Pictures of a trained state side by side, uint8 (height, width, 3).
+
+        truncation: how far from the mean picture they may be, 0 to 1; count: of them, on a closed walk from the first.
+        """
+
+    def read_picture(self, path: Path) -> "np.ndarray":
+        """A picture of a file as the data has them, uint8 (side, side, 3)."""
+
+    def project(
+        self, state: State, picture: "np.ndarray", steps: int, seed: int, far: Callable[[int, int], None]
+    ) -> Any:
+        """The code of a picture, and what the model makes of it (recipes/stylegan2/projection.py)."""
+
+
+@runtime_checkable
+class ShowsPicture(Protocol):
+    """What it learns can be seen."""
+
+    def pictured(self, state: State) -> "np.ndarray":
+        """A picture uint8 (height, width, 3) of what is learnt so far, made at each evaluation."""
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """Its losses do not say all."""
+
+    def measures(self, state: State, features: str | None, far: Callable[[int, int], None]) -> dict[str, Any]:
+        """What `evaluate` says of a trained state beside its losses.
+
+        features: `file.py:name` of a function of the user's to compare by; far: told how many of how many are done.
+        """
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """Its model can leave."""
+
+    def export(self, state: State, folder: Path) -> None:
+        """Write a trained state into `folder` in Hugging Face's form."""
+
+
+def sampled(recipe: Recipe, state: State) -> str | None:
+    """A short sample for a report; None where the model writes none. A fault in `sample` is told in its place."""
+    if not isinstance(recipe, WritesText):
+        return None
+    try:
+        return recipe.sample(state, "", tokens=SAMPLED, temperature=0.8, seed=0)
+    except InputError:
+        return None
+    except Exception as error:  # noqa: BLE001  # a user's method; the run has succeeded, whatever it does
+        return f"no sample: {type(error).__name__}: {error}"

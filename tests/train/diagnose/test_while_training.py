@@ -75,7 +75,7 @@ def test_data_that_compiles_for_every_batch_is_found_in_the_feeds_thread(tmp_pat
 
     recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), Growing(toy.data()))
     list(loop(tmp_path, recipe))
-    assert {"test_diagnose.py" in found["place"] for found in said(tmp_path, "recompilation")} == {True}
+    assert {"test_while_training.py" in found["place"] for found in said(tmp_path, "recompilation")} == {True}
 
 
 def test_compiling_twice_or_now_and_then_is_usual(tmp_path, total):

@@ -21,7 +21,7 @@ from tpuswarm.train.loop.hooks import Every, Hooks, Step
 from tpuswarm.train.loop.learning_rate import STEPS, Rates, find_lr
 from tpuswarm.train.loop.loop import Loop
 from tpuswarm.train.loop.result import Result, ended_before
-from tpuswarm.train.loop.session import Finished, prepare
+from tpuswarm.train.loop.session import Finished, prepare, taken
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import select_devices
@@ -153,7 +153,8 @@ class Trainer:
             elif run is not None and is_url(str(run)) and hosts:
                 raise InputError(f"several hosts save on a disk that they share, and {run} is a bucket: use its folder")
             folder = folder_for(str(run)) if run else None
-            session = prepare(recipe, asked, tokens, epochs, folder, ends, hosts)
+            with taken(recipe, asked, folder, hosts, ends) as (directory, agreement):
+                session = prepare(directory, agreement, recipe, asked, tokens, epochs)
             display = self.display or auto_display(quiet=not session.agreement.leads)
             if isinstance(session, Finished):
                 return ended_before(session, display)

@@ -4,8 +4,8 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -107,22 +107,13 @@ class Finished:
     steps: int
 
 
-def prepare(
-    recipe: Recipe,
-    asked: Mapping[str, Any],
-    tokens: int | None,
-    epochs: float | None,
-    folder: Path | None,
-    ends: ExitStack,
-    hosts: Several | None = None,
-) -> Session | Finished:
-    """Take the run directory, resolve every setting, compile, and restore or make the state.
+@contextmanager
+def taken(
+    recipe: Recipe, asked: Mapping[str, Any], folder: Path | None, hosts: Several | None, ends: ExitStack
+) -> Iterator[tuple[Run, Agreement]]:
+    """The run directory and the hosts of a run, which end where what follows here fails.
 
-    Of a run that is finished, and not to be any longer, nothing is compiled.
-
-    asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
-    that cannot be done as asked; the other hosts end then. ends: when it is closed, the directory is let go, and
-    removed where the session has not begun.
+    ends: when it is closed, the directory is let go, and removed where the session has not begun.
     """
     if hosts and folder is None:
         raise InputError("a run over several hosts needs --run, a directory on a shared disk")
@@ -136,7 +127,7 @@ def prepare(
         platform.prepare(bool(_first(asked.get("deterministic"), stored.get("deterministic"))))
         if hosts:
             agreement = join(hosts, run.folder, run.fail)
-        return _prepare(run, agreement, recipe, dict(asked), tokens, epochs)
+        yield run, agreement
     except BaseException:
         agreement.__exit__(*sys.exc_info())
         raise
@@ -199,9 +190,14 @@ def resolve(
     return Resolved(settings, source, tokens_per_row, config, changed)
 
 
-def _prepare(
+def prepare(
     run: Run, agreement: Agreement, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
 ) -> Session | Finished:
+    """Resolve every setting, compile, and restore or make the state; of a run that is finished compile nothing.
+
+    asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
+    that cannot be done as asked.
+    """
     devices = agreement.devices(asked["devices"])
     notes = []
     if asked["batch"] == AUTO:

@@ -7,7 +7,6 @@ kernel computes it. The compiler's own count will not do: it counts a loop's bod
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -82,14 +81,6 @@ class Flops:
     def least(self) -> int:
         """FLOPs that no program can skip: of an attention kernel half, for it leaves out what a causal mask hides."""
         return sum(product.flops // (2 if product.kind == ATTENTION else 1) for product in self.products)
-
-    @cached_property
-    def by_kind(self) -> Mapping[str, int]:
-        """Model FLOPs of dots, convolutions and attention kernels."""
-        kinds: Counter[str] = Counter()
-        for product in self.products:
-            kinds[product.kind] += product.flops
-        return kinds
 
 
 def model_flops(program: ClosedJaxpr) -> Flops:

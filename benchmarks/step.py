@@ -21,6 +21,7 @@ from tpuswarm.train.process.platform import local_devices
 from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program import request
 from tpuswarm.train.program.compiled import Compiled
+from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.program.request import Choice, usual_request
 
 
@@ -49,7 +50,9 @@ def main(
         inside.logits = _bf16_logits
     recipe = GPT2(size=size, data="fake", **shape)
     start = time.perf_counter()
-    made = compiling.attempt(recipe, usual_request(recipe, batch=batch), [device], Choice("replicate", remat, 1, ""))
+    options = usual_request(recipe, batch=batch).options(device.platform, device.device_kind)
+    way = Choice("replicate", remat, 1, "")
+    made = compiling.compile_traced(compiling.trace(recipe, options, way, batch, make_mesh([device])))
     if not isinstance(made, Compiled):
         sys.exit(f"it needs {made.needed / 2**30:.1f} GiB")
     bare = Bare(made, recipe)

@@ -126,7 +126,7 @@ def test_the_embedding_is_gathered_in_bf16_for_both_of_its_uses(devices):
     """In float32 it was twice the bytes, under fsdp the largest thing that travels."""
     recipe = GPT2(data="fake", width=256, layers=1, heads=2, vocab=512, context=32)
     choice = Choice("fsdp", remat=False, accumulate=1, why="")
-    _, traced = trace(recipe, Options(precision="bf16"), choice, 16, make_mesh(devices))
+    traced = trace(recipe, Options(precision="bf16"), choice, 16, make_mesh(devices)).step
     lines = [line for line in traced.lower().as_text().splitlines() if "sharding_constraint" in line]
     found = [match[1] for line in lines if (match := re.search(r"tensor<512x256x(\w+)>", line))]
     assert sorted(found) == ["bf16", "bf16", "f32", "f32"], "two uses; their gradients are not rounded"

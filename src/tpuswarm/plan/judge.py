@@ -101,7 +101,9 @@ class _Compiler:
             nonlocal best
             self.count += 1
             try:
-                tried = compiling.attempt(self._recipe, self._sized(rows), self._devices, best.compiled.choice, memory)
+                usual, batch = best.compiled, self._sized(rows).batch
+                traced = compiling.trace(self._recipe, usual.options, usual.choice, batch, usual.mesh)
+                tried = compiling.compile_traced(traced, memory)
             except compiling.Refused as error:  # a kernel that is too large at this size, where a smaller one was not
                 self._say(f"{rows} rows per device: {error}")
                 return None
@@ -191,13 +193,13 @@ def _lowered(recipe: Recipe, request: Request, order: Order) -> Found:
         unit = len(devices) * (request.accumulate or 1)
         request = replace(request, batch=max(1, request.batch // unit) * unit)
     choice = next(compiling.ways(recipe, request, "tpu", place.kind, len(devices), place.hbm_bytes))
-    placed, traced = compiling.trace(recipe, options, choice, request.batch, make_mesh(devices))
+    traced = compiling.trace(recipe, options, choice, request.batch, make_mesh(devices))
     try:
-        traced.lower(lowering_platforms=("tpu",))
+        traced.step.lower(lowering_platforms=("tpu",))
     except Exception as error:  # noqa: BLE001  # whatever a kernel or an op raises when it has no form for TPU
         return Found(None, problem=f"the program cannot be lowered for TPU: {_first_line(error)}")
     rows = request.batch // len(devices) // choice.accumulate
-    program = _program(recipe, placed, choice, rows, model_flops(traced.jaxpr))
+    program = _program(recipe, traced.placed, choice, rows, model_flops(traced.step.jaxpr))
     return Found(None, program, problem=order.lower_only, compilations=0)
 
 

@@ -113,7 +113,7 @@ def test_rows_that_no_device_holds_are_refused_before_anything_is_compiled(devic
     def never(*_):
         raise AssertionError("it was compiled")
 
-    monkeypatch.setattr("tpuswarm.train.program.compiled.attempt", never)
+    monkeypatch.setattr("tpuswarm.train.program.compiled.trace", never)
     with pytest.raises(
         InputError, match=r"batch 2147483640 does not fit on 8 x cpu.* needs 24\.00 GiB per device, of 16"
     ):
@@ -124,11 +124,12 @@ def test_micro_batches_that_cannot_be_small_enough_are_not_compiled(devices, mon
     """As if a device needed its state and 512 bytes for each row of a micro-batch."""
     tried = []
 
-    def attempt(recipe, request, devices, choice, memory):
+    def too_large(traced, memory):
+        _, placed, _, choice, batch = traced
         tried.append(choice.accumulate)
-        return TooLarge(choice, 100 + 512 * request.batch // len(devices) // min(choice.accumulate, 4), 100)
+        return TooLarge(choice, 100 + 512 * batch // placed.mesh.size // min(choice.accumulate, 4), 100)
 
-    monkeypatch.setattr("tpuswarm.train.program.compiled.attempt", attempt)
+    monkeypatch.setattr("tpuswarm.train.program.compiled.compile_traced", too_large)
     made = toy.recipe(micro_batches=True)
     with pytest.raises(InputError, match="does not fit"):
         compile_step(made, Request(batch=8 * 2**20, shard="replicate"), devices, memory_bytes=2**28 - 1)
@@ -147,11 +148,11 @@ def test_a_loss_is_split_unasked_only_where_supervised_says_so(devices, monkeypa
     """A contrastive loss, say, has another value in micro-batches."""
     tried = []
 
-    def attempt(recipe, request, devices, choice, memory):
-        tried.append(choice.accumulate)
-        return TooLarge(choice, 2**30, 100)
+    def too_large(traced, memory):
+        tried.append(traced.choice.accumulate)
+        return TooLarge(traced.choice, 2**30, 100)
 
-    monkeypatch.setattr("tpuswarm.train.program.compiled.attempt", attempt)
+    monkeypatch.setattr("tpuswarm.train.program.compiled.compile_traced", too_large)
     for asked, opted, wanted in ((None, False, {1}), (None, True, {1, 2}), (2, False, {2})):
         tried.clear()
         with pytest.raises(InputError, match="does not fit"):

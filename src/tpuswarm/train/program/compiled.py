@@ -126,10 +126,12 @@ def compile_step(
     last: TooLarge | None = None
     if memory_bytes is not None and (alone := ALIVE * _bytes(rows) // len(devices)) > memory_bytes:
         every, last = [], TooLarge(every[-1], alone, 0)  # whatever is compiled, a device holds its rows
+    mesh = meshes.make_mesh(devices)
     for choice in every:
         if last and choice is not every[-1] and _hopeless(choice, last, memory_bytes):
             continue
-        tried = attempt(recipe, request, devices, choice, memory_bytes)
+        traced = trace(recipe, request.options(platform, kind), choice, request.batch, mesh)
+        tried = compile_traced(traced, memory_bytes)
         if isinstance(tried, Compiled):
             return tried
         refused(tried)
@@ -149,6 +151,17 @@ def ways(
     return choices(request, recipe.forms, platform, kind, devices, state_bytes, memory_bytes)
 
 
+class Traced(NamedTuple):
+    """A program before it is compiled, in one way to run it."""
+
+    recipe: Recipe
+    placed: Placed
+    step: Any
+    """A `jax.stages.Traced`."""
+    choice: Choice
+    batch: int
+
+
 class TooLarge(NamedTuple):
     """A way to run that one device's memory does not hold; `needed` bytes a device, 0 where the compiler is silent."""
 
@@ -158,26 +171,24 @@ class TooLarge(NamedTuple):
     """Bytes of the state that one device holds, of those needed."""
 
 
-def attempt(
-    recipe: Recipe, request: Request, devices: Sequence[Any], choice: Choice, memory_bytes: int | None = None
-) -> Compiled | TooLarge:
-    """Compile one step in the way `choice`, whose micro-batches win over the request's."""
-    options = request.options(devices[0].platform, devices[0].device_kind)
+def compile_traced(traced: Traced, memory_bytes: int | None = None) -> Compiled | TooLarge:
+    """The step compiled, or what is known of its size. Raises Refused."""
+    recipe, placed, step, choice, batch = traced
+    device, platform = placed.mesh.devices.flat[0], placed.options.platform
+    needed = 0
     with blame(f"the loss of {recipe.name} fails"):
-        placed, traced = trace(recipe, options, choice, request.batch, meshes.make_mesh(devices))
-        needed = 0
         try:
-            executable = traced.lower().compile(dict(recipe.compiling.get(options.platform, {})) or None)
+            executable = step.lower().compile(dict(recipe.compiling.get(platform, {})) or None)
         except Exception as error:
-            if not lacks_memory(str(error), options.platform):  # whatever an op or a kernel raises that has no form
-                raise Refused(recipe.name, devices[0].device_kind, error, traced.jaxpr) from error
+            if not lacks_memory(str(error), platform):  # whatever an op or a kernel raises that has no form
+                raise Refused(recipe.name, device.device_kind, error, step.jaxpr) from error
             needed = needed_bytes(str(error))
         else:
-            waiting = (ALIVE - 1) * _bytes(dict(placed.program.batch_spec(request.batch))) // len(devices)
-            memory = memory_of(executable, options.platform, waiting)
+            waiting = (ALIVE - 1) * _bytes(dict(placed.program.batch_spec(batch))) // placed.mesh.size
+            memory = memory_of(executable, platform, waiting)
             if memory_bytes is None or memory.total <= memory_bytes:
                 fields = placed.program, placed.options, placed.mesh, placed.state
-                return Compiled(*fields, choice, executable, memory, traced.jaxpr)
+                return Compiled(*fields, choice, executable, memory, step.jaxpr)
             needed = memory.total
     return TooLarge(choice, needed, meshes.bytes_per_device(placed.state, placed.shardings))
 
@@ -264,24 +275,25 @@ def _place(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
     return Placed(program, options, mesh, with_sharding(state, meshes.state_shardings(state, mesh, shard)))
 
 
-def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Mesh) -> tuple[Placed, Any]:
-    """The program placed on `mesh` in the way `choice`, and its step traced (a `jax.stages.Traced`).
+def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Mesh) -> Traced:
+    """The program placed on `mesh` in the way `choice`, whose micro-batches win over the request's, and traced.
 
     Its evaluation is traced too, and thrown away: what is wrong with it is found before the first step, not after
     hours of them.
     """
     options = replace(options, shard=choice.shard, remat=choice.remat, accumulate=choice.accumulate)
-    placed = _place(recipe, options, mesh, choice.shard)
     everywhere = meshes.replicated(mesh)
-    rows = with_sharding(dict(placed.program.batch_spec(batch)), meshes.batch_sharding(mesh))
     clock = Clock(jax.eval_shape(lambda: jax.random.key(0)), np.int32(0), np.float32(0))
-    step = jax.jit(
-        _seeing(mesh, placed.program.step),
-        in_shardings=(placed.shardings, meshes.batch_sharding(mesh), everywhere),
-        out_shardings=(placed.shardings, everywhere),
-        donate_argnums=0,
-    )
-    traced = step.trace(placed.state, rows, with_sharding(clock, everywhere))
+    with blame(f"the loss of {recipe.name} fails"):
+        placed = _place(recipe, options, mesh, choice.shard)
+        rows = with_sharding(dict(placed.program.batch_spec(batch)), meshes.batch_sharding(mesh))
+        step = jax.jit(
+            _seeing(mesh, placed.program.step),
+            in_shardings=(placed.shardings, meshes.batch_sharding(mesh), everywhere),
+            out_shardings=(placed.shardings, everywhere),
+            donate_argnums=0,
+        )
+        traced = step.trace(placed.state, rows, with_sharding(clock, everywhere))
     _, metrics = traced.out_info
     with blame(f"the evaluation of {recipe.name} fails (its key is None)"):
         evaluated = jax.eval_shape(_seeing(mesh, placed.program.evaluate), placed.state, rows)
@@ -291,7 +303,7 @@ def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Me
                 raise InputError(
                     f"metric {name} of {recipe.name} has shape {leaf.shape}, it must be a scalar: give its mean"
                 )
-    return placed, traced
+    return Traced(recipe, placed, traced, choice, batch)
 
 
 def memory_of(executable: Any, platform: str, waiting: int) -> Memory:

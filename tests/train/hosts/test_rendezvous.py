@@ -239,6 +239,6 @@ end_process("host 1 is gone")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (line.LOST, "host 1 is gone\n")
     script = script.replace("hold_terminate()\n", "line.SILENCE = line.BEAT = 0.1\nhold_terminate()\n")
-    script = "from tpuswarm.train import line\n" + script.replace("time.sleep(1)", "time.sleep(60)")
+    script = "from tpuswarm.train.hosts import line\n" + script.replace("time.sleep(1)", "time.sleep(60)")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGABRT and "terminate called" in done.stderr, "it has only waited"

@@ -15,7 +15,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program.compiled import Refused, TooLarge, compile_step
 from tpuswarm.train.program.mesh import bytes_per_device
-from tpuswarm.train.program.request import Request, choices
+from tpuswarm.train.program.request import Request, attention_and_loop, choices
 from tpuswarm.train.recipe import Clock
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.supervised import SupervisedProgram

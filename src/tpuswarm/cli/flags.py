@@ -97,7 +97,7 @@ def set_(
         say(f"warning: {name}: {asked.UNCHECKED}", err=True)
     for each in new:
         said = asked.meanings().get(each.name) if each.variable == "XLA_FLAGS" else None
-        note = f" ({said.text.rstrip('.')}; default {said.default or 'empty'})" if said else ""
+        note = f" ({said.text.partition('. ')[0].rstrip('.')}; default {said.default or 'empty'})" if said else ""
         say(f"{each.name}={each.value} for {each.text}{note}")
     _see_to(reach, seen, document)
 

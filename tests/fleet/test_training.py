@@ -9,7 +9,6 @@ from rich.console import Console
 
 from tests.fleet.loop import FLEET, ZONE, pool, vm
 from tpuswarm.cli.machines import planned as plan_of
-from tpuswarm.cli.picture import Seen
 from tpuswarm.cloud.protocol import Listing, Machine, Worker
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import training
@@ -22,6 +21,7 @@ from tpuswarm.fleet.keeping.document import Document, Lease
 from tpuswarm.remote.host import Host, Silent
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.views.status import Look, MemberStatus, SwarmStatus
+from tpuswarm.watch.state import Machines, State
 
 NOW = 10_000.0
 FILE = """\
@@ -215,7 +215,7 @@ def test_the_picture_fits_a_terminal_and_says_what_is_left(height):
     )  # fmt: skip
     look = Look("gs://b/runs/all", "gpt2-tiny", "running", 1, "", 100, 100, "tokens", status)
     screen = Console(width=80, height=height or 60, file=io.StringIO())
-    screen.print(Seen("gs://b/runs/all", document, listing, events, look, NOW).draw(80, height))
+    screen.print(State("gs://b/runs/all", look, Machines(document, listing, events), NOW).draw(80, height))
     lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
     text = "\n".join(lines)
     assert all(len(line) <= 80 for line in lines) and (height is None or len(lines) <= height), text
@@ -226,7 +226,7 @@ def test_the_picture_fits_a_terminal_and_says_what_is_left(height):
 
 def test_a_run_that_has_not_begun_has_machines_already():
     document, listing, events, _ = picture()
-    seen = Seen("gs://b/runs/all", document, listing, events, None, NOW)
+    seen = State("gs://b/runs/all", None, Machines(document, listing, events), NOW)
     screen = Console(width=120, file=io.StringIO())
     screen.print(seen.draw(120))
     assert "gs://b/runs/all has not begun" in screen.file.getvalue()  # type: ignore[attr-defined]

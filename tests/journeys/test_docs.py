@@ -13,8 +13,8 @@ import typer
 
 from tests.journeys.documents import DOCUMENTS, ROOT, Block, anchors, blocks, links, named_commands, named_options
 
-OTHER_OPTIONS = {"--logdir"}
-"""Options of programs that are not ours."""
+OTHER_OPTIONS = {"--logdir", "--hours"}
+"""Options of programs that are not ours, and of our benchmarks."""
 
 NOT_RUN = re.compile(r"^make ([\w-]+)")
 """`make` lines: the target must be there; what it does is tested elsewhere."""

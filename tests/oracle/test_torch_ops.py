@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpuswarm.torch.ops import OPS, RANDOM
+from tpuswarm.torch.ops import ATTENTION, OPS, RANDOM
+from tpuswarm.train.recipe import Options
 
 torch = pytest.importorskip("torch")
 aten = torch.ops.aten
@@ -27,8 +28,10 @@ def same(name, *args, atol=1e-5, **kwargs):
     expected = getattr(aten, name)(*theirs, **kwargs)
     mine = [jnp.asarray(each) if isinstance(each, np.ndarray) else each for each in args]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = (lambda *a, **k: RANDOM[name](None, *a, **k))(*mine, **kwargs) if name in RANDOM else OPS[name](
-            *mine, **kwargs)  # fmt: skip
+        if name in ATTENTION:
+            found = ATTENTION[name](None, Options(), *mine, **kwargs)
+        else:
+            found = RANDOM[name](None, *mine, **kwargs) if name in RANDOM else OPS[name](*mine, **kwargs)
     pairs = zip(found, expected, strict=False) if isinstance(expected, (tuple, list)) else [(found, expected)]
     for one, other in pairs:
         if one is None:

@@ -135,6 +135,13 @@ def sample(**about) -> Sample:
     return Sample(about.pop("at", NOW), {**said, "owners": [], "chips": 2, **about})
 
 
+def test_a_chips_duty_is_that_of_both_of_its_devices():
+    """As tpu-info says of v2 and v3: memory is of a device, duty of a chip."""
+    said = {"duty": {"0": 90.0, "1": 10.0}, "used": dict.fromkeys("0123", 1e9), "total": dict.fromkeys("0123", 8e9)}
+    (row,) = rows_of([machine("a")], {"a": sample(**said)})
+    assert [each.duty_percent for each in row.chips] == [90.0, 90.0, 10.0, 10.0]
+
+
 def rows_of(machines, samples, members=(), away=()):
     hosts = [Host(f"{each.name}/0", "127.0.0.1", 22, "me", each.name, (), Path("known")) for each in machines]
     reached = Reached(hosts, away, True, {f"{each.name}/0": each for each in machines})

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tpuswarm.fleet.keeping.fleets import Fleet
 
 CLOUD = "cloud"
+FIRST = ("credentials", "project", "billing", "apis")
+"""Checks without which nothing else can be asked."""
 
 
 def doctor(
@@ -29,7 +31,8 @@ def doctor(
     fleet: Fleets = None,
 ) -> None:
     """Find what is wrong with machines or a run: why it matters, how to mend it. Exit code 1 if something is."""
-    from tpuswarm.doctor.examine import HERE, examine_here, fix_here
+    from tpuswarm.doctor.check import HERE
+    from tpuswarm.doctor.examine import examine_here, fix_here
 
     if where == HERE:
         found, hosts = examine_here(), 1
@@ -76,7 +79,7 @@ def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
                  "mend": each.mend}
                 for each in checks(file, facts, time.time(), paid=True) if not each.ok
             ]  # fmt: skip
-        if not found and (document := meant.store(cloud).load()) is not None:
+        if not any(each["check"] in FIRST for each in found) and (document := meant.store(cloud).load()) is not None:
             for name, check, wrong in of_fleet(document, cloud.machines(document.zones), time.time()):
                 found.append({"of": name, "check": check, "what": wrong.what, "why": WHY[check], "mend": wrong.mend})
     return _told("fleet", meant.called, found, as_json)
@@ -181,7 +184,13 @@ def _tell(each: "Found") -> None:
 
     say(f"{each.host}  {each.check}: {each.wrong.what}")
     say(f"    why: {WHY[each.check]}")
-    say(f"    mend: {each.wrong.mend}" + ("; or `tpuswarm doctor --fix`" if each.wrong.fix else ""))
+    say(f"    mend: {each.wrong.mend}" + (f"; or `{_fix(each)}`" if each.wrong.fix else ""))
+
+
+def _fix(each: "Found") -> str:
+    from tpuswarm.doctor.check import HERE
+
+    return "tpuswarm doctor --fix" if each.host == HERE else f"tpuswarm doctor {each.host} --fix"
 
 
 def _object(each: "Found") -> dict[str, str | None]:

@@ -6,6 +6,8 @@ from typing import Any
 
 Facts = Mapping[str, Any]
 """What `collect.py` has printed."""
+HERE = "here"
+"""The label of this computer."""
 
 
 @dataclass(frozen=True)

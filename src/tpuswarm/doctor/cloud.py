@@ -47,6 +47,9 @@ def of_fleet(document: Document, listing: Listing, now: float) -> Iterator[tuple
             waited = age(now - each.created)
             mend = f"`tpuswarm down {each.name}`, and other zones or `how` for pool {each.pool} in swarm.toml"
             yield each.name, "waits", Wrong(f"its request has waited in {each.zone} for {waited}", mend)
+        elif each.state == "dead" and each.request:
+            why = f": {each.why}" if each.why else ""
+            yield each.name, "waits", Wrong(f"its request has come to nothing ({each.said}){why}", _away(each))
         elif wrong := health(each):
             yield each.name, HEALTH, wrong
 

@@ -9,6 +9,8 @@ import pwd
 import re
 import resource
 import socket
+import stat
+import subprocess
 import sys
 import time
 import urllib.error
@@ -25,8 +27,9 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm", "ray", "torch")
 MARKS = re.compile(rb"(?:^|\0)TPUSWARM_(?:JOB|EXEC)=([^\0]*)")
 """In the environment of what runs because somebody asked for it: a kept job (remote/supervise.py), or an `exec`."""
 SPOKEN = re.compile(
-    rb".*(Couldn't open iommu group|open\(/dev/vfio|Failed to initialize TPU system|TPU initialization failed"
-    rb"|No accelerator found|Falling back to cpu|os\.fork\(\) was called).*"
+    rb"Couldn't open iommu group|open\(/dev/vfio|Failed to initialize TPU system|TPU initialization failed"
+    rb"|No accelerator found|[Ff]alling back to (?:cpu|CPU)|required by \S*libtcmalloc|cannot be preloaded"
+    rb"|os\.fork\(\) was called"
 )
 """What logs of jobs say that doctor knows the meaning of."""
 TAIL, OLD_S = 65536, 86400.0
@@ -51,26 +54,53 @@ def shown(path: Path) -> str:
     return "/" + str(path.relative_to(ROOT))
 
 
+def identity(found: os.stat_result) -> "tuple[int, ...]":
+    """Of a file; of a device's, which a container has a file of its own for, the device."""
+    return (found.st_rdev,) if stat.S_ISCHR(found.st_mode) else (found.st_dev, found.st_ino)
+
+
 def holders(paths: "list[Path]") -> "list[dict[str, Any]]":
     """Processes that have one of the files open; those of other users are seen by root alone."""
     wanted = {}
     for path in paths:
         try:
-            found = path.stat()
-            wanted[found.st_dev, found.st_ino] = path
+            wanted[identity(path.stat())] = path
         except OSError:
             continue
     held = []
     for each in Path("/proc").glob("[0-9]*"):
         try:
             for file in (each / "fd").iterdir():
-                found = file.stat()
-                if (found.st_dev, found.st_ino) in wanted:
-                    held.append(process(each, wanted[found.st_dev, found.st_ino]))
+                found = identity(file.stat())
+                if found in wanted:
+                    held.append(process(each, wanted[found]))
                     break
         except OSError:
             continue
     return held
+
+
+def holders_of_others() -> "list[dict[str, Any]] | None":
+    """Those of other users that root can see; null: this user may not ask as root."""
+    if os.getuid() == 0 or HERE:
+        return []
+    names = (
+        r"sudo -n sh -c 'find /proc/[0-9]*/fd -lname \"/dev/accel[0-9]*\" -o -lname \"/dev/vfio/[0-9]*\" 2>/dev/null'"
+    )
+    try:
+        done = subprocess.run(names, shell=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=3)
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode != 0 and not done.stdout:
+        return None
+    found = []
+    for place in sorted({Path(*Path(line).parts[:3]) for line in done.stdout.decode().split()}):
+        try:
+            if place.stat().st_uid != os.getuid():
+                found.append(process(place, ROOT / "dev"))
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 def process(place: Path, path: Path) -> "dict[str, Any]":
@@ -140,7 +170,8 @@ def entry(path: Path) -> "dict[str, Any] | None":
     except OSError:
         return None
     mine = found.st_uid == os.getuid()
-    writable = bool(found.st_mode & (0o200 if mine else 0o002))
+    is_root = os.getuid() == 0 and not HERE
+    writable = is_root or bool(found.st_mode & (0o200 if mine else 0o002))
     return {"user": owner(found.st_uid), "mode": f"{found.st_mode & 0o7777:o}", "writable": writable, "mine": mine}
 
 
@@ -182,19 +213,27 @@ def memory() -> "dict[str, int]":
 def locked(path: Path) -> "dict[str, Any] | None":
     """The process that has locked a file; null: none."""
     try:
-        inode = str(path.stat().st_ino)
+        about = path.stat()
+        place = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
-            if "->" not in words and words[5].rpartition(":")[2] == inode:
+            if "->" not in words and words[5] == place:
                 return process(Path("/proc") / words[4], path)
     except (OSError, IndexError, ValueError):
         return None
     return None
 
 
+def sites() -> "list[Path]":
+    """The folder of packages of what set-up has made, or of the Python that this is."""
+    made = sorted((Path.home() / ".tpuswarm/venv/lib").glob("python*/site-packages"))
+    own = [Path(each) for each in sys.path if each.endswith("-packages")]
+    return [each for each in [*made, *([] if HERE else own)] if any(each.glob("jax-*.dist-info"))][:1]
+
+
 def packages() -> "dict[str, str]":
     """Versions of what set-up has put into its environment, and of its Python."""
-    for site in (Path.home() / ".tpuswarm").glob("**/site-packages"):
+    for site in sites():
         found = dict(each.stem.split("-", 1) for each in site.glob("*-*.dist-info"))
         return {
             "python": site.parent.name[len("python") :],
@@ -205,7 +244,7 @@ def packages() -> "dict[str, str]":
 
 def wanted_libtpu() -> "str | None":
     """The versions of libtpu that the jax there asks for, such as ==0.0.42.*; null: nobody knows."""
-    for about in (Path.home() / ".tpuswarm").glob("**/site-packages/jax-*.dist-info/METADATA"):
+    for about in (each for site in sites() for each in site.glob("jax-*.dist-info/METADATA")):
         found = re.search(r"^Requires-Dist: libtpu\s*\(?([^;)\n]*)", about.read_text(), re.MULTILINE)
         return found.group(1).strip() if found else None
     return None
@@ -220,10 +259,10 @@ def spoken() -> "list[dict[str, str]]":
                 continue
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - TAIL))
-                matches = list(SPOKEN.finditer(file.read()))
+                lines = re.split(rb"[\r\n]+", file.read())  # a progress bar has no line's end
         except OSError:
             continue
-        last = {each.group(1): each.group(0) for each in matches}
+        last = {match.group(0): line for line in lines for match in [SPOKEN.search(line)] if match}
         for mark, line in last.items():
             said = line.decode(errors="replace").strip()[:200]
             found.append({"job": log.parent.name, "mark": mark.decode(), "line": said})
@@ -274,6 +313,9 @@ def bucket(name: str) -> "dict[str, Any] | None":
     found: dict[str, Any] = {"name": name, "lacks": [], "why": ""}
     try:
         token = json.loads(told(host, "service-accounts/default/token"))["access_token"]
+    except (OSError, ValueError, KeyError):
+        return {**found, "why": "the machine has no service account"}
+    try:
         request = urllib.request.Request(
             f"{service}/storage/v1/b/{name}/iam/testPermissions?{asked}", headers={"Authorization": f"Bearer {token}"}
         )
@@ -282,7 +324,7 @@ def bucket(name: str) -> "dict[str, Any] | None":
         found["lacks"] = [each for each in PERMISSIONS if each not in allowed]
     except urllib.error.HTTPError as error:
         found["why"] = "there is no such bucket" if error.code == 404 else f"{error.code} {error.reason}"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         found["why"] = str(error)
     return found
 
@@ -300,12 +342,16 @@ def reached(address: str) -> "dict[str, str]":
 def collect(head: str, name: str) -> "dict[str, Any]":
     """All of it; head: where a swarm's is; name: of the fleet's bucket. Empty: there is none."""
     chips = devices()
-    held, (there, logged_in) = holders([*chips, LOCK]), at_work()
+    held, others, (there, logged_in) = holders([*chips, LOCK]), holders_of_others(), at_work()
+    held += others or []
+    home, temporary = Path.home(), ROOT / "tmp"
+    disks = [home] if home.stat().st_dev == temporary.stat().st_dev else [home, temporary]
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
         "time": time.time(), "user": owner(os.getuid()), "devices": [shown(each) for each in chips],
-        "holders": held, "lock": entry(LOCK), "logs": entry(ROOT / "tmp/tpu_logs"),
-        "preload": preload(), "disks": [disk(each) for each in (Path.home(), ROOT / "tmp")], "memory": memory(),
+        "holders": held, "blind": others is None, "lock": entry(LOCK), "locker": locked(LOCK),
+        "logs": entry(ROOT / "tmp/tpu_logs"),
+        "preload": preload(), "disks": [disk(each) for each in disks], "memory": memory(),
         "files": None if soft == resource.RLIM_INFINITY else soft, "apt": locked(ROOT / "var/lib/dpkg/lock-frontend"),
         "packages": packages(), "wanted_libtpu": wanted_libtpu(), "metadata": metadata(), "spoken": spoken(),
         "on_cpu": on_cpu(held, there), "attended": bool(there) or logged_in,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.doctor.check import Facts, Subject, Wrong
+from tpuswarm.doctor.check import HERE, Facts, Subject, Wrong
 from tpuswarm.doctor.checks import ACROSS, CHECKS
 from tpuswarm.doctor.cloud import HEALTH, health
 from tpuswarm.doctor.cloud import WHY as OF_CLOUD
@@ -34,7 +34,6 @@ WHY = {
     **{each.id: each.why for each in ACROSS},
 }
 """Why each kind matters."""
-HERE = "here"
 
 
 class Found(NamedTuple):
@@ -48,11 +47,17 @@ class Found(NamedTuple):
 def examine_here() -> list[Found]:
     """This computer, as it is."""
     before = time.time()
-    done = subprocess.run([sys.executable, "-c", _script()], capture_output=True, check=False, timeout=PATIENCE)
+    done = _run([sys.executable, "-c", _script()])
     facts = _facts(done.returncode, done.stdout, done.stderr)
     if isinstance(facts, str):
         raise RunFailed(f"this computer cannot be looked at: {facts}")
-    return judge([Subject(HERE, facts, _skew(facts, before, time.time()))])
+    told = facts["metadata"] or {}
+    try:
+        accelerator = find(told.get("type") or "")
+    except InputError:  # no TPU VM, or a type that is newer than the catalogue
+        return judge([Subject(HERE, facts, _skew(facts, before, time.time()))])
+    worker = int(told.get("worker") or 0)
+    return judge([Subject(HERE, facts, 0.0, accelerator.name, accelerator.chips_per_host, worker)])
 
 
 async def examine(connections: Connections, reached: Reached, head: str = "", bucket: str = "") -> list[Found]:
@@ -92,23 +97,34 @@ def fix_here(found: Iterable[Found]) -> list[str]:
     """Do what is safe on this computer; a sentence for each that could not be done."""
     failed = []
     for each in found:
-        done = subprocess.run(["/bin/bash", "-c", each.wrong.fix or "true"], capture_output=True, check=False)
+        done = _run(["/bin/bash", "-c", each.wrong.fix or "true"])
         failed += _not_mended(each, done.returncode, done.stderr)
     return failed
 
 
 async def fix(connections: Connections, hosts: Mapping[str, Host], found: Iterable[Found]) -> list[str]:
     """The same on hosts, by their labels."""
-    failed = []
+    theirs: dict[str, list[Found]] = {}
     for each in found:
         if each.wrong.fix is not None and each.host in hosts:
-            try:
-                code, _, err = await ask(connections, hosts[each.host], each.wrong.fix)
-            except NoWay as error:
-                failed.append(str(error))
-            else:
-                failed += _not_mended(each, code, err)
-    return failed
+            theirs.setdefault(each.host, []).append(each)
+
+    async def mend(host: Host) -> list[str]:
+        failed = []
+        for each in theirs[host.label]:
+            code, _, err = await ask(connections, host, each.wrong.fix or "true")
+            failed += _not_mended(each, code, err)
+        return failed
+
+    answers = await fan_out([hosts[name] for name in theirs], mend, time_out_s=PATIENCE)
+    return [text for each in answers for text in ([str(each)] if isinstance(each, TpuswarmError) else each)]
+
+
+def _run(words: list[str]) -> "subprocess.CompletedProcess[bytes]":
+    try:
+        return subprocess.run(words, capture_output=True, check=False, timeout=PATIENCE)
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(f"this computer did not answer within {PATIENCE:g} s") from error
 
 
 def _not_mended(each: Found, code: int | None, err: bytes) -> list[str]:

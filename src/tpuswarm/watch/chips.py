@@ -152,7 +152,7 @@ def libtpu(pid: int) -> "dict[str, str]":
         with open("/proc/%d/environ" % pid, "rb") as file:  # noqa: PTH123, UP031
             for entry in file.read().split(b"\0"):
                 name, _, value = entry.partition(b"=")
-                if name in (b"TPU_LOAD_LIBRARY", b"TPU_LIBRARY_PATH"):
+                if name in (b"TPU_LOAD_LIBRARY", b"TPU_LIBRARY_PATH", b"TPU_RUNTIME_METRICS_PORTS"):
                     found[name.decode()] = value.decode(errors="replace")
     except OSError:  # it has ended, or is another user's
         pass
@@ -186,12 +186,13 @@ def last_row(path: str) -> "dict[str, Any]":
     return {}
 
 
-def sample() -> "dict[str, Any]":
-    """What libtpu says at this moment; what it does not say is not there."""
+def sample(owners: "list[dict[str, Any]]") -> "dict[str, Any]":
+    """What libtpu says at this moment, at the ports that its programs were given; what it does not say is not there."""
     found = {"duty": {}, "used": {}, "total": {}}  # type: dict[str, Any]
-    for port in PORTS.split(","):
+    given = [one["libtpu"].get("TPU_RUNTIME_METRICS_PORTS", "") for one in owners]
+    for port in sorted({port.strip() for each in [PORTS, *given] for port in each.split(",")} - {""}):
         try:
-            for name, values in ask(port.strip()).items():
+            for name, values in ask(port).items():
                 found[name].update(values)
         except (OSError, ValueError, IndexError, struct.error):
             continue  # no program has the chips, or what answers is no libtpu
@@ -211,7 +212,7 @@ def main() -> None:
         number += 1
         for one in owners:
             one["row"] = last_row(one["metrics"]) if one["metrics"] else {}
-        said = dict(sample(), owners=owners, chips=len(devices()))
+        said = dict(sample(owners), owners=owners, chips=len(devices()))
         try:
             sys.stdout.write(json.dumps(said) + "\n")
             sys.stdout.flush()

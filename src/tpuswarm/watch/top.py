@@ -90,6 +90,10 @@ def _row(label: str, machine: Machine, sample: Sample | None, member: MemberStat
 
 def _chips(said: Mapping[str, Any]) -> tuple[Chip, ...]:
     values = {name: {int(device): one for device, one in said[name].items()} for name in ("duty", "used", "total")}
+    if duty := sorted(values["duty"].items()):  # of a chip; memory is of a device, of which v2 and v3 have two a chip
+        each_has = max(1, len(values["used"]) // len(duty))
+        first = [chip * each_has for chip in range(len(duty))] if each_has > 1 else [number for number, _ in duty]
+        values["duty"] = {at + n: one for at, (_, one) in zip(first, duty, strict=True) for n in range(each_has)}
     devices = sorted(set().union(*values.values()))
     return tuple(Chip(each, *(values[name].get(each) for name in ("duty", "used", "total"))) for each in devices)
 
@@ -101,7 +105,7 @@ def _state(
     if machine.healthy is False:
         return "ill", machine.why or "the cloud says that it is not healthy"
     if now - sample.at > LATE:
-        return "silent", f"has said nothing for {age(now - sample.at)}"
+        return "silent", f"silent for {age(now - sample.at)}"
     if chips:
         return "busy", ""
     if not sample.said["chips"]:

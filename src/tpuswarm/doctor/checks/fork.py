@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from tpuswarm.doctor.check import Check, Subject, Wrong
 
 SAID = "os.fork() was called"
-"""By Python's or JAX's own warning."""
+"""By JAX's own warning."""
 MEND = "start processes with multiprocessing's `spawn`, or before anything uses JAX"
 
 

@@ -1,9 +1,10 @@
 """A chip that a process has open which is no job of ours, nor an `exec` that somebody attends to."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tpuswarm.config.shown import age
-from tpuswarm.doctor.check import Check, Subject, Wrong
+from tpuswarm.doctor.check import HERE, Check, Subject, Wrong
 
 MEND = "end it if nobody needs it: `tpuswarm exec NAME -- kill PID`; a job of yours with `tpuswarm stop JOB`"
 
@@ -11,12 +12,18 @@ MEND = "end it if nobody needs it: `tpuswarm exec NAME -- kill PID`; a job of yo
 def probe(host: Subject) -> Iterator[Wrong]:
     """Who holds a chip, and since when."""
     for each in host.facts["holders"]:
-        if each["path"] in host.facts["devices"] and not each["asked_for"]:
+        is_ours = each["asked_for"] or "tpu-runtime" in each["command"]  # a TensorFlow pod's service
+        if each["path"].startswith("/dev") and not is_ours:
             yield Wrong(
                 f"process {each['pid']} of {each['user']} has held {each['path']} for {age(each['age_s'])}: "
                 f"{each['command'][:60]}",
-                f"if nobody needs it: `tpuswarm exec {host.label} -- kill {each['pid']}`",
+                f"if nobody needs it: `{_end(host, each)}`",
             )
+
+
+def _end(host: Subject, process: Mapping[str, Any]) -> str:
+    kill = f"{'' if process['user'] == host.facts['user'] else 'sudo '}kill {process['pid']}"
+    return kill if host.label == HERE else f"tpuswarm exec {host.label} -- {kill}"
 
 
 CHECK = Check(

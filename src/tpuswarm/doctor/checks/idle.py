@@ -12,9 +12,9 @@ MEND = "`tpuswarm down NAME`, or `tpuswarm pause NAME` until it is needed"
 
 def probe(host: Subject) -> Iterator[Wrong]:
     """Of the first worker, for all: whether a chip is in use, a program runs that was asked for, or somebody is in."""
-    if host.age_s is None or host.age_s < IDLE_S or not host.chips or host.worker:
+    if host.age_s is None or host.age_s < IDLE_S or not host.chips or host.worker or host.facts["blind"]:
         return
-    if not host.facts["attended"] and not any(each["path"] in host.facts["devices"] for each in host.facts["holders"]):
+    if not host.facts["attended"] and not any(each["path"].startswith("/dev") for each in host.facts["holders"]):
         costs = f"costs ${host.hourly:,.2f} an hour" if host.hourly else "costs money"
         yield Wrong(f"it has been there for {age(host.age_s)}, {costs}, and nothing runs on it", MEND)
 

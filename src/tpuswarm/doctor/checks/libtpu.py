@@ -6,7 +6,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from tpuswarm.doctor.check import Check, Subject, Wrong
 
-MEND = "`tpuswarm setup NAME`, or `pip install 'jax[tpu]'` in the environment of the program"
+MEND = "`tpuswarm setup --on NAME`, or `pip install 'jax[tpu]'` in the environment of the program"
 
 
 def probe(host: Subject) -> Iterator[Wrong]:

@@ -1,20 +1,24 @@
-"""libtpu's lock, left behind by a process that was killed."""
+"""libtpu's lock, left behind by a program of another user."""
 
 from collections.abc import Iterator
 
 from tpuswarm.doctor.check import Check, Subject, Wrong
 
 FILE = "/tmp/libtpu_lockfile"  # libtpu's own place
-MEND = "remove it where no process holds the chips: `rm /tmp/libtpu_lockfile`; --fix does"
-REMOVE = 'rm -f "${TPUSWARM_ROOT:-}' + FILE + '"'
+MEND = "remove it where no process has it: `sudo rm /tmp/libtpu_lockfile`; --fix does"
+REMOVE = (
+    'F="${TPUSWARM_ROOT:-}' + FILE + '"; '
+    'if grep -q ":$(stat -c %i "$F") " /proc/locks; then echo "a process has locked it now" >&2; exit 1; fi; '
+)
 
 
 def probe(host: Subject) -> Iterator[Wrong]:
-    """A lock that nobody owns."""
+    """A file that this user cannot open, and that nobody has locked; libtpu takes one that it can open."""
     lock = host.facts["lock"]
-    if lock and not host.facts["holders"]:
-        fix = REMOVE if lock["mine"] else f"sudo {REMOVE}"
-        yield Wrong(f"{FILE} of {lock['user']} is there, and no process holds a chip", f"`rm {FILE}`", fix)
+    if lock and not lock["writable"] and not host.facts["locker"] and not host.facts["holders"]:
+        fix = REMOVE + ("" if lock["mine"] else "sudo ") + 'rm -f "$F"'
+        what = f"{FILE} of {lock['user']} has mode {lock['mode']}, so {host.facts['user']} cannot open it"
+        yield Wrong(f"{what}, and no process has it", f"`sudo rm {FILE}`", fix)
 
 
-CHECK = Check("lock", FILE, "the next program takes the TPU for one that is in use, and does not start", MEND, probe)
+CHECK = Check("lock", FILE, 'the next program stops with "TPU already in use"', MEND, probe)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tpuswarm.doctor.check import AcrossCheck, Subject, Wrong
 
-MEND = "set them up alike: `tpuswarm setup WHERE`"
+MEND = "set them up alike: `tpuswarm setup --on WHERE`"
 
 
 def probe(hosts: list[Subject]) -> Iterator[tuple[str, Wrong]]:
@@ -19,7 +19,7 @@ def probe(hosts: list[Subject]) -> Iterator[tuple[str, Wrong]]:
                 has, most = version or f"no {name}", usual or "none"
                 yield (
                     host.label,
-                    Wrong(f"{name} is {has} here, and {most} on most hosts", f"`tpuswarm setup {host.label}`"),
+                    Wrong(f"{name} is {has} here, and {most} on most hosts", f"`tpuswarm setup --on {host.label}`"),
                 )
 
 

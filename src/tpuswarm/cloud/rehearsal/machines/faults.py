@@ -37,6 +37,11 @@ def _lock(machine: Broken) -> None:
     machine.root.lock.touch()
 
 
+def _lock_as_another(machine: Broken) -> None:
+    machine.root.lock.touch()
+    machine.root.lock.chmod(0o400)
+
+
 def _unlock(machine: Broken) -> None:
     machine.root.lock.unlink(missing_ok=True)
 
@@ -142,7 +147,7 @@ def _unnumber(machine: Broken) -> None:
 
 
 MACHINE_FAULTS: dict[str, Fault] = {
-    "lock": Fault("a libtpu lock file that no process holds", _lock, _unlock),
+    "lock": Fault("a libtpu lock file that cannot be opened, and no process has it", _lock_as_another, _unlock),
     HOLDER: Fault("a process that holds the first chip and the lock", _hold, _release),
     "missing-device": Fault("the file of the last chip is not there", _take_device, _give_device),
     "tpu-logs": Fault("/tmp/tpu_logs cannot be written", _close_logs, _open_logs),

@@ -53,7 +53,7 @@ class Gauge(proto.Message):
 
 
 class Metric(proto.Message):
-    """The value of a device."""
+    """The value of a device, or of a chip: tpu-info says that duty cycles are of chips."""
 
     attribute = proto.Field(Attribute, number=1)
     gauge = proto.Field(Gauge, number=3)
@@ -168,7 +168,7 @@ async def serve(host: Callable[[], Host | None], port: int, usage: Usage) -> Any
                 attribute=Attribute(key="device-id", value=AttrValue(int_attr=number)),
                 gauge=values[request.metric_name],
             )
-            for number in range(count)
+            for number in range(here.chips if request.metric_name == DUTY else count)
         ]
         return MetricResponse(metric=TPUMetric(name=request.metric_name, metrics=devices))
 

@@ -86,9 +86,10 @@ class Member:
 
     @property
     def keep(self) -> float:
-        """Of the rows that it has trained since its base, the share that its undecided contribution is without.
+        """Of its outstanding rows, the share that its undecided contribution is without.
 
-        That much of its own a member keeps when the contribution is applied: nothing if it waited, half after a cycle.
+        That much of its own a member keeps when the contribution is applied: nothing if it waited, half after another
+        cycle.
         """
         return len(self.undecided.after) / len(self.outstanding) if self.undecided else 0.0
 

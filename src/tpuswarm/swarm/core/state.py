@@ -18,7 +18,9 @@ from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, R
 from tpuswarm.swarm.core.view import View
 
 BEATS = 600.0
-"""A second, of all members together: with their carrying up to a core (benchmarks/beats.py)."""
+"""A second, of all members together while no pause is longer than a third of a lease: with their carrying up to a core
+(benchmarks/beats.py).
+"""
 LATELY = 3
 """So many last records name those whom a new epoch awaits."""
 

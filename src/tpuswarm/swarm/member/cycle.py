@@ -145,10 +145,12 @@ class MemberProcesses:
             yield Sleep(self._pause())
 
     def _pause(self) -> float:
-        """Seconds until there is something to say: a heartbeat, or the push that is due by then."""
+        """Seconds until there is something to say or to look for: a heartbeat, or the push that is due by then."""
         books, speed = self.books, self._speed.rows_per_s
+        if not books.todo and not books.undecided:
+            return WAIT  # all that it was leased is trained: its snapshot comes at once
         due = (books.cycle - len(books.outstanding)) / speed if speed else 0.0
-        return max(WAIT, self._until_beat if self._waits else min(self._until_beat, due))
+        return min(BEAT, max(WAIT, self._until_beat if self._waits else min(self._until_beat, due)))
 
     @property
     def _waits(self) -> bool:
@@ -201,7 +203,10 @@ class MemberProcesses:
 
     def _take_up(self, adopt: Adopt, tokens: int, version: Any, average: Any | None) -> Process:
         take = partial(self.holder.adopt, adopt, version, self.books.keep)
+        if adopt.how not in self._done:  # each way is a program of its own, and may be compiled now
+            self._done.discard("member adopts")
         yield from self._on_devices("member adopts", take)
+        self._done.add(adopt.how)
         if adopt.how == "fresh":
             raise Over("its numbers were not finite")
         evaluates = self._evaluates(tokens)
@@ -223,6 +228,9 @@ class MemberProcesses:
             said = core.beat(self.books, self._speed.rows_per_s, max(0.0, self.stalled))
             reply: Granted | Refused | None = yield Call(self.coordinator, "beat", (said,))
         except Unreachable:
+            self._apart = min(
+                self._apart, BEAT
+            )  # a lease lasts but three of the longest pauses: the lost one is made up
             return None
         if reply is None:  # it reads its ledger
             return None

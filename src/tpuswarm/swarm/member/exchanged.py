@@ -39,12 +39,12 @@ class Coded(NamedTuple):
 
 
 class Exchanged:
-    """Compiled for one program, mesh and layout. What training waits for is compiled at once, the rest at first use.
+    """Compiled for one program, mesh and layout: what training always waits for at once, the rest at first use.
 
     Every vector costs 4 bytes a parameter divided by the number of devices, whatever the sharding of the state is; with
     several hosts a contribution has all its bytes on the devices of each host, until it is fetched.
-    While `code` runs it takes 5 more, divided likewise: temporaries and codes. On several devices `snapshot` and
-    `adopt` hold up to 6 bytes for each parameter of a fragment, undivided, for a moment: with one fragment that is all
+    While `code` runs it takes 5 more, divided likewise: temporaries and codes. On several devices `snapshot`, `mix` and
+    `add` hold up to 6 bytes for each parameter of a fragment, undivided, for a moment: with one fragment that is all
     of them.
     """
 

@@ -45,7 +45,8 @@ def placed(compiled: Compiled, layout: Layout, fragments: Sequence[np.ndarray]) 
 class ProgramHolder:
     """What a member trains.
 
-    `place`, `payload` and `pack` touch no state and may run beside the others, which are for one thread at a time.
+    `place`, `payload`, `code` and `fetch` touch no state and may run beside the others, which are for one thread at a
+    time.
     None of these waits for the devices, but `train` for the step before its own, `settle` and `evaluate`.
 
     Beside its state a member holds on its devices, in bytes a parameter, all divided by the number of devices: the

@@ -71,7 +71,7 @@ class _Placed(NamedTuple):
 
 
 class LeadHolder:
-    """The holder at host 0; see member.Holder."""
+    """The holder at host 0; see contract.Holder."""
 
     def __init__(self, lead: Lead, holder: ProgramHolder, order: threading.Lock):
         self._lead, self._holder, self._order = lead, holder, order

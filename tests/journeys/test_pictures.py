@@ -58,6 +58,43 @@ def test_digits_are_trained_on_measured_and_drawn(call, tmp_path):
     assert code == 2 and "makes pictures, not text: add --grid 8x8" in err
 
 
+OWN = """
+import jax, jax.numpy as jnp, numpy as np
+from tests.train import toy
+from tpuswarm import Recipe
+
+
+class Painter(Recipe):
+    name = "painter"
+    program = staticmethod(toy.recipe().program)
+    data = staticmethod(toy.recipe().data)
+
+    def grids(self, state, rows, columns, *, truncation, seed, count=1):
+        yield np.full((8 * rows, 8 * columns, 3), 7, np.uint8)
+
+
+class Reader(Painter):
+    def load_shared(self, place, like):
+        return jax.tree.map(lambda leaf: jax.device_put(jnp.full(leaf.shape, 2, leaf.dtype), leaf.sharding), like)
+"""
+
+
+def test_a_recipe_of_ones_own_has_one_of_the_optional_methods_alone(call, tmp_path):
+    """`grids` without what finds codes; `load_shared` without what gives options."""
+    (tmp_path / "own.py").write_text(OWN)
+    run, out = tmp_path / "run", tmp_path / "grid.png"
+    few = "--steps 1 --batch 8 --devices 1"
+    code, _, err = call(f"train {tmp_path / 'own.py'}:Reader --init-from some:where {few} --run {run}")
+    assert code == 0, err
+    assert load(run)["params"]["unused"] == pytest.approx(2, rel=0.1)
+    code, _, err = call(f"sample {run} --grid 1x2 --out {out}")
+    assert code == 0 and imread(out).shape[:2] == (8, 16), err
+    code, _, err = call(f"project {run} {out}")
+    assert code == 2 and "painter cannot find the code of a picture" in err
+    code, _, err = call(f"train {tmp_path / 'own.py'}:Painter --init-from some:where {few} --run {tmp_path / 'none'}")
+    assert code == 2 and "painter can only start from one" in " ".join(err.split())
+
+
 @pytest.mark.slow
 def test_a_swarm_draws_what_it_has_committed(call, tmp_path):
     run = tmp_path / "swarm"

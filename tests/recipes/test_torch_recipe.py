@@ -1,5 +1,6 @@
 """A module of PyTorch as a recipe, where torch is not: from its file alone; `make oracle` compares with torch."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import tpuswarm
 from tpuswarm import InputError, Trainer
@@ -139,6 +142,46 @@ def test_operands_become_what_torch_makes_of_them():
         assert OPS["mul"](whole, scalar).dtype == jnp.float32
         assert OPS["add"](whole, 1).dtype == jnp.int32 and OPS["div"](whole, whole).dtype == jnp.float32
         assert OPS["add"](half, jnp.ones(2, jnp.float32)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("lead", [(), (1,)])
+def test_an_outer_product_is_exact_in_16_bits(lead):
+    """Positions by frequencies, as rotary embeddings have them: bfloat16 has no 1001."""
+    nodes = (
+        Node("angles", "bmm" if lead else "mm", (Ref("at"), Ref("by")), {}),
+        Node("last", "amax", (Ref("angles"),), {}),
+    )
+    batch = {"at": jnp.arange(1002.0).reshape(*lead, -1, 1), "by": jnp.ones((*lead, 1, 4))}
+    each = Graph({}, {"at": "at", "by": "by"}, nodes, Ref("last"), {}, {})
+    assert run(each, {}, batch, None, Options(precision="bf16"))[0] == 1001
+
+
+@pytest.mark.parametrize("way", ["masked_fill", "where"])
+def test_a_row_that_is_masked_whole_is_a_number_in_16_bits(way):
+    """What stands for "never" was traced as the least float32, which is minus infinity in bfloat16."""
+    least = float(np.finfo(np.float32).min)
+    args = (
+        (Ref("scores"), Ref("hidden"), least) if way == "masked_fill" else (Ref("hidden"), Ref("never"), Ref("scores"))
+    )
+    nodes = (
+        Node("scores", "mm", (Ref("x"), Ref("x")), {}),
+        Node("masked", way, args, {}),
+        Node("weights", "_softmax", (Ref("masked"), -1, False), {}),
+        Node("most", "amax", (Ref("weights"),), {}),
+    )
+    arrays = {"never": ("constants", "never")}
+    masked = Graph(arrays, {"x": "x", "hidden": "hidden"}, nodes, Ref("most"), {}, {})
+    batch = {"x": jnp.eye(4), "hidden": jnp.ones((4, 4), bool)}
+    constants = {"constants": {"never": jnp.float32(least)}}
+    assert run(masked, constants, batch, None, Options(precision="bf16"))[0] == 0.25
+
+
+def test_a_file_from_before_shapes_were_kept_is_read(file):
+    with safe_open(file, "numpy") as opened:
+        about = json.loads(opened.metadata()["tpuswarm"])
+    del about["shapes"]
+    save_file(load_file(file), file, {"tpuswarm": json.dumps(about)})
+    assert read(file).weights and read(file).train == graph(True)
 
 
 def test_what_is_no_exported_module_is_refused(tmp_path, file):

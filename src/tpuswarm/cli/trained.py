@@ -152,7 +152,7 @@ def project(
     """Find the latent code of a given picture in a trained StyleGAN2."""
     from tpuswarm.cli.pictures import check_picture, write_code, write_pictures
     from tpuswarm.config.limits import check
-    from tpuswarm.train.optional import MakesPictures
+    from tpuswarm.train.optional import FindsCodes
 
     check_number(steps, "steps", least=1)
     check({"seed": seed})
@@ -160,8 +160,8 @@ def project(
     if not picture.is_file():
         raise InputError(f"there is no picture {picture}")
     loaded = load(run, None, best)
-    if not isinstance(loaded.recipe, MakesPictures):
-        raise InputError(f"{loaded.recipe.name} makes no pictures")
+    if not isinstance(loaded.recipe, FindsCodes):
+        raise InputError(f"{loaded.recipe.name} cannot find the code of a picture")
     given = loaded.recipe.read_picture(picture)
     with waiting("searching") as far:
         found = loaded.recipe.project(

@@ -9,7 +9,7 @@ from tpuswarm.catalog import Accelerator
 
 @dataclass(frozen=True)
 class Asked:
-    """Which program, in which way; None leaves a choice to the recipe, or to `fit`."""
+    """Which program, in which way; None leaves a choice to the recipe, or to `compile_step`."""
 
     target: str
     """`module:name` or `file.py:name` of the recipe."""

@@ -113,7 +113,8 @@ def read(path: Path) -> Exported:
             for key in file.keys():  # noqa: SIM118  # it is no mapping
                 group, _, name = key.partition("/")
                 arrays[group][name] = file.get_tensor(key)
-            for key, (dtype, shape) in about["shapes"].items():
+            shapes = about.get("shapes", {})  # older files always hold the arrays themselves
+            for key, (dtype, shape) in shapes.items():
                 group, _, name = key.partition("/")
                 arrays[group][name] = shape_alone(shape, dtype)
     except FileNotFoundError:
@@ -121,7 +122,7 @@ def read(path: Path) -> Exported:
     except (SafetensorError, ValueError) as error:
         raise InputError(f"{path} is no exported module ({error}): tpuswarm.torch.save writes one") from error
     train, evaluate = (_decode_graph(about[name]) for name in ("train", "evaluate"))
-    integers, weights = tuple(about["integers"]), not about["shapes"]
+    integers, weights = tuple(about["integers"]), not shapes
     return Exported(about["name"], arrays, about["tied"], train, evaluate, integers, weights)
 
 

@@ -97,7 +97,7 @@ class ModuleRecipe(Supervised):
         self.name = exported.name.lower()
 
     def loss(self, options: Options) -> Loss:
-        """The exported program, in the form of attention and with the recomputation that `fit` has chosen."""
+        """The exported program, in the form of attention and with the recomputation that `compile_step` has chosen."""
         exported, constants = self.exported, self.exported.arrays["constants"]
 
         def with_state(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> Any:

@@ -105,8 +105,10 @@ def _recomputed(part: Block, known: dict[str, Any], step: Callable[[int, dict[st
 
 def _value(node: Node, known: Mapping[str, Any], key: jax.Array | None, options: Options) -> Any:
     args, kwargs = resolve(node.args, known), {name: resolve(each, known) for name, each in node.kwargs.items()}
-    if options.precision == "bf16" and (node.op in NARROW or node.op in WIDE):
-        dtype = jnp.bfloat16 if node.op in NARROW else jnp.float32
+    outer = node.op in ("mm", "bmm") and args[0].shape[-1] == 1  # it sums nothing: positions by frequencies stay exact
+    narrow = node.op in NARROW and not outer
+    if options.precision == "bf16" and (narrow or node.op in WIDE):
+        dtype = jnp.bfloat16 if narrow else jnp.float32
         args, kwargs = in_dtype(args, dtype), {name: in_dtype(each, dtype) for name, each in kwargs.items()}
 
     def made() -> Any:

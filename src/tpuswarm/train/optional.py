@@ -42,12 +42,17 @@ class KeepsFiles(Protocol):
 class ReadsPublished(Protocol):
     """It can begin with parameters that are no run of ours."""
 
+    def load_shared(self, place: str, like: Any) -> Any:
+        """Parameters at `place`: what `exchange().get` gives, in the shardings of `like`."""
+
+
+@runtime_checkable
+class DescribesPublished(Protocol):
+    """They mean something with other options than its own; asked of the class, before there is a recipe."""
+
     @classmethod
     def options_at(cls, place: str) -> dict[str, Any]:
         """The options that give the parameters at `place` their meaning; InputError for an unknown one."""
-
-    def load_shared(self, place: str, like: Any) -> Any:
-        """Parameters at `place`: what `exchange().get` gives, in the shardings of `like`."""
 
 
 @runtime_checkable
@@ -68,7 +73,7 @@ class WritesText(Protocol):
 
 @runtime_checkable
 class MakesPictures(Protocol):
-    """Its model makes pictures, and finds the code of one."""
+    """Its model makes pictures."""
 
     def grids(
         self, state: State, rows: int, columns: int, *, truncation: float, seed: int, count: int = 1
@@ -77,6 +82,11 @@ class MakesPictures(Protocol):
 
         truncation: how far from the mean picture they may be, 0 to 1; count: of them, on a closed walk from the first.
         """
+
+
+@runtime_checkable
+class FindsCodes(Protocol):
+    """Its model finds the code of a picture."""
 
     def read_picture(self, path: Path) -> "np.ndarray":
         """A picture of a file as the data has them, uint8 (side, side, 3)."""
@@ -91,8 +101,8 @@ class MakesPictures(Protocol):
 class ShowsPicture(Protocol):
     """What it learns can be seen."""
 
-    def pictured(self, state: State) -> "np.ndarray":
-        """A picture uint8 (height, width, 3) of what is learnt so far, made at each evaluation."""
+    def pictured(self, state: State) -> "np.ndarray | None":
+        """A picture uint8 (height, width, 3) of what is learnt so far, made at each evaluation; None: nothing yet."""
 
 
 @runtime_checkable

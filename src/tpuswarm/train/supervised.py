@@ -313,7 +313,7 @@ class Supervised(Recipe):
         )  # fmt: skip
 
     def loss(self, options: Options) -> Loss:
-        """The loss in the form that `fit` has chosen; in float32, for its precision is seen to elsewhere."""
+        """The loss in the form that `compile_step` has chosen; in float32, for its precision is seen to elsewhere."""
         return self._loss
 
     def weights(self) -> Any:

@@ -1,4 +1,4 @@
-"""The trainer: the settings of a run, on the devices of one process or of several hosts agreement."""
+"""The trainer: the settings of a run, on the devices of one process or of several hosts together."""
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
@@ -51,7 +51,7 @@ class Trainer:
     - loggers: objects of yours that get every row of metrics.jsonl (train/look/outputs.py Logger).
     - keep_best: `eval_loss`, or `eval_accuracy:max`: the checkpoint of the best evaluation is kept besides the newest.
     - display: where progress goes; None: a live view on a terminal, else lines.
-    - hosts, host, hosts_at: how many hosts train agreement, the number of this one from 0, and the address HOST:PORT of
+    - hosts, host, hosts_at: how many hosts train together, the number of this one from 0, and the address HOST:PORT of
       host 0 (docs/hosts.md). Once per process, before anything else uses JAX.
     """
 

@@ -1,5 +1,7 @@
 """Data of other libraries: what has an index, and what only comes one after the other."""
 
+from random import Random
+
 import numpy as np
 import optax
 import pytest
@@ -103,6 +105,7 @@ class Stateful:
 
     def __init__(self, read, extra=None):
         self._read, self._done, self._extra = read, 0, extra
+        self._random, self._count = Random(5), np.array(3)
 
     def __iter__(self):
         items = list(Loader(5))
@@ -118,10 +121,15 @@ class Stateful:
             "generator": np.arange(4, dtype=np.uint8),
             "of": [b"\x00\xff", None],
             "extra": self._extra,
+            "random": self._random.getstate(),
+            "count": self._count,
+            "number": self._count[()],
         }
 
     def load_state_dict(self, state):
         assert state["of"] == [b"\x00\xff", None] and state["generator"].tolist() == [0, 1, 2, 3]
+        self._random.setstate(state["random"])  # which refuses lists for tuples
+        assert state["count"].shape == () and state["count"] == state["number"] == 3
         self._done = state["done"]
 
 

@@ -28,6 +28,13 @@ def test_the_rate_that_is_found_is_one_that_trains():
     assert found.tried[-1][1] > found.tried[0][1] and len(found.tried) < 100  # it stopped when it had grown too large
 
 
+def test_without_a_batch_it_takes_the_one_of_the_run():
+    """The recipe's, rounded up to the devices' micro-batches: one that they do not divide is refused."""
+    recipe = bowl()
+    recipe.defaults = {"batch": 12}
+    assert Trainer(devices=8, accumulate=2).find_lr(recipe).lr > 0
+
+
 def test_where_a_curve_falls_fastest():
     losses = 3 - 2 / (1 + np.exp(-3 * (np.log10(RATES) + 3)))  # around 1e-3
     losses[85:] = 50.0

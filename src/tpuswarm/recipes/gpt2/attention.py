@@ -10,7 +10,7 @@ from tpuswarm.train.recipe import Options
 
 
 def form_of(config: Config, options: Options) -> Form:
-    """The form that fits this model: what `fit` wants, where its kernel can do it."""
+    """The form that fits this model: what `compile_step` wants, where its kernel can do it."""
     if config.dropout:
         return "xla"
     bf16, tokens = options.precision == "bf16", config.context

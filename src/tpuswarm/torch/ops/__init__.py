@@ -19,13 +19,14 @@ RANDOM: dict[str, Callable[..., Any]] = {**randoms.OPS, **recurrent.OPS}
 """The same for those that draw numbers: their first argument is a key."""
 
 ATTENTION = {"scaled_dot_product_attention": products.attention}
-"""The same for what has several forms: after the key come the options, by which `fit` has chosen one."""
+"""The same for what has several forms: after the key come the options, by which `compile_step` has chosen one."""
 
 NARROW = {*products.OPS, *recurrent.OPS} - {"embedding"}
-"""Computed in bfloat16 where the precision is bf16, whatever the operands are, as torch.autocast does."""
+"""Computed in bfloat16 where the precision is bf16, whatever the operands are, as torch.autocast does; but for outer
+products."""
 WIDE = {
     "sum", "mean", "var", "std", "var_mean", "prod", "cumsum", "cumprod", "logsumexp", "linalg_vector_norm", "_softmax",
-    "_log_softmax", "exp", "expm1", "log", "log1p", "log2", "log10", "rsqrt", "reciprocal",
+    "_log_softmax", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "rsqrt", "reciprocal",
 }  # fmt: skip
 """Computed in float32 there: what a module does in float32 anyway was traced in float32, and says so no more."""
 

@@ -74,3 +74,13 @@ def in_dtype(value: Any, dtype: Any) -> Any:
         return [in_dtype(each, dtype) for each in value]
     floats = isinstance(value, jax.Array) and value.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
     return value.astype(dtype) if floats else value
+
+
+def within(value: Any, dtype: Any) -> jax.Array:
+    """In another dtype; what stands for "never", the smallest number of float32, is not infinite in 16 bits."""
+    value = jnp.asarray(value)
+    if value.dtype == dtype or not all(jnp.issubdtype(each, jnp.inexact) for each in (value.dtype, dtype)):
+        return value.astype(dtype)
+    info = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+    least, most = (jnp.asarray(each, value.dtype) for each in (info.min, info.max))
+    return jnp.where(jnp.isinf(value), value, jnp.clip(value, least, most)).astype(dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpuswarm.torch.graph import Dtype
-from tpuswarm.torch.ops.dtypes import alike, as_float, jax_dtype, result_dtype
+from tpuswarm.torch.ops.dtypes import alike, as_float, jax_dtype, result_dtype, within
 
 
 def _binary(function: Callable[..., Any], floats: bool = False) -> Callable[..., Any]:
@@ -64,13 +64,13 @@ def clamp(x: Any, low: Any = None, high: Any = None, **given: Any) -> Any:
 
 def where(condition: Any, a: Any, b: Any) -> Any:
     """a where the condition holds, else b."""
-    a, b = alike(a, b)
-    return jnp.where(condition, a, b)
+    dtype = result_dtype(a, b)
+    return jnp.where(condition, within(a, dtype), within(b, dtype))
 
 
 def masked_fill(x: Any, mask: Any, value: Any) -> Any:
     """`value` where the mask holds."""
-    return jnp.where(mask, jnp.asarray(value, x.dtype), x)
+    return jnp.where(mask, within(value, x.dtype), x)
 
 
 def to_copy(x: Any, *, dtype: Dtype | None = None, **_: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpuswarm.torch.ops.dtypes import alike
+from tpuswarm.torch.ops.dtypes import alike, within
 from tpuswarm.train.program.attention import kernel, usable_form
 from tpuswarm.train.recipe import Options
 
@@ -15,6 +15,8 @@ from tpuswarm.train.recipe import Options
 def matmul(a: Any, b: Any) -> Any:
     """Of two matrices, or of equally many."""
     a, b = alike(a, b)
+    if a.ndim == b.ndim > 1 and a.shape[-1] == 1:
+        return a * b  # an outer product: a matrix unit may take float32 in 16 bits
     return a @ b
 
 
@@ -95,7 +97,7 @@ def attention(
         lead = q.shape[:-2] if many else (*q.shape[:-2], 1)
         mask = jnp.broadcast_to(mask, (*lead, queries, keys))
         mask = mask.reshape(-1, *mask.shape[-3:])
-        mask, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, _within(mask, dtype))
+        mask, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, within(mask, dtype))
     elif form != "xla" and key is None and not odd:
         scale = width**-0.5 if scale is None else scale
         y = kernel(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, form, causal=is_causal, scale=scale)
@@ -105,12 +107,6 @@ def attention(
     else:
         y = jax.nn.dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, bias, mask, scale=scale, is_causal=is_causal)
     return _heads_first(y, q, v)
-
-
-def _within(bias: Any, dtype: Any) -> Any:
-    """In another dtype; what stands for "never", the smallest number of float32, is not infinite in 16 bits."""
-    smallest = jnp.asarray(jnp.finfo(dtype).min, bias.dtype)  # type: ignore[no-untyped-call]
-    return jnp.where(bias == -jnp.inf, bias, jnp.maximum(bias, smallest)).astype(dtype)
 
 
 def _heads_first(y_BxTxHxK: Any, q: Any, v: Any) -> Any:

@@ -86,8 +86,9 @@ class StreamSource:
 
     After its end it begins anew. Where `data` is a function, and what it makes has a position (`state_dict` and
     `load_state_dict`, as torchdata's StatefulDataLoader and Hugging Face's IterableDataset, or `get_state` and
-    `set_state`, as grain's iterators), a checkpoint holds it, and a run that resumes goes on there. Else it reads what
-    came before again and throws it away, and goes on exactly where it was if the same rows come in the same order.
+    `set_state`, as grain's iterators), a checkpoint holds it, and a run that resumes goes on there, as exactly as its
+    position is: a shuffle buffer is not in it. Else it reads what came before again and throws it away, and goes on
+    exactly where it was if the same rows come in the same order.
     """
 
     def __init__(
@@ -201,6 +202,8 @@ class StreamSource:
 
 BYTES = "base64"
 """The key of what `encoded` makes of bytes and arrays."""
+TUPLE = "tuple"
+"""That of tuples: what a position is set to is often compared with what it was."""
 
 
 def _methods(made: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
@@ -213,17 +216,21 @@ def _methods(made: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | Non
 
 def encoded(state: Any) -> Any:
     """A stream's position as values of JSON; TypeError for what has no such form."""
+    if isinstance(state, np.generic):
+        state = state.item()
     if isinstance(state, bytes):
         return {BYTES: b64encode(state).decode()}
     if isinstance(state, np.ndarray) or hasattr(state, "detach"):  # torch's, of a sampler's generator
-        array = np.ascontiguousarray(state)
+        array = np.asarray(state)
         form = {"dtype": array.dtype.str, "shape": list(array.shape), "torch": not isinstance(state, np.ndarray)}
         return {BYTES: b64encode(array.tobytes()).decode(), **form}
     if isinstance(state, Mapping):
-        if not all(isinstance(name, str) for name in state):
-            raise TypeError("a position whose names are no texts")
+        if not all(isinstance(name, str) for name in state) or state.keys() & {BYTES, TUPLE}:
+            raise TypeError("a position whose names are no texts, or the keys of this form")
         return {name: encoded(value) for name, value in state.items()}
-    if isinstance(state, list | tuple):
+    if isinstance(state, tuple):
+        return {TUPLE: [encoded(value) for value in state]}
+    if isinstance(state, list):
         return [encoded(value) for value in state]
     if state is None or isinstance(state, str | int | float | bool):
         return state
@@ -231,10 +238,12 @@ def encoded(state: Any) -> Any:
 
 
 def decoded(state: Any) -> Any:
-    """What `encoded` was given, its tuples as lists."""
+    """What `encoded` was given."""
     if isinstance(state, Mapping):
         if state.keys() == {BYTES}:
             return b64decode(state[BYTES])
+        if state.keys() == {TUPLE}:
+            return tuple(decoded(value) for value in state[TUPLE])
         if state.keys() == {BYTES, "dtype", "shape", "torch"}:
             flat = np.frombuffer(bytearray(b64decode(state[BYTES])), state["dtype"]).reshape(state["shape"])
             return sys.modules["torch"].from_numpy(flat) if state["torch"] else flat

@@ -17,7 +17,7 @@ from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.mesh import batch_sharding
-from tpuswarm.train.program.request import Request, usual_request
+from tpuswarm.train.program.request import Request, default_batch, usual_request
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source
 from tpuswarm.train.run.loaded import load_parameters
 from tpuswarm.train.supervised import SupervisedProgram
@@ -54,8 +54,10 @@ def find_lr(
     asked: settings of a run by their names. Raises InputError for a program that is not one of `supervised` with a
     schedule, and where the loss does not fall at any rate.
     """
-    names = Request.__dataclass_fields__
-    request = usual_request(recipe, **{name: asked[name] for name in names if name in asked})
+    given = {name: asked[name] for name in Request.__dataclass_fields__ if name in asked}
+    if given.get("batch") is None:
+        given["batch"] = default_batch(recipe, len(devices), given.get("accumulate") or 1)
+    request = usual_request(recipe, **given)
     seed = asked.get("seed") or 0
     compiled = compile_step(_Growing(recipe), request, devices)
     parent = asked.get("init_from")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,7 @@ from tpuswarm.train.process.stop import held
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import Compiled, compile_step, place
 from tpuswarm.train.program.largest_batch import AUTO, largest_batch
-from tpuswarm.train.program.request import BATCH, Request
+from tpuswarm.train.program.request import BATCH, Request, default_batch
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.directory import FollowedRun, Run
@@ -167,7 +166,7 @@ def resolve(
     with blame(f"the data of {recipe.name} failed"):
         source = training_rows(recipe, seed)
     asked["data"] = getattr(source, "digest", None)
-    batch = asked["batch"] or stored.get("batch") or _default_batch(recipe, devices, asked["accumulate"] or 1)
+    batch = asked["batch"] or stored.get("batch") or default_batch(recipe, devices, asked["accumulate"] or 1)
     with blame(f"{recipe.name} fails"):
         program = recipe.program(Options())
         tokens_per_row = program.tokens_per_row
@@ -296,11 +295,6 @@ def facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[s
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-def _default_batch(recipe: Recipe, devices: int, accumulate: int) -> int:
-    unit = devices * accumulate
-    return math.ceil(int(recipe.defaults.get("batch", BATCH)) / unit) * unit
 
 
 def request(settings: Mapping[str, Any]) -> Request:

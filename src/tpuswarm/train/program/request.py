@@ -52,6 +52,12 @@ def usual_request(recipe: Recipe, **asked: Any) -> Request:
     return Request(**usual | {name: value for name, value in asked.items() if value is not None})
 
 
+def default_batch(recipe: Recipe, devices: int, accumulate: int) -> int:
+    """The recipe's batch, or the next larger one that the devices and their micro-batches divide."""
+    unit = devices * accumulate
+    return math.ceil(int(recipe.defaults.get("batch", BATCH)) / unit) * unit
+
+
 @dataclass(frozen=True)
 class Choice:
     """One way to run a program, with the reason for it in words."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import bring, is_url
-from tpuswarm.train.optional import ReadsPublished
+from tpuswarm.train.optional import DescribesPublished, ReadsPublished
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
 
@@ -42,7 +42,7 @@ def parent_options(parent: str, maker: Any) -> dict[str, Any]:
     if folder is None:
         if isinstance(maker, type) and not issubclass(maker, ReadsPublished):
             raise no_run(parent, getattr(maker, "name", maker.__name__))
-        return maker.options_at(parent) if hasattr(maker, "options_at") else {}
+        return maker.options_at(parent) if isinstance(maker, DescribesPublished) else {}
     options = read_config(folder)["recipe"]["options"]
     return {name: value for name, value in options.items() if name in getattr(maker, "identity", ())}
 

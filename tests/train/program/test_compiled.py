@@ -13,7 +13,7 @@ from tests.train import toy
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program.compiled import Refused, TooLarge, compile_step
+from tpuswarm.train.program.compiled import Refused, TooLarge, compile_step, place
 from tpuswarm.train.program.mesh import bytes_per_device
 from tpuswarm.train.program.request import Request, attention_and_loop, choices
 from tpuswarm.train.recipe import Clock
@@ -74,6 +74,9 @@ def test_a_recipes_options_reach_the_compiler_of_its_platform(devices):
     recipe.compiling = {"cpu": {"no_such_option": 1}}
     with pytest.raises(Refused, match="no_such_option"):
         compile_step(recipe, Request(batch=4), devices[:1])
+    placed = place(recipe, Request(batch=4), devices[:1])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        placed.evaluate(placed.init(jax.random.key(0)), {"x": np.ones((4, 4), np.float32)})
 
 
 def test_memory_decides_between_the_ways_to_run(devices):

@@ -113,6 +113,7 @@ class _Growing(Recipe):
     def __init__(self, recipe: Recipe):
         self._recipe = recipe
         self.name, self.forms, self.defaults = recipe.name, recipe.forms, recipe.defaults
+        self.compiling = recipe.compiling
 
     def program(self, options: Options) -> SupervisedProgram:
         """The same but for the schedule."""

@@ -63,6 +63,8 @@ class Placed:
     mesh: Mesh
     state: State
     """Abstract: shapes, dtypes and shardings."""
+    compiling: dict[str, Any] | None
+    """The recipe's options of XLA's compiler on this platform."""
 
     @property
     def shardings(self) -> State:
@@ -79,7 +81,8 @@ class Placed:
     @cached_property
     def evaluate(self) -> Callable[[State, Batch], Metrics]:
         """The compiled evaluation of one batch; compiled at its first use."""
-        return jax.jit(_seeing(self.mesh, self.program.evaluate), out_shardings=meshes.replicated(self.mesh))
+        evaluate, everywhere = _seeing(self.mesh, self.program.evaluate), meshes.replicated(self.mesh)
+        return jax.jit(evaluate, out_shardings=everywhere, compiler_options=self.compiling)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ def compile_traced(traced: Traced, memory_bytes: int | None = None) -> Compiled 
     needed = 0
     with blame(f"the loss of {recipe.name} fails"):
         try:
-            executable = step.lower().compile(dict(recipe.compiling.get(platform, {})) or None)
+            executable = step.lower().compile(placed.compiling)
         except Exception as error:
             if not lacks_memory(str(error), platform):  # whatever an op or a kernel raises that has no form
                 raise Refused(recipe.name, device.device_kind, error, step.jaxpr) from error
@@ -187,7 +190,7 @@ def compile_traced(traced: Traced, memory_bytes: int | None = None) -> Compiled 
             waiting = (ALIVE - 1) * _bytes(dict(placed.program.batch_spec(batch))) // placed.mesh.size
             memory = memory_of(executable, platform, waiting)
             if memory_bytes is None or memory.total <= memory_bytes:
-                fields = placed.program, placed.options, placed.mesh, placed.state
+                fields = placed.program, placed.options, placed.mesh, placed.state, placed.compiling
                 return Compiled(*fields, choice, executable, memory, step.jaxpr)
             needed = memory.total
     return TooLarge(choice, needed, meshes.bytes_per_device(placed.state, placed.shardings))
@@ -272,7 +275,8 @@ def _seeing(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 def _place(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
     program = recipe.program(options)
     state = _abstract_state(program)
-    return Placed(program, options, mesh, with_sharding(state, meshes.state_shardings(state, mesh, shard)))
+    state = with_sharding(state, meshes.state_shardings(state, mesh, shard))
+    return Placed(program, options, mesh, state, dict(recipe.compiling.get(options.platform, {})) or None)
 
 
 def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Mesh) -> Traced:

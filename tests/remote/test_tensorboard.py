@@ -15,8 +15,10 @@ import pytest
 from tests.remote.machines import machines
 from tests.watch.conftest import PROGRAM, free_port
 from tests.watch.made import MadeRun
+from tpuswarm.cli.tensorboard import _name
 from tpuswarm.train.run.directory import METRICS, append_rows, read_rows
 from tpuswarm.watch.boards import Far, Made
+from tpuswarm.watch.page import lines
 
 TEXT = """
 const text = (node) => [...node.childNodes].map((each) =>
@@ -53,6 +55,20 @@ def test_a_swarm_has_a_curve_for_each_member_and_what_comes_is_added(tmp_path):
     assert len(found["held out eval_loss"]) == 2
 
 
+def test_a_swarm_of_many_rows_is_shown_from_its_first_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "AT_ONCE", 5000)
+    run = MadeRun(tmp_path / "run", 2, 1000)
+    run.grow(200)
+    asyncio.run(Made(run.folder, tmp_path / "board").update())
+    assert [step for step, _ in events(tmp_path / "board")["m1 loss"]] == list(range(1, 201, 10))
+
+
+def test_a_run_is_called_as_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert [_name(run, {}) for run in (".", "../mine/", "gs://bucket/runs/far/")] == ["mine", "mine", "far"]
+
+
 def test_what_a_machine_writes_comes_from_where_it_ended_last(tmp_path):
     with machines(tmp_path, 1) as here:
         host = here.hosts[0]
@@ -79,6 +95,22 @@ def test_what_a_machine_writes_comes_from_where_it_ended_last(tmp_path):
                 assert copy.read_bytes() == b"a" * 10 + b"b" * 5
 
         asyncio.run(work())
+
+
+def test_a_machine_names_no_file_outside_its_copy(tmp_path, monkeypatch):
+    outside, board = tmp_path / "tensorboard" / "outside", tmp_path / "board"
+    names = (str(outside), "../tensorboard/outside", "mine/tensorboard/inside")
+
+    async def ask(connections, host, line, *about):
+        listing = "".join(f"3 {name}\n" for name in names)
+        return 0, (listing if "find ." in line else "abc").encode(), b""
+
+    async def find():
+        return None
+
+    monkeypatch.setattr("tpuswarm.watch.boards.ask", ask)
+    asyncio.run(Far(None, find, "runs", board).update())
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == [board / "mine" / "tensorboard" / "inside"]
 
 
 async def _said(connections, host, line: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from tests.watch.made import STEP_S, TOKENS, MadeRun
 from tpuswarm.train.run.directory import EVENTS, METRICS, append_event, append_rows
 from tpuswarm.watch.page import lines
-from tpuswarm.watch.page.history import COLUMNS, MISSED, POINTS, History
+from tpuswarm.watch.page.history import COLUMNS, MISSED, NEWS, POINTS, History
 from tpuswarm.watch.page.lines import Lines
 
 
@@ -86,10 +86,17 @@ def test_a_long_run_keeps_its_shape_and_a_page_its_size(run, monkeypatch):
         version = point.tokens / (3 * TOKENS)
         assert abs(point.mean - (2 + 3 / (version + 1) ** 0.5)) < 0.15
     assert len(past.evaluations) == 200, "every evaluation, wherever it stands"
-    for _ in range(5):
-        run.grow(100)
+    for _ in range(10):
+        run.grow(50)
         assert past.news()
     assert len(past.columns) <= 2 * COLUMNS and len(past.losses) <= 2 * POINTS and past.columns[-1].version == 2500
+
+
+def test_of_more_news_than_an_update_holds_a_page_gets_the_whole(run):
+    past = History(run.folder, swarm=True)
+    run.grow(NEWS + 1)
+    assert past.news() is None
+    assert [each.kind for each in History(run.folder, swarm=True).told] == ["started", *["commit"] * (NEWS + 1)]
 
 
 def test_older_events_are_asked_for_until_the_first(run, monkeypatch):

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 
@@ -19,7 +18,7 @@ def page(
     of: Annotated[
         str | None, typer.Argument(metavar="[RUN|FILE]", help="A run, or swarm.toml: its fleet and its run.")
     ] = None,
-    port: Annotated[int, typer.Option(help="On loopback.")] = PORT,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="On loopback.")] = PORT,
 ) -> None:
     """Show a run and its fleet on a live web page of this computer, and to Prometheus at /metrics. Ctrl-C ends it.
 
@@ -27,9 +26,7 @@ def page(
     """
     import asyncio
 
-    check_number(port, "--port", least=1)
-    if port > 65_535:
-        raise InputError(f"--port is at most 65535, not {port}")
+    from tpuswarm.train.process.waiting import waiting
     from tpuswarm.watch.page.guard import LOOPBACK, page_token
     from tpuswarm.watch.page.live import Live
     from tpuswarm.watch.page.server import listener, serve
@@ -40,7 +37,8 @@ def page(
 
     async def work() -> None:
         live = Live(subject)
-        await asyncio.to_thread(live.open)
+        with waiting(f"looking at {subject.run or of or 'the fleet'}"):
+            await asyncio.to_thread(live.open)
         url = f"http://{LOOPBACK}:{port}/?token={token}"
         await serve(live, listens, token, lambda: say(f"{url}\nthe token is a secret; Ctrl-C ends it"))
 

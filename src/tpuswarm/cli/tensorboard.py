@@ -1,7 +1,9 @@
 """`tpuswarm tensorboard`: the curves of runs of this computer, of machines and of buckets, together."""
 
 import importlib.util
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpuswarm.cli.options import Fleets
-from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
+    from asyncio import Future
+    from asyncio.subprocess import Process
+
     from tpuswarm.fleet.reach import Reach
     from tpuswarm.remote.connect import Connections
     from tpuswarm.remote.host import Host
@@ -22,6 +26,10 @@ if TYPE_CHECKING:
 PORT = 6006
 LOOK = 5.0
 """Seconds between two looks for what is new; TensorBoard looks as often."""
+ENDS_S = 5.0
+"""Seconds that TensorBoard has to end when it is asked to."""
+KEPT = 1 << 12
+"""Bytes of what it says last."""
 
 
 def tensorboard(
@@ -29,7 +37,7 @@ def tensorboard(
         list[str] | None,
         typer.Argument(metavar="[RUN…]", help="Runs, gs://BUCKET/FOLDER, NAME:FOLDER on a machine. Default: ./runs."),
     ] = None,
-    port: Annotated[int, typer.Option(help="On loopback.")] = PORT,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="On loopback.")] = PORT,
     fleet: Fleets = None,
 ) -> None:
     """Show the curves of runs in TensorBoard: of this computer, of machines and of buckets, together.
@@ -39,7 +47,6 @@ def tensorboard(
     import asyncio
     import tempfile
 
-    check_number(port, "--port", least=1)
     if importlib.util.find_spec("tensorboard") is None:
         raise InputError("TensorBoard is not installed: pip install 'tpuswarm[tensorboard]' (it needs no TensorFlow)")
     from tpuswarm.watch.page.server import listener
@@ -78,39 +85,57 @@ async def _work(runs: list[str], port: int, reach: "Reach | None", folder: Path)
             *words, "--port", str(port), "--reload_interval", f"{LOOK:g}", stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
-        ends.callback(_end, process)
-        await _until_it_answers(process, port)
+        ends.push_async_callback(_end, process)
+        ended, said_last = asyncio.ensure_future(process.wait()), asyncio.ensure_future(_last_line(process))
+        await _until_it_answers(ended, said_last, port)
         say(f"http://127.0.0.1:{port} shows {', '.join(sources)}; Ctrl-C ends it")
         said: set[str] = set()
-        while process.returncode is None:
+        while not ended.done():
             for name, each in sources.items():
                 try:
                     await each.update()
                     said.discard(name)
-                except TpuswarmError as error:
+                except Exception as error:  # noqa: BLE001 - what a cloud's library raises may pass, and ends no page
                     if name not in said:
                         said.add(name)
-                        say(f"{error}; it is tried again", err=True)
-            await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=LOOK)
-    raise RunFailed("TensorBoard has ended")
+                        what = str(error) if isinstance(error, TpuswarmError) else f"{name}: {_first_line(error)}"
+                        say(f"{what}; it is tried again", err=True)
+            await asyncio.wait([ended], timeout=LOOK)
+        raise RunFailed(f"TensorBoard has ended: {await said_last}")
 
 
-def _end(process: object) -> None:
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+async def _end(process: "Process") -> None:
+    """End it, and whatever it has started, before its folder goes."""
     import asyncio
     from contextlib import suppress
 
-    assert isinstance(process, asyncio.subprocess.Process)
     with suppress(ProcessLookupError):
         process.terminate()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), ENDS_S)
+            return
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
-async def _until_it_answers(process: object, port: int) -> None:
+async def _last_line(process: "Process") -> str:
+    """What it has said last, once it has ended."""
+    assert process.stderr is not None
+    kept = b""
+    while piece := await process.stderr.read(KEPT):
+        kept = (kept + piece)[-KEPT:]
+    return kept.decode(errors="replace").strip().rpartition("\n")[2] or "it said nothing"
+
+
+async def _until_it_answers(ended: "Future[int]", said_last: "Future[str]", port: int) -> None:
     """Raises RunFailed, with what it said last, where it ends instead."""
     import asyncio
 
-    assert isinstance(process, asyncio.subprocess.Process) and process.stderr is not None
-    drained = asyncio.ensure_future(process.stderr.read())
-    while process.returncode is None:
+    while not ended.done():
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
@@ -118,8 +143,7 @@ async def _until_it_answers(process: object, port: int) -> None:
             continue
         writer.close()
         return
-    last = (await drained).decode(errors="replace").strip().rpartition("\n")[2]
-    raise RunFailed(f"TensorBoard ended before it showed anything: {last or 'it said nothing'}")
+    raise RunFailed(f"TensorBoard ended before it showed anything: {await said_last}")
 
 
 def _sources(
@@ -159,8 +183,10 @@ def _sources(
 
 def _name(run: str, taken: "dict[str, Source]") -> str:
     """Short, and no two alike."""
-    far = _far(run)
-    last = run.rstrip("/").rpartition("/")[2] if not far else f"{far[1]}-{far[2].strip('/')}"
+    if far := _far(run):
+        last = f"{far[1]}-{far[2].strip('/')}"
+    else:
+        last = run.rstrip("/").rpartition("/")[2] if "://" in run else Path(run).resolve().name
     name = re.sub(r"[^\w.-]", "-", last)
     number, found = 1, name
     while found in taken:

@@ -5,7 +5,7 @@ machine come through SSH, from where they ended last time, so that a lost connec
 """
 
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,7 @@ from tpuswarm.remote.host import Host, NoWay
 from tpuswarm.train.bucket.mirror import bring, folder_of
 from tpuswarm.train.look.board import Board
 from tpuswarm.train.run.directory import METRICS
-from tpuswarm.watch.page.lines import Lines
+from tpuswarm.watch.page.lines import Line, Lines
 
 BOARD = "tensorboard"
 """The folder of event files in a run's."""
@@ -64,9 +64,14 @@ class Made:
     def _update(self) -> None:
         if self._url:
             bring(self._url)
-        lines = self._lines.new()
+        while lines := self._lines.new(whole=True):
+            self._write(lines)
         if lines is None:
             raise InputError(f"{self._to.name}: its run has changed; start the same command again")
+        for board in self._boards.values():
+            board.flush()
+
+    def _write(self, lines: Iterable[Line]) -> None:
         for line in lines:
             row = line.row
             with suppress(KeyError, TypeError, ValueError):  # a damaged row
@@ -74,8 +79,6 @@ class Made:
                 board = self._boards.get(member) or Board(self._to / member, 0)
                 self._boards[member] = board
                 board.write({name: value for name, value in row.items() if not isinstance(value, str)})
-        for board in self._boards.values():
-            board.flush()
 
 
 class Far:
@@ -93,7 +96,8 @@ class Far:
         said = await self._ask(host, LIST.format(folder=self._folder))
         for line in said.decode(errors="replace").splitlines():
             size, _, name = line.partition(" ")
-            if size.isdecimal() and ".." not in Path(name).parts:
+            path = Path(name)
+            if size.isdecimal() and not path.is_absolute() and ".." not in path.parts:  # in this copy and nowhere else
                 await self._fetch(host, name, int(size))
 
     async def _fetch(self, host: Host, name: str, size: int) -> None:

@@ -45,6 +45,7 @@ class Follower:
 
     def __init__(self, connections: Connections):
         self._connections = connections
+        self._hosts: dict[str, Host] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.samples: dict[str, Sample] = {}
         """The last of each host, by its label; of those that have said something."""
@@ -52,10 +53,13 @@ class Follower:
     def follow(self, hosts: Iterable[Host]) -> None:
         """These from now on."""
         wanted = {each.label: each for each in hosts}
-        for label in set(self._tasks) - set(wanted):
-            self._tasks.pop(label).cancel()
-            self.samples.pop(label, None)
-        for label in set(wanted) - set(self._tasks):
+        for label, host in list(self._hosts.items()):
+            if wanted.get(label) != host:  # gone, or a machine that came back in its place
+                self._tasks.pop(label).cancel()
+                self.samples.pop(label, None)
+                del self._hosts[label]
+        for label in set(wanted) - set(self._hosts):
+            self._hosts[label] = wanted[label]
             self._tasks[label] = asyncio.ensure_future(self._keep(wanted[label]))
 
     async def close(self) -> None:

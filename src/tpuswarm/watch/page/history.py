@@ -22,10 +22,10 @@ AMONG = 1 << 11
 """Bytes of events among which one is looked for that is a version."""
 LETTERS = 240
 """Of what is said of an event."""
-HAPPENED, TOLD = 100, 1000
+HAPPENED, TOLD = 100, 300
 """Events but for versions that are looked for at first, and events in all; more are asked for."""
 NEWS = 60
-"""Events in one update; older ones are asked for."""
+"""Events in one update; of more all is read anew."""
 MISSED = -1
 """For a share: what it contributed was not counted."""
 
@@ -84,8 +84,7 @@ class History:
         self._place: dict[str, int] = {}
         self._versions: list[int] = []
         self._tokens: list[float] = []
-        self._times: list[float] = []
-        """Of commits that are known: versions, tokens counted, Unix seconds."""
+        """Of commits that are known: versions, tokens counted."""
         self._before: Column | None = None
         self.losses: list[Point] = []
         self.speeds: list[Point] = []
@@ -125,7 +124,9 @@ class History:
             return None
         losses, speeds, evaluations = len(self.losses), len(self.speeds), len(self.evaluations)
         columns = self._add_columns([row for row in _rows(events) if _is_commit(row)])
-        told = [each for line in events if (each := _told(line))][-NEWS:]
+        told = [each for line in events if (each := _told(line))]
+        if len(told) > NEWS:  # nobody has looked for long: a page gets the whole
+            return None
         self.told = (self.told + told)[-TOLD:]
         self._add_rows(_rows(rows))
         found = News(self.losses[losses:], self.speeds[speeds:], self.evaluations[evaluations:], columns, told)

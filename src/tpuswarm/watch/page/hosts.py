@@ -50,6 +50,11 @@ class Hosts:
             self._reached = None
         self._follower.follow(self._reached.hosts if self._reached else ())
 
+    def rest(self) -> None:
+        """Follow none of them until `follow`."""
+        if self._follower is not None:
+            self._follower.follow(())
+
     def rows(self, state: State) -> Sequence[Row]:
         """As `top` shows them."""
         if self._reached is None or self._follower is None:

@@ -94,8 +94,11 @@ class Lines:
                 at = end
         return found
 
-    def new(self) -> list[Line] | None:
-        """What was appended since; None where it is another file, or gone: then all is to be read anew."""
+    def new(self, whole: bool = False) -> list[Line] | None:
+        """What was appended since; None where it is another file, or gone: then all is to be read anew.
+
+        Of more than AT_ONCE the last is read; whole: the first, and the rest when it is asked again.
+        """
         with reading(self._path):
             try:
                 about = self._path.stat()
@@ -109,7 +112,9 @@ class Lines:
             with self._path.open("rb") as file:
                 end = _last_end(file, about.st_size)
                 begin = self._end
-                if end - begin > AT_ONCE:
+                if end - begin > AT_ONCE and whole:
+                    end = _next_begin(file, begin + AT_ONCE, end)
+                elif end - begin > AT_ONCE:
                     begin = _next_begin(file, end - AT_ONCE, end)
                 found = list(_lines(file, begin, end)) if end > begin else []
                 self._end = max(self._end, end)

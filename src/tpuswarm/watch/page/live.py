@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +59,7 @@ class Live:
         self._queues: set[asyncio.Queue[Message]] = set()
         self._wanted = asyncio.Event()
         self._lock = asyncio.Lock()
-        self._looked = 0.0
+        self._looked = self._fetched = 0.0
 
     @property
     def folder(self) -> Path | None:
@@ -118,7 +117,7 @@ class Live:
     async def fresh(self) -> State:
         """Seen just now, for who asks once."""
         if time.time() - self._looked > EVERY:
-            await self._update(machines=True)
+            await self._update(fresh=True)
         return self.state()
 
     async def watch(self) -> None:
@@ -144,15 +143,15 @@ class Live:
     async def _watch_run(self) -> None:
         while True:
             await self._wanted.wait()
-            if self._subject.run and is_url(self._subject.run):
-                with suppress(InputError):  # said by what reads its copy
-                    await asyncio.to_thread(self._bring)
+            await self._fetch()
             await self._update()
             await asyncio.sleep(EVERY)
 
     async def _watch_fleet(self) -> None:
         while self._subject.read is not None:
-            await self._wanted.wait()
+            if not self._wanted.is_set():
+                self.hosts.rest()
+                await self._wanted.wait()
             await self._read_machines()
             await self.hosts.follow()
             await asyncio.sleep(EVERY_FAR)
@@ -162,12 +161,28 @@ class Live:
         try:
             self._machines = Machines(*await asyncio.to_thread(self._subject.read))
             self._problems.pop("fleet", None)
-        except TpuswarmError as error:
+        except (TpuswarmError, OSError) as error:
             self._problems["fleet"] = str(error)
 
-    async def _update(self, machines: bool = False) -> None:
-        if machines and self._subject.read is not None and not self._wanted.is_set():
-            await self._read_machines()
+    async def _fetch(self) -> None:
+        """What a bucket has now; not asked again before it is time."""
+        if not is_url(self._subject.run) or time.monotonic() - self._fetched < EVERY_FAR:
+            return
+        self._fetched = time.monotonic()
+        try:
+            await asyncio.to_thread(self._bring)
+            self._problems.pop("bucket", None)
+        except InputError:  # said by what reads its copy
+            self._problems.pop("bucket", None)
+        except Exception as error:  # noqa: BLE001 - what a cloud's library raises may pass, and ends no page
+            said = str(error).strip().partition("\n")[0]
+            self._problems["bucket"] = f"{self._subject.run} cannot be read now: {said or type(error).__name__}"
+
+    async def _update(self, fresh: bool = False) -> None:
+        if fresh and not self._wanted.is_set():  # nobody watches
+            await self._fetch()
+            if self._subject.read is not None:
+                await self._read_machines()
         async with self._lock:
             news = await asyncio.to_thread(self._look_again)
             now = self._sections()
@@ -193,7 +208,7 @@ class Live:
                 assert self.folder is not None
                 self._history = History(self.folder, isinstance(self._look, Look))
                 return None
-        except InputError as error:
+        except (TpuswarmError, OSError) as error:
             self._problems["run"] = str(error)
             return {}
         self._problems.pop("run", None)

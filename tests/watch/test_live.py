@@ -1,0 +1,75 @@
+"""What a page is about, seen again and again: what fails for a while is said, and ends nothing."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.watch.made import MadeRun
+from tpuswarm.watch.page import live as module
+from tpuswarm.watch.page.live import Live, Subject
+
+URL = "gs://bucket/run"
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """A run in a bucket; what it raises is what is left in `errors`."""
+    run = MadeRun(tmp_path / "run", 2, 100)
+    run.grow(3)
+    run.errors, run.asked = [], 0
+
+    def bring(url: str) -> None:
+        run.asked += 1
+        if run.errors:
+            raise run.errors.pop()
+
+    monkeypatch.setattr(module, "bring", bring)
+    monkeypatch.setattr(module, "folder_of", lambda url: run.folder)
+    return run
+
+
+async def until(messages, holds) -> dict:
+    """The first message of which it is true."""
+    async for _, data in messages:
+        found = json.loads(data or "{}")
+        if holds(found):
+            return found
+    raise AssertionError("it has ended")
+
+
+def test_a_bucket_that_fails_once_is_said_and_the_run_is_followed_all_the_same(bucket, monkeypatch):
+    monkeypatch.setattr(module, "EVERY", 0.01)
+    monkeypatch.setattr(module, "EVERY_FAR", 0.01)
+
+    async def work() -> None:
+        live = Live(Subject(URL))
+        live.open()
+        bucket.errors.append(ConnectionResetError("the library gave up"))
+        watching = asyncio.create_task(live.watch())
+        messages = live.messages()
+        said = await until(messages, lambda each: each.get("problems"))
+        assert said["problems"] == [f"{URL} cannot be read now: the library gave up"]
+        await until(messages, lambda each: each.get("problems") == [])
+        bucket.grow(1)
+        news = await until(messages, lambda each: each.get("columns"))
+        assert [each[0] for each in news["columns"]] == [4] and not watching.done()
+        await messages.aclose()
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_who_asks_once_has_the_bucket_asked_but_not_each_time(bucket, monkeypatch):
+    monkeypatch.setattr(module, "EVERY", 0.0)
+
+    async def work() -> None:
+        live = Live(Subject(URL))
+        live.open()
+        bucket.grow(2)
+        assert (await live.fresh()).swarm.status.version == 5
+        for _ in range(3):
+            await live.fresh()
+        assert bucket.asked == 2, "at first, and for the first who asks"
+
+    asyncio.run(work())

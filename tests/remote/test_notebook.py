@@ -2,10 +2,12 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from tests.remote.conftest import Fleet
 from tests.remote.test_tunnels import free_port
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.machines import processes
+from tpuswarm.remote.notebook import worker
 from tpuswarm.remote.notebook.begin import COLAB
 
 ONE, SLICE = "v2-usc1f-0", "v4-usc2b-0"
@@ -72,7 +75,18 @@ def test_another_process_that_holds_the_tpu_is_named_as_doctor_names_it(fleet):
     assert re.search(rf"{ONE}/0: process \d+ of \S+ has held /dev/accel0 for .*python3 train.py.*; .*kill \d+", err)
 
 
+def test_who_connects_to_a_worker_and_says_nothing_is_let_go(monkeypatch):
+    monkeypatch.setattr(worker, "PROVES_S", 0.1)
+    ours, theirs = Pipe()
+    worker.serve(theirs, b"secret", "127.0.0.1")
+    assert theirs.closed
+    ours.close()
+
+
 def test_without_jupyter_set_up_is_offered_and_what_runs_outlives_the_command(fleet):
+    fleet.run("notebook", ONE, "--stop")  # another test may have put Jupyter there
+    assert until(lambda: not running(fleet, "jupyterlab", ONE))
+    shutil.rmtree(fleet.user_home(f"{ONE}-0") / ".tpuswarm" / "notebook", ignore_errors=True)
     assert "has no Jupyter: `notebook = true` in [setup] puts it there" in fleet.run("notebook", ONE, code=2)[1]
     with opened(fleet, ONE, "--yes") as (server, _):
         cells = server.kernel()
@@ -114,12 +128,12 @@ def test_without_jupyter_set_up_is_offered_and_what_runs_outlives_the_command(fl
     finally:
         fleet.run("flags", "unset", ONE, "xla_dump_hlo_as_text")
         fleet.run("notebook", ONE, "--stop")
-    assert until(lambda: not running(fleet, "jupyterlab") and not running(fleet, "ipykernel"))
+    assert until(lambda: not running(fleet, "jupyterlab", ONE) and not running(fleet, "ipykernel", ONE))
 
 
-def running(fleet: Fleet, what: str) -> list[int]:
-    """Processes of all machines whose command line says it."""
-    machines = [each.name for each in fleet.place.machines.iterdir()]
+def running(fleet: Fleet, what: str, machine: str = "") -> list[int]:
+    """Processes of a machine, or of all, whose command line says it."""
+    machines = [each.name for each in fleet.place.machines.iterdir() if each.name.startswith(machine)]
     return [pid for pid in processes.find(machines) if what.encode() in command(pid)]
 
 

@@ -17,6 +17,8 @@ from tpuswarm.remote.host import NoWay
 OUT_S = 5.0
 """Seconds that the network is away."""
 COUNT = "import time\nfor n in range(60): print('at', n, flush=True); time.sleep(0.2)"
+LONG = COUNT.replace("60", "3000")
+"""To be interrupted."""
 
 
 class Unplugged(Connections):
@@ -71,18 +73,18 @@ def served(reach, port: int) -> Iterator[tuple[Server, list[str]]]:
 
 
 def test_a_page_comes_back_by_itself_after_a_lost_connection(fleet, reach, browser, tmp_path, monkeypatch):
-    with suppress(AssertionError), opened(fleet, ONE, "--yes"):
+    with opened(fleet, ONE, "--yes"):
         pass  # Jupyter is there
     monkeypatch.setattr("tpuswarm.remote.connect.Connections", Unplugged)
     browser.resize(1280, 1000)
     with served(reach, free_port()) as (server, said):
-        lab = Lab(browser, server, "one.ipynb", ["import jax\njax.devices()", "1 / 0", COUNT, COUNT, "print('again')"])
+        lab = Lab(browser, server, "one.ipynb", ["import jax\njax.devices()", "1 / 0", LONG, COUNT, "print('again')"])
         assert lab.run(0).count("CpuDevice") == 8
         assert "ZeroDivisionError" in lab.run(1)
         lab.run(2, waits=False)
         lab.wait_for(2, "at 1\n")
         lab.interrupt()
-        assert "KeyboardInterrupt" in lab.ended(2) and "at 59" not in lab.shown(2)
+        assert "KeyboardInterrupt" in lab.ended(2) and "at 2999" not in lab.shown(2)
         lab.run(3, waits=False)
         lab.wait_for(3, "at 1\n")
         Unplugged.pull()
@@ -91,7 +93,8 @@ def test_a_page_comes_back_by_itself_after_a_lost_connection(fleet, reach, brows
         Unplugged.away.clear()
         assert [f"at {n}" in lab.ended(3) for n in (0, 20, 40, 59)] == [True] * 4
         assert "again" in lab.run(4)
-        assert any("was lost" in each for each in said) and sum("runs as you left it" in each for each in said) >= 1
+        assert any("was lost" in each for each in said)
+        assert sum("runs as you left it" in each for each in said) >= 2, "at first, and after the lost connection"
         assert browser.hosts() == set()
         browser.shoot(tmp_path / "one.png")
     fleet.run("notebook", ONE, "--stop")
@@ -100,7 +103,7 @@ def test_a_page_comes_back_by_itself_after_a_lost_connection(fleet, reach, brows
 def test_a_slice_in_a_page_shows_all_devices_a_failing_worker_and_an_interrupt(books, browser, tmp_path):
     cells = [
         "import jax, time\njax.devices()", SUM, "f'worker {jax.process_index()}'",
-        "if jax.process_index() == 1: raise ValueError('no rows left')", COUNT, "print('alive')",
+        "if jax.process_index() == 1: raise ValueError('no rows left')", LONG, "print('alive')",
     ]  # fmt: skip
     browser.resize(1280, 1300)
     with opened(books, SLICE) as (server, _):
@@ -113,7 +116,7 @@ def test_a_slice_in_a_page_shows_all_devices_a_failing_worker_and_an_interrupt(b
         lab.run(4, waits=False)
         lab.wait_for(4, "at 1\n")
         lab.interrupt()
-        assert "KeyboardInterrupt" in lab.ended(4) and "at 59" not in lab.shown(4)
+        assert "KeyboardInterrupt" in lab.ended(4) and "at 2999" not in lab.shown(4)
         assert "alive" in lab.run(5)
         assert browser.hosts() == set()
         browser.shoot(tmp_path / "slice.png")

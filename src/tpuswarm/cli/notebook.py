@@ -44,11 +44,9 @@ def notebook(
         asyncio.run(_stop(reach, reached))
         return
     if _is_taken(port):
-        free = next(each for each in range(port + 1, 65536) if not _is_taken(each))
-        raise InputError(
-            f"port {port} of this computer is taken by another program: `tpuswarm notebook {name} --port {free}` takes "
-            "a free one"
-        )
+        free = next((each for each in range(port + 1, 65536) if not _is_taken(each)), None)
+        way = f"`tpuswarm notebook {name} --port {free}` takes a free one" if free else "choose another one with --port"
+        raise InputError(f"port {port} of this computer is taken by another program: {way}")
     try:
         first = asyncio.run(_first(reach, reached))
     except NoJupyter as lacking:

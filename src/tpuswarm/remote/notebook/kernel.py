@@ -37,8 +37,10 @@ KEPT = 1 << 16
 PASSED = ("stream", "display_data", "update_display_data", "execute_result", "error", "clear_output",
           "comm_open", "comm_msg", "comm_close")  # fmt: skip
 PROGRAM = """\
-__import__("jax").config.update("jax_enable_preemption_service", False)
-__import__("jax").distributed.initialize({where!r}, {count}, {number}, cluster_detection_method="deactivate")
+if hasattr(__import__("jax").config, "jax_enable_preemption_service"):
+    __import__("jax").config.update("jax_enable_preemption_service", False)
+__import__("jax").distributed.initialize({where!r}, {count}, {number}, cluster_detection_method="deactivate",
+                                         coordinator_bind_address={where!r})
 """
 """What makes the engines one program; it leaves no name behind."""
 ALL = "A slice is one program, so its other workers were ended too: restart the kernel"
@@ -118,7 +120,7 @@ class Worker:
     async def begin(self, hear: Any) -> None:
         """Wait for the engine. `hear`: takes each message that it publishes. Raises Gone."""
         try:
-            about = await asyncio.wait_for(asyncio.wrap_future(self._engine), BEGINS_S)
+            about = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._engine)), BEGINS_S)
             context = zmq.asyncio.Context()
             context.setsockopt(zmq.RCVHWM, 0)  # nothing is left out, an end least of all
             self._client: Any = AsyncKernelClient(context=context)
@@ -203,6 +205,8 @@ class SliceKernel(Kernel):
         secret, folder = (OURS / "secret").read_bytes(), os.path.relpath(Path.cwd(), Path.home())
         self._workers = [Worker(n, tuple(each), secret, folder) for n, each in enumerate(found["workers"])]
         self._host = found["workers"][0][0]
+        self._gone: list[asyncio.Future[str]] = []
+        """Of each worker, in the kernel's loop; made once, since each has a callback there."""
         self._begun: asyncio.Task[None] | None = None
         self._lost = ""
         self._parent: Any = {}
@@ -279,7 +283,7 @@ class SliceKernel(Kernel):
     async def _until_gone(self, work: Awaitable[Any]) -> Any:
         """What it comes to; raises Gone where a worker is lost meanwhile."""
         task = asyncio.ensure_future(work)
-        gone = [asyncio.wrap_future(each.gone) for each in self._workers]
+        gone = self._gone = self._gone or [asyncio.wrap_future(each.gone) for each in self._workers]
         await asyncio.wait([task, *gone], return_when=asyncio.FIRST_COMPLETED)
         lost = next((future.result() for future in gone if future.done()), None)
         if lost is None:

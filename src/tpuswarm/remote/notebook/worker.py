@@ -25,6 +25,8 @@ OURS = Path(__file__).resolve().parent
 ENDS_S = 10.0
 """Seconds that an engine which was asked to end has, and a kernel that comes for the next one waits."""
 LOOK_S = 0.02
+PROVES_S = 10.0
+"""Seconds that whoever connects has to prove that it knows the secret."""
 PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 BUSY = threading.Lock()
 """One engine at a time: chips serve one process."""
@@ -38,15 +40,23 @@ def main(address: str, file: Path) -> None:
     new.write_text(str(listener.address[1]))
     new.replace(file)
     while True:
-        line = listener.accept()
+        try:
+            line = listener.accept()
+        except OSError:  # whoever it was has gone again
+            time.sleep(LOOK_S)
+            continue
         threading.Thread(target=serve, args=(line, secret, address), daemon=True).start()
 
 
 def serve(line: Any, secret: bytes, address: str) -> None:
     """One kernel, until its connection ends."""
+    late = threading.Timer(PROVES_S, shut, [line])
+    late.daemon = True
+    late.start()
     try:
         connection.deliver_challenge(line, secret)
         connection.answer_challenge(line, secret)
+        late.cancel()
         keep_alive(line.fileno())
         asked = json.loads(line.recv_bytes())
         if not BUSY.acquire(timeout=ENDS_S):
@@ -59,7 +69,14 @@ def serve(line: Any, secret: bytes, address: str) -> None:
     except (OSError, EOFError, ValueError, AuthenticationError):
         return  # whoever it was has gone, or is nobody of ours
     finally:
+        late.cancel()
         line.close()
+
+
+def shut(line: Any) -> None:
+    """Wake the thread that reads from it, to its end."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as held:
+        held.shutdown(socket.SHUT_RDWR)
 
 
 def keep_alive(number: int) -> None:

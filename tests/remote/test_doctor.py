@@ -18,6 +18,7 @@ import typer
 from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS
 from tpuswarm.doctor.check import Subject
 from tpuswarm.doctor.checks import ACROSS, CHECKS
+from tpuswarm.doctor.collect import SEEN_BY_ROOT
 from tpuswarm.doctor.examine import judge
 from tpuswarm.watch.follow import BOOT, _programs
 
@@ -333,6 +334,14 @@ def test_two_at_once_find_and_mend_the_same(fleet):
     fleet.run("rehearsal", "break", "v2-usc1f-0", "lock")
     both = [fleet.start("doctor", "v2", "--fix") for _ in range(2)]
     assert all(fleet.finish(each)[0].endswith("1 host: nothing is wrong\n") for each in both)
+
+
+def test_root_sees_who_has_a_device_open():
+    """By the very line that is run with sudo, of a device that there is here."""
+    line = SEEN_BY_ROOT.replace("/dev/accel[0-9]*", "/dev/zer[o]*")
+    with open("/dev/zero", "rb") as file:  # noqa: PTH123
+        done = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, text=True)
+        assert done.returncode == 0 and f"/proc/{os.getpid()}/fd/{file.fileno()}" in done.stdout.split()
 
 
 def test_wrong_words(fleet):

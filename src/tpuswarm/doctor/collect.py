@@ -38,6 +38,8 @@ METADATA = {
     "worker": "attributes/agent-worker-number", "type": "attributes/accelerator-type", "preempted": "preempted",
     "maintenance": "maintenance-event", "scopes": "service-accounts/default/scopes",
 }  # fmt: skip
+SEEN_BY_ROOT = "find /proc/[0-9]*/fd -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' 2>/dev/null; true"
+"""A line for each file of a chip that a process has open."""
 TERMINALS = range(136, 144)
 """Major numbers of the terminals that people log in at (devpts)."""
 PERMISSIONS = ("storage.objects.create", "storage.objects.delete", "storage.objects.get", "storage.objects.list")
@@ -84,14 +86,12 @@ def holders_of_others() -> "list[dict[str, Any]] | None":
     """Those of other users that root can see; null: this user may not ask as root."""
     if os.getuid() == 0 or HERE:
         return []
-    names = (
-        r"sudo -n sh -c 'find /proc/[0-9]*/fd -lname \"/dev/accel[0-9]*\" -o -lname \"/dev/vfio/[0-9]*\" 2>/dev/null'"
-    )
     try:
-        done = subprocess.run(names, shell=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=3)
-    except subprocess.TimeoutExpired:
+        words = ["sudo", "-n", "sh", "-c", SEEN_BY_ROOT]
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=3)
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode != 0 and not done.stdout:
+    if done.returncode != 0:  # it asks for a password
         return None
     found = []
     for place in sorted({Path(*Path(line).parts[:3]) for line in done.stdout.decode().split()}):

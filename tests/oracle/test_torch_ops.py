@@ -16,14 +16,20 @@ DTYPES = {"float32": torch.float32, "int32": torch.int64, "bool": torch.bool}
 SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
 
 
-def array(shape, dtype="float32", seed=0):
+def array(shape, dtype="float32", seed=0, strided=False):
+    """Random numbers; strided: every other one of memory, with the axes in the opposite order."""
     numbers = np.random.default_rng([seed, *shape]).normal(size=shape) * 2
-    return np.asarray(numbers > 0 if dtype == "bool" else numbers).astype(dtype)
+    found = np.asarray(numbers > 0 if dtype == "bool" else numbers).astype(dtype)
+    if strided and shape:
+        apart = np.zeros([2 * each for each in reversed(shape)], dtype).T[tuple(slice(None, None, 2) for _ in shape)]
+        apart[...] = found
+        return apart
+    return found
 
 
 def same(name, *args, atol=1e-5, **kwargs):
     """Whether an operator gives what ATen's gives: values, shapes, and the dtype that JAX has for torch's."""
-    theirs = [torch.from_numpy(np.array(each)).to(DTYPES[str(each.dtype)]) if isinstance(each, np.ndarray) else each
+    theirs = [torch.from_numpy(each).to(DTYPES[str(each.dtype)]) if isinstance(each, np.ndarray) else each
               for each in args]  # fmt: skip
     expected = getattr(aten, name)(*theirs, **kwargs)
     mine = [jnp.asarray(each) if isinstance(each, np.ndarray) else each for each in args]
@@ -47,14 +53,27 @@ UNARY = [
     "gelu", "silu", "elu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "softplus", "mish", "atan", "asinh",
     "isnan", "round", "clone", "logical_not",
 ]  # fmt: skip
+OF_WHOLE_NUMBERS = [
+    "abs", "neg", "exp", "expm1", "sin", "cos", "tanh", "sigmoid", "erf", "floor", "ceil", "trunc", "sign", "relu",
+    "atan", "asinh", "isnan", "round", "clone", "logical_not", "hardtanh",
+]  # fmt: skip
 BINARY = ["add", "sub", "mul", "div", "maximum", "minimum", "remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge"]
 REDUCED = ["sum", "mean", "amax", "amin", "any", "var", "logsumexp", "linalg_vector_norm"]
 
 
 @settings(max_examples=20)
-@given(st.sampled_from(UNARY), SHAPES)
-def test_of_each_element(name, shape):
-    same(name, array(shape, seed=1))
+@given(st.sampled_from(UNARY), SHAPES, st.booleans())
+def test_of_each_element(name, shape, strided):
+    same(name, array(shape, seed=1, strided=strided))
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(OF_WHOLE_NUMBERS), SHAPES, st.sampled_from(["int32", "bool"]))
+def test_of_whole_numbers(name, shape, dtype):
+    """Whole numbers stay what they are, or become float32, as in torch."""
+    if name in ("abs", "neg", "sign", "floor", "ceil", "trunc", "round", "relu", "hardtanh"):
+        dtype = "int32"
+    same(name, array(shape, dtype, 1))
 
 
 @settings(max_examples=30)
@@ -68,14 +87,14 @@ def test_of_two(name, shape, one, other, data):
         one = other = "float32"  # of 0 torch raises
     if name == "div" and other != "float32":
         other = "float32"
-    same(name, array(shape, one, 1), array(second, other, 2))
+    same(name, array(shape, one, 1, data.draw(st.booleans())), array(second, other, 2, data.draw(st.booleans())))
 
 
 @settings(max_examples=20)
 @given(st.sampled_from(REDUCED), st.lists(st.integers(2, 4), min_size=1, max_size=3), st.booleans(), st.data())
 def test_over_axes(name, shape, keepdim, data):
     dims = data.draw(st.lists(st.integers(-len(shape), len(shape) - 1), min_size=1, max_size=1))
-    x = array(tuple(shape), seed=3)
+    x = array(tuple(shape), seed=3, strided=data.draw(st.booleans()))
     if name == "var":
         same(name, x, dims, correction=1, keepdim=keepdim)
     elif name == "linalg_vector_norm":
@@ -88,7 +107,7 @@ def test_over_axes(name, shape, keepdim, data):
 @given(st.data())
 def test_parts_and_places(data):
     shape = tuple(data.draw(st.lists(st.integers(2, 5), min_size=1, max_size=3)))
-    x = array(shape, seed=4)
+    x = array(shape, seed=4, strided=data.draw(st.booleans()))
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     start, end = data.draw(st.integers(-6, 6)), data.draw(st.integers(-6, 2**62))
     same("slice", x, dim, start, end, data.draw(st.integers(1, 3)))
@@ -115,7 +134,7 @@ def test_convolutions_and_pools(data):
     groups, axes = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
     stride, padding, dilation = draw(st.integers(1, 2)), draw(st.integers(0, 1)), draw(st.integers(1, 2))
     kernel = draw(st.integers(1, 3))
-    x = array((2, 4, *(7, 9)[:axes]), seed=6)
+    x = array((2, 4, *(7, 9)[:axes]), seed=6, strided=draw(st.booleans()))
     transposed = draw(st.booleans())
     w = array((4, 6 // groups, *[kernel] * axes) if transposed else (6, 4 // groups, *[kernel] * axes), seed=7)
     more = draw(st.integers(0, stride - 1)) if transposed else 0

@@ -131,7 +131,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "rsqrt": _float(lax.rsqrt), "erf": _float(lax.erf), "sigmoid": _float(jax.nn.sigmoid),
     "gelu": gelu, "elu": elu, "softplus": softplus, "silu": jax.nn.silu, "mish": jax.nn.mish,
     "leaky_relu": lambda x, slope=0.01: jnp.where(x > 0, x, x * jnp.asarray(slope, x.dtype)),
-    "hardtanh": lambda x, low=-1.0, high=1.0: clamp(x, low, high),
+    "hardtanh": lambda x, low=-1.0, high=1.0: clamp(x, low, high).astype(x.dtype),
     "hardsigmoid": lambda x: jnp.clip(x / 6 + 0.5, 0, 1).astype(x.dtype),
     "hardswish": lambda x: (x * jnp.clip(x / 6 + 0.5, 0, 1)).astype(x.dtype),
     "log_sigmoid_forward": lambda x: (jax.nn.log_sigmoid(x), jnp.zeros((0,), x.dtype)),

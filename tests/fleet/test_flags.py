@@ -20,6 +20,7 @@ from tpuswarm.fleet.core.flags import LAYERS, Flag, resolved, with_flag, without
 from tpuswarm.fleet.core.jobs import RENEWED_S, Job, Report, Seat, Start, next_of, renewed
 from tpuswarm.fleet.file import read_swarm
 from tpuswarm.fleet.keeping.document import Document
+from tpuswarm.plan import flags as asked
 
 PLACES = {"all": ["all"], "generation": ["v2", "v3"], "pool": ["small", "large"], "machine": ["a", "b"]}
 PRECISION = "xla_jf_conv_full_precision"
@@ -73,6 +74,17 @@ def test_a_file_names_them_by_generation_and_pool(tmp_path):
         Flag(PRECISION, "true", "LIBTPU_INIT_ARGS", "generation", "v3"),
         Flag("xla_dump_to", "/tmp/a b", "XLA_FLAGS", "pool", "small"),
     )
+
+
+def test_the_libraries_are_asked_once_for_all_flags_of_a_file(tmp_path, monkeypatch):
+    """The same name in two tables, with two values, among them."""
+    pytest.importorskip("libtpu")
+    started, ask = [], asked._ask
+    monkeypatch.setattr(asked, "_ask", lambda variable, flags: started.append(variable) or ask(variable, flags))
+    asked._check.cache_clear()
+    extra = f"\n[flags.v3]\n{PRECISION} = true\nxla_dump_to = '/x'\n[flags.v2]\n{PRECISION} = false\n"
+    found = of_fleet.of_file(read(tmp_path, extra, 'flags = { xla_dump_to = "/tmp/a b", xla_dump_hlo_as_text = true }'))
+    assert len(found) == 5 and started == ["XLA_FLAGS", "LIBTPU_INIT_ARGS"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from tests.local_cloud import local_cloud
 from tests.remote.conftest import Fleet
 from tpuswarm.cloud.rehearsal.place import VARIABLE
+from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.core.jobs import RENEWED_S
 from tpuswarm.fleet.keeping.fleets import find
 from tpuswarm.fleet.keeping.jobs import Carrier
@@ -196,4 +197,33 @@ def test_a_tensorflow_pod_has_them_in_its_metadata_and_its_service_begins_anew_o
     )
     systemctl.chmod(0o755)
     failed = inside.run("flags", "set", "old", f"{PRECISION}=false", code=1)[1]
+    systemctl.with_name("systemctl.real").replace(systemctl)
     assert f"begun anew on 3 of 4 workers, not on {OLD}/1: exit 5: no bus: `tpuswarm exec {OLD} -- " in failed
+
+
+def test_a_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(inside, monkeypatch):
+    """By `up`, which says so first; and by the same command again where the cloud did not take it."""
+
+    def refuse(*about: object) -> None:
+        raise RunFailed("the cloud is not itself today")
+
+    words = ("flags", "set", OLD, f"{PRECISION}=true")
+    with monkeypatch.context() as broken:
+        broken.setattr("tpuswarm.fleet.reach.Reach.set_metadata", refuse)
+        assert "not itself today" in inside.run(*words, code=1)[1]
+    assert f"{OLD}: tpu-runtime was begun anew on 4 workers" in inside.run(*words)[0]
+    assert "begun anew" not in inside.run(*words)[0], "it has it, and what runs there goes on"
+    inside.run("flags", "unset", OLD, PRECISION)
+    if PRECISION in inside.run("flags", "show", "old")[0]:
+        inside.run("flags", "unset", "old", PRECISION)
+    file = inside.folder / "swarm.toml"
+    file.write_text(FILE + f"\nflags = {{ {PRECISION} = true }}\n")
+    try:
+        said = inside.run("up", "--yes", "--paid")[0]
+    finally:
+        file.write_text(FILE)
+    assert f"{OLD} gets other flags, and its tpu-runtime begins anew: what runs on it ends" in said
+    assert f"{OLD}: tpu-runtime was begun anew on 4 workers" in said
+    asked = "curl -s -H Metadata-Flavor:Google http://$GCE_METADATA_HOST/computeMetadata/v1/instance/attributes/"
+    out = inside.run("exec", f"{OLD}/2", "--", f"{asked}tensorflow-env-vars")[0]
+    assert f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true" in out

@@ -6,6 +6,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,6 +55,7 @@ def agree(
     """
     from tpuswarm.cloud.keys import make_key, public_key
     from tpuswarm.fleet import asked
+    from tpuswarm.fleet.flags import outdated
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.setting_up import Kept
 
@@ -74,8 +76,11 @@ def agree(
         preflight(cloud, read, wanted.paid)
     shown = previewed(wanted, listing, cloud.project, document)
     print_preview(shown, wanted, read.provider, keep or wanted.kept_on is not None)
+    pods = outdated(replace(document, desired=wanted), listing.machines) if document else {}
+    for name in pods:
+        say(f"{name} gets other flags, and its tpu-runtime begins anew: what runs on it ends")
     also()
-    if shown.changes:
+    if shown.changes or pods:
         confirm(yes)
     fleets.store_wanted(fleet, store, read, wanted, before)
     if before is None:
@@ -89,7 +94,9 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
     What is kept has its keeper first, in the background of this computer: whatever then goes wrong here, that one goes
     on, and puts a keeper on the head. file: swarm.toml, for it; None: the fleet has none.
     """
+    from tpuswarm.cli.flags import tell_pods
     from tpuswarm.cli.setup import route_now, seat_now, set_up_now
+    from tpuswarm.fleet.flags import is_pod
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import Reach
     from tpuswarm.fleet.setting_up import Kept
@@ -101,6 +108,9 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
         fleets.detach(fleet, store, file)
     work(fleet, cloud, store, is_up)
     reach = Reach(fleet, cloud, store)
+    if any(is_pod(each.spec) for each in wanted.pools):
+        seen = reach.look()
+        tell_pods(reach, seen.document, seen.listing.machines)
     if table is not None:
         set_up_now(reach, table)
     if any(each.routes for each in wanted.pools):

@@ -184,7 +184,7 @@ def _store(reach: "Reach", make: "Callable[[tuple[Flag, ...]], tuple[Flag, ...]]
 
 def _see_to(reach: "Reach", seen: "Seen", document: "Document") -> None:
     """That what was stored counts, or that a person knows where not."""
-    _tell_pods(reach, seen, document)
+    tell_pods(reach, document, seen.listing.machines)
     _say_running(document, _ours(seen))
 
 
@@ -216,20 +216,14 @@ def _say_running(document: "Document", machines: "Iterable[Machine]") -> None:
         )
 
 
-def _tell_pods(reach: "Reach", seen: "Seen", document: "Document") -> None:
+def tell_pods(reach: "Reach", document: "Document", machines: "Iterable[Machine]") -> None:
     """Give pods with a TensorFlow runtime what they read from their metadata, and let them read it."""
-    from tpuswarm.fleet import flags as of_fleet
-    from tpuswarm.fleet.flags import is_pod, metadata_of
+    from tpuswarm.fleet.flags import outdated
 
-    pods = {each.name for each in document.desired.pools if is_pod(each.spec)}
-    changed = [
-        each for each in _ours(seen)
-        if each.pool in pods and each.state == "ready"
-        and metadata_of(of_fleet.on(document, each)) != metadata_of(of_fleet.on(seen.document, each))
-    ]  # fmt: skip
-    for machine in changed:
-        reach.set_metadata(machine, metadata_of(of_fleet.on(document, machine)))
-        _restart(reach, machine.name)
+    there = {each.name: each for each in machines}
+    for name, metadata in outdated(document, there.values()).items():
+        reach.set_metadata(there[name], metadata)
+        _restart(reach, name)
 
 
 def _restart(reach: "Reach", machine: str) -> None:

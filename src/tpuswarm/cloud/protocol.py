@@ -15,6 +15,8 @@ How = Literal["spot", "on-demand", "queued", "reserved"]
 State = Literal["waiting", "creating", "ready", "repairing", "stopping", "stopped", "starting", "deleting", "dead"]
 """`waiting`: in a queue, nothing exists yet. `repairing`: the cloud restarts or mends it. `dead`: it will not come
 back, whatever the cloud calls that (PREEMPTED, TERMINATED, SUSPENDED, FAILED), and its remains are to be deleted."""
+ENV_VARS = "tensorflow-env-vars"
+"""The key of a TPU's metadata that its service tpu-runtime reads as it starts, where it has one."""
 FLEET_LABEL, POOL_LABEL = "tpuswarm-fleet", "tpuswarm-pool"
 """Labels of everything that a fleet makes: its random id, and the pool."""
 
@@ -114,12 +116,16 @@ class Machine:
     """What the cloud says of its health or of why it failed."""
     healthy: bool | None = None
     """None: not known, as of a machine that is not ready."""
+    symptoms: tuple[str, ...] = ()
+    """What the cloud has noticed of it, which a machine that it calls healthy may have too."""
     how: How = "on-demand"
     created: float = 0.0
     """Unix seconds."""
     workers: tuple[Worker, ...] = ()
     """In the order of their numbers."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    runtime_env: str = field(default="", compare=False)
+    """Its metadata under ENV_VARS."""
     request: str | None = None
     """The queued request that it comes from; deleting the machine deletes that as well."""
     error: CloudError | None = field(default=None, compare=False)

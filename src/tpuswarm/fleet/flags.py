@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from tpuswarm.catalog import find, generations
-from tpuswarm.cloud.protocol import Machine, Spec, TpuSpec
+from tpuswarm.cloud.protocol import ENV_VARS, Machine, Spec, TpuSpec
 from tpuswarm.config.toml_file import TomlPath
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.core.desired import Desired
@@ -17,15 +17,14 @@ from tpuswarm.plan import flags as asked
 
 TF_POD = re.compile(r"tpu-vm-tf-.*-pod(-.*)?")
 """Runtimes whose programs do not load libtpu: a service does, tpu-runtime, which reads ENV_VARS as it starts."""
-ENV_VARS = "tensorflow-env-vars"
-"""The key of a node's metadata."""
 RESTART = "sudo systemctl restart tpu-runtime"
 
 
 def of_file(file: SwarmFile) -> tuple[Flag, ...]:
     """Those that a file names. Raises InputError for one that neither XLA nor libtpu takes."""
+    variables = _checked(file).variables
     return tuple(
-        Flag(name, value, asked.check({name: value}).variables[name], layer, where)
+        Flag(name, value, variables[name], layer, where)
         for _, layer, where, flags in _tables(file)
         for name, value in flags.items()
     )
@@ -33,19 +32,28 @@ def of_file(file: SwarmFile) -> tuple[Flag, ...]:
 
 def problems(file: SwarmFile) -> Iterator[tuple[TomlPath, str]]:
     """What is wrong with those of a file: where it stands, and a sentence."""
-    for place, _, _, flags in _tables(file):
-        for name, value in flags.items():
-            try:
-                asked.check({name: value})
-            except InputError as error:
-                yield (*place, name), str(error)
+    try:
+        _checked(file)
+    except InputError:  # of one of them: each is asked for by itself
+        for place, _, _, flags in _tables(file):
+            for name, value in flags.items():
+                try:
+                    asked.check({name: value})
+                except InputError as error:
+                    yield (*place, name), str(error)
 
 
 def warnings(file: SwarmFile) -> Iterator[str]:
     """Of those that nobody can check here."""
+    unchecked = _checked(file).unchecked
     for _, _, where, flags in _tables(file):
-        for name in asked.check(flags).unchecked:
-            yield f"{name} of {where}: {asked.UNCHECKED}"
+        for name in flags:
+            if name in unchecked:
+                yield f"{name} of {where}: {asked.UNCHECKED}"
+
+
+def _checked(file: SwarmFile) -> asked.Checked:
+    return asked.check(*(flags for _, _, _, flags in _tables(file)))
 
 
 def _tables(file: SwarmFile) -> Iterator[tuple[TomlPath, Layer, str, Mapping[str, str]]]:
@@ -101,6 +109,14 @@ def metadata_of(flags: Mapping[str, Flag]) -> dict[str, str]:
     """With which tpu-runtime begins with those of libtpu; empty where there is none."""
     ours = [f"--{each.name}={each.value}" for each in flags.values() if each.variable == "LIBTPU_INIT_ARGS"]
     return {ENV_VARS: f"-e LIBTPU_INIT_ARGS={' '.join(ours)}" if ours else ""}
+
+
+def outdated(document: Document, machines: Iterable[Machine]) -> dict[str, dict[str, str]]:
+    """By name, machines of pods whose metadata has other flags than hold there, and what it should have."""
+    pods = {each.name for each in document.desired.pools if is_pod(each.spec)}
+    ours = (each for each in machines if each.fleet == document.desired.fleet and each.pool in pods)
+    wanted = [(each, metadata_of(on(document, each))) for each in ours if each.state == "ready"]
+    return {each.name: new for each, new in wanted if new[ENV_VARS] != each.runtime_env}
 
 
 def check_pods(document: Document) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -48,33 +48,36 @@ class Checked(NamedTuple):
     """Those that XLA does not know, where there is no libtpu to be asked: taken for libtpu's."""
 
 
-def check(flags: Mapping[str, str]) -> Checked:
-    """Whose each flag is, by name and value. InputError: an unknown one, with the nearest; a value."""
-    return _check(tuple(flags.items()))
+def check(*tables: Mapping[str, str]) -> Checked:
+    """Whose each flag is, by name and value, each library asked once for all. InputError: an unknown one, a value.
+
+    A name may stand in several tables: every value of it is read.
+    """
+    return _check(tuple(dict.fromkeys(each for table in tables for each in table.items())))
 
 
 @cache
 def _check(flags: tuple[tuple[str, str], ...]) -> Checked:
-    strange = _strange("XLA_FLAGS", dict(flags))
+    strange = _strange("XLA_FLAGS", flags) if flags else {}
     variables: dict[str, Variable] = {name: "LIBTPU_INIT_ARGS" if name in strange else "XLA_FLAGS" for name, _ in flags}
-    rest = {name: value for name, value in flags if name in strange}
-    for name, value in rest.items():
+    rest = tuple((name, value) for name, value in flags if name in strange)
+    for name, value in rest:
         if re.search(r"\s", value) or not value:
             raise InputError(
                 f"{name} is libtpu's, and libtpu reads no value that is empty or has a blank, whatever the quotes: "
                 f"not {value!r}"
             )
     if not rest or importlib.util.find_spec("libtpu") is None:
-        return Checked(variables, tuple(rest))
+        return Checked(variables, tuple(strange))
     for name, near in _strange("LIBTPU_INIT_ARGS", rest).items():
         known = nearest(name, {*meanings(), near} - {""}, 0.7)
         raise InputError(f"neither XLA nor libtpu has a flag {name}" + (f"; did you mean {known}?" if known else ""))
     return Checked(variables)
 
 
-def _strange(variable: Variable, flags: Mapping[str, str]) -> dict[str, str]:
+def _strange(variable: Variable, flags: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Those that it does not know, each with the nearest one where it says that. InputError: a value is refused."""
-    said = _ask(variable, " ".join(written(variable, name, value) for name, value in flags.items()))
+    said = _ask(variable, " ".join(written(variable, name, value) for name, value in flags))
     if said is None:
         return {}
     if wrong := re.search(r"Illegal value '(?P<value>.*)' specified for flag '(?P<name>\w+)'", said) or re.search(
@@ -85,9 +88,9 @@ def _strange(variable: Variable, flags: Mapping[str, str]) -> dict[str, str]:
     if names := re.findall(r"Unknown command line flag '(\w+)'(?:\. Did you mean: (\w+))?", said):
         return dict(names)
     if unknown := re.search(r"Unknown flags? in XLA_FLAGS:(.*)", said):
-        return {name: "" for name in flags if re.search(rf"--{name}=", unknown[1])}
+        return {name: "" for name, _ in flags if re.search(rf"--{name}=", unknown[1])}
     last = said.strip().rpartition("\n")[2][:300]
-    raise RunFailed(f"whether {', '.join(flags)} may be set cannot be told: with it {variable} ends JAX: {last}")
+    raise RunFailed(f"whether {', '.join(dict(flags))} may be set cannot be told: with it {variable} ends JAX: {last}")
 
 
 def written(variable: Variable, name: str, value: str) -> str:

@@ -8,7 +8,7 @@ from tpuswarm.catalog import Accelerator, find
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.google.answers import of_json_status
 from tpuswarm.cloud.google.failures import judge
-from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, How, Machine, Spec, State, TpuSpec, Worker
+from tpuswarm.cloud.protocol import ENV_VARS, FLEET_LABEL, POOL_LABEL, How, Machine, Spec, State, TpuSpec, Worker
 from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def of_node(node: Mapping[str, Any]) -> Machine:
     state = STATES.get(said, "repairing")
     if state == "ready" and health == MAINTENANCE:
         state, said = "repairing", MAINTENANCE
-    symptoms = (each.get("details") or each.get("symptomType", "") for each in node.get("symptoms", ()))
+    symptoms = tuple(filter(None, map(_symptom, node.get("symptoms", ()))))
     request = node.get("queuedResource", "").rsplit("/", 1)[-1] or None
     return Machine(
         name=name,
@@ -117,6 +117,7 @@ def of_node(node: Mapping[str, Any]) -> Machine:
         state=state,
         said=said,
         why="; ".join(each for each in (node.get("healthDescription", ""), *symptoms) if each),
+        symptoms=symptoms,
         healthy=None if state != "ready" or health == "HEALTH_UNSPECIFIED" else health == "HEALTHY",
         how=_how(node.get("schedulingConfig", {}), request is not None),
         created=seconds(node.get("createTime")),
@@ -125,6 +126,7 @@ def of_node(node: Mapping[str, Any]) -> Machine:
             for each in node.get("networkEndpoints", ())
         ),
         labels=node.get("labels", {}),
+        runtime_env=node.get("metadata", {}).get(ENV_VARS, ""),
         request=request,
     )
 
@@ -180,6 +182,13 @@ def accelerator_of(machine: Machine) -> Accelerator | None:
         return find(machine.type)
     except InputError:
         return None
+
+
+def _symptom(said: Mapping[str, Any]) -> str:
+    """What, where and when: MESH_BUILD_FAIL on worker 3 at 2026-11-22T12:00:00Z: details."""
+    kind, worker, at = (said.get(each, "") for each in ("symptomType", "workerId", "createTime"))
+    what = kind + (f" on worker {worker}" if worker else "") + (f" at {at}" if at else "")
+    return ": ".join(each.strip() for each in (what, said.get("details", "")) if each)
 
 
 def _type(node: Mapping[str, Any]) -> str:

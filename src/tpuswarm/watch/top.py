@@ -25,6 +25,8 @@ LATE = 5 * EVERY
 BLOCKS = "▁▂▃▄▅▆▇█"
 DASH = "–"
 """For what nobody says: it is not zero."""
+ALWAYS = ("host", "state", "busy", "HBM GiB", "owner", "age")
+"""Columns that are shown although no row says anything in them."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,15 @@ def draw(found: Sequence[Row], width: int, height: int | None = None, devices: b
     for each in found:
         lines.append((each.state, _cells(each)))
         for chip in each.chips if devices else ():
-            blank = ("",) * (len(columns) - 4)
+            blank = ("",) * (len(columns) - 4)  # what is said of the host is not said of its devices
             lines.append((each.state, (f"  device {chip.device}", "", _busy([chip]), _memory([chip]), *blank)))
     room = len(lines) if height is None else max(1, height - len(parts) - 2)
     shown = lines[:room]
-    cells, colors = [each for _, each in shown], [COLORS[state] for state, _ in shown]
+    said = [{cells[number] for _, cells in shown} - {"", DASH} for number in range(len(columns))]
+    used = [number for number, each in enumerate(columns) if said[number] or each.name in ALWAYS]
+    columns = [columns[number] for number in used]
+    cells = [tuple(each[number] for number in used) for _, each in shown]
+    colors = [COLORS[state] for state, _ in shown]
     made: list[RenderableType] = [table(columns, cells, width, colors)]
     if len(shown) < len(lines):
         made.append(Text(f"and {len(lines) - len(shown):,} more", style="dim"))
@@ -149,11 +155,11 @@ def draw(found: Sequence[Row], width: int, height: int | None = None, devices: b
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.host, row.state, _busy(row.chips), _memory(row.chips), _owner(row.owners),
-        "" if row.step is None else f"{row.step:,}",
-        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        "" if row.loss is None else significant(row.loss),
-        "" if row.version is None else str(row.version),
-        "" if row.age_s is None else age(row.age_s), row.why,
+        DASH if row.step is None else f"{row.step:,}",
+        DASH if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+        DASH if row.loss is None else significant(row.loss),
+        DASH if row.version is None else str(row.version),
+        DASH if row.age_s is None else age(row.age_s), row.why,
     )  # fmt: skip
 
 

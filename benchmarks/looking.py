@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks.report import Settings, Table, median, verdict
-from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS
+from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS
 from tpuswarm.cloud.rehearsal.place import VARIABLE
 
 PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
@@ -73,7 +73,7 @@ def _faults(command: Callable[..., str]) -> Table:
     """Each fault that a machine of the local cloud can have, alone: what finds it, how fast, and what else is found."""
     machine = min(each["name"] for each in json.loads(command("list", "--json"))["machines"])
     rows = []
-    for fault in MACHINE_FAULTS:
+    for fault in (*MACHINE_FAULTS, *NODE_FAULTS):
         command("rehearsal", "break", machine, fault)
         found: list[dict[str, str]] = []
         while not found:  # what was planted takes a moment to begin

@@ -104,7 +104,8 @@ def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
     """The machine of this folder's fleet that is meant, and its worker; None: a run is."""
     from tpuswarm.cloud.errors import CloudError
     from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach, find_targets
+    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.fleet.targets import find_targets
     from tpuswarm.train.run.listing import find_run
 
     machine, slash, worker = name.partition("/")
@@ -115,7 +116,7 @@ def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
         if not (fleet.folder / "fleet.json").exists():
             return None
         seen = find_reach(fleet).look()
-        (target, *others) = find_targets(name, seen.document.desired, seen.listing.machines).targets
+        (target, *others) = find_targets(name, seen.document.desired, seen.listing).targets
     except (InputError, CloudError):
         return None
     if any(each.machine.name != target.machine.name for each in others):

@@ -125,15 +125,19 @@ def _told(kind: str, called: str, found: list[dict[str, str]], as_json: bool) ->
 def _far(where: str, fleet: str | None, mend: bool, as_json: bool) -> "tuple[list[Found], int]":
     """Of a fleet; how many hosts that are."""
     import asyncio
+    import time
 
-    from tpuswarm.doctor.examine import examine, fix
+    from tpuswarm.doctor.cloud import REACH, lacking
+    from tpuswarm.doctor.examine import Found, examine, fix
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import find_reach
     from tpuswarm.remote.connect import Connections
 
     meant = fleets.find(fleet)[0]
     reach = find_reach(meant)
-    reached = reach.find(where)
+    seen = reach.look()
+    reached = reach.meant(where, seen)
+    lacks = [Found(pool, REACH, why) for pool, why in lacking(seen.document, seen.listing, where, time.time())]
     head, bucket = _head(), _bucket(meant)
     hosts = {each.label: each for each in reached.hosts}
 
@@ -148,7 +152,7 @@ def _far(where: str, fleet: str | None, mend: bool, as_json: bool) -> "tuple[lis
                     found = await examine(connections, reached, head, bucket)
             return found
 
-    found = asyncio.run(work())
+    found = lacks + asyncio.run(work())
     return found, len(hosts) + len(reached.away)
 
 

@@ -83,7 +83,7 @@ class Following:
 
     async def _look(self, reach: "Reach", jobs: "Sequence[Job]", connections: "Connections") -> None:
         from tpuswarm.cli.touch import Screen
-        from tpuswarm.fleet.reach import Target
+        from tpuswarm.fleet.targets import Target
         from tpuswarm.remote.fan_out import fan_out
         from tpuswarm.remote.lines import Lines
         from tpuswarm.remote.supervisor import Supervisor

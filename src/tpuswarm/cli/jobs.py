@@ -174,7 +174,7 @@ def store_job(
     from tpuswarm.fleet.core.jobs import Job, seats_for
     from tpuswarm.fleet.core.names import ALL
     from tpuswarm.fleet.keeping.document import Document, with_job
-    from tpuswarm.fleet.reach import find_targets
+    from tpuswarm.fleet.targets import find_targets
     from tpuswarm.remote.attended import line_of
     from tpuswarm.remote.places import there
 
@@ -188,7 +188,7 @@ def store_job(
         machine = worker = None
         if where != ALL and where not in [each.name for each in desired.pools]:
             assert machines is not None
-            targets = find_targets(where, desired, machines(found.zones).machines).targets
+            targets = find_targets(where, desired, machines(found.zones)).targets
             machine = targets[0].machine
             worker = targets[0].worker if "/" in where else None
         taken = {each.name: each for each in found.jobs}

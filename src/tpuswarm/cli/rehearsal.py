@@ -169,17 +169,17 @@ def break_(
         typer.Argument(
             metavar="FAULT",
             help="Of a machine: lock, holder, missing-device, tpu-logs, preload, apt, worker-id, read-only, "
-            "maintenance. Of a zone: stockout, vm-stockout, hidden, unreachable, stuck. Of a project: no-billing, "
-            "no-apis, os-login.",
+            "maintenance, symptom, unhealthy. Of a zone: stockout, vm-stockout, hidden, unreachable, stuck. Of a "
+            "project: no-billing, no-apis, os-login.",
         ),
     ],
     mend: Annotated[bool, typer.Option("--mend", help="Remove the fault.")] = False,
 ) -> None:
     """Inject a fault."""
     from tpuswarm.cloud.rehearsal.client import ask
-    from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS
+    from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS
 
-    if fault in MACHINE_FAULTS:
+    if fault in {**MACHINE_FAULTS, **NODE_FAULTS}:
         machine, slash, worker = name.partition("/")
         name = f"{_machine(machine)}{slash}{worker}"
     what = ask(_place(), "break", name=name, fault=fault, mend=mend)["what"]

@@ -51,13 +51,14 @@ def one_host(reach: "Reach", name: str) -> "Host":
 def ssh_config(fleet: Fleets = None) -> None:
     """Write an ssh config with which VS Code, rsync, scp and ssh find every machine, even after a preemption."""
     from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach, find_targets
+    from tpuswarm.fleet.reach import find_reach
     from tpuswarm.fleet.ssh_config import alias, config, file_of
+    from tpuswarm.fleet.targets import find_targets
     from tpuswarm.train.process.atomic import write_atomically
 
     reach = find_reach(fleets.find(fleet)[0])
     seen = reach.look()
-    found = find_targets("all", seen.document.desired, seen.listing.machines)
+    found = find_targets("all", seen.document.desired, seen.listing)
     users = reach.users(seen)
     file = file_of(reach.fleet)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

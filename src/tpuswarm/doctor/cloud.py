@@ -6,6 +6,8 @@ from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.config.shown import age
 from tpuswarm.doctor.check import Wrong
 from tpuswarm.fleet.core.money import Rate, machine_price
+from tpuswarm.fleet.core.names import ALL
+from tpuswarm.fleet.doing import missing
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.view import HELD, rows
 
@@ -13,13 +15,15 @@ WAITS_S = 24 * 3600.0
 """Seconds after which a queued request has waited long."""
 UNSET = frozenset({"waiting", "stopped", "dead", "deleting"})
 """States in which a machine costs nothing, or only its disk."""
-HEALTH = "health"
+HEALTH, SYMPTOM, REACH = "health", "symptom", "reach"
 WHY = {
     "keeper": "without one nothing that is lost is replaced, no limit on cost is enforced, and nothing comes down by "
     "itself",
     "orphan": "nobody wants it any more, and it costs until somebody deletes it",
     "waits": "a queue is no promise: another zone or another way may have room today",
     HEALTH: "a machine that the cloud calls unhealthy fails sooner or later, and takes its slice with it",
+    SYMPTOM: "the cloud has noticed what ends programs, or soon will, though it calls the machine healthy",
+    REACH: "what cannot be reached cannot be looked at, and a slice does not start without all of its workers",
 }
 """Of each check."""
 
@@ -50,16 +54,28 @@ def of_fleet(document: Document, listing: Listing, now: float) -> Iterator[tuple
         elif each.state == "dead" and each.request:
             why = f": {each.why}" if each.why else ""
             yield each.name, "waits", Wrong(f"its request has come to nothing ({each.said}){why}", _away(each))
-        elif wrong := health(each):
-            yield each.name, HEALTH, wrong
+        else:
+            for check, wrong in health(each):
+                yield each.name, check, wrong
 
 
-def health(machine: Machine) -> Wrong | None:
-    """What the cloud says of a machine's health, where that is bad."""
-    if machine.healthy is not False:
-        return None
-    what = f"the cloud calls it unhealthy: {machine.why or 'it does not say why'}"
-    return Wrong(what, f"{_away(machine)}: a keeper, or `tpuswarm up`, makes it again")
+def health(machine: Machine) -> Iterator[tuple[str, Wrong]]:
+    """What the cloud says of a machine, where that is bad; which check that is."""
+    again = f"{_away(machine)}: a keeper, or `tpuswarm up`, makes it again"
+    if machine.healthy is False:
+        yield HEALTH, Wrong(f"the cloud calls it unhealthy: {machine.why or 'it does not say why'}", again)
+    elif machine.state == "ready" and machine.symptoms:
+        mend = f"without memory: fewer data workers, or a larger host; else, where it fails, {again}"
+        yield SYMPTOM, Wrong(f"the cloud reports of it {'; '.join(machine.symptoms)}", mend)
+
+
+def lacking(document: Document, listing: Listing, where: str, now: float) -> Iterator[tuple[str, Wrong]]:
+    """Pools of which machines are wanted and neither there nor asked for, and what of them; where: POOL or `all`."""
+    ours = [each for each in listing.machines if each.fleet == document.desired.fleet]
+    dark = {each.name for each in document.desired.pools if not listing.unreachable.isdisjoint(each.zones)}
+    for each in missing(document.desired, ours, sorted(document.events), now):
+        if where in (ALL, each.pool) and each.pool not in dark:  # there, nobody knows
+            yield each.pool, Wrong(each.why, "`tpuswarm up`, or a keeper (`tpuswarm keep`), makes it again")
 
 
 def _costs(machine: Machine) -> str:

@@ -5,27 +5,32 @@ Nothing is changed, and no answer is waited for longer than a second; what canno
 
 import json
 import os
-import pwd
 import re
 import resource
 import socket
-import stat
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(os.environ.get("TPUSWARM_ROOT", "/"))
-"""The folder that stands for `/` on a machine of the local cloud."""
-HERE = b"\0TPUSWARM_ROOT=" + os.fsencode(ROOT) if "TPUSWARM_ROOT" in os.environ else b""
-"""What stands in the environment of all processes of such a machine: it shares /proc with others."""
+from tpuswarm.doctor.processes import (
+    HERE,
+    ROOT,
+    at_work,
+    devices,
+    holders,
+    holders_of_others,
+    on_cpu,
+    owner,
+    process,
+    shown,
+)
+
 LOCK = ROOT / "tmp/libtpu_lockfile"
 PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm", "ray", "torch")
-MARKS = re.compile(rb"(?:^|\0)TPUSWARM_(?:JOB|EXEC)=([^\0]*)")
-"""In the environment of what runs because somebody asked for it: a kept job (remote/supervise.py), or an `exec`."""
 SPOKEN = re.compile(
     rb"Couldn't open iommu group|open\(/dev/vfio|Failed to initialize TPU system|TPU initialization failed"
     rb"|No accelerator found|[Ff]alling back to (?:cpu|CPU)|required by \S*libtcmalloc|cannot be preloaded"
@@ -38,129 +43,8 @@ METADATA = {
     "worker": "attributes/agent-worker-number", "type": "attributes/accelerator-type", "preempted": "preempted",
     "maintenance": "maintenance-event", "scopes": "service-accounts/default/scopes",
 }  # fmt: skip
-SEEN_BY_ROOT = "find /proc/[0-9]*/fd -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' 2>/dev/null; true"
-"""A line for each file of a chip that a process has open."""
-TERMINALS = range(136, 144)
-"""Major numbers of the terminals that people log in at (devpts)."""
 PERMISSIONS = ("storage.objects.create", "storage.objects.delete", "storage.objects.get", "storage.objects.list")
 """What a run needs of its bucket."""
-
-
-def devices() -> "list[Path]":
-    """The files of the chips that are there."""
-    return sorted([*(ROOT / "dev").glob("accel[0-9]*"), *(ROOT / "dev/vfio").glob("[0-9]*")])
-
-
-def shown(path: Path) -> str:
-    """As the machine itself would call it."""
-    return "/" + str(path.relative_to(ROOT))
-
-
-def identity(found: os.stat_result) -> "tuple[int, ...]":
-    """Of a file; of a device's, which a container has a file of its own for, the device."""
-    return (found.st_rdev,) if stat.S_ISCHR(found.st_mode) else (found.st_dev, found.st_ino)
-
-
-def holders(paths: "list[Path]") -> "list[dict[str, Any]]":
-    """Processes that have one of the files open; those of other users are seen by root alone."""
-    wanted = {}
-    for path in paths:
-        try:
-            wanted[identity(path.stat())] = path
-        except OSError:
-            continue
-    held = []
-    for each in Path("/proc").glob("[0-9]*"):
-        try:
-            for file in (each / "fd").iterdir():
-                found = identity(file.stat())
-                if found in wanted:
-                    held.append(process(each, wanted[found]))
-                    break
-        except OSError:
-            continue
-    return held
-
-
-def holders_of_others() -> "list[dict[str, Any]] | None":
-    """Those of other users that root can see; null: this user may not ask as root."""
-    if os.getuid() == 0 or HERE:
-        return []
-    try:
-        words = ["sudo", "-n", "sh", "-c", SEEN_BY_ROOT]
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=3)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode != 0:  # it asks for a password
-        return None
-    found = []
-    for place in sorted({Path(*Path(line).parts[:3]) for line in done.stdout.decode().split()}):
-        try:
-            if place.stat().st_uid != os.getuid():
-                found.append(process(place, ROOT / "dev"))
-        except OSError:  # it has ended
-            continue
-    return found
-
-
-def process(place: Path, path: Path) -> "dict[str, Any]":
-    """Who it is that has a file, and how long it has been running."""
-    command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    ticks = int((place / "stat").read_text().rpartition(")")[2].split()[19])
-    up = float(Path("/proc/uptime").read_text().split()[0])
-    try:
-        asked = bool(MARKS.search((place / "environ").read_bytes()))
-    except OSError:  # another user's
-        asked = False
-    return {
-        "pid": int(place.name), "user": owner(place.stat().st_uid), "command": command[:200],
-        "age_s": up - ticks / os.sysconf("SC_CLK_TCK"), "path": shown(path),
-        "asked_for": asked,
-    }  # fmt: skip
-
-
-def owner(uid: int) -> str:
-    """A user's name."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def at_work() -> "tuple[list[tuple[Path, bytes, bytes]], bool]":
-    """What runs because somebody asked for it, and whether anybody has a terminal there.
-
-    Each process: where in /proc, for which job, with which environment.
-    """
-    found, logged_in = [], False
-    for each in Path("/proc").glob("[0-9]*"):
-        terminal, environment = False, b""
-        try:
-            terminal = int((each / "stat").read_text().rpartition(")")[2].split()[4]) >> 8 in TERMINALS
-            environment = (each / "environ").read_bytes()
-        except OSError:  # it has ended, or is another user's
-            pass
-        if HERE in b"\0" + environment:
-            logged_in = logged_in or terminal
-            mark = MARKS.search(environment)
-            if mark:
-                found.append((each, mark.group(1), environment))
-    return found, logged_in
-
-
-def on_cpu(held: "list[dict[str, Any]]", there: "list[tuple[Path, bytes, bytes]]") -> "list[dict[str, Any]]":
-    """Of what was asked for: programs that have loaded JAX, may use any device, and whose jobs hold none."""
-    holding = {each["pid"] for each in held}
-    served = {job for place, job, _ in there if int(place.name) in holding}
-    found = []
-    for place, job, environment in there:
-        try:
-            may = job not in served and b"\0JAX_PLATFORMS=cpu" not in b"\0" + environment
-            if may and b"/jaxlib/" in (place / "maps").read_bytes():
-                found.append(process(place, ROOT))
-        except OSError:  # it has ended
-            continue
-    return found
 
 
 def entry(path: Path) -> "dict[str, Any] | None":
@@ -201,6 +85,18 @@ def disk(path: Path) -> "dict[str, Any]":
         "path": str(path), "free": found.f_bavail * found.f_frsize, "size": found.f_blocks * found.f_frsize,
         "inodes": found.f_favail if found.f_files else None, "refused": writable,
     }  # fmt: skip
+
+
+def disks() -> "list[dict[str, Any]]":
+    """Of the home and of /tmp, once where they are on one file system."""
+    home, temporary = Path.home(), ROOT / "tmp"
+    return [disk(each) for each in ([home] if home.stat().st_dev == temporary.stat().st_dev else [home, temporary])]
+
+
+def files() -> "int | None":
+    """How many a process may have open if it asks for all; null: any number."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return None if most == resource.RLIM_INFINITY else most
 
 
 def memory() -> "dict[str, int]":
@@ -340,26 +236,47 @@ def reached(address: str) -> "dict[str, str]":
 
 
 def collect(head: str, name: str) -> "dict[str, Any]":
-    """All of it; head: where a swarm's is; name: of the fleet's bucket. Empty: there is none."""
-    chips = devices()
-    held, others, (there, logged_in) = holders([*chips, LOCK]), holders_of_others(), at_work()
-    held += others or []
-    home, temporary = Path.home(), ROOT / "tmp"
-    disks = [home] if home.stat().st_dev == temporary.stat().st_dev else [home, temporary]
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return {
-        "time": time.time(), "user": owner(os.getuid()), "devices": [shown(each) for each in chips],
-        "holders": held, "blind": others is None, "lock": entry(LOCK), "locker": locked(LOCK),
-        "logs": entry(ROOT / "tmp/tpu_logs"),
-        "preload": preload(), "disks": [disk(each) for each in disks], "memory": memory(),
-        "files": None if soft == resource.RLIM_INFINITY else soft, "apt": locked(ROOT / "var/lib/dpkg/lock-frontend"),
-        "packages": packages(), "wanted_libtpu": wanted_libtpu(), "metadata": metadata(), "spoken": spoken(),
-        "on_cpu": on_cpu(held, there), "attended": bool(there) or logged_in,
-        "worker_id": os.environ.get("TPU_WORKER_ID"),
-        "accelerator": os.environ.get("TPU_ACCELERATOR_TYPE"), "head": reached(head) if head else None,
-        "bucket": bucket(name) if name else None,
-    }  # fmt: skip
+    """All of it; head: where a swarm's is; name: of the fleet's bucket. Empty: there is none.
+
+    What cannot be looked at is missing, and why is among `lost`: the rest is told all the same.
+    """
+    found = {"time": time.time(), "user": owner(os.getuid())}  # type: dict[str, Any]
+    lost = {}  # type: dict[str, str]
+
+    def look(what: str, probe: "Callable[..., Any]", *about: Any) -> None:
+        try:
+            found[what] = probe(*about)
+        except Exception as error:  # noqa: BLE001  # one host's surprise is no reason to know nothing of it
+            lost[what] = type(error).__name__ + ": " + str(error)
+
+    look("devices", lambda: [shown(each) for each in devices()])
+    look("others", holders_of_others)
+    others = found.pop("others", None)
+    look("holders", lambda: holders([*devices(), LOCK]) + (others or []))
+    look("work", at_work)
+    there, logged_in = found.pop("work", ([], False))
+    if "holders" in found:
+        look("on_cpu", on_cpu, found["holders"], there)
+    found["blind"], found["attended"] = others is None, bool(there) or logged_in
+    look("lock", entry, LOCK)
+    look("locker", locked, LOCK)
+    look("logs", entry, ROOT / "tmp/tpu_logs")
+    look("preload", preload)
+    look("disks", disks)
+    look("memory", memory)
+    look("files", files)
+    look("apt", locked, ROOT / "var/lib/dpkg/lock-frontend")
+    look("packages", packages)
+    look("wanted_libtpu", wanted_libtpu)
+    look("metadata", metadata)
+    look("spoken", spoken)
+    look("worker_id", os.environ.get, "TPU_WORKER_ID")
+    look("accelerator", os.environ.get, "TPU_ACCELERATOR_TYPE")
+    look("head", lambda: reached(head) if head else None)
+    look("bucket", lambda: bucket(name) if name else None)
+    return {**found, "lost": lost}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print it."""
     sys.stdout.write(json.dumps(collect(*([*sys.argv[1:], "", ""][:2]))) + "\n")

@@ -5,16 +5,14 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from functools import cache
-from importlib.resources import files
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.doctor.check import HERE, Facts, Subject, Wrong
 from tpuswarm.doctor.checks import ACROSS, CHECKS
-from tpuswarm.doctor.cloud import HEALTH, health
+from tpuswarm.doctor.cloud import HEALTH, REACH, SYMPTOM, health
 from tpuswarm.doctor.cloud import WHY as OF_CLOUD
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.core.money import machine_price
@@ -22,14 +20,14 @@ from tpuswarm.fleet.reach import Reached
 from tpuswarm.remote.connect import Connections, ask
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host, NoWay
+from tpuswarm.remote.modules import boot, sent
 
+MODULES = "tpuswarm.doctor.processes", "tpuswarm.doctor.collect"
+"""What is sent to a host: the last one runs."""
 PATIENCE = 30.0
 """Seconds that a host has to answer."""
-REACH = "reach"
-"""What is wrong with a host that cannot be looked at."""
 WHY = {
-    REACH: "what cannot be reached cannot be looked at, and a slice does not start without all of its workers",
-    HEALTH: OF_CLOUD[HEALTH],
+    **{each: OF_CLOUD[each] for each in (REACH, HEALTH, SYMPTOM)},
     **{each.id: each.why for each in CHECKS},
     **{each.id: each.why for each in ACROSS},
 }
@@ -47,11 +45,11 @@ class Found(NamedTuple):
 def examine_here() -> list[Found]:
     """This computer, as it is."""
     before = time.time()
-    done = _run([sys.executable, "-c", _script()])
+    done = _run([sys.executable, "-c", boot(MODULES[-1])], sent(*MODULES))
     facts = _facts(done.returncode, done.stdout, done.stderr)
     if isinstance(facts, str):
         raise RunFailed(f"this computer cannot be looked at: {facts}")
-    told = facts["metadata"] or {}
+    told = facts.get("metadata") or {}
     try:
         accelerator = find(told.get("type") or "")
     except InputError:  # no TPU VM, or a type that is newer than the catalogue
@@ -66,11 +64,11 @@ async def examine(connections: Connections, reached: Reached, head: str = "", bu
     head: HOST:PORT of the swarm's that they train in; bucket: the fleet's. Empty: there is none.
     """
 
-    line = shlex.join(["exec", "python3", "-", head, bucket])
+    line = shlex.join(["exec", "python3", "-c", boot(MODULES[-1]), head, bucket])
 
     async def look(host: Host) -> Subject:
         before = time.time()
-        facts = _facts(*await ask(connections, host, line, _script().encode()))
+        facts = _facts(*await ask(connections, host, line, sent(*MODULES)))
         if isinstance(facts, str):
             raise NoWay(host, facts)
         return _subject(host.label, reached.machines[host.label], facts, _skew(facts, before, time.time()))
@@ -81,60 +79,76 @@ async def examine(connections: Connections, reached: Reached, head: str = "", bu
         if isinstance(answer, TpuswarmError):
             found.append(Found(host.label, REACH, _away(str(answer).partition(" ")[2])))
     machines = {each.name: each for each in reached.machines.values()}
-    found += [Found(name, HEALTH, wrong) for name, each in machines.items() if (wrong := health(each))]
+    found += [Found(name, check, wrong) for name, each in machines.items() for check, wrong in health(each)]
     return found + judge([each for each in answers if isinstance(each, Subject)])
 
 
 def judge(subjects: list[Subject]) -> list[Found]:
-    """What all checks say."""
-    found = [Found(each.label, check.id, wrong) for each in subjects for check in CHECKS for wrong in check.probe(each)]
+    """What all checks say; of a host of which something could not be looked at that, and what the others say."""
+    found = [each for one in subjects for each in (*_lost(one), *_judge(one))]
     if len(subjects) > 1:
         found += [Found(label, check.id, wrong) for check in ACROSS for label, wrong in check.probe(subjects)]
     return found
 
 
+def _judge(subject: Subject) -> Iterator[Found]:
+    for check in CHECKS:
+        try:
+            yield from [Found(subject.label, check.id, wrong) for wrong in check.probe(subject)]
+        except KeyError as missing:  # a fact that it needs
+            if missing.args[0] not in subject.facts["lost"]:
+                raise
+
+
+def _lost(subject: Subject) -> Iterator[Found]:
+    for what, why in subject.facts["lost"].items():
+        mend = "see to what it says; all other checks were made"
+        yield Found(subject.label, REACH, Wrong(f"{what} could not be looked at: {why}", mend))
+
+
 def fix_here(found: Iterable[Found]) -> list[str]:
-    """Do what is safe on this computer; a sentence for each that could not be done."""
-    failed = []
+    """Do what is safe on this computer; a sentence for each: whether that was done."""
+    said = []
     for each in found:
         done = _run(["/bin/bash", "-c", each.wrong.fix or "true"])
-        failed += _not_mended(each, done.returncode, done.stderr)
-    return failed
+        said.append(_mended(each, done.returncode, done.stderr))
+    return said
 
 
 async def fix(connections: Connections, hosts: Mapping[str, Host], found: Iterable[Found]) -> list[str]:
-    """The same on hosts, by their labels."""
+    """The same on hosts, by their labels; where one is lost half-way, what was done there before."""
     theirs: dict[str, list[Found]] = {}
+    said: dict[str, list[str]] = {}
     for each in found:
         if each.wrong.fix is not None and each.host in hosts:
             theirs.setdefault(each.host, []).append(each)
 
-    async def mend(host: Host) -> list[str]:
-        failed = []
+    async def mend(host: Host) -> None:
         for each in theirs[host.label]:
             code, _, err = await ask(connections, host, each.wrong.fix or "true")
-            failed += _not_mended(each, code, err)
-        return failed
+            said.setdefault(host.label, []).append(_mended(each, code, err))
 
     answers = await fan_out([hosts[name] for name in theirs], mend, time_out_s=PATIENCE)
-    return [text for each in answers for text in ([str(each)] if isinstance(each, TpuswarmError) else each)]
+    for name, answer in zip(theirs, answers, strict=True):
+        done = said.setdefault(name, [])
+        if isinstance(answer, TpuswarmError):
+            left = ", ".join(each.check for each in theirs[name][len(done) :])
+            done.append(f"{answer}; nobody knows whether {left} is mended")
+    return [text for each in said.values() for text in each]
 
 
-def _run(words: list[str]) -> "subprocess.CompletedProcess[bytes]":
+def _run(words: list[str], said: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
     try:
-        return subprocess.run(words, capture_output=True, check=False, timeout=PATIENCE)
+        return subprocess.run(words, input=said, capture_output=True, check=False, timeout=PATIENCE)
     except subprocess.TimeoutExpired as error:
         raise RunFailed(f"this computer did not answer within {PATIENCE:g} s") from error
 
 
-def _not_mended(each: Found, code: int | None, err: bytes) -> list[str]:
+def _mended(each: Found, code: int | None, err: bytes) -> str:
+    if code == 0:
+        return f"{each.host}: {each.check} is mended"
     last = err.decode(errors="replace").strip().rpartition("\n")[2]
-    return [f"{each.host}: {each.check} is not mended (exit {code}): {last or 'it said nothing'}"] if code else []
-
-
-@cache
-def _script() -> str:
-    return files("tpuswarm.doctor").joinpath("collect.py").read_text(encoding="utf-8")
+    return f"{each.host}: {each.check} is not mended (exit {code}): {last or 'it said nothing'}"
 
 
 def _facts(code: int | None, out: bytes, err: bytes) -> Facts | str:

@@ -45,10 +45,7 @@ def doings(
     ours = sorted((one for one in listing.machines if one.fleet == desired.fleet), key=lambda one: by_number(one.name))
     known = None if members is None else {each.id: each for each in members}
     found = [_of_machine(each, document, said, known, now) for each in ours]
-    for pool in () if desired.down else desired.pools:
-        there = sum(each.pool == pool.name and each.state != "dead" for each in ours)
-        if there < pool.count:
-            found.append(Doing(pool.name, "", "missing", _missing(pool, pool.count - there, desired, said, now)))
+    found += missing(desired, [each for each in ours if each.state != "dead"], said, now)
     taken = {f"j-{each.name}" for each in ours}
     at_home = {each.machine for each in said if each.kind in LOSSES}
     for each in members or ():
@@ -57,7 +54,16 @@ def doings(
     return sorted(found, key=lambda each: ORDER.index(each.kind))
 
 
-def _missing(pool: Wanted, count: int, desired: Desired, events: Sequence[Event], now: float) -> str:
+def missing(desired: Desired, there: Sequence[Machine], events: Sequence[Event], now: float) -> list[Doing]:
+    """Of each pool those machines that are wanted and not there. events: by time; now: Unix seconds."""
+    found = []
+    for pool in () if desired.down else desired.pools:
+        if (short := pool.count - sum(each.pool == pool.name for each in there)) > 0:
+            found.append(Doing(pool.name, "", "missing", _why_missing(pool, short, events, now)))
+    return found
+
+
+def _why_missing(pool: Wanted, count: int, events: Sequence[Event], now: float) -> str:
     """Why so many machines of a pool are not there, and since when."""
     mine = [each for each in events if each.pool == pool.name]
     full = max((number for number, each in enumerate(mine) if each.kind == "ready"), default=-1)

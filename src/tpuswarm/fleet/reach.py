@@ -1,4 +1,4 @@
-"""Which hosts a person means by WHERE, and the way to each: address, host keys, our key."""
+"""The way to the hosts that a person means by WHERE: address, host keys, our key."""
 
 import json
 import shlex
@@ -14,12 +14,12 @@ from tpuswarm.cloud.keys import key_file, make_key, public_key
 from tpuswarm.cloud.protocol import Listing, Machine, Provider, VmSpec
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.asked import SSH_KEYS, user_of, with_key
-from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.names import ALL, by_number, resolve
+from tpuswarm.fleet.core.names import by_number
 from tpuswarm.fleet.flags import exported
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.keeping.fleets import Fleet, Held
 from tpuswarm.fleet.ssh_config import follow
+from tpuswarm.fleet.targets import Found, Target, find_meant, find_targets, why_not, workers
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.known import Known
 from tpuswarm.remote.openssh import openssh
@@ -34,38 +34,6 @@ TAKEN_OVER = 60.0
 THREADS = 16
 
 
-class Target(NamedTuple):
-    """A worker of a machine."""
-
-    machine: Machine
-    worker: int
-
-    @property
-    def label(self) -> str:
-        """What people call it."""
-        return f"{self.machine.name}/{self.worker}"
-
-    @property
-    def internal(self) -> str:
-        """Its address within the network; it has one once it can be reached."""
-        return self.machine.workers[self.worker].internal or ""
-
-    @property
-    def alias(self) -> str:
-        """Its name in `known_hosts`: made again, it has another one."""
-        return f"{self.machine.name}.{self.worker}.{self.machine.zone}.{self.machine.created * 1000:.0f}"
-
-
-class Found(NamedTuple):
-    """What a word means."""
-
-    targets: tuple[Target, ...]
-    away: tuple[str, ...]
-    """Machines that are meant too and cannot be reached now; why."""
-    group: bool = False
-    """Whether it means however many machines there are: a pool, or all."""
-
-
 class Reached(NamedTuple):
     """The way to what a word means."""
 
@@ -74,56 +42,6 @@ class Reached(NamedTuple):
     group: bool
     machines: Mapping[str, Machine]
     """Of each host, by its label."""
-
-
-def find_targets(text: str, desired: Desired, machines: Iterable[Machine]) -> Found:
-    """The workers that NAME, NAME/2, POOL or `all` means; a machine also by its number or a beginning.
-
-    Raises InputError for what there is not, with the nearest name, and where a machine that was named cannot be
-    reached.
-    """
-    ours = {each.name: each for each in machines if each.fleet == desired.fleet}
-    pools = [each.name for each in desired.pools]
-    if text == ALL or (text in pools and text not in ours):
-        meant = sorted(ours.values(), key=lambda each: by_number(each.name))
-        meant = [each for each in meant if text in (ALL, each.pool)]
-        ready = [each for each in meant if _why_not(each) is None]
-        if not ready:
-            there = "; ".join(f"{each.name} {_why_not(each)}" for each in meant[:6]) or "there is none"
-            what = "the fleet" if text == ALL else f"pool {text}"
-            raise InputError(f"no machine of {what} can be reached: {there}")
-        away = tuple(f"{each.name} {why}" for each in meant if (why := _why_not(each)))
-        return Found(tuple(target for each in ready for target in _workers(each)), away, group=True)
-    name, slash, number = text.partition("/")
-    if slash and name in (ALL, *pools) and name not in ours:
-        of = ", ".join(sorted((each for each in ours if name in (ALL, ours[each].pool)), key=by_number)[:6])
-        what = "means all machines" if name == ALL else "is a pool"
-        raise InputError(f"{name} {what}, and a worker is one of a machine: name one" + (f" of {of}" if of else ""))
-    machine = ours[resolve(name, ours, () if slash else (*pools, ALL))]
-    if why := _why_not(machine):
-        raise InputError(
-            f"{machine.name} {why}: `tpuswarm list` shows it; `tpuswarm up`, or a keeper, replaces what is lost"
-        )
-    workers = _workers(machine)
-    if not slash:
-        return Found(workers, ())
-    if not number.isdecimal() or int(number) >= len(workers):
-        known = f"{machine.name}/0" + (f" to {machine.name}/{len(workers) - 1}" if len(workers) > 1 else "")
-        raise InputError(f"{machine.name} has no worker {number!r}: it has {len(workers)}, {known}")
-    return Found((workers[int(number)],), ())
-
-
-def _workers(machine: Machine) -> tuple[Target, ...]:
-    return tuple(Target(machine, number) for number in range(len(machine.workers)))
-
-
-def _why_not(machine: Machine) -> str | None:
-    """Why a machine cannot be reached; None: it can."""
-    if machine.state != "ready":
-        return f"is {machine.said.lower()}, not ready"
-    if not machine.workers or any(not each.internal for each in machine.workers):
-        return "has no address yet"
-    return None
 
 
 @dataclass(frozen=True)
@@ -207,8 +125,8 @@ class Reach:
         return {
             target.label: user_of(pool)
             for machine in sorted(ours, key=lambda each: by_number(each.name))
-            if _why_not(machine) is None and (pool := pools.get(machine.pool or "")) is not None
-            for target in _workers(machine)
+            if why_not(machine, pools) is None and (pool := pools.get(machine.pool or "")) is not None
+            for target in workers(machine)
         }
 
     def hosts(self, where: str) -> tuple[list[Host], tuple[str, ...]]:
@@ -218,10 +136,19 @@ class Reach:
     def find(self, where: str) -> Reached:
         """The same, and whether `where` means a group."""
         seen = self.look()
-        found = find_targets(where, seen.document.desired, seen.listing.machines)
+        found = find_targets(where, seen.document.desired, seen.listing)
+        reached = self._reached(seen, found)
+        if not reached.hosts:
+            raise InputError(reached.away[len(found.away)])
+        return reached
+
+    def meant(self, where: str, seen: Seen) -> Reached:
+        """The same of what was looked at, where nothing of it need be reached, or be there still."""
+        once = {each.machine for each in seen.document.events} - {""}
+        return self._reached(seen, find_meant(where, seen.document.desired, seen.listing, once))
+
+    def _reached(self, seen: Seen, found: Found) -> Reached:
         hosts, keyless = self._ways(seen, found.targets)
-        if not hosts:
-            raise InputError(_no_keys(keyless[0]))
         machines = {each.label: each.machine for each in found.targets}
         return Reached(hosts, (*found.away, *map(_no_keys, keyless)), found.group, machines)
 
@@ -243,9 +170,7 @@ class Reach:
         for target in targets:
             if target.alias not in keys:
                 continue
-            pool = pools.get(target.machine.pool or "")
-            if pool is None:
-                raise InputError(f"{target.machine.name} is of no pool of the fleet any more")
+            pool = pools[target.machine.pool or ""]
             worker = target.machine.workers[target.worker]
             outside = None if self._inside else worker.external
             proxy = None
@@ -338,7 +263,7 @@ class Reach:
             if found
         }
         ours = (each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet)
-        keep = None if seen.listing.unreachable else {to.alias for each in ours for to in _workers(each)}
+        keep = None if seen.listing.unreachable else {to.alias for each in ours for to in workers(each)}
         return self.known.add(lines, keep)
 
     # From outside of the machines' network.
@@ -349,7 +274,7 @@ class Reach:
             return None
         vms = {each.name for each in seen.document.desired.pools if isinstance(each.spec, VmSpec)}
         for each in seen.listing.machines:
-            fits = each.fleet == seen.document.desired.fleet and each.pool in vms and _why_not(each) is None
+            fits = each.fleet == seen.document.desired.fleet and each.pool in vms and why_not(each, vms) is None
             if fits and each.workers[0].external:
                 return self.ways(seen, [Target(each, 0)])[0]
         return None

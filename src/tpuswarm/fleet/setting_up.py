@@ -13,8 +13,9 @@ from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.names import ALL
 from tpuswarm.fleet.keeping.fleets import Fleet
-from tpuswarm.fleet.reach import Found, Reach, find_targets
+from tpuswarm.fleet.reach import Reach
 from tpuswarm.fleet.routing import client_settings
+from tpuswarm.fleet.targets import Found, find_targets
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.copy import put
 from tpuswarm.remote.host import Host
@@ -91,10 +92,10 @@ def meant(reach: Reach, table: Setup, where: str = ALL) -> Meant:
     """
     seen = reach.look()
     desired = seen.document.desired
-    found: Found = find_targets(where, desired, seen.listing.machines)
+    found: Found = find_targets(where, desired, seen.listing)
     targets, server, clients = found.targets, None, tuple[str, ...]()
     if table.nfs:
-        every = find_targets(ALL, desired, seen.listing.machines).targets
+        every = find_targets(ALL, desired, seen.listing).targets
         server = next((each for each in every if each.machine.pool == table.nfs.server), None)
         if server is None:
             raise InputError(f"{table.nfs.server}, the server of [setup.nfs], is not ready: `tpuswarm list` shows why")

@@ -14,7 +14,7 @@ import time
 from glob import glob
 from typing import Any
 
-from tpuswarm.doctor.collect import devices, holders
+from tpuswarm.doctor.processes import devices, holders
 
 METRICS = {
     "duty": "tpu.runtime.tensorcore.dutycycle.percent",

@@ -6,28 +6,19 @@ import shlex
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.remote.connect import Connections, on_host
 from tpuswarm.remote.host import Host, NoWay
+from tpuswarm.remote.modules import boot, sent
 
 EVERY = 2.0
 """Seconds between two samples of a host."""
 AGAIN = 5.0
 """Seconds until a host that was lost is tried again."""
-MODULES = "tpuswarm.doctor.collect", "tpuswarm.watch.chips"
-"""What is sent, by the names that it knows itself by."""
-BOOT = """\
-import json, sys, types
-for name, text in json.loads(sys.stdin.readline()):
-    module = sys.modules[name] = types.ModuleType(name)
-    module.__path__ = []
-    exec(compile(text, name, "exec"), module.__dict__)
-sys.modules["tpuswarm.watch.chips"].main()
-"""
+MODULES = "tpuswarm.doctor.processes", "tpuswarm.watch.chips"
+"""What is sent: the last one runs."""
 
 
 class Sample(NamedTuple):
@@ -80,10 +71,10 @@ class Follower:
         connection = await self._connections.to(host)
 
         async def go() -> None:
-            line = shlex.join(["exec", "python3", "-c", BOOT, str(EVERY)]).removeprefix("exec ")
+            line = shlex.join(["python3", "-c", boot(MODULES[-1]), str(EVERY)])
             process = await connection.create_process(shlex.join(["/bin/bash", "-c", f"exec {line}"]), encoding=None)
             try:
-                process.stdin.write(_programs())
+                process.stdin.write(sent(*MODULES))
                 async for said in process.stdout:
                     if said.endswith(b"\n"):  # else it was ended while it wrote
                         self.samples[host.label] = Sample(time.time(), _read(host, said))
@@ -102,13 +93,3 @@ def _read(host: Host, said: bytes) -> dict[str, Any]:
     except ValueError as error:  # a login script that prints, for example
         raise NoWay(host, f"says something else: {said.decode(errors='replace').strip()[:80]}") from error
     return found
-
-
-@cache
-def _programs() -> bytes:
-    parents = sorted({name.rpartition(".")[0] for name in MODULES} | {"tpuswarm"})
-    found = [(name, "") for name in parents]
-    for name in MODULES:
-        package, _, module = name.rpartition(".")
-        found.append((name, files(package).joinpath(f"{module}.py").read_text(encoding="utf-8")))
-    return json.dumps(found).encode() + b"\n"

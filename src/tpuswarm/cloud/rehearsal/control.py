@@ -10,7 +10,7 @@ from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.call import Call, Rejected
 from tpuswarm.cloud.rehearsal.common.weather import ZONE_FAULTS
 from tpuswarm.cloud.rehearsal.compute.networks import zones
-from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, Broken
+from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS, Broken
 from tpuswarm.cloud.rehearsal.machines.machines import Machines
 from tpuswarm.cloud.rehearsal.tpu.nodes import State
 from tpuswarm.cloud.rehearsal.tpu.offers import place_of
@@ -125,8 +125,11 @@ class Control:
         if fault in PROJECT_FAULTS:
             self._cloud.projects.set(name, fault, not mend)
             return {"what": PROJECT_FAULTS[fault]}
+        if fault in NODE_FAULTS:
+            self._cloud.nodes.report(self._find(name), fault, not mend)
+            return {"what": NODE_FAULTS[fault]}
         if fault not in MACHINE_FAULTS:
-            known = [*MACHINE_FAULTS, *ZONE_FAULTS, *PROJECT_FAULTS]
+            known = [*MACHINE_FAULTS, *NODE_FAULTS, *ZONE_FAULTS, *PROJECT_FAULTS]
             raise _wrong(f"there is no fault {fault!r}; {did_you_mean(fault, known)}")
         name, _, worker = name.partition("/worker/") if "/worker/" in name else name.partition("/")
         hosts = self._cloud.hosts.of(owner := self._find(name))

@@ -11,9 +11,8 @@ MEND = "wait for it: a new machine updates itself for some minutes; set-up waits
 def probe(host: Subject) -> Iterator[Wrong]:
     """Who has it."""
     if held := host.facts["apt"]:
-        yield Wrong(
-            f"{held['command'][:60]} (process {held['pid']}) has held apt's lock for {age(held['age_s'])}", MEND
-        )
+        began = f"process {held['pid']}, which began {age(held['age_s'])} ago"
+        yield Wrong(f"{held['command'][:60]} ({began}) has apt's lock", MEND)
 
 
 CHECK = Check("apt", "/var/lib/dpkg/lock-frontend", "meanwhile nobody else can install anything", MEND, probe)

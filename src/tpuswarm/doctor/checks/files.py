@@ -4,17 +4,21 @@ from collections.abc import Iterator
 
 from tpuswarm.doctor.check import Check, Subject, Wrong
 
-LEAST = 1024
-MEND = "raise it: a line `* - nofile 65536` in /etc/security/limits.conf, and log in again"
+LEAST = 4096
+"""Ray raises what a process may have to what it may ask for, and calls less than this too few (ray.init)."""
+MEND = (
+    "raise it: `nofile = 65536` in [setup] of swarm.toml and `tpuswarm setup`, or a line `* - nofile 65536` in "
+    "/etc/security/limits.conf; then log in again"
+)
 
 
 def probe(host: Subject) -> Iterator[Wrong]:
-    """The limit of a log-in."""
-    soft = host.facts["files"]
-    if soft is not None and soft < LEAST:
-        yield Wrong(f"a process may have {soft} files open, fewer than {LEAST:,}", MEND)
+    """The most that a log-in may ask for; with how many it begins does not matter."""
+    most = host.facts["files"]
+    if most is not None and most < LEAST:
+        yield Wrong(f"a process may have {most:,} files open at most, fewer than {LEAST:,}", MEND)
 
 
 CHECK = Check(
-    "files", "ulimit -n", "Ray, data loaders and large checkpoints open thousands of files and sockets", MEND, probe
+    "files", "ulimit -Hn", "Ray, data loaders and large checkpoints open thousands of files and sockets", MEND, probe
 )

@@ -14,9 +14,10 @@ def probe(host: Subject) -> Iterator[Wrong]:
     for each in host.facts["holders"]:
         is_ours = each["asked_for"] or "tpu-runtime" in each["command"]  # a TensorFlow pod's service
         if each["path"].startswith("/dev") and not is_ours:
+            left = ", left by an `exec` or a job that is over" if each["left"] else ""
+            who = f"process {each['pid']} of {each['user']}{left}"
             yield Wrong(
-                f"process {each['pid']} of {each['user']} has held {each['path']} for {age(each['age_s'])}: "
-                f"{each['command'][:60]}",
+                f"{who} holds {each['path']}, and began {age(each['age_s'])} ago: {each['command'][:60]}",
                 f"if nobody needs it: `{_end(host, each)}`",
             )
 

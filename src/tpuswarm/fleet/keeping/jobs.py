@@ -17,8 +17,9 @@ from tpuswarm.fleet.flags import exported
 from tpuswarm.fleet.keeping.clock import elapsed
 from tpuswarm.fleet.keeping.document import Document, with_events
 from tpuswarm.fleet.keeping.fleets import Held
-from tpuswarm.fleet.reach import Reach, Seen, Target
+from tpuswarm.fleet.reach import Reach, Seen
 from tpuswarm.fleet.setting_up import Beginning, Preparing
+from tpuswarm.fleet.targets import Target
 from tpuswarm.fleet.training import is_head, is_member, share_secret
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.fan_out import fan_out

@@ -157,3 +157,8 @@ MACHINE_FAULTS: dict[str, Fault] = {
     "maintenance": Fault("its metadata announces a maintenance", _say(maintenance=MIGRATES), _unsay),
     "apt": Fault("a process that holds apt's lock", _hold_apt, _release_apt),
 }
+NODE_FAULTS = {
+    "symptom": "the cloud calls it healthy, and reports a symptom",
+    "unhealthy": "the cloud calls it unhealthy",
+}
+"""What the cloud may say of a TPU, without anything wrong inside."""

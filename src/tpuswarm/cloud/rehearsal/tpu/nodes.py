@@ -132,6 +132,18 @@ class Nodes:
         self._table.put(name, node)
         self._timetable.after(REPAIR_S, "node repaired", name, node.id)
 
+    def report(self, name: str, fault: str, wrong: bool) -> None:
+        """Say one of NODE_FAULTS of it, or no longer."""
+        node = self._alive(name)
+        if fault == "symptom":
+            node.symptoms = (
+                [cloud_tpu.Symptom(symptom_type="LOW_MEMORY", worker_id="0", create_time=now())] if wrong else []
+            )
+        else:
+            node.health = cloud_tpu.Node.Health.UNHEALTHY_TENSORFLOW if wrong else cloud_tpu.Node.Health.HEALTHY
+            node.health_description = "The TPU's runtime does not answer." if wrong else ""
+        self._table.put(name, node)
+
     def remove(self, name: str) -> Any:
         """Begin to delete it; the operation."""
         node = self._table[name]

@@ -1,0 +1,119 @@
+"""Which workers of a fleet a person means by WHERE: values in, values out."""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from tpuswarm.cloud.protocol import Listing, Machine
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.core.desired import Desired
+from tpuswarm.fleet.core.names import ALL, by_number, resolve, short_zone
+
+
+class Target(NamedTuple):
+    """A worker of a machine."""
+
+    machine: Machine
+    worker: int
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return f"{self.machine.name}/{self.worker}"
+
+    @property
+    def internal(self) -> str:
+        """Its address within the network; it has one once it can be reached."""
+        return self.machine.workers[self.worker].internal or ""
+
+    @property
+    def alias(self) -> str:
+        """Its name in `known_hosts`: made again, it has another one."""
+        return f"{self.machine.name}.{self.worker}.{self.machine.zone}.{self.machine.created * 1000:.0f}"
+
+
+class Found(NamedTuple):
+    """What a word means."""
+
+    targets: tuple[Target, ...]
+    away: tuple[str, ...]
+    """Machines that are meant too and cannot be reached now, and zones that do not answer: NAME and why."""
+    group: bool = False
+    """Whether it means however many machines there are: a pool, or all."""
+
+
+def find_targets(text: str, desired: Desired, listing: Listing) -> Found:
+    """As `find_meant`. Raises InputError too where nothing of it can be reached."""
+    found = find_meant(text, desired, listing)
+    if found.targets:
+        return found
+    there = "; ".join(found.away[:6]) or "there is none"
+    if not found.group:
+        raise InputError(f"{there}: `tpuswarm list` shows it; `tpuswarm up`, or a keeper, replaces what is lost")
+    raise InputError(f"no machine of {'the fleet' if text == ALL else f'pool {text}'} can be reached: {there}")
+
+
+def find_meant(text: str, desired: Desired, listing: Listing, gone: Collection[str] = ()) -> Found:
+    """The workers that NAME, NAME/2, POOL or `all` means; a machine also by its number or a beginning.
+
+    gone: names of machines that were there once. Raises InputError for what there never was, with the nearest name.
+    """
+    ours = {each.name: each for each in listing.machines if each.fleet == desired.fleet}
+    pools = {each.name: each for each in desired.pools}
+    if text == ALL or (text in pools and text not in ours):
+        zones = desired.zones if text == ALL else pools[text].zones
+        meant = sorted(ours.values(), key=lambda each: by_number(each.name))
+        meant = [each for each in meant if text in (ALL, each.pool)]
+        away = [f"{each.name} {why}" for each in meant if (why := why_not(each, pools))]
+        away += [
+            f"{zone} does not answer: which machines are there nobody knows"
+            for zone in zones if zone in listing.unreachable
+        ]  # fmt: skip
+        ready = (each for each in meant if why_not(each, pools) is None)
+        return Found(tuple(target for each in ready for target in workers(each)), tuple(away), group=True)
+    name, slash, number = text.partition("/")
+    if slash and name in (ALL, *pools) and name not in ours:
+        of = ", ".join(sorted((each for each in ours if name in (ALL, ours[each].pool)), key=by_number)[:6])
+        what = "means all machines" if name == ALL else "is a pool"
+        raise InputError(f"{name} {what}, and a worker is one of a machine: name one" + (f" of {of}" if of else ""))
+    try:
+        machine = ours[resolve(name, ours, () if slash else (*pools, ALL))]
+    except InputError:
+        if why := _lost(name, desired, listing, gone):
+            return Found((), (why,))
+        raise
+    if why := why_not(machine, pools):
+        return Found((), (f"{machine.name} {why}",))
+    found = workers(machine)
+    if not slash:
+        return Found(found, ())
+    if not number.isdecimal() or int(number) >= len(found):
+        known = f"{machine.name}/0" + (f" to {machine.name}/{len(found) - 1}" if len(found) > 1 else "")
+        raise InputError(f"{machine.name} has no worker {number!r}: it has {len(found)}, {known}")
+    return Found((found[int(number)],), ())
+
+
+def workers(machine: Machine) -> tuple[Target, ...]:
+    """All of them."""
+    return tuple(Target(machine, number) for number in range(len(machine.workers)))
+
+
+def why_not(machine: Machine, pools: Collection[str]) -> str | None:
+    """Why a machine cannot be reached; None: it can. pools: those that are wanted."""
+    if machine.state != "ready":
+        return f"is {machine.said.lower()}, not ready"
+    if not machine.workers or any(not each.internal for each in machine.workers):
+        return "has no address yet"
+    if machine.pool not in pools:
+        return "is of no pool of the fleet any more"
+    return None
+
+
+def _lost(name: str, desired: Desired, listing: Listing, gone: Collection[str]) -> str | None:
+    """Of a machine that is not listed: its name, and why; None: there never was one."""
+    for zone in desired.zones:
+        if zone in listing.unreachable and short_zone(zone) in name.split("-"):
+            return f"{name} is not seen: {zone} does not answer"
+    try:
+        return f"{resolve(name, gone)} is gone: the cloud does not list it any more"
+    except InputError:
+        return None

@@ -1,0 +1,161 @@
+"""What checks make of facts, and what runs on a host: without a machine."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from tpuswarm.doctor.check import Subject
+from tpuswarm.doctor.checks import ACROSS, CHECKS
+from tpuswarm.doctor.examine import MODULES, judge
+from tpuswarm.doctor.processes import SEEN_BY_ROOT
+from tpuswarm.remote.modules import boot, sent
+from tpuswarm.watch import follow
+
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+
+
+def test_every_command_that_is_to_mend_something_exists():
+    from tpuswarm.cli.app import make_app
+
+    root = typer.main.get_command(make_app())
+    said = [each.mend for each in (*CHECKS, *ACROSS)]
+    found = [each for text in said for each in re.findall(r"`(tpuswarm [^`]+)`", text.replace(r"\|", "|"))]
+    assert len(found) > 6
+    for each in found:
+        name, *words = shlex.split(each)[1:]
+        command = root.commands[name]
+        context = command.make_context(name, [*words], resilient_parsing=True)
+        assert name != "setup" or context.params["target"] is None, each
+
+
+def test_root_sees_who_has_a_device_open():
+    """By the very line that is run with sudo, of a device that there is here."""
+    line = SEEN_BY_ROOT.replace("/dev/accel[0-9]*", "/dev/zer[o]*")
+    with open("/dev/zero", "rb") as file:  # noqa: PTH123
+        done = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, text=True)
+        assert done.returncode == 0 and f"/proc/{os.getpid()}/fd/{file.fileno()}" in done.stdout.split()
+
+
+def test_this_computer_is_looked_at_without_a_fleet(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TPUSWARM_ROOT", str(tmp_path))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "libtpu_lockfile").touch(0o400)
+    code, out, _ = typed("doctor")
+    assert code == 1 and out.startswith("here  lock: /tmp/libtpu_lockfile of ") and out.endswith("1 of 1 host\n")
+    code, out, _ = typed("doctor", "--fix")
+    assert code == 0 and out.endswith("1 host: nothing is wrong\n") and not list((tmp_path / "tmp").iterdir())
+
+
+WELL = {
+    "time": 0.0, "user": "me", "devices": ["/dev/accel0"], "holders": [], "lock": None, "logs": None, "preload": {},
+    "blind": False, "locker": None, "lost": {},
+    "disks": [{"path": "/home/me", "free": 50e9, "size": 100e9, "inodes": 1000, "refused": None}],
+    "memory": {"MemTotal": 300e9, "MemAvailable": 200e9, "SwapTotal": 0, "SwapFree": 0}, "files": 4096, "apt": None,
+    "packages": {"jax": "0.10.2"}, "wanted_libtpu": None, "worker_id": None, "accelerator": None, "spoken": [],
+    "head": None, "bucket": None, "on_cpu": [], "attended": True,
+    "metadata": {"worker": "3", "type": "v4-32", "preempted": "FALSE", "maintenance": "NONE", "scopes": None},
+}  # fmt: skip
+
+
+def subject(label="a/3", skew_s=0.0, **facts) -> Subject:
+    return Subject(label, {**WELL, **facts}, skew_s, "v4-32", 1, int(label[-1]))
+
+
+def disk(**facts) -> list[dict]:
+    return [{**WELL["disks"][0], **facts}]
+
+
+@pytest.mark.parametrize(
+    ("ill", "check", "says"),
+    [
+        (subject(skew_s=-300.0), "clock", "its clock is 300 s behind this computer's"),
+        (subject(disks=disk(free=1e9)), "disk", "the disk of /home/me has 0.9 of 93 GiB left"),
+        (subject(disks=disk(inodes=0)), "disk", "the disk of /home/me has no inodes left"),
+        (subject(disks=disk(refused="Read-only file system")), "disk", "nothing can be written in /home/me: Read-only"),
+        (subject(files=1024), "files", "a process may have 1,024 files open at most, fewer than 4,096"),
+        (subject(memory={**WELL["memory"], "MemAvailable": 1e9}), "memory", "0.9 of 279 GiB of memory are free"),
+        (subject(memory={**WELL["memory"], "SwapTotal": 9e9}), "memory", "8.4 GiB of memory are on the disk"),
+        (
+            subject(head={"address": "10.0.0.2:6379", "why": "Connection refused"}),
+            "head",
+            "the swarm's head (Ray, 10.0.0.2:6379) cannot be reached from here: Connection refused",
+        ),
+        (subject(worker_id="0"), "worker", "it is worker 3, and TPU_WORKER_ID says '0'"),
+        (subject(metadata={**WELL["metadata"], "worker": "1"}), "worker", "it is worker 3, and its metadata says '1'"),
+        (subject(accelerator="v4-16"), "worker", "it is a v4-32, and TPU_ACCELERATOR_TYPE says 'v4-16'"),
+        (subject(metadata={**WELL["metadata"], "type": "v9"}), "worker", "it is a v4-32, and its metadata says 'v9'"),
+        (
+            subject(bucket={"name": "b", "lacks": ["storage.objects.create"], "why": ""}),
+            "bucket",
+            "in gs://b it may not do storage.objects.create",
+        ),
+        (
+            subject(spoken=[{"job": "j", "mark": "Falling back to cpu", "line": "W0101 Falling back to cpu."}]),
+            "on-cpu",
+            "job j says: W0101 Falling back to cpu.",
+        ),
+        (subject(metadata={**WELL["metadata"], "preempted": "TRUE"}), "notice", "it is being preempted"),
+        (
+            subject(metadata={**WELL["metadata"], "maintenance": "MIGRATE"}),
+            "notice",
+            "its metadata announces a maintenance: MIGRATE",
+        ),
+    ],
+)
+def test_what_cannot_be_planted_is_judged_by_its_facts(ill, check, says):
+    assert judge([subject()]) == []
+    ((found),) = judge([ill])
+    assert (found.host, found.check) == ("a/3", check) and says in found.wrong.what
+
+
+def test_a_host_with_other_versions_than_most_is_named():
+    hosts = [subject(f"a/{n}", metadata=None, packages={"jax": "0.9.0" if n == 2 else "0.10.2"}) for n in range(4)]
+    ((found),) = judge([Subject(each.label, each.facts) for each in hosts])
+    assert (found.host, found.check) == ("a/2", "versions")
+    assert found.wrong.what == "jax is 0.9.0 here, and 0.10.2 on most hosts"
+
+
+def test_of_two_hosts_that_differ_neither_is_most():
+    hosts = [subject(f"a/{n}", packages={"jax": version}) for n, version in enumerate(("0.10.2", "0.9.0"))]
+    ((found),) = judge([Subject(each.label, each.facts) for each in hosts])
+    assert (found.host, found.wrong.what) == ("a/1", "jax is 0.9.0 here, and 0.10.2 on a/0")
+
+
+def test_the_page_has_every_check_as_it_is():
+    cells = [(each.id, each.looks_at, each.why, each.mend) for each in (*CHECKS, *ACROSS)]
+    rows = "".join("| " + " | ".join(each.replace("|", "\\|") for each in row) + " |\n" for row in cells)
+    head = "| check | looks at | why it matters | how it is mended |\n|---|---|---|---|\n"
+    before, _, after = PAGE.read_text().partition(head)
+    there, end, after = after.partition("\n## ")
+    if os.environ.get("TPUSWARM_GOLDEN") == "write":
+        PAGE.write_text(before + head + rows + end + after)
+    else:
+        assert there == rows
+
+
+@pytest.mark.parametrize("python", [sys.executable, *Path("/usr/bin").glob("python3.[0-9]"), "/usr/bin/python3"])
+def test_what_runs_on_a_host_needs_python_alone(python, tmp_path):
+    if not Path(python).exists():
+        pytest.skip(f"there is no {python}")
+    words = [python, "-I", "-c", boot(MODULES[-1])]
+    done = subprocess.run(words, input=sent(*MODULES), capture_output=True, env={"HOME": str(tmp_path)})
+    assert json.loads(done.stdout)["user"] and not list(tmp_path.iterdir()), done.stderr
+    with subprocess.Popen(
+        [python, "-I", "-c", boot(follow.MODULES[-1]), "0.01"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"HOME": str(tmp_path)},
+    ) as process:
+        process.stdin.write(sent(*follow.MODULES))
+        process.stdin.flush()
+        said = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.stdout.close()  # nobody reads it: it ends
+    assert all({"duty", "used", "total", "owners", "chips"} <= each.keys() for each in said)

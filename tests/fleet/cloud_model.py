@@ -84,7 +84,7 @@ class Cloud:
     def __init__(self, now: float = 1_800_000_000.0):
         self.now = now
         self.there: dict[tuple[str, str], Machine] = {}
-        """All that exists, by zone and name."""
+        """All that exists, by zone and name; copied before it is gone through, for calls come from several threads."""
         self.due: dict[tuple[str, str], float] = {}
         """When what is under way comes to its end."""
         self.operations: dict[str, tuple[str, str] | CloudError] = {}
@@ -115,7 +115,7 @@ class Cloud:
         self.advance(0)
         seen = tuple(
             each
-            for key, each in self.there.items()
+            for key, each in list(self.there.items())
             if each.zone not in self.unreachable and self.shown.get(key, 0.0) <= self.now
         )
         return Listing(seen, frozenset(self.unreachable))
@@ -204,7 +204,7 @@ class Cloud:
                 self.there[key] = replace(machine, state="stopped", said="STOPPED", healthy=None)
             elif machine.state == "deleting":
                 del self.there[key]
-        for key, machine in self.there.items():
+        for key, machine in list(self.there.items()):
             if machine.state == "waiting" and not self._full(machine.zone):
                 self.there[key] = replace(machine, state="creating", said="PROVISIONING")
                 self.due[key] = self.now + BOOT
@@ -231,7 +231,7 @@ class Cloud:
         """What a fleet holds in truth: neither dead nor on its way out."""
         return [
             each
-            for each in self.there.values()
+            for each in list(self.there.values())
             if each.fleet == fleet and pool in (None, each.pool) and each.state not in ("dead", "deleting")
         ]
 
@@ -255,7 +255,8 @@ class Cloud:
 
     def _full(self, zone: str) -> bool:
         used = sum(
-            each.zone == zone and each.state not in ("dead", "waiting", "deleting") for each in self.there.values()
+            each.zone == zone and each.state not in ("dead", "waiting", "deleting")
+            for each in list(self.there.values())
         )
         return used >= self.capacity.get(zone, 10**9)
 
@@ -263,7 +264,7 @@ class Cloud:
         """Whether a machine being created finds no room: others that are ready have it."""
         zone = key[0]
         used = sum(
-            each.zone == zone and each.state in ("ready", "repairing", "starting") for each in self.there.values()
+            each.zone == zone and each.state in ("ready", "repairing", "starting") for each in list(self.there.values())
         )
         return used >= self.capacity.get(zone, 10**9)
 
@@ -271,7 +272,9 @@ class Cloud:
         if not isinstance(spec, TpuSpec):
             return False
         mine = lot(spec.type, spec.zone, spec.how == "spot")
-        used = sum(lot(each.type, each.zone, each.spot) == mine for each in self.there.values() if each.kind == "tpu")
+        used = sum(
+            lot(each.type, each.zone, each.spot) == mine for each in list(self.there.values()) if each.kind == "tpu"
+        )
         return used >= self.quota.get(mine, 10**9)
 
     def _fail(self, key: tuple[str, str]) -> None:

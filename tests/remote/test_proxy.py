@@ -13,7 +13,8 @@ import pytest
 
 from tpuswarm.cloud.protocol import Machine, Worker
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.reach import Reach, Target
+from tpuswarm.fleet.reach import Reach
+from tpuswarm.fleet.targets import Target
 from tpuswarm.remote.copy import put
 from tpuswarm.remote.host import Host, NoWay
 from tpuswarm.remote.openssh import openssh

@@ -105,6 +105,10 @@ class Ledger:
 
     def view(self) -> View:
         """What follows from all records."""
+        return self.whole()[0]
+
+    def whole(self) -> tuple[View, list[Record]]:
+        """What follows from all records, and they themselves: each is read once."""
         versions = self.versions()
         if not versions:
             raise RunFailed(f"{self.store.root} has no commits; use the folder or URL of a swarm's run")
@@ -112,7 +116,8 @@ class Ledger:
             raise Missing(commit_name(gap), self.store.root)
         with ThreadPoolExecutor(READERS) as pool:
             genesis, *found = pool.map(self._record, versions)
-        return self._through(self.genesis(genesis[0]), genesis[1], found)
+        view = self._through(self.genesis(genesis[0]), genesis[1], found)
+        return view, [genesis[0], *(record for record, _ in found)]
 
     def refresh(self, view: View) -> View:
         """The view with the records made since; reads only these."""

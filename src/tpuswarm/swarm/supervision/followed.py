@@ -41,13 +41,14 @@ class Followed:
         if self.view is None:
             if not self._ledger.versions():
                 return []
-            self.view = self._ledger.view()
-            first = max(0, self.view.version - RECENT + 1)
+            self.view, records = self._ledger.whole()
+            self._held.add(records)  # before its thread ever looks
+            news = records[-RECENT:]
         else:
             first = self.view.version + 1
             if look:
                 self.view = self._ledger.refresh(self.view)
-        news = self._ledger.records(range(first, self.view.version + 1))
+            news = self._ledger.records(range(first, self.view.version + 1))
         self.recent = [*self.recent, *news][-RECENT:]
         return news
 

@@ -15,6 +15,7 @@ from tpuswarm.swarm.processes.plan import HEAD, Plan, Swarm
 from tpuswarm.swarm.storage.objects import checked_member
 from tpuswarm.swarm.supervision import kept as kept_module
 from tpuswarm.swarm.supervision import supervisor as module
+from tpuswarm.swarm.supervision import telling
 from tpuswarm.swarm.supervision.kept import guest_name
 from tpuswarm.swarm.supervision.supervisor import Supervisor
 from tpuswarm.swarm.views.screen import Screen
@@ -83,8 +84,8 @@ class Cluster:
 @pytest.fixture
 def play(tmp_path, monkeypatch):
     """Let a supervisor live until its run ends; the test's generator goes on to its next `yield` at each look."""
-    for name in ("LOOK", "STATUS", "BACKOFF"):
-        monkeypatch.setattr(module, name, 0.0)
+    for place, name in ((module, "LOOK"), (module, "BACKOFF"), (telling, "STATUS")):
+        monkeypatch.setattr(place, name, 0.0)
     cluster = Cluster()
 
     def run(script, plan=PLAN):

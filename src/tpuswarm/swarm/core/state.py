@@ -5,14 +5,22 @@ does what it is told in that order; between any two steps the process may die, a
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from statistics import median
+from collections.abc import Iterable
+from dataclasses import replace
 
 from tpuswarm.swarm.core.arithmetic.outer import advance
 from tpuswarm.swarm.core.choose import choose, effective
+from tpuswarm.swarm.core.known import (
+    Lease,
+    State,
+    accepted_rows,
+    cycle_of,
+    held_by_others,
+    rows_taken,
+    undecided_of,
+)
 from tpuswarm.swarm.core.messages import Accepted, Beat, Granted, Merge, Outdated, Refused, StoreHeader, Terms
-from tpuswarm.swarm.core.rounds import Due, Patience, due
+from tpuswarm.swarm.core.rounds import Due, Patience
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
@@ -23,86 +31,6 @@ BEATS = 600.0
 """
 LATELY = 3
 """So many last records name those whom a new epoch awaits."""
-
-
-@dataclass(frozen=True)
-class Lease:
-    """What an incarnation holds."""
-
-    rows: Rows
-    until: float
-    base: int
-    rows_per_s: float | None
-    outstanding: Rows
-    """Trained and without a verdict that its holder heard of."""
-
-
-@dataclass(frozen=True)
-class State:
-    """All that a coordinator knows; the ledger and the stored headers are enough to make it again."""
-
-    terms: Terms
-    view: View
-    epoch: int
-    recovering_until: float
-    awaited: frozenset[str]
-    """Members that the run was started with, or that contributed just before this epoch."""
-    awaited_until: float
-    """Until then a round waits for those of them that were not heard of yet."""
-    leases: Mapping[Incarnation, Lease] = field(default_factory=dict)
-    fenced: frozenset[Incarnation] = frozenset()
-    pending: Mapping[Identity, tuple[Header, float]] = field(default_factory=dict)
-    """Accepted and undecided, with the time of acceptance."""
-    storing: Mapping[Identity, Header] = field(default_factory=dict)
-    """Checked, the creation of their headers under way."""
-    taken: Rows = NOTHING
-    """Rows that are not leasable: decided, leased, or in contributions without a verdict. Kept, because each of the
-    others is in many pieces and all of them together are in few."""
-    fastest: float | None = None
-    """Rows a second of the fastest member; follows at once upwards and at the next tick downwards."""
-    merging: Merge | None = None
-    unreadable: frozenset[Identity] = frozenset()
-    contributed: frozenset[str] = frozenset()
-    """Members with an accepted contribution in this epoch or in the ledger."""
-    seen: frozenset[str] = frozenset()
-    """Members that were leased to in this epoch."""
-    processed: Mapping[Incarnation, int] = field(default_factory=dict)
-
-    @property
-    def recovering(self) -> bool:
-        """Members are announcing what they hold; nothing is granted, nobody fenced."""
-        return self.recovering_until > -math.inf
-
-    @property
-    def live(self) -> frozenset[str]:
-        """Members a round may wait for."""
-        leased = {incarnation.member for incarnation in self.leases}
-        first = frozenset(self.terms.members)
-        return frozenset(leased & (self.contributed | first)) | (self.awaited - self.seen)
-
-    @property
-    def room(self) -> int:
-        """Rows that may still be leased before the horizon."""
-        return self.terms.horizon + len(self.view.skipped) - len(self.taken)
-
-    @property
-    def median_cycle(self) -> float | None:
-        """Seconds of a cycle, the median of the members whose speed is known."""
-        known = [lease.rows_per_s for lease in self.leases.values() if lease.rows_per_s]
-        return median(_cycle(self.terms, each, self.fastest) / each for each in known) if known else None
-
-    def round(self, now: float) -> Due:
-        """Whether the round under way is over."""
-        first: dict[str, float] = {}
-        for header, at in self.pending.values():
-            member = header.identity.incarnation.member
-            first[member] = min(at, first.get(member, at))
-        return due(first, self.live, self.median_cycle, now, self.terms.patience)
-
-    @property
-    def ended(self) -> bool:
-        """The horizon is reached and nothing accepted is undecided."""
-        return len(self.view.counted) >= self.terms.horizon and not self.pending and not self.storing
 
 
 def start(
@@ -157,7 +85,7 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
             if verdict and verdict[0].fate == "returned":
                 claimed |= decided
             rows = claimed - view.decided
-            if others := rows & _held_by_others(state, key):
+            if others := rows & held_by_others(state, key):
                 return state, Refused(f"its rows {others} are claimed by others")
         else:
             state = _fence(state, [each for each in state.leases if each.member == key.member])
@@ -166,9 +94,9 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
     else:
         rows = state.leases[key].rows
     fastest = max(said.rows_per_s or 0.0, state.fastest or 0.0) or None
-    cycle = _cycle(state.terms, said.rows_per_s, fastest)
+    cycle = cycle_of(state.terms, said.rows_per_s, fastest)
     if not state.recovering:
-        missing = min(2 * cycle - len(rows - _accepted(state, said.undecided)), state.room)
+        missing = min(2 * cycle - len(rows - accepted_rows(state, said.undecided)), state.room)
         if missing > 0:
             rows |= state.taken.free(missing)
     until = now + state.terms.lease_seconds
@@ -215,7 +143,7 @@ def push(state: State, header: Header, now: float) -> tuple[State, StoreHeader |
         return state, Refused(f"{header.tokens} tokens do not match {len(header.rows)} rows")
     if strange := header.rows - state.leases[key].rows:
         return state, Refused(f"rows {strange} are not leased to it")
-    if any(True for _ in _undecided(state, key)) and state.storing.get(identity) != header:
+    if any(True for _ in undecided_of(state, key)) and state.storing.get(identity) != header:
         return state, Refused("another of its pushes is still undecided")
     return replace(state, storing={**state.storing, identity: header}), StoreHeader(header)
 
@@ -320,7 +248,7 @@ def committed(state: State, record: Record) -> State:
         merging=None,
         unreadable=state.unreadable - gone,
     )
-    return replace(state, taken=_taken(state))
+    return replace(state, taken=rows_taken(state))
 
 
 def _merge(state: State, headers: Iterable[Header], reason: str) -> Merge:
@@ -343,7 +271,7 @@ def _fence(state: State, keys: Iterable[Incarnation]) -> State:
         return state
     leases = {key: lease for key, lease in state.leases.items() if key not in gone}
     state = replace(state, leases=leases, fenced=state.fenced | gone)
-    return replace(state, taken=_taken(state))
+    return replace(state, taken=rows_taken(state))
 
 
 def _stall(patience: Patience, cycle: int, rows_per_s: float | None) -> float:
@@ -351,43 +279,6 @@ def _stall(patience: Patience, cycle: int, rows_per_s: float | None) -> float:
     if not rows_per_s:
         return patience.stall_first
     return patience.stall_least + patience.stall_cycles * cycle / rows_per_s
-
-
-def _cycle(terms: Terms, rows_per_s: float | None, fastest: float | None) -> int:
-    """Rows of a member's cycle: in proportion to its speed, whole batches, at least one."""
-    share = rows_per_s / fastest if rows_per_s and fastest else 1.0
-    return max(1, round(share * terms.cycle / terms.batch)) * terms.batch
-
-
-def _taken(state: State) -> Rows:
-    return Rows.union(
-        [
-            state.view.decided,
-            *(lease.rows for lease in state.leases.values()),
-            *(header.rows for header, _ in state.pending.values()),
-            *(header.rows for header in state.storing.values()),
-        ]
-    )
-
-
-def _accepted(state: State, identity: Identity | None) -> Rows:
-    """The rows of a contribution without a verdict."""
-    if identity is None:
-        return NOTHING
-    accepted, _ = state.pending.get(identity, (state.storing.get(identity), 0.0))
-    return accepted.rows if accepted else NOTHING
-
-
-def _undecided(state: State, key: Incarnation) -> Iterable[Header]:
-    for header in (*(header for header, _ in state.pending.values()), *state.storing.values()):
-        if header.identity.incarnation == key:
-            yield header
-
-
-def _held_by_others(state: State, key: Incarnation) -> Rows:
-    leases = [lease.rows for each, lease in state.leases.items() if each != key]
-    headers = [*(header for header, _ in state.pending.values()), *state.storing.values()]
-    return Rows.union([*leases, *(each.rows for each in headers if each.identity.incarnation != key)])
 
 
 def disagreement(theirs: Digests, ours: Digests) -> str:

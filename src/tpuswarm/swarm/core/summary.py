@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from tpuswarm.swarm.core.known import State
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.state import State
 from tpuswarm.swarm.core.values import Incarnation
 
 

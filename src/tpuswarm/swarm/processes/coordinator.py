@@ -6,6 +6,7 @@ from typing import Any
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core import state as core
+from tpuswarm.swarm.core.known import State
 from tpuswarm.swarm.core.messages import (
     Accepted,
     Beat,
@@ -39,7 +40,7 @@ class Coordinator:
         self._ledger, self._shards = ledger, tuple(shards)
         self.clock, self._time, self._founded = Clock(clock), time, False
         self.opened = False
-        self.state: core.State
+        self.state: State
         """Once it is opened."""
 
     def open(self, terms: Terms, *, founded: bool, alone: bool = False) -> Process:

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.books import Member
+from tpuswarm.swarm.core.known import State
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.state import State
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.engines.inproc import Faults, Inproc
 from tpuswarm.swarm.member.cycle import MemberProcesses

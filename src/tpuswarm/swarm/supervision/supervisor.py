@@ -4,17 +4,14 @@ It holds the run's directory and is the only one that writes its text files. Its
 started; the same command goes on from the ledger.
 """
 
-import math
-import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from signal import SIGHUP, SIGINT
 from typing import Any, NamedTuple
 
 from tpuswarm.config.shown import significant
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-from tpuswarm.swarm.core.alarms import Step, Watched, alarms
+from tpuswarm.swarm.core.alarms import Step
 from tpuswarm.swarm.core.arithmetic.fragments import shards_for
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.summary import Summary
@@ -26,19 +23,16 @@ from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.plan import HEAD, Plan, member_name
 from tpuswarm.swarm.supervision.followed import Followed
 from tpuswarm.swarm.supervision.kept import Kept, guest_name
-from tpuswarm.swarm.views.events import commit_event, sentence
+from tpuswarm.swarm.supervision.telling import Telling
+from tpuswarm.swarm.views.events import commit_event
 from tpuswarm.swarm.views.screen import Screen
-from tpuswarm.swarm.views.status import FINISHED, STOPPED, Progress, SwarmStatus, after_the_end, compose, write_status
-from tpuswarm.train.look.live import Pace
+from tpuswarm.swarm.views.status import FINISHED, STOPPED, SwarmStatus
 from tpuswarm.train.look.pictures import PICTURE, write_picture
 from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.run.directory import EVENTS, METRICS, Run, append_rows, read_rows
-from tpuswarm.train.run.listing import newest_evaluation
 
 LOOK = 0.2
 """Seconds between two rounds of looking at everything."""
-STATUS = 1.0
-NUMBER = re.compile(r"(?<!\w)[\d.,]+")
 BACKOFF, BACKOFF_MAX = 1.0, 60.0
 """Seconds until a process that died is made again: doubled while it gets nowhere."""
 FAILURES, DEATHS = 4, 12
@@ -76,20 +70,21 @@ class Supervisor:
         self.run, self.plan, self.screen = run, plan, screen
         self._cluster, self._environment, self._watch = cluster, environment, watch
         self._followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
-        self.status: SwarmStatus | None = None
-        self._pace, self._evaluation = Pace(), newest_evaluation(run.folder)
+        self.telling = Telling(run, plan, screen, "" if cluster.found else cluster.address)
         self._summary: Summary | None = None
-        self._alarms: tuple[str, ...] = ()
-        self._status_at = time.monotonic()
-        self._progress_at = math.inf  # until somebody trains nothing can be committed
         self._told = max((e["version"] for e in read_rows(run.folder / EVENTS) if e["event"] == "commit"), default=0)
         self.kept: dict[str, Kept] = {}
         self._nodes: set[str] = set()
         """That were ever given a member: a machine that comes back is another node."""
         self._joined: frozenset[str] = frozenset()
         """Members that have had an incarnation."""
-        self._stopping, self._told_address = 0.0, False
+        self._stopping = 0.0
         self._clock = Clock(time.monotonic)
+
+    @property
+    def status(self) -> SwarmStatus | None:
+        """As it was written last."""
+        return self.telling.status
 
     @property
     def view(self) -> View | None:
@@ -186,18 +181,15 @@ class Supervisor:
             else:
                 given = {**self._member, "name": name, "steps": self._steps(name), "data": None}
                 self._add(Kept(name, "tpuswarm.swarm.supervision.entry:member", given, self._environment(None), node))
-            self._event("note", member=name, message=f"new machine: {name}")
+            self.telling.event("note", member=name, message=f"new machine: {name}")
 
     def _start(self, kept: Kept) -> None:
         arguments = kept.arguments
         if kept.name == HEAD and kept.born:
             arguments = {**arguments, "alone": False}
         if kept.member:
-            kept.arguments = arguments = {
-                **arguments,
-                "steps": self._steps(kept.name),
-                "evaluates": self._evaluates(kept),
-            }
+            now = {"steps": self._steps(kept.name), "evaluates": self._evaluates(kept)}
+            kept.arguments = arguments = {**arguments, **now}
         log = self.run.folder / "logs" / f"{kept.name}.log"
         process = self._cluster.start(kept.name, kept.maker, arguments, kept.environment, log.resolve(), kept.node)
         if process is not None:
@@ -215,9 +207,9 @@ class Supervisor:
         if outcome.how == "ended" or (outcome.how in ("left", "wrong") and (self._stopping or kept.guest)):
             kept.left = True  # and its actor stays: members have to hear from the coordinator that the run has ended
             if outcome.how == "left":
-                self._event("left", member=kept.name, incarnation=kept.incarnation, pid=kept.pid)
+                self.telling.event("left", member=kept.name, incarnation=kept.incarnation, pid=kept.pid)
             elif outcome.how == "wrong":
-                self._event("note", member=kept.name, message=outcome.reason)
+                self.telling.event("note", member=kept.name, message=outcome.reason)
                 if kept.guest and kept.node:
                     self._cluster.dismiss(kept.node, outcome)
             if kept.guest and kept.process:
@@ -239,15 +231,15 @@ class Supervisor:
             facts = {"member": kept.name, "incarnation": kept.incarnation, "pid": kept.pid}
             if outcome.how == "left":
                 kept.wake = now + BACKOFF_MAX
-                self._event("left", **facts)
+                self.telling.event("left", **facts)
             elif kept.pid or outcome.how != "dead" or not kept.guest:  # else Ray notices late that its machine is gone
                 reason = "killed" if outcome.how == "dead" else outcome.reason
                 at_risk = (kept.seen or {}).get("at_risk", 0)
-                self._event("lost", message=reason, tokens=at_risk, own_machine=kept.guest, **facts)
+                self.telling.event("lost", message=reason, tokens=at_risk, own_machine=kept.guest, **facts)
         else:
             reason = "it died" if outcome.how == "dead" else outcome.reason
             kind = "coordinator" if kept.name == HEAD else "shard"
-            self._event(kind, name=kept.name, message=f"{reason}; restarting it")
+            self.telling.event(kind, name=kept.name, message=f"{reason}; restarting it")
         if kept.deaths >= (FAILURES if outcome.how == "failed" else DEATHS):
             sentence = f"{kept.name} failed {kept.deaths} times without getting anywhere: {outcome.reason}"
             if kept.member and not kept.guest:
@@ -256,7 +248,7 @@ class Supervisor:
             if not kept.guest:
                 raise RunFailed(sentence)
             kept.left = True
-            self._event("note", member=kept.name, message=f"{sentence}; giving up on its machine")
+            self.telling.event("note", member=kept.name, message=f"{sentence}; giving up on its machine")
             if kept.node:
                 self._cluster.dismiss(kept.node, Outcome("failed", sentence))
 
@@ -273,7 +265,7 @@ class Supervisor:
                 self._see(kept, kept.process.look(kept.rows))
             if kept.process and kept.silent(now := self._clock()):
                 message = f"{kept.name} has not answered for {now - kept.heard:.0f} s: killing it, to start it again"
-                self._event("note", message=message)
+                self.telling.event("note", message=message)
                 kept.heard = now  # until Ray has noticed
                 kept.process.kill()
 
@@ -289,7 +281,7 @@ class Supervisor:
             return
         if seen["incarnation"] and seen["incarnation"] != kept.incarnation:
             again, self._joined = kept.name in self._joined, self._joined | {kept.name}
-            self._event("joined", member=kept.name, incarnation=seen["incarnation"], pid=kept.pid, again=again)
+            self.telling.event("joined", member=kept.name, incarnation=seen["incarnation"], pid=kept.pid, again=again)
         kept.seen, rows = seen, seen["rows"]
         if not rows:
             return
@@ -299,13 +291,13 @@ class Supervisor:
             if "loss" in row:
                 kept.row = row
                 kept.steps.append(Step(row["version"], row["loss"], row.get("grad_norm")))
-                self._progress_at = min(self._progress_at, time.monotonic())
+                self.telling.progress_at = min(self.telling.progress_at, time.monotonic())
                 if row["loss"] is not None:
                     self.screen.loss(row["loss"])
             else:
                 if (picture := row.pop(PICTURE, None)) is not None:
                     write_picture(self.run.folder, f"{row['version']:08d}.png", picture)
-                self._evaluation = row
+                self.telling.evaluation = row
                 self.screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
         append_rows(self.run.folder / "members" / kept.name / METRICS, rows)
         append_rows(self.run.folder / METRICS, rows)
@@ -316,9 +308,12 @@ class Supervisor:
         for record in self._followed.news(self._is_news()):
             self._commit(record)
             if not first:
-                self._progress_at = time.monotonic()
+                self.telling.progress_at = time.monotonic()
         if error := self._followed.clean():
-            self._event("note", message=f"files of old commits could not be removed: {error}")
+            self.telling.event("note", message=f"files of old commits could not be removed: {error}")
+
+    def _tell(self, last: str = "") -> None:
+        self.telling.tell(self._summary, self.kept.values(), self._followed, self._clock(), last)
 
     def _is_news(self) -> bool:
         """Whether to look for records: in a bucket each look is a request, and the coordinator says what there is."""
@@ -333,54 +328,7 @@ class Supervisor:
                 kept.deaths = 0
         if record.version > self._told:
             self._told = record.version
-            self._event("commit", **commit_event(record))
-
-    def _tell(self, last: str = "") -> None:
-        """Say how all stands, at most so often; last: the phase that stays for good."""
-        clock = time.monotonic()
-        if not last and clock - self._status_at < STATUS:
-            return
-        self._status_at = clock
-        leased = {each.incarnation.name for each in self._summary.leased} if self._summary else set()
-        version = self._summary.version if self._summary else None
-        heard = self._clock()
-        kept_members = [kept for kept in self.kept.values() if kept.member]
-        carried = self._followed.carried()
-        members = [
-            kept.status(leased, version, self.plan.tokens_per_row, carried[kept.name], heard) for kept in kept_members
-        ]
-        alive = [Watched(each.id, tuple(self.kept[each.id].steps)) for each in members if each.lives]
-        cycle = self._summary.median_cycle if self._summary else None
-        aside = [f"{kept.name} does not train: {kept.given_up}" for kept in self.kept.values() if kept.given_up]
-        found = (*aside, *alarms(self._followed.recent, alive, cycle, clock - self._progress_at, time.time()))
-        known = {NUMBER.sub("", each) for each in self._alarms}
-        for each in found:
-            if NUMBER.sub("", each) not in known:  # the same with other numbers is not another alarm
-                self._event("alarm", message=each)
-        self._alarms = found
-        horizon = self.plan.horizon * self.plan.tokens_per_row
-        pids = {each.name: each.pid for each in self.kept.values() if not each.member and each.process and each.pid}
-        if self._summary and clock >= self._progress_at:
-            self._pace.add(clock, self._summary.tokens.applied)
-        progress = Progress(
-            self.screen.began,
-            self._pace.per_second,
-            self._evaluation.get("eval_loss"),
-            self._evaluation.get("version"),
-            carried.total(),
-        )
-        address = "" if self._cluster.found else self._cluster.address
-        self.status = compose(self._summary, members, horizon, found, address, pids, time.time(), progress)
-        if last:
-            self.status = replace(self.status, phase=last)
-        if last == FINISHED:
-            gone = tuple(after_the_end(each, "finished") for each in self.status.members)
-            self.status = replace(self.status, members=gone, tokens_per_s=0.0)
-        write_status(self.run.folder, self.status)
-        if not self._told_address:
-            self._told_address = True
-            self.run.send_soon()
-        self.screen.status(self.status)
+            self.telling.event("commit", **commit_event(record))
 
     def _say_goodbye(self) -> None:
         self._stopping = time.monotonic()
@@ -397,11 +345,6 @@ class Supervisor:
         return not settled or self._summary is None or self._summary.tokens.outstanding == 0
 
     def _stopped_at(self) -> str:
-        view = self.view
-        if view is None:
+        if (view := self.view) is None:
             return "stopped before the first commit"
         return f"stopped at commit {view.version}, {view.tokens[-1]:,} tokens counted"
-
-    def _event(self, event: str, **facts: Any) -> None:
-        self.run.write_event(event, **facts)
-        self.screen.event(sentence({"event": event, **facts}))

@@ -43,7 +43,7 @@ CHANGES = (
     Change("logits, 128 MiB at a time", "0.9: 128 turns with small products", {"chunk_bytes": 2**27}),
     Change("no CUDA graphs", "0.98: a step launches some hundred kernels", {}, "--xla_gpu_enable_command_buffer="),
     Change("batch 32", "0.97: twice the optimizer's share", {"batch": 32}),
-    Change("layers recomputed", "0.78: a forward pass more", {"remat": True}),
+    Change("layers recomputed", "0.78: a forward pass more", {"remat": "full"}),
 )  # fmt: skip
 
 

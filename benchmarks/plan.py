@@ -76,7 +76,7 @@ def cell(row: dict[str, Any]) -> str:
     """How a row of plan runs, and what it needs of one device."""
     if row["fits"] is not True:
         return "does not fit" if row["fits"] is False else str(row["problem"])
-    remat = ", remat" if row["remat"] else ""
+    remat = "" if row["remat"] == "none" else f", {row['remat']}"
     return f"{row['sharding']}{remat}, {row['micro_batches']} x {row['micro_batch']}: {row['hbm_used_bytes'] / GIB:.2f}"
 
 

@@ -23,6 +23,7 @@ from tpuswarm.train.program import request
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.program.request import Choice, usual_request
+from tpuswarm.train.recipe import Remat
 
 
 def main(
@@ -32,7 +33,7 @@ def main(
     shape: dict[str, Any],
     attention: str | None = None,
     loop: str | None = None,
-    remat: bool = False,
+    remat: Remat = "none",
     chunk_bytes: int | None = None,
     bf16_logits: bool = False,
 ) -> None:

@@ -123,7 +123,7 @@ def fitting(out: str) -> dict[str, dict]:
         assert row["hbm_used_bytes"] == sum(row["memory"].values()) < row["hbm_bytes"]
         assert row["batch"] == 64 == row["micro_batch"] * catalog.find(name).devices
         assert row["precision"] == "bf16" and row["sharding"] == "replicate"
-    assert {name for name, row in rows.items() if row["remat"]} == rows.keys() & {"v2-8", "v3-8"}
+    assert {name for name, row in rows.items() if row["remat"] != "none"} == rows.keys() & {"v2-8", "v3-8"}
     flops = [row["model_flops"] for row in rows.values()]
     assert max(flops) < 1.001 * min(flops)  # in whatever form the attention is computed
     return rows
@@ -382,7 +382,7 @@ def test_the_table_shows_what_is_known_so_far():
 def test_a_terminal_of_80_columns_holds_every_figure():
     v5p, gib = catalog.find("v5p-12288"), 2**30
     program = Program(
-        batch=98_304, micro_batch=16, micro_batches=1, sharding="replicate", remat=False, why="", precision="bf16",
+        batch=98_304, micro_batch=16, micro_batches=1, sharding="replicate", remat="none", why="", precision="bf16",
         attention="splash", tokens_per_row=1024, model_flops=10**18, least_flops=10**18, flops_unknown=(),
         state_bytes=24 * gib, moved_bytes=48 * gib, row_bytes=2048, exchanged=1_558_000_000, outer="nesterov",
         averaged=False,

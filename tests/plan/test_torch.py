@@ -45,4 +45,4 @@ def test_layers_and_attention_take_the_form_of_the_generation(tmp_path):
     (tmp_path / "small.py").write_text(RECIPE.format(file=tmp_path / "small.safetensors"))
     rows = plan(f"{tmp_path / 'small.py'}:make", "--batch", "16", on=("v3-8", "v5e-8"))
     found = {name: (row["fits"], row["remat"], row["attention"]) for name, row in rows.items()}
-    assert found == {"v3-8": (True, True, "xla"), "v5e-8": (True, False, "splash")}
+    assert found == {"v3-8": (True, "dots", "xla"), "v5e-8": (True, "none", "splash")}

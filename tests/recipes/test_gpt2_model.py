@@ -87,7 +87,9 @@ def test_gradients_are_those_of_finite_differences(params):
     np.testing.assert_allclose(ours_slope, slope, rtol=1e-3)
 
 
-@pytest.mark.parametrize("change", [{"loop": "unroll"}, {"remat": True}, {"loop": "unroll", "remat": True}])
+@pytest.mark.parametrize(
+    "change", [{"loop": "unroll"}, {"remat": "dots"}, {"remat": "full"}, {"loop": "unroll", "remat": "dots"}]
+)
 def test_loop_and_recomputation_change_nothing(params, change):
     plain = jax.jit(jax.value_and_grad(lambda p: ours(p)[0]))(params)
     other = jax.jit(jax.value_and_grad(lambda p: ours(p, Options(**change))[0]))(params)
@@ -125,7 +127,7 @@ def test_chunks_add_no_rounding_to_the_gradient_of_the_head():
 def test_the_embedding_is_gathered_in_bf16_for_both_of_its_uses(devices):
     """In float32 it was twice the bytes, under fsdp the largest thing that travels."""
     recipe = GPT2(data="fake", width=256, layers=1, heads=2, vocab=512, context=32)
-    choice = Choice("fsdp", remat=False, accumulate=1, why="")
+    choice = Choice("fsdp", remat="none", accumulate=1, why="")
     traced = trace(recipe, Options(precision="bf16"), choice, 16, make_mesh(devices)).step
     lines = [line for line in traced.lower().as_text().splitlines() if "sharding_constraint" in line]
     found = [match[1] for line in lines if (match := re.search(r"tensor<512x256x(\w+)>", line))]

@@ -344,7 +344,7 @@ def test_losses_that_are_no_scalars_are_refused(loss, words):
 
 
 def test_a_recipe_refuses_what_it_does_not_honour():
-    Options(platform="gpu", precision="bf16", remat=True).require_only("clip", by="thing")  # defaults and fit's choices
+    Options(platform="gpu", precision="bf16", remat="full").require_only("clip", by="thing")  # defaults, choices
     with pytest.raises(InputError, match="thing does not support ema"):
         Options(ema=0.9).require_only("clip", by="thing")
 

@@ -77,7 +77,7 @@ class Program:
     """Rows of one micro-batch on one device."""
     micro_batches: int
     sharding: str
-    remat: bool
+    remat: str
     why: str
     precision: str
     attention: str

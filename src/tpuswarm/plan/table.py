@@ -47,7 +47,7 @@ def _memory(row: Row) -> tuple[str, ...]:
         f"{program.micro_batch:,}",
         f"{program.micro_batches:,}",
         program.sharding,
-        "yes" if program.remat else "no",
+        program.remat,
         gib(found.used),
         of,
         *(gib(each) for each in (found.arguments, found.temporaries, found.code)),

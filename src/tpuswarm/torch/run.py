@@ -14,7 +14,8 @@ from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Graph, Node, referred, resolve
 from tpuswarm.torch.ops import ATTENTION, NARROW, OPS, RANDOM, WIDE
 from tpuswarm.torch.ops.dtypes import in_dtype
-from tpuswarm.train.recipe import Options
+from tpuswarm.train.program.remat import recomputed
+from tpuswarm.train.recipe import Options, Remat
 
 Arrays = Mapping[str, Any]
 USUAL = Options()
@@ -45,12 +46,12 @@ def run(
         known[node.name] = _value(node, known, None if key is None else jax.random.fold_in(key, number), options)
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for part in blocks(graph) if options.remat else [Block(tuple(range(len(graph.nodes))), None)]:
+        for part in blocks(graph) if options.remat != "none" else [Block(tuple(range(len(graph.nodes))), None)]:
             if part.gives is None:
                 for number in part.numbers:
                     step(number, known)
             else:
-                known |= _recomputed(part, known, step)
+                known |= _recomputed(part, known, step, options.remat)
     loss = resolve(graph.loss, known)
     if jnp.shape(loss) != ():
         raise InputError(f"the loss has shape {list(jnp.shape(loss))}: it returns a scalar, a mean over the batch")
@@ -88,7 +89,9 @@ def _layer(path: str) -> str:
     return found[0] if found else ""
 
 
-def _recomputed(part: Block, known: dict[str, Any], step: Callable[[int, dict[str, Any]], None]) -> dict[str, Any]:
+def _recomputed(
+    part: Block, known: dict[str, Any], step: Callable[[int, dict[str, Any]], None], remat: Remat
+) -> dict[str, Any]:
     """What a layer gives; the backward pass computes again what is within it."""
     plain: dict[str, Any] = {}
 
@@ -100,7 +103,7 @@ def _recomputed(part: Block, known: dict[str, Any], step: Callable[[int, dict[st
         plain.update({name: each for name, each in found.items() if isinstance(each, int)})  # sizes stay numbers
         return {name: each for name, each in found.items() if name not in plain}
 
-    return jax.checkpoint(layer)() | plain
+    return recomputed(layer, remat)() | plain
 
 
 def _value(node: Node, known: Mapping[str, Any], key: jax.Array | None, options: Options) -> Any:

@@ -45,6 +45,8 @@ Metrics = Mapping[str, Any]
 
 Precision = Literal["bf16", "f32", "highest"]
 
+Remat = Literal["none", "dots", "full"]
+
 
 def default_precision(platform: str) -> Precision:
     """Precision when nobody names one: bf16 where matrix units are made for it, f32 on CPU."""
@@ -63,8 +65,9 @@ class Options:
     - clip: largest global norm of the gradient.
     - freeze, decay: regular expressions, searched in parameter paths such as `blocks/attn/qkv/w`.
     - ema: decay per step of the moving average of the parameters.
-    - attention: `xla`, `cudnn` or `splash`; remat: recompute layers in the backward pass; loop: over layers;
-      shard: whether each device holds all parameters (`replicate`) or parts of them (`fsdp`).
+    - attention: `xla`, `cudnn` or `splash`; remat: what the backward pass computes again of a layer: nothing, all but
+      its products (`dots`) or all of it (`full`); loop: over layers; shard: whether each device holds all parameters
+      (`replicate`) or parts of them (`fsdp`).
     """
 
     precision: Precision = "f32"
@@ -75,7 +78,7 @@ class Options:
     ema: float | None = None
     platform: str = "cpu"
     attention: Literal["xla", "cudnn", "splash"] = "xla"
-    remat: bool = False
+    remat: Remat = "none"
     loop: Literal["scan", "unroll"] = "scan"
     shard: Literal["replicate", "fsdp"] = "replicate"
 

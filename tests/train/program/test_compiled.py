@@ -88,7 +88,7 @@ def test_memory_decides_between_the_ways_to_run(devices):
         micro_batches=True,
     )
     plain = compile_step(recipe, Request(batch=16384), devices)
-    assert (plain.choice.shard, plain.choice.remat, plain.choice.accumulate) == ("replicate", False, 1)
+    assert (plain.choice.shard, plain.choice.remat, plain.choice.accumulate) == ("replicate", "none", 1)
     tight = compile_step(recipe, Request(batch=16384), devices, memory_bytes=plain.memory.total - 1)
     assert tight.memory.total < plain.memory.total and tight.choice.shard == "fsdp"
     floor = compile_step(recipe, Request(batch=16384, shard="fsdp", accumulate=4), devices).memory.total
@@ -142,8 +142,8 @@ def test_micro_batches_that_cannot_be_small_enough_are_not_compiled(devices, mon
 def test_what_a_program_does_not_do_is_not_tried():
     tried = list(choices(Request(batch=64), [], "cpu", "cpu", 8, 1, None))
     assert [(choice.shard, choice.remat, choice.accumulate) for choice in tried] == [
-        ("replicate", False, 1),
-        ("fsdp", False, 1),
+        ("replicate", "none", 1),
+        ("fsdp", "none", 1),
     ]
 
 
@@ -167,7 +167,7 @@ def test_what_is_asked_is_not_changed():
     request = Request(batch=64, shard="replicate", accumulate=2)
     tried = list(choices(request, ["remat"], "cpu", "cpu", 8, 2**40, 2**30))
     assert {(choice.shard, choice.accumulate) for choice in tried} == {("replicate", 2)}
-    assert [choice.remat for choice in tried] == [False, True]
+    assert [choice.remat for choice in tried] == ["none", "dots", "full"]
 
 
 def test_a_metric_of_many_numbers_is_refused_before_the_first_step(devices, monkeypatch):
@@ -259,4 +259,4 @@ def test_the_same_function_compiles_for_described_tpus():
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = subprocess.run([sys.executable, "-c", TOPOLOGY], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "TPU v5 lite|8|bf16|splash|scan|False|True|True|True\n"  # v2, as a command: tests/plan
+    assert done.stdout == "TPU v5 lite|8|bf16|splash|scan|none|True|True|True\n"  # v2, as a command: tests/plan

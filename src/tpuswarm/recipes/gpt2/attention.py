@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.train.program.attention import Form, kernel, usable_form
+from tpuswarm.train.program.remat import ATTENTION
 from tpuswarm.train.recipe import Options
 
 
@@ -50,4 +52,4 @@ def causal(
     if form != "xla":
         return kernel(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, form, causal=True, scale=K**-0.5)
     allowed_TxT = jnp.tril(jnp.ones((T, T), bool))
-    return attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, allowed_TxT, rate, key)
+    return checkpoint_name(attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, allowed_TxT, rate, key), ATTENTION)

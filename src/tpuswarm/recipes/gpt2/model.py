@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tpuswarm.recipes.gpt2 import attention
 from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.train.program.mesh import gathered, gathered_as
+from tpuswarm.train.program.remat import recomputed
 from tpuswarm.train.recipe import Options
 
 Params = dict[str, Any]
@@ -84,10 +85,8 @@ def run_blocks(
     def body(x_BxTxD: jax.Array, layer: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Any]:
         return block(x_BxTxD, *layer, config, attend)
 
-    if options.remat:
-        body = jax.checkpoint(body)
     unroll = config.layers if options.loop == "unroll" else 1
-    x_BxTxD, kept = jax.lax.scan(body, x_BxTxD, (params["blocks"], keys_L), unroll=unroll)
+    x_BxTxD, kept = jax.lax.scan(recomputed(body, options.remat), x_BxTxD, (params["blocks"], keys_L), unroll=unroll)
     return layer_norm(x_BxTxD, params["ln_f"]), kept
 
 

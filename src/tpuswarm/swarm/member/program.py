@@ -49,7 +49,7 @@ class Ready:
             "recipe file": digests.code,
             "data": digests.data,
             "parameters": digests.layout,
-            "form of the program": f"{choice.shard}{', recomputed' * choice.remat}, {choice.accumulate} micro-batches",
+            "form of the program": f"{choice.shard}, remat {choice.remat}, {choice.accumulate} micro-batches",
         }
 
     def begin(self) -> list[np.ndarray]:

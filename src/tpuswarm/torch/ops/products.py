@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from tpuswarm.torch.ops.dtypes import alike, within
 from tpuswarm.train.program.attention import kernel, usable_form
+from tpuswarm.train.program.remat import ATTENTION
 from tpuswarm.train.recipe import Options
 
 
@@ -106,7 +108,7 @@ def attention(
         y = _dropped(key, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask, bias, dropout_p, is_causal, scale)
     else:
         y = jax.nn.dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, bias, mask, scale=scale, is_causal=is_causal)
-    return _heads_first(y, q, v)
+    return _heads_first(checkpoint_name(y, ATTENTION), q, v)
 
 
 def _heads_first(y_BxTxHxK: Any, q: Any, v: Any) -> Any:

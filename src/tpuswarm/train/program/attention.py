@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from tpuswarm.train.program.remat import ATTENTION
+
 LANES = 128
 """Splash works on whole blocks of so many tokens."""
 
@@ -56,7 +58,9 @@ def _splash(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, ca
     )  # fmt: skip
 
     def one_device(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array) -> jax.Array:
-        run = kernels.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+        run = kernels.make_splash_mha(
+            mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, residual_checkpoint_name=ATTENTION
+        )
         scaled = q_BxTxHxK * jnp.asarray(scale, q_BxTxHxK.dtype)
         heads_first = [x.swapaxes(1, 2) for x in (scaled, k_BxSxGxK, v_BxSxGxK)]
         return jax.vmap(run)(*heads_first).swapaxes(1, 2)

@@ -5,7 +5,7 @@ from typing import Any
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.program.compiled import Compiled, DoesNotFit, compile_step, device_memory
-from tpuswarm.train.program.request import Request, usual_request
+from tpuswarm.train.program.request import REMATS, Request, usual_request
 from tpuswarm.train.recipe import Recipe
 
 AUTO = "auto"
@@ -43,6 +43,6 @@ def search(recipe: Recipe, asked: Mapping[str, Any], devices: Sequence[Any], say
         batch, best = 2 * batch, larger
 
 
-def _saves(compiled: Compiled) -> tuple[int, bool]:
+def _saves(compiled: Compiled) -> tuple[int, int]:
     """How much time it gives for memory."""
-    return compiled.choice.accumulate, compiled.choice.remat
+    return compiled.choice.accumulate, list(REMATS).index(compiled.choice.remat)

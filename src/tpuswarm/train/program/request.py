@@ -1,18 +1,26 @@
 """What is asked of a program, and the ways to run it on given devices, best first."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tpuswarm.config.limits import check
-from tpuswarm.train.recipe import Options, Recipe, default_precision
+from tpuswarm.train.recipe import Options, Recipe, Remat, default_precision
 
 BATCH = 32
 """Rows of a step for a recipe that wants no number of its own."""
 
 STATE_SHARE = 0.6
 """With `auto`, a replicated state may take this share of a device's memory; activations need the rest."""
+
+
+REMATS: Mapping[Remat, str] = {
+    "none": "",
+    "dots": ", layers recomputed but for their products",
+    "full": ", layers recomputed",
+}
+"""From the one that takes no time to the one that takes no memory, with the words for it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class Choice:
     """One way to run a program, with the reason for it in words."""
 
     shard: Literal["replicate", "fsdp"]
-    remat: bool
+    remat: Remat
     accumulate: int
     why: str
 
@@ -105,19 +113,17 @@ def choices(
         shards = [("replicate", f"replicated: {held}"), ("fsdp", f"sharded: {held} plus activations is too much")]
     else:
         shards = [("fsdp", f"sharded: {held} is over {STATE_SHARE:.0%} of {memory_bytes / 2**30:.2f} GiB")]
+    remats = list(REMATS)
     if "remat" not in honoured:
-        remats = [False]
-    elif platform == "tpu" and kind in ("TPU v2", "TPU v3"):
-        remats = [True]
-    else:
-        remats = [False, True]
+        remats = ["none"]
+    elif platform == "tpu" and kind in ("TPU v2", "TPU v3"):  # without a kernel all scores of all layers would be kept
+        remats.remove("none")
     accumulate = request.accumulate or 1
     for shard, why in shards:
         for remat in remats:
-            yield Choice(shard, remat, accumulate, why + (", layers recomputed" if remat else ""))
+            yield Choice(shard, remat, accumulate, why + REMATS[remat])
     if request.accumulate is None and "accumulate" in honoured:
-        recomputed = ", layers recomputed" if remats[-1] else ""
         rows = request.batch // devices
         small = [count for count in range(1, math.isqrt(rows) + 1) if rows % count == 0]
         for count in sorted({*small, *(rows // count for count in small)} - {1}):
-            yield Choice(shard, remats[-1], count, f"{why}{recomputed}, {count} micro-batches")
+            yield Choice(shard, remats[-1], count, f"{why}{REMATS[remats[-1]]}, {count} micro-batches")

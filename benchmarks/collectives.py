@@ -24,7 +24,7 @@ class Sent:
 
 def sent(text: str, devices: int) -> Sent:
     """Over all turns of all loops; a loop counts from 0 to the number that its condition compares with."""
-    computations, entry = _computations(text)
+    computations, entry = by_name(text)
     times: Counter[str] = Counter()
     _count(computations, entry, 1, times)
     counts: Counter[str] = Counter()
@@ -57,7 +57,7 @@ def _share(kind: str, devices: int) -> float:
     return {"all-reduce": 2 * around, "collective-permute": 1.0}.get(kind, around)
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+def by_name(text: str) -> tuple[dict[str, list[str]], str]:
     """The lines of each computation, and the name of the entry."""
     found: dict[str, list[str]] = {}
     entry = name = ""
@@ -81,13 +81,13 @@ def _count(computations: dict[str, list[str]], name: str, runs: int, times: Coun
         if " while(" in line:
             condition = re.search(r"condition=%?([\w.\-]+)", line)
             assert condition is not None
-            turns *= _turns(computations, condition[1])
+            turns *= turns_of(computations, condition[1])
         for called in set(CALLED.findall(line)):
             if called in computations:
                 _count(computations, called, turns, times)
 
 
-def _turns(computations: dict[str, list[str]], condition: str) -> int:
+def turns_of(computations: dict[str, list[str]], condition: str) -> int:
     """The one whole number that a loop's condition holds."""
     lines = list(computations[condition])
     for line in computations[condition]:

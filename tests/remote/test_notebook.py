@@ -40,7 +40,7 @@ def opened(fleet: Fleet, *words: str) -> Iterator[tuple[Server, object]]:
     process = fleet.start("notebook", *words, "--port", str(free_port()))
     try:
         said = ""
-        while "Ctrl-C closes" not in said:
+        while "Ctrl-C disconnects" not in said:
             line = process.stdout.readline()
             assert line, said + process.stderr.read()
             said += line
@@ -72,7 +72,17 @@ def test_another_process_that_holds_the_tpu_is_named_as_doctor_names_it(fleet):
         _, err = fleet.run("notebook", ONE, code=1)
     finally:
         ask(fleet.place, "break", name=ONE, fault="holder", mend=True)
-    assert re.search(rf"{ONE}/0: process \d+ of \S+ has held /dev/accel0 for .*python3 train.py.*; .*kill \d+", err)
+    assert re.search(rf"{ONE}/0: process \d+ of \S+ holds /dev/accel0.*python3 train.py.*; .*kill \d+", err)
+    line = 'exec 9<>"$TPUSWARM_ROOT/dev/accel0"; echo begun; sleep infinity'
+    fleet.run("exec", ONE, "--detach", "--name", "trains", "--", line)
+    try:
+        until(lambda: "begun" in fleet.run("logs", "trains")[0])
+        _, err = fleet.run("notebook", ONE, code=1)
+    finally:
+        fleet.run("stop", "trains")
+    assert re.search(
+        rf"{ONE}/0: job trains \(process \d+ of \S+\) holds /dev/accel0.*`tpuswarm stop trains`", err
+    )
 
 
 def test_who_connects_to_a_worker_and_says_nothing_is_let_go(monkeypatch):

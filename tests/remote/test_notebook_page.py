@@ -51,7 +51,7 @@ def served(reach, port: int) -> Iterator[tuple[Server, list[str]]]:
 
     def say(text: str, **about) -> None:
         said.append(text)
-        if "Ctrl-C closes" in text:
+        if "Ctrl-C disconnects" in text:
             ready.set()
 
     async def work() -> None:
@@ -94,7 +94,7 @@ def test_a_page_comes_back_by_itself_after_a_lost_connection(fleet, reach, brows
         assert [f"at {n}" in lab.ended(3) for n in (0, 20, 40, 59)] == [True] * 4
         assert "again" in lab.run(4)
         assert any("was lost" in each for each in said)
-        assert sum("runs as you left it" in each for each in said) >= 2, "at first, and after the lost connection"
+        assert sum("is still running" in each for each in said) >= 2, "at first, and after the lost connection"
         assert browser.hosts() == set()
         browser.shoot(tmp_path / "one.png")
     fleet.run("notebook", ONE, "--stop")

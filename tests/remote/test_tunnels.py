@@ -81,7 +81,7 @@ def test_a_forwarded_port_answers_and_comes_back_after_a_lost_connection(here):
 
     asyncio.run(work())
     assert said[0] == said[4] and "Ctrl-C ends it" in said[0]
-    assert "was lost" in said[1] and said[2].endswith("online?; again in 1 s") and "is repairing" in said[3]
+    assert "was lost" in said[1] and said[2].endswith("online?; retrying in 1 s") and "is repairing" in said[3]
 
 
 def test_the_command_says_where_it_is_and_ends_with_ctrl_c(fleet):

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 PORT = 8888
 """Jupyter's own, which Colab proposes."""
-HELD = "held"
-"""Doctor's check of who has the chips."""
 
 
 def notebook(
@@ -30,7 +28,7 @@ def notebook(
 ) -> None:
     """Open Jupyter on a machine, through SSH, for a browser or Colab on this computer.
 
-    Ctrl-C closes the way to it; its kernels go on, and the same command comes back to them.
+    Ctrl-C disconnects; kernels keep running, and the same command comes back to them.
     """
     import asyncio
 
@@ -74,20 +72,21 @@ async def _stop(reach: "Reach", reached: "Reached") -> None:
 
     async with Connections(reach.key) as connections:
         await end(connections, reached.hosts)
-    say(f"Jupyter on {_called(reached)} is asked to end, with its kernels")
+    say(f"Jupyter on {_called(reached)} is stopping, with its kernels")
 
 
 async def _first(reach: "Reach", reached: "Reached") -> "Notebook":
     """The server, begun where it does not run and nobody else has the chips."""
+    from tpuswarm.doctor.checks.held import BUSY
     from tpuswarm.doctor.examine import examine
     from tpuswarm.remote.connect import Connections
     from tpuswarm.train.process.waiting import waiting
 
     async with Connections(reach.key) as connections:
         with waiting(f"looking at {_called(reached)}"):
-            found = await examine(connections, reached)
+            found = await examine(connections, reached, checks=(BUSY,))
         for each in found:
-            if each.check == HELD:
+            if each.check == BUSY.id:
                 raise RunFailed(f"{each.host}: {each.wrong.what}; {each.wrong.mend}")
         with waiting(f"beginning Jupyter on {_called(reached)}"):
             return await _begin(connections, reached, None)
@@ -131,12 +130,12 @@ async def _serve(reach: "Reach", name: str, port: int, first: "Notebook") -> Non
 
 def _said(now: "Notebook", name: str, port: int, is_new: bool) -> list[str]:
     """What a person is told."""
-    state = "runs" if is_new else "runs as you left it"
+    state = "is running" if is_new else "is still running"
     return [
         f"Jupyter on {now.host.label} {state}",
         f"  browser: {now.url(port, path='lab')}",
         f"  Colab:   {now.url(port, 'localhost')} (Connect, Connect to a local runtime)",
-        f"Ctrl-C closes the way to it, kernels go on; `tpuswarm notebook {name} --stop` ends them",
+        f"Ctrl-C disconnects; kernels keep running: `tpuswarm notebook {name} --stop` ends them",
     ]
 
 

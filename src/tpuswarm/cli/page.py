@@ -40,7 +40,7 @@ def page(
         with waiting(f"looking at {subject.run or of or 'the fleet'}"):
             await asyncio.to_thread(live.open)
         url = f"http://{LOOPBACK}:{port}/?token={token}"
-        await serve(live, listens, token, lambda: say(f"{url}\nthe token is a secret; Ctrl-C ends it"))
+        await serve(live, listens, token, lambda: say(f"{url}\nkeep this URL secret; Ctrl-C stops the page"))
 
     try:
         asyncio.run(work())

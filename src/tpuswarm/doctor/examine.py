@@ -5,12 +5,12 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.doctor.check import HERE, Facts, Subject, Wrong
+from tpuswarm.doctor.check import HERE, Check, Facts, Subject, Wrong
 from tpuswarm.doctor.checks import ACROSS, CHECKS
 from tpuswarm.doctor.cloud import HEALTH, REACH, SYMPTOM, health
 from tpuswarm.doctor.cloud import WHY as OF_CLOUD
@@ -58,10 +58,13 @@ def examine_here() -> list[Found]:
     return judge([Subject(HERE, facts, 0.0, accelerator.name, accelerator.chips_per_host, worker)])
 
 
-async def examine(connections: Connections, reached: Reached, head: str = "", bucket: str = "") -> list[Found]:
+async def examine(
+    connections: Connections, reached: Reached, head: str = "", bucket: str = "", checks: Sequence[Check] = CHECKS
+) -> list[Found]:
     """All hosts, and what the cloud says of their machines.
 
     head: HOST:PORT of the swarm's that they train in; bucket: the fleet's. Empty: there is none.
+    checks: of each host.
     """
 
     line = shlex.join(["exec", "python3", "-c", boot(MODULES[-1]), head, bucket])
@@ -80,19 +83,19 @@ async def examine(connections: Connections, reached: Reached, head: str = "", bu
             found.append(Found(host.label, REACH, _away(str(answer).partition(" ")[2])))
     machines = {each.name: each for each in reached.machines.values()}
     found += [Found(name, check, wrong) for name, each in machines.items() for check, wrong in health(each)]
-    return found + judge([each for each in answers if isinstance(each, Subject)])
+    return found + judge([each for each in answers if isinstance(each, Subject)], checks)
 
 
-def judge(subjects: list[Subject]) -> list[Found]:
+def judge(subjects: list[Subject], checks: Sequence[Check] = CHECKS) -> list[Found]:
     """What all checks say; of a host of which something could not be looked at that, and what the others say."""
-    found = [each for one in subjects for each in (*_lost(one), *_judge(one))]
+    found = [each for one in subjects for each in (*_lost(one), *_judge(one, checks))]
     if len(subjects) > 1:
         found += [Found(label, check.id, wrong) for check in ACROSS for label, wrong in check.probe(subjects)]
     return found
 
 
-def _judge(subject: Subject) -> Iterator[Found]:
-    for check in CHECKS:
+def _judge(subject: Subject, checks: Sequence[Check]) -> Iterator[Found]:
+    for check in checks:
         try:
             yield from [Found(subject.label, check.id, wrong) for wrong in check.probe(subject)]
         except KeyError as missing:  # a fact that it needs

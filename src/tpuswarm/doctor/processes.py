@@ -90,16 +90,20 @@ def process(place: Path, path: Path) -> "dict[str, Any]":
     ticks = int((place / "stat").read_text().rpartition(")")[2].split()[19])
     up = float(Path("/proc/uptime").read_text().split()[0])
     asked = left = False
+    job = ""
     try:
         environment = (place / "environ").read_bytes()
+        mark = MARKS.search(environment)
         asked = asked_for(environment) is not None
-        left = not asked and MARKS.search(environment) is not None
+        left = not asked and mark is not None
+        if asked and mark and mark.group(1) == b"JOB":
+            job = Path(os.fsdecode(mark.group(2))).name
     except OSError:  # another user's
         pass
     return {
         "pid": int(place.name), "user": owner(place.stat().st_uid), "command": command[:200],
         "age_s": up - ticks / os.sysconf("SC_CLK_TCK"), "path": shown(path),
-        "asked_for": asked, "left": left,
+        "asked_for": asked, "left": left, "job": job,
     }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ async def forward(
                 # Later whatever it is passes: the cloud may not answer, the machine may be repaired or made again.
                 if first or isinstance(error, HostKeyChanged | Taken):
                     raise
-                say(f"{error}; again in {wait:g} s")
+                say(f"{error}; retrying in {wait:g} s")
                 await asyncio.sleep(wait)
                 wait = min(MOST_S, wait * 2)
                 continue
@@ -56,7 +56,7 @@ async def forward(
             listener.close()
             # Who comes meanwhile waits: a page that is refused again and again gives up.
             held = hold(here)
-            say(f"the connection to {host.label} was lost: connecting again")
+            say(f"the connection to {host.label} was lost; reconnecting")
     finally:
         if held is not None:
             held.close()

@@ -21,7 +21,8 @@ from benchmarks.report import Settings, Table, verdict
 
 FIRST_S, UPDATE_MS, UPDATE_KB = 1.0, 100.0, 50.0
 TICKS = os.sysconf("SC_CLK_TCK")
-SHOWN = "return typeof seen !== 'undefined' && seen && seen.columns.length ? performance.now() : 0"
+SHOWN = "return typeof seen !== 'undefined' && seen && sharesPlot.edges ? performance.now() : 0"
+"""The last that is drawn is."""
 STATE = """
 return JSON.stringify([seen.columns.map((each) => each[0]), seen.evaluations, seen.members, seen.facts.tokens]);
 """

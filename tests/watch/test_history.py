@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tests.watch.made import STEP_S, TOKENS, MadeRun
+from tpuswarm.swarm.views.events import commit_sentence
 from tpuswarm.train.run.directory import EVENTS, METRICS, append_event, append_rows
 from tpuswarm.watch.page import lines
 from tpuswarm.watch.page.history import COLUMNS, MISSED, NEWS, POINTS, History
@@ -119,3 +120,12 @@ def test_a_line_longer_than_what_is_read_at_once(tmp_path, monkeypatch):
     (last,), at = file.before(None, 64)
     assert "b" in last.row and at == len(json.dumps({"a": "x" * 1000})) + 1
     assert file.before(0) == ([], 0)
+
+
+def test_a_version_of_many_members_is_a_sentence_that_can_be_read():
+    parts = [{"member": f"m{n}", "weight": (n + 1) / 1000, "fate": "applied", "reason": ""} for n in range(40)]
+    parts += [{"member": f"x{n}", "weight": 0.0, "fate": "stale", "reason": "late"} for n in range(15)]
+    said = commit_sentence(7, 1000, parts)
+    assert said.startswith("commit 7: 40 members, 0.1% to 4.0% each; 1,000 tokens counted; x0 stale: late; ")
+    assert said.endswith("x11 stale: late; 3 more were not counted")
+    assert commit_sentence(7, 1000, parts[:2]) == "commit 7: m0 0%, m1 0%; 1,000 tokens counted"

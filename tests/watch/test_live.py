@@ -73,3 +73,21 @@ def test_who_asks_once_has_the_bucket_asked_but_not_each_time(bucket, monkeypatc
         assert bucket.asked == 2, "at first, and for the first who asks"
 
     asyncio.run(work())
+
+
+def test_a_page_that_sleeps_costs_the_others_nothing(bucket, monkeypatch):
+    monkeypatch.setattr(module, "WAITING", 1)
+
+    async def work() -> None:
+        live = Live(Subject(URL))
+        live.open()
+        pages = [live.messages() for _ in range(9)]
+        for each in pages:
+            assert (await anext(each))[0] == "view"
+        for _ in range(2):
+            bucket.grow(1)
+            await live._update()
+            assert [(await anext(each))[0] for each in pages[1:]] == ["update"] * 8
+        assert (await anext(pages[0]))[0] == "view", "the whole, for what it has missed"
+
+    asyncio.run(asyncio.wait_for(work(), 60))

@@ -24,6 +24,15 @@ EVERYTHING = """
 return JSON.stringify([seen.columns, seen.losses, seen.evaluations, seen.members,
   document.getElementById("events").innerText]);
 """
+LATE = """
+const real = window.fetch, slow = new Promise((answer) => setTimeout(() => answer(new Response("too late")), 500));
+window.fetch = (path) => (path.includes("of=m1") ? slow : real(path));
+slow.then(() => setTimeout(() => { window.late = true; }));
+openLog("m1");
+document.getElementById("log").close();
+setTimeout(() => openLog("m2"));
+"""
+"""A log is asked for and closed, and another one opened, before the answer for the first is there."""
 TIP = "return document.querySelector('.tip').textContent"
 
 
@@ -76,6 +85,11 @@ def test_keys_alone_are_enough(browser, page_of, tmp_path):
     browser.wait(lambda each: "hello from m1" in each.text(), "the log")
     press(Keys.ESCAPE)
     assert not browser.js("return document.getElementById('log').open")
+    (run.folder / "logs" / "m2.log").write_text("hello from m2\n")
+    browser.js(LATE)
+    browser.wait(lambda each: each.js("return window.late") and "hello from m2" in each.text(), "the other log")
+    assert "too late" not in browser.text()
+    press(Keys.ESCAPE)
     browser.js("document.getElementById('shares').focus()")
     press(Keys.ARROW_LEFT, Keys.ARROW_DOWN)
     browser.wait(lambda each: "version 7," in each.text() and "m1: 33.3%" in each.text(), "what a share is")

@@ -5,6 +5,9 @@ from typing import Any
 
 from tpuswarm.swarm.core.values import Record
 
+NAMED = 12
+"""Members of a commit who are named; more are too many to read."""
+
 
 def commit_event(record: Record) -> dict[str, Any]:
     """The facts of a commit for events.jsonl."""
@@ -58,8 +61,13 @@ def _sentence(event: Mapping[str, Any]) -> str:
 
 
 def commit_sentence(version: int, tokens: int, parts: Sequence[Mapping[str, Any]]) -> str:
-    """A commit in words: who is in it, and with what weight."""
-    applied = [f"{each['member']} {each['weight']:.0%}" for each in parts if each["fate"] == "applied"]
-    others = [f"{each['member']} {each['fate']}: {each['reason']}" for each in parts if each["fate"] != "applied"]
-    who = ", ".join(applied) or "nobody"
-    return f"commit {version}: {who}; {tokens:,} tokens counted" + "".join(f"; {each}" for each in others)
+    """A commit in words: who is in it, and with what weight; of many members how many, and the least and the most."""
+    applied = [each for each in parts if each["fate"] == "applied"]
+    others = [each for each in parts if each["fate"] != "applied"]
+    who = ", ".join(f"{each['member']} {each['weight']:.0%}" for each in applied) or "nobody"
+    if len(applied) > NAMED:
+        least, most = min(each["weight"] for each in applied), max(each["weight"] for each in applied)
+        who = f"{len(applied)} members, {least:.1%} to {most:.1%} each"
+    not_in = "".join(f"; {each['member']} {each['fate']}: {each['reason']}" for each in others[:NAMED])
+    more = f"; {len(others) - NAMED} more were not counted" if len(others) > NAMED else ""
+    return f"commit {version}: {who}; {tokens:,} tokens counted{not_in}{more}"

@@ -56,6 +56,8 @@ class Live:
         self._problems: dict[str, str] = {}
         """Why something cannot be seen now, by what it is."""
         self._shown: Sections = {}
+        self._whole: dict[str, Any] = {}
+        """The view between two updates: who comes while one is under way has this, and then that."""
         self._queues: set[asyncio.Queue[Message]] = set()
         self._wanted = asyncio.Event()
         self._lock = asyncio.Lock()
@@ -80,6 +82,7 @@ class Live:
                 if self._subject.read is None:
                     raise
         self._shown = self._sections()
+        self._whole = self.view()
 
     def state(self) -> State:
         """As it was seen last."""
@@ -89,18 +92,15 @@ class Live:
         """The whole, for who comes."""
         found = dict(self._shown)
         if (past := self._history) is not None:
-            found |= {
-                "losses": past.losses, "speeds": past.speeds, "evaluations": past.evaluations, "names": past.names,
-                "columns": past.columns, "told": past.told,
-            }  # fmt: skip
+            grows = ("losses", "speeds", "evaluations", "names", "columns", "told")
+            found |= {name: list(getattr(past, name)) for name in grows}
         return found
 
     async def messages(self) -> AsyncIterator[Message]:
         """For one page: the whole, then what changes."""
         queue: asyncio.Queue[Message] = asyncio.Queue(WAITING)
-        async with self._lock:
-            first = "view", _text(self.view())
-            self._queues.add(queue)
+        first = "view", _text(self._whole)
+        self._queues.add(queue)
         self._wanted.set()
         try:
             yield first
@@ -186,13 +186,13 @@ class Live:
         async with self._lock:
             news = await asyncio.to_thread(self._look_again)
             now = self._sections()
-            if news is None:
-                self._shown = now
-                self._publish("view", self.view())
-                return
-            found = changes(self._shown, now) | news
+            changed = None if news is None else changes(self._shown, now) | news
             self._shown = now
-            self._publish("update", found)
+            self._whole = self.view()
+            if changed is None:
+                self._publish("view", self._whole)
+            else:
+                self._publish("update", changed)
 
     def _look_again(self) -> dict[str, Any] | None:
         """What the run's files say that is new; None where they are other files now."""
@@ -250,8 +250,9 @@ class Live:
             if queue.full():  # a page that sleeps: it gets the whole when it wakes
                 while not queue.empty():
                     queue.get_nowait()
-                message = "view", _text(self.view())
-            queue.put_nowait(message)
+                queue.put_nowait(("view", _text(self._whole)))
+            else:
+                queue.put_nowait(message)
 
 
 def _text(data: Any) -> str:

@@ -137,13 +137,12 @@ function members() {
   const counts = {};
   for (const [, [state]] of all) counts[state] = (counts[state] ?? 0) + 1;
   $("members-count").textContent = `${all.length}: ${Object.entries(counts).map(([state, count]) => `${count} ${state}`).join(", ")}`;
-  all.sort(([a, x], [b, y]) => (x[1] ?? 1e9) - (y[1] ?? 1e9) || a.localeCompare(b, "en", { numeric: true }));
-  const byName = [...all].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
+  const byName = all.sort(([a], [b]) => order(a, b)), byNeed = [...all].sort(([, x], [, y]) => (x[1] ?? 1e9) - (y[1] ?? 1e9));
   $("dots").replaceChildren(...byName.map(([name, row]) => Object.assign(element("i", "", `${COLORS[row[0]] ?? "dim"}${row[1] !== null ? " look" : ""}`), { title: `${name}: ${row[0]}` })));
   const unit = seen.facts.unit ?? "tokens";
   const kinds = ["", "", "n", "n", "n more", "n more", "n more", "n more", "more", "why"];
   const heads = ["member", "state", `${unit}/s`, "loss", "commit", "behind", unit, "pid", "incarnation", "why"].map((name, n) => [name, kinds[n]]);
-  const rows = all.filter(([name, row]) => `${name} ${row[0]} ${row[2]}`.toLowerCase().includes(wanted)).map(([name, row]) => {
+  const rows = byNeed.filter(([name, row]) => `${name} ${row[0]} ${row[2]}`.toLowerCase().includes(wanted)).map(([name, row]) => {
     const [state, , why, speed, loss, base, lag, tokens, pid, incarnation] = row, made = document.createElement("tr");
     return cells(made, [asks(name), element("span", state, COLORS[state]), number(speed), figure4(loss), number(base), number(lag), number(tokens), pid === null ? "–" : `${pid}`, incarnation || "–", why], kinds);
   });
@@ -170,7 +169,7 @@ function machines() {
 
 function tell(told) {
   const list = $("events");
-  for (const each of told) list.prepend(line(each));
+  list.prepend(...told.map(line).reverse());
   while (list.children.length > EVENTS) list.lastChild.remove();
 }
 function line([at, time, kind, text]) {
@@ -213,23 +212,26 @@ function picture() {
 $("picture-at").addEventListener("input", picture);
 
 // What a process or a machine's jobs print, while somebody reads it.
-let reading = null;
+let reading = null; // what is read now; an answer for something else comes too late
 document.addEventListener("click", (event) => { const name = event.target.dataset?.log; if (name) openLog(name); });
 $("log-close").addEventListener("click", () => $("log").close());
-$("log").addEventListener("close", () => { clearInterval(reading); reading = null; });
+$("log").addEventListener("close", () => { if (!$("log").open) reading = null; });
 function openLog(name) {
   $("log-name").textContent = name;
   $("log-text").textContent = "…";
   $("log").showModal();
+  const mine = (reading = { name });
   const look = async () => {
     const text = await fetch(url("log", { of: name })).then((answer) => answer.text(), () => null);
+    if (reading !== mine) return;
     const box = $("log-text"), below = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-    if (text === null || text === box.textContent) return;
-    box.textContent = text;
-    if (below) box.scrollTop = box.scrollHeight;
+    if (text !== null && text !== box.textContent) {
+      box.textContent = text;
+      if (below) box.scrollTop = box.scrollHeight;
+    }
+    setTimeout(() => reading === mine && look(), 2000);
   };
   look();
-  reading = setInterval(look, 2000);
 }
 
 // A lost connection is tried again until it is there; the server then tells the whole anew.

@@ -69,10 +69,13 @@ def test_all_jobs_listen_on_ports_of_their_own_and_are_sized_for_all_members(tmp
 
 def test_what_only_one_process_can_do_is_refused_before_anything_is_rented(tmp_path):
     path = tmp_path / "swarm.toml"
-    for line in ('keep_best = "eval_loss"', "overfit_batches = 1", "fast_dev_run = true"):
+    for line in ('keep_best = "eval_loss"', "overfit_batches = 1", "fast_dev_run = true", "profile = true"):
         path.write_text(FILE.replace("[train]\n", f"[train]\n{line}\n"))
         with pytest.raises(InputError, match=f"^train.{line.split()[0]} is for a run of one process, not for members"):
             training.planned(read_swarm(path))
+    path.write_text(FILE.replace("[train]\n", '[train]\nwandb = "project"\n'))
+    with pytest.raises(InputError, match=r"^train.wandb is for runs of this computer"):
+        training.planned(read_swarm(path))
 
 
 def test_a_head_that_was_let_accept_other_code_is_the_same_job(tmp_path):

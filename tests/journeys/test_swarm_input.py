@@ -59,8 +59,10 @@ def call(monkeypatch, typed, tmp_path):
             "is a different GPT-2: it has layers 2, heads 2, this one has layers 1, heads 1",
         ),
         ("--members 10000", "members need about"),
-        ("--members 2 --profile", "--profile and --wandb do not work with --members yet"),
-        ("--members 2 --wandb project", "--profile and --wandb do not work with --members yet"),
+        (
+            "--members 2 --profile",
+            "--profile is for one process; to trace a member: `tpuswarm profile RUN",
+        ),
         ("--cycle 20", "--cycle needs --members"),
         ("--accept-code", "--accept-code needs --members"),
     ],

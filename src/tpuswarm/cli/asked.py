@@ -167,8 +167,10 @@ def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[s
         raise InputError(
             "--hosts and --members exclude each other; the hosts of a member come with `tpuswarm join --hosts`"
         )
-    if table.profile or table.wandb is not None:
-        raise InputError("--profile and --wandb do not work with --members yet")
+    if table.profile:
+        raise InputError(
+            "--profile is for one process; to trace a member: `tpuswarm profile RUN --member m0` while it runs"
+        )
     if table.batch == "auto":
         raise InputError("--batch auto is for one process: give --batch a number; `tpuswarm plan` says what fits")
     if table.overfit_batches or table.fast_dev_run:
@@ -176,4 +178,4 @@ def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[s
     if table.keep_best is not None:
         raise InputError("--keep-best does not work with --members: `tpuswarm ledger` has every version's place")
     own = {"expect": words["expect"], "ports": parse_ports(words["ports"])}
-    return {**given, "accept_code": words["accept_code"], "token": words["token_file"], **own}
+    return {**given, "wandb": table.wandb, "accept_code": words["accept_code"], "token": words["token_file"], **own}

@@ -61,7 +61,7 @@ EXAMPLES = {
     ),
     "evaluate": ("tpuswarm evaluate last", "tpuswarm evaluate runs/mine --data other-text.txt"),
     "project": ("tpuswarm project runs/digits seven.png --out found.png",),
-    "profile": ("tpuswarm profile last --steps 3",),
+    "profile": ("tpuswarm profile last --steps 3", "tpuswarm profile runs/swarm --member m1"),
     "export": ("tpuswarm export runs/mine exported",),
     "ledger show": ("tpuswarm ledger show last -n 3",),
     "ledger verify": ("tpuswarm ledger verify last",),

@@ -12,59 +12,103 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
 
-LOOK = 0.2
-"""Seconds between two looks at a run's files."""
+LOOK, LOOK_FAR = 0.2, 5.0
+"""Seconds between two looks at a run's files: on this disk, and in a bucket."""
+LISTED = 5
+"""Members that are named where one is to be chosen."""
 
 
 def profile(
     run: Run,
     steps: Annotated[int | None, typer.Option(help="Steps in the trace. Default: 5.", show_default=False)] = None,
+    member: Annotated[
+        str | None, typer.Option(help="Of a swarm: whose steps. Default: the first that trains.", show_default=False)
+    ] = None,
 ) -> None:
     """Trace a few steps of a running run; for one that has ended, list its traces and how to open them."""
+    from tpuswarm.train.bucket.mirror import elsewhere, origin, refresh, shown
     from tpuswarm.train.look import profile as profiling
     from tpuswarm.train.run.directory import EVENTS, holder, read_config, read_rows
     from tpuswarm.train.run.listing import find_run
 
     folder = Path(find_run(run))
-    if "swarm" in read_config(folder):
-        raise InputError(f"{folder} is a swarm; only plain runs can be traced so far")
+    swarm = "swarm" in read_config(folder)
+    if member is not None and not swarm:
+        raise InputError(f"{shown(folder)} is not a swarm: leave --member out")
     if steps is not None:
         check_number(steps, "--steps", least=1)
     pid = holder(folder)
     if pid is None:
-        _show(folder, steps)
+        _show(folder, steps, member)
         return
+    if swarm:
+        member = _training(folder, member)
+    count, far = steps or profiling.STEPS, elsewhere(folder)
 
     def told() -> list[str]:
-        return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == profiling.TRACE]
+        rows = (row for row in read_rows(folder / EVENTS) if row["event"] == profiling.TRACE)
+        return [row["message"] for row in rows if row.get("member") == member]
 
     before = len(told())
-    profiling.request(folder, steps or profiling.STEPS)
-    say(f"asked process {pid} to trace {steps or profiling.STEPS} steps; Ctrl-C cancels", err=True)
+    profiling.request(folder, count, member)
+    who = member or f"process {pid}{f' on {far.host}' if far else ''}"
+    say(f"asked {who} to trace {count} steps; Ctrl-C cancels", err=True)
     try:
         with waiting("waiting for the trace"):
             while len(told()) == before:
                 if holder(folder) is None and len(told()) == before:
-                    raise RunFailed(f"{folder} ended before the trace was taken; `tpuswarm status {folder}` says why")
-                time.sleep(LOOK)
+                    raise RunFailed(
+                        f"{shown(folder)} ended before the trace was taken; `tpuswarm status {shown(folder)}` says why"
+                    )
+                time.sleep(LOOK if origin(folder) is None else LOOK_FAR)
+                refresh(folder)
     finally:
         profiling.withdraw(folder)
     message = told()[before]
     if not message.startswith("trace of"):
         raise RunFailed(message)
-    say(message)
+    what = message.removeprefix("trace of ").partition(" in ")[0]
+    say(profiling.taken_sentence(what, folder / profiling.BOARD / (member or "")))
 
 
-def _show(folder: Path, steps: int | None) -> None:
-    from tpuswarm.train.look.profile import HOW_TO_OPEN, traces
+def _training(folder: Path, member: str | None) -> str:
+    """The member that is meant, which trains. Raises InputError where it does not, or none does."""
+    from tpuswarm.swarm.views.status import read_status
+    from tpuswarm.train.bucket.mirror import shown
+
+    status = read_status(folder)
+    members = status.members if status else ()
+    train = [each.id for each in members if each.state == "alive"]
+    if member is None and train:
+        return train[0]
+    found = next((each for each in members if each.id == member), None)
+    if found and found.state == "alive":
+        return found.id
+    more = f" and {len(train) - LISTED} more" if len(train) > LISTED else ""
+    now = f"training now: {', '.join(train[:LISTED])}{more}" if train else "nobody trains yet; try again once one does"
+    if member is None:
+        raise InputError(f"{shown(folder)} has no steps to trace: {now}")
+    if found is None:
+        raise InputError(f"{shown(folder)} has no member {member}; {now}")
+    is_now = "has left" if found.state == "left" else f"is {found.state}"
+    raise InputError(f"{member} {is_now}, so it has no steps to trace; {now}")
+
+
+def _show(folder: Path, steps: int | None, member: str | None) -> None:
+    from tpuswarm.train.bucket.mirror import shown
+    from tpuswarm.train.look.profile import BOARD, HOW_TO_OPEN, traces
 
     if steps is not None:
-        raise InputError(f"{folder} is not running, so no steps can be traced; leave --steps out to see its traces")
-    found = traces(folder)
-    if not found:
         raise InputError(
-            f"{folder} is not running and has no trace; train with --profile, or use `tpuswarm profile` while it runs"
+            f"{shown(folder)} is not running, so no steps can be traced; leave --steps out to see its traces"
+        )
+    found = traces(folder, member)
+    if not found:
+        of = f" of {member}" if member else ""
+        raise InputError(
+            f"{shown(folder)} is not running and has no trace{of}; train with --profile, or use `tpuswarm profile` "
+            "while it runs"
         )
     for trace in found:
         print(trace)
-    say(f"to open them: {HOW_TO_OPEN.format(folder=folder / 'tensorboard')}")
+    say(f"to open them: {HOW_TO_OPEN.format(folder=folder / BOARD)}")

@@ -29,7 +29,7 @@ NOT_HERE = ("recipe", "options", "run", "members", "devices_per_member", "ray_ad
 """Of [train]: what the head's command says in another way, or not at all."""
 
 
-ONE_PROCESS = ("keep_best", "overfit_batches", "fast_dev_run")
+ONE_PROCESS = ("keep_best", "overfit_batches", "fast_dev_run", "profile")
 """Of [train]: what only a run without members has."""
 
 
@@ -69,6 +69,8 @@ def planned(file: SwarmFile, accept_code: bool = False) -> tuple[Planned, ...]:
         raise InputError("the file has no [[pool]], so there is nothing that could train")
     if alone := [name for name in ONE_PROCESS if getattr(file.train, name)]:
         raise InputError(f"train.{alone[0]} is for a run of one process, not for members: leave it out")
+    if file.train.wandb is not None:
+        raise InputError("train.wandb is for runs of this computer: a fleet's head has no key for W&B; leave it out")
     if file.provider == "google" and not _brings_itself(file):
         raise InputError(
             "[setup] must bring tpuswarm to the machines: name it in pip or requirements, such as "

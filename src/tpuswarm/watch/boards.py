@@ -15,11 +15,10 @@ from tpuswarm.remote.connect import Connections, ask
 from tpuswarm.remote.host import Host, NoWay
 from tpuswarm.train.bucket.mirror import bring, folder_of
 from tpuswarm.train.look.board import Board
+from tpuswarm.train.look.profile import BOARD
 from tpuswarm.train.run.directory import METRICS
 from tpuswarm.watch.page.lines import Line, Lines
 
-BOARD = "tensorboard"
-"""The folder of event files in a run's."""
 AT_ONCE = 4 << 20
 """Bytes of a file of a machine that one answer brings."""
 LIST = "cd {folder} 2>/dev/null || exit 66; find . -type f -path '*tensorboard/*' -printf '%s %P\\n'"
@@ -53,6 +52,7 @@ class Made:
 
     def __init__(self, run: Path, to: Path, url: str = ""):
         self._lines, self._to, self._url = Lines(run / METRICS), to, url
+        self._traces = run / BOARD
         self._boards: dict[str, Board] = {}
 
     async def update(self) -> None:
@@ -70,6 +70,10 @@ class Made:
             raise InputError(f"{self._to.name}: its run has changed; start the same command again")
         for board in self._boards.values():
             board.flush()
+        for traces in self._traces.glob("*/plugins"):  # beside the curves of the same member
+            link = self._to / traces.parent.name / traces.name
+            if link.parent.is_dir() and not link.is_symlink():
+                link.symlink_to(traces.resolve(), target_is_directory=True)
 
     def _write(self, lines: Iterable[Line]) -> None:
         for line in lines:

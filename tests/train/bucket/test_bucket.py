@@ -13,7 +13,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.bucket import lease
 from tpuswarm.train.bucket.lease import Lease, Lost
-from tpuswarm.train.bucket.mirror import Mirror, bring, folder_of, is_url
+from tpuswarm.train.bucket.mirror import ROWS, Mirror, bring, folder_of, is_url
 from tpuswarm.train.bucket.stored import Bucket
 from tpuswarm.train.run.checkpoint import Checkpoints
 from tpuswarm.train.run.directory import Run, read_rows
@@ -226,7 +226,15 @@ def test_it_is_looked_at_and_stopped_from_elsewhere(served, disk, monkeypatch):
     seen = status(folder)
     assert (seen.run, seen.state, seen.step) == (URL, "running", 3)
     from tpuswarm.train.bucket.mirror import ask_to_stop
+    from tpuswarm.train.look.profile import request, take_request
 
+    request(folder, 3, "m1")
+    taken: list = []
+    end = time.monotonic() + 20
+    while not taken and time.monotonic() < end:
+        time.sleep(0.02)
+        taken = [each for each in [take_request(run.folder)] if each]
+    assert taken == [(3, "m1")] and take_request(folder) is None
     heard = []
     monkeypatch.setattr("os.kill", lambda pid, number: heard.append(number))
     assert ask_to_stop(folder).host
@@ -389,3 +397,24 @@ def test_members_rows_are_found_again(served, disk):
     run.close()
     shutil.rmtree(run.folder)
     assert steps(bring(URL) / "members" / "m1") == [1]
+
+
+def test_rows_of_members_are_added_as_they_come_and_cut_where_the_runs_are(served, disk):
+    def wrote(run: Run, step: int) -> None:
+        for member in ("m0", "m1"):
+            run.write_metrics({"step": step, "tokens": 2, "loss": 1.0, "member": member, "version": 0})
+        run._tended._mirror.push(lambda: None)
+
+    run = begin(0)
+    wrote(run, 1)
+    disk("two")
+    own = bring(URL) / "members" / "m1" / ROWS
+    first = own.stat().st_ino, own.read_bytes()
+    for step in (2, 3):
+        wrote(run, step)
+        assert bring(URL) and steps(own.parent) == [*range(1, step + 1)]
+    assert own.stat().st_ino == first[0] and own.read_bytes().startswith(first[1])
+    (run.folder / ROWS).write_bytes(b"".join((run.folder / ROWS).read_bytes().splitlines(keepends=True)[:2]))
+    run._tended._mirror.push(lambda: None)
+    assert bring(URL) and steps(own.parent) == [1]
+    run.close()

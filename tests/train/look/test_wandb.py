@@ -12,6 +12,7 @@ from wandb.proto import wandb_internal_pb2 as messages
 from tests.processes import finish, start
 from tests.train import toy
 from tpuswarm import InputError, Trainer
+from tpuswarm.train.look.wandb_log import WandbLog
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
 BLOCK, HEADER = 32 * 1024, 7
@@ -90,3 +91,27 @@ def test_without_a_key_the_command_says_what_to_do(tmp_path, monkeypatch):
     words = ["train", "mine.py:toy", "--steps", "2", "--batch", "8", "--wandb", "project"]
     _, err = finish(start(words, tmp_path), 2)
     assert "No API key" in err and "WANDB_MODE=offline" in err and "Traceback" not in err
+
+
+def test_rows_of_a_swarm_are_drawn_by_member_and_evaluations_by_version(tmp_path):
+    (tmp_path / "config.toml").write_text(
+        '[recipe]\nname = "x"\ntarget = "x:X"\n[recipe.options]\n[train]\nsteps = 9\nbatch = 1\nseed = 0\n'
+        "[chosen]\ntokens_per_row = 1\n[swarm]\nmembers = 2\n"
+    )
+    log = WandbLog(tmp_path, "project")
+    row = {"step": 1, "tokens": 8, "loss": 2.5, "version": 3}
+    log.write_member({**row, "member": "m0"})
+    log.write_member({**row, "loss": 3.5, "member": "m1"})
+    log.write_member({"step": 1, "tokens": 16, "eval_loss": 2.75, "member": "m0", "version": 3})
+    log.close()
+    (file,) = files(tmp_path)
+    assert logged(file) == [
+        {"m0/step": 1, "m0/tokens": 8, "m0/loss": 2.5, "m0/version": 3},
+        {"m1/step": 1, "m1/tokens": 8, "m1/loss": 3.5, "m1/version": 3},
+        {"tokens": 16, "eval_loss": 2.75, "version": 3},
+    ]
+    axes = {each.metric.glob_name or each.metric.name: each.metric.step_metric for each in records(file)
+            if each.WhichOneof("record_type") == "metric"}  # fmt: skip
+    assert {name: axes[name] for name in ("m0/*", "m1/*", "eval_*")} == {
+        "m0/*": "m0/step", "m1/*": "m1/step", "eval_*": "version",
+    }  # fmt: skip

@@ -166,6 +166,13 @@ class Actor:
         return os.getpid(), self._host.look(since) if self._made.is_set() else None
 
     @ray.method(concurrency_group="control")
+    def trace(self, steps: int) -> None:
+        """A member's next steps."""
+        if self._made.is_set():
+            host: Any = self._host  # only a member has steps
+            host.trace(steps)
+
+    @ray.method(concurrency_group="control")
     def leave(self) -> None:
         """It will have to go soon."""
         self._go()
@@ -214,6 +221,10 @@ class Started:
         except RayError:  # its outcome tells, where it has none yet
             self.gone = True
             return None
+
+    def trace(self, steps: int) -> None:
+        """Ask a member to trace its next steps; a look has what came of it."""
+        self._actor.trace.remote(steps)
 
     def leave(self) -> None:
         """Ask it to go."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.profiler import StepTraceAnnotation
 
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.books import Adopt
@@ -92,10 +93,11 @@ class ProgramHolder:
         batch = self._feed.next(rows, ahead)
         number = start // (stop - start)
         clock = Clock(self._key, np.int32(number), np.float32(progress[0] / progress[1]))
-        if self._ramp_left:
-            metrics = self._ramped_step(batch, clock)
-        else:
-            self.state, metrics = self._compiled.step(self.state, batch, clock)
+        with StepTraceAnnotation("train", step_num=number):
+            if self._ramp_left:
+                metrics = self._ramped_step(batch, clock)
+            else:
+                self.state, metrics = self._compiled.step(self.state, batch, clock)
         self._took(number, metrics)
         before, self._running = self._running, (stop - start, metrics)
         return _finish(before)

@@ -24,6 +24,7 @@ from tpuswarm.swarm.member.group import Group
 from tpuswarm.swarm.member.lead import Lead
 from tpuswarm.swarm.member.metrics import MetricsRows
 from tpuswarm.swarm.member.program import Ready, make_ready
+from tpuswarm.swarm.member.trace import Tracer
 from tpuswarm.swarm.processes.effects import Call, Over, Unreachable
 from tpuswarm.swarm.processes.founder import Begin, Joining
 from tpuswarm.swarm.processes.plan import HEAD, Plan
@@ -31,6 +32,7 @@ from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.train.hosts.rendezvous import Absent, Hosts
 from tpuswarm.train.loop.session import chosen
 from tpuswarm.train.process import platform
+from tpuswarm.train.recipe import Metrics
 
 AGAIN = 0.5
 """Seconds between two tries of a call that nobody answers."""
@@ -68,6 +70,7 @@ class MemberHost:
 
     place: Assigned
     _rows: MetricsRows = field(init=False)
+    _tracer: Tracer = field(default_factory=Tracer)
     _member: MemberProcesses | None = None
     _last: Member | None = None
     """The books of the incarnation before."""
@@ -93,6 +96,14 @@ class MemberHost:
         if self._member:
             self._member.leaving = True
 
+    def trace(self, steps: int) -> None:
+        """Trace its next steps; a later look has what came of it."""
+        self._tracer.ask(steps)
+
+    def _took(self, number: int, metrics: Metrics) -> None:
+        self._rows.took(number, metrics)
+        self._tracer.took(metrics)
+
     def look(self, since: int) -> dict[str, Any]:
         """How it stands, with its rows of metrics from number `since` on; those before are forgotten."""
         member = self._member
@@ -106,6 +117,7 @@ class MemberHost:
             "rows_per_s": member.rows_per_s if member else None,
             "evaluating": self._evaluating or (member is not None and member.evaluating),
             "rows": rows,
+            "trace": self._tracer.taken(),
         }
 
     def run(self) -> str:
@@ -124,7 +136,7 @@ class MemberHost:
         with hosts:
             follower.tell(hosts, plan, data, place.batch)
             devices = jax.devices() if place.group else platform.local_devices()
-            ready = make_ready(plan, data, devices, place.evaluates, self._rows.took, place.say, place.batch)
+            ready = make_ready(plan, data, devices, place.evaluates, self._took, place.say, place.batch)
             hosts.agree(ready.facts())
             place.compiled()
             return self._lives(ready, Lead(hosts, ready.holder, ready.begin) if hosts.count > 1 else ready)

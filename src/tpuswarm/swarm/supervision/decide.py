@@ -51,6 +51,8 @@ class Asked:
     """How many will join."""
     ports: Ports | None = None
     """On which the Ray that is started here listens; None: any."""
+    wandb: str | None = None
+    """The project of Weights & Biases to which every row is sent."""
     demo: bool = False
     """Whether another demo may replace the run."""
 

@@ -1,8 +1,8 @@
 """`train --members`: from what was decided to a plan, and a supervisor that carries it out."""
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
@@ -149,6 +149,8 @@ class _Ready:
     """Sentences for the user."""
     state_bytes: int
     """Of a member's whole state."""
+    wandb: str | None
+    """The project of Weights & Biases to which every row is sent."""
 
 
 def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready:
@@ -204,7 +206,7 @@ def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready
         asked.ports,
         bool(asked.dashboard),
     )
-    return _Ready(plan, environment, cluster, notes, sizes.state)
+    return _Ready(plan, environment, cluster, notes, sizes.state, asked.wandb)
 
 
 def _average(decided: Decided) -> Average | None:
@@ -273,6 +275,24 @@ def _result(run: Run, ended: Ended, newest: Record | None) -> SwarmResult:
     return SwarmResult(run.folder, ended, metrics, newest.version if newest else 0, newest.tokens if newest else 0)
 
 
+@contextmanager
+def _wandb(run: Run, project: str | None, screen: Screen) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What takes in each row of a member. Raises InputError where W&B refuses."""
+    if project is None:
+        yield lambda row: None
+        return
+    from tpuswarm.train.look import wandb_log
+
+    with waiting("opening W&B"):
+        log = wandb_log.WandbLog(run.folder, project)
+    try:
+        run.write_event(wandb_log.EVENT, id=log.id, message=f"W&B: {log.where}")
+        screen.note(f"W&B: {log.where}")
+        yield log.write_member
+    finally:
+        log.close()
+
+
 def _supervise(
     run: Run, recipe: Recipe, ready: _Ready, screen: Screen, watch: Callable[[Supervisor], None]
 ) -> SwarmResult:
@@ -290,12 +310,12 @@ def _supervise(
         (run.folder / name).unlink(missing_ok=True)  # of the processes before these
     run.write_event("started", message=who, command=command_line())
     try:
-        with ready.cluster as cluster:
+        with _wandb(run, ready.wandb, screen) as log, ready.cluster as cluster:
             if not cluster.found and not (run.config() or {}).get("swarm", {}).get("demo"):
                 screen.note(f"to add a machine: `tpuswarm join {cluster.address} --token-file {cluster.token}`")
             if cluster.dashboard:
                 screen.note(f"Ray's dashboard: http://{cluster.dashboard}, which asks for the token in {cluster.token}")
-            supervisor = Supervisor(run, plan, cluster, screen, ready.environment, watch)
+            supervisor = Supervisor(run, plan, cluster, screen, ready.environment, watch, log)
             ended = supervisor.go()
     except TpuswarmError as error:
         run.write_event("failed", message=str(error))

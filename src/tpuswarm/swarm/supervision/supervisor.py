@@ -24,6 +24,7 @@ from tpuswarm.swarm.processes.plan import HEAD, Plan, member_name
 from tpuswarm.swarm.supervision.followed import Followed
 from tpuswarm.swarm.supervision.kept import Kept, guest_name
 from tpuswarm.swarm.supervision.telling import Telling
+from tpuswarm.swarm.supervision.traces import Traces
 from tpuswarm.swarm.views.events import commit_event
 from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, SwarmStatus
@@ -65,9 +66,12 @@ class Supervisor:
         screen: Screen,
         environment: Callable[[int | None], dict[str, str]],
         watch: Callable[["Supervisor"], None] = lambda supervisor: None,
+        took: Callable[[dict[str, Any]], None] = lambda row: None,
     ):
-        """environment: of the member with a number, or of one that joined; watch: called at each look, for a demo."""
-        self.run, self.plan, self.screen = run, plan, screen
+        """environment: of the member with a number, or of one that joined; watch: called at each look, for a demo;
+        took: called with each row of a member.
+        """
+        self.run, self.plan, self.screen, self._took = run, plan, screen, took
         self._cluster, self._environment, self._watch = cluster, environment, watch
         self._followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
         self.telling = Telling(run, plan, screen, "" if cluster.found else cluster.address)
@@ -78,6 +82,7 @@ class Supervisor:
         """That were ever given a member: a machine that comes back is another node."""
         self._joined: frozenset[str] = frozenset()
         """Members that have had an incarnation."""
+        self._traces = Traces(run.folder, self.telling.event)
         self._stopping = 0.0
         self._clock = Clock(time.monotonic)
 
@@ -100,6 +105,7 @@ class Supervisor:
                 self._keep()
                 self._follow()
                 self._look()
+                self._traces.keep(self.kept)
                 self._tell()
                 self._watch(self)
                 head = self.kept[HEAD]
@@ -301,6 +307,8 @@ class Supervisor:
                 self.screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
         append_rows(self.run.folder / "members" / kept.name / METRICS, rows)
         append_rows(self.run.folder / METRICS, rows)
+        for row in rows:
+            self._took(row)
 
     def _follow(self) -> None:
         """The commits that were made since the last look."""

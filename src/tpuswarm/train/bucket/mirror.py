@@ -25,8 +25,10 @@ from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import cache_folder
 
 ORIGIN, INDEX, PULLING, HOLDER = "bucket", ".mirror.json", ".pulling", ".holder.json"
-FILES, CHECKPOINTS, STOP = "files/", "checkpoints/", "asked/"
+FILES, CHECKPOINTS, ASKED = "files/", "checkpoints/", "asked/"
+STOP = "stop"
 MANIFEST = "manifest.json"
+ROWS = "metrics.jsonl"
 BEST = "best.json"
 """Names the checkpoint that is kept besides the newest (train/run/best.py)."""
 OWN = {"commits", "headers", "objects", "payloads", "members", "founding.json"}
@@ -114,9 +116,17 @@ def elsewhere(folder: Path) -> lease.Holder | None:
 
 def ask_to_stop(folder: Path) -> lease.Holder | None:
     """Leave word for whoever has the run that it is to stop; who that is."""
+    return ask(folder, STOP, "")
+
+
+def ask(folder: Path, name: str, text: str) -> lease.Holder | None:
+    """Leave word for whoever has the run in its bucket (train/bucket/tended.py); who that is.
+
+    name: STOP, or that of the file which it is to find in the run's folder.
+    """
     holder = elsewhere(folder)
     if holder:
-        Mirror(folder).bucket.put(f"{STOP}{holder.owner}", b"")
+        Mirror(folder).bucket.put(f"{ASKED}{holder.owner}/{name}", text.encode())
     return holder
 
 
@@ -180,9 +190,9 @@ class Mirror:
             wanted = {name: each for name, each in files.items() if whole or each.size <= LARGE}
             with ThreadPoolExecutor(READERS) as pool:
                 list(pool.map(lambda name: self._pull_file(name.removeprefix(FILES), wanted[name]), wanted))
-            grown = [self._pull_pieces(name, found) for name, found in by_file(pieces).items()]
-            if any(grown):
-                self._split_members()
+            grown = {name: self._pull_pieces(name, found) for name, found in by_file(pieces).items()}
+            if (since := grown.get(ROWS)) is not None:
+                self._split_members(since)
             if whole:
                 self._pull_checkpoints()
             self._keep()
@@ -207,8 +217,8 @@ class Mirror:
         os.utime(path, (about.written, about.written))
         self._files[name] = [*_stamp(path), about.version]
 
-    def _pull_pieces(self, name: str, found: list[tuple[Piece, float]]) -> bool:
-        """Append what is new; whether anything was."""
+    def _pull_pieces(self, name: str, found: list[tuple[Piece, float]]) -> int | None:
+        """Append what is new: how much of the file is what it was, in bytes, 0 where some was cut off; None: all."""
         path = self.folder / name
         before = self._pieces.get(name, []) if path.exists() else []
         chosen = chain([piece for piece, _ in found])
@@ -217,30 +227,38 @@ class Mirror:
             if old[:2] != new[:2] or not (old.version == new.version or (self._ours and not old.version)):
                 break
             same += 1
-        if same == len(chosen):
-            return False
+        if same == len(chosen) == len(before):
+            return None
+        start = chosen[same].start if same < len(chosen) else chosen[-1].end if chosen else 0
+        appended = path.exists() and path.stat().st_size == start
         path.parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(READERS) as pool, path.open("ab") as file:
-            file.truncate(chosen[same].start)
+            file.truncate(start)
             for data in pool.map(lambda each: self.bucket.read(f"{PIECES}{name}/{each.name}"), chosen[same:]):
                 file.write(data)
         written = max(at for _, at in found)
         os.utime(path, (written, written))
         self._pieces[name] = chosen
-        return True
+        return start if appended else 0
 
-    def _split_members(self) -> None:
-        """The members' own files: each row of the run's says whose it is."""
-        path = self.folder / "metrics.jsonl"
+    def _split_members(self, since: int) -> None:
+        """The members' own files: each row of the run's says whose it is. Those before `since` are there."""
+        with (self.folder / ROWS).open("rb") as file:
+            file.seek(max(0, since - 1))
+            new = file.read()
+        if since and not new.startswith(b"\n"):  # a piece ended within a line
+            self._split_members(0)
+            return
         rows: dict[str, list[bytes]] = {}
-        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        for line in new.splitlines(keepends=True):
             with suppress(ValueError):
                 if member := json.loads(line).get("member"):
                     rows.setdefault(str(member), []).append(line)
         for member, lines in rows.items():
-            own = self.folder / "members" / member / "metrics.jsonl"
+            own = self.folder / "members" / member / ROWS
             own.parent.mkdir(parents=True, exist_ok=True)
-            own.write_bytes(b"".join(lines))
+            with own.open("ab" if since else "wb") as file:
+                file.writelines(lines)
 
     def _pull_checkpoints(self) -> None:
         """The newest whole one, and the best where one is kept: what has no manifest was not sent to its end."""

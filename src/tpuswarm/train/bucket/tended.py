@@ -1,4 +1,4 @@
-"""A run in a bucket while this process has it: its lease is renewed, what is new is sent, and `stop` is heard."""
+"""A run in a bucket while this process has it: its lease is renewed, what is new is sent, what is asked is heard."""
 
 import os
 import signal
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.bucket.lease import RENEWED, Lease, Lost
-from tpuswarm.train.bucket.mirror import STOP, Mirror
+from tpuswarm.train.bucket.mirror import ASKED, STOP, Mirror
+from tpuswarm.train.process.atomic import write_atomically
 
 SENT = 10.0
 """Seconds between two times at which what is new is sent."""
@@ -96,12 +97,17 @@ class Tended:
                 self._error = self._failed(error)
 
     def _keep(self) -> None:
-        """Renew the lease, and hear `stop`."""
+        """Renew the lease, and hear what is asked: to stop, or what is found in the run's folder from now on."""
         if not self._end.wait(RENEWED):
             self._assure()
-            if self._mirror.bucket.exists(f"{STOP}{self._lease.owner}"):
-                self._mirror.bucket.delete(f"{STOP}{self._lease.owner}")
-                os.kill(os.getpid(), signal.SIGINT)
+            bucket, asked = self._mirror.bucket, f"{ASKED}{self._lease.owner}/"
+            for name in bucket.listed(asked):
+                word, text = name.removeprefix(asked), bucket.read(name)
+                bucket.delete(name)
+                if word == STOP:
+                    os.kill(os.getpid(), signal.SIGINT)
+                else:
+                    write_atomically(self._mirror.folder / Path(word).name, text.decode())
 
     def _send(self) -> None:
         """Send what is new, now and then, and when that is asked."""

@@ -1,4 +1,8 @@
-"""Traces of a few training steps, for xprof and TensorBoard; taken when a run begins, or when somebody asks."""
+"""Traces of a few training steps, for xprof and TensorBoard; taken when a run begins, or when somebody asks.
+
+A process takes those of itself. In a swarm the one that holds the run asks the member, which hands its files over: its
+machine may be another one.
+"""
 
 import json
 import shutil
@@ -7,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tpuswarm.train.bucket.mirror import ask, elsewhere
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import Run, writing
 
@@ -17,20 +22,40 @@ WARM_UP = 10
 LOOK = 0.5
 """Seconds between looks for a request."""
 REQUEST = "profile-request.json"
+BOARD = "tensorboard"
+"""Where TensorBoard looks; in it, a member's in a folder of its name."""
+TAKEN = "plugins/profile/*/*.xplane.pb"
 TRACE = "profile"
 """The event of a trace, or of why there is none."""
 HOW_TO_OPEN = "pip install tensorboard xprof, then tensorboard --logdir {folder} (Profile), or xprof {folder}"
 
 
-def traces(run: Path) -> list[Path]:
-    """The folders of a run's traces, the oldest first."""
-    return sorted(path.parent for path in (run / "tensorboard/plugins/profile").glob("*/*.xplane.pb"))
+def traces(run: Path, member: str | None = None) -> list[Path]:
+    """The folders of a run's traces, of one member or all, the oldest first."""
+    found = [*(run / BOARD).glob(TAKEN), *(run / BOARD).glob(f"*/{TAKEN}")]
+    folders = [path.parent for path in found if member in (None, path.relative_to(run / BOARD).parts[0])]
+    return sorted(folders, key=lambda folder: (folder.name, folder))
 
 
-def request(run: Path, steps: int) -> None:
-    """Ask the process that trains `run` to trace its next steps."""
+def request(run: Path, steps: int, member: str | None = None) -> None:
+    """Ask the process that trains `run`, wherever it is, to trace its next steps, or those of a member."""
+    asked = json.dumps({"steps": steps, "member": member})
+    if elsewhere(run):
+        ask(run, REQUEST, asked)
+        return
     with writing(run / REQUEST):
-        write_atomically(run / REQUEST, json.dumps({"steps": steps}))
+        write_atomically(run / REQUEST, asked)
+
+
+def take_request(run: Path) -> tuple[int, str | None] | None:
+    """How many steps somebody asked for, and of which member; None where nobody did. It is taken up now."""
+    path, found = run / REQUEST, None
+    if path.exists():
+        with suppress(OSError, ValueError, KeyError, TypeError):  # withdrawn meanwhile, or not ours
+            asked = json.loads(path.read_text())
+            found = int(asked["steps"]), asked["member"]
+        path.unlink(missing_ok=True)
+    return found
 
 
 def withdraw(run: Path) -> bool:
@@ -39,6 +64,11 @@ def withdraw(run: Path) -> bool:
         (run / REQUEST).unlink()
         return True
     return False
+
+
+def taken_sentence(what: str, folder: Path) -> str:
+    """What came of a trace, and how to see it; folder: TensorBoard's."""
+    return f"trace of {what} in {folder}; to open it: {HOW_TO_OPEN.format(folder=folder)}"
 
 
 class Profiler:
@@ -57,7 +87,7 @@ class Profiler:
 
     @property
     def _folder(self) -> Path:
-        return self._run / "tensorboard"
+        return self._run / BOARD
 
     def before(self, done: int) -> str | None:
         """Before the step after `done`: start, if one is due. What went wrong, in words."""
@@ -67,15 +97,9 @@ class Profiler:
             self._take_request(done)
         if self._start_after is None or done < self._start_after:
             return None
-        import jax
-
         self._start_after = None
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # hooks in every thread, which slow each call
-        try:
-            jax.profiler.start_trace(self._folder, profiler_options=options)
-        except RuntimeError as error:  # somebody else traces this process
-            return f"no trace was taken: {error}"
+        if why := start(self._folder):
+            return why
         self._began, self._end_after = done + 1, min(done + self._steps, self._last_step)
         return None
 
@@ -94,30 +118,47 @@ class Profiler:
         if self._end_after is None:
             return None
         steps, self._end_after = f"steps {self._began} to {self._done}", None
-        import jax
-
-        before = set(self._made())
-        try:
-            jax.profiler.stop_trace()
-        except (RuntimeError, OSError) as error:
-            for folder in set(self._made()) - before:
-                shutil.rmtree(folder, ignore_errors=True)
-            _forget_trace()
-            reason = "the disk is full" if "No space left" in str(error) else str(error).splitlines()[0]
-            return f"the trace of {steps} could not be written: {reason}; training continues without it"
-        folder = self._folder
-        return f"trace of {steps} in {folder}; to open it: {HOW_TO_OPEN.format(folder=folder)}"
-
-    def _made(self) -> list[Path]:
-        return list((self._folder / "plugins/profile").glob("*"))
+        why = stop(self._folder)
+        if why:
+            return f"the trace of {steps} could not be written: {why}; training continues without it"
+        return taken_sentence(steps, self._folder)
 
     def _take_request(self, done: int) -> None:
         self._looked_at = time.monotonic()
-        path = self._run / REQUEST
-        if path.exists():
-            with suppress(OSError, ValueError, KeyError, TypeError):  # withdrawn meanwhile, or not ours
-                self._start_after, self._steps = done, int(json.loads(path.read_text())["steps"])
-            path.unlink(missing_ok=True)
+        if found := take_request(self._run):
+            self._start_after, self._steps = done, found[0]
+
+
+def start(folder: Path) -> str:
+    """Begin a trace of this process; why there is none, in words, or nothing."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # hooks in every thread, which slow each call
+    try:
+        jax.profiler.start_trace(folder, profiler_options=options)
+    except RuntimeError as error:  # somebody else traces this process
+        return f"no trace was taken: {error}"
+    return ""
+
+
+def stop(folder: Path) -> str:
+    """End the trace that `start` began, and write it; why it could not be written, in words, or nothing."""
+    import jax
+
+    before = set(_made(folder))
+    try:
+        jax.profiler.stop_trace()
+    except (RuntimeError, OSError) as error:
+        for made in set(_made(folder)) - before:
+            shutil.rmtree(made, ignore_errors=True)
+        _forget_trace()
+        return "the disk is full" if "No space left" in str(error) else str(error).splitlines()[0]
+    return ""
+
+
+def _made(folder: Path) -> list[Path]:
+    return list((folder / "plugins/profile").glob("*"))
 
 
 def _forget_trace() -> None:

@@ -1,0 +1,65 @@
+"""A trace of a member's steps, when somebody asks: files for whoever holds the run, which may be on another machine."""
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from tpuswarm.train.look import profile
+from tpuswarm.train.recipe import Metrics
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What came of a trace."""
+
+    steps: int
+    problem: str = ""
+    """Why there is none, or nothing."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """By their names below TensorBoard's folder."""
+
+
+class Tracer:
+    """Of one process; `ask` and `taken` are for any thread, `took` for the one that trains."""
+
+    def __init__(self) -> None:
+        self._asked = self._steps = self._left = 0
+        self._taken: Traced | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def ask(self, steps: int) -> None:
+        """Trace so many steps, the next ones."""
+        self._asked = steps
+
+    def taken(self) -> Traced | None:
+        """What came of it, told once; None before."""
+        taken, self._taken = self._taken, None
+        return taken
+
+    def took(self, metrics: Metrics) -> None:
+        """A step was dispatched. A trace begins and ends with none under way, so that it holds whole steps."""
+        if self._folder is not None:
+            self._left -= 1
+            if not self._left:
+                jax.block_until_ready(metrics)
+                self._end(self._folder, profile.stop(Path(self._folder.name)))
+        elif self._asked:
+            jax.block_until_ready(metrics)
+            self._steps = self._left = self._asked
+            self._asked = 0
+            try:
+                self._folder = tempfile.TemporaryDirectory(prefix="tpuswarm-trace-")
+            except OSError as error:
+                self._taken = Traced(0, f"no trace was taken: {error.strerror}")
+                return
+            if problem := profile.start(Path(self._folder.name)):
+                self._end(self._folder, problem)
+
+    def _end(self, folder: tempfile.TemporaryDirectory[str], problem: str) -> None:
+        self._folder, root = None, Path(folder.name)
+        with folder:
+            found = [path for path in root.rglob("*") if path.is_file() and not problem]
+            files = {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+        self._taken = Traced(self._steps - self._left, problem, files)

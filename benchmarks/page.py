@@ -53,6 +53,7 @@ def run(settings: Settings) -> Iterable[Table]:
 def _measured(url: str, pid: int, made: MadeRun, updates: int, opened: float, size: int) -> Table:
     with tempfile.TemporaryDirectory() as profile, chromium(Path(profile)) as browser:
         browser.resize(1280)
+        browser.open("data:text/html,<p>a page before it</p>")  # what a browser does as it starts is not the page's
         views = []
         for _ in range(3):
             browser.open(url)
@@ -73,7 +74,7 @@ def _measured(url: str, pid: int, made: MadeRun, updates: int, opened: float, si
         same = _alike(shown, browser.js(STATE))
     first, update, most = max(views), sum(took) / len(took), max(carried)
     rows = [
-        ("first view, the slowest of 3", f"{first:.2f} s", f"{FIRST_S:g} s", verdict(first <= FIRST_S)),
+        ("first view, the slowest of 3, in a browser that runs", f"{first:.2f} s", f"{FIRST_S:g} s", verdict(first <= FIRST_S)),
         ("processor time of the server, mean of an update", f"{update:.0f} ms", f"{UPDATE_MS:g} ms",
          verdict(update <= UPDATE_MS)),
         ("an update, the largest", f"{most:.1f} KB", f"{UPDATE_KB:g} KB", verdict(most <= UPDATE_KB)),

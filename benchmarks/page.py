@@ -74,7 +74,8 @@ def _measured(url: str, pid: int, made: MadeRun, updates: int, opened: float, si
         same = _alike(shown, browser.js(STATE))
     first, update, most = max(views), sum(took) / len(took), max(carried)
     rows = [
-        ("first view, the slowest of 3, in a browser that runs", f"{first:.2f} s", f"{FIRST_S:g} s", verdict(first <= FIRST_S)),
+        ("first view, the slowest of 3, in a browser that runs",
+         f"{first:.2f} s", f"{FIRST_S:g} s", verdict(first <= FIRST_S)),
         ("processor time of the server, mean of an update", f"{update:.0f} ms", f"{UPDATE_MS:g} ms",
          verdict(update <= UPDATE_MS)),
         ("an update, the largest", f"{most:.1f} KB", f"{UPDATE_KB:g} KB", verdict(most <= UPDATE_KB)),

@@ -33,6 +33,8 @@ document.getElementById("log").close();
 setTimeout(() => openLog("m2"));
 """
 """A log is asked for and closed, and another one opened, before the answer for the first is there."""
+PICTURE = "return document.getElementById('shares').toDataURL()"
+BACK = "return getComputedStyle(document.body).backgroundColor"
 TIP = "return document.querySelector('.tip').textContent"
 
 
@@ -52,6 +54,9 @@ def test_two_hundred_members_are_legible_and_one_that_is_lost_comes_first(browse
         assert browser.js("return document.querySelectorAll('#members-table tr').length") == 201
         for name in ("loss", "speed", "shares"):
             browser.wait(lambda each, name=name: each.js(DRAWN, name) > 8, f"the picture {name}")
+    light = browser.js(PICTURE)
+    browser.prefer("dark")
+    browser.wait(lambda each: each.js(BACK) == "rgb(16, 21, 27)" and each.js(PICTURE) != light, "the dark")
     run.lose("m137")
     run.grow(1)
     browser.wait(lambda each: "200: 199 alive, 1 lost" in each.text())

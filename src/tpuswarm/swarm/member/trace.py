@@ -16,7 +16,7 @@ class Traced:
 
     steps: int
     problem: str = ""
-    """Why there is none, or nothing."""
+    """What went wrong, as `could not …: why`, or nothing."""
     files: dict[str, bytes] = field(default_factory=dict)
     """By their names below TensorBoard's folder."""
 
@@ -44,7 +44,8 @@ class Tracer:
             self._left -= 1
             if not self._left:
                 jax.block_until_ready(metrics)
-                self._end(self._folder, profile.stop(Path(self._folder.name)))
+                why = profile.stop(Path(self._folder.name))
+                self._end(self._folder, f"could not be written: {why}" if why else "")
         elif self._asked:
             jax.block_until_ready(metrics)
             self._steps = self._left = self._asked
@@ -52,10 +53,10 @@ class Tracer:
             try:
                 self._folder = tempfile.TemporaryDirectory(prefix="tpuswarm-trace-")
             except OSError as error:
-                self._taken = Traced(0, f"no trace was taken: {error.strerror}")
+                self._taken = Traced(0, f"could not begin: {error.strerror}")
                 return
-            if problem := profile.start(Path(self._folder.name)):
-                self._end(self._folder, problem)
+            if why := profile.start(Path(self._folder.name)):
+                self._end(self._folder, f"could not begin: {why}")
 
     def _end(self, folder: tempfile.TemporaryDirectory[str], problem: str) -> None:
         self._folder, root = None, Path(folder.name)

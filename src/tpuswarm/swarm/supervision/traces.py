@@ -25,7 +25,7 @@ class Traces:
             traced = (kept[name].seen or {}).pop("trace", None)
             if traced is not None:
                 self._tell(name, self._written(name, traced.steps, traced.problem, traced.files))
-            elif kept[name].process is not process:
+            elif kept[name].left or kept[name].process is not process:
                 self._tell(name, f"{name} ended before its trace was taken; ask again once it trains")
         now = time.monotonic()
         if now - self._looked_at < LOOK:
@@ -57,7 +57,7 @@ class Traces:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(data)
         except OSError as error:
-            problem = str(error.strerror)
+            problem = f"could not be written: {error.strerror}"
         if problem:
-            return f"the trace of {name} could not be written: {problem}; training continues without it"
+            return f"the trace of {name} {problem}; training continues without it"
         return f"trace of {steps} steps of {name}"

@@ -99,7 +99,7 @@ class Profiler:
             return None
         self._start_after = None
         if why := start(self._folder):
-            return why
+            return f"no trace was taken: {why}"
         self._began, self._end_after = done + 1, min(done + self._steps, self._last_step)
         return None
 
@@ -138,7 +138,7 @@ def start(folder: Path) -> str:
     try:
         jax.profiler.start_trace(folder, profiler_options=options)
     except RuntimeError as error:  # somebody else traces this process
-        return f"no trace was taken: {error}"
+        return str(error)
     return ""
 
 

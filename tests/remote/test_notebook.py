@@ -80,9 +80,7 @@ def test_another_process_that_holds_the_tpu_is_named_as_doctor_names_it(fleet):
         _, err = fleet.run("notebook", ONE, code=1)
     finally:
         fleet.run("stop", "trains")
-    assert re.search(
-        rf"{ONE}/0: job trains \(process \d+ of \S+\) holds /dev/accel0.*`tpuswarm stop trains`", err
-    )
+    assert re.search(rf"{ONE}/0: job trains \(process \d+ of \S+\) holds /dev/accel0.*`tpuswarm stop trains`", err)
 
 
 def test_who_connects_to_a_worker_and_says_nothing_is_let_go(monkeypatch):

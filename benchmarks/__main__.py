@@ -23,6 +23,7 @@ NAMES = (
     "shakespeare",
     "compile_124m",
     "compiled",
+    "remat",
     "ray_cost",
     "goodput",
     "soak",

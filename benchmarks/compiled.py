@@ -84,20 +84,21 @@ def _known(asked: dict[str, Any]) -> dict[str, Any]:
         known: dict[str, Any] = json.loads(line)
         if asked.items() <= known.items():
             return known
-    found = asked | _start(asked)
+    found = asked | start("benchmarks.compiled", asked)
     with DONE.open("a") as file:
         file.write(json.dumps(found) + "\n")
     return found
 
 
-def _start(asked: dict[str, Any]) -> dict[str, Any]:
+def start(module: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """What a benchmark prints as a process of its own, with the TPU compiler and no cache."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-    command = [sys.executable, "-m", "benchmarks.compiled", json.dumps(asked)]
+    command = [sys.executable, "-m", module, json.dumps(asked)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     if child.returncode:
         raise RuntimeError(f"{asked} failed: {child.stderr[-2000:]}")

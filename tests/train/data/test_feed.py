@@ -1,4 +1,5 @@
 import threading
+import time
 
 import jax
 import numpy as np
@@ -83,6 +84,32 @@ def test_leaving_early_ends_the_thread():
     with feed(Counter(), last=1000) as batches:
         batches.next()
     assert not feed_threads()
+
+
+def test_what_is_read_in_no_time_needs_no_thread_until_it_is_slow():
+    """From one to the other and back no batch is left out or comes twice."""
+    slow = threading.Event()
+
+    class Now(Counter):
+        def rows(self, start, count):
+            if slow.is_set():
+                threading.Event().wait(0.02)
+            return super().rows(start, count)
+
+    got, deadline = [], time.monotonic() + 60
+    with feed(Now(), last=10**6) as batches:
+
+        def until(done):
+            while not done():
+                assert time.monotonic() < deadline
+                got.append(int(batches.next()[0]["x"][0]))
+
+        until(lambda: not feed_threads())
+        slow.set()
+        until(feed_threads)
+        slow.clear()
+        until(lambda: not feed_threads())
+    assert got == list(range(0, 4 * len(got), 4))
 
 
 def test_an_error_of_the_source_arrives_where_the_batch_is_taken():

@@ -50,7 +50,7 @@ def one(on: str, batch: int, remat: Any) -> dict[str, Any]:
     inside: Any = flops
     inside.RECOMPUTED = "nothing is left out"
     place = described(find(on))
-    devices = topologies.get_topology_desc(place.compiler, "tpu", **place.compiler_options).devices
+    devices: list[Any] = list(topologies.get_topology_desc(place.compiler, "tpu", **place.compiler_options).devices)
     recipe = GPT2(size=SIZE, data="fake")
     options = usual_request(recipe, batch=batch).options("tpu", devices[0].device_kind)
     traced = trace(recipe, options, Choice("replicate", remat, 1, ""), batch, make_mesh(devices))

@@ -190,7 +190,7 @@ MADE_WRONG = {
 """Check: what is done to a machine before the look, in mounts that end with it; what is said."""
 
 
-def looked_at_after(fleet, make: str) -> list[dict]:
+def looked_at_after(fleet, make: str, code: int = 1) -> list[dict]:
     """What is found on a machine where a shell does that first, in mounts that end with the look."""
     stand_in = fleet.place.stand_ins / "python3"
     stand_in.write_text(
@@ -202,7 +202,7 @@ exec unshare -m bash -c {shlex.quote(make + '; exec "$0" -c "${RUN}$2" "${@:3}"'
     )
     stand_in.chmod(0o755)
     try:
-        return doctor(fleet, "v2", code=1)["found"]
+        return doctor(fleet, "v2", code=code)["found"]
     finally:
         stand_in.unlink()
 
@@ -226,6 +226,29 @@ def test_what_cannot_be_looked_at_is_said_and_the_rest_is_looked_at(fleet):
         fleet.run("rehearsal", "break", "v2-usc1f-0", "lock", "--mend")
     assert [each["check"] for each in found] == ["reach", "lock"]
     assert found[0]["what"] == "disks could not be looked at: TypeError: 'NoneType' object is not callable"
+
+
+LATE = """RUN='import time, urllib.request as r; o = r.urlopen
+def late(asked, timeout):
+    if timeout < 3: raise TimeoutError("timed out")
+    return o(asked, timeout=timeout)
+r.urlopen = late
+'"""
+SILENT = """RUN='import urllib.request as r
+def silent(asked, timeout): raise TimeoutError("timed out")
+r.urlopen = silent
+'"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="file systems are made by root alone")
+def test_a_machine_that_is_answered_late_is_well_and_one_that_is_not_has_no_other_fault(fleet):
+    """As on a busy one: its metadata take 3 s; or never come, which says nothing of its service account."""
+    assert looked_at_after(fleet, LATE, code=0) == []
+    found = looked_at_after(fleet, SILENT)
+    assert {each["check"] for each in found} == {"reach"}
+    assert {each["what"] for each in found} == {
+        f"{what} could not be looked at: TimeoutError: timed out" for what in ("metadata", "bucket")
+    }
 
 
 JAX = "import jax, time; jax.devices(); print('computes', flush=True); time.sleep(1e6)"

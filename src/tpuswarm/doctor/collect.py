@@ -1,6 +1,6 @@
 """Runs on a host, with its own Python (3.6 or later) and nothing else: prints what `doctor` looks at, as JSON.
 
-Nothing is changed, and no answer is waited for longer than a second; what cannot be found out is null.
+Nothing is changed, and no answer is waited for longer than ANSWER_S; what cannot be found out is null.
 """
 
 import json
@@ -29,6 +29,8 @@ from tpuswarm.doctor.processes import (
     shown,
 )
 
+ANSWER_S = 5.0
+"""A machine that is busy answers late, and nothing is wrong with it."""
 LOCK = ROOT / "tmp/libtpu_lockfile"
 PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm", "ray", "torch")
 SPOKEN = re.compile(
@@ -180,13 +182,13 @@ def told(host: str, path: str) -> str:
     """One thing that it is told."""
     url = f"http://{host}/computeMetadata/v1/instance/{path}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    with urllib.request.urlopen(request, timeout=1) as answer:
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         found: str = answer.read().decode().strip()
     return found
 
 
 def metadata() -> "dict[str, str | None] | None":
-    """What the machine is told about itself; null where it is none of Google's."""
+    """What the machine is told about itself; null where it is none of Google's. OSError where nobody answers."""
     host = metadata_host()
     if host is None:
         return None
@@ -194,13 +196,16 @@ def metadata() -> "dict[str, str | None] | None":
     for name, path in METADATA.items():
         try:
             found[name] = told(host, path)
-        except (OSError, ValueError):
+        except (urllib.error.HTTPError, ValueError):  # it has none of these
             found[name] = None
     return found
 
 
 def bucket(name: str) -> "dict[str, Any] | None":
-    """What this machine may not do with a bucket, or why that is not known; null where it is none of Google's."""
+    """What this machine may not do with a bucket, or why that is not known; null where it is none of Google's.
+
+    OSError where nobody tells the machine who it is.
+    """
     host = metadata_host()
     if host is None:
         return None
@@ -209,13 +214,13 @@ def bucket(name: str) -> "dict[str, Any] | None":
     found: dict[str, Any] = {"name": name, "lacks": [], "why": ""}
     try:
         token = json.loads(told(host, "service-accounts/default/token"))["access_token"]
-    except (OSError, ValueError, KeyError):
+    except (urllib.error.HTTPError, ValueError, KeyError):
         return {**found, "why": "the machine has no service account"}
     try:
         request = urllib.request.Request(
             f"{service}/storage/v1/b/{name}/iam/testPermissions?{asked}", headers={"Authorization": f"Bearer {token}"}
         )
-        with urllib.request.urlopen(request, timeout=3) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             allowed = json.loads(answer.read().decode()).get("permissions", [])
         found["lacks"] = [each for each in PERMISSIONS if each not in allowed]
     except urllib.error.HTTPError as error:
@@ -229,7 +234,7 @@ def reached(address: str) -> "dict[str, str]":
     """Whether something answers at HOST:PORT, and why not."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), 1).close()
+        socket.create_connection((host, int(port)), ANSWER_S).close()
         return {"address": address, "why": ""}
     except (OSError, ValueError) as error:
         return {"address": address, "why": getattr(error, "strerror", None) or str(error)}

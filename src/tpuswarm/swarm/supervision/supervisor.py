@@ -9,7 +9,6 @@ from collections.abc import Callable
 from signal import SIGHUP, SIGINT
 from typing import Any, NamedTuple
 
-from tpuswarm.config.shown import significant
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.core.alarms import Step
 from tpuswarm.swarm.core.arithmetic.fragments import shards_for
@@ -28,9 +27,8 @@ from tpuswarm.swarm.supervision.traces import Traces
 from tpuswarm.swarm.views.events import commit_event
 from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, SwarmStatus
-from tpuswarm.train.look.pictures import PICTURE, write_picture
 from tpuswarm.train.process.stop import StopSignals
-from tpuswarm.train.run.directory import EVENTS, METRICS, Run, append_rows, read_rows
+from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
 
 LOOK = 0.2
 """Seconds between two rounds of looking at everything."""
@@ -71,10 +69,10 @@ class Supervisor:
         """environment: of the member with a number, or of one that joined; watch: called at each look, for a demo;
         took: called with each row of a member.
         """
-        self.run, self.plan, self.screen, self._took = run, plan, screen, took
+        self.run, self.plan, self.screen = run, plan, screen
         self._cluster, self._environment, self._watch = cluster, environment, watch
         self._followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
-        self.telling = Telling(run, plan, screen, "" if cluster.found else cluster.address)
+        self.telling = Telling(run, plan, screen, "" if cluster.found else cluster.address, took)
         self._summary: Summary | None = None
         self._told = max((e["version"] for e in read_rows(run.folder / EVENTS) if e["event"] == "commit"), default=0)
         self.kept: dict[str, Kept] = {}
@@ -297,18 +295,7 @@ class Supervisor:
             if "loss" in row:
                 kept.row = row
                 kept.steps.append(Step(row["version"], row["loss"], row.get("grad_norm")))
-                self.telling.progress_at = min(self.telling.progress_at, time.monotonic())
-                if row["loss"] is not None:
-                    self.screen.loss(row["loss"])
-            else:
-                if (picture := row.pop(PICTURE, None)) is not None:
-                    write_picture(self.run.folder, f"{row['version']:08d}.png", picture)
-                self.telling.evaluation = row
-                self.screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
-        append_rows(self.run.folder / "members" / kept.name / METRICS, rows)
-        append_rows(self.run.folder / METRICS, rows)
-        for row in rows:
-            self._took(row)
+        self.telling.rows(kept.name, rows)
 
     def _follow(self) -> None:
         """The commits that were made since the last look."""

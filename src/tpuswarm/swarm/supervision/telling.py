@@ -3,10 +3,11 @@
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tpuswarm.config.shown import significant
 from tpuswarm.swarm.core.alarms import Watched, alarms
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.processes.plan import Plan
@@ -16,7 +17,8 @@ from tpuswarm.swarm.views.events import sentence
 from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, Progress, SwarmStatus, after_the_end, compose, write_status
 from tpuswarm.train.look.live import Pace
-from tpuswarm.train.run.directory import Run
+from tpuswarm.train.look.pictures import PICTURE, write_picture
+from tpuswarm.train.run.directory import METRICS, Run, append_rows
 from tpuswarm.train.run.listing import newest_evaluation
 
 STATUS = 1.0
@@ -27,8 +29,9 @@ NUMBER = re.compile(r"(?<!\w)[\d.,]+")
 class Telling:
     """Writes it into the run's files, and onto the screen."""
 
-    def __init__(self, run: Run, plan: Plan, screen: Screen, address: str):
-        """address: of the Ray that was started for the run; empty: it was there."""
+    def __init__(self, run: Run, plan: Plan, screen: Screen, address: str, took: Callable[[dict[str, Any]], None]):
+        """address: of the Ray that was started for the run; empty: it was there; took: called with each row."""
+        self._took = took
         self._run, self._plan, self._screen, self._address = run, plan, screen, address
         self.status: SwarmStatus | None = None
         """As it was written last."""
@@ -45,6 +48,23 @@ class Telling:
         """Something happened."""
         self._run.write_event(event, **facts)
         self._screen.event(sentence({"event": event, **facts}))
+
+    def rows(self, member: str, rows: Sequence[dict[str, Any]]) -> None:
+        """A member measured something."""
+        for row in rows:
+            if "loss" in row:
+                self.progress_at = min(self.progress_at, time.monotonic())
+                if row["loss"] is not None:
+                    self._screen.loss(row["loss"])
+            else:
+                if (picture := row.pop(PICTURE, None)) is not None:
+                    write_picture(self._run.folder, f"{row['version']:08d}.png", picture)
+                self.evaluation = row
+                self._screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
+        append_rows(self._run.folder / "members" / member / METRICS, rows)
+        append_rows(self._run.folder / METRICS, rows)
+        for row in rows:
+            self._took(row)
 
     def tell(
         self, summary: Summary | None, kept: Iterable[Kept], followed: Followed, heard: float, last: str = ""

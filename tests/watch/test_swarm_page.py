@@ -1,16 +1,20 @@
-"""A real swarm of three on the page, while one of them is killed: at 1280 and at 390 pixels, without another host.
-
-What it sends to W&B is read back too.
+"""A real swarm of three, watched as one of them is killed: on the page at 1280 and at 390 pixels, without another host;
+in traces of its members; and in what it has sent to W&B.
 """
 
+import asyncio
 import os
 import signal
 
 import pytest
 from benchmarks.chaos import SMALL, Swarm
 
+from tests.processes import finish, start
+from tests.train.look.test_profile import steps_in
 from tests.train.look.test_wandb import files, logged
+from tpuswarm.train.look import profile
 from tpuswarm.train.run.directory import METRICS, read_rows
+from tpuswarm.watch.boards import Made
 
 TABLE = "return [...document.querySelectorAll('#members-table tr')].slice(1).map((row) => row.innerText)"
 DRAWN = "return seen && seen.columns.length && seen.losses.length"
@@ -32,8 +36,14 @@ def test_a_swarm_of_three_loses_a_member(browser, page_of, tmp_path, monkeypatch
             browser.resize(width)
             browser.wait(lambda each, width=width: each.js("return innerWidth") == width, f"a width of {width}")
             assert browser.js(WIDE) <= width
+        traced = is_traced(swarm, tmp_path)
         newest = browser.js("return seen.columns.at(-1)[0]")
-        os.kill(swarm.pids()["m1"], signal.SIGKILL)
+        os.kill(pid := swarm.pids()["m1"], signal.SIGSTOP)  # it cannot answer, and then it is no more
+        asked = start(["profile", "run", "--member", "m1"], tmp_path)
+        assert "asked m1 to trace 5 steps" in asked.stderr.readline()
+        swarm.wait(lambda: not (swarm.run / profile.REQUEST).exists())
+        os.kill(pid, signal.SIGKILL)
+        assert "m1 ended before its trace was taken" in finish(asked, 1)[1]
         browser.wait(lambda each: "m1 killed; about" in each.text(), "that it was killed")
         assert browser.js(WIDE) <= 390
         browser.resize(1280)
@@ -43,7 +53,24 @@ def test_a_swarm_of_three_loses_a_member(browser, page_of, tmp_path, monkeypatch
         assert not browser.complaints() and not browser.hosts()
     finally:
         swarm.end()
-    (sent,) = files(tmp_path / "run")
+    (sent,) = files(swarm.run)
     rows = [row for row in logged(sent) if "m2/loss" in row]
-    written = [row for row in read_rows(tmp_path / "run" / METRICS) if row["member"] == "m2" and "loss" in row]
+    written = [row for row in read_rows(swarm.run / METRICS) if row["member"] == "m2" and "loss" in row]
     assert [row["m2/loss"] for row in rows] == [row["loss"] for row in written] and rows
+    shown = Made(swarm.run, tmp_path / "shown")
+    asyncio.run(shown.update())
+    assert {path.parent.name for path in (tmp_path / "shown").glob("m2/plugins/profile/*/*.xplane.pb")} == {traced}
+
+
+def is_traced(swarm: Swarm, folder) -> str:
+    """One member when it is named, and the first when none is; the name of the first trace."""
+    out, err = finish(start(["profile", "run", "--steps", "3", "--member", "m2"], folder))
+    assert "asked m2 to trace 3 steps" in err and "trace of 3 steps of m2 in run/tensorboard/m2; to open it" in out
+    [trace] = profile.traces(swarm.run)
+    assert trace.is_relative_to(swarm.run / "tensorboard/m2/plugins/profile")
+    assert profile.traces(swarm.run, "m2") == [trace] and profile.traces(swarm.run, "m0") == []
+    assert len(steps_in(trace)) == 3
+    assert "trace of 5 steps of m0" in finish(start(["profile", "run"], folder))[0]
+    _, err = finish(start(["profile", "run", "--member", "m7"], folder), 2)
+    assert "has no member m7; training now: m0, m1, m2" in err and "Traceback" not in err
+    return trace.name

@@ -1,15 +1,11 @@
 """Traces of steps, read back with JAX's own reader; what happens where there is no room for them."""
 
-import asyncio
-import os
-import signal
 import time
 from dataclasses import replace
 
 import jax
 import optax
 import pytest
-from benchmarks.chaos import SMALL, Swarm
 
 from tests.processes import finish, start, updates, wait_for
 from tests.swarm.views.test_status import M0, M1, M2, composed
@@ -20,7 +16,6 @@ from tpuswarm.cli.profile import profile as command
 from tpuswarm.swarm.views.status import write_status
 from tpuswarm.train.look import profile
 from tpuswarm.train.run.directory import EVENTS, read_rows
-from tpuswarm.watch.boards import Made
 
 
 def steps_in(folder):
@@ -151,37 +146,6 @@ def test_a_run_without_members_and_no_steps_are_refused(tmp_path):
         command(str(run), 0)
     with pytest.raises(InputError, match="is not a swarm: leave --member out"):
         command(str(run), member="m0")
-
-
-@pytest.mark.slow
-def test_members_of_a_living_swarm_are_traced_when_asked(tmp_path):
-    arguments = ["gpt2-tiny", "--data", "fake", *SMALL, "--members", "2", "--cycle", "8", "--steps", "10M"]
-    swarm = Swarm(tmp_path / "run", arguments)
-    swarm.start()
-    try:
-        swarm.wait(lambda: {"m0", "m1"} <= swarm.pids().keys())
-        out, err = finish(start(["profile", "run", "--steps", "3", "--member", "m1"], tmp_path))
-        assert "asked m1 to trace 3 steps" in err and "trace of 3 steps of m1 in run/tensorboard/m1; to open it" in out
-        [trace] = profile.traces(swarm.run)
-        assert trace.is_relative_to(swarm.run / "tensorboard/m1/plugins/profile")
-        assert profile.traces(swarm.run, "m1") == [trace] and profile.traces(swarm.run, "m0") == []
-        assert len(steps_in(trace)) == 3
-        pid = swarm.pids()["m1"]
-        assert "trace of 5 steps of m0" in finish(start(["profile", "run"], tmp_path))[0]
-        _, err = finish(start(["profile", "run", "--member", "m7"], tmp_path), 2)
-        assert "has no member m7; training now: m0, m1" in err and "Traceback" not in err
-        os.kill(pid, signal.SIGSTOP)  # it cannot answer, and then it is no more
-        asked = start(["profile", "run", "--member", "m1"], tmp_path)
-        assert "asked m1" in asked.stderr.readline()
-        swarm.wait(lambda: not (swarm.run / profile.REQUEST).exists())
-        os.kill(pid, signal.SIGKILL)
-        _, err = finish(asked, 1)
-        assert "m1 ended before its trace was taken" in err
-    finally:
-        swarm.end()
-    shown = Made(swarm.run, tmp_path / "shown")
-    asyncio.run(shown.update())
-    assert {path.parent.name for path in (tmp_path / "shown").glob("m1/plugins/profile/*/*.xplane.pb")} == {trace.name}
 
 
 def test_a_member_without_steps_is_named_with_those_that_have(tmp_path):

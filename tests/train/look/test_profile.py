@@ -1,5 +1,7 @@
 """Traces of steps, read back with JAX's own reader; what happens where there is no room for them."""
 
+import gzip
+import json
 import time
 from dataclasses import replace
 
@@ -27,6 +29,9 @@ def steps_in(folder):
         for line in plane.lines
         for event in line.events
     ]
+    [packed] = folder.glob("*.trace.json.gz")
+    for_perfetto = [each.get("name") for each in json.loads(gzip.decompress(packed.read_bytes()))["traceEvents"]]
+    assert for_perfetto.count("train") == [event.name for event in events].count("train")
     assert any("ExecuteHelper" in event.name or "Execute" in event.name for event in events)
     return [dict(event.stats)["step_num"] for event in events if event.name == "train"]
 
@@ -71,6 +76,8 @@ def test_another_trace_under_way_is_left_alone(tmp_path):
 
 FULL = """
 import sys
+import gzip
+import json
 import time
 from itertools import islice
 from pathlib import Path

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -206,9 +207,12 @@ def attending(causal: bool = True) -> Graph:
     """Attention of x [B, T, H, K] with itself."""
     nodes = (
         Node("q", "transpose", (Ref("x"), 1, 2), {}),
-        Node("y", "scaled_dot_product_attention", (Ref("q"), Ref("q"), Ref("q"), None, 0.0, causal), {"scale": 0.2}),
+        Node(
+            "y", "scaled_dot_product_attention", (Ref("q"), Ref("q"), Ref("q"), None, 0.0, causal), {"scale": 0.2},
+            "attention", "model.py:5",
+        ),
         Node("loss", "mean", (Ref("y"),), {}),
-    )
+    )  # fmt: skip
     return Graph({}, {"x": "x"}, nodes, Ref("loss"), {}, {})
 
 
@@ -223,6 +227,14 @@ def test_attention_is_the_kernel_of_the_tpu_where_that_can_do_it():
         loss, x = attended(Options(precision="bf16", platform="tpu", attention=attention), tokens)
         text = loss.trace(x).lower(lowering_platforms=("tpu",)).as_text()
         assert text.count("tpu_custom_call") == kernels, (tokens, attention)
+
+
+def test_a_kernel_that_is_split_over_devices_is_where_the_module_has_it(devices):
+    loss, x = attended(Options(precision="bf16", platform="tpu", attention="splash"))
+    with jax.set_mesh(jax.make_mesh((2,), ("devices",), (AxisType.Auto,), devices=devices[:2])):
+        products = model_flops(jax.jit(jax.grad(loss)).trace(x).jaxpr).products
+    assert "attention" in {each.kind for each in products}
+    assert {each.place for each in products} == {CodeLine("model.py", 5)}, "forward and backward"
 
 
 def test_attention_is_cudnns_on_a_gpu_in_16_bits(monkeypatch):

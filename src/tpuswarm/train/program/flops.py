@@ -139,10 +139,11 @@ def _turns(name: str, params: Mapping[str, Any]) -> int:
 def library_caller(body: Jaxpr, equation: JaxprEqn, caller: Any) -> Any:
     """The traceback of a call into a library, for the equations of its `body`; None where the recipe wrote them.
 
-    JAX traces a jitted library function (jnp.einsum) once for all its callers: lines inside it may be another's.
+    JAX traces a jitted library function (jnp.einsum) once for all its callers: lines inside it may be another's. What
+    a library splits over devices (an attention kernel) is traced where nobody's line is left.
     """
     file = body.debug_info.func_filename
-    library = equation.primitive.name in ("jit", "pjit") and not (file and is_recipe_file(file))
+    library = equation.primitive.name in ("jit", "pjit", "shard_map") and not (file and is_recipe_file(file))
     return equation.source_info.traceback if caller is None and library else caller
 
 

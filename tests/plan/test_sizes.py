@@ -32,6 +32,7 @@ def plan(*words: str, on: Sequence[str]) -> dict[str, dict]:
 FITS = {
     "gpt2-124m": {
         "v2-8": ("replicate", "dots", 1, 4.30),
+        "v3-8": ("replicate", "dots", 1, 4.30),
         "v4-8": ("replicate", "none", 1, 16.82),
         "v5e-8": ("replicate", "none", 1, 9.39),
         "v5p-8": ("replicate", "none", 1, 16.90),
@@ -39,6 +40,7 @@ FITS = {
     },
     "gpt2-355m": {
         "v2-8": ("replicate", "full", 1, 7.03),
+        "v3-8": ("replicate", "dots", 1, 10.77),
         "v4-8": ("replicate", "dots", 1, 15.10),
         "v5e-8": ("replicate", "dots", 1, 10.48),
         "v5p-8": ("replicate", "none", 1, 44.83),
@@ -49,6 +51,7 @@ FITS = {
         "v3-8": ("replicate", "full", 1, 14.57),
         "v5e-8": ("replicate", "full", 1, 13.85),
         "v5p-8": ("replicate", "none", 1, 85.49),
+        "v6e-8": ("replicate", "dots", 1, 21.25),
     },
     "gpt2-1558m": {
         "v2-8": ("fsdp", "full", 1, 6.14),

@@ -94,6 +94,17 @@ def labelled(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     return {"input": rows, "label": label.astype(np.int32)}
 
 
+def waves() -> dict[str, np.ndarray]:
+    """Waves in noise; the class is their direction."""
+    random = np.random.default_rng(0)
+    label, phase = random.integers(0, 10, 2048), random.uniform(0, 2 * np.pi, (2048, 1, 1))
+    angle = (label * np.pi / 10)[:, None, None]
+    y, x = np.mgrid[:32, :32]
+    wave = np.sin(1.2 * (x * np.cos(angle) + y * np.sin(angle)) + phase)
+    rows = wave[:, None] + random.normal(size=(2048, 3, 32, 32))
+    return {"input": rows.astype(np.float32), "label": label.astype(np.int32)}
+
+
 def counting() -> dict[str, np.ndarray]:
     """Tokens that grow by a number of each row's own, modulo 128."""
     first, more = np.random.default_rng(0).integers(0, 128, (2, 2048, 1))
@@ -102,7 +113,7 @@ def counting() -> dict[str, np.ndarray]:
 
 MODELS: dict[str, tuple[Callable[[], Any], Any, dict[str, np.ndarray], int, float]] = {
     "perceptron, 1.9 M": (perceptron, classes, labelled((784,)), 128, 0.05),
-    "ResNet of 2 blocks, 32 x 32": (resnet, classes, labelled((3, 32, 32)), 32, 0.01),
+    "ResNet of 2 blocks, 32 x 32": (resnet, classes, waves(), 32, 0.01),
     "GPT-2 of transformers, 0.8 M": (Text, next_token, counting(), 16, 0.05),
 }
 """Name → module, loss, data, batch, learning rate."""

@@ -5,7 +5,7 @@ import pytest
 from tests.oracle.zoo import ROWS, nn, squared, torch
 
 from tpuswarm import InputError, Trainer
-from tpuswarm.torch import recipe, state_dict
+from tpuswarm.torch import recipe, save, state_dict
 from tpuswarm.torch.export import export
 
 
@@ -57,7 +57,7 @@ def half_there():
         (Branches, squared, "x", "test_torch_refusals.py:.*depends on values of the data"),
         (Writes, squared, "x", "writes into its input: copy it first"),
         (Folds, lambda outputs, batch: outputs, "x", "test_torch_refusals.py:.*special_bessel_j0.*has no form in JAX"),
-        (lambda: nn.Linear(8, 2), lambda outputs, batch: outputs, "x", "the loss is .*2.*: it has to be a scalar"),
+        (lambda: nn.Linear(8, 2), lambda outputs, batch: outputs, "x", r"the loss is \[rows, 2\]: it has to be"),
         (lambda: nn.Linear(8, 2), squared, "y", "forward needs input, and the data has y"),
         (lambda: nn.Linear(8, 2, dtype=torch.complex64), squared, "x", "weight is complex"),
         (on_cuda, squared, "x", r"the module is on cuda: export needs it on the CPU \(module.cpu\(\)\)"),
@@ -101,3 +101,8 @@ def test_a_state_dict_of_another_shape_is_refused(tmp_path):
     Trainer(devices=1).fit(made, steps=1, batch=4, run=tmp_path / "run")
     with pytest.raises(InputError, match=r"weight is \[2, 8\] in .*, and \[3, 8\] in the module: it is another module"):
         state_dict(tmp_path / "run", nn.Linear(8, 3))
+    with pytest.raises(InputError, match=r"run has no parameter 0\.weight: it trained another module"):
+        state_dict(tmp_path / "run", nn.Sequential(nn.Linear(8, 2)))
+    save(nn.Sequential(nn.Linear(8, 2)), squared, rows, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"run has no parameter 0\.bias: it trained another module"):
+        state_dict(tmp_path / "run", tmp_path / "other.safetensors")

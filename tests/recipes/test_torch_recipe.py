@@ -71,6 +71,7 @@ def file(tmp_path):
 
 def test_the_file_is_what_was_written(file):
     found = read(file)
+    assert file.stat().st_mode & 0o777 == 0o644, "whoever trains may be another user"
     assert (found.name, found.tied, found.train, found.evaluate) == ("Line", EXPORTED.tied, graph(True), graph(False))
     np.testing.assert_array_equal(found.arrays["params"]["line.weight"], np.zeros((3, 1)))
 

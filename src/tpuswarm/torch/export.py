@@ -53,8 +53,9 @@ def _check(value: Any, what: str) -> None:
     import torch
 
     if not isinstance(value, torch.Tensor) or value.dim():
-        shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise InputError(f"{what} is {shape}: it has to be a scalar tensor, a mean over the batch")
+        sizes = [str(each) if isinstance(each, int) else "rows" for each in getattr(value, "shape", ())]
+        found = f"[{', '.join(sizes)}]" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise InputError(f"{what} is {found}: it has to be a scalar tensor, a mean over the batch")
 
 
 def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray]) -> Exported:

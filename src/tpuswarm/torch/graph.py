@@ -93,6 +93,7 @@ def write(path: Path, exported: Exported) -> None:
     }
     whole = {name: np.ascontiguousarray(each) for name, each in arrays.items()} if exported.weights else {}
     save_file(whole, path, {"tpuswarm": json.dumps(about)})
+    Path(path).chmod(0o644)  # the library writes for its user alone
 
 
 def shape_alone(shape: Sequence[int], dtype: Any) -> np.ndarray:

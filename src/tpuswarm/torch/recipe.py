@@ -1,6 +1,7 @@
 """A PyTorch module as a recipe."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,28 +137,36 @@ def state_dict(run: str | Path, module: str | Path | Any | None = None) -> dict[
     training does not change; without it `load_state_dict(…, strict=False)` takes the rest. Raises InputError.
     """
     found = load(str(run))
-    state = {**found["params"], **(found.get("ema") or {})}  # the average is what one wants in the end
+    state = {**found.get("params", {}), **(found.get("ema") or {})}  # the average is what one wants in the end
     state |= found.get("extra") or {}
-    if module is not None:
-        if isinstance(module, (str, Path)):
-            exported = read(Path(module))
-            others = {name: state[first] for name, first in exported.tied.items()}
-            others |= {name: each for name, each in exported.arrays["buffers"].items() if name not in state}
-            state |= others
-        else:
-            theirs = module.state_dict()
-            first = {each.data_ptr(): name for name, each in reversed(list(module.named_parameters()))}
-            for name, each in theirs.items():
-                if name not in state:
-                    state[name] = state.get(first.get(each.data_ptr(), ""), each)
-            for name, each in theirs.items():
-                if tuple(each.shape) != tuple(state[name].shape):
-                    raise InputError(
-                        f"{name} is {list(state[name].shape)} in {run}, and {list(each.shape)} in the module: it is "
-                        "another module"
-                    )
-            state = {name: state[name] for name in theirs}
+    if isinstance(module, (str, Path)):
+        exported = read(Path(module))
+        state |= {name: each for name, each in exported.arrays["buffers"].items() if name not in state}
+        for name in exported.arrays["params"]:
+            others = [other for other, first in exported.tied.items() if first == name]
+            state |= dict.fromkeys([name, *others], _trained([name], state, run))
+    elif module is not None:
+        theirs, same = module.state_dict(), defaultdict[int, list[str]](list)
+        for name, each in module.named_parameters(remove_duplicate=False):
+            same[id(each)].append(name)
+        for names in same.values():
+            state |= dict.fromkeys(names, _trained(names, state, run))
+        state = {name: state.get(name, each) for name, each in theirs.items()}
+        for name, each in theirs.items():
+            if tuple(each.shape) != tuple(state[name].shape):
+                raise InputError(
+                    f"{name} is {list(state[name].shape)} in {run}, and {list(each.shape)} in the module: it is "
+                    "another module"
+                )
     return {name: each if _is_torch(each) else to_torch(each) for name, each in state.items()}
+
+
+def _trained(names: Sequence[str], state: Mapping[str, Any], run: str | Path) -> Any:
+    """Of a parameter by any of its names; InputError where the run has none."""
+    found = next((state[name] for name in names if name in state), None)
+    if found is None:
+        raise InputError(f"{run} has no parameter {names[0]}: it trained another module")
+    return found
 
 
 def _is_torch(value: Any) -> bool:

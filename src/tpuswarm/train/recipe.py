@@ -181,8 +181,8 @@ class Program(ABC):
 class Source(Protocol):
     """One infinite seeded order of rows.
 
-    Optional: `rows_per_epoch` (int; without it `--epochs` and validation are refused) and `digest` (str, of the
-    content; a run refuses to resume with another).
+    Optional: `rows_per_epoch` (int; without it `--epochs` and validation are refused), `digest` (str, of the content;
+    a run refuses to resume with another) and `in_memory` (bool; true: rows that come quickly need no thread).
     """
 
     def rows(self, start: int, count: int) -> "dict[str, np.ndarray]":

@@ -91,6 +91,8 @@ def test_what_is_read_in_no_time_needs_no_thread_until_it_is_slow():
     slow = threading.Event()
 
     class Now(Counter):
+        in_memory = True
+
         def rows(self, start, count):
             if slow.is_set():
                 threading.Event().wait(0.02)
@@ -110,6 +112,16 @@ def test_what_is_read_in_no_time_needs_no_thread_until_it_is_slow():
         slow.clear()
         until(lambda: not feed_threads())
     assert got == list(range(0, 4 * len(got), 4))
+
+
+def test_what_may_be_slow_at_any_time_keeps_its_thread(tmp_path):
+    """A file may stand still while a save is due, or be read in large parts."""
+    np.save(tmp_path / "x.npy", np.arange(400))
+    source = ArraySource({"x": np.load(tmp_path / "x.npy", mmap_mode="r")}, seed=0)
+    with feed(source, last=100) as batches:
+        for _ in range(90):
+            batches.next()
+            assert feed_threads()
 
 
 def test_an_error_of_the_source_arrives_where_the_batch_is_taken():

@@ -1,7 +1,8 @@
 """Batches on their way to the devices: rows are read and sent while the step before them runs.
 
-A thread does that. Where it takes no time, handing a batch from thread to thread takes longer (300 us of a step of
-700, for a small model on a CPU): then they are read where they are taken, as long as that stays quick.
+A thread does that. Where rows are in memory and take no time, handing a batch from thread to thread takes longer (300
+us of a step of 700, for a small model on a CPU): then they are read where they are taken, as long as that stays quick.
+A disk or a network may be slow at any time, and has its thread.
 """
 
 import queue
@@ -40,6 +41,7 @@ class Feed:
 
     def __init__(self, source: Source, spec: Mapping[str, Any], sharding: Sharding, first_step: int, last_step: int):
         self._source, self._spec, self._sharding = source, dict(spec), sharding
+        self._in_memory = getattr(source, "in_memory", False)
         self._steps, self._size = iter(range(first_step, last_step)), next(iter(self._spec.values())).shape[0]
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue()
         """Of the thread; None: it has ended, and the next batch is read where it is taken."""
@@ -65,7 +67,7 @@ class Feed:
     def next(self, leave: Callable[[], bool] = lambda: False) -> tuple[Batch, float] | None:
         """The next batch, and the seconds that were spent waiting for it; None if told to leave while waiting.
 
-        Raises what reading it raised. To read it here is no waiting, unless it was slow.
+        Raises what reading it raised.
         """
         start = time.perf_counter()
         while self._ahead:
@@ -82,10 +84,9 @@ class Feed:
                 return item, time.perf_counter() - start
             self._ahead = False
         batch, seconds = self._read(next(self._steps))
-        if seconds < SLOW:
-            return batch, 0.0
-        self._begin()
-        self._thread.start()
+        if seconds >= SLOW:
+            self._begin()
+            self._thread.start()
         return batch, seconds
 
     def _read(self, step: int) -> tuple[Batch, float]:
@@ -96,7 +97,7 @@ class Feed:
     def _run(self) -> None:
         quick = 0
         try:
-            while quick < IN_A_ROW:
+            while quick < IN_A_ROW or not self._in_memory:
                 self._room.acquire()
                 if self._stopped.is_set() or (step := next(self._steps, None)) is None:
                     return

@@ -74,6 +74,11 @@ class ArraySource:
         self._given, self._seed = seed, seed or 0
         self.rows_per_epoch = next(iter(sizes.values()))
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether no row is read from a file."""
+        return not any(isinstance(array, np.memmap) for array in self._arrays.values())
+
     @cached_property
     def digest(self) -> str:
         """Of the order and of everything in it."""

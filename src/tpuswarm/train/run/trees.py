@@ -15,6 +15,7 @@ from tpuswarm.train.bucket.mirror import bring, is_url
 from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.atomic import part, sync
+from tpuswarm.train.process.platform import prepare
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.directory import CONFIG, read_config
@@ -63,6 +64,7 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
         except (OSError, SafetensorError) as error:
             raise InputError(f"{place} cannot be read: {error}") from error
     else:
+        prepare()  # checkpoints ask JAX for its devices
         name = str(place)
         folder = bring(name, whole=True) if is_url(name) else find_run(name)
         arrays = checkpoint.arrays(kept_best(folder)) if best else _of_run(folder)

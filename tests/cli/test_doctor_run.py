@@ -105,6 +105,12 @@ def test_nothing_of_a_run_is_mended_without_a_person(typed, finished_run):
     assert code == 2 and "nothing of a run is safe to mend without a person: leave --fix out" in " ".join(err.split())
 
 
+def test_a_run_that_is_not_there_is_no_machine(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = typed("doctor", "runs/none")
+    assert code == 2 and "runs/none does not exist" in err
+
+
 def test_the_page_has_every_check():
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
     for name, why in doctor.WHY.items():

@@ -53,7 +53,7 @@ def test_a_fault_is_found_where_it_is_and_nowhere_else(fleet, fault):
         assert [(each["host"], each["check"]) for each in found] == [(where, check)]
         assert re.match(says, found[0]["what"]), found[0]["what"]
         out, _ = fleet.run("doctor", "all", code=1)
-        assert f"{where}  {check}: " in out and "    why: " in out and out.endswith("1 wrong, on 1 of 5 hosts\n")
+        assert f"{where}  {check}: " in out and "    why: " in out and out.endswith("5 hosts: 1 wrong\n")
         if found[0]["fix"]:
             out, _ = fleet.run("doctor", "v2", "--fix")
             assert found[0]["fix"] in out and out.endswith("1 host: nothing is wrong\n")
@@ -335,7 +335,7 @@ def test_a_fix_that_cannot_be_done_is_said_and_stays_wrong(fleet, monkeypatch):
     monkeypatch.setattr("tpuswarm.doctor.checks.lock.REMOVE", "echo no, not today >&2; exit 3; true")
     try:
         out, err = fleet.run("doctor", "v2", "--fix", code=1)
-        assert "v2-usc1f-0/0: lock is not mended (exit 3): no, not today" in err and "1 wrong, on 1 of 1 host\n" in out
+        assert "v2-usc1f-0/0: lock is not mended (exit 3): no, not today" in err and "1 host: 1 wrong\n" in out
     finally:
         fleet.run("rehearsal", "break", "v2-usc1f-0", "lock", "--mend")
 

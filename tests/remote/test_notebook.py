@@ -137,6 +137,7 @@ def test_without_jupyter_set_up_is_offered_and_what_runs_outlives_the_command(fl
         fleet.run("flags", "unset", ONE, "xla_dump_hlo_as_text")
         fleet.run("notebook", ONE, "--stop")
     assert until(lambda: not running(fleet, "jupyterlab", ONE) and not running(fleet, "ipykernel", ONE))
+    assert f"Jupyter on {ONE} is not running" in fleet.run("notebook", ONE, "--stop")[0]
 
 
 def running(fleet: Fleet, what: str, machine: str = "") -> list[int]:

@@ -51,8 +51,7 @@ def doctor(
     else:
         for each in found:
             _tell(each)
-        ill = len({each.host for each in found})
-        say(f"{_hosts(hosts)}: nothing is wrong" if not found else f"{len(found)} wrong, on {ill} of {_hosts(hosts)}")
+        say(f"{_hosts(hosts)}: {len(found) or 'nothing is'} wrong")
     raise typer.Exit(1 if found else 0)
 
 
@@ -75,8 +74,8 @@ def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
         if file is not None and isinstance(cloud, Google):
             facts = collect(cloud, Project(cloud.access), file)
             found += [
-                {"of": cloud.project, "check": each.id, "what": each.sentence, "why": "machines cannot be had without",
-                 "mend": each.mend}
+                {"of": cloud.project, "check": each.id, "what": each.sentence,
+                 "why": "without it machines cannot be had", "mend": each.mend}
                 for each in checks(file, facts, time.time(), paid=True) if not each.ok
             ]  # fmt: skip
         if not any(each["check"] in FIRST for each in found) and (document := meant.store(cloud).load()) is not None:
@@ -86,11 +85,12 @@ def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
 
 
 def _is_run(where: str) -> bool:
-    """Whether a folder or a bucket is meant, and no machine."""
+    """Whether a folder or a bucket is meant, and no machine (NAME) or worker (NAME/2)."""
     from tpuswarm.train.bucket.mirror import is_url
     from tpuswarm.train.run.directory import is_run
 
-    return where == "last" or is_url(where) or is_run(Path(where))
+    folder, _, last = where.rpartition("/")
+    return where == "last" or is_url(where) or is_run(Path(where)) or (bool(folder) and not last.isdigit())
 
 
 def _run(where: str, mend: bool, as_json: bool) -> int:
@@ -117,7 +117,8 @@ def _told(kind: str, called: str, found: list[dict[str, str]], as_json: bool) ->
         for each in found:
             say(f"{each['of']}  {each['check']}: {each['what']}")
             say(f"    why: {each['why']}")
-            say(f"    mend: {each['mend']}")
+            if each["mend"]:
+                say(f"    mend: {each['mend']}")
         say(f"{called}: {len(found) or 'nothing is'} wrong")
     return 1 if found else 0
 

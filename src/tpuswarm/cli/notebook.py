@@ -71,8 +71,9 @@ async def _stop(reach: "Reach", reached: "Reached") -> None:
     from tpuswarm.remote.notebook.begin import end
 
     async with Connections(reach.key) as connections:
-        await end(connections, reached.hosts)
-    say(f"Jupyter on {_called(reached)} is stopping, with its kernels")
+        ran = await end(connections, reached.hosts)
+    what = "is stopping, with its kernels" if ran else "is not running"
+    say(f"Jupyter on {_called(reached)} {what}")
 
 
 async def _first(reach: "Reach", reached: "Reached") -> "Notebook":

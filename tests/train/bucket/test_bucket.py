@@ -332,6 +332,8 @@ def test_a_run_that_is_begun_anew_in_the_place_of_a_deleted_one_has_nothing_of_i
 def test_a_bucket_that_is_not_there_is_named(served, disk):
     with pytest.raises(RunFailed, match="there is no such bucket"):
         Run(folder_of("gs://nowhere/a"))
+    with pytest.raises(InputError, match="gs://nowhere/a: there is no such bucket, or you may not look into it"):
+        bring("gs://nowhere/a")
 
 
 @pytest.mark.parametrize("what", ["deleted", "denied"])

@@ -104,16 +104,18 @@ async def begin(
     return Notebook(hosts[0], server["port"], server["token"], not is_on)
 
 
-async def end(connections: Connections, hosts: Sequence[Host]) -> None:
-    """End the server, its kernels, and on a slice their engines. Raises NoWay."""
+async def end(connections: Connections, hosts: Sequence[Host]) -> bool:
+    """End the server, its kernels, and on a slice their engines; whether any was running. Raises NoWay."""
 
-    async def one(host: Host) -> None:
-        supervisor = Supervisor(connections, host)
+    async def one(host: Host) -> bool:
+        supervisor, ran = Supervisor(connections, host), False
         for name, state in (await supervisor.show()).items():
             if name in (SERVER, WORKER) and state["state"] == "running":
                 await supervisor.end(name, state["run"])
+                ran = True
+        return ran
 
-    await _on_all(hosts, one)
+    return any(await _on_all(hosts, one))
 
 
 async def _begin_workers(

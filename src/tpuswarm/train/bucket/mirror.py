@@ -87,10 +87,16 @@ def folder_for(run: str) -> Path:
 def bring(url: str, whole: bool = False) -> Path:
     """The copy of a run as it is in its bucket now; whole: with large files and the newest checkpoint.
 
-    Raises InputError where there is no such run.
+    Raises InputError where there is no such run, or no such bucket.
     """
     folder = folder_of(url)
-    if not _held_here(folder) and not Mirror(folder).pull(whole):
+    if _held_here(folder):
+        return folder
+    try:
+        found = Mirror(folder).pull(whole)
+    except FileNotFoundError as error:
+        raise InputError(f"{url}: there is no such bucket, or you may not look into it") from error
+    if not found:
         raise InputError(f"there is no run at {url}; `tpuswarm train --run {url}` begins one")
     return folder
 

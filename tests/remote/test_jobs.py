@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,39 @@ def test_what_runs_on_where_no_job_is_any_more_is_ended(fleet, monkeypatch):
 
     asyncio.run(work())
     gone(fleet, "4242")
+
+
+def test_a_machine_whose_pool_was_taken_out_of_the_file_stops_neither_the_jobs_nor_their_logs(fleet, monkeypatch):
+    """It is there until it is deleted, and nobody knows a user of it any more: others are looked after meanwhile."""
+    for each in (VARIABLE, "XDG_STATE_HOME", "HOME"):
+        monkeypatch.setenv(each, fleet.environment[each])
+    monkeypatch.chdir(fleet.folder)
+    name = machine(fleet)
+    fleet.run("exec", f"{name}/0", "--detach", "--name", "rest", "--", "sleep 4343")
+    until(fleet, lambda: states(fleet)["rest"][0]["phase"] == "running", "start")
+    there = find(None)[0]
+    cloud, store = there.provider(), there.store(there.provider())
+
+    def call_the_pool(pool: str) -> None:
+        def change(found):
+            return replace(found, desired=replace(found.desired, pools=(replace(found.desired.pools[0], name=pool),)))
+
+        store.change(change)
+
+    async def work():
+        carrier = jobs.Carrier(Reach(there, cloud, there.store(cloud)), there.store(cloud))
+        async with Connections(carrier.key) as connections:
+            document, _ = await carrier.round(connections, cloud.machines(store.load().zones), time.time())
+        return {job.name: job.seats[0].phase for job in document.jobs}
+
+    call_the_pool("another")
+    try:
+        assert asyncio.run(work())["rest"] == "running"
+        assert f"{name}: run 1 on {name}; it is of no pool of the fleet" in fleet.run("logs", "rest")[1]
+    finally:
+        call_the_pool("slice")
+    fleet.run("stop", "rest")
+    until(fleet, lambda: states(fleet)["rest"][0]["phase"] == "stopped", "end")
 
 
 def test_one_line_gets_a_machine_runs_a_program_until_it_exits_0_and_comes_down(fleet):

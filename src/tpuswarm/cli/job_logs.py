@@ -83,25 +83,28 @@ class Following:
 
     async def _look(self, reach: "Reach", jobs: "Sequence[Job]", connections: "Connections") -> None:
         from tpuswarm.cli.touch import Screen
-        from tpuswarm.fleet.targets import Target
+        from tpuswarm.fleet.targets import Target, why_not
         from tpuswarm.remote.fan_out import fan_out
         from tpuswarm.remote.lines import Lines
         from tpuswarm.remote.supervisor import Supervisor
 
         seen = await asyncio.to_thread(reach.look)
         there = {each.name: each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet}
+        pools = {each.name for each in seen.document.desired.pools}
+        away = {name: f"; it {why}" for name, each in there.items() if (why := why_not(each, pools))}
         found = [
             (job, Target(machine, worker))
             for job in jobs
             for seat in job.seats
             if self._machine in (None, seat.machine)
-            if (machine := there.get(seat.machine or "")) is not None and machine.state == "ready" and seat.run
+            if (machine := there.get(seat.machine or "")) is not None and machine.name not in away and seat.run
             for worker in range(len(machine.workers))
             if job.worker in (None, worker) and self._worker in (None, worker)
         ]
         hosts = await asyncio.to_thread(reach.ways, seen, [target for _, target in found])
         if not hosts:
-            self._say("; ".join(f"{each.machine or each.pool}: {each.why}" for job in jobs for each in job.seats))
+            seats = [seat for job in jobs for seat in job.seats]
+            self._say("; ".join(f"{to.machine or to.pool}: {to.why}{away.get(to.machine or '', '')}" for to in seats))
             return
         named = {
             (host, job.name): host.label if self._machine is None else f"{host.label} {job.name}"

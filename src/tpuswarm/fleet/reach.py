@@ -153,7 +153,7 @@ class Reach:
         return Reached(hosts, (*found.away, *map(_no_keys, keyless)), found.group, machines)
 
     def ways(self, seen: Seen, targets: Iterable[Target]) -> list[Host]:
-        """The way to each. Raises InputError for a machine that has not written down its host keys."""
+        """The way to each. Raises InputError for a machine of no pool, or that has not written down its host keys."""
         hosts, keyless = self._ways(seen, targets)
         if keyless:
             raise InputError(_no_keys(keyless[0]))
@@ -170,7 +170,9 @@ class Reach:
         for target in targets:
             if target.alias not in keys:
                 continue
-            pool = pools[target.machine.pool or ""]
+            pool = pools.get(target.machine.pool or "")
+            if pool is None:
+                raise InputError(f"{target.machine.name} is of no pool of the fleet any more")
             worker = target.machine.workers[target.worker]
             outside = None if self._inside else worker.external
             proxy = None

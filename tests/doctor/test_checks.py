@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from tpuswarm.doctor import collect, processes
 from tpuswarm.doctor.check import Subject
 from tpuswarm.doctor.checks import ACROSS, CHECKS
 from tpuswarm.doctor.examine import MODULES, judge
@@ -114,6 +115,39 @@ def test_what_cannot_be_planted_is_judged_by_its_facts(ill, check, says):
     assert judge([subject()]) == []
     ((found),) = judge([ill])
     assert (found.host, found.check) == ("a/3", check) and says in found.wrong.what
+
+
+PROBES = {
+    "devices": True, "holders_of_others": True, "holders": True, "at_work": True, "on_cpu": False, "entry": False,
+    "locked": False, "preload": False, "disks": False, "memory": False, "files": False, "packages": False,
+    "wanted_libtpu": False, "metadata": False, "spoken": False,
+}  # fmt: skip
+"""What looks at a host, and whether nobody knows without it that nothing runs there."""
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_probe_that_fails_is_lost_with_what_is_made_of_it_and_nothing_else_is(probe, monkeypatch):
+    def fails(*about):
+        raise ValueError("odd")
+
+    monkeypatch.setattr(collect, probe, fails)
+    found = collect.collect("", "")
+    assert WELL.keys() - found.keys() <= found["lost"].keys() and set(found["lost"].values()) == {"ValueError: odd"}
+    well = {**WELL, "attended": False, "metadata": None}
+    facts = {name: value for name, value in well.items() if name in found}
+    said = judge([Subject("a/0", {**facts, "lost": found["lost"]}, 0.0, "v4-32", 1, 0, age_s=1e6)])
+    assert {each.check for each in said} == ({"reach"} if PROBES[probe] else {"reach", "idle"})
+
+
+def test_a_process_may_have_any_bytes_for_a_name():
+    line = "import sys; open('/proc/self/comm', 'wb').write(b'\\xff) \\xfe'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        place = Path("/proc", str(process.pid))
+        assert b"\xff" in (place / "comm").read_bytes()
+        processes.at_work()
+        assert processes.process(place, processes.ROOT)["pid"] == process.pid
+        process.communicate(b"")
 
 
 def test_a_host_with_other_versions_than_most_is_named():

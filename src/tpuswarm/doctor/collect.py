@@ -47,6 +47,8 @@ METADATA = {
 }  # fmt: skip
 PERMISSIONS = ("storage.objects.create", "storage.objects.delete", "storage.objects.get", "storage.objects.list")
 """What a run needs of its bucket."""
+MADE_OF = {"others": ("blind",), "holders": ("holders", "on_cpu"), "work": ("attended", "on_cpu")}
+"""What is lost where one of these cannot be looked at."""
 
 
 def entry(path: Path) -> "dict[str, Any] | None":
@@ -252,7 +254,7 @@ def collect(head: str, name: str) -> "dict[str, Any]":
         try:
             found[what] = probe(*about)
         except Exception as error:  # noqa: BLE001  # one host's surprise is no reason to know nothing of it
-            lost[what] = type(error).__name__ + ": " + str(error)
+            lost.update(dict.fromkeys(MADE_OF.get(what, (what,)), type(error).__name__ + ": " + str(error)))
 
     look("devices", lambda: [shown(each) for each in devices()])
     look("others", holders_of_others)
@@ -260,9 +262,11 @@ def collect(head: str, name: str) -> "dict[str, Any]":
     look("holders", lambda: holders([*devices(), LOCK]) + (others or []))
     look("work", at_work)
     there, logged_in = found.pop("work", ([], False))
-    if "holders" in found:
+    if "on_cpu" not in lost:
         look("on_cpu", on_cpu, found["holders"], there)
-    found["blind"], found["attended"] = others is None, bool(there) or logged_in
+    for what, value in (("blind", others is None), ("attended", bool(there) or logged_in)):
+        if what not in lost:
+            found[what] = value
     look("lock", entry, LOCK)
     look("locker", locked, LOCK)
     look("logs", entry, ROOT / "tmp/tpu_logs")

@@ -87,7 +87,7 @@ def holders_of_others() -> "list[dict[str, Any]] | None":
 def process(place: Path, path: Path) -> "dict[str, Any]":
     """Who it is that has a file, and how long it has been running."""
     command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    ticks = int((place / "stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int((place / "stat").read_bytes().rpartition(b")")[2].split()[19])  # a name may be any bytes
     up = float(Path("/proc/uptime").read_text().split()[0])
     asked = left = False
     job = ""
@@ -143,7 +143,7 @@ def at_work() -> "tuple[list[tuple[Path, bytes, bytes]], bool]":
     for each in Path("/proc").glob("[0-9]*"):
         terminal, environment = False, b""
         try:
-            terminal = int((each / "stat").read_text().rpartition(")")[2].split()[4]) >> 8 in TERMINALS
+            terminal = int((each / "stat").read_bytes().rpartition(b")")[2].split()[4]) >> 8 in TERMINALS
             environment = (each / "environ").read_bytes()
         except OSError:  # it has ended, or is another user's
             pass

@@ -14,6 +14,7 @@ import typer
 from tpuswarm.doctor import collect, processes
 from tpuswarm.doctor.check import Subject
 from tpuswarm.doctor.checks import ACROSS, CHECKS
+from tpuswarm.doctor.checks.held import BUSY
 from tpuswarm.doctor.examine import MODULES, judge
 from tpuswarm.doctor.processes import SEEN_BY_ROOT
 from tpuswarm.remote.modules import boot, sent
@@ -137,6 +138,23 @@ def test_a_probe_that_fails_is_lost_with_what_is_made_of_it_and_nothing_else_is(
     facts = {name: value for name, value in well.items() if name in found}
     said = judge([Subject("a/0", {**facts, "lost": found["lost"]}, 0.0, "v4-32", 1, 0, age_s=1e6)])
     assert {each.check for each in said} == ({"reach"} if PROBES[probe] else {"reach", "idle"})
+    assert any("idle" in each.wrong.mend for each in said if each.check == "reach") == PROBES[probe]
+
+
+def test_checks_that_were_not_made_are_named_and_what_the_half_of_one_has_found_is_said():
+    facts = {**WELL, "preload": {"/usr/lib/libtcmalloc.so.4": False}, "lost": {"spoken": "odd", "packages": "odd"}}
+    alone = subject(**facts)
+    del alone.facts["spoken"], alone.facts["packages"]
+    said = judge([alone])
+    assert [(each.check, each.wrong.mend.rpartition("; ")[2]) for each in said[:2]] == [
+        ("reach", "not made, or only in part: on-cpu, bad-node, preload, fork"),
+        ("reach", "not made, or only in part: versions, libtpu"),
+    ]
+    assert [each.check for each in said[2:]] == ["preload"]
+    assert judge([alone], checks=(BUSY,)) == []
+    del alone.facts["holders"]
+    alone.facts["lost"]["holders"] = "odd"
+    assert [each.wrong.what for each in judge([alone], checks=(BUSY,))] == ["holders could not be looked at: odd"]
 
 
 def test_a_process_may_have_any_bytes_for_a_name():

@@ -19,6 +19,9 @@ from tests.remote.conftest import Fleet
 from tests.remote.test_tunnels import free_port
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.machines import processes
+from tpuswarm.doctor.examine import MODULES
+from tpuswarm.errors import RunFailed
+from tpuswarm.remote.modules import sent
 from tpuswarm.remote.notebook import worker
 from tpuswarm.remote.notebook.begin import COLAB
 
@@ -81,6 +84,21 @@ def test_another_process_that_holds_the_tpu_is_named_as_doctor_names_it(fleet):
     finally:
         fleet.run("stop", "trains")
     assert re.search(rf"{ONE}/0: job trains \(process \d+ of \S+\) holds /dev/accel0.*`tpuswarm stop trains`", err)
+
+
+def test_where_nobody_can_say_who_holds_the_tpu_that_is_said_before_it_begins(fleet, monkeypatch):
+    there = sent(*MODULES)
+    broken = there.replace(b"    wanted = {}", b"    raise ValueError(7)")
+    assert broken != there
+
+    async def stops(*about):
+        raise RunFailed("it would begin")
+
+    monkeypatch.setattr("tpuswarm.doctor.examine.sent", lambda *names: broken)
+    monkeypatch.setattr("tpuswarm.cli.notebook._begin", stops)
+    _, err = fleet.run("notebook", ONE, code=1)
+    why = f"warning: nobody knows who has the chips of {ONE}/0: holders could not be looked at: ValueError: 7"
+    assert err.splitlines()[-2:] == [why, "error: it would begin"], err
 
 
 def test_who_connects_to_a_worker_and_says_nothing_is_let_go(monkeypatch):

@@ -79,6 +79,7 @@ async def _stop(reach: "Reach", reached: "Reached") -> None:
 async def _first(reach: "Reach", reached: "Reached") -> "Notebook":
     """The server, begun where it does not run and nobody else has the chips."""
     from tpuswarm.doctor.checks.held import BUSY
+    from tpuswarm.doctor.cloud import REACH
     from tpuswarm.doctor.examine import examine
     from tpuswarm.remote.connect import Connections
     from tpuswarm.train.process.waiting import waiting
@@ -89,6 +90,8 @@ async def _first(reach: "Reach", reached: "Reached") -> "Notebook":
         for each in found:
             if each.check == BUSY.id:
                 raise RunFailed(f"{each.host}: {each.wrong.what}; {each.wrong.mend}")
+            if each.check == REACH:
+                say(f"warning: nobody knows who has the chips of {each.host}: {each.wrong.what}", err=True)
         with waiting(f"beginning Jupyter on {_called(reached)}"):
             return await _begin(connections, reached, None)
 

@@ -66,3 +66,5 @@ class AcrossCheck:
     mend: str
     probe: Callable[[list[Subject]], Iterable[tuple[str, Wrong]]]
     """What is wrong, each with the label of the host."""
+    fact: str
+    """Without which a host is left out."""

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tpuswarm.catalog import find
@@ -87,26 +87,35 @@ async def examine(
 
 
 def judge(subjects: list[Subject], checks: Sequence[Check] = CHECKS) -> list[Found]:
-    """What all checks say; of a host of which something could not be looked at that, and what the others say."""
-    found = [each for one in subjects for each in (*_lost(one), *_judge(one, checks))]
+    """What all checks say; of a host of which something could not be looked at that, and what the others say.
+
+    Of a few checks alone: only what they need.
+    """
+    found = [each for one in subjects for each in _judge(one, checks)]
     if len(subjects) > 1:
         found += [Found(label, check.id, wrong) for check in ACROSS for label, wrong in check.probe(subjects)]
     return found
 
 
-def _judge(subject: Subject, checks: Sequence[Check]) -> Iterator[Found]:
+def _judge(subject: Subject, checks: Sequence[Check]) -> list[Found]:
+    lost = subject.facts["lost"]
+    missed = {each.fact: [each.id] for each in ACROSS if checks is CHECKS}
+    said: list[Found] = []
     for check in checks:
         try:
-            yield from [Found(subject.label, check.id, wrong) for wrong in check.probe(subject)]
-        except KeyError as missing:  # a fact that it needs
-            if missing.args[0] not in subject.facts["lost"]:
+            for wrong in check.probe(subject):
+                said.append(Found(subject.label, check.id, wrong))
+        except KeyError as missing:  # a fact that it needs; what it has said before stays
+            if missing.args[0] not in lost:
                 raise
+            missed.setdefault(missing.args[0], []).append(check.id)
+    told = lost if checks is CHECKS else [each for each in lost if each in missed]
+    return [*(_lost(subject.label, each, lost[each], missed.get(each, [])) for each in told), *said]
 
 
-def _lost(subject: Subject) -> Iterator[Found]:
-    for what, why in subject.facts["lost"].items():
-        mend = "see to what it says; all other checks were made"
-        yield Found(subject.label, REACH, Wrong(f"{what} could not be looked at: {why}", mend))
+def _lost(label: str, what: str, why: str, missed: list[str]) -> Found:
+    mend = "see to what it says" + (f"; not made, or only in part: {', '.join(missed)}" if missed else "")
+    return Found(label, REACH, Wrong(f"{what} could not be looked at: {why}", mend))
 
 
 def fix_here(found: Iterable[Found]) -> list[str]:

@@ -29,4 +29,5 @@ def probe(hosts: list[Subject]) -> Iterator[tuple[str, Wrong]]:
 CHECK = AcrossCheck(
     "versions", "packages that set-up has installed, and its Python",
     "hosts of one program that differ in jax or libtpu hang at the start or compute other numbers", MEND, probe,
+    "packages",
 )  # fmt: skip

@@ -3,13 +3,20 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
+from tests.fleet.loop import FLEET
+from tests.fleet.test_flags import document
+from tests.fleet.test_jobs import machine
 from tests.local_cloud import local_cloud
 from tests.remote.conftest import Fleet
+from tpuswarm.cli.flags import tell_pods
+from tpuswarm.cloud.protocol import ENV_VARS, ENV_VARS_NEW, FLEET_LABEL, POOL_LABEL
 from tpuswarm.cloud.rehearsal.place import VARIABLE
 from tpuswarm.errors import RunFailed
+from tpuswarm.fleet.core.flags import Flag
 from tpuswarm.fleet.core.jobs import RENEWED_S
 from tpuswarm.fleet.keeping.fleets import find
 from tpuswarm.fleet.keeping.jobs import Carrier
@@ -178,7 +185,7 @@ def _logged(fleet, job: str) -> str:
     raise AssertionError(f"{job} printed nothing")
 
 
-def test_a_tensorflow_pod_has_them_in_its_metadata_and_its_service_begins_anew_on_every_worker(inside):
+def test_a_tensorflow_pod_has_them_in_its_metadata_and_its_service_begins_anew_on_every_worker(inside, monkeypatch):
     inside.run("exec", "old", "--", "systemctl start tpu-runtime && rm $TPUSWARM_ROOT/run/units/tpu-runtime")
     said = inside.run("flags", "set", "old", f"{PRECISION}=true")[0]
     assert f"{OLD}: tpu-runtime was begun anew on 4 workers" in said
@@ -196,9 +203,42 @@ def test_a_tensorflow_pod_has_them_in_its_metadata_and_its_service_begins_anew_o
         'exec "$0.real" "$@"\n'
     )
     systemctl.chmod(0o755)
-    failed = inside.run("flags", "set", "old", f"{PRECISION}=false", code=1)[1]
-    systemctl.with_name("systemctl.real").replace(systemctl)
-    assert f"begun anew on 3 of 4 workers, not on {OLD}/1: exit 5: no bus: `tpuswarm exec {OLD} -- " in failed
+    words, set_up = ("flags", "set", "old", f"{PRECISION}=false"), []
+    file = inside.folder / "swarm.toml"
+    try:
+        for again in (words, words):
+            failed = inside.run(*again, code=1)[1]
+            assert f"begun anew on 3 of 4 workers, not on {OLD}/1: exit 5: no bus: give the command again" in failed
+        file.write_text(FILE + "\n[setup]\n")
+        monkeypatch.setattr("tpuswarm.cli.setup.set_up_now", lambda *about: set_up.append(about))
+        assert f"not on {OLD}/1: exit 5: no bus" in inside.run("up", "--yes", "--paid", code=1)[1]
+    finally:
+        file.write_text(FILE)
+        systemctl.with_name("systemctl.real").replace(systemctl)
+    assert set_up, "the rest of `up` is done all the same"
+    assert f"{OLD}: tpu-runtime was begun anew on 4 workers" in inside.run(*words)[0]
+    assert "begun anew" not in inside.run(*words)[0]
+
+
+def test_a_pod_that_cannot_be_told_keeps_no_other_from_it(monkeypatch):
+    told = []
+
+    class Pods:
+        def set_metadata(self, machine, metadata):
+            if machine.name == "pod-0":
+                raise RunFailed("pod-0 is not itself today")
+            told.append((machine.name, metadata))
+
+    env = {ENV_VARS: f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true"}
+    has = {"pod-0": "", "pod-1": None, "pod-2": env[ENV_VARS]}
+    labels = {FLEET_LABEL: FLEET, POOL_LABEL: "old"}
+    pods = [replace(machine(name), labels=labels, runtime_env=value) for name, value in has.items()]
+    monkeypatch.setattr("tpuswarm.cli.flags._restart", lambda reach, name: told.append((name, "begins anew")))
+    flag = Flag(PRECISION, "true", "LIBTPU_INIT_ARGS", "all", "all")
+    assert tell_pods(Pods(), document(flag), pods) == ["pod-0 is not itself today"]
+    assert told == [
+        ("pod-1", {**env, ENV_VARS_NEW: "TRUE"}), ("pod-1", "begins anew"), ("pod-1", {ENV_VARS_NEW: "FALSE"}),
+    ]  # fmt: skip
 
 
 def test_a_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(inside, monkeypatch):

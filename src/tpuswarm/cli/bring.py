@@ -92,7 +92,8 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
     """Make what was agreed to: machines, what they need, the fleet's routers, and who keeps them; the way to them.
 
     What is kept has its keeper first, in the background of this computer: whatever then goes wrong here, that one goes
-    on, and puts a keeper on the head. file: swarm.toml, for it; None: the fleet has none.
+    on, and puts a keeper on the head. file: swarm.toml, for it; None: the fleet has none. Raises RunFailed at the end
+    where a pod could not be given its flags.
     """
     from tpuswarm.cli.flags import tell_pods
     from tpuswarm.cli.setup import route_now, seat_now, set_up_now
@@ -108,9 +109,10 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
         fleets.detach(fleet, store, file)
     work(fleet, cloud, store, is_up)
     reach = Reach(fleet, cloud, store)
+    failed: list[str] = []
     if any(is_pod(each.spec) for each in wanted.pools):
         seen = reach.look()
-        tell_pods(reach, seen.document, seen.listing.machines)
+        failed = tell_pods(reach, seen.document, seen.listing.machines)
     if table is not None:
         set_up_now(reach, table)
     if any(each.routes for each in wanted.pools):
@@ -120,6 +122,8 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
     elif keep:
         with waiting("waiting until the keeper in the background leads"):
             fleets.see_kept(fleet, store)
+    if failed:  # all else is done
+        raise RunFailed("; ".join(failed))
     return reach
 
 

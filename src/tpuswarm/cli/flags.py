@@ -184,8 +184,10 @@ def _store(reach: "Reach", make: "Callable[[tuple[Flag, ...]], tuple[Flag, ...]]
 
 def _see_to(reach: "Reach", seen: "Seen", document: "Document") -> None:
     """That what was stored counts, or that a person knows where not."""
-    tell_pods(reach, document, seen.listing.machines)
+    failed = tell_pods(reach, document, seen.listing.machines)
     _say_running(document, _ours(seen))
+    if failed:
+        raise RunFailed("; ".join(failed))
 
 
 def _say_running(document: "Document", machines: "Iterable[Machine]") -> None:
@@ -216,14 +218,24 @@ def _say_running(document: "Document", machines: "Iterable[Machine]") -> None:
         )
 
 
-def tell_pods(reach: "Reach", document: "Document", machines: "Iterable[Machine]") -> None:
-    """Give pods with a TensorFlow runtime what they read from their metadata, and let them read it."""
+def tell_pods(reach: "Reach", document: "Document", machines: "Iterable[Machine]") -> list[str]:
+    """Give pods with a TensorFlow runtime what they read from their metadata, and let them read it.
+
+    What went wrong on some: those are outdated until a later command has done it.
+    """
+    from tpuswarm.cloud.protocol import ENV_VARS_NEW
     from tpuswarm.fleet.flags import outdated
 
     there = {each.name: each for each in machines}
+    failed = []
     for name, metadata in outdated(document, there.values()).items():
-        reach.set_metadata(there[name], metadata)
-        _restart(reach, name)
+        try:
+            reach.set_metadata(there[name], {**metadata, ENV_VARS_NEW: "TRUE"})
+            _restart(reach, name)
+            reach.set_metadata(there[name], {ENV_VARS_NEW: "FALSE"})
+        except TpuswarmError as error:
+            failed.append(str(error))
+    return failed
 
 
 def _restart(reach: "Reach", machine: str) -> None:
@@ -250,7 +262,7 @@ def _restart(reach: "Reach", machine: str) -> None:
     if failed:
         raise RunFailed(
             f"{machine} has it in its metadata, and tpu-runtime was begun anew on {len(hosts) - len(failed)} of "
-            f"{len(hosts)} workers, not on {'; '.join(failed)}: `tpuswarm exec {machine} -- '{RESTART}'`"
+            f"{len(hosts)} workers, not on {'; '.join(failed)}: give the command again"
         )
     say(f"{machine}: tpu-runtime was begun anew on {len(hosts)} worker{'s' * (len(hosts) > 1)}")
 

@@ -17,6 +17,8 @@ State = Literal["waiting", "creating", "ready", "repairing", "stopping", "stoppe
 back, whatever the cloud calls that (PREEMPTED, TERMINATED, SUSPENDED, FAILED), and its remains are to be deleted."""
 ENV_VARS = "tensorflow-env-vars"
 """The key of a TPU's metadata that its service tpu-runtime reads as it starts, where it has one."""
+ENV_VARS_NEW = "tpuswarm-env-vars-new"
+"""The key under which it has TRUE from before what is under ENV_VARS is changed until that service has begun anew."""
 FLEET_LABEL, POOL_LABEL = "tpuswarm-fleet", "tpuswarm-pool"
 """Labels of everything that a fleet makes: its random id, and the pool."""
 
@@ -124,8 +126,8 @@ class Machine:
     workers: tuple[Worker, ...] = ()
     """In the order of their numbers."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    runtime_env: str = field(default="", compare=False)
-    """Its metadata under ENV_VARS."""
+    runtime_env: str | None = field(default="", compare=False)
+    """Its metadata under ENV_VARS; None: its service may run with what was there before."""
     request: str | None = None
     """The queued request that it comes from; deleting the machine deletes that as well."""
     error: CloudError | None = field(default=None, compare=False)

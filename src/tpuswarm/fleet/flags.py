@@ -112,7 +112,7 @@ def metadata_of(flags: Mapping[str, Flag]) -> dict[str, str]:
 
 
 def outdated(document: Document, machines: Iterable[Machine]) -> dict[str, dict[str, str]]:
-    """By name, machines of pods whose metadata has other flags than hold there, and what it should have."""
+    """By name, machines of pods whose service may have other flags than hold there, and what metadata should have."""
     pods = {each.name for each in document.desired.pools if is_pod(each.spec)}
     ours = (each for each in machines if each.fleet == document.desired.fleet and each.pool in pods)
     wanted = [(each, metadata_of(on(document, each))) for each in ours if each.state == "ready"]

@@ -8,7 +8,18 @@ from tpuswarm.catalog import Accelerator, find
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.google.answers import of_json_status
 from tpuswarm.cloud.google.failures import judge
-from tpuswarm.cloud.protocol import ENV_VARS, FLEET_LABEL, POOL_LABEL, How, Machine, Spec, State, TpuSpec, Worker
+from tpuswarm.cloud.protocol import (
+    ENV_VARS,
+    ENV_VARS_NEW,
+    FLEET_LABEL,
+    POOL_LABEL,
+    How,
+    Machine,
+    Spec,
+    State,
+    TpuSpec,
+    Worker,
+)
 from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
@@ -109,6 +120,7 @@ def of_node(node: Mapping[str, Any]) -> Machine:
         state, said = "repairing", MAINTENANCE
     symptoms = tuple(filter(None, map(_symptom, node.get("symptoms", ()))))
     request = node.get("queuedResource", "").rsplit("/", 1)[-1] or None
+    metadata = node.get("metadata", {})
     return Machine(
         name=name,
         zone=zone,
@@ -126,7 +138,7 @@ def of_node(node: Mapping[str, Any]) -> Machine:
             for each in node.get("networkEndpoints", ())
         ),
         labels=node.get("labels", {}),
-        runtime_env=node.get("metadata", {}).get(ENV_VARS, ""),
+        runtime_env=None if metadata.get(ENV_VARS_NEW) == "TRUE" else metadata.get(ENV_VARS, ""),
         request=request,
     )
 

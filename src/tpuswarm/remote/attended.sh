@@ -24,6 +24,6 @@ while left=$(marked "$1") && [ -n "$left" ]; do kill -KILL $left; sleep 0.05; do
 ' attend "$2" "$word"
 } >/dev/null 2>&1 &
 exec 3<&-
-# The number is that of the command itself: what it has left running may be told from it (doctor/collect.py).
+# The number is that of the command itself: what it has left running may be told from it (doctor/processes.py).
 export TPUSWARM_EXEC="$2" TPUSWARM_EXEC_PID=$$
 exec /bin/bash -c "$1"

@@ -45,18 +45,19 @@ def profile(
         member = _training(folder, member)
     count, far = steps or profiling.STEPS, elsewhere(folder)
 
-    def told() -> list[str]:
+    def told(ours: str = "") -> list[str]:
         rows = (row for row in read_rows(folder / EVENTS) if row["event"] == profiling.TRACE)
-        return [row["message"] for row in rows if row.get("member") == member]
+        mine = (row for row in rows if row.get("member") == member and row.get("request", ours) == ours)
+        return [row["message"] for row in mine]
 
     before = len(told())
-    profiling.request(folder, count, member)
+    asked = profiling.request(folder, count, member)
     who = member or f"process {pid}{f' on {far.host}' if far else ''}"
     say(f"asked {who} to trace {count} steps; Ctrl-C cancels", err=True)
     try:
         with waiting("waiting for the trace"):
-            while len(told()) == before:
-                if holder(folder) is None and len(told()) == before:
+            while len(told(asked)) == before:
+                if holder(folder) is None and len(told(asked)) == before:
                     raise RunFailed(
                         f"{shown(folder)} ended before the trace was taken; `tpuswarm status {shown(folder)}` says why"
                     )
@@ -64,7 +65,7 @@ def profile(
                 refresh(folder)
     finally:
         profiling.withdraw(folder)
-    message = told()[before]
+    message = told(asked)[before]
     if not message.startswith("trace of"):
         raise RunFailed(message)
     what = message.removeprefix("trace of ").partition(" in ")[0]

@@ -228,13 +228,13 @@ def test_it_is_looked_at_and_stopped_from_elsewhere(served, disk, monkeypatch):
     from tpuswarm.train.bucket.mirror import ask_to_stop
     from tpuswarm.train.look.profile import request, take_request
 
-    request(folder, 3, "m1")
+    asked = request(folder, 3, "m1")
     taken: list = []
     end = time.monotonic() + 20
     while not taken and time.monotonic() < end:
         time.sleep(0.02)
         taken = [each for each in [take_request(run.folder)] if each]
-    assert taken == [(3, "m1")] and take_request(folder) is None
+    assert taken == [(3, "m1", asked)] and take_request(folder) is None
     heard = []
     monkeypatch.setattr("os.kill", lambda pid, number: heard.append(number))
     assert ask_to_stop(folder).host

@@ -76,8 +76,6 @@ def test_another_trace_under_way_is_left_alone(tmp_path):
 
 FULL = """
 import sys
-import gzip
-import json
 import time
 from itertools import islice
 from pathlib import Path

@@ -51,7 +51,7 @@ class Tracer:
             self._steps = self._left = self._asked
             self._asked = 0
             try:
-                self._folder = tempfile.TemporaryDirectory(prefix="tpuswarm-trace-")
+                self._folder = tempfile.TemporaryDirectory(prefix="tpuswarm-trace-", ignore_cleanup_errors=True)
             except OSError as error:
                 self._taken = Traced(0, f"could not begin: {error.strerror}")
                 return
@@ -60,7 +60,11 @@ class Tracer:
 
     def _end(self, folder: tempfile.TemporaryDirectory[str], problem: str) -> None:
         self._folder, root = None, Path(folder.name)
-        with folder:
-            found = [path for path in root.rglob("*") if path.is_file() and not problem]
-            files = {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+        files: dict[str, bytes] = {}
+        try:
+            with folder:
+                found = [path for path in root.rglob("*") if path.is_file() and not problem]
+                files = {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+        except OSError as error:
+            problem = f"could not be read: {error.strerror}"
         self._taken = Traced(self._steps - self._left, problem, files)

@@ -5,11 +5,12 @@ machine may be another one.
 """
 
 import json
+import secrets
 import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpuswarm.train.bucket.mirror import ask, elsewhere
 from tpuswarm.train.process.atomic import write_atomically
@@ -30,6 +31,16 @@ TRACE = "profile"
 HOW_TO_OPEN = "pip install tensorboard xprof, then tensorboard --logdir {folder} (Profile), or xprof {folder}"
 
 
+class Request(NamedTuple):
+    """What somebody asks for."""
+
+    steps: int
+    member: str | None
+    """Of a swarm."""
+    id: str
+    """Of two that ask for the same member, each is told its own."""
+
+
 def traces(run: Path, member: str | None = None) -> list[Path]:
     """The folders of a run's traces, of one member or all, the oldest first."""
     found = [*(run / BOARD).glob(TAKEN), *(run / BOARD).glob(f"*/{TAKEN}")]
@@ -37,23 +48,27 @@ def traces(run: Path, member: str | None = None) -> list[Path]:
     return sorted(folders, key=lambda folder: (folder.name, folder))
 
 
-def request(run: Path, steps: int, member: str | None = None) -> None:
-    """Ask the process that trains `run`, wherever it is, to trace its next steps, or those of a member."""
-    asked = json.dumps({"steps": steps, "member": member})
+def request(run: Path, steps: int, member: str | None = None) -> str:
+    """Ask the process that trains `run`, wherever it is, to trace its next steps, or those of a member.
+
+    Returns the request's id, which is in the event that answers it where that is of a member.
+    """
+    made = Request(steps, member, secrets.token_hex(8))
+    asked = json.dumps(made._asdict())
     if elsewhere(run):
         ask(run, REQUEST, asked)
-        return
-    with writing(run / REQUEST):
-        write_atomically(run / REQUEST, asked)
+    else:
+        with writing(run / REQUEST):
+            write_atomically(run / REQUEST, asked)
+    return made.id
 
 
-def take_request(run: Path) -> tuple[int, str | None] | None:
-    """How many steps somebody asked for, and of which member; None where nobody did. It is taken up now."""
+def take_request(run: Path) -> Request | None:
+    """What somebody asked for; None where nobody did, or it is none. It is taken up now."""
     path, found = run / REQUEST, None
     if path.exists():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # withdrawn meanwhile, or not ours
-            asked = json.loads(path.read_text())
-            found = int(asked["steps"]), asked["member"]
+        with suppress(OSError, ValueError, TypeError):  # withdrawn meanwhile, or not ours
+            found = Request(**json.loads(path.read_text()))
         path.unlink(missing_ok=True)
     return found
 
@@ -126,7 +141,7 @@ class Profiler:
     def _take_request(self, done: int) -> None:
         self._looked_at = time.monotonic()
         if found := take_request(self._run):
-            self._start_after, self._steps = done, found[0]
+            self._start_after, self._steps = done, found.steps
 
 
 def start(folder: Path) -> str:

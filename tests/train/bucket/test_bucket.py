@@ -247,6 +247,51 @@ def test_it_is_looked_at_and_stopped_from_elsewhere(served, disk, monkeypatch):
     assert read_life(bring(URL)).state == "stopped"
 
 
+def test_whatever_else_is_asked_changes_no_file_and_ends_no_run(served, disk, monkeypatch):
+    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 0.05)
+    run = begin()
+    asked = f"asked/{run._tended._lease.owner}/"
+
+    def put(name, data):
+        Bucket(URL).put(asked + name, data)
+        end = time.monotonic() + 20
+        while Bucket(URL).listed(asked) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not Bucket(URL).listed(asked)
+
+    before = {path.name: path.read_bytes() for path in run.folder.iterdir() if path.name != ".mirror.json"}
+    for name in ("token", "config.toml", "sub/metrics.jsonl"):
+        put(name, b"another")
+    put("profile-request.json", b"\xff")
+    with monkeypatch.context() as full:
+
+        def fails(path, text):
+            raise OSError(28, "No space left on device")
+
+        full.setattr("tpuswarm.train.bucket.tended.write_atomically", fails)
+        put("profile-request.json", b"{}")
+    put("profile-request.json", b"is heard")
+    run.check()
+    after = {path.name: path.read_bytes() for path in run.folder.iterdir() if path.name != ".mirror.json"}
+    assert after == {**before, "profile-request.json": b"is heard"}
+    run.close()
+
+
+def test_a_file_whose_first_piece_is_not_listed_stays_as_it_was_brought(served, disk):
+    run = begin(2)
+    run._tended._mirror.push(lambda: None)
+    run.write_metrics({"step": 3, "tokens": 6, "loss": 0.3})
+    run.close()
+    disk("two")
+    assert steps(bring(URL)) == [1, 2, 3]
+    first = next(name for name in Bucket(URL).listed("pieces/metrics.jsonl/") if "/000000000000000-" in name)
+    data = Bucket(URL).read(first)
+    Bucket(URL).delete(first)
+    assert steps(bring(URL)) == [1, 2, 3]
+    Bucket(URL).put(first, data)
+    assert steps(bring(URL)) == [1, 2, 3]
+
+
 def test_nothing_is_left_of_what_never_became_a_run(served, disk):
     run = Run(folder_of(URL))
     run.abandon()

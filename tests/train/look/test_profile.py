@@ -144,6 +144,24 @@ def test_a_living_run_is_traced_when_asked(tmp_path):
     assert "is not running" in err
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f'{{"steps": {steps}, "member": null, "id": "a"}}' for steps in ("-1", "0", "1.5", "Infinity", '"2"')),
+        '{"steps": 2, "member": ["m1"], "id": "a"}',
+        '{"steps": 2, "member": null}',
+        "[2]",
+        "2",
+        "no JSON",
+    ],
+)
+def test_a_request_that_is_none_is_taken_away(tmp_path, text):
+    (tmp_path / profile.REQUEST).write_text(text)
+    assert profile.take_request(tmp_path) is None and not (tmp_path / profile.REQUEST).exists()
+    asked = profile.request(tmp_path, 2)
+    assert profile.take_request(tmp_path) == (2, None, asked)
+
+
 def test_a_run_without_members_and_no_steps_are_refused(tmp_path):
     run = tmp_path / "run"
     Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=run)

@@ -26,7 +26,8 @@ from tpuswarm.train.process.platform import cache_folder
 
 ORIGIN, INDEX, PULLING, HOLDER = "bucket", ".mirror.json", ".pulling", ".holder.json"
 FILES, CHECKPOINTS, ASKED = "files/", "checkpoints/", "asked/"
-STOP = "stop"
+STOP, REQUEST = "stop", "profile-request.json"
+"""What can be asked: to stop, and by this file for a trace (train/look/profile.py)."""
 MANIFEST = "manifest.json"
 ROWS = "metrics.jsonl"
 BEST = "best.json"
@@ -128,7 +129,7 @@ def ask_to_stop(folder: Path) -> lease.Holder | None:
 def ask(folder: Path, name: str, text: str) -> lease.Holder | None:
     """Leave word for whoever has the run in its bucket (train/bucket/tended.py); who that is.
 
-    name: STOP, or that of the file which it is to find in the run's folder.
+    name: STOP, or REQUEST, the file which it is to find in the run's folder.
     """
     holder = elsewhere(folder)
     if holder:
@@ -233,7 +234,7 @@ class Mirror:
             if old[:2] != new[:2] or not (old.version == new.version or (self._ours and not old.version)):
                 break
             same += 1
-        if same == len(chosen) == len(before):
+        if not chosen or same == len(chosen) == len(before):  # without its beginning: it is being sent anew, or removed
             return None
         start = chosen[same].start if same < len(chosen) else chosen[-1].end if chosen else 0
         appended = path.exists() and path.stat().st_size == start

@@ -5,11 +5,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.bucket.lease import RENEWED, Lease, Lost
-from tpuswarm.train.bucket.mirror import ASKED, STOP, Mirror
+from tpuswarm.train.bucket.mirror import ASKED, REQUEST, STOP, Mirror
 from tpuswarm.train.process.atomic import write_atomically
 
 SENT = 10.0
@@ -106,8 +107,9 @@ class Tended:
                 bucket.delete(name)
                 if word == STOP:
                     os.kill(os.getpid(), signal.SIGINT)
-                else:
-                    write_atomically(self._mirror.folder / Path(word).name, text.decode())
+                elif word == REQUEST:
+                    with suppress(OSError, ValueError):  # no room, or no text: the run does not end of it
+                        write_atomically(self._mirror.folder / REQUEST, text.decode())
 
     def _send(self) -> None:
         """Send what is new, now and then, and when that is asked."""

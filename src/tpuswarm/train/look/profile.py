@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpuswarm.train.bucket.mirror import ask, elsewhere
+from tpuswarm.train.bucket.mirror import REQUEST, ask, elsewhere
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import Run, writing
 
@@ -22,7 +22,6 @@ WARM_UP = 10
 """Steps before the trace of `--profile`."""
 LOOK = 0.5
 """Seconds between looks for a request."""
-REQUEST = "profile-request.json"
 BOARD = "tensorboard"
 """Where TensorBoard looks; in it, a member's in a folder of its name."""
 TAKEN = "plugins/profile/*/*.xplane.pb"
@@ -68,7 +67,9 @@ def take_request(run: Path) -> Request | None:
     path, found = run / REQUEST, None
     if path.exists():
         with suppress(OSError, ValueError, TypeError):  # withdrawn meanwhile, or not ours
-            found = Request(**json.loads(path.read_text()))
+            asked = Request(**json.loads(path.read_text()))
+            if isinstance(asked.steps, int) and asked.steps > 0 and isinstance(asked.member, str | None):
+                found = asked
         path.unlink(missing_ok=True)
     return found
 

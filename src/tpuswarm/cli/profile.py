@@ -1,6 +1,7 @@
 """`tpuswarm profile`: a trace of a run's steps."""
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -50,10 +51,11 @@ def profile(
         mine = (row for row in rows if row.get("member") == member and row.get("request", ours) == ours)
         return [row["message"] for row in mine]
 
-    before = len(told())
+    refresh(folder, profiling.BOARD)
+    before, had = len(told()), profiling.traces(folder, member)
     asked = profiling.request(folder, count, member)
     who = member or f"process {pid}{f' on {far.host}' if far else ''}"
-    say(f"asked {who} to trace {count} steps; Ctrl-C cancels", err=True)
+    say(f"asked {who} to trace {count} steps; Ctrl-C stops waiting", err=True)
     try:
         with waiting("waiting for the trace"):
             while len(told(asked)) == before:
@@ -63,13 +65,29 @@ def profile(
                     )
                 time.sleep(LOOK if origin(folder) is None else LOOK_FAR)
                 refresh(folder)
+            message = told(asked)[before]
+            if not message.startswith("trace of"):
+                raise RunFailed(message)
+            if origin(folder):
+                _bring(folder, member, had)
     finally:
         profiling.withdraw(folder)
-    message = told(asked)[before]
-    if not message.startswith("trace of"):
-        raise RunFailed(message)
     what = message.removeprefix("trace of ").partition(" in ")[0]
     say(profiling.taken_sentence(what, folder / profiling.BOARD / (member or "")))
+
+
+def _bring(folder: Path, member: str | None, had: Collection[Path]) -> None:
+    """Wait for a trace that the copy of a run in a bucket had not: the event of it may come before it."""
+    from tpuswarm.train.bucket.mirror import refresh, shown
+    from tpuswarm.train.look.profile import BOARD, traces
+    from tpuswarm.train.run.directory import holder
+
+    refresh(folder, BOARD)
+    while set(traces(folder, member)) <= set(had):
+        if holder(folder) is None:  # that was seen before the files were: all that it has sent is here
+            raise RunFailed(f"{shown(folder)} ended before the trace was in its bucket")
+        time.sleep(LOOK_FAR)
+        refresh(folder, BOARD)
 
 
 def _training(folder: Path, member: str | None) -> str:
@@ -96,13 +114,14 @@ def _training(folder: Path, member: str | None) -> str:
 
 
 def _show(folder: Path, steps: int | None, member: str | None) -> None:
-    from tpuswarm.train.bucket.mirror import shown
+    from tpuswarm.train.bucket.mirror import refresh, shown
     from tpuswarm.train.look.profile import BOARD, HOW_TO_OPEN, traces
 
     if steps is not None:
         raise InputError(
             f"{shown(folder)} is not running, so no steps can be traced; leave --steps out to see its traces"
         )
+    refresh(folder, BOARD)
     found = traces(folder, member)
     if not found:
         of = f" of {member}" if member else ""

@@ -13,7 +13,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.bucket import lease
 from tpuswarm.train.bucket.lease import Lease, Lost
-from tpuswarm.train.bucket.mirror import ROWS, Mirror, bring, folder_of, is_url
+from tpuswarm.train.bucket.mirror import LARGE, ROWS, Mirror, bring, folder_of, is_url
 from tpuswarm.train.bucket.stored import Bucket
 from tpuswarm.train.run.checkpoint import Checkpoints
 from tpuswarm.train.run.directory import Run, read_rows
@@ -245,6 +245,45 @@ def test_it_is_looked_at_and_stopped_from_elsewhere(served, disk, monkeypatch):
     run.write_event("stopped", message="as asked")
     run.close()
     assert read_life(bring(URL)).state == "stopped"
+
+
+def test_a_trace_is_said_to_be_here_once_it_is(served, disk, monkeypatch, capsys):
+    """Its event comes before it here, and it is larger than what a command brings of itself."""
+    from tpuswarm.cli import profile as cli
+    from tpuswarm.train.look.profile import take_request, traces
+
+    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 0.05)
+    monkeypatch.setattr(cli, "LOOK_FAR", 0.05)
+    run = begin()
+    run._tended._mirror.push(lambda: None)
+    disk("two")
+    copy = folder_of(URL)
+    xplane = "plugins/profile/now/host.xplane.pb"
+
+    def train():
+        end = time.monotonic() + 60
+        while not take_request(run.folder) and time.monotonic() < end:
+            time.sleep(0.02)
+        run.write_event("profile", message="trace of steps 4 to 6 in tensorboard; to open it: x")
+        run._tended._mirror.push(lambda: None)
+        while "steps 4 to 6" not in (copy / "events.jsonl").read_text() and time.monotonic() < end:
+            time.sleep(0.02)
+        at = run.folder / "tensorboard" / xplane
+        at.parent.mkdir(parents=True)
+        at.write_bytes(bytes(LARGE + 1))
+        run._tended._mirror.push(lambda: None)
+
+    trains = threading.Thread(target=train)
+    trains.start()
+    cli.profile(URL, 3)
+    [trace] = traces(copy)
+    assert (copy / "tensorboard" / xplane).stat().st_size == LARGE + 1 and trace.name == "now"
+    assert f"trace of steps 4 to 6 in {copy}/tensorboard" in capsys.readouterr().out
+    trains.join()
+    run.close()
+    disk("three")
+    cli.profile(URL)
+    assert str(folder_of(URL) / "tensorboard" / xplane).removesuffix("/host.xplane.pb") in capsys.readouterr().out
 
 
 def test_whatever_else_is_asked_changes_no_file_and_ends_no_run(served, disk, monkeypatch):

@@ -102,10 +102,13 @@ def bring(url: str, whole: bool = False) -> Path:
     return folder
 
 
-def refresh(folder: Path) -> None:
-    """See what has happened in a bucket since; nothing for a run of this disk."""
+def refresh(folder: Path, large: str | None = None) -> None:
+    """See what has happened in a bucket since; nothing for a run of this disk.
+
+    large: a folder of the run from which large files come too.
+    """
     if origin(folder) and not _held_here(folder):
-        Mirror(folder).pull()
+        Mirror(folder).pull(large=large)
 
 
 def elsewhere(folder: Path) -> lease.Holder | None:
@@ -184,8 +187,8 @@ class Mirror:
         """Mark the run as one of its own, if it is a new one; for whoever holds it."""
         self.bucket.create(BORN, secrets.token_hex(16).encode())
 
-    def pull(self, whole: bool = False) -> bool:
-        """Make the copy what the bucket has; whether that is anything."""
+    def pull(self, whole: bool = False, large: str | None = None) -> bool:
+        """Make the copy what the bucket has; whether that is anything. whole, large: as in `bring` and `refresh`."""
         with self._alone():
             owner = self._see_holder()
             self._ours = owner in ("", self.owner)
@@ -194,7 +197,8 @@ class Mirror:
             if self._born not in (None, born):
                 self._wipe()
             self._born = born
-            wanted = {name: each for name, each in files.items() if whole or each.size <= LARGE}
+            below = FILES if whole else f"{FILES}{large}/"
+            wanted = {name: each for name, each in files.items() if name.startswith(below) or each.size <= LARGE}
             with ThreadPoolExecutor(READERS) as pool:
                 list(pool.map(lambda name: self._pull_file(name.removeprefix(FILES), wanted[name]), wanted))
             grown = {name: self._pull_pieces(name, found) for name, found in by_file(pieces).items()}

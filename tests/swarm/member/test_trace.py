@@ -40,6 +40,18 @@ def steps(tracer, count):
         tracer.took(METRICS)
 
 
+def handed_over(tracer):
+    """Of a trace that was taken: its steps, what went wrong, its files, and of how many bytes each part was."""
+    files, sizes = {}, []
+    while part := tracer.taken():
+        if part.last:
+            assert tracer.taken() is None
+            return part.steps, part.problem, files, sizes
+        files[part.file] = files.get(part.file, b"") + part.data
+        sizes.append(len(part.data))
+    raise AssertionError("nothing was handed over, or no end")
+
+
 def test_so_many_steps_are_traced_and_told_once(profiler):
     tracer = Tracer()
     steps(tracer, 3)
@@ -47,8 +59,7 @@ def test_so_many_steps_are_traced_and_told_once(profiler):
     steps(tracer, 2)  # it begins after one, and holds the next two
     assert tracer.taken() is None
     steps(tracer, 1)
-    taken = tracer.taken()
-    assert (taken.steps, taken.problem, taken.files) == (2, "", TRACE)
+    assert handed_over(tracer)[:3] == (2, "", TRACE)
     steps(tracer, 9)
     assert tracer.taken() is None and profiler.begun == 1
 
@@ -58,11 +69,11 @@ def test_a_trace_that_cannot_begin_or_end_is_said(profiler):
     profiler.begin = "somebody else traces"
     tracer.ask(2)
     steps(tracer, 3)
-    assert tracer.taken() == module.Traced(0, "could not begin: somebody else traces")
+    assert handed_over(tracer) == (0, "could not begin: somebody else traces", {}, [])
     profiler.begin, profiler.end = "", "the disk is full"
     tracer.ask(2)
     steps(tracer, 3)
-    assert tracer.taken() == module.Traced(2, "could not be written: the disk is full")
+    assert handed_over(tracer) == (2, "could not be written: the disk is full", {}, [])
 
 
 @pytest.mark.parametrize("call", ["read_bytes", "is_file"])
@@ -77,10 +88,10 @@ def test_files_that_cannot_be_read_cost_the_trace_and_not_the_member(profiler, m
     with monkeypatch.context() as broken:
         broken.setattr(module.Path, call, fails)
         steps(tracer, 1)
-    assert tracer.taken() == module.Traced(1, "could not be read: Input/output error")
+    assert handed_over(tracer) == (1, "could not be read: Input/output error", {}, [])
     tracer.ask(1)
     steps(tracer, 2)
-    assert tracer.taken().files == TRACE
+    assert handed_over(tracer)[2] == TRACE
 
 
 def test_a_folder_that_cannot_be_removed_costs_nothing(profiler, monkeypatch):
@@ -94,4 +105,12 @@ def test_a_folder_that_cannot_be_removed_costs_nothing(profiler, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr("os.rmdir", fails)
         steps(tracer, 1)
-    assert tracer.taken().files == TRACE
+    assert handed_over(tracer)[2] == TRACE
+
+
+def test_a_look_brings_no_more_than_a_slow_link_carries_before_its_member_counts_as_hung(profiler, monkeypatch):
+    monkeypatch.setattr(module, "PART", 4)
+    tracer = Tracer()
+    tracer.ask(1)
+    steps(tracer, 2)
+    assert handed_over(tracer) == (1, "", TRACE, [4, 4, 4, 4, 3])

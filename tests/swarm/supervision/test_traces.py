@@ -42,10 +42,13 @@ class Swarm:
     def keep(self):
         self.traces.keep({"m1": self.member})
 
-    def hand_over(self, traced):
-        """What came of it, in words."""
-        self.member.seen["trace"] = traced
-        self.keep()
+    def hand_over(self, files, steps=3, problem=""):
+        """All of a trace, two bytes at a time. What came of it, in words."""
+        for name, data in files.items():
+            for at in range(0, len(data), 2):
+                self.traces.took(self.member, Traced(steps, "", name, data[at : at + 2], last=False))
+                self.keep()
+        self.traces.took(self.member, Traced(steps, problem))
         return told(self.folder)[-1]
 
 
@@ -62,22 +65,22 @@ def swarm(tmp_path, monkeypatch):
 def test_files_come_to_the_boards_folder_and_nowhere_else(swarm, tmp_path):
     outside = {"../../out": b"x", str(tmp_path / "out"): b"x", "a/../../../out": b"x"}
     swarm.ask(3)
-    assert swarm.hand_over(Traced(3, files={XPLANE: b"trace", **outside})) == "trace of 3 steps of m1"
+    assert swarm.hand_over({XPLANE: b"trace", **outside}) == "trace of 3 steps of m1"
     made = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "events.jsonl"]
     assert made == [tmp_path / "runs" / BOARD / "m1" / XPLANE] and made[0].read_bytes() == b"trace"
 
 
 @pytest.mark.parametrize(
-    ("traced", "why"),
+    ("files", "problem", "why"),
     [
-        (Traced(0, "could not begin: in use"), "could not begin: in use"),
-        (Traced(3, files={"../out": b"x"}), "came without a file"),
-        (Traced(3), "came without a file"),
+        ({}, "could not begin: in use", "could not begin: in use"),
+        ({"../out": b"x"}, "", "came without a file"),
+        ({}, "", "came without a file"),
     ],
 )
-def test_without_a_file_there_is_no_trace(swarm, traced, why):
+def test_without_a_file_there_is_no_trace(swarm, files, problem, why):
     swarm.ask(3)
-    assert swarm.hand_over(traced) == f"the trace of m1 {why}; training continues without it"
+    assert swarm.hand_over(files, 0, problem) == f"the trace of m1 {why}; training continues without it"
 
 
 def test_of_a_trace_that_finds_no_room_nothing_is_left(swarm, monkeypatch):
@@ -90,7 +93,7 @@ def test_of_a_trace_that_finds_no_room_nothing_is_left(swarm, monkeypatch):
 
     monkeypatch.setattr(module.Path, "write_bytes", full)
     swarm.ask(3)
-    message = swarm.hand_over(Traced(3, files={"plugins/profile/now/host.trace.json.gz": b"1", XPLANE: b"trace"}))
+    message = swarm.hand_over({"plugins/profile/now/host.trace.json.gz": b"1", XPLANE: b"trace"})
     assert message == "the trace of m1 could not be written: No space left on device; training continues without it"
     assert not [path for path in (swarm.folder / BOARD).rglob("*") if path.is_file()]
 
@@ -98,7 +101,7 @@ def test_of_a_trace_that_finds_no_room_nothing_is_left(swarm, monkeypatch):
 def test_who_asks_while_one_is_awaited_is_refused_and_nobody_else(swarm):
     first, second = swarm.ask(3), swarm.ask(4)
     assert swarm.member.process.asked == [3]
-    swarm.hand_over(Traced(3, files={XPLANE: b"trace"}))
+    swarm.hand_over({XPLANE: b"trace"})
     answers = {row["request"]: row["message"] for row in read_rows(swarm.folder / "events.jsonl")}
     assert answers == {
         first: "trace of 3 steps of m1",

@@ -286,6 +286,8 @@ class Supervisor:
         if seen["incarnation"] and seen["incarnation"] != kept.incarnation:
             again, self._joined = kept.name in self._joined, self._joined | {kept.name}
             self.telling.event("joined", member=kept.name, incarnation=seen["incarnation"], pid=kept.pid, again=again)
+        if part := seen.pop("trace", None):
+            self._traces.took(kept, part)
         kept.seen, rows = seen, seen["rows"]
         if not rows:
             return

@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from tpuswarm.swarm.engines.ray import Started
+from tpuswarm.swarm.member.trace import Traced
 from tpuswarm.swarm.supervision.kept import Kept
 from tpuswarm.train.look.profile import BOARD, LOOK, TRACE, Request, take_request
 
@@ -18,6 +19,8 @@ class Awaited:
     process: Started
     """That was asked."""
     request: str
+    files: dict[str, bytearray] = field(default_factory=dict)
+    """What has come of them, by their names."""
 
 
 class Traces:
@@ -30,18 +33,21 @@ class Traces:
         """By their members."""
         self._looked_at = 0.0
 
+    def took(self, member: Kept, part: Traced) -> None:
+        """A look has brought a part of a trace."""
+        awaited = self._awaited.get(member.name)
+        if awaited is None:
+            return
+        if part.file:
+            awaited.files.setdefault(part.file, bytearray()).extend(part.data)
+        if part.last:
+            self._end(member.name, self._written(member.name, part.steps, part.problem, awaited.files))
+
     def keep(self, kept: Mapping[str, Kept]) -> None:
-        """Pass on what is asked, write what came, and say what will not come."""
+        """Pass on what is asked, and say what will not come."""
         for name, awaited in list(self._awaited.items()):
-            traced = (kept[name].seen or {}).pop("trace", None)
-            if traced is not None:
-                message = self._written(name, traced.steps, traced.problem, traced.files)
-            elif kept[name].left or kept[name].process is not awaited.process:
-                message = f"{name} ended before its trace was taken; ask again once it trains"
-            else:
-                continue
-            del self._awaited[name]
-            self._tell(name, awaited.request, message)
+            if kept[name].left or kept[name].process is not awaited.process:
+                self._end(name, f"{name} ended before its trace was taken; ask again once it trains")
         now = time.monotonic()
         if now - self._looked_at < LOOK:
             return
@@ -59,10 +65,13 @@ class Traces:
             self._awaited[member.name] = Awaited(member.process, asked.id)
             member.process.trace(asked.steps)
 
+    def _end(self, name: str, message: str) -> None:
+        self._tell(name, self._awaited.pop(name).request, message)
+
     def _tell(self, name: str | None, request: str, message: str) -> None:
         self._event(TRACE, member=name, request=request, message=message)
 
-    def _written(self, name: str, steps: int, problem: str, files: Mapping[str, bytes]) -> str:
+    def _written(self, name: str, steps: int, problem: str, files: Mapping[str, bytearray]) -> str:
         """What came of a trace, in words, once its files are in TensorBoard's folder."""
         folder, written = self._run / BOARD / name, []
         try:

@@ -73,9 +73,28 @@ def test_what_only_one_process_can_do_is_refused_before_anything_is_rented(tmp_p
         path.write_text(FILE.replace("[train]\n", f"[train]\n{line}\n"))
         with pytest.raises(InputError, match=f"^train.{line.split()[0]} is for a run of one process, not for members"):
             training.planned(read_swarm(path))
-    path.write_text(FILE.replace("[train]\n", '[train]\nwandb = "project"\n'))
-    with pytest.raises(InputError, match=r"^train.wandb is for runs of this computer"):
-        training.planned(read_swarm(path))
+
+
+def test_the_head_sends_to_wandb_with_a_key_among_the_secrets_and_not_without(tmp_path):
+    path = tmp_path / "swarm.toml"
+
+    def lines(setup: str, provider: str = 'provider = "rehearsal"') -> dict[str, str]:
+        text = FILE.replace("[train]\n", f'[setup]\n{setup}\n[train]\nwandb = "a project"\n')
+        path.write_text(text.replace('provider = "rehearsal"', provider))
+        return {each.name: each.line for each in training.planned(read_swarm(path))}
+
+    google = 'provider = "google"\nproject = "my-project-123"'
+    key = 'secrets = ["WANDB_API_KEY"]'
+    for setup in ("", 'secrets = ["OTHER"]'):
+        with pytest.raises(
+            InputError, match=r'^train.wandb needs a key on the head: add secrets = \["WANDB_API_KEY"\]'
+        ):
+            lines(setup)
+    with pytest.raises(InputError, match=r"^train.wandb needs the package of W&B on the head"):
+        lines(f'{key}\npip = ["tpuswarm[gcloud,tpu]"]', google)
+    for found in (lines(key), lines(f'{key}\npip = ["tpuswarm[gcloud,tpu,wandb]"]', google)):
+        assert "--wandb 'a project'" in found["head"]
+        assert not any("wandb" in line for name, line in found.items() if name != "head")
 
 
 def test_a_head_that_was_let_accept_other_code_is_the_same_job(tmp_path):

@@ -25,7 +25,8 @@ computer, and each is told ports of its own."""
 ACCEPT = " --accept-code"
 HEAD_ENDS = "; code=$?; [ $code = 130 ] && exit 0; exit $code"
 """After the head's command: who stops it with Ctrl-C, or `tpuswarm stop`, wants its end; SIGTERM is its machine's."""
-NOT_HERE = ("recipe", "options", "run", "members", "devices_per_member", "ray_address", "wandb", "profile")
+WANDB_KEY = "WANDB_API_KEY"
+NOT_HERE = ("recipe", "options", "run", "members", "devices_per_member", "ray_address", "profile")
 """Of [train]: what the head's command says in another way, or not at all."""
 
 
@@ -69,12 +70,17 @@ def planned(file: SwarmFile, accept_code: bool = False) -> tuple[Planned, ...]:
         raise InputError("the file has no [[pool]], so there is nothing that could train")
     if alone := [name for name in ONE_PROCESS if getattr(file.train, name)]:
         raise InputError(f"train.{alone[0]} is for a run of one process, not for members: leave it out")
-    if file.train.wandb is not None:
-        raise InputError("train.wandb is for runs of this computer: a fleet's head has no key for W&B; leave it out")
-    if file.provider == "google" and not _brings_itself(file):
+    if file.train.wandb is not None and (file.setup is None or WANDB_KEY not in file.setup.secrets):
+        raise InputError(f'train.wandb needs a key on the head: add secrets = ["{WANDB_KEY}"] to [setup]')
+    if file.provider == "google" and not _brings(file, "tpuswarm"):
         raise InputError(
             "[setup] must bring tpuswarm to the machines: name it in pip or requirements, such as "
             'pip = ["tpuswarm[gcloud,tpu]"]'
+        )
+    if file.provider == "google" and file.train.wandb is not None and not _brings(file, "wandb"):
+        raise InputError(
+            "train.wandb needs the package of W&B on the head: name it in pip or requirements of [setup], such as "
+            'pip = ["tpuswarm[gcloud,tpu,wandb]"]'
         )
     url = run_of(file)
     stays = _head_pool(file)
@@ -127,9 +133,9 @@ def _head_pool(file: SwarmFile) -> Pool | None:
     return stays
 
 
-def _brings_itself(file: SwarmFile) -> bool:
+def _brings(file: SwarmFile, package: str) -> bool:
     lines = file.setup.whole().pip if file.setup else ()
-    return any("tpuswarm" in line for line in lines)
+    return any(package in line for line in lines)
 
 
 def is_same(line: str, there: str) -> bool:

@@ -97,11 +97,13 @@ def _run(where: str, mend: bool, as_json: bool) -> int:
     """Of a run; the exit code."""
     from tpuswarm.doctor.run import WHY, of_run
     from tpuswarm.train.bucket.mirror import shown
+    from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.listing import find_run
 
     if mend:
         raise InputError("nothing of a run is safe to mend without a person: leave --fix out")
     folder = find_run(where)
+    read_config(folder)
     found = [
         {"of": each.of, "check": each.check, "what": each.wrong.what, "why": WHY[each.check], "mend": each.wrong.mend}
         for each in of_run(folder, shown(folder))

@@ -3,7 +3,9 @@
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
+from selenium.common.exceptions import ElementClickInterceptedException
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
@@ -48,14 +50,15 @@ class Lab:
     def run(self, number: int, waits: bool = True) -> str:
         """Click into a cell and press Shift and Enter; what it shows when it has ended.
 
-        JupyterLab, still at work on what it has just shown, may not hear the keys: then they are pressed again.
+        JupyterLab, still at work on what it has just shown, may not hear the keys, or come with a dialog (such as
+        which kernel is meant): then that is answered, and they are pressed again.
         """
 
         def begun(browser: Browser) -> bool:
             nonlocal pressed
             if browser.js(PROMPT, number) not in ("[ ]:", ""):
                 return True
-            if time.monotonic() - pressed > HEARD_S:
+            if browser.js(DISMISSED) and time.monotonic() - pressed > HEARD_S:
                 self._press(number)
                 pressed = time.monotonic()
             return False
@@ -68,9 +71,10 @@ class Lab:
 
     def _press(self, number: int) -> None:
         cell = self._browser.driver.find_elements("css selector", ".jp-Notebook .jp-CodeCell .cm-content")[number]
-        cell.click()
-        actions = ActionChains(self._browser.driver)
-        actions.key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
+        with suppress(ElementClickInterceptedException):  # by a dialog that has just come
+            cell.click()
+            keys = ActionChains(self._browser.driver)
+            keys.key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
 
     def dismiss(self) -> None:
         """Take away what JupyterLab says while it does not reach its server; it goes on trying beneath it."""

@@ -114,7 +114,7 @@ def _judge(subject: Subject, checks: Sequence[Check]) -> list[Found]:
 
 
 def _lost(label: str, what: str, why: str, missed: list[str]) -> Found:
-    mend = "see to what it says" + (f"; not made, or only in part: {', '.join(missed)}" if missed else "")
+    mend = "fix what the message says" + (f"; not made, or only in part: {', '.join(missed)}" if missed else "")
     return Found(label, REACH, Wrong(f"{what} could not be looked at: {why}", mend))
 
 

@@ -139,17 +139,9 @@ def state_dict(run: str | Path, module: str | Path | Any | None = None) -> dict[
     found = load(str(run))
     state = {**found.get("params", {}), **(found.get("ema") or {})}  # the average is what one wants in the end
     state |= found.get("extra") or {}
-    if isinstance(module, (str, Path)):
-        exported = read(Path(module))
-        state |= {name: each for name, each in exported.arrays["buffers"].items() if name not in state}
-        for name in exported.arrays["params"]:
-            others = [other for other, first in exported.tied.items() if first == name]
-            state |= dict.fromkeys([name, *others], _trained([name], state, run))
-    elif module is not None:
-        theirs, same = module.state_dict(), defaultdict[int, list[str]](list)
-        for name, each in module.named_parameters(remove_duplicate=False):
-            same[id(each)].append(name)
-        for names in same.values():
+    if module is not None:
+        theirs, same = _names(module)
+        for names in same:
             state |= dict.fromkeys(names, _trained(names, state, run))
         state = {name: state.get(name, each) for name, each in theirs.items()}
         for name, each in theirs.items():
@@ -159,6 +151,19 @@ def state_dict(run: str | Path, module: str | Path | Any | None = None) -> dict[
                     "another module"
                 )
     return {name: each if _is_torch(each) else to_torch(each) for name, each in state.items()}
+
+
+def _names(module: str | Path | Any) -> tuple[dict[str, Any], list[list[str]]]:
+    """All that a module, or its exported file, has of its own by name, and the names of each parameter."""
+    if isinstance(module, (str, Path)):
+        exported = read(Path(module))
+        params, tied = exported.arrays["params"], exported.tied
+        same = [[name, *(other for other, first in tied.items() if first == name)] for name in params]
+        return {**params, **exported.arrays["buffers"], **{other: params[tied[other]] for other in tied}}, same
+    found = defaultdict[int, list[str]](list)
+    for name, each in module.named_parameters(remove_duplicate=False):
+        found[id(each)].append(name)
+    return dict(module.state_dict()), list(found.values())
 
 
 def _trained(names: Sequence[str], state: Mapping[str, Any], run: str | Path) -> Any:

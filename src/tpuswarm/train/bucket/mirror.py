@@ -197,7 +197,7 @@ class Mirror:
             if self._born not in (None, born):
                 self._wipe()
             self._born = born
-            below = FILES if whole else f"{FILES}{large}/"
+            below = (FILES,) if whole else (f"{FILES}{large}/",) if large else ()
             wanted = {name: each for name, each in files.items() if name.startswith(below) or each.size <= LARGE}
             with ThreadPoolExecutor(READERS) as pool:
                 list(pool.map(lambda name: self._pull_file(name.removeprefix(FILES), wanted[name]), wanted))

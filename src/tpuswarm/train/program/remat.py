@@ -15,8 +15,8 @@ def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """`layer` with a backward pass that computes again nothing, all but matrix products and attention, or all of it.
 
     With `dots` what is kept are products without batch dimensions, those with weights, and what has the name
-    `ATTENTION`: norms, activations and attention's scores are computed again, and hardly a FLOP more. cuDNN has
-    no such name, so that its kernel is computed again.
+    `ATTENTION`: norms, activations and attention's scores are computed again, and hardly a FLOP more. What
+    cuDNN's kernel gives has no name, and is computed again.
     """
     if remat == "none":
         return layer

@@ -146,7 +146,8 @@ def stop(run: RunOrJob) -> None:
         return
     from tpuswarm.cli.over_fleet import end_jobs, open_jobs
     from tpuswarm.swarm.views.logs import RUN, Logs
-    from tpuswarm.train.bucket.mirror import ask_to_stop, elsewhere, origin, refresh, shown
+    from tpuswarm.train.bucket.asking import ask_to_stop, elsewhere
+    from tpuswarm.train.bucket.mirror import origin, refresh, shown
     from tpuswarm.train.run.directory import holder, read_config
     from tpuswarm.train.run.life import read_life, removed_sentence, stopped_sentence
 

@@ -27,7 +27,8 @@ def profile(
     ] = None,
 ) -> None:
     """Trace a few steps of a running run; for one that has ended, list its traces and how to open them."""
-    from tpuswarm.train.bucket.mirror import elsewhere, origin, refresh, shown
+    from tpuswarm.train.bucket.asking import elsewhere
+    from tpuswarm.train.bucket.mirror import origin, refresh, shown
     from tpuswarm.train.look import profile as profiling
     from tpuswarm.train.run.directory import EVENTS, holder, read_config, read_rows
     from tpuswarm.train.run.listing import find_run

@@ -225,7 +225,7 @@ def test_it_is_looked_at_and_stopped_from_elsewhere(served, disk, monkeypatch):
     folder = bring(URL)
     seen = status(folder)
     assert (seen.run, seen.state, seen.step) == (URL, "running", 3)
-    from tpuswarm.train.bucket.mirror import ask_to_stop
+    from tpuswarm.train.bucket.asking import ask_to_stop
     from tpuswarm.train.look.profile import request, take_request
 
     asked = request(folder, 3, "m1")

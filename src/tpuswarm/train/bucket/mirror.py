@@ -25,9 +25,7 @@ from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import cache_folder
 
 ORIGIN, INDEX, PULLING, HOLDER = "bucket", ".mirror.json", ".pulling", ".holder.json"
-FILES, CHECKPOINTS, ASKED = "files/", "checkpoints/", "asked/"
-STOP, REQUEST = "stop", "profile-request.json"
-"""What can be asked: to stop, and by this file for a trace (train/look/profile.py)."""
+FILES, CHECKPOINTS = "files/", "checkpoints/"
 MANIFEST = "manifest.json"
 ROWS = "metrics.jsonl"
 BEST = "best.json"
@@ -109,35 +107,6 @@ def refresh(folder: Path, large: str | None = None) -> None:
     """
     if origin(folder) and not _held_here(folder):
         Mirror(folder).pull(large=large)
-
-
-def elsewhere(folder: Path) -> lease.Holder | None:
-    """Who has the run in its bucket, as `bring` has seen it; None: nobody, or a process of this disk's run."""
-    if not (folder / HOLDER).is_file():  # whatever else lies there: a file, a circle of links
-        return None
-    try:
-        found = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    age = found.pop("age")
-    holder = lease.Holder(**found)
-    return None if holder.ended or holder.gone or age > 3 * lease.TERM else holder
-
-
-def ask_to_stop(folder: Path) -> lease.Holder | None:
-    """Leave word for whoever has the run that it is to stop; who that is."""
-    return ask(folder, STOP, "")
-
-
-def ask(folder: Path, name: str, text: str) -> lease.Holder | None:
-    """Leave word for whoever has the run in its bucket (train/bucket/tended.py); who that is.
-
-    name: STOP, or REQUEST, the file which it is to find in the run's folder.
-    """
-    holder = elsewhere(folder)
-    if holder:
-        Mirror(folder).bucket.put(f"{ASKED}{holder.owner}/{name}", text.encode())
-    return holder
 
 
 class Mirror:

@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from tpuswarm.errors import RunFailed
+from tpuswarm.train.bucket.asking import ASKED, REQUEST, STOP
 from tpuswarm.train.bucket.lease import RENEWED, Lease, Lost
-from tpuswarm.train.bucket.mirror import ASKED, REQUEST, STOP, Mirror
+from tpuswarm.train.bucket.mirror import Mirror
 from tpuswarm.train.process.atomic import write_atomically
 
 SENT = 10.0

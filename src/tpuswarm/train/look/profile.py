@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpuswarm.train.bucket.mirror import REQUEST, ask, elsewhere
+from tpuswarm.train.bucket.asking import REQUEST, ask, elsewhere
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import Run, writing
 

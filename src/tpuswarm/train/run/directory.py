@@ -20,7 +20,8 @@ import tomli_w
 from tpuswarm.config.nearest import nearest
 from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.bucket.mirror import ORIGIN, elsewhere, origin, shown
+from tpuswarm.train.bucket.asking import elsewhere
+from tpuswarm.train.bucket.mirror import ORIGIN, origin, shown
 from tpuswarm.train.bucket.tended import Tended
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run import schema

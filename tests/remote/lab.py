@@ -5,13 +5,19 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from selenium.common.exceptions import ElementClickInterceptedException
+from selenium.common.exceptions import (
+    ElementClickInterceptedException,
+    ElementNotInteractableException,
+    StaleElementReferenceException,
+)
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser import Browser
 from tests.remote.cells import Server
 
+NOT_NOW = ElementClickInterceptedException, ElementNotInteractableException, StaleElementReferenceException
+"""A dialog has just come over a cell, or JupyterLab draws it anew."""
 HEARD_S = 10.0
 """Seconds after which keys that did nothing were not heard: a cell shows at once that it waits for its kernel."""
 SHOWN = """
@@ -71,7 +77,7 @@ class Lab:
 
     def _press(self, number: int) -> None:
         cell = self._browser.driver.find_elements("css selector", ".jp-Notebook .jp-CodeCell .cm-content")[number]
-        with suppress(ElementClickInterceptedException):  # by a dialog that has just come
+        with suppress(*NOT_NOW):
             cell.click()
             keys = ActionChains(self._browser.driver)
             keys.key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()

@@ -1,6 +1,7 @@
 """A StyleGAN2 from its data to a grid of pictures, as a user types it."""
 
 import json
+import signal
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 from PIL import Image
 
-from tests.processes import finish, start
+from tests.processes import finish, kill_after, rows_without_times, run, start
 from tpuswarm import load
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
@@ -56,6 +57,22 @@ def test_digits_are_trained_on_measured_and_drawn(call, tmp_path):
     assert code == 2 and f"{run} holds a different model: 19 parameters differ" in " ".join(err.split())
     code, _, err = call(f"sample {run}")
     assert code == 2 and "makes pictures, not text: add --grid 8x8" in err
+
+
+@pytest.mark.slow
+def test_killed_between_regularisers_it_learns_what_it_would_have(tmp_path):
+    """Saves every 7 steps lie before, at and after path lengths (every 4th), R1 (every 16th) and both."""
+    words = f"train stylegan2-32 --data digits {TINY} --steps 300 --save-every 7 --devices 1 --run".split()
+    run([*words, "whole"], tmp_path)
+    for rows in (50, 190):
+        process = start([*words, "killed"], tmp_path)
+        kill_after(process, tmp_path / "killed", rows, signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+    run([*words, "killed"], tmp_path)
+    whole, killed = (tmp_path / name for name in ("whole", "killed"))
+    assert rows_without_times(killed) == rows_without_times(whole)
+    for a, b in zip(*(jax.tree.leaves(load(folder)) for folder in (killed, whole)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 OWN = """

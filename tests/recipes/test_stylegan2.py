@@ -77,6 +77,15 @@ def test_a_state_continues_bit_for_bit(recipe, one, eighteen, stop):
     assert all(map(np.array_equal, jax.tree.leaves(resumed), jax.tree.leaves(eighteen[0])))
 
 
+@pytest.mark.parametrize("broken", ["generator", "discriminator"])
+def test_a_network_that_breaks_shows_in_the_loss(recipe, one, broken):
+    """Which is what ends a run."""
+    state = one.init(jax.random.key(1))
+    state = dataclasses.replace(state, **{broken: jax.tree.map(lambda leaf: leaf * np.nan, getattr(state, broken))})
+    _, (seen,) = trained(recipe, one, 1, state)
+    assert np.isnan(seen["loss"])
+
+
 @pytest.mark.slow
 def test_eight_devices_learn_what_one_does(recipe, eighteen):
     """Each device has whole groups, so that minibatch deviation is taken over the same pictures."""

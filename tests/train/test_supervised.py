@@ -126,6 +126,20 @@ def test_ema_is_the_moving_average_of_trained_leaves_and_is_what_is_evaluated():
     np.testing.assert_allclose(program.evaluate(after, BATCH)["loss"], direct, rtol=1e-6)
 
 
+def test_the_average_of_parameters_in_bf16_moves():
+    """A thousandth of a step is less than one of bfloat16's digits."""
+    made = supervised(lambda key: {"w": jnp.ones(5, jnp.bfloat16)}, halves, optax.sgd(0.5), toy.splits)
+    program = made.program(Options(ema=0.999))
+    before = program.init(jax.random.key(0))
+    after, _ = jax.jit(program.step)(before, BATCH, CLOCK)
+    assert after.params["w"].dtype == jnp.bfloat16 and float(after.params["w"][0]) == 0.5
+    np.testing.assert_allclose(after.ema["w"], np.full(5, 0.9995), rtol=1e-6)
+
+
+def halves(params, batch, key):
+    return params["w"].astype(jnp.float32).sum() + 0 * batch["x"].sum()
+
+
 def matmuls(precision):
     program = toy.recipe(cast="x").program(Options(precision=precision))
     state = jax.eval_shape(program.init, jax.random.key(0))

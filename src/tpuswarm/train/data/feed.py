@@ -1,8 +1,9 @@
 """Batches on their way to the devices: rows are read and sent while the step before them runs.
 
 A thread does that. Where rows are in memory and take no time, handing a batch from thread to thread takes longer (300
-us of a step of 700, for a small model on a CPU): then they are read where they are taken, as long as that stays quick.
-A disk or a network may be slow at any time, and has its thread.
+us of a step of 700, for a small model on a CPU): then they are read where they are taken, as long as that stays quick,
+and one device gets them with the step's own call, without a second one that only sends them. A disk or a network may be
+slow at any time, and has its thread.
 """
 
 import queue
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.placing import place_batch
+from tpuswarm.train.data.placing import copied, place_batch
 from tpuswarm.train.recipe import Batch, Source
 from tpuswarm.train.user_code import blame
 
@@ -83,15 +84,15 @@ class Feed:
                 self._room.release()
                 return item, time.perf_counter() - start
             self._ahead = False
-        batch, seconds = self._read(next(self._steps))
+        batch, seconds = self._read(next(self._steps), send=len(self._sharding.device_set) > 1)
         if seconds >= SLOW:
             self._begin()
             self._thread.start()
         return batch, seconds
 
-    def _read(self, step: int) -> tuple[Batch, float]:
+    def _read(self, step: int, send: bool = True) -> tuple[Batch, float]:
         start = time.perf_counter()
-        batch = read_batch(self._source, self._spec, self._sharding, step * self._size)
+        batch = read_batch(self._source, self._spec, self._sharding, step * self._size, send)
         return batch, time.perf_counter() - start
 
     def _run(self) -> None:
@@ -109,14 +110,17 @@ class Feed:
             self._ready.put(error)
 
 
-def read_batch(source: Source, spec: Mapping[str, Any], sharding: Sharding, start: int) -> Batch:
-    """Rows of a source from `start` on, as many as `spec` has, on the devices; each host reads those of its own."""
+def read_batch(source: Source, spec: Mapping[str, Any], sharding: Sharding, start: int, send: bool = True) -> Batch:
+    """Rows of a source from `start` on, as many as `spec` has, on the devices; each host reads those of its own.
+
+    send: False leaves them in this host's memory, for a program of one device that takes them from there.
+    """
     size = next(iter(spec.values())).shape[0]
 
     def read(first: int, count: int) -> Mapping[str, np.ndarray]:
         return read_rows(source, spec, start + first, count)
 
-    return place_batch(read, size, sharding)
+    return place_batch(read, size, sharding) if send else copied(read(0, size))
 
 
 def read_rows(source: Source, spec: Mapping[str, Any], start: int, count: int) -> dict[str, np.ndarray]:

@@ -25,13 +25,12 @@ def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
 def place_batch(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int, sharding: Sharding) -> Batch:
     """A batch of `size` rows, of which each host reads its own: `read(first, count)` gives rows of the batch.
 
-    A source may fill the same arrays again for the next batch: what goes to the devices, which on a CPU may keep an
-    array as it is, is a copy. Raises InputError, naming the array, for a number that JAX's 32 bits do not hold.
+    Raises InputError, naming the array, for a number that JAX's 32 bits do not hold.
     """
     mine = sharding.addressable_devices_indices_map((size,)).values()
     bounds = [index[0].indices(size)[:2] for index in mine if index is not None]
     first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
-    rows = {name: narrowed(np.array(array), name) for name, array in read(first, last - first).items()}
+    rows = copied(read(first, last - first))
     if sharding.is_fully_addressable:
         return jax.device_put(rows, sharding)
 
@@ -43,6 +42,14 @@ def place_batch(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int,
         return jax.make_array_from_callback((size, *array.shape[1:]), sharding, part)
 
     return {name: placed(array) for name, array in rows.items()}
+
+
+def copied(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rows in JAX's types, as they are now: a source may fill the same arrays again for the next batch.
+
+    Devices, which on a CPU may keep an array as it is, get these. Raises InputError as `place_batch` does.
+    """
+    return {name: narrowed(np.array(array), name) for name, array in rows.items()}
 
 
 def within_host(sharding: Sharding) -> Sharding:

@@ -31,7 +31,7 @@ def _without(name: str) -> Iterator[None]:
 with _without(STORAGE):  # a third of a second at each start, for gs:// files that are never written this way
     from tensorboardX import summary
     from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto import event_pb2
+    from tensorboardX.proto import event_pb2, summary_pb2
 
 EVERY = 10
 """The first of so many steps is written: an event costs time of the processor that trains."""
@@ -59,8 +59,8 @@ class Board:
         if "eval_loss" not in row and row["step"] % EVERY != 1:
             return
         shown = {name: value for name, value in row.items() if name not in SKIPPED and value is not None}
-        values = [part for name, value in shown.items() for part in summary.scalar(name, value).value]
-        event = event_pb2.Event(wall_time=time.time(), step=row["step"], summary=summary.Summary(value=values))
+        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
+        event = event_pb2.Event(wall_time=time.time(), step=row["step"], summary=summary_pb2.Summary(value=values))
         with writing(self._folder):
             self._events.write_event(event)
             if time.monotonic() - self._flushed_at > FLUSH:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.terminal import terminal
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.core.flags import Flag, exports
 from tpuswarm.plan import flags
@@ -61,6 +62,12 @@ def test_without_libtpu_the_rest_is_taken_and_said_to_be_unchecked(monkeypatch):
 def test_xla_says_what_its_flags_mean():
     found = meanings()["xla_dump_to"]
     assert found.kind == "string" and found.default == "" and "dump" in found.text.lower()
+
+
+def test_no_name_is_broken_in_a_terminal_of_80_columns(tmp_path):
+    with terminal(["flags", "show", "--known"], tmp_path) as opened:
+        names = {line.split()[0] for line in opened.finish().splitlines() if line.startswith("xla_")}
+    assert names == set(meanings())
 
 
 @pytest.mark.parametrize("name", ["plain", "it's two words", 'a "quoted" $HOME `id` \\ name', "&& exit 7; #*?é"])

@@ -274,10 +274,12 @@ def _show_known(as_json: bool) -> None:
     if as_json:
         print(json.dumps({name: each._asdict() for name, each in found.items()}))
         return
-    from tpuswarm.train.look.live import Column, table
+    from rich.padding import Padding
+    from rich.text import Text
 
-    columns = (Column("flag", wraps=24), Column("type", rank=1), Column("default", wraps=10), Column("what", wraps=30))
     console = make_console()
-    rows = [(name, each.kind, each.default, each.text) for name, each in sorted(found.items())]
-    console.print(table(columns, rows, console.width))
+    for name, each in sorted(found.items()):  # no table: a name that is folded cannot be copied
+        about = f"  {each.kind}, {each.default or 'empty'} by default"
+        console.print(Text.assemble((name, "bold"), about))
+        console.print(Padding(Text(each.text), (0, 0, 0, 4), expand=False))
     say("of XLA's flags the first ones, as its help ends there; libtpu names none of its own, but knows a wrong one")

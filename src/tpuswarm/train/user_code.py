@@ -54,7 +54,9 @@ def blame(what: str) -> Iterator[None]:
         if isinstance(error, SystemExit):
             raise InputError(f"{what}: it ends the program with sys.exit ({place})") from error
         message = " ".join(str(error).split()) or "no message"
-        raise InputError(f"{what}: {type(error).__name__}: {message[:500]} ({place})") from error
+        missing = isinstance(error, ModuleNotFoundError)
+        help_ = f"; install it where tpuswarm is, in {sys.prefix}" if missing else ""
+        raise InputError(f"{what}: {type(error).__name__}: {message[:500]} ({place}){help_}") from error
 
 
 def _user_line(error: BaseException) -> str | None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import struct
+import time
 from unittest import mock
 
 import pytest
@@ -35,7 +36,7 @@ def records(path):
             place += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, place)
-        if kind == 0:
+        if kind == 0 or place + HEADER + size > len(data):  # what follows is not written yet
             break
         parts += data[place + HEADER : place + HEADER + size]
         place += HEADER + size
@@ -44,10 +45,19 @@ def records(path):
             parts = b""
 
 
+def finished(path):
+    """All records of a .wandb file: W&B's own process may still write its end when `finish` has returned."""
+    deadline = time.monotonic() + 60
+    while not (found := list(records(path))) or found[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, f"{path} has no end"
+        time.sleep(0.1)
+    return found
+
+
 def logged(path):
     """The rows of a .wandb file, without the columns that W&B adds."""
     rows = []
-    for record in records(path):
+    for record in finished(path):
         if record.WhichOneof("record_type") == "history":
             items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
             rows.append({name: value for name, value in items.items() if not name.startswith("_")})
@@ -70,7 +80,7 @@ def test_every_row_as_it_is_in_metrics_and_the_same_run_after_a_stop(tmp_path):
     rows = list(read_rows(folder / METRICS))
     assert logged(first) + logged(second) == rows
     assert first.name == second.name  # W&B's id is in the name
-    [run] = [record.run for record in records(first) if record.WhichOneof("record_type") == "run"][:1]
+    [run] = [record.run for record in finished(first) if record.WhichOneof("record_type") == "run"][:1]
     assert (run.project, run.display_name) == ("project", "mine")
     [told, again] = [row for row in read_rows(folder / EVENTS) if row["event"] == "wandb"]
     assert told["id"] == again["id"] == run.run_id and "wandb sync" in told["message"]
@@ -110,7 +120,7 @@ def test_rows_of_a_swarm_are_drawn_by_member_and_evaluations_by_version(tmp_path
         {"m1/step": 1, "m1/tokens": 8, "m1/loss": 3.5, "m1/version": 3},
         {"tokens": 16, "eval_loss": 2.75, "version": 3},
     ]
-    axes = {each.metric.glob_name or each.metric.name: each.metric.step_metric for each in records(file)
+    axes = {each.metric.glob_name or each.metric.name: each.metric.step_metric for each in finished(file)
             if each.WhichOneof("record_type") == "metric"}  # fmt: skip
     assert {name: axes[name] for name in ("m0/*", "m1/*", "eval_*")} == {
         "m0/*": "m0/step", "m1/*": "m1/step", "eval_*": "version",

@@ -35,9 +35,10 @@ behind it."""
 
 
 class Feed:
-    """The batches of a run from one step on: batch(step) = rows(step * size, size), on the devices.
+    """The batches of a run from one step on: batch(step) = rows(step * size, size).
 
-    A context manager; its thread ends with it.
+    They are on the devices, or in NumPy's arrays where one device gets them with the step's own call. A context
+    manager; its thread ends with it.
     """
 
     def __init__(self, source: Source, spec: Mapping[str, Any], sharding: Sharding, first_step: int, last_step: int):

@@ -52,7 +52,6 @@ class Run:
             folder = folder or new_folder(name)
             require_usable(folder)
             self.folder = folder
-            self._metrics_path = folder / METRICS
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = (folder / LOCK).open("a+")
         except OSError as error:
@@ -135,9 +134,9 @@ class Run:
     def write_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system at once."""
         self.check()
-        with writing(self._metrics_path):
+        with writing(self.folder / METRICS):
             if self._metrics is None:
-                self._metrics = self._metrics_path.open("ab", buffering=0)
+                self._metrics = (self.folder / METRICS).open("ab", buffering=0)
             self._metrics.write(json.dumps(row).encode() + b"\n")
 
     def write_event(self, event: str, **facts: Any) -> None:

@@ -145,7 +145,7 @@ def test_tables_of_what_is_known(runs, size):
         (["simulate", "small.toml"], ["goodput", "preemptions"]),
         (["router", "show", str(EXAMPLES / "router-ssh.toml")], ["22000-22031", "dnat"]),
         (["logs", "runs/swarm"], ["commit 4"]),
-        (["plan", "my_recipe.py:line", "--on", "v5e-1"], ["v5e-1", "yes", "tokens/s expected"]),
+        (["plan", "my_recipe.py:line", "--on", "v5e-1"], ["v5e-1", "yes", "rows/s expected"]),
     ):
         with terminal(words, runs[0], size) as opened:
             shown = opened.finish()

@@ -49,7 +49,7 @@ def test_what_is_paid_for_is_paid_until_it_ends_or_all_is_done():
     assert found.ends is None and found.until_then is None
     unpriced = seen(Group("v3-8", "us-central1-a", "on-demand", 1, dollars=None), tokens=10**6)
     assert unpriced.dollars is None and unpriced.document()["dollars"] == "unknown"
-    assert "for unknown dollars" in sentences(unpriced)[1]
+    assert "for unknown dollars" in sentences(unpriced, "tokens")[1]
     assert seen(staying).document()["dollars"] is None, "nobody asked for a number of tokens"
 
 
@@ -59,8 +59,8 @@ def test_a_grant_that_ends_says_how_far_it_goes():
     assert found.hours is None and found.ends == week.ends
     assert found.until_then == Range(pytest.approx(3_000 * 7 * 86_400), pytest.approx(4_000 * 7 * 86_400))
     until = "1.8B to 2.4B tokens until the last grant ends on 2030-03-24"
-    assert sentences(found)[-1] == f"{until}: perhaps fewer than the 1,000,000,000,000 asked for"
-    assert "3.5 to 4.6 h, free of charge; traffic comes on top" in sentences(seen(week, tokens=50_000_000))[1]
+    assert sentences(found, "tokens")[-1] == f"{until}: perhaps fewer than the 1,000,000,000,000 asked for"
+    assert "3.5 to 4.6 h, free of charge; traffic comes on top" in sentences(seen(week, tokens=50_000_000), "tokens")[1]
     over = seen(Group("v3-8", "us-central1-a", "spot", 1, ends=NOW - 1), tokens=10**6)
     assert over.hours is None and over.until_then == Range(0.0, 0.0)
 
@@ -68,6 +68,6 @@ def test_a_grant_that_ends_says_how_far_it_goes():
 def test_machines_without_a_known_speed_are_left_out_by_name():
     found = seen(Group("v4-8", "us-central2-b", "spot", 3), Group("v2-8", "us-central1-f", "spot", 1), tokens=10**6)
     assert found.left_out == ("v4-8",) and [each.group.type for each in found.groups] == ["v2-8"]
-    assert "v4-8" in sentences(found)[0]
+    assert "v4-8" in sentences(found, "tokens")[0]
     nothing = seen(Group("v4-8", "us-central2-b", "spot", 3), tokens=10**6)
     assert nothing.groups == () and nothing.hours is None and nothing.ends is None

@@ -142,7 +142,8 @@ def plan(
             say(f"granted: {note}")
         if len(swarms) > 1:
             say("Machines of all types may train one model: what they do a second, and their traffic, add up.")
-        _show_outlook(_outlook(machines, ordered, wanted, free))
+        unit = next((row.unit for row in ordered if row.found.program), "tokens")
+        _show_outlook(_outlook(machines, ordered, wanted, free), unit)
     if all(each.found.fits is None and each.found.program is None for each in ordered):
         raise RunFailed(f"no answer for {recipe} on any of these: {ordered[0].found.problem}")
 
@@ -170,12 +171,12 @@ def _outlook(machines: Machines, rows: list["Row"], tokens: int | None, free: bo
     return outlook(groups, rates, kept_s, tokens, time.time())
 
 
-def _show_outlook(found: "Outlook") -> None:
+def _show_outlook(found: "Outlook", unit: str) -> None:
     from tpuswarm.plan.outlook import sentences, table
 
     if found.groups:
-        make_console().print("", table(found))
-        for each in sentences(found):
+        make_console().print("", table(found, unit))
+        for each in sentences(found, unit):
             say(each)
 
 

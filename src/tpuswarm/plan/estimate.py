@@ -102,7 +102,7 @@ def tables(swarms: Sequence[Estimate]) -> list[Table]:
     first = swarms[0]
     speeds = columns(
         f"a swarm of {first.members} members (estimate)",
-        ("TPU", "tokens/s", *(("time", "$ on demand", "$ spot") if first.cost else ())),
+        ("TPU", f"{first.row.unit}/s", *(("time", "$ on demand", "$ spot") if first.cost else ())),
         [
             (
                 each.row.accelerator.name,

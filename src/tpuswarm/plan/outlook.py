@@ -205,12 +205,12 @@ def basis() -> str:
     )
 
 
-def table(found: Outlook) -> Table:
-    """What each group does, and all of them."""
+def table(found: Outlook, unit: str) -> Table:
+    """What each group does, and all of them; unit: what tokens are, `tokens` or `rows`."""
     total = sum(each.group.count for each in found.groups)
     shown = columns(
         "together, with simulated preemptions (estimate)",
-        ("TPU", "zone", "how", "count", "time that counts", "tokens/s"),
+        ("TPU", "zone", "how", "count", "time that counts", f"{unit}/s"),
         [
             (
                 each.group.type,
@@ -233,21 +233,21 @@ def _percent(share: float) -> str:
     return "100" if share == 1 else f"{min(99.9, 100 * share):.1f}"  # never 100 where something is lost
 
 
-def sentences(found: Outlook) -> list[str]:
+def sentences(found: Outlook, unit: str) -> list[str]:
     """What it comes to."""
     said = []
     if found.left_out:
         said.append(f"left out, for their speed is unknown: {', '.join(found.left_out)}")
     day = Range(86_400 * found.tokens_per_s.low, 86_400 * found.tokens_per_s.high)
-    said.append(f"a day: {span(day)} tokens")
+    said.append(f"a day: {span(day)} {unit}")
     if found.tokens is not None and found.hours is not None:
         cost = f"for {UNKNOWN} dollars" if found.dollars is None else f"for ${span(found.dollars)}"
         if found.dollars is not None and not found.dollars.high:
             cost = "free of charge"
-        said.append(f"{found.tokens:,} tokens: {time_span(found.hours)}, {cost}; traffic comes on top")
+        said.append(f"{found.tokens:,} {unit}: {time_span(found.hours)}, {cost}; traffic comes on top")
     if found.ends is not None and found.until_then is not None:
         day_of = f"{datetime.fromtimestamp(found.ends, UTC):%Y-%m-%d}"
-        amount = f"{span(found.until_then)} tokens until the last grant ends on {day_of}"
+        amount = f"{span(found.until_then)} {unit} until the last grant ends on {day_of}"
         short_of = found.tokens is not None and found.hours is None
         said.append(f"{amount}: perhaps fewer than the {found.tokens:,} asked for" if short_of else amount)
     return said

@@ -59,7 +59,7 @@ def _speeds(rows: Sequence[Row]) -> Table:
     found = [(row.accelerator.name, row.speed) for row in rows if row.speed]
     table = columns(
         "one step: floor, and expected time (estimate)",
-        ("TPU", "floor, ms", "by", "expected, ms", "tokens/s expected"),
+        ("TPU", "floor, ms", "by", "expected, ms", f"{rows[0].unit}/s expected"),
         [
             (name, short(each.floor_seconds * 1e3), each.bound, span(each.seconds, 1e3), span(each.tokens_per_s))
             for name, each in found
@@ -73,7 +73,7 @@ def _speeds(rows: Sequence[Row]) -> Table:
 def _costs(rows: Sequence[Row]) -> Table:
     found = [(row.accelerator.name, row.cost) for row in rows if row.cost]
     return columns(
-        f"{rows[0].tokens:,} tokens (estimate)",
+        f"{rows[0].tokens:,} {rows[0].unit} (estimate)",
         ("TPU", "time", "$ on demand", "$ spot", "in"),
         [
             (name, time_span(each.hours), span(each.on_demand), span(each.spot), each.region or UNKNOWN)

@@ -121,7 +121,7 @@ class Store:
     def names(self, prefix: str) -> list[str]:
         """All names that begin with `prefix`, sorted."""
         with self._failing(prefix, "listed"):
-            return sorted(self._back.find(prefix))
+            return sorted(self._back.names(prefix))
 
     def ages(self, prefix: str) -> dict[str, float]:
         """Of each name that begins with `prefix`, seconds since the file was written, by this machine's clock."""

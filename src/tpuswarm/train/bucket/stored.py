@@ -81,22 +81,30 @@ class Folder:
         return self.path(name).is_file()
 
     def find(self, prefix: str) -> dict[str, float]:
-        written = {path.relative_to(self._root).as_posix(): at for path, at in self._files(prefix)}
-        return {name: at for name, at in written.items() if name.startswith(prefix) and "/." not in f"/{name}"}
+        found = {}
+        for name in self.names(prefix):
+            with suppress(FileNotFoundError):  # deleted since it was listed
+                found[name] = self.path(name).stat().st_mtime
+        return found
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in self._files(prefix) if name.startswith(prefix) and "/." not in f"/{name}"]
 
     def delete(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)
 
     def sweep(self, seconds: float) -> None:
-        for path, at in self._files(""):
-            if path.name.startswith(".") and path.suffix == ".part" and time.time() - at > seconds:
-                path.unlink(missing_ok=True)
+        for path in (self._root / name for name in self._files("") if name.endswith(".part")):
+            with suppress(FileNotFoundError):
+                if path.name.startswith(".") and time.time() - path.stat().st_mtime > seconds:
+                    path.unlink()
 
-    def _files(self, prefix: str) -> Iterator[tuple[Path, float]]:
-        for folder, _, files in os.walk(self._root / prefix.rpartition("/")[0], onerror=_unless_absent):
-            for path in (Path(folder, file) for file in files):
-                with suppress(FileNotFoundError):  # deleted since it was listed
-                    yield path, path.stat().st_mtime
+    def _files(self, prefix: str) -> Iterator[str]:
+        """By strings: a long run has hundreds of thousands."""
+        root, below = str(self._root), prefix.rpartition("/")[0]
+        for folder, _, files in os.walk(f"{root}/{below}" if below else root, onerror=_unless_absent):
+            inside = folder[len(root) + 1 :]
+            yield from (f"{inside}/{file}" for file in files) if inside else files
 
 
 class Held(NamedTuple):
@@ -163,6 +171,9 @@ class Bucket:
 
     def find(self, prefix: str) -> dict[str, float]:
         return {name: about.written for name, about in self.listed(prefix).items()}
+
+    def names(self, prefix: str) -> list[str]:
+        return list(self.listed(prefix))
 
     def listed(self, prefix: str) -> dict[str, Held]:
         """All that begins with `prefix`, by name."""

@@ -34,6 +34,7 @@ NAMES = (
     "stylegan2",
     "scale",
     "beats",
+    "resume",
     "merge",
     "traffic",
     "bucket",

@@ -11,13 +11,13 @@ import statistics
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.swarm.core.messages import Beat, Granted, Refused
-from tpuswarm.swarm.core.values import Header, Identity, Record
+from tpuswarm.swarm.core.values import Header, Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.simulation.cluster import SimulatedSwarm
 from tpuswarm.swarm.simulation.result import Result, result
@@ -72,9 +72,17 @@ class Measured:
         """As the ledger."""
         return self.inner.view()
 
-    def headers(self, decided: Iterable[Identity]) -> list[Header]:
+    def headers(self, view: View) -> list[Header]:
         """As the ledger."""
-        return self.inner.headers(decided)
+        return self.inner.headers(view)
+
+    def is_page(self, version: int) -> bool:
+        """As the ledger."""
+        return self.inner.is_page(version)
+
+    def bookmark(self, view: View) -> None:
+        """As the ledger."""
+        self._timed("rounds", lambda: self.inner.bookmark(view))
 
     def digest(self, record: Record) -> str:
         """As the ledger; its time is part of the round."""

@@ -8,7 +8,7 @@ There are two fragments, each with a shard: the even rows and the odd ones.
 
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -18,13 +18,14 @@ from tpuswarm.swarm.core.books import Adopt, Member
 from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.messages import Accepted, Lost, Merge, Part, Terms
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
+from tpuswarm.swarm.core.values import Decision, Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.inproc import Faults, Inproc
 from tpuswarm.swarm.member.contract import Payload
 from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Over
+from tpuswarm.swarm.storage.bookmark import Bookmark, bookmark, opened
 
 Vector = dict[tuple[int, Incarnation], Fraction]
 DIGESTS = Digests("layout", "config", "data", "code")
@@ -61,16 +62,32 @@ def digest(of: Any) -> str:
 
 @dataclass
 class MemoryLedger:
-    """The ledger's interface over lists."""
+    """The ledger's interface over lists, with a bookmark at every second record."""
 
     records: list[Record] = field(default_factory=list)
     stored: dict[Identity, Header] = field(default_factory=dict)
+    marked: tuple[Record, Bookmark] | None = None
 
     def view(self) -> View:
-        return View.of(self.records[0], self.records[1:])
+        whole = View.of(self.records[0], self.records[1:])
+        if self.marked:
+            newest, found = self.marked
+            assert opened(found, newest).through(self.records[newest.version + 1 :]) == whole
+        return whole
 
-    def headers(self, decided: Iterable[Identity]) -> list[Header]:
-        return [header for identity, header in self.stored.items() if identity not in set(decided)]
+    def verdicts(self) -> dict[Identity, Decision]:
+        return {each.identity: each for record in self.records for each in record.decisions}
+
+    def headers(self, view: View) -> list[Header]:
+        decided = self.verdicts()
+        assert all(view.has_decided(identity) == (identity in decided) for identity in self.stored)
+        return [header for identity, header in self.stored.items() if identity not in decided]
+
+    def is_page(self, version: int) -> bool:
+        return version % 2 == 0
+
+    def bookmark(self, view: View) -> None:
+        self.marked = view.newest, bookmark(view, digest(view.newest))
 
     def digest(self, record: Record) -> str:
         return digest(record)
@@ -282,7 +299,7 @@ class World:
         self.engine.spawn(node, made.open(self.terms, founded=founded), opened)
 
     def lose_payload(self) -> None:
-        undecided = [each for each in self.payloads if each[0] not in self.ledger.view().verdicts]
+        undecided = [each for each in self.payloads if each[0] not in self.ledger.verdicts()]
         if undecided:
             del self.payloads[self.rnd.choice(sorted(undecided))]
 

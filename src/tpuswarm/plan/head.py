@@ -9,9 +9,10 @@ from tpuswarm.plan.swarm import DAY, Exchanged, Traffic
 from tpuswarm.swarm.core.arithmetic.fragments import FRAGMENT, shards_for
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form, Rule
+from tpuswarm.swarm.core.view import LANDMARK
 from tpuswarm.swarm.engines.variables import store_bytes
 from tpuswarm.swarm.simulation.stand_ins import MERGE
-from tpuswarm.swarm.storage.retention import EVERY, disk
+from tpuswarm.swarm.storage.retention import disk
 from tpuswarm.swarm.supervision.needs import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
 from tpuswarm.train.recipe import Options, Recipe
 
@@ -66,7 +67,7 @@ def head(members: int, exchanged: Exchanged, member: Traffic, rule: Rule) -> Hea
     return Head(
         memory_bytes(members, exchanged.elements, exchanged.form, rule, exchanged.averaged),
         kept.held,
-        versions * (kept.version / EVERY + members * RECORD_BYTES),
+        versions * (kept.version / LANDMARK + members * RECORD_BYTES),
         members * member.mbit_up,
         members * sum(member.received.values()) * 8 / DAY / 1e6,
         1 + math.ceil(merging),

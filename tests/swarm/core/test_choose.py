@@ -27,12 +27,12 @@ def header(member: str, rows: tuple[int, int], base: int = 0, norm: float = 1.0,
 
 def after(view: View, decisions: list[Decision]) -> View:
     applied = [each for each in decisions if each.fate == "applied"]
-    tokens = view.tokens[-1] + sum(each.tokens for each in applied)
+    tokens = view.tokens + sum(each.tokens for each in applied)
     state = (f"state {view.version + 1}",) if applied else view.newest.state
     return view.after(
         Record(
             "run", view.version + 1, 1, "", state, (), tuple(decisions), "average", 1.0, 0.0, 1.0, 0.0, tokens,
-            view.changes[-1] + bool(applied), (), DIGESTS, 0.0,
+            view.newest.changes + bool(applied), (), DIGESTS, 0.0,
         )
     )  # fmt: skip
 

@@ -138,9 +138,10 @@ class Watched(World):
             assert tokens.processed == tokens.applied + tokens.dropped + tokens.outstanding + tokens.lost
             assert min(tokens.applied, tokens.dropped, tokens.outstanding, tokens.lost) >= 0
             assert tokens.processed <= 10 * sum(self.processed.values())
-            verdicts = made.state.view.verdicts.values()
+            records = self.ledger.records[: made.state.view.version + 1]
+            verdicts = [decision for record in records for decision in record.decisions]
             for fate, found in (("applied", tokens.applied), ("dropped", tokens.dropped)):
-                assert found == sum(decision.tokens for decision, _ in verdicts if decision.fate == fate)
+                assert found == sum(decision.tokens for decision in verdicts if decision.fate == fate)
 
     def at_the_end(self) -> Tokens:
         self.run()

@@ -20,7 +20,7 @@ def test_a_swarm_without_faults_counts_every_row_once():
     world = World(seed=1)
     view = world.run()
     assert view.counted == Rows.of((0, world.horizon)) and not view.skipped
-    assert {decision.fate for decision, _ in view.verdicts.values()} == {"applied"}
+    assert {decision.fate for decision in world.ledger.verdicts().values()} == {"applied"}
 
 
 def test_one_member_is_the_plain_order_of_rows():
@@ -83,8 +83,8 @@ def test_members_of_different_batches_hand_in_whole_batches_of_the_run(seed, own
 
     for at in leaves:
         world.engine.at(at, leave)
-    view = world.run()
-    decided = [decision.rows for decision, _ in view.verdicts.values()]
+    world.run()
+    decided = [decision.rows for decision in world.ledger.verdicts().values()]
     assert not any(edge % 4 for rows in decided for each in rows.ranges for edge in each)
 
 
@@ -182,7 +182,7 @@ def test_a_payload_that_always_arrives_damaged_ends_the_incarnation():
     world = Broken(seed=1)
     world.run()
     assert world.lives == world.members + 1
-    assert Broken.first not in {each.incarnation for each in world.ledger.view().verdicts}
+    assert Broken.first not in world.ledger.view().verdicts
 
 
 def test_members_add_what_changed_and_fetch_the_whole_where_that_is_wrong():
@@ -196,7 +196,7 @@ def test_members_add_what_changed_and_fetch_the_whole_where_that_is_wrong():
 def test_a_contribution_that_is_not_finite_changes_nothing():
     world = World(seed=4, members=2, poison={0})
     view = world.run()
-    dropped = [decision for decision, _ in view.verdicts.values() if decision.fate == "dropped"]
+    dropped = [decision for decision in world.ledger.verdicts().values() if decision.fate == "dropped"]
     assert [decision.reason for decision in dropped] == ["not finite"]
     assert view.skipped == dropped[0].rows and len(view.counted) == world.horizon
 
@@ -214,9 +214,9 @@ def test_a_member_that_leaves_with_notice_hands_in_what_it_has(at, overlap):
         after.append(len(made.books.undecided.after) if made.books.undecided else 0)
 
     world.engine.at(at, leave)
-    view = world.run()
+    world.run()
     key = made.books.incarnation
-    applied = sum(len(d.rows) for identity, (d, _) in view.verdicts.items() if identity.incarnation == key)
+    applied = sum(len(d.rows) for identity, d in world.ledger.verdicts().items() if identity.incarnation == key)
     assert world.processed.get(key, 0) - applied <= after[0] + 1  # the step under way may end
     assert sum(world.processed.values()) - world.horizon <= after[0] + 1
 

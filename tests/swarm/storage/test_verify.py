@@ -14,6 +14,7 @@ from tests.swarm.chains import SIZES, Run
 from tests.swarm.storage.test_retention import kept
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.arithmetic.outer import Average
+from tpuswarm.swarm.storage.bookmark import bookmark_name
 from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
 from tpuswarm.swarm.storage.retention import clean
@@ -111,17 +112,18 @@ def test_a_run_may_go_on_meanwhile(tmp_path, when):
 
 @pytest.mark.parametrize("how", ["flip", "tear", "empty", "delete"])
 def test_every_file_that_is_harmed_is_named(run, how):
-    """One file at a time, of every kind; the index is none of them."""
+    """One file at a time, of every kind. Without a bookmark the run is what it was."""
+    Ledger(run.store).bookmark(run.view)
     kinds: dict[str, list[Path]] = {}
     root = Path(run.store.root)
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         kinds.setdefault(path.relative_to(root).parts[0], []).append(path)
-    assert sorted(kinds) == ["commits", "headers", "objects", "payloads"]
+    assert sorted(kinds) == ["commits", "headers", "objects", "payloads", "views"]
     kept = [each.identity for record in run.records for each in applied(run, record.version)]
     kept.append(run.headers[-1].identity)
     needed = {payload_name(identity, fragment) for identity in kept for fragment in range(len(SIZES))}
     # Without one of these the storage is that of a run that never came to it.
-    unknown = {commit_name(12), header_name(run.headers[-1].identity)}
+    unknown = {commit_name(12), header_name(run.headers[-1].identity), bookmark_name(12)}
     for kind, paths in kinds.items():
         for path in random.Random(1).sample(paths, min(6, len(paths))):
             name, whole = path.relative_to(root).as_posix(), path.read_bytes()

@@ -40,12 +40,10 @@ def start(
     was ever granted; alone: whoever held one is known to be dead. With either there is nobody to wait for.
     """
     alone = alone or founded
-    pending = {header.identity: (header, now) for header in headers if header.identity not in view.verdicts}
-    contributed = {identity.incarnation.member for identity in (*view.verdicts, *pending)}
+    pending = {header.identity: (header, now) for header in headers if not view.has_decided(header.identity)}
+    contributed = {key.member for key in (*view.verdicts, *(identity.incarnation for identity in pending))}
     lately = {
-        identity.incarnation.member
-        for identity, (_, version) in view.verdicts.items()
-        if not alone and version > view.version - LATELY
+        key.member for key, (_, version) in view.verdicts.items() if not alone and version > view.version - LATELY
     }
     return State(
         terms=terms,
@@ -71,8 +69,8 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
         return state, Refused("fenced: its lease expired, or its member came back as a new incarnation")
     if said.digests != state.terms.digests:
         return state, Refused(disagreement(said.digests, state.terms.digests))
-    verdict = view.verdicts.get(said.undecided) if said.undecided else None
-    decided = verdict[0].rows if verdict else NOTHING  # decided, not heard of yet
+    verdict = view.verdict(said.undecided) if said.undecided else None
+    decided = verdict.rows if verdict else NOTHING  # decided, not heard of yet
     outstanding = said.outstanding - decided
     if key not in state.leases:
         rows = NOTHING
@@ -82,7 +80,7 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
             if outstanding & view.decided:
                 return state, Refused(f"its rows {outstanding & view.decided} are already decided")
             claimed = said.todo | outstanding
-            if verdict and verdict[0].fate == "returned":
+            if verdict and verdict.fate == "returned":
                 claimed |= decided
             rows = claimed - view.decided
             if others := rows & held_by_others(state, key):
@@ -111,14 +109,15 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
         seen=state.seen if key.member in state.seen else state.seen | {key.member},
         processed={**state.processed, key: said.processed} if news else state.processed,
     )
-    known = said.undecided is None or verdict or said.undecided in state.pending or said.undecided in state.storing
+    undecided = said.undecided
+    known = undecided is None or view.has_decided(undecided) or undecided in state.pending or undecided in state.storing
     return state, Granted(
         rows=rows,
         cycle=cycle,
         version=view.version,
         tokens=view.newest.tokens,
         state=view.newest.state if view.version > said.base else (),
-        verdict=verdict and verdict[0],
+        verdict=verdict,
         unknown=not known,
         pause=min(len(state.leases) / BEATS, state.terms.lease_seconds / 3),
         ended=state.ended,
@@ -130,7 +129,7 @@ def push(state: State, header: Header, now: float) -> tuple[State, StoreHeader |
     key, identity, view = header.identity.incarnation, header.identity, state.view
     if header.base > view.version:
         return state, Outdated(header.base)
-    if identity in view.verdicts:
+    if view.has_decided(identity):
         return state, StoreHeader(header)  # it is stored for ever: whether with the same digests, only the header says
     if identity in state.pending:
         same = state.pending[identity][0] == header
@@ -151,7 +150,7 @@ def push(state: State, header: Header, now: float) -> tuple[State, StoreHeader |
 def stored(state: State, header: Header, now: float) -> State:
     """The header was created, or found to be there with the same bytes: accepted."""
     storing = {identity: each for identity, each in state.storing.items() if identity != header.identity}
-    if header.identity in state.view.verdicts:
+    if state.view.has_decided(header.identity):
         return replace(state, storing=storing)
     return replace(
         state,
@@ -219,8 +218,8 @@ def merged(
         momentum=made_by.momentum,
         share=merge.share,
         gathered=merge.gathered,
-        tokens=view.tokens[-1] + sum(decision.tokens for decision in applied),
-        changes=view.changes[-1] + bool(applied),
+        tokens=view.tokens + sum(decision.tokens for decision in applied),
+        changes=view.newest.changes + bool(applied),
         processed=tuple(sorted(state.processed.items() - view.processed.items())),
         digests=state.terms.digests,
         time=time,
@@ -261,7 +260,7 @@ def _merge(state: State, headers: Iterable[Header], reason: str) -> Merge:
     outer = state.terms.outer
     rate = outer.rate_for(effective(weights), share) if weights else 0.0
     tokens = sum(decision.tokens for decision in decisions if decision.fate == "applied")
-    kept = outer.average.kept(tokens, state.view.tokens[-1] + tokens) if outer.average and weights else None
+    kept = outer.average.kept(tokens, state.view.tokens + tokens) if outer.average and weights else None
     return Merge(state.view.version + 1, tuple(decisions), outer, rate, share, gathered, kept, reason)
 
 

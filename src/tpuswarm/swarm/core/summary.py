@@ -57,14 +57,14 @@ def summary(state: State, now: float) -> Summary:
     accepted = (header.rows for header, _ in state.pending.values())
     held = (lease.outstanding for lease in state.leases.values())
     under_way = len(Rows.union([*accepted, *held]) - view.decided) * state.terms.tokens_per_row
-    known = view.tokens[-1] + view.dropped + under_way
+    known = view.tokens + view.dropped + under_way
     processed = max(sum(state.processed.values()), known)  # a contribution may be here before its member's next report
     return Summary(
         version=view.version,
         epoch=state.epoch,
         recovering=state.recovering,
         phase=_phase(state, now),
-        tokens=Tokens(processed, view.tokens[-1], view.dropped, under_way, processed - known),
+        tokens=Tokens(processed, view.tokens, view.dropped, under_way, processed - known),
         leased=tuple(
             Leased(key, lease.base, lease.rows_per_s, lease.until - now, len(lease.outstanding - view.decided))
             for key, lease in sorted(state.leases.items())

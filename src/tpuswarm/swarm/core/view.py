@@ -1,11 +1,15 @@
 """What follows from the ledger: which rows are decided, how far the run is, who got which verdict."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Decision, Identity, Incarnation, Record
+
+LANDMARK = 50
+"""The state of each so many-th record with contributors stays for ever."""
 
 
 class Broken(ValueError):
@@ -14,33 +18,41 @@ class Broken(ValueError):
 
 @dataclass(frozen=True)
 class View:
-    """The ledger up to its newest record."""
+    """The ledger up to its newest record. What it holds grows with the lives of members, not with their pushes."""
 
     newest: Record
     counted: Rows = NOTHING
     skipped: Rows = NOTHING
-    changes: tuple[int, ...] = (0,)
-    """Of each version: records with contributors up to it."""
-    tokens: tuple[int, ...] = (0,)
-    """Of each version: tokens counted up to it."""
+    idle: tuple[int, ...] = (0,)
+    """The versions without contributors, genesis among them: sorted, and few."""
+    landmarks: tuple[str, ...] = ()
+    """Digests of the states that stay for ever."""
     dropped: int = 0
     """Tokens of dropped contributions."""
     processed: dict[Incarnation, int] = field(default_factory=dict)
     """Tokens trained, as each incarnation reported them last. Not to be changed in place."""
-    verdicts: dict[Identity, tuple[Decision, int]] = field(default_factory=dict)
-    """Every verdict, with the version of its record. Not to be changed in place."""
+    verdicts: dict[Incarnation, tuple[Decision, int]] = field(default_factory=dict)
+    """The newest verdict on each incarnation, with the version of its record. Not to be changed in place.
+
+    It stands for all before: a member pushes again only once it has heard the verdict on its last push.
+    """
 
     @staticmethod
     def of(genesis: Record, records: Iterable[Record] = ()) -> "View":
         """From genesis on; Broken where a record does not fit."""
         if (genesis.version, genesis.parent, genesis.decisions, genesis.tokens) != (0, "", (), 0):
             raise Broken("the first record is not a genesis record")
-        return View(genesis).through(records)
+        return View(genesis, landmarks=genesis.state).through(records)
 
     @property
     def version(self) -> int:
         """Number of the newest record."""
         return self.newest.version
+
+    @property
+    def tokens(self) -> int:
+        """Counted."""
+        return self.newest.tokens
 
     @cached_property
     def decided(self) -> Rows:
@@ -49,7 +61,21 @@ class View:
 
     def staleness(self, base: int) -> int:
         """Records with contributors since version `base`."""
-        return self.changes[-1] - self.changes[base]
+        return self.newest.changes - self.changes(base)
+
+    def changes(self, version: int) -> int:
+        """Records with contributors up to `version`."""
+        return version + 1 - bisect_right(self.idle, version)
+
+    def verdict(self, identity: Identity) -> Decision | None:
+        """On a contribution, if it is the last of its incarnation that has one."""
+        found = self.verdicts.get(identity.incarnation)
+        return found[0] if found and found[0].identity == identity else None
+
+    def has_decided(self, identity: Identity) -> bool:
+        """Whether there is a verdict on a contribution."""
+        found = self.verdicts.get(identity.incarnation)
+        return found is not None and identity.sequence <= found[0].identity.sequence
 
     def after(self, record: Record) -> "View":
         """With one more record; Broken, naming what does not fit, where it cannot be the next."""
@@ -63,7 +89,7 @@ class View:
         return view
 
     def _after(
-        self, record: Record, verdicts: dict[Identity, tuple[Decision, int]], processed: dict[Incarnation, int]
+        self, record: Record, verdicts: dict[Incarnation, tuple[Decision, int]], processed: dict[Incarnation, int]
     ) -> "View":
         """verdicts and processed: of this view; changed in place."""
         name = f"record {record.version}"
@@ -71,19 +97,20 @@ class View:
             raise Broken(f"{name} of run {record.run} does not follow record {self.version} of run {self.newest.run}")
         if record.epoch < self.newest.epoch:
             raise Broken(f"{name} has epoch {record.epoch}, the one before it epoch {self.newest.epoch}")
-        counted, skipped, tokens, dropped = self.counted, self.skipped, self.tokens[-1], self.dropped
+        counted, skipped, tokens, dropped = self.counted, self.skipped, self.tokens, self.dropped
         applied = 0
         for decision in record.decisions:
-            if decision.identity in verdicts:
-                raise Broken(f"{name} decides {decision.identity} twice")
-            verdicts[decision.identity] = (decision, record.version)
+            key, sequence = decision.identity.incarnation, decision.identity.sequence
+            if key in verdicts and (last := verdicts[key][0].identity.sequence) >= sequence:
+                raise Broken(f"{name} decides push {sequence} of {key}, of which push {last} was already decided")
+            verdicts[key] = (decision, record.version)
             if decision.fate in ("applied", "dropped") and decision.rows & (counted | skipped):
                 raise Broken(f"{name} counts or skips rows twice: {decision.rows & (counted | skipped)}")
             if decision.fate == "applied":
                 counted, tokens, applied = counted | decision.rows, tokens + decision.tokens, applied + 1
             elif decision.fate == "dropped":
                 skipped, dropped = skipped | decision.rows, dropped + decision.tokens
-        changes = self.changes[-1] + (applied > 0)
+        changes = self.newest.changes + (applied > 0)
         if (record.tokens, record.changes) != (tokens, changes):
             raise Broken(
                 f"{name} says {record.tokens} tokens in {record.changes} changes, its decisions give {tokens} in "
@@ -99,8 +126,8 @@ class View:
             newest=record,
             counted=counted,
             skipped=skipped,
-            changes=(*self.changes, changes),
-            tokens=(*self.tokens, tokens),
+            idle=self.idle if applied else (*self.idle, record.version),
+            landmarks=(*self.landmarks, *record.state) if applied and changes % LANDMARK == 0 else self.landmarks,
             dropped=dropped,
             processed=processed,
             verdicts=verdicts,

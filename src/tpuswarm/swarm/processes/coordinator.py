@@ -50,7 +50,7 @@ class Coordinator:
         """
         self._founded = founded
         view = yield Do("coordinator reads the ledger", self._ledger.view)
-        headers = yield Do("coordinator lists headers", lambda: self._ledger.headers(view.verdicts))
+        headers = yield Do("coordinator lists headers", lambda: self._ledger.headers(view))
         self.state = core.start(terms, view, headers, self.clock(), founded=founded, alone=alone)
         self.opened = True
 
@@ -124,6 +124,8 @@ class Coordinator:
         if outcome == "lost":
             raise Over(f"another coordinator wrote record {record.version}; this one stops")
         self.state = core.committed(self.state, record)
+        if self._ledger.is_page(record.version):
+            yield Do("coordinator leaves a bookmark", partial(self._ledger.bookmark, self.state.view))
 
     def _from_shards(self, method: str, *arguments: Any) -> Process:
         """Of each shard its answer, all at work together; one that does not answer is asked again."""

@@ -116,7 +116,7 @@ def result(cluster: SimulatedSwarm) -> Result:
 
     return Result(
         seconds=seconds,
-        finished=view.tokens[-1] >= horizon if cluster.scenario.tokens else None,
+        finished=view.tokens >= horizon if cluster.scenario.tokens else None,
         tokens=found,
         goodput=found.applied / known if known else None,
         tokens_per_s=found.applied / seconds,
@@ -146,7 +146,7 @@ def tokens(cluster: SimulatedSwarm) -> Tokens:
     held = Rows.union(machine.life.books.outstanding for machine in cluster.machines if machine.life)
     processed = sum(machine.rows for machine in cluster.machines) * per_row
     outstanding = len((accepted | held) - view.decided) * per_row
-    applied = view.tokens[-1]
+    applied = view.tokens
     return Tokens(processed, applied, view.dropped, outstanding, processed - applied - view.dropped - outstanding)
 
 

@@ -1,7 +1,7 @@
 """What stands in for an aggregator and for the ledger in the simulation: the same answers, nothing kept."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,13 @@ class NoLedger:
         """Genesis."""
         return View.of(self._genesis)
 
-    def headers(self, decided: Iterable[Identity]) -> list[Header]:
+    def headers(self, view: View) -> list[Header]:
         """None."""
         return []
+
+    def is_page(self, version: int) -> bool:
+        """Never: nobody will read it."""
+        return False
 
     def digest(self, record: Record) -> str:
         """Of its number."""

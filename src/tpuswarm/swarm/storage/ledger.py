@@ -7,8 +7,9 @@ the fewest digits that give them back. The digest in it shows damage where no la
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,16 +17,27 @@ from pydantic import TypeAdapter, ValidationError
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.values import Header, Identity, Record
 from tpuswarm.swarm.core.view import Broken, View
+from tpuswarm.swarm.storage.bookmark import (
+    EVERY,
+    FOLDER,
+    Bookmark,
+    bookmark,
+    bookmark_name,
+    bookmark_version,
+    opened,
+    outlived,
+)
 from tpuswarm.swarm.storage.objects import checked_member
 from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
 
 Outcome = Literal["created", "same", "lost"]
 """Of a creation: made now; there already, with the same content; there already, with another one."""
 
-Kept = TypeVar("Kept", Record, Header)
+Kept = TypeVar("Kept", Record, Header, Bookmark)
 
 _RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 _HEADER: TypeAdapter[Header] = TypeAdapter(Header)
+_BOOKMARK: TypeAdapter[Bookmark] = TypeAdapter(Bookmark)
 _COMMIT = re.compile(r"commits/(\d{6,})\.json")
 _BEFORE, _AFTER = b'{"record":', b',"sha256":"%s"}\n'
 READERS = 16
@@ -41,6 +53,19 @@ def header_name(identity: Identity) -> str:
     """Of a header's file; InputError for a member's name that cannot be part of it."""
     key = identity.incarnation
     return f"headers/{checked_member(key.member)}-{key.name}-{identity.sequence}.json"
+
+
+def decided_by(view: View) -> Callable[[str], bool]:
+    """Of the name of a header's file, whether the view has a verdict on it."""
+    lives = {
+        header_name(last.identity).rpartition("-")[0]: last.identity.sequence for last, _ in view.verdicts.values()
+    }
+
+    def decided(name: str) -> bool:
+        life, _, sequence = name.removesuffix(".json").rpartition("-")
+        return sequence.isdecimal() and int(sequence) <= lives.get(life, 0)
+
+    return decided
 
 
 def digest(record: Record) -> str:
@@ -96,28 +121,54 @@ class Ledger:
         with ThreadPoolExecutor(READERS) as pool:
             return list(pool.map(self.record, versions))
 
-    def headers(self, decided: Iterable[Identity] = ()) -> list[Header]:
-        """All stored headers but for those of `decided`, which are not even read, in the order of their names."""
+    def headers(self, view: View | None = None) -> list[Header]:
+        """All stored headers, in the order of their names; those on which a view has a verdict are not even read."""
         names = self.store.names("headers/")
-        skipped = {header_name(identity) for identity in decided}
+        skipped = decided_by(view) if view else lambda name: False
         with ThreadPoolExecutor(READERS) as pool:
-            return list(pool.map(self.header, (name for name in names if name not in skipped)))
+            return list(pool.map(self.header, (name for name in names if not skipped(name))))
 
     def view(self) -> View:
-        """What follows from all records."""
-        return self.whole()[0]
-
-    def whole(self) -> tuple[View, list[Record]]:
-        """What follows from all records, and they themselves: each is read once."""
+        """What follows from all records. Those up to a bookmark that can be believed are not read again."""
         versions = self.versions()
         if not versions:
             raise RunFailed(f"{self.store.root} has no commits; use the folder or URL of a swarm's run")
         if (gap := first_gap(versions)) < len(versions):
             raise Missing(commit_name(gap), self.store.root)
+        view = self._bookmarked() or self.genesis(self.record(0))
         with ThreadPoolExecutor(READERS) as pool:
-            genesis, *found = pool.map(self._record, versions)
-        view = self._through(self.genesis(genesis[0]), genesis[1], found)
-        return view, [genesis[0], *(record for record, _ in found)]
+            found = pool.map(self._record, (version for version in versions if version > view.version))
+            view = self._through(view, digest(view.newest), found)
+        return self.refresh(view)
+
+    def is_page(self, version: int) -> bool:
+        """Whether a bookmark belongs at a version."""
+        return version > 0 and version % EVERY == 0
+
+    def bookmark(self, view: View) -> None:
+        """Leave a bookmark at a view's newest record, and remove those that it outlives."""
+        self.store.put(bookmark_name(view.version), _bookmark(view))
+        for version in outlived(self.bookmarks(), view.version):
+            self.store.delete(bookmark_name(version))
+
+    def is_right(self, view: View) -> bool:
+        """Whether the bookmark at a view's newest record says what the view says; raises Missing without one."""
+        return self.store.read(bookmark_name(view.version)) == _bookmark(view)
+
+    def bookmarks(self) -> list[int]:
+        """The versions at which there is one, sorted."""
+        found = (bookmark_version(name) for name in self.store.names(FOLDER))
+        return sorted(version for version in found if version is not None)
+
+    def _bookmarked(self) -> View | None:
+        """Of the newest bookmark that can be believed: it is whole, and its record is there and has that digest."""
+        for version in reversed(self.bookmarks()):
+            with suppress(Missing, Corrupt):  # of the record too: whoever reads them all will find it
+                found, _ = self._read(bookmark_name(version), _BOOKMARK)
+                record, made = self._record(version)
+                if made == found.record:
+                    return opened(found, record)
+        return None
 
     def refresh(self, view: View) -> View:
         """The view with the records made since; reads only these."""
@@ -214,6 +265,11 @@ def _parsed(body: bytes, adapter: TypeAdapter[Kept]) -> Kept:
     if _dumped(value, adapter) != body:
         raise ValueError("a field is missing, or it is not canonical JSON")
     return value
+
+
+def _bookmark(view: View) -> bytes:
+    """The file."""
+    return _sealed(_canonical(bookmark(view, digest(view.newest)), _BOOKMARK))
 
 
 def _sealed(body: bytes) -> bytes:

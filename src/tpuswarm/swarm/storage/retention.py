@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form, Record, Rule
-from tpuswarm.swarm.storage.objects import object_name, payload_name
+from tpuswarm.swarm.core.view import LANDMARK, View
+from tpuswarm.swarm.storage.ledger import Ledger, decided_by, header_name
+from tpuswarm.swarm.storage.objects import object_name
 from tpuswarm.swarm.storage.store import Store
 
 COMMITS = 20
 """So many last commits keep their state and the payloads they decided; records without contributors do not count."""
-EVERY = 50
-"""Each so many-th commit keeps its state for ever, but not the outer optimizer's: nothing goes on from there."""
+BACK = 500
+"""So many last commits are looked at anew after a restart: their files may have been too young to go before."""
 UNNAMED = 24 * 3600.0
 """Seconds after which an object that no record names goes, and a payload without a header: its commit, or its push,
 never came."""
@@ -26,7 +28,7 @@ class Disk(NamedTuple):
     held: float
     """Bytes at any time: the last versions and their payloads."""
     version: float
-    """Bytes that stay for ever of each EVERY-th version."""
+    """Bytes that stay for ever of each LANDMARK-th version."""
 
 
 def disk(elements: int, form: Form, rule: Rule, members: int, average: bool = False) -> Disk:
@@ -52,57 +54,68 @@ def kept_objects(record: Record, changes: int, limit: int) -> tuple[str, ...]:
     """
     if is_recent(record, changes, limit):
         return record.objects
-    return record.state if record.changes % EVERY == 0 else ()
+    return record.state if record.changes % LANDMARK == 0 else ()  # not the outer state: nothing goes on from there
 
 
 class Holdings:
-    """What the records of a ledger say of the arrays: what stays, and what may go. Each record is read once."""
+    """What the ledger says of the arrays: what stays, and what may go."""
 
     def __init__(self, limit: int):
         """limit: the staleness up to which contributions count."""
         self._limit = limit
         self._recent: deque[Record] = deque()
-        """Those of which something may still go."""
-        self._undecided: deque[Record] = deque()
-        """Those that keep the payloads they decided."""
+        """Those of which all arrays stay."""
         self.named: set[str] = set()
-        """Objects that any record names."""
-        self._for_ever: set[str] = set()
-        self.decided: set[str] = set()
-        """Contributions whose payloads may go."""
-        self.count = 0
-        """Of the records it knows: those of versions 0 to count - 1."""
+        """Objects of the records that it was given, but for those that went."""
+        self.view: View | None = None
+        """As far as it knows the ledger."""
 
-    def add(self, records: Iterable[Record]) -> None:
-        """The next ones, in order."""
+    def add(self, view: View, records: Iterable[Record]) -> None:
+        """The next records, in order, up to the newest of the view; the first time as `look_back` gives them."""
+        self.view = view
         for record in records:
-            self.count += 1
-            self.named |= _objects(record.objects)
             self._recent.append(record)
-            self._undecided.append(record)
-            while not is_recent(self._recent[0], record.changes, self._limit):
-                old = self._recent.popleft()
-                self._for_ever |= _objects(kept_objects(old, record.changes, self._limit))
-            while record.changes - self._undecided[0].changes >= COMMITS:
-                decisions = self._undecided.popleft().decisions
-                self.decided |= {_contribution(payload_name(each.identity, 0)) for each in decisions}
+            self.named |= _objects(record.objects)
+        while not is_recent(self._recent[0], view.newest.changes, self._limit):
+            self._recent.popleft()
 
     def needed(self) -> set[str]:
         """Objects that stay."""
-        return self._for_ever.union(*(_objects(each.objects) for each in self._recent))
+        landmarks = self.view.landmarks if self.view else ()
+        return _objects(landmarks).union(*(_objects(each.objects) for each in self._recent))
+
+    def decided(self) -> Callable[[str], bool]:
+        """Of the name of a header, whether the payloads of its contribution may go."""
+        assert self.view is not None
+        changes, known = self.view.newest.changes, decided_by(self.view)
+        lately = [record for record in self._recent if changes - record.changes < COMMITS]
+        fresh = {header_name(each.identity) for record in lately for each in record.decisions}
+        return lambda header: known(header) and header not in fresh
+
+
+def look_back(ledger: Ledger, view: View, limit: int) -> list[Record]:
+    """The last BACK records up to the newest of a view, and any before them of which all arrays stay, oldest first."""
+    found: list[Record] = []
+    first = view.version + 1
+    while first and (not found or is_recent(found[0], view.newest.changes, limit)):
+        start = max(0, first - BACK)
+        found = ledger.records(range(start, first)) + found
+        first = start
+    return found
 
 
 def deletable(held: Holdings, ages: Mapping[str, float], accepted: Callable[[str], bool]) -> list[str]:
     """The names of the arrays that may go, sorted.
 
-    held: of all of the ledger; ages: seconds since writing of every stored object and payload; accepted: whether a
-    header of that name is stored. A payload that was accepted stays until it has a verdict.
+    ages: seconds since writing of every stored object and payload; accepted: whether a header of that name is stored.
+    A payload that was accepted stays until it has a verdict.
     """
-    needed = held.needed()
+    needed, decided = held.needed(), held.decided()
 
     def goes(name: str, age: float) -> bool:
         if name.startswith("payloads/"):
-            return _contribution(name) in held.decided or (age > UNNAMED and not accepted(_header(name)))
+            header = _header(name)
+            return decided(header) or (age > UNNAMED and not accepted(header))
         named = name in held.named
         return name.startswith("objects/") and name not in needed and age > (SETTLING if named else UNNAMED)
 
@@ -114,6 +127,7 @@ def clean(store: Store, held: Holdings) -> list[str]:
     names = deletable(held, {**store.ages("objects/"), **store.ages("payloads/")}, store.exists)
     for name in names:
         store.delete(name)
+    held.named.difference_update(names)
     store.sweep(UNNAMED)
     return names
 
@@ -122,11 +136,6 @@ def _objects(digests: Iterable[str]) -> set[str]:
     return {object_name(digest) for digest in digests}
 
 
-def _contribution(payload: str) -> str:
-    """What the names of all fragments of a contribution have in common."""
-    return payload.rpartition("-")[0]
-
-
 def _header(payload: str) -> str:
     """The name of a payload's header, as `header_name` gives it."""
-    return f"headers/{'-'.join(_contribution(payload).split('/')[1:])}.json"
+    return f"headers/{'-'.join(payload.rpartition('-')[0].split('/')[1:])}.json"

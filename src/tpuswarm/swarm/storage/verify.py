@@ -14,6 +14,7 @@ from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.storage import retention
+from tpuswarm.swarm.storage.bookmark import bookmark_name
 from tpuswarm.swarm.storage.ledger import READERS, Ledger, commit_name, first_gap, header_name
 from tpuswarm.swarm.storage.objects import Objects, array_digest, object_name, payload_name, update_digest
 from tpuswarm.swarm.storage.replay import Gone, replay
@@ -99,10 +100,13 @@ class _Check:
         self._changes = 0
         """Commits with contributors by the time that the arrays were listed: what retention may have looked at."""
         self._headers: dict[Identity, Header] = {}
+        self._verdicts: dict[Identity, tuple[Decision, int]] = {}
+        """Each, with the version of its record."""
         self.array = lru_cache(maxsize=8)(self._array)  # neighbouring versions need mostly the same ones
 
     def read_records(self) -> View | None:
-        """The chain, and the view of it."""
+        """The chain, and the view of it, from the records alone; what bookmarks say is compared with it."""
+        bookmarks = self._ledger.bookmarks()
         versions = self._ledger.versions()
         whole = versions[: first_gap(versions)]
         view: View | None = None
@@ -115,12 +119,21 @@ class _Check:
                 self._problem(str(error))
                 break
             self.records.append(record)
+            self._verdicts |= {each.identity: (each, record.version) for each in record.decisions}
+            if record.version in bookmarks:
+                self._check_bookmark(view)
         if len(whole) < len(versions) or not versions:
             self._problem(str(Missing(commit_name(len(whole)), self._store.root)))
         if rest := len(versions) - len(self.records):
             self._problem(f"{rest} records from {commit_name(len(self.records))} on are unproven")
         self.report.newest = view.version if view else None
         return view
+
+    def _check_bookmark(self, view: View) -> None:
+        with suppress(Missing):  # outlived since it was listed
+            if not self._ledger.is_right(view):
+                name = bookmark_name(view.version)
+                self._problem(f"{name} does not say what the records say; remove it: nothing is lost with it")
 
     def list_files(self) -> None:
         """What is stored by now."""
@@ -139,13 +152,13 @@ class _Check:
     def books(self, view: View) -> None:
         """Every verdict against its header, weights and tokens; that no row counts twice follows from the view."""
         report, headers = self.report, self._headers
-        report.processed, report.applied, report.dropped = sum(view.processed.values()), view.tokens[-1], view.dropped
-        report.undecided = sum(header.tokens for key, header in headers.items() if key not in view.verdicts)
+        report.processed, report.applied, report.dropped = sum(view.processed.values()), view.tokens, view.dropped
+        report.undecided = sum(header.tokens for key, header in headers.items() if key not in self._verdicts)
         per_row = {header.tokens / max(1, len(header.rows)) for header in headers.values()}
         if len(per_row) > 1:
             self._problem(f"headers disagree on tokens per row: {min(per_row):g} to {max(per_row):g}")
         there = set(self._header_names)
-        for identity, (decision, version) in view.verdicts.items():
+        for identity, (decision, version) in self._verdicts.items():
             name, header = header_name(identity), headers.get(identity)
             if header is None and name not in there:
                 self._problem(f"{name} is missing, but {commit_name(version)} lists it as {decision.fate}")
@@ -187,8 +200,8 @@ class _Check:
                 if self._unseen(object_name(digest)):
                     self._loaded(object_name(digest), partial(self._objects.check, digest))
         for identity, header in self._headers.items():
-            decision, version = view.verdicts.get(identity, (None, view.version))
-            recent = self._changes - view.changes[version] < retention.COMMITS
+            decision, version = self._verdicts.get(identity, (None, view.version))
+            recent = self._changes - view.changes(version) < retention.COMMITS
             for fragment in range(len(header.digests)):
                 name = payload_name(identity, fragment)
                 if recent and (decision is None or decision.fate == "applied"):

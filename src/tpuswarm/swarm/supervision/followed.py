@@ -9,12 +9,13 @@ from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.retention import Holdings, clean
+from tpuswarm.swarm.storage.retention import Holdings, clean, look_back
 from tpuswarm.swarm.storage.store import Store
 
 CLEAN = 60.0
 """Seconds between two looks for what nobody needs any longer."""
 RECENT = 21
+LIMIT = Staleness().limit
 
 
 class Followed:
@@ -28,7 +29,7 @@ class Followed:
         self.view: View | None = None
         """None before the first commit."""
         self.recent: list[Record] = []
-        self._held = Holdings(Staleness().limit)
+        self._held = Holdings(LIMIT)
         self._cleaner = ThreadPoolExecutor(1, "cleaner")
         self._cleaning: Future[None] | None = None
         self._cleaned_at = time.monotonic()
@@ -41,14 +42,13 @@ class Followed:
         if self.view is None:
             if not self._ledger.versions():
                 return []
-            self.view, records = self._ledger.whole()
-            self._held.add(records)  # before its thread ever looks
-            news = records[-RECENT:]
+            self.view = self._ledger.view()
+            first = max(0, self.view.version + 1 - RECENT)
         else:
             first = self.view.version + 1
             if look:
                 self.view = self._ledger.refresh(self.view)
-            news = self._ledger.records(range(first, self.view.version + 1))
+        news = self._ledger.records(range(first, self.view.version + 1))
         self.recent = [*self.recent, *news][-RECENT:]
         return news
 
@@ -60,17 +60,23 @@ class Followed:
             return None
         error = self._cleaning.exception() if self._cleaning else None
         self._cleaned_at = now
-        self._cleaning = self._cleaner.submit(self._clean, self.view.version)
+        self._cleaning = self._cleaner.submit(self._clean, self.view)
         return error
 
-    def _clean(self, version: int) -> None:
-        self._held.add(self._ledger.records(range(self._held.count, version + 1)))
+    def _clean(self, view: View) -> None:
+        if self._held.view is None:
+            records = look_back(self._ledger, view, LIMIT)
+        else:
+            records = self._ledger.records(range(self._held.view.version + 1, view.version + 1))
+        self._held.add(view, records)
         clean(self._store, self._held)
 
     def carried(self) -> Counter[str]:
         """Bytes of all decided contributions of each member, each there, and of a version for each back."""
         if self.view is not None and self.view.version != self._carried_at:
-            made = Counter(identity.incarnation.member for identity in self.view.verdicts)
+            made = Counter[str]()
+            for key, (last, _) in self.view.verdicts.items():
+                made[key.member] += last.identity.sequence  # all before it were decided, too
             self._carried = Counter({name: round(2 * self._contribution * count) for name, count in made.items()})
             self._carried_at = self.view.version
         return self._carried

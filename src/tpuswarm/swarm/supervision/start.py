@@ -15,6 +15,7 @@ from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.swarm.core.arithmetic.outer import Average
 from tpuswarm.swarm.core.values import Record
+from tpuswarm.swarm.core.view import LANDMARK
 from tpuswarm.swarm.engines.node import silent
 from tpuswarm.swarm.engines.opening import require_dashboard
 from tpuswarm.swarm.engines.ray import Cluster
@@ -23,7 +24,7 @@ from tpuswarm.swarm.processes.plan import Plan, member_name
 from tpuswarm.swarm.storage.founding import FOUNDING
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.load import load_swarm
-from tpuswarm.swarm.storage.retention import EVERY, disk
+from tpuswarm.swarm.storage.retention import disk
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import local_devices as machine
 from tpuswarm.swarm.supervision import needs
@@ -222,7 +223,7 @@ def _kept_bytes(decided: Decided) -> float:
     made, sizes, members = decided.swarm, decided.sizes, max(1, decided.swarm.members)
     kept = disk(sizes.exchanged // 4, made.quantize, made.outer, members, sizes.average is not None)
     commits = int(decided.resolved.settings["steps"]) / (made.cycle * members)
-    return kept.held + commits / EVERY * kept.version
+    return kept.held + commits / LANDMARK * kept.version
 
 
 def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:

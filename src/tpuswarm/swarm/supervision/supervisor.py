@@ -344,4 +344,4 @@ class Supervisor:
     def _stopped_at(self) -> str:
         if (view := self.view) is None:
             return "stopped before the first commit"
-        return f"stopped at commit {view.version}, {view.tokens[-1]:,} tokens counted"
+        return f"stopped at commit {view.version}, {view.tokens:,} tokens counted"

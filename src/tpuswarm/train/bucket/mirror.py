@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 ROWS = "metrics.jsonl"
 BEST = "best.json"
 """Names the checkpoint that is kept besides the newest (train/run/best.py)."""
-OWN = {"commits", "headers", "objects", "payloads", "members", "founding.json"}
+OWN = {"commits", "headers", "objects", "payloads", "views", "members", "founding.json"}
 """What a swarm's store writes, and what follows from the metrics."""
 HERE = {"lock", "token", "index.sqlite", ORIGIN}
 """What says something of this machine alone, or is secret."""

@@ -1,0 +1,280 @@
+"""Bookmarks change what is read and nothing else: the view from one and the records after it is that of all records."""
+
+import json
+import os
+import random
+import uuid
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.swarm.chains import Run
+from tests.swarm.storage.test_ledger import sealed
+from tests.swarm.world import World
+from tpuswarm.swarm.core.choose import Staleness
+from tpuswarm.swarm.core.values import Identity
+from tpuswarm.swarm.core.view import Broken, View
+from tpuswarm.swarm.engines.inproc import Faults
+from tpuswarm.swarm.storage.bookmark import EVERY, KEPT, bookmark_name, outlived
+from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name
+from tpuswarm.swarm.storage.objects import payload_name
+from tpuswarm.swarm.storage.retention import SETTLING, Holdings, clean, deletable, look_back
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
+
+DAY = 24 * 3600.0
+
+
+def memory() -> Store:
+    return Store(f"memory://{uuid.uuid4()}")
+
+
+def grown(store: Store, seed: int, commits: int, *marked: int) -> Run:
+    """With bookmarks at some versions."""
+    run = Run(store, random.Random(seed), arrays=False)
+    for version in (*marked, commits):
+        run.grow(version - run.view.version)
+        if version in marked:
+            run.ledger.bookmark(run.view)
+    return run
+
+
+def whole(records) -> View:
+    return View.of(records[0], records[1:])
+
+
+def names_read(monkeypatch) -> list[str]:
+    """The files that are read from now on."""
+    read, inner = [], Store.read
+    monkeypatch.setattr(Store, "read", lambda self, name: read.append(name) or inner(self, name))
+    return read
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10**9),
+    members=st.integers(1, 4),
+    kills=st.integers(0, 8),
+    payloads=st.integers(0, 3),
+    race_at=st.none() | st.floats(1, 30),
+    limit=st.integers(0, 4),
+    poison=st.sets(st.integers(0, 23), max_size=2),
+    part=st.floats(0, 1),
+)
+def test_from_a_bookmark_of_any_history_one_comes_to_the_same_view(
+    seed, members, kills, payloads, race_at, limit, poison, part
+):
+    world = World(
+        seed=seed, members=members, faults=Faults(lost=0.05, twice=0.1), random_kills=kills, lost_payloads=payloads,
+        race_at=race_at, staleness=Staleness(limit), poison=poison,
+    )  # fmt: skip
+    world.run()
+    ledger = Ledger(memory())
+    records = []
+    for record in world.ledger.records:  # with the digests of this ledger
+        records.append(replace(record, parent=ledger.digest(records[-1]) if records else ""))
+        assert ledger.append(records[-1]) == "created"
+    for header in world.ledger.stored.values():
+        ledger.create_header(header)
+    middle = round(part * (len(records) - 1))
+    before = whole(records[: middle + 1])
+    ledger.bookmark(before)
+    assert ledger._bookmarked() == before
+    view = ledger.view()
+    assert view == whole(records)
+    decided = {each.identity for record in records for each in record.decisions}
+    assert {header.identity for header in ledger.headers(view)} == world.ledger.stored.keys() - decided
+    for version in range(len(records)):
+        assert view.changes(version) == records[version].changes
+        assert view.staleness(version) == records[-1].changes - records[version].changes
+
+
+def test_what_a_bookmark_stands_for_is_not_read_again(tmp_path, monkeypatch):
+    run = grown(Store(tmp_path), 1, 14, 5, 10)
+    undecided = run.push(run.members[0])
+    read = names_read(monkeypatch)
+    assert run.ledger.view() == run.view
+    assert {name for name in read if name.startswith("commits/")} == {commit_name(n) for n in range(10, 16)}
+    read.clear()
+    assert run.ledger.headers(run.view) == [undecided]
+    assert read == [header_name(undecided.identity)]
+
+
+def changed(run: Run, version: int, change) -> None:
+    """Another content for a bookmark, with the right digest."""
+    path = run.store.path(bookmark_name(version))
+    value = json.loads(path.read_bytes())["record"]
+    change(value)
+    path.write_bytes(sealed(value))
+
+
+HARMS = {
+    "half": lambda run, path: path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // 2]),
+    "empty": lambda run, path: path.write_bytes(b""),
+    "foreign": lambda run, path: path.write_bytes(b'{"record":{},"sha256":"x"}\n'),
+    "of another form": lambda run, path: changed(run, 8, lambda it: it.update(form=2)),
+    "with a field more": lambda run, path: changed(run, 8, lambda it: it.update(extra=1)),
+    "without a field": lambda run, path: changed(run, 8, lambda it: it.pop("dropped")),
+    "of another record": lambda run, path: changed(run, 8, lambda it: it.update(record="0" * 64)),
+    "under another name": lambda run, path: path.write_bytes(run.store.read(bookmark_name(4))),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_bookmark_that_is_not_right_is_not_believed(tmp_path, harm, monkeypatch):
+    run = grown(Store(tmp_path), 2, 10, 4, 8)
+    HARMS[harm](run, tmp_path / bookmark_name(8))
+    read = names_read(monkeypatch)
+    assert run.ledger.view() == run.view
+    assert commit_name(5) in read and commit_name(3) not in read, "the one before it is"
+    HARMS["half"](run, tmp_path / bookmark_name(4))
+    assert run.ledger.view() == run.view and commit_name(3) in read
+
+
+def test_no_flipped_bit_is_believed(tmp_path):
+    run = grown(Store(tmp_path), 3, 6, 6)
+    path = tmp_path / bookmark_name(6)
+    right = path.read_bytes()
+    for bit in random.Random(0).sample(range(len(right) * 8), 300):
+        torn = bytearray(right)
+        torn[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(torn)
+        assert run.ledger._bookmarked() is None
+    assert run.ledger.view() == run.view
+
+
+def test_a_bookmark_of_another_run_is_not_believed(tmp_path):
+    """Not even of one with the same members and rows."""
+    run, other = (grown(Store(tmp_path / name), seed, 8, 8) for name, seed in (("mine", 4), ("other", 5)))
+    run.store.put(bookmark_name(8), other.store.read(bookmark_name(8)))
+    assert run.ledger._bookmarked() is None and run.ledger.view() == run.view
+
+
+def test_a_bookmark_is_void_once_its_record_is_another(tmp_path):
+    """As after a copy of the first records was restored and the run went on from there."""
+    run = grown(Store(tmp_path), 6, 8, 8)
+    for version in range(5, 9):
+        run.store.delete(commit_name(version))
+    again = Ledger(Store(tmp_path))
+    assert again.view() == whole(run.records[:5]), "its record is gone"
+    records = run.records[:5]
+    for _ in range(5):
+        newest = records[-1]
+        records.append(
+            replace(
+                newest, version=newest.version + 1, decisions=(), updates=(), parent=again.digest(newest), time=-1.0
+            )
+        )
+        again.append(records[-1])
+    assert again._bookmarked() is None and again.view() == whole(records)
+    assert any(bookmark_name(8) in problem for problem in verify(again.store, lambda _: None).problems)
+
+
+def test_the_same_view_gives_the_same_bookmark_however_it_came_about(tmp_path):
+    """So it does not matter which of two coordinators wrote it last."""
+    run = grown(Store(tmp_path), 7, 9, 4)
+    run.ledger.bookmark(Ledger(run.store).view())
+    by_one = run.store.read(bookmark_name(9))
+    run.ledger.bookmark(whole(run.records))
+    assert run.store.read(bookmark_name(9)) == by_one
+
+
+@given(st.sets(st.integers(1, 40)), st.integers(1, 40))
+def test_the_last_two_stay(there, version):
+    gone = outlived(sorted(there), version)
+    left = {*there, version} - {*gone}
+    assert version == max(left) and left == {*sorted(each for each in {*there, version} if each <= version)[-KEPT:]}
+
+
+def test_old_bookmarks_go_and_records_stay(tmp_path):
+    run = grown(Store(tmp_path), 8, 12, 3, 6, 9, 12)
+    assert run.ledger.bookmarks() == [9, 12]
+    assert run.ledger.versions() == list(range(13)) and verify(run.store, lambda _: None).newest == 12
+
+
+def test_a_listing_that_is_behind_does_no_harm(tmp_path, monkeypatch):
+    """It hides what was written a moment ago, and shows what was deleted."""
+    run = grown(Store(tmp_path), 9, 12, 4, 8)
+    inner = Store.names
+
+    def behind(self, prefix):
+        found = [name for name in inner(self, prefix) if name < f"{prefix}000010"]
+        return sorted([*found, bookmark_name(9)]) if prefix == "views/" else found
+
+    monkeypatch.setattr(Store, "names", behind)
+    assert run.ledger.view() == run.view
+
+
+def test_verify_believes_no_bookmark(tmp_path):
+    """One that says what the records do not, with every digest right, is found; and the rest is what it was."""
+    run = grown(Store(tmp_path), 10, 12, 6, 12)
+    before = verify(run.store, lambda _: None)
+    for version in (6, 12):
+        changed(run, version, lambda it: it.update(dropped=it["dropped"] + 8, counted={"ranges": [[0, 10**6]]}))
+    found = verify(run.store, lambda _: None)
+    assert found.problems == [
+        *(f"{bookmark_name(n)} does not say what the records say; remove it: nothing is lost with it" for n in (6, 12)),
+        *before.problems,
+    ]
+    assert replace(found, problems=[]) == replace(before, problems=[])
+
+
+def test_a_push_is_decided_after_those_before_it(tmp_path):
+    """So the newest verdict on an incarnation stands for all before it."""
+    run = grown(memory(), 11, 3)
+    push = run.push(run.members[0])
+    newest = run.view.newest
+    decided = next(each for record in run.records for each in record.decisions)
+    for late in (decided.identity, replace(decided.identity, sequence=0)):
+        decision = replace(decided, identity=late, fate="returned", weight=0.0)
+        record = replace(newest, version=4, parent=run.ledger.digest(newest), decisions=(decision,), updates=())
+        with pytest.raises(
+            Broken, match=rf"record 4 decides push {late.sequence} of .*, of which push \d+ was already"
+        ):
+            run.view.after(record)
+    assert not run.view.has_decided(push.identity) and run.view.has_decided(Identity(push.identity.incarnation, 1))
+
+
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False), st.integers(1, 130), st.sampled_from([0, 4, 30]), st.data())
+def test_what_may_go_is_the_same_after_a_restart(source, commits, limit, data):
+    """Whatever is read anew of the records: it is enough to know what stays."""
+    run = Run(memory(), source, arrays=False)
+    for _ in range(commits):
+        run.push(source.choice(run.members), finite=source.random() > 0.2)
+        run.commit()
+    run.ledger.bookmark(whole(run.records[: data.draw(st.integers(1, commits)) + 1]))
+    before, after = Holdings(limit), Holdings(limit)
+    before.add(run.view, run.records)
+    view = run.ledger.view()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tpuswarm.swarm.storage.retention.BACK", data.draw(st.integers(1, 60)))
+        after.add(view, look_back(run.ledger, view, limit))
+    accepted = {header_name(header.identity) for header in run.headers}.__contains__
+    names = [f"objects/{digest}.safetensors" for record in run.records for digest in record.objects]
+    names += [payload_name(header.identity, 0) for header in run.headers]
+    gone = deletable(before, dict.fromkeys(names, 2 * DAY), accepted)
+    assert deletable(after, dict.fromkeys(names, 2 * DAY), accepted) == gone
+    early = deletable(after, dict.fromkeys(names, SETTLING + 1), accepted)
+    assert set(early) <= set(gone), "what an older record names waits for a day"
+
+
+def test_what_the_last_life_could_not_remove_yet_goes_as_soon_as_it_would_have(tmp_path):
+    run = Run(Store(tmp_path), random.Random(12)).grow(40)
+    run.ledger.bookmark(run.view)
+    at = SETTLING + 60
+    for file in tmp_path.rglob("objects/*"):
+        os.utime(file, (file.stat().st_atime - at, file.stat().st_mtime - at))
+    held, view = Holdings(4), run.ledger.view()
+    held.add(view, look_back(run.ledger, view, 4))
+    named = {f"objects/{digest}.safetensors" for record in run.records for digest in record.objects}
+    assert named & set(clean(run.store, held)) and not held.named & set(clean(run.store, held))
+    stored = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("objects/*")}
+    assert held.named == stored, "what went is not remembered"
+
+
+def test_a_coordinator_leaves_one_every_so_often(tmp_path):
+    ledger = Ledger(Store(tmp_path))
+    assert [version for version in range(3 * EVERY) if ledger.is_page(version)] == [EVERY, 2 * EVERY]

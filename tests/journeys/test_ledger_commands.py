@@ -124,7 +124,6 @@ def test_what_could_not_be_computed_again_is_said(call, chain):
 
 @pytest.mark.parametrize("harm", ["flip", "delete", "object"])
 def test_a_damaged_ledger_exits_1_and_names_the_file(call, chain, harm):
-    show(call)  # which leaves an index of the ledger as it was
     digest = chain.records[-1].state[2]
     name = object_name(digest) if harm == "object" else commit_name(5)
     path = Path("runs/a") / name

@@ -32,7 +32,7 @@ def show(
     from tpuswarm.swarm.views.tables import commit_row, read_commits
 
     check_number(last, "-n, a number of commits,", least=1)
-    commits, _ = read_commits(_store(run), last)
+    commits = read_commits(_store(run), last)
     if as_json:
         print(json.dumps({"run": run, "commits": [asdict(each) for each in commits]}))
         return

@@ -1,9 +1,8 @@
-"""Records and headers as files: exact, canonical, created once; the view and the index against a naive recount."""
+"""Records and headers as files: exact, canonical, created once; the view against a naive recount."""
 
 import hashlib
 import json
 import random
-import sqlite3
 import threading
 import uuid
 from dataclasses import replace
@@ -18,7 +17,6 @@ from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Averaged, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.storage.ledger import Ledger, commit_name, digest, header_name
 from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
-from tpuswarm.swarm.views.index import Index
 
 ME = Identity(Incarnation("m-1", "ab" * 16), 3)
 FATES = ("applied", "returned", "dropped", "void")
@@ -242,7 +240,7 @@ def counted_naively(records: list[Record]) -> dict:
 
 @settings(max_examples=40)
 @given(st.randoms(use_true_random=False), st.integers(0, 10))
-def test_view_and_index_agree_with_a_naive_recount(source, commits):
+def test_the_view_agrees_with_a_naive_recount(source, commits):
     made = Run(Store(f"memory://{uuid.uuid4()}"), source, arrays=False).grow(commits)
     ledger = Ledger(made.store)
     view, books = ledger.view(), counted_naively(made.records)
@@ -251,100 +249,6 @@ def test_view_and_index_agree_with_a_naive_recount(source, commits):
         assert {row for start, stop in getattr(view, name).ranges for row in range(start, stop)} == books[name]
     assert view.tokens == books["tokens"]["applied"] and view.dropped == books["tokens"]["dropped"]
     assert view.newest.changes == books["changes"] and view.version == commits
-    index = Index(ledger)
-    assert index.tokens() == books["tokens"]
-    assert [
-        (each.member, each.contributions, each.applied, each.returned, each.dropped, each.void)
-        for each in index.members()
-    ] == [(name, *each.values()) for name, each in sorted(books["members"].items())]
-    shown = index.commits(5)
-    index.close()
-    assert [each.version for each in shown] == list(range(commits + 1))[-5:]
-    for commit in shown:
-        record = made.records[commit.version]
-        assert (commit.epoch, commit.time, commit.rule, commit.rate) == (
-            record.epoch,
-            record.time,
-            record.rule,
-            record.rate,
-        )
-        assert commit.tokens == record.tokens
-        assert [(each.member, each.sequence, each.fate, each.reason, each.weight) for each in commit.verdicts] == [
-            (each.identity.incarnation.member, each.identity.sequence, each.fate, each.reason, each.weight)
-            for each in record.decisions
-        ]
-
-
-def books_of(ledger: Ledger) -> tuple:
-    """All that an index says."""
-    index = Index(ledger)
-    try:
-        return index.commits(1000), index.tokens(), index.members()
-    finally:
-        index.close()
-
-
-@pytest.mark.parametrize("harm", ["missing", "behind", "torn", "foreign", "another run's", "other form", "no tables"])
-def test_an_index_that_is_not_right_is_made_again(run, tmp_path, harm):
-    path = tmp_path / "run" / "index.sqlite"
-    right = books_of(run.ledger)
-    assert path.is_file() and len(right[0]) == 7
-    if harm == "missing":
-        path.unlink()
-    elif harm == "behind":
-        run.grow(2)
-        path_before = path.read_bytes()
-        right = books_of(run.ledger)
-        assert len(right[0]) == 9
-        path.write_bytes(path_before)
-    elif harm == "torn":
-        path.write_bytes(path.read_bytes()[:5000])
-    elif harm == "foreign":
-        path.write_bytes(b"not a database" * 1000)
-    elif harm == "another run's":
-        other = Run(Store(tmp_path / "other"), random.Random(5), arrays=False).grow(9)
-        books_of(other.ledger)
-        (tmp_path / "other" / "index.sqlite").replace(path)
-    elif harm == "other form":
-        with sqlite3.connect(path) as db:
-            db.execute("PRAGMA user_version = 77")
-    else:
-        path.unlink()
-        with sqlite3.connect(path) as db:
-            db.execute("PRAGMA user_version = 1")
-    assert books_of(run.ledger) == right
-
-
-def test_flipped_bits_in_the_index_change_nothing_that_is_shown(run, tmp_path):
-    right, path = books_of(run.ledger), tmp_path / "run" / "index.sqlite"
-    whole = path.read_bytes()
-    for bit in random.Random(0).sample(range(len(whole) * 8), 400):
-        torn = bytearray(whole)
-        torn[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(torn)
-        assert books_of(run.ledger) == right
-
-
-def test_an_index_takes_in_new_commits(run):
-    index = Index(run.ledger)
-    run.grow(3)
-    index.update()
-    assert [each.version for each in index.commits(2)] == [8, 9]
-    assert index.tokens()["applied"] == run.view.tokens
-    index.close()
-
-
-def test_the_index_of_a_run_that_one_may_only_read_is_in_the_cache(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("os.access", lambda *_: False)
-    assert len(books_of(run.ledger)[0]) == 7
-    assert not (tmp_path / "run" / "index.sqlite").exists()
-    assert len(list((tmp_path / "cache" / "ledgers").glob("*.sqlite"))) == 1
-
-
-def test_a_damaged_record_is_named_by_the_index_too(run):
-    with pytest.raises(Corrupt, match=r"commits/000003\.json"):
-        Index(damaged(run, commit_name(3), b""))
 
 
 def test_two_coordinators_race_for_every_record_and_one_wins(tmp_path):

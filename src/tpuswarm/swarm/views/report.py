@@ -14,9 +14,8 @@ from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.swarm.views.events import sentence
-from tpuswarm.swarm.views.index import Commit, MemberTotals
 from tpuswarm.swarm.views.status import Look, look
-from tpuswarm.swarm.views.tables import COMMIT_COLUMNS, commit_row, read_commits
+from tpuswarm.swarm.views.tables import COMMIT_COLUMNS, Commit, MemberTotals, commit_row, member_totals, read_commits
 from tpuswarm.train.look.report import (
     configuration,
     draw_losses,
@@ -65,7 +64,8 @@ def write_report(folder: Path) -> Path:
 
     Raises RunFailed where a record is damaged or missing.
     """
-    commits, totals = read_commits(Store(folder))
+    commits = read_commits(Store(folder))
+    totals = member_totals(commits)
     rows, events = list(read_rows(folder / METRICS)), list(read_rows(folder / EVENTS))
     seen = look(folder)
     picture = loss_picture(rows, seen.unit)

@@ -32,7 +32,7 @@ BEST = "best.json"
 """Names the checkpoint that is kept besides the newest (train/run/best.py)."""
 OWN = {"commits", "headers", "objects", "payloads", "views", "members", "founding.json"}
 """What a swarm's store writes, and what follows from the metrics."""
-HERE = {"lock", "token", "index.sqlite", ORIGIN}
+HERE = {"lock", "token", ORIGIN}
 """What says something of this machine alone, or is secret."""
 BORN = "files/born"
 """Random, and written once for each run: one that was deleted and begun anew in its place has another one."""

@@ -87,6 +87,21 @@ def test_memory_names_what_fits(monkeypatch):
     needs.check_memory(2, exchanged=2**28, largest=2**20, state=3 * 2**28, kind="cpu")
 
 
+def test_memory_counts_all_that_serves_members(monkeypatch):
+    """Each aggregator, the payloads that it takes at a time, and Ray's store, which is twice the largest array."""
+
+    def needed(others, aggregators, largest):
+        with pytest.raises(needs.InputError) as found:
+            needs.check_memory(2, 2**20, largest, 2**20, "cpu", others, aggregators)
+        return float(re.search(r"need about ([\d.]+) GiB", str(found.value))[1])
+
+    monkeypatch.setattr(needs, "available_memory", lambda: 0)
+    one = needed(0, 1, 2**20)
+    assert needed(0, 11, 2**20) - one == pytest.approx(10 * needs.AGGREGATOR_BYTES / 2**30, abs=0.1)
+    assert needed(0, 1, 2**30) - one == pytest.approx(2 * 1 + 2 - 0.25, abs=0.1), "two members' payloads, and the store"
+    assert needed(98, 7, 2**28) - needed(0, 7, 2**28) == pytest.approx(7 * (16 - 2) / 4, abs=0.1), "16 at a time"
+
+
 def test_a_disk_that_is_too_small_is_found_before_anything_starts(call, tmp_path, monkeypatch):
     monkeypatch.setattr(needs.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
     code, out, err = call(f"{TRAIN} --members 4 --run new --width 128")

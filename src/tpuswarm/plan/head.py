@@ -10,10 +10,9 @@ from tpuswarm.swarm.core.arithmetic.fragments import FRAGMENT, shards_for
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form, Rule
 from tpuswarm.swarm.core.view import LANDMARK
-from tpuswarm.swarm.engines.variables import store_bytes
 from tpuswarm.swarm.simulation.stand_ins import MERGE
 from tpuswarm.swarm.storage.retention import disk
-from tpuswarm.swarm.supervision.needs import HOST_COPIES, PROCESS_BYTES, RAY_BYTES
+from tpuswarm.swarm.supervision.needs import HOST_COPIES, PROCESS_BYTES, serving_bytes
 from tpuswarm.train.recipe import Options, Recipe
 
 ROOM = 2.0
@@ -51,11 +50,11 @@ def elements_of(recipe: Recipe) -> int:
 
 
 def memory_bytes(members: int, elements: int, form: Form, rule: Rule, averaged: bool = False) -> float:
-    """What the processes of a head hold, with the arrays of one commit and, in Ray's store, those on their way."""
+    """What the processes of a head hold, with the arrays of one commit and the payloads on their way to it."""
     sent = elements * bytes_per_element(form)
     rows = 1 + 2 * (rule == "nesterov") + averaged + (form != "plain")  # state; momentum and buffer; mean; unsent
     update = sent if form != "plain" else 0.0
-    processes = RAY_BYTES + store_bytes(FRAGMENT) + (shards_for(members) - 1) * PROCESS_BYTES
+    processes = serving_bytes(members, shards_for(members), min(FRAGMENT / 4.0, elements) * bytes_per_element(form))
     return processes + 8.0 * rows * elements + update + members * sent
 
 

@@ -29,7 +29,7 @@ from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.swarm.engines.notice import on_notice
 from tpuswarm.swarm.engines.opening import NAMESPACE, open_ray
 from tpuswarm.swarm.engines.ports import Ports
-from tpuswarm.swarm.engines.variables import DISMISSED, MEMBER, NAMED, store_bytes, use_token
+from tpuswarm.swarm.engines.variables import CALLS, DISMISSED, MEMBER, NAMED, store_bytes, use_token
 from tpuswarm.swarm.processes.effects import Call, Over, Unreachable
 from tpuswarm.train.process.stop import held
 
@@ -37,7 +37,7 @@ ANYWHERE = "anywhere"
 """In the place of a node's name: wherever a cluster that was there already has room."""
 ACTOR = {"max_restarts": 0, "max_task_retries": 0, "enable_task_events": False}
 """We make it again ourselves; that Ray writes down each call was a third of what a heartbeat cost."""
-GROUPS = {"work": 1, "calls": 16, "beats": 4, "control": 4}
+GROUPS = {"work": 1, "calls": CALLS, "beats": 4, "control": 4}
 """Threads of an actor for each kind of method."""
 NODES = 2.0
 """Seconds between two looks for machines that joined."""

@@ -26,6 +26,9 @@ BATCH = "TPUSWARM_BATCH"
 STORE_BYTES = 2**28
 """Of Ray's object store, at least: payloads pass through it; what does not fit goes over the disk."""
 
+CALLS = 16
+"""From other processes that one carries out at a time, heartbeats apart."""
+
 
 def store_bytes(largest: int) -> int:
     """Of Ray's object store where the largest thing that is sent at once has so many bytes."""

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tpuswarm.swarm.core.arithmetic.fragments import shards_for
 from tpuswarm.swarm.core.arithmetic.outer import Average, Outer
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Form, Rule
@@ -40,6 +41,11 @@ class Swarm:
     fragments: int
     expected: int = 0
     """How many others may join: what serves members is sized for them too."""
+
+    @property
+    def aggregators(self) -> int:
+        """How many there are."""
+        return min(self.fragments, shards_for(self.members + self.expected))
 
 
 @dataclass(frozen=True)

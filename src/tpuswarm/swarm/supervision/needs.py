@@ -5,30 +5,43 @@ import shutil
 from pathlib import Path
 
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.engines.variables import store_bytes
+from tpuswarm.swarm.engines.variables import CALLS, store_bytes
 
 ROOMS = ("objects", "payloads")
 """The folders of a run with all that is large."""
 PROCESS_BYTES = 700 * 2**20
 """Of a member's process before any parameter: Python, JAX, Ray, compiled code (seen: 550 to 650 MiB on CPU)."""
-RAY_BYTES = 800 * 2**20
-"""Of Ray's own processes, the coordinator and one aggregator on this machine (seen: 700 MiB), before any payload."""
+RAY_BYTES = 600 * 2**20
+"""Of Ray's own processes and the coordinator on this machine (seen: 550 MiB)."""
+AGGREGATOR_BYTES = 200 * 2**20
+"""Of an aggregator's process, before any payload (seen: 130 to 165 MiB)."""
 HOST_COPIES = 4
 """Copies of the shared state on a member's host: anchor, snapshot, payload, a commit in flight."""
 STEP_COPIES = 3
 """Further copies that a step on CPU needs: gradients, and results before they replace it."""
 
 
-def check_memory(members: int, exchanged: int, largest: int, state: int, kind: str) -> None:
+def serving_bytes(members: int, aggregators: int, largest: float) -> float:
+    """What serves so many members: Ray and its store, the coordinator, and all aggregators, each with as many payloads
+    on their way as it takes at a time. largest: bytes of the largest one.
+    """
+    each = AGGREGATOR_BYTES + min(CALLS, members) * largest
+    return RAY_BYTES + aggregators * each + store_bytes(int(largest))
+
+
+def check_memory(
+    members: int, exchanged: int, largest: int, state: int, kind: str, others: int = 0, aggregators: int = 1
+) -> None:
     """Raise InputError, with the memory needed, for more members than this machine can hold. All sizes in bytes.
 
-    exchanged: of what members share; largest: of its largest array; state: of a member's whole state.
+    exchanged: of what members share; largest: of its largest array; state: of a member's whole state; others: members
+    on other machines, which are served from here.
     """
     each = PROCESS_BYTES + HOST_COPIES * exchanged
     if kind == "cpu":
         each += state + STEP_COPIES * exchanged
     have = available_memory()
-    own = RAY_BYTES + store_bytes(largest)
+    own = serving_bytes(members + others, aggregators, largest)
     need = own + members * each
     if have is not None and need > have:
         fit = max(0, int((have - own) // each))

@@ -157,7 +157,7 @@ class _Ready:
 def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready:
     """Write down what was decided, and the data."""
     made, kind, sizes = decided.swarm, decided.kind, decided.sizes
-    needs.check_memory(made.members, sizes.exchanged, sizes.largest, sizes.state, kind)
+    needs.check_memory(made.members, sizes.exchanged, sizes.largest, sizes.state, kind, made.expected, made.aggregators)
     settings, notes = decided.resolved.settings, [f"changed: {each}" for each in decided.changed]
     keeps = _kept_bytes(decided)
     if not run.in_bucket:

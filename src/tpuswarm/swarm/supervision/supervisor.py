@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.core.alarms import Step
-from tpuswarm.swarm.core.arithmetic.fragments import shards_for
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.core.values import Record
@@ -125,7 +124,7 @@ class Supervisor:
     def _desire(self) -> None:
         """What is to be alive: a coordinator, shards, and the members that the run was started with."""
         plan, folder = self.plan, self.run.folder.resolve()
-        count = min(plan.swarm.fragments, shards_for(plan.swarm.members + plan.swarm.expected))
+        count = plan.swarm.aggregators
         shards = tuple(f"aggregator-{number}" for number in range(count))
         data = str(folder / "data")
         hosts = "tpuswarm.swarm.supervision.entry"

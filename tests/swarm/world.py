@@ -79,7 +79,8 @@ class MemoryLedger:
         return {each.identity: each for record in self.records for each in record.decisions}
 
     def headers(self, view: View) -> list[Header]:
-        decided = self.verdicts()
+        known = self.records[: view.version + 1]  # another coordinator may have made one since
+        decided = {each.identity for record in known for each in record.decisions}
         assert all(view.has_decided(identity) == (identity in decided) for identity in self.stored)
         return [header for identity, header in self.stored.items() if identity not in decided]
 

@@ -48,11 +48,13 @@ def test_who_does_not_come_back_is_awaited_for_one_lease_time():
 
 def test_the_more_members_the_less_each_says():
     desk = Desk(coordinator.start(JOINED, View.of(genesis(JOINED)), [], 0.0, founded=True))
-    for members, pause in ((1, 1 / 600), (600, 1.0), (4000, 4000 / 600), (20_000, JOINED.lease_seconds / 3)):
+    most = JOINED.lease_seconds / 2  # a new coordinator listens for one lease time: to each of them twice
+    for members, pause in ((1, 1 / 400), (400, 1.0), (4000, 10.0), (20_000, most)):
         leases = {
             replace(A, name=f"{number:032x}"): Lease(NOTHING, 20.0, 0, None, NOTHING) for number in range(members)
         }
         state = replace(desk.state, leases=leases)
         said = Beat(next(iter(leases)), JOINED.digests, True, 0, NOTHING, NOTHING, None, None, 0)
-        _, answer = coordinator.beat(state, said, 1.0)
+        state, answer = coordinator.beat(state, said, 1.0)
         assert answer.pause == pytest.approx(pause)
+        assert state.leases[said.incarnation].until == 1.0 + max(JOINED.lease_seconds, 3 * answer.pause)

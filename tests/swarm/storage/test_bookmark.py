@@ -23,6 +23,7 @@ from tpuswarm.swarm.storage.objects import payload_name
 from tpuswarm.swarm.storage.retention import SETTLING, Holdings, clean, deletable, look_back
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
+from tpuswarm.train.bucket.mirror import folder_of
 
 DAY = 24 * 3600.0
 
@@ -192,6 +193,30 @@ def test_old_bookmarks_go_and_records_stay(tmp_path):
     run = grown(Store(tmp_path), 8, 12, 3, 6, 9, 12)
     assert run.ledger.bookmarks() == [9, 12]
     assert run.ledger.versions() == list(range(13)) and verify(run.store, lambda _: None).newest == 12
+
+
+def test_in_every_kind_of_place(store):
+    run = grown(store, 13, 10, 3, 6, 9)
+    assert Ledger(store).bookmarks() == [6, 9] and Ledger(store).view() == run.view
+    assert Ledger(store).headers(run.view) == []
+
+
+def test_on_another_machine_whose_copy_of_a_bucket_is_old(loopback, tmp_path, monkeypatch):
+    """Bookmarks that went there since are not looked at here; a copy that is damaged is not believed."""
+    url = f"gs://bucket/runs/{uuid.uuid4()}"
+
+    def on(machine: str) -> Store:
+        monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / machine))
+        return Store(folder_of(url))
+
+    run, other = grown(on("one"), 14, 7, 3, 6), on("two")
+    assert Ledger(other).view() == run.view and other.here(bookmark_name(6)).exists()
+    run.grow(2)
+    run.ledger.bookmark(run.view)
+    run.grow(2)
+    assert Ledger(other).view() == run.view and Ledger(other).bookmarks() == [6, 9]
+    other.here(bookmark_name(9)).write_bytes(b"torn")
+    assert Ledger(other).view() == run.view and verify(run.store, lambda _: None).newest == 11
 
 
 def test_a_listing_that_is_behind_does_no_harm(tmp_path, monkeypatch):

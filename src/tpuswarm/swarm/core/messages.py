@@ -28,6 +28,7 @@ class Terms:
     staleness: Staleness = Staleness()  # noqa: RUF009  # frozen
     patience: Patience = Patience()  # noqa: RUF009  # frozen
     lease_seconds: float = 20.0
+    """From a heartbeat on; longer where so many members share the coordinator that they have to say less."""
 
 
 @dataclass(frozen=True)

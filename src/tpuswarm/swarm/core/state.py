@@ -25,10 +25,12 @@ from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
 
-BEATS = 600.0
-"""A second, of all members together while no pause is longer than a third of a lease: with their carrying up to a core
-(benchmarks/beats.py).
+BEATS = 400.0
+"""A second, of all members together while no pause is longer than half of a lease time, which is what a new coordinator
+listens for: with their carrying less than half a core (benchmarks/beats.py).
 """
+LIVES = 3
+"""Pauses that a lease lasts at least: one that is lost is made up."""
 LATELY = 3
 """So many last records name those whom a new epoch awaits."""
 
@@ -97,7 +99,8 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
         missing = min(2 * cycle - len(rows - accepted_rows(state, said.undecided)), state.room)
         if missing > 0:
             rows |= state.taken.free(missing)
-    until = now + state.terms.lease_seconds
+    pause = min(max(1, len(state.leases)) / BEATS, state.terms.lease_seconds / 2)
+    until = now + max(state.terms.lease_seconds, LIVES * pause)
     if key in state.leases and said.stalled > _stall(state.terms.patience, cycle, said.rows_per_s):
         until = state.leases[key].until  # it talks, but its rows would never come back
     news = said.processed > state.processed.get(key, -1)
@@ -119,7 +122,7 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
         state=view.newest.state if view.version > said.base else (),
         verdict=verdict,
         unknown=not known,
-        pause=min(len(state.leases) / BEATS, state.terms.lease_seconds / 3),
+        pause=pause,
         ended=state.ended,
     )
 

@@ -32,7 +32,7 @@ from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.books import Member
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Form, Incarnation, Record
-from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.member.holder import ProgramHolder, layout_of
 from tpuswarm.swarm.processes.aggregator import Aggregator
@@ -159,7 +159,7 @@ class OneMember:
         self._holder = ProgramHolder(compiled, source, layout, form, key, state, anchor, lambda number, metrics: None)
         books = Member(terms, form, True, Incarnation("m0", "0" * 32), 0, 0)
         self._member = MemberProcesses(books, self._holder, "coordinator", ["shard"], time.monotonic)
-        self._node, self._one_call = Node(self._call), threading.Lock()
+        self._node, self._one_call = NodeThreads(self._call), threading.Lock()
         self._go, self._stopped, self._left = threading.Semaphore(0), threading.Semaphore(0), 0
         self.waited = {"no rows": 0.0, "work": 0.0}
         """Seconds of its training thread without rows to train, and with snapshots and adoptions."""
@@ -227,7 +227,7 @@ def serve(pipe: Connection, root: Path, terms: Terms, sizes: Sequence[int], core
     os.sched_setaffinity(0, cores)
     ledger, objects = Ledger(Store(root)), Objects(Store(root))
     aggregator = Aggregator(ledger, objects, sizes, 0, 1)
-    shard, node = Node(_nobody), Node(lambda call: shard.call(aggregator, call.method, call.arguments))
+    shard, node = NodeThreads(_nobody), NodeThreads(lambda call: shard.call(aggregator, call.method, call.arguments))
     coordinator = Coordinator(ledger, ["shard"], time.monotonic, time.time)
     opened = threading.Event()
 
@@ -240,7 +240,7 @@ def serve(pipe: Connection, root: Path, terms: Terms, sizes: Sequence[int], core
     opened.wait()
     while True:
         call: Call = pipe.recv()
-        at: tuple[Node, Any] = (node, coordinator) if call.address == "coordinator" else (shard, aggregator)
+        at: tuple[NodeThreads, Any] = (node, coordinator) if call.address == "coordinator" else (shard, aggregator)
         pipe.send(at[0].call(at[1], call.method, call.arguments))
 
 

@@ -8,7 +8,7 @@ from tests.fleet.loop import desired, pool, vm
 from tpuswarm.fleet.keeping.clock import Clock
 from tpuswarm.fleet.keeping.document import (
     Document,
-    Store,
+    DocumentStore,
 )
 from tpuswarm.fleet.keeping.history import History
 from tpuswarm.fleet.keeping.keeper import Keeper, Tick
@@ -17,8 +17,8 @@ A, B = "us-central1-f", "us-central1-b"
 WANTED = desired(pool("small", 2, (A, B)), pool("line", 1, (B,), "queued"), vm("head"))
 
 
-def store(cloud: Cloud) -> Store:
-    return Store(cloud.bucket("state"), "gpt2", "gs://state")
+def store(cloud: Cloud) -> DocumentStore:
+    return DocumentStore(cloud.bucket("state"), "gpt2", "gs://state")
 
 
 def begin(cloud: Cloud, wanted=WANTED) -> None:

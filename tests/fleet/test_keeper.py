@@ -16,8 +16,8 @@ from tpuswarm.fleet.core.memory import Work
 from tpuswarm.fleet.keeping.clock import Clock
 from tpuswarm.fleet.keeping.document import (
     Document,
+    DocumentStore,
     LocalBucket,
-    Store,
     path_of,
     with_job,
 )
@@ -198,7 +198,7 @@ def test_a_keeper_in_the_background_outlives_what_a_person_has_to_mend(tmp_path)
 def test_a_full_disk_stops_no_keeper(tmp_path, monkeypatch):
     """Nothing is done while the document cannot be written, and all of it afterwards."""
     cloud, said = Cloud(), []
-    local = Store(LocalBucket(tmp_path), "gpt2", "here")
+    local = DocumentStore(LocalBucket(tmp_path), "gpt2", "here")
     local.change(lambda _: Document("gpt2", "google", "model", WANTED, WANTED.zones))
     clock = Clock(wall=lambda: cloud.now, steady=lambda: cloud.now)
     keeping = Keeper(cloud, local, History(tmp_path / "history.db"), clock, threads=1)

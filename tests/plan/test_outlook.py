@@ -5,7 +5,7 @@ from math import exp
 import pytest
 
 from tpuswarm.catalog import kept_spot_tpus
-from tpuswarm.plan.outlook import Group, Outlook, outlook, sentences
+from tpuswarm.plan.outlook import MachineGroup, Outlook, outlook, sentences
 from tpuswarm.plan.roofline import Range
 
 NOW = 1_900_000_000.0
@@ -13,7 +13,7 @@ SPEEDS = {"v2-8": Range(1_000.0, 2_000.0), "v3-8": Range(3_000.0, 4_000.0)}
 KEPT = 300.0
 
 
-def seen(*groups: Group, tokens: int | None = None, kept: float = KEPT) -> Outlook:
+def seen(*groups: MachineGroup, tokens: int | None = None, kept: float = KEPT) -> Outlook:
     return outlook(groups, SPEEDS, kept, tokens, NOW)
 
 
@@ -23,14 +23,18 @@ def test_a_spot_machine_trains_as_long_as_the_theory_of_renewals_says():
     for each in kept_spot_tpus():
         between, kept = each.hours_between, 2.0
         shares.append(kept / (exp(kept / between) - 1) / (between + each.hours_away))
-    [fared] = seen(Group("v2-8", "us-central1-f", "spot", 50), tokens=50 * 1_000 * 3600 * 24 * 60, kept=7200).groups
+    [fared] = seen(
+        MachineGroup("v2-8", "us-central1-f", "spot", 50), tokens=50 * 1_000 * 3600 * 24 * 60, kept=7200
+    ).groups
     assert min(shares) - 0.01 < fared.share.low < fared.share.high < max(shares) + 0.01
     assert fared.share.high - fared.share.low > 0.8 * (max(shares) - min(shares))
 
 
 def test_only_spot_machines_are_lost_and_all_of_them_add_up():
     found = seen(
-        Group("v2-8", "us-central1-f", "spot", 10), Group("v3-8", "europe-west4-a", "on-demand", 2), tokens=10**9
+        MachineGroup("v2-8", "us-central1-f", "spot", 10),
+        MachineGroup("v3-8", "europe-west4-a", "on-demand", 2),
+        tokens=10**9,
     )
     spot, stays = found.groups
     assert stays.share == Range(1.0, 1.0) and stays.tokens_per_s == Range(6_000.0, 8_000.0)
@@ -41,33 +45,35 @@ def test_only_spot_machines_are_lost_and_all_of_them_add_up():
 
 
 def test_what_is_paid_for_is_paid_until_it_ends_or_all_is_done():
-    staying = Group("v3-8", "europe-west4-a", "on-demand", 1, dollars=8.0)
-    leaving = Group("v3-8", "us-central1-a", "on-demand", 1, dollars=2.0, ends=NOW + 36_000)
+    staying = MachineGroup("v3-8", "europe-west4-a", "on-demand", 1, dollars=8.0)
+    leaving = MachineGroup("v3-8", "us-central1-a", "on-demand", 1, dollars=2.0, ends=NOW + 36_000)
     found = seen(staying, leaving, tokens=3_000 * 36_000 * 3)
     assert found.hours == Range(pytest.approx(12.5), pytest.approx(20.0))  # ten hours of both, then of one
     assert found.dollars == Range(pytest.approx(12.5 * 8 + 20), pytest.approx(20 * 8 + 20))
     assert found.ends is None and found.until_then is None
-    unpriced = seen(Group("v3-8", "us-central1-a", "on-demand", 1, dollars=None), tokens=10**6)
+    unpriced = seen(MachineGroup("v3-8", "us-central1-a", "on-demand", 1, dollars=None), tokens=10**6)
     assert unpriced.dollars is None and unpriced.document()["dollars"] == "unknown"
     assert "for unknown dollars" in sentences(unpriced, "tokens")[1]
     assert seen(staying).document()["dollars"] is None, "nobody asked for a number of tokens"
 
 
 def test_a_grant_that_ends_says_how_far_it_goes():
-    week = Group("v3-8", "us-central1-a", "on-demand", 1, ends=NOW + 7 * 86_400)
+    week = MachineGroup("v3-8", "us-central1-a", "on-demand", 1, ends=NOW + 7 * 86_400)
     found = seen(week, tokens=10**12)
     assert found.hours is None and found.ends == week.ends
     assert found.until_then == Range(pytest.approx(3_000 * 7 * 86_400), pytest.approx(4_000 * 7 * 86_400))
     until = "1.8B to 2.4B tokens until the last grant ends on 2030-03-24"
     assert sentences(found, "tokens")[-1] == f"{until}: perhaps fewer than the 1,000,000,000,000 asked for"
     assert "3.5 to 4.6 h, free of charge; traffic comes on top" in sentences(seen(week, tokens=50_000_000), "tokens")[1]
-    over = seen(Group("v3-8", "us-central1-a", "spot", 1, ends=NOW - 1), tokens=10**6)
+    over = seen(MachineGroup("v3-8", "us-central1-a", "spot", 1, ends=NOW - 1), tokens=10**6)
     assert over.hours is None and over.until_then == Range(0.0, 0.0)
 
 
 def test_machines_without_a_known_speed_are_left_out_by_name():
-    found = seen(Group("v4-8", "us-central2-b", "spot", 3), Group("v2-8", "us-central1-f", "spot", 1), tokens=10**6)
+    found = seen(
+        MachineGroup("v4-8", "us-central2-b", "spot", 3), MachineGroup("v2-8", "us-central1-f", "spot", 1), tokens=10**6
+    )
     assert found.left_out == ("v4-8",) and [each.group.type for each in found.groups] == ["v2-8"]
     assert "v4-8" in sentences(found, "tokens")[0]
-    nothing = seen(Group("v4-8", "us-central2-b", "spot", 3), tokens=10**6)
+    nothing = seen(MachineGroup("v4-8", "us-central2-b", "spot", 3), tokens=10**6)
     assert nothing.groups == () and nothing.hours is None and nothing.ends is None

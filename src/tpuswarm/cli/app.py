@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from tpuswarm.cli.help import Command, Group, Top
+from tpuswarm.cli.help import Command, CommandGroup, Top
 from tpuswarm.config.refused import must_be
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.train.process.terminal import say
@@ -70,7 +70,7 @@ def _add(app: typer.Typer, name: str, place: str, panel: str) -> None:
     if isinstance(command, typer.Typer):
         for each in command.registered_commands:
             each.cls = Command
-        app.add_typer(command, name=name, cls=Group, rich_help_panel=panel)
+        app.add_typer(command, name=name, cls=CommandGroup, rich_help_panel=panel)
     else:
         settings = getattr(command, "context_settings", None)
         app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(command)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing, Provider
     from tpuswarm.fleet.core.desired import Desired
     from tpuswarm.fleet.file import SwarmFile
-    from tpuswarm.fleet.keeping.document import Document, Store
+    from tpuswarm.fleet.keeping.document import Document, DocumentStore
     from tpuswarm.fleet.keeping.fleets import Fleet, Held
     from tpuswarm.fleet.keeping.keeper import Tick
     from tpuswarm.fleet.preview import Preview
@@ -34,7 +34,7 @@ class Agreed(NamedTuple):
     """What was shown, agreed to and stored."""
 
     cloud: "Provider"
-    store: "Store"
+    store: "DocumentStore"
     wanted: "Desired"
 
 

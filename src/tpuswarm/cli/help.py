@@ -71,7 +71,7 @@ class Command(TyperCommand):
         _write_lines("Examples", EXAMPLES[ctx.command_path.partition(" ")[2]], formatter)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands in the groups they were registered with, each with its whole first sentence."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -86,7 +86,7 @@ class Group(TyperGroup):
                 formatter.write_dl(rows)
 
 
-class Top(Group):
+class Top(CommandGroup):
     """All commands on one screen of 24 rows: the first of each group with a sentence, the others by their names."""
 
     first: ClassVar[Mapping[str, int]]

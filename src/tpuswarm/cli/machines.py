@@ -11,14 +11,14 @@ from tpuswarm.errors import InputError
 if TYPE_CHECKING:
     from tpuswarm.config.train import Train
     from tpuswarm.fleet.file import SwarmFile
-    from tpuswarm.plan.outlook import Group
+    from tpuswarm.plan.outlook import MachineGroup
 
 
 class Machines(NamedTuple):
     """By type, in the order of the file."""
 
     counts: dict[str, int]
-    groups: tuple["Group", ...]
+    groups: tuple["MachineGroup", ...]
     notes: tuple[str, ...]
     batches: dict[str, int]
     """Rows of a step, by type, where [train] says so for each pool: of two pools of a type the larger."""
@@ -47,11 +47,11 @@ def planned(path: Path) -> "tuple[Train, Machines]":
     return file.train, Machines(counts, tuple(_groups(file)), (), batches)
 
 
-def _groups(file: "SwarmFile") -> Iterator["Group"]:
+def _groups(file: "SwarmFile") -> Iterator["MachineGroup"]:
     """Of each pool in its first zone: what grants cover, which ends with the first of them, and what is paid for."""
     from tpuswarm.fleet.asked import grants_of
     from tpuswarm.fleet.core.money import Cover, lot, tpu_price
-    from tpuswarm.plan.outlook import Group
+    from tpuswarm.plan.outlook import MachineGroup
 
     grants = grants_of(file)
     cover = Cover(grants, time.time())
@@ -60,15 +60,15 @@ def _groups(file: "SwarmFile") -> Iterator["Group"]:
         if free := sum(cover.take(type_, zone, pool.how) for _ in range(pool.count)):
             own = lot(type_, zone, spot)
             ends = [each.expires for each in grants if each.expires and lot(each.type, each.zone, each.spot) == own]
-            yield Group(type_, zone, pool.how, free, ends=min(ends, default=None))
+            yield MachineGroup(type_, zone, pool.how, free, ends=min(ends, default=None))
         if paid := pool.count - free:
             price = tpu_price(type_, zone, spot)
-            yield Group(type_, zone, pool.how, paid, None if price is None else paid * price)
+            yield MachineGroup(type_, zone, pool.how, paid, None if price is None else paid * price)
 
 
 def granted(path: Path) -> Machines:
     """What the grants of a file cover now. Raises InputError where they cover nothing."""
-    from tpuswarm.plan.outlook import Group
+    from tpuswarm.plan.outlook import MachineGroup
 
     now = time.time()
     counts: dict[str, int] = {}
@@ -77,7 +77,7 @@ def granted(path: Path) -> Machines:
         if grant.expires is not None and grant.expires <= now:
             continue
         counts[grant.type] = counts.get(grant.type, 0) + grant.count
-        groups.append(Group(grant.type, grant.zone, grant.how, grant.count, ends=grant.expires))
+        groups.append(MachineGroup(grant.type, grant.zone, grant.how, grant.count, ends=grant.expires))
         until = "" if grant.expires is None else f", until {datetime.fromtimestamp(grant.expires, UTC):%Y-%m-%d}"
         notes.append(f"{grant.count:,} {grant.type} ({grant.how}) in {grant.zone}{until}")
     if not counts:

@@ -29,7 +29,7 @@ WEEK, LONGEST = 7 * 24.0, 60 * 24.0
 
 
 @dataclass(frozen=True)
-class Group:
+class MachineGroup:
     """Machines of one type in one zone."""
 
     type: str
@@ -47,7 +47,7 @@ class Group:
 class Fared:
     """What came of a group."""
 
-    group: Group
+    group: MachineGroup
     share: Range
     """Of its time that counts."""
     tokens_per_s: Range
@@ -99,7 +99,7 @@ class Outlook:
 
 
 def outlook(
-    groups: Sequence[Group], speeds: Mapping[str, Range], kept_s: float, tokens: int | None, now: float
+    groups: Sequence[MachineGroup], speeds: Mapping[str, Range], kept_s: float, tokens: int | None, now: float
 ) -> Outlook:
     """Of machines that are all ready now, Unix seconds.
 
@@ -146,7 +146,7 @@ def outlook(
     )
 
 
-def _shares(groups: Sequence[Group], hours: float, kept: float) -> np.ndarray:
+def _shares(groups: Sequence[MachineGroup], hours: float, kept: float) -> np.ndarray:
     """Of the time of each group that counts, in each draw: an array of groups and draws."""
     dice = np.random.default_rng(0)
     climates = kept_spot_tpus()
@@ -181,7 +181,7 @@ def _hours(rates: Sequence[float], left: Sequence[float], tokens: float) -> floa
     return inf
 
 
-def _dollars(groups: Sequence[Group], left: Sequence[float], hours: Range) -> Range | None:
+def _dollars(groups: Sequence[MachineGroup], left: Sequence[float], hours: Range) -> Range | None:
     if any(each.dollars is None for each in groups):
         return None
     return Range(

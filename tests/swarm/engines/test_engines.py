@@ -7,7 +7,7 @@ import pytest
 
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.ray import seconds_for
-from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.processes.effects import Call, Do, Over, Together, Unreachable
 
 
@@ -40,7 +40,7 @@ def in_threads(*calls: Call):
     def process():
         found.append((yield from asking(*calls)))
 
-    node = Node(carry)
+    node = NodeThreads(carry)
     node.start("asks", process())
     assert node.wait(30)
     if node.failure:
@@ -92,7 +92,7 @@ def test_a_node_that_ended_waits_for_no_process_that_hangs():
         yield Do("member waits", lambda: hung.wait(20))
         raise Over("fenced")
 
-    node = Node(lambda call: None)
+    node = NodeThreads(lambda call: None)
     node.start("train", trains())
     node.start("exchange", talks())
     assert not node.drain(0.1) and isinstance(node.failure, Over)

@@ -20,7 +20,7 @@ from tpuswarm.swarm.core.rounds import Patience
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.engines.inproc import Inproc
-from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.member.exchanged import Exchanged
 from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
@@ -49,8 +49,8 @@ class Threads:
     def now(self) -> float:
         return time.monotonic()
 
-    def node(self, name: str) -> Node:
-        return self.nodes.setdefault(name, Node(self.calls))
+    def node(self, name: str) -> NodeThreads:
+        return self.nodes.setdefault(name, NodeThreads(self.calls))
 
     def calls(self, call: Call):
         if call.address not in self.servers:

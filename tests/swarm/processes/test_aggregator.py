@@ -183,7 +183,7 @@ from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.core.messages import Merge
 from tpuswarm.swarm.processes.effects import Unreachable
-from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.core.arithmetic.outer import Average
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
@@ -206,7 +206,7 @@ with filler.open("wb") as file:
         pass
 
 def life():
-    return Node(None), Aggregator(Ledger(run.store), Objects(run.store), chains.SIZES, 0, 1)
+    return NodeThreads(None), Aggregator(Ledger(run.store), Objects(run.store), chains.SIZES, 0, 1)
 
 payload = dict(s=np.zeros(100_000, np.float32))
 for method, arguments in (

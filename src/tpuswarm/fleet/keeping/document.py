@@ -98,7 +98,7 @@ def _adapter() -> TypeAdapter[Document]:
     return TypeAdapter(Document)
 
 
-class Store:
+class DocumentStore:
     """The document of one fleet, in a bucket."""
 
     def __init__(self, bucket: Bucket, name: str, where: str):

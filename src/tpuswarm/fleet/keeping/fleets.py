@@ -22,7 +22,16 @@ from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.jobs import ended
 from tpuswarm.fleet.core.memory import Work
 from tpuswarm.fleet.file import DEFAULT, SwarmFile, read_swarm
-from tpuswarm.fleet.keeping.document import Damaged, Document, Lease, LocalBucket, Store, own_mark, runs, state_folder
+from tpuswarm.fleet.keeping.document import (
+    Damaged,
+    Document,
+    DocumentStore,
+    Lease,
+    LocalBucket,
+    own_mark,
+    runs,
+    state_folder,
+)
 from tpuswarm.fleet.keeping.history import History
 from tpuswarm.remote.sync.tree import Kept
 from tpuswarm.train.process.atomic import write_atomically
@@ -79,12 +88,12 @@ class Fleet:
 
         return Google(open_access(self.provider_name, self.project))
 
-    def store(self, provider: Provider) -> Store:
+    def store(self, provider: Provider) -> DocumentStore:
         """Its document."""
         if self.bucket:
-            return Store(provider.bucket(self.bucket), self.name, f"gs://{self.bucket}")
+            return DocumentStore(provider.bucket(self.bucket), self.name, f"gs://{self.bucket}")
         folder = state_folder() / "documents" / self.project
-        return Store(LocalBucket(folder), self.name, str(folder))
+        return DocumentStore(LocalBucket(folder), self.name, str(folder))
 
     def remember(self) -> None:
         """That this computer knows it, for commands without a file."""
@@ -159,7 +168,7 @@ def recovered_id(fleet: Fleet, listing: Listing, adopt: str | None) -> str | Non
 
 
 class Held(Protocol):
-    """Something that holds a document: a `Store`, or the memory of a command."""
+    """Something that holds a document: a `DocumentStore`, or the memory of a command."""
 
     where: str
 

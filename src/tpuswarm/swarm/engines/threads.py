@@ -8,7 +8,7 @@ from typing import Any, cast
 from tpuswarm.swarm.processes.effects import Call, Do, Process, Sleep, Unreachable
 
 
-class Node:
+class NodeThreads:
     """What lives and dies together: a server object and processes that share its state.
 
     Their code between two effects is atomic (one lock); effects run beside each other.

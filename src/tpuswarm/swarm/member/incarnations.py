@@ -15,7 +15,7 @@ from tpuswarm.swarm.core.books import Adopt, Member
 from tpuswarm.swarm.core.messages import Refused
 from tpuswarm.swarm.core.state import disagreement
 from tpuswarm.swarm.core.values import Digests, Incarnation
-from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member import follower
 from tpuswarm.swarm.member.contract import Holder
@@ -198,7 +198,7 @@ class MemberHost:
         anchor = self._fetch(joining.state)
         holder = programs.holder(anchor)
         place.say(f"incarnation {incarnation.name[:8]} starts from commit {joining.version}")
-        node = Node(place.calls)
+        node = NodeThreads(place.calls)
         self._member = member = MemberProcesses(
             books,
             holder,

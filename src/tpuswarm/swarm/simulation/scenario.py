@@ -34,7 +34,7 @@ class Exchange(Strict):
     """None: as `tpuswarm train` chooses them."""
 
 
-class Group(Strict):
+class MemberGroup(Strict):
     """Members that are alike."""
 
     name: str | None = None
@@ -52,7 +52,7 @@ class Group(Strict):
     """From a preemption until the member asks for the model again, its compilation included."""
 
     @model_validator(mode="after")
-    def _one_speed(self) -> "Group":
+    def _one_speed(self) -> "MemberGroup":
         if (self.tokens_per_s is None) == (self.step_s is None):
             raise ValueError("give either tokens_per_s or step_s")
         return self
@@ -67,7 +67,7 @@ class Scenario(Strict):
     seed: int = 0
     model: Model
     exchange: Exchange = Exchange()
-    members: tuple[Group, ...] = Field(min_length=1)
+    members: tuple[MemberGroup, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _possible(self) -> "Scenario":
@@ -89,7 +89,7 @@ class Scenario(Strict):
         """Of one member."""
         return self.model.batch * self.model.tokens_per_row
 
-    def step_s(self, group: Group) -> float:
+    def step_s(self, group: MemberGroup) -> float:
         """Seconds of a member's step."""
         return group.step_s or self.tokens_per_step / group.tokens_per_s  # type: ignore[operator]  # one of them is set
 

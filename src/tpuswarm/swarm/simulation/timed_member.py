@@ -10,7 +10,7 @@ from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.member.contract import Payload
 from tpuswarm.swarm.member.cycle import MemberProcesses
-from tpuswarm.swarm.simulation.scenario import Group
+from tpuswarm.swarm.simulation.scenario import MemberGroup
 
 Where = Literal["gone", "joining", "alive"]
 
@@ -36,7 +36,7 @@ class Machine:
     """Where a member lives: its speed, its link, and what became of its time."""
 
     name: str
-    group: Group
+    group: MemberGroup
     step_s: float
     where: Where = "gone"
     since: float = 0.0

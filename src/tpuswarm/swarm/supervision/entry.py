@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.swarm.core.summary import Summary
-from tpuswarm.swarm.engines.threads import Node
+from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.engines.variables import BATCH
 from tpuswarm.swarm.processes.effects import Call, Process, Sleep
 from tpuswarm.swarm.processes.founder import Head
@@ -24,7 +24,7 @@ class Served:
     """A server object in a node of its own; its process ends when the node does."""
 
     def __init__(self, server: Any, calls: Calls, work: Process):
-        self.server, self._node = server, Node(calls)
+        self.server, self._node = server, NodeThreads(calls)
         self._work = work
 
     def serve(self, method: str, arguments: tuple[Any, ...]) -> Any:

@@ -17,7 +17,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.data.source import shuffled
 from tpuswarm.train.process.waiting import waiting
 
-Rows = dict[str, np.ndarray]
+ArrayRows = dict[str, np.ndarray]
 AGAIN = 10_000
 """Rows from which on reading a stream again is worth a word."""
 POSITIONS = 8
@@ -44,7 +44,7 @@ class IndexedSource:
         self._data, self._names, self._workers = data, tuple(names), workers
         self._given, self._seed = seed, seed or 0
 
-    def rows(self, start: int, count: int) -> Rows:
+    def rows(self, start: int, count: int) -> ArrayRows:
         """Rows start to start + count of the order."""
         index = np.concatenate([rows for _, rows in shuffled(start, count, self.rows_per_epoch, self._seed)]).tolist()
         if not self._workers:
@@ -109,10 +109,10 @@ class StreamSource:
         if rows_per_epoch is not None:
             self.rows_per_epoch = rows_per_epoch
         self._items: Iterator[Any] = iter(())
-        self._held: list[Rows] = []
+        self._held: list[ArrayRows] = []
         self._next = 0
 
-    def rows(self, start: int, count: int) -> Rows:
+    def rows(self, start: int, count: int) -> ArrayRows:
         """Rows start to start + count of the order."""
         if start < self._next:
             self._items, self._held, self._next, self._positions = iter(()), [], 0, []
@@ -165,8 +165,8 @@ class StreamSource:
         while count:
             count -= len(next(iter(self._take(min(count, AGAIN)).values())))
 
-    def _take(self, count: int) -> Rows:
-        found: list[Rows] = []
+    def _take(self, count: int) -> ArrayRows:
+        found: list[ArrayRows] = []
         wanted, remembered = count, False  # once for each batch: a state may be large
         while wanted:
             if not self._held and not remembered:
@@ -184,7 +184,7 @@ class StreamSource:
             return found[0]
         return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
-    def _read(self) -> Rows:
+    def _read(self) -> ArrayRows:
         """The next item as rows."""
         for _ in range(2):
             for item in self._items:
@@ -251,7 +251,7 @@ def decoded(state: Any) -> Any:
     return [decoded(value) for value in state] if isinstance(state, list) else state
 
 
-def stacked(items: Sequence[Any], names: Sequence[str]) -> Rows:
+def stacked(items: Sequence[Any], names: Sequence[str]) -> ArrayRows:
     """Items as one batch; InputError where their arrays have different shapes."""
     rows = [_named(item, names) for item in items]
     found = {}
@@ -288,6 +288,6 @@ def _begin(*mine: Any) -> None:
     _mine[:] = mine
 
 
-def _work(index: list[int]) -> Rows:
+def _work(index: list[int]) -> ArrayRows:
     data, names = _mine
     return stacked(_items(data, index), names)

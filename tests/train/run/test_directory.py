@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.run.directory import EVENTS, METRICS, Run, append_event, holder, new_folder, read_rows
+from tpuswarm.train.run import schema
+from tpuswarm.train.run.directory import (
+    EVENTS,
+    METRICS,
+    Run,
+    append_event,
+    holder,
+    new_folder,
+    read_rows,
+    read_rows_back,
+)
 from tpuswarm.train.run.listing import find_run, list_runs, newest_evaluation, newest_steps, status
 
 CHOSEN = {"tokens_per_row": 1, "devices": 8, "device": "cpu"}
@@ -265,6 +275,25 @@ def test_a_damaged_line_of_metrics_costs_itself_alone(tmp_path):
     run.write_metrics(ROWS[2])
     assert list(read_rows(path)) == ROWS
     run.close()
+
+
+LINES = [b'{"step": 1, "loss": 2.5}', b'{"step": 22, "text": "a\xc3\xa4"}', b"", b"torn", b"{"]
+
+
+@given(st.lists(st.sampled_from(LINES)), st.integers(1, 60), st.booleans())
+def test_from_the_last_row_back_rows_are_the_same(tmp_path_factory, lines, chunk, torn):
+    path = tmp_path_factory.mktemp("run") / METRICS
+    path.write_bytes(b"\n".join(lines) + b"\n" * (not torn))
+    assert list(read_rows_back(path, chunk)) == list(read_rows(path))[::-1]
+
+
+def test_for_the_last_row_of_a_long_file_the_others_are_not_read(tmp_path, monkeypatch):
+    path = tmp_path / METRICS
+    path.write_text("".join(f'{{"step": {number}, "loss": 0.5}}\n' for number in range(100_000)))
+    parsed, inner = [], schema.parse_row
+    monkeypatch.setattr(schema, "parse_row", lambda name, line: parsed.append(line) or inner(name, line))
+    assert next(read_rows_back(path))["step"] == 99_999 and len(parsed) == 1
+    assert list(read_rows_back(tmp_path / "none.jsonl")) == []
 
 
 def test_lines_are_one_object_each(tmp_path):

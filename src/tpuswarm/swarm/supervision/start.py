@@ -41,7 +41,17 @@ from tpuswarm.train.process.stop import Interrupted, held
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import place
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run.directory import CONFIG, EVENTS, METRICS, SAMPLE, Run, command_line, read_rows, writing
+from tpuswarm.train.run.directory import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    SAMPLE,
+    Run,
+    command_line,
+    read_rows,
+    read_rows_back,
+    writing,
+)
 from tpuswarm.train.run.life import LAST, removed_sentence, stopped_sentence
 from tpuswarm.train.run.loaded import load_parameters
 
@@ -228,8 +238,9 @@ def _kept_bytes(decided: Decided) -> float:
 
 def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:
     """The end of a run that came to it before, and that is not to be any longer; None for all others."""
-    ends = [row for row in read_rows(run.folder / EVENTS) if row["event"] in ("started", *LAST)]
-    if not ends or ends[-1]["event"] != "finished":
+    ends = (row for row in read_rows_back(run.folder / EVENTS) if row["event"] in ("started", *LAST))
+    last = next(ends, None)
+    if last is None or last["event"] != "finished":
         return None
     ledger = Ledger(Store(run.folder))
     versions = ledger.versions()
@@ -241,7 +252,7 @@ def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:
         return None
     if not (run.folder / REPORT).exists():  # the disk was full, or its process was killed
         _report(run)
-    return _result(run, Ended("finished", f"finished: {ends[-1]['message']}", None), newest)
+    return _result(run, Ended("finished", f"finished: {last['message']}", None), newest)
 
 
 def _say_finished(folder: Path) -> None:

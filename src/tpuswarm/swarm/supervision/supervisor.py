@@ -27,7 +27,7 @@ from tpuswarm.swarm.views.events import commit_event
 from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, SwarmStatus
 from tpuswarm.train.process.stop import StopSignals
-from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
+from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows_back
 
 LOOK = 0.2
 """Seconds between two rounds of looking at everything."""
@@ -73,7 +73,8 @@ class Supervisor:
         self._followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
         self.telling = Telling(run, plan, screen, "" if cluster.found else cluster.address, took)
         self._summary: Summary | None = None
-        self._told = max((e["version"] for e in read_rows(run.folder / EVENTS) if e["event"] == "commit"), default=0)
+        told = (each["version"] for each in read_rows_back(run.folder / EVENTS) if each["event"] == "commit")
+        self._told = next(told, 0)
         self.kept: dict[str, Kept] = {}
         self._nodes: set[str] = set()
         """That were ever given a member: a machine that comes back is another node."""
@@ -146,8 +147,8 @@ class Supervisor:
         self.kept[kept.name] = kept
 
     def _steps(self, name: str) -> int:
-        rows = read_rows(self.run.folder / "members" / name / METRICS)
-        return max((row["step"] for row in rows if "loss" in row), default=0)
+        rows = read_rows_back(self.run.folder / "members" / name / METRICS)
+        return next((row["step"] for row in rows if "loss" in row), 0)
 
     def _keep(self) -> None:
         now = time.monotonic()

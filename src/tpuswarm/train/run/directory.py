@@ -322,6 +322,23 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def read_rows_back(path: Path, chunk: int = 2**16) -> Iterator[dict[str, Any]]:
+    """As `read_rows`, from the last row to the first; no more of the file is read than is asked for."""
+    if not path.exists():
+        return
+    with reading(path), path.open("rb") as file:
+        start, cut = file.seek(0, os.SEEK_END), b""
+        while start > 0:
+            end, start = start, max(0, start - chunk)
+            file.seek(start)
+            lines = (file.read(end - start) + cut).splitlines(keepends=True)
+            cut = lines.pop(0) if start else b""  # its beginning is before it
+            for line in reversed(lines):
+                row = schema.parse_row(path.name, line)
+                if row is not None:
+                    yield row
+
+
 def holder(folder: Path) -> int | None:
     """The pid of the living process that holds a run, 0 where it has not said it yet; None where there is none.
 

@@ -6,8 +6,8 @@ The path of a contribution, from the member that made it to the person who looks
 2. `processes/` take it in: an aggregator its payload, the coordinator its header, which accepts it. Their decisions are
    those of `core/` (`books` of a member, `state` of the coordinator, `rounds`, `choose`), their sums those of
    `core/arithmetic/` (`merge`, `outer`).
-3. `storage/` keeps it: `objects` the arrays, `ledger` the record that counts it; `replay` and `verify` prove it,
-   `retention` ends it.
+3. `storage/` keeps it: `objects` the arrays, `ledger` the record that counts it, and now and then a `bookmark` from
+   which the ledger is read on; `replay` and `verify` prove it, `retention` ends it.
 4. `member/` takes the commit over (`core/arithmetic/adopt`), between two steps.
 5. `views/` show it.
 

@@ -239,7 +239,7 @@ def test_speed_price_and_a_swarm_of_them(call):
         assert swarm["estimate"] is True and swarm["head"]["memory_bytes"] > 2**30
 
     code, out, _ = call(f"{line} --free")
-    assert code == 0 and "a swarm of 20 members (estimate)" in out and "10,000,000,000 tokens (estimate)" in out
+    assert code == 0 and "a swarm of 20 members (estimate)" in out and "10,000,000,000 rows (estimate)" in out
     _, out, _ = call(f"{line} --free --json")
     free = json.loads(out)["rows"][0]
     assert free["dollars"]["on_demand"] == {"low": 0, "high": 0} == free["dollars"]["spot"]

@@ -72,7 +72,8 @@ class MemoryLedger:
         whole = View.of(self.records[0], self.records[1:])
         if self.marked:
             newest, found = self.marked
-            assert opened(found, newest).through(self.records[newest.version + 1 :]) == whole
+            before = opened(found, newest)
+            assert before and before.through(self.records[newest.version + 1 :]) == whole
         return whole
 
     def verdicts(self) -> dict[Identity, Decision]:

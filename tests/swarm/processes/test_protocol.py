@@ -91,7 +91,11 @@ def test_members_of_different_batches_hand_in_whole_batches_of_the_run(seed, own
 def crash_points() -> list[int]:
     world = World(seed=3, members=2, horizon=8, downlink=True)
     world.run()
-    assert {f"call {each}" for each in ("put", "updates", "fetch", "merge")} <= {name for _, name, _ in world.points}
+    names = {name for _, name, _ in world.points}
+    assert {
+        *(f"call {each}" for each in ("put", "updates", "fetch", "merge")),
+        "coordinator leaves a bookmark",
+    } <= names
     return list(range(len(world.points)))
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.swarm.chains import Run
 from tests.swarm.storage.test_ledger import sealed
 from tests.swarm.world import World
+from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.core.view import Broken, View
@@ -40,6 +41,10 @@ def grown(store: Store, seed: int, commits: int, *marked: int) -> Run:
         if version in marked:
             run.ledger.bookmark(run.view)
     return run
+
+
+def believed(ledger: Ledger) -> View | None:
+    return ledger._bookmarked(ledger.versions())
 
 
 def whole(records) -> View:
@@ -82,7 +87,7 @@ def test_from_a_bookmark_of_any_history_one_comes_to_the_same_view(
     middle = round(part * (len(records) - 1))
     before = whole(records[: middle + 1])
     ledger.bookmark(before)
-    assert ledger._bookmarked() == before
+    assert believed(ledger) == before
     view = ledger.view()
     assert view == whole(records)
     decided = {each.identity for record in records for each in record.decisions}
@@ -118,7 +123,12 @@ HARMS = {
     "of another form": lambda run, path: changed(run, 8, lambda it: it.update(form=2)),
     "with a field more": lambda run, path: changed(run, 8, lambda it: it.update(extra=1)),
     "without a field": lambda run, path: changed(run, 8, lambda it: it.pop("dropped")),
-    "of another record": lambda run, path: changed(run, 8, lambda it: it.update(record="0" * 64)),
+    "of another record": lambda run, path: changed(run, 8, lambda it: it.update(digest="0" * 64)),
+    "without rows": lambda run, path: changed(run, 8, lambda it: it.update(counted={"ranges": []})),
+    "without verdicts": lambda run, path: changed(run, 8, lambda it: it.update(verdicts=[])),
+    "without landmarks": lambda run, path: changed(run, 8, lambda it: it.update(landmarks=[])),
+    "with an idle version more": lambda run, path: changed(run, 8, lambda it: it.update(idle=[0, *it["idle"]])),
+    "that cannot be read": lambda run, path: (path.unlink(), path.symlink_to(path)),
     "under another name": lambda run, path: path.write_bytes(run.store.read(bookmark_name(4))),
 }
 
@@ -142,7 +152,7 @@ def test_no_flipped_bit_is_believed(tmp_path):
         torn = bytearray(right)
         torn[bit // 8] ^= 1 << bit % 8
         path.write_bytes(torn)
-        assert run.ledger._bookmarked() is None
+        assert believed(run.ledger) is None
     assert run.ledger.view() == run.view
 
 
@@ -150,7 +160,7 @@ def test_a_bookmark_of_another_run_is_not_believed(tmp_path):
     """Not even of one with the same members and rows."""
     run, other = (grown(Store(tmp_path / name), seed, 8, 8) for name, seed in (("mine", 4), ("other", 5)))
     run.store.put(bookmark_name(8), other.store.read(bookmark_name(8)))
-    assert run.ledger._bookmarked() is None and run.ledger.view() == run.view
+    assert believed(run.ledger) is None and run.ledger.view() == run.view
 
 
 def test_a_bookmark_is_void_once_its_record_is_another(tmp_path):
@@ -169,7 +179,7 @@ def test_a_bookmark_is_void_once_its_record_is_another(tmp_path):
             )
         )
         again.append(records[-1])
-    assert again._bookmarked() is None and again.view() == whole(records)
+    assert believed(again) is None and again.view() == whole(records)
     assert any(bookmark_name(8) in problem for problem in verify(again.store, lambda _: None).problems)
 
 
@@ -183,10 +193,11 @@ def test_the_same_view_gives_the_same_bookmark_however_it_came_about(tmp_path):
 
 
 @given(st.sets(st.integers(1, 40)), st.integers(1, 40))
-def test_the_last_two_stay(there, version):
-    gone = outlived(sorted(there), version)
-    left = {*there, version} - {*gone}
-    assert version == max(left) and left == {*sorted(each for each in {*there, version} if each <= version)[-KEPT:]}
+def test_a_new_one_and_the_one_before_it_stay_and_so_do_later_ones(there, version):
+    left = {*there, version} - {*outlived(sorted(there), version)}
+    assert {each for each in there if each > version} == {each for each in left if each > version}
+    below = [each for each in there if each < version]
+    assert {each for each in left if each <= version} == {version, *sorted(below)[1 - KEPT :]}
 
 
 def test_old_bookmarks_go_and_records_stay(tmp_path):
@@ -219,6 +230,20 @@ def test_on_another_machine_whose_copy_of_a_bucket_is_old(loopback, tmp_path, mo
     assert Ledger(other).view() == run.view and verify(run.store, lambda _: None).newest == 11
 
 
+def test_the_copy_of_a_record_that_the_bucket_has_no_longer_is_not_believed(loopback, tmp_path, monkeypatch):
+    """An older state of the bucket was restored, but for its bookmarks; a machine has kept the bookmark's record."""
+    url = f"gs://bucket/runs/{uuid.uuid4()}"
+    stores = []
+    for machine in ("one", "two"):
+        monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / machine))
+        stores.append(Store(folder_of(url)))
+    run = grown(stores[0], 15, 8, 8)
+    assert Ledger(stores[1]).view() == run.view
+    for version in range(5, 9):
+        stores[0].delete(commit_name(version))
+    assert Ledger(stores[1]).view().version == 4
+
+
 def test_a_listing_that_is_behind_does_no_harm(tmp_path, monkeypatch):
     """It hides what was written a moment ago, and shows what was deleted."""
     run = grown(Store(tmp_path), 9, 12, 4, 8)
@@ -230,6 +255,22 @@ def test_a_listing_that_is_behind_does_no_harm(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Store, "names", behind)
     assert run.ledger.view() == run.view
+
+
+def test_verify_names_a_bookmark_that_cannot_be_read(tmp_path):
+    run = grown(Store(tmp_path), 16, 8, 8)
+    path = tmp_path / bookmark_name(8)
+    path.unlink(), path.symlink_to(path)
+    assert any(bookmark_name(8) in problem for problem in verify(run.store, lambda _: None).problems)
+
+
+def test_verify_names_a_push_that_was_passed_over(tmp_path):
+    run = grown(Store(tmp_path), 17, 6)
+    header = run.headers[0]
+    passed = replace(header, identity=replace(header.identity, sequence=0))
+    run.ledger.create_header(passed)
+    said = f"{header_name(passed.identity)} has no verdict, but a later push of its member has one"
+    assert said in verify(run.store, lambda _: None).problems
 
 
 def test_verify_believes_no_bookmark(tmp_path):
@@ -298,6 +339,24 @@ def test_what_the_last_life_could_not_remove_yet_goes_as_soon_as_it_would_have(t
     assert named & set(clean(run.store, held)) and not held.named & set(clean(run.store, held))
     stored = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("objects/*")}
     assert held.named == stored, "what went is not remembered"
+
+
+def test_how_stale_a_push_from_the_future_is_nobody_says():
+    """Its version is lost, as after an older state of the storage was restored."""
+    view = grown(memory(), 18, 3).view
+    with pytest.raises(Broken, match="there is no version 4: the newest is 3"):
+        view.staleness(4)
+
+
+def test_a_storage_that_takes_no_bookmark_ends_no_run(capsys):
+    world = World(seed=3, members=2, horizon=24)
+
+    def refused(view):
+        raise RunFailed(f"views/{view.version}.json could not be written")
+
+    world.ledger.bookmark = refused
+    assert len(world.run().counted) >= world.horizon
+    assert "no bookmark at commit 2: views/2.json could not be written" in capsys.readouterr().err
 
 
 def test_a_coordinator_leaves_one_every_so_often(tmp_path):

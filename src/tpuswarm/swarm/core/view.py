@@ -18,7 +18,7 @@ class Broken(ValueError):
 
 @dataclass(frozen=True)
 class View:
-    """The ledger up to its newest record. What it holds grows with the lives of members, not with their pushes."""
+    """The ledger up to its newest record. Its size follows the lives of members, hardly their pushes."""
 
     newest: Record
     counted: Rows = NOTHING
@@ -64,7 +64,9 @@ class View:
         return self.newest.changes - self.changes(base)
 
     def changes(self, version: int) -> int:
-        """Records with contributors up to `version`."""
+        """Records with contributors up to `version`; Broken where there is no such version yet."""
+        if version > self.version:
+            raise Broken(f"there is no version {version}: the newest is {self.version}")
         return version + 1 - bisect_right(self.idle, version)
 
     def verdict(self, identity: Identity) -> Decision | None:

@@ -21,10 +21,12 @@ from tpuswarm.swarm.core.messages import (
 )
 from tpuswarm.swarm.core.summary import Summary, summary
 from tpuswarm.swarm.core.values import Header, Identity, Incarnation
+from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.verify import newest_whole
+from tpuswarm.train.process.terminal import say
 
 LOOK = 0.5
 """Seconds between two looks at the clock, at most."""
@@ -125,7 +127,14 @@ class Coordinator:
             raise Over(f"another coordinator wrote record {record.version}; this one stops")
         self.state = core.committed(self.state, record)
         if self._ledger.is_page(record.version):
-            yield Do("coordinator leaves a bookmark", partial(self._ledger.bookmark, self.state.view))
+            yield Do("coordinator leaves a bookmark", partial(self._leave_bookmark, self.state.view))
+
+    def _leave_bookmark(self, view: View) -> None:
+        """Without it the next start reads more records: no reason to end this one, whatever the storage says."""
+        try:
+            self._ledger.bookmark(view)
+        except RunFailed as error:
+            say(f"no bookmark at commit {view.version}: {error}", err=True)
 
     def _from_shards(self, method: str, *arguments: Any) -> Process:
         """Of each shard its answer, all at work together; one that does not answer is asked again."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Incarnation, Record
-from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.core.view import LANDMARK, View
 
 EVERY = 100
 """Commits from one to the next."""
@@ -25,8 +25,8 @@ class Bookmark:
 
     form: Literal[1]
     """Of what is in it and what follows from a record: another one is ignored."""
-    record: str
-    """Digest of the record at which it stands."""
+    digest: str
+    """Of the record at which it stands."""
     counted: Rows
     skipped: Rows
     idle: tuple[int, ...]
@@ -40,7 +40,7 @@ def bookmark(view: View, digest: str) -> Bookmark:
     """At the newest record of a view; digest: of that record. The same view gives the same bytes."""
     return Bookmark(
         form=1,
-        record=digest,
+        digest=digest,
         counted=view.counted,
         skipped=view.skipped,
         idle=view.idle,
@@ -51,9 +51,9 @@ def bookmark(view: View, digest: str) -> Bookmark:
     )
 
 
-def opened(found: Bookmark, newest: Record) -> View:
-    """The view that a bookmark was made of. newest: the record at which it stands."""
-    return View(
+def opened(found: Bookmark, newest: Record) -> View | None:
+    """The view that a bookmark was made of; None where both do not agree. newest: the record at which it stands."""
+    view = View(
         newest=newest,
         counted=found.counted,
         skipped=found.skipped,
@@ -62,6 +62,22 @@ def opened(found: Bookmark, newest: Record) -> View:
         dropped=found.dropped,
         processed=dict(found.processed),
         verdicts={decision.identity.incarnation: (decision, version) for decision, version in found.verdicts},
+    )
+    return view if _agrees(view) else None
+
+
+def _agrees(view: View) -> bool:
+    """Whether what the newest record says by itself is what the view says: whoever wrote it may have been another."""
+    newest = view.newest
+    return (
+        view.changes(view.version) == newest.changes
+        and len(view.landmarks) == (1 + newest.changes // LANDMARK) * len(newest.state)
+        and all(view.verdict(each.identity) == each for each in newest.decisions)
+        and all(
+            len(view.counted) * each.tokens == newest.tokens * len(each.rows)
+            for each in newest.decisions
+            if each.fate == "applied"
+        )
     )
 
 
@@ -79,7 +95,7 @@ def bookmark_version(name: str) -> int | None:
 def outlived(versions: list[int], version: int) -> list[int]:
     """The bookmarks of which none is needed once there is one at `version`; versions: those that are there.
 
-    One above it is of records that are no more, or of a coordinator that will write others.
+    One above it stays: a coordinator that stood still may be late with its own.
     """
-    kept = sorted({*(each for each in versions if each <= version), version})[-KEPT:]
-    return [each for each in versions if each not in kept]
+    below = sorted({*(each for each in versions if each <= version), version})
+    return [each for each in below[:-KEPT] if each in versions]

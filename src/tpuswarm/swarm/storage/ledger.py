@@ -135,7 +135,7 @@ class Ledger:
             raise RunFailed(f"{self.store.root} has no commits; use the folder or URL of a swarm's run")
         if (gap := first_gap(versions)) < len(versions):
             raise Missing(commit_name(gap), self.store.root)
-        view = self._bookmarked() or self.genesis(self.record(0))
+        view = self._bookmarked(versions) or self.genesis(self.record(0))
         with ThreadPoolExecutor(READERS) as pool:
             found = pool.map(self._record, (version for version in versions if version > view.version))
             view = self._through(view, digest(view.newest), found)
@@ -160,14 +160,17 @@ class Ledger:
         found = (bookmark_version(name) for name in self.store.names(FOLDER))
         return sorted(version for version in found if version is not None)
 
-    def _bookmarked(self) -> View | None:
-        """Of the newest bookmark that can be believed: it is whole, and its record is there and has that digest."""
-        for version in reversed(self.bookmarks()):
-            with suppress(Missing, Corrupt):  # of the record too: whoever reads them all will find it
+    def _bookmarked(self, versions: Iterable[int]) -> View | None:
+        """Of the newest bookmark that can be believed: it is whole, and its record is there and has that digest.
+
+        versions: of the records that are there; one that only this machine has a copy of is not.
+        """
+        for version in sorted({*versions}.intersection(self.bookmarks()), reverse=True):
+            with suppress(RunFailed):  # nor the record: whoever reads them all will find it
                 found, _ = self._read(bookmark_name(version), _BOOKMARK)
                 record, made = self._record(version)
-                if made == found.record:
-                    return opened(found, record)
+                if made == found.digest and (view := opened(found, record)):
+                    return view
         return None
 
     def refresh(self, view: View) -> View:
@@ -268,8 +271,9 @@ def _parsed(body: bytes, adapter: TypeAdapter[Kept]) -> Kept:
 
 
 def _bookmark(view: View) -> bytes:
-    """The file."""
-    return _sealed(_canonical(bookmark(view, digest(view.newest)), _BOOKMARK))
+    """The file. One that would not come back as it is would only be passed over, so that is not proved as elsewhere."""
+    made = bookmark(view, digest(view.newest))
+    return _sealed(_dumped(_BOOKMARK.validate_json(_dumped(made, _BOOKMARK)), _BOOKMARK))
 
 
 def _sealed(body: bytes) -> bytes:

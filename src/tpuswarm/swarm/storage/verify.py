@@ -130,10 +130,16 @@ class _Check:
         return view
 
     def _check_bookmark(self, view: View) -> None:
-        with suppress(Missing):  # outlived since it was listed
-            if not self._ledger.is_right(view):
-                name = bookmark_name(view.version)
-                self._problem(f"{name} does not say what the records say; remove it: nothing is lost with it")
+        try:
+            right = self._ledger.is_right(view)
+        except Missing:  # outlived since it was listed
+            return
+        except RunFailed as error:
+            self._problem(str(error))
+            return
+        if not right:
+            name = bookmark_name(view.version)
+            self._problem(f"{name} does not say what the records say; remove it: nothing is lost with it")
 
     def list_files(self) -> None:
         """What is stored by now."""
@@ -157,6 +163,9 @@ class _Check:
         per_row = {header.tokens / max(1, len(header.rows)) for header in headers.values()}
         if len(per_row) > 1:
             self._problem(f"headers disagree on tokens per row: {min(per_row):g} to {max(per_row):g}")
+        for identity in headers.keys() - self._verdicts.keys():
+            if view.has_decided(identity):
+                self._problem(f"{header_name(identity)} has no verdict, but a later push of its member has one")
         there = set(self._header_names)
         for identity, (decision, version) in self._verdicts.items():
             name, header = header_name(identity), headers.get(identity)

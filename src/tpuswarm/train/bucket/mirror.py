@@ -32,8 +32,8 @@ BEST = "best.json"
 """Names the checkpoint that is kept besides the newest (train/run/best.py)."""
 OWN = {"commits", "headers", "objects", "payloads", "views", "members", "founding.json"}
 """What a swarm's store writes, and what follows from the metrics."""
-HERE = {"lock", "token", ORIGIN}
-"""What says something of this machine alone, or is secret."""
+HERE = {"lock", "token", "index.sqlite", ORIGIN}
+"""What says something of this machine alone, or is secret; earlier versions left an index of the ledger."""
 BORN = "files/born"
 """Random, and written once for each run: one that was deleted and begun anew in its place has another one."""
 MERGED = 256

@@ -88,18 +88,21 @@ def test_memory_names_what_fits(monkeypatch):
 
 
 def test_memory_counts_all_that_serves_members(monkeypatch):
-    """Each aggregator, the payloads that it takes at a time, and Ray's store, which is twice the largest array."""
+    """Each aggregator, the payloads that all take at a time, and Ray's store, twice the largest one sent at once."""
 
     def needed(others, aggregators, largest):
-        with pytest.raises(needs.InputError) as found:
-            needs.check_memory(2, 2**20, largest, 2**20, "cpu", others, aggregators)
+        with pytest.raises(needs.InputError, match="--expect" if others else "smaller model") as found:
+            needs.check_memory(2, 2**31, largest, 2**20, "cpu", others, aggregators)
         return float(re.search(r"need about ([\d.]+) GiB", str(found.value))[1])
 
     monkeypatch.setattr(needs, "available_memory", lambda: 0)
     one = needed(0, 1, 2**20)
-    assert needed(0, 11, 2**20) - one == pytest.approx(10 * needs.AGGREGATOR_BYTES / 2**30, abs=0.1)
-    assert needed(0, 1, 2**30) - one == pytest.approx(2 * 1 + 2 - 0.25, abs=0.1), "two members' payloads, and the store"
+    more = 10 * (needs.AGGREGATOR_BYTES / 2**30 + 2 / 16)
+    assert needed(0, 11, 2**20) - one == pytest.approx(more, abs=0.1), "small arrays go together, 64 MiB at a time"
+    more = 2 * (1 - 1 / 16) + 2 - 0.25
+    assert needed(0, 1, 2**30) - one == pytest.approx(more, abs=0.1), "two members' payloads, and the store"
     assert needed(98, 7, 2**28) - needed(0, 7, 2**28) == pytest.approx(7 * (16 - 2) / 4, abs=0.1), "16 at a time"
+    assert needed(98, 11, 2**28) - needed(0, 11, 2**28) == pytest.approx((16 - 2) * 2, abs=0.1), "16 whole ones at most"
 
 
 def test_a_disk_that_is_too_small_is_found_before_anything_starts(call, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tpuswarm.catalog import Accelerator, Price, machines
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.swarm import DAY, Exchanged, Traffic
-from tpuswarm.swarm.core.arithmetic.fragments import FRAGMENT, shards_for
+from tpuswarm.swarm.core.arithmetic.fragments import shards_for
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form, Rule
 from tpuswarm.swarm.core.view import LANDMARK
@@ -54,7 +54,7 @@ def memory_bytes(members: int, elements: int, form: Form, rule: Rule, averaged: 
     sent = elements * bytes_per_element(form)
     rows = 1 + 2 * (rule == "nesterov") + averaged + (form != "plain")  # state; momentum and buffer; mean; unsent
     update = sent if form != "plain" else 0.0
-    processes = serving_bytes(members, shards_for(members), min(FRAGMENT / 4.0, elements) * bytes_per_element(form))
+    processes = serving_bytes(members, shards_for(members), sent, 0.0)  # its arrays are not looked at here
     return processes + 8.0 * rows * elements + update + members * sent
 
 

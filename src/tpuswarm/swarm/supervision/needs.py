@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.core.arithmetic.fragments import FRAGMENT
 from tpuswarm.swarm.engines.variables import CALLS, store_bytes
 
 ROOMS = ("objects", "payloads")
@@ -21,12 +22,13 @@ STEP_COPIES = 3
 """Further copies that a step on CPU needs: gradients, and results before they replace it."""
 
 
-def serving_bytes(members: int, aggregators: int, largest: float) -> float:
-    """What serves so many members: Ray and its store, the coordinator, and all aggregators, each with as many payloads
-    on their way as it takes at a time. largest: bytes of the largest one.
+def serving_bytes(members: int, aggregators: int, sent: float, leaf: float) -> float:
+    """What serves so many members: Ray and its store, the coordinator, all aggregators, and as many payloads on their
+    way to each as it takes at a time. Bytes: sent, of a contribution; leaf, of the largest array in it.
     """
-    each = AGGREGATOR_BYTES + min(CALLS, members) * largest
-    return RAY_BYTES + aggregators * each + store_bytes(int(largest))
+    fragment = max(leaf, min(FRAGMENT, sent))
+    arriving = min(CALLS, members) * min(aggregators * fragment, sent)
+    return RAY_BYTES + aggregators * AGGREGATOR_BYTES + arriving + store_bytes(int(fragment))
 
 
 def check_memory(
@@ -41,11 +43,11 @@ def check_memory(
     if kind == "cpu":
         each += state + STEP_COPIES * exchanged
     have = available_memory()
-    own = serving_bytes(members + others, aggregators, largest)
+    own = serving_bytes(members + others, aggregators, exchanged, largest)
     need = own + members * each
     if have is not None and need > have:
         fit = max(0, int((have - own) // each))
-        way = f"use --members {fit}" if fit else "use a smaller model"
+        way = f"use --members {fit}" if fit else "use a smaller --expect" if others else "use a smaller model"
         raise InputError(
             f"{members} members need about {need / 2**30:.1f} GiB of memory, {each / 2**30:.2f} each, but this machine "
             f"has {have / 2**30:.1f} GiB free; {way}"

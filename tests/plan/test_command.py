@@ -298,7 +298,7 @@ def test_what_grants_cover_is_planned_as_one_free_swarm(call, tmp_path):
     assert row["dollars"]["spot"] == {"low": 0, "high": 0}
     _, out, _ = call("plan my_recipe.py:wide --width 512 --batch 4096 --mine")
     assert "granted: 4 v6e-1 (spot) in us-east1-d, until 2099-01-31" in out
-    assert "42 losses in 677 h" in " ".join(out.split()) and "tokens until the last grant ends on 2099-01-31" in out
+    assert "42 losses in 677 h" in " ".join(out.split()) and "rows until the last grant ends on 2099-01-31" in out
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ FITS = {
         "v6e-8": ("replicate", "none", 1, 9.37),
     },
     "gpt2-355m": {
-        "v2-8": ("replicate", "full", 1, 7.03),
+        "v2-8": ("replicate", "full", 1, 7.13),
         "v3-8": ("replicate", "dots", 1, 10.77),
         "v4-8": ("replicate", "dots", 1, 15.10),
         "v5e-8": ("replicate", "dots", 1, 10.48),
@@ -47,18 +47,20 @@ FITS = {
         "v6e-8": ("replicate", "none", 1, 25.26),
     },
     "gpt2-774m": {
-        "v2-8": ("fsdp", "full", 1, 3.55),
-        "v3-8": ("replicate", "full", 1, 14.57),
-        "v5e-8": ("replicate", "full", 1, 13.85),
+        "v2-8": ("fsdp", "full", 1, 3.67),
+        "v3-8": ("replicate", "full", 1, 14.69),
+        "v4-8": ("replicate", "dots", 1, 29.66),
+        "v5e-8": ("replicate", "full", 1, 13.96),
         "v5p-8": ("replicate", "none", 1, 85.49),
         "v6e-8": ("replicate", "dots", 1, 21.25),
     },
     "gpt2-1558m": {
-        "v2-8": ("fsdp", "full", 1, 6.14),
-        "v3-8": ("fsdp", "full", 1, 6.14),
-        "v4-8": ("replicate", "full", 1, 29.25),
-        "v5e-8": ("fsdp", "full", 1, 5.48),
-        "v6e-8": ("replicate", "full", 1, 28.31),
+        "v2-8": ("fsdp", "full", 1, 6.24),
+        "v3-8": ("fsdp", "full", 1, 6.24),
+        "v4-8": ("replicate", "full", 1, 29.39),
+        "v5e-8": ("fsdp", "full", 1, 5.57),
+        "v5p-8": ("replicate", "dots", 1, 53.63),
+        "v6e-8": ("replicate", "full", 1, 28.57),
     },
 }
 """Size → TPU → sharding, remat, micro-batches and GiB a device, as `tpuswarm plan SIZE --batch 64` gives them."""

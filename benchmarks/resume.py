@@ -36,7 +36,7 @@ TERMS = Terms(
 
 
 def write(folder: Path, members: int, commits: int) -> None:
-    """A ledger in which all members are in each commit; the bookmark is as far back as it ever is."""
+    """A ledger in which all members are in each commit; its bookmark is about to be followed by the next."""
     ledger, rnd = Ledger(Store(folder)), random.Random(0)
     names = [Incarnation(f"m{number}", f"{rnd.getrandbits(128):032x}") for number in range(members)]
     first = genesis(TERMS, 1)
@@ -112,8 +112,7 @@ def run(settings: Settings) -> Table:
         ("members", "commits", "coordinator, CPU-s", "supervisor, CPU-s", "its first look for old files, CPU-s"),
         rows,
         [
-            f"with a bookmark {EVERY - 1} records back, as far as it ever is / from all records; all members in each "
-            "commit, in a local folder",
+            f"with a bookmark {EVERY - 1} records back / from all records; all members in each commit; local folder",
             "the first look for old files comes a minute later, in a thread of its own",
         ],
     )

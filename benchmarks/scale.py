@@ -76,9 +76,9 @@ class Measured:
         """As the ledger."""
         return self.inner.headers(view)
 
-    def is_page(self, version: int) -> bool:
+    def bookmark_due(self, version: int) -> bool:
         """As the ledger."""
-        return self.inner.is_page(version)
+        return self.inner.bookmark_due(version)
 
     def bookmark(self, view: View) -> None:
         """As the ledger."""

@@ -85,7 +85,7 @@ class MemoryLedger:
         assert all(view.has_decided(identity) == (identity in decided) for identity in self.stored)
         return [header for identity, header in self.stored.items() if identity not in decided]
 
-    def is_page(self, version: int) -> bool:
+    def bookmark_due(self, version: int) -> bool:
         return version % 2 == 0
 
     def bookmark(self, view: View) -> None:

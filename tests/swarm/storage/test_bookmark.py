@@ -361,4 +361,4 @@ def test_a_storage_that_takes_no_bookmark_ends_no_run(capsys):
 
 def test_a_coordinator_leaves_one_every_so_often(tmp_path):
     ledger = Ledger(Store(tmp_path))
-    assert [version for version in range(3 * EVERY) if ledger.is_page(version)] == [EVERY, 2 * EVERY]
+    assert [version for version in range(3 * EVERY) if ledger.bookmark_due(version)] == [EVERY, 2 * EVERY]

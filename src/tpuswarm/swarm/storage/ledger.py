@@ -141,7 +141,7 @@ class Ledger:
             view = self._through(view, digest(view.newest), found)
         return self.refresh(view)
 
-    def is_page(self, version: int) -> bool:
+    def bookmark_due(self, version: int) -> bool:
         """Whether a bookmark belongs at a version."""
         return version > 0 and version % EVERY == 0
 

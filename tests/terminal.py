@@ -86,6 +86,14 @@ class Terminal:
             assert time.monotonic() < end, f"no {condition!r} in:\n{self.text}"
         return self.screen
 
+    def asked(self, question: str) -> None:
+        """Read until `question` is there and its program waits for the answer: Python can sleep over a Ctrl-C before."""
+        self.wait(lambda terminal: terminal.written.endswith(question.encode()) and terminal._sleeps())
+
+    def _sleeps(self) -> bool:
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return stat[stat.rindex(")") :].split()[1] == "S"
+
     def finish(self, code: int = 0) -> str:
         """Read to the end of the program, which has to end with `code`; all that it wrote."""
         end = time.monotonic() + PATIENCE

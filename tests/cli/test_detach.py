@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.processes import run, start, updates, wait_for
 from tests.terminal import Terminal, terminal
+from tpuswarm.cli import control
 from tpuswarm.train.run.directory import EVENTS, Run, read_rows
 from tpuswarm.train.run.life import read_life
 
@@ -85,6 +88,33 @@ def test_a_detached_run_outlives_its_terminal_and_is_reached_from_another(tmp_pa
     assert "parameter  " not in log, "a table is not for a log"
     events = [line for line in log.splitlines() if "started: " in line or " joined (" in line]
     assert len(events) == (3 if swarm else 1), "what happened is told once"
+
+
+LETS_GO_AND_LIVES_ON = """
+import sys
+from pathlib import Path
+from tpuswarm.train.run.directory import Run
+run = Run(Path("runs/a"), "a")
+for step in (lambda: None, run.close, lambda: None):
+    step()
+    print(flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_logs_f_stays_for_the_last_words_which_come_when_the_run_is_let_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "PARTING", 600.0)
+    program = [sys.executable, "-c", LETS_GO_AND_LIVES_ON]
+    process = start([], tmp_path, program, stdin=subprocess.PIPE)
+    assert process.stdin and process.stdout
+    process.stdout.readline()
+    talks, late = control.Talks(tmp_path / FOLDER), control.Talks(tmp_path / FOLDER)
+    assert talks()
+    print(file=process.stdin, flush=True)
+    process.stdout.readline()
+    assert talks() and not late(), "who comes late has nothing to wait for"
+    process.communicate("\n\n", timeout=240)
+    assert not talks()
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path):

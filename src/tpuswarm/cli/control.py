@@ -21,6 +21,8 @@ LOOK, LOOK_FAR = 0.5, 5.0
 """Seconds between two looks at a run's files: on this disk, and in a bucket."""
 PATIENCE = 60.0
 """Seconds after which a run that was asked to stop should have."""
+PARTING = 5.0
+"""Seconds that a process has to say how it ended, once it has let go of its run."""
 
 
 RunOrJob = Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's directory, its name, `last`; or a job.")]
@@ -52,29 +54,46 @@ def logs(
         return
     from tpuswarm.swarm.views.logs import Logs
     from tpuswarm.train.bucket.mirror import origin, refresh
-    from tpuswarm.train.run.directory import holder, read_config
+    from tpuswarm.train.run.directory import read_config
 
     folder = _folder(run)
     read_config(folder)
-    found = Logs(folder, name)
+    found, talks = Logs(folder, name), Talks(folder)
     if found.elsewhere:
         say(f"this is what the run knows about {name}; its own log is on its machine, in Ray's logs", err=True)
     dated, day = sys.stdout.isatty(), ""  # on a terminal a date stands over its lines
     try:
         while True:
             refresh(folder)
-            alive = follow and holder(folder) is not None
+            more = follow and talks()
             for line in found.new():
                 if dated and line.day != day:
                     day = line.day
                     print(day)
                 print(line.within_a_day if dated else line)
             sys.stdout.flush()
-            if not alive:
+            if not more:
                 return
             time.sleep(LOOK if origin(folder) is None else LOOK_FAR)
     except BrokenPipeError:  # whoever read has seen enough; nothing may be written at the end either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Talks:
+    """Whether a run's process may still say something, from one look to the next."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._pid, self._seen = folder, 0, 0.0
+
+    def __call__(self) -> bool:
+        from tpuswarm.train.bucket.asking import elsewhere
+        from tpuswarm.train.process.computer import alive, this_computer
+        from tpuswarm.train.run.directory import holder
+
+        if (pid := holder(self._folder)) is not None:
+            self._pid, self._seen = 0 if elsewhere(self._folder) else pid, time.monotonic()
+            return True
+        return bool(self._pid and alive(this_computer(), self._pid)) and time.monotonic() - self._seen < PARTING
 
 
 def _job(name: str) -> "tuple[Fleet, Job] | None":

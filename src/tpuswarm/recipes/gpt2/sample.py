@@ -45,7 +45,7 @@ def decode(
             values = jax.lax.dynamic_update_slice_in_dim(v_BxTxHxK, v, position, axis=1)
             return attention.attend(q, keys, values, allowed_1xT), (keys, values)
 
-        return model.block(x_Bx1xD, params, None, config, attend)
+        return model.block(x_Bx1xD, params, None, config, options, attend)
 
     x_Bx1xD = model.embed(params, token_B[:, None], position[None], options)
     x_Bx1xD, cache = jax.lax.scan(body, x_Bx1xD, (params["blocks"], cache))

@@ -87,7 +87,7 @@ class Terminal:
         return self.screen
 
     def asked(self, question: str) -> None:
-        """Read until `question` is there and its program waits for the answer: Python can sleep over a Ctrl-C before."""
+        """Read until `question` is there and its program waits for the answer: Python may miss a Ctrl-C before that."""
         self.wait(lambda terminal: terminal.written.endswith(question.encode()) and terminal._sleeps())
 
     def _sleeps(self) -> bool:

@@ -108,13 +108,13 @@ def test_logs_f_stays_for_the_last_words_which_come_when_the_run_is_let_go(tmp_p
     process = start([], tmp_path, program, stdin=subprocess.PIPE)
     assert process.stdin and process.stdout
     process.stdout.readline()
-    talks, late = control.Talks(tmp_path / FOLDER), control.Talks(tmp_path / FOLDER)
-    assert talks()
+    speaker, late = control.Speaker(tmp_path / FOLDER), control.Speaker(tmp_path / FOLDER)
+    assert speaker.may_speak()
     print(file=process.stdin, flush=True)
     process.stdout.readline()
-    assert talks() and not late(), "who comes late has nothing to wait for"
+    assert speaker.may_speak() and not late.may_speak(), "who comes late has nothing to wait for"
     process.communicate("\n\n", timeout=240)
-    assert not talks()
+    assert not speaker.may_speak()
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path):

@@ -58,14 +58,14 @@ def logs(
 
     folder = _folder(run)
     read_config(folder)
-    found, talks = Logs(folder, name), Talks(folder)
+    found, speaker = Logs(folder, name), Speaker(folder)
     if found.elsewhere:
         say(f"this is what the run knows about {name}; its own log is on its machine, in Ray's logs", err=True)
     dated, day = sys.stdout.isatty(), ""  # on a terminal a date stands over its lines
     try:
         while True:
             refresh(folder)
-            more = follow and talks()
+            more = follow and speaker.may_speak()
             for line in found.new():
                 if dated and line.day != day:
                     day = line.day
@@ -79,13 +79,14 @@ def logs(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Talks:
-    """Whether a run's process may still say something, from one look to the next."""
+class Speaker:
+    """The process of a run, from one look to the next."""
 
     def __init__(self, folder: Path):
         self._folder, self._pid, self._seen = folder, 0, 0.0
 
-    def __call__(self) -> bool:
+    def may_speak(self) -> bool:
+        """Whether it lives; once it has let go of its run it has PARTING seconds."""
         from tpuswarm.train.bucket.asking import elsewhere
         from tpuswarm.train.process.computer import alive, this_computer
         from tpuswarm.train.run.directory import holder

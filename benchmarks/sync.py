@@ -21,7 +21,7 @@ from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.openssh import openssh
 from tpuswarm.remote.sync.send import Outcome, send
-from tpuswarm.remote.sync.tree import Kept
+from tpuswarm.remote.sync.tree import KeptTree
 
 FILES, HOSTS, TIMES = 2_000, 16, 5
 SAME_S, ONE_S = 1.0, 2.0
@@ -39,7 +39,7 @@ def run(settings: Settings) -> Table:
         with machines(folder, hosts) as here:
 
             def ours() -> None:
-                kept = Kept(folder / "kept")
+                kept = KeptTree(folder / "kept")
                 tree = kept.take(project, lambda total, new: None)
                 outcome = asyncio.run(_send(here.key, here.hosts, tree, kept))
                 assert not outcome.failed, outcome.failed
@@ -67,7 +67,7 @@ def run(settings: Settings) -> Table:
     )
 
 
-async def _send(key: Path, hosts: list[Host], tree: object, kept: Kept) -> Outcome:
+async def _send(key: Path, hosts: list[Host], tree: object, kept: KeptTree) -> Outcome:
     async with Connections(key) as connections:
         return await send(connections, hosts, tree, kept)  # type: ignore[arg-type]
 

@@ -54,7 +54,7 @@ def test_a_machine_that_cannot_be_prepared_twice_is_a_bad_one_where_others_can(m
         return Prepared({f"{name}/0": error} if error else {})
 
     monkeypatch.setattr(setting_up, "prepare", prepare)
-    monkeypatch.setattr(setting_up, "Kept", lambda fleet: SimpleNamespace(table=lambda: table))
+    monkeypatch.setattr(setting_up, "KeptSetup", lambda fleet: SimpleNamespace(table=lambda: table))
     monkeypatch.setattr(setting_up, "AGAIN_S", 0.0)
     created = {"a": 1.0, "b": 2.0}
 
@@ -101,7 +101,7 @@ def test_one_machine_is_prepared_once_at_a_time_whether_it_answers_or_not(monkey
 
     table = SimpleNamespace(model_dump_json=lambda: "one")
     monkeypatch.setattr(setting_up, "prepare", prepare)
-    monkeypatch.setattr(setting_up, "Kept", lambda fleet: SimpleNamespace(table=lambda: table))
+    monkeypatch.setattr(setting_up, "KeptSetup", lambda fleet: SimpleNamespace(table=lambda: table))
 
     async def looks() -> list[dict[str, str]]:
         preparing, found = Preparing(SimpleNamespace(fleet=None)), []
@@ -124,7 +124,7 @@ def test_a_machine_is_ready_once_another_try_has_prepared_it(monkeypatch):
         return Prepared({"a/0": RunFailed("a/0: packages: no network")} if len(tries) == 1 else {})
 
     monkeypatch.setattr(setting_up, "prepare", prepare)
-    monkeypatch.setattr(setting_up, "Kept", lambda fleet: SimpleNamespace(table=lambda: table))
+    monkeypatch.setattr(setting_up, "KeptSetup", lambda fleet: SimpleNamespace(table=lambda: table))
     monkeypatch.setattr(setting_up, "AGAIN_S", 0.01)
 
     async def looks() -> list[dict[str, str]]:

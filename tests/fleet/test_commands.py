@@ -24,7 +24,7 @@ from tpuswarm.fleet.core.memory import Work
 from tpuswarm.fleet.keeping.clock import Clock
 from tpuswarm.fleet.keeping.document import path_of
 from tpuswarm.fleet.keeping.fleets import Fleet, find
-from tpuswarm.fleet.setting_up import Kept
+from tpuswarm.fleet.setting_up import KeptSetup
 from tpuswarm.remote.setup.table import Setup
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -449,7 +449,7 @@ def test_whatever_goes_wrong_in_up_keep_somebody_keeps_it(here, monkeypatch):
 
 
 def test_a_setup_that_was_taken_out_is_forgotten(here):
-    kept = Kept(find("swarm.toml")[0])
+    kept = KeptSetup(find("swarm.toml")[0])
     kept.keep(Setup(pip=("einops",)))
     assert kept.table() is not None
     here.run("up --yes")

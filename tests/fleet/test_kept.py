@@ -14,7 +14,7 @@ from tpuswarm.fleet.keeping import fleets
 from tpuswarm.fleet.keeping.clock import Clock
 from tpuswarm.fleet.keeping.document import (
     Damaged,
-    Lease,
+    KeeperLease,
     LocalBucket,
     path_of,
     state_folder,
@@ -57,7 +57,7 @@ def test_one_keeper_in_the_background_is_enough(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr("subprocess.Popen", lambda words, **about: started.append(words))
         for pid, expected in ((ends.pid, 1), (in_terminal.pid, 2), (keeps.pid, 2)):
-            lease = Lease("x", "here", pid, 1, cloud.now, this_computer())
+            lease = KeeperLease("x", "here", pid, 1, cloud.now, this_computer())
             store(cloud).change(lambda found, lease=lease: replace(found, lease=lease))
             fleets.detach(fleet, store(cloud), None)
             assert len(started) == expected

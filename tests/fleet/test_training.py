@@ -17,7 +17,7 @@ from tpuswarm.fleet.core.desired import Desired
 from tpuswarm.fleet.core.jobs import Job, Seat
 from tpuswarm.fleet.doing import counted, doings
 from tpuswarm.fleet.file import read_swarm
-from tpuswarm.fleet.keeping.document import Document, Lease
+from tpuswarm.fleet.keeping.document import Document, KeeperLease
 from tpuswarm.remote.host import Host, Silent
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.views.status import Look, MemberStatus, SwarmStatus
@@ -193,7 +193,7 @@ def picture() -> tuple[Document, Listing, list[Event], list[MemberStatus]]:
         Job("members-small", "small", line, "always", seats),
     )
     desired = Desired(FLEET, pools)
-    lease = Lease("x", "all-head", 1, 1, NOW)
+    lease = KeeperLease("x", "all-head", 1, 1, NOW)
     document = Document("all", "google", "project", desired, (ZONE,), lease=lease, jobs=jobs)
     there = [machine(f"s-{number}") for number in range(4)] + [machine("s-4", state="creating")]
     events = [

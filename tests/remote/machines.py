@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import asyncssh
 
 from tpuswarm.cloud.rehearsal import block
-from tpuswarm.cloud.rehearsal.common.hosts import Host as Described
+from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
 from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.cloud.rehearsal.machines import ssh as served
 from tpuswarm.cloud.rehearsal.machines.machines import put_stand_ins
@@ -113,7 +113,9 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
     here = Here([], key_file, loop, {}, [])
     try:
         for each in range(count):
-            described = Described(f"m{each}-{folder.name}", "owner", each, f"127.{number}.1.{each + 1}", None, chips=4)
+            described = RehearsedHost(
+                f"m{each}-{folder.name}", "owner", each, f"127.{number}.1.{each + 1}", None, chips=4
+            )
             root = Root(place, described)
             root.boot()
             ours = served.host_key(root)

@@ -15,7 +15,7 @@ from tests.terminal import terminal
 from tpuswarm.cli.setup import Watching
 from tpuswarm.fleet.keeping.fleets import find
 from tpuswarm.fleet.reach import find_reach
-from tpuswarm.fleet.setting_up import Kept, meant, prepare
+from tpuswarm.fleet.setting_up import KeptSetup, meant, prepare
 from tpuswarm.remote.setup.table import Setup
 
 SETUP = """
@@ -135,7 +135,7 @@ def test_a_machine_that_comes_back_gets_folder_and_set_up_from_what_is_kept(flee
 
 def test_a_step_that_hangs_is_named_to_a_keeper(fleet, file):
     reach = find_reach(find(None)[0])
-    Kept(reach.fleet).keep(Setup.model_validate({"run": [{"name": "hangs", "do": "sleep 4321"}]}))
+    KeptSetup(reach.fleet).keep(Setup.model_validate({"run": [{"name": "hangs", "do": "sleep 4321"}]}))
     (error,) = asyncio.run(prepare(reach, "v2-usc1f-0", limit_s=3.0)).failed.values()
     assert "v2-usc1f-0/0: run-hangs: not done after 0.05 minutes, and ended there" in str(error)
     assert not pids(fleet, "4321")

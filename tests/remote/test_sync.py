@@ -10,7 +10,7 @@ import pytest
 from tpuswarm.errors import InputError
 from tpuswarm.remote.sync.listed import listed
 from tpuswarm.remote.sync.send import send
-from tpuswarm.remote.sync.tree import Kept
+from tpuswarm.remote.sync.tree import KeptTree
 
 
 def write(root: Path, **files: str) -> Path:
@@ -34,7 +34,7 @@ def bring(here, tmp_path):
     """Sends a folder to all machines."""
 
     def run(root, hosts=None, **options):
-        kept = Kept(tmp_path / "kept")
+        kept = KeptTree(tmp_path / "kept")
         tree = kept.take(root, lambda total, new: None)
 
         async def work():
@@ -88,14 +88,14 @@ def test_secrets_are_refused_by_name_with_the_ways_out(project, tmp_path, name, 
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     with pytest.raises(InputError, match=rf"^{name} would leave .* \[setup\] secrets.*\.gitignore"):
-        Kept(tmp_path / "kept").take(project, lambda total, new: None)
+        KeptTree(tmp_path / "kept").take(project, lambda total, new: None)
     (project / ".gitignore").write_text(f"data/\n{name}\n")
-    Kept(tmp_path / "kept").take(project, lambda total, new: None)
+    KeptTree(tmp_path / "kept").take(project, lambda total, new: None)
 
 
 def test_examples_of_secrets_and_certificates_are_no_secrets(project, tmp_path):
     write(project, _env_example="A=", cert_pem="-----BEGIN CERTIFICATE-----\n")
-    assert ".env.example" in Kept(tmp_path / "kept").take(project, lambda total, new: None).files
+    assert ".env.example" in KeptTree(tmp_path / "kept").take(project, lambda total, new: None).files
 
 
 def test_every_machine_gets_it_and_only_what_changed_is_sent_again(project, bring, here):
@@ -199,7 +199,7 @@ def files_equal(ours: Path, theirs: Path) -> bool:
 def test_a_machine_that_comes_later_gets_what_was_sent_not_what_was_edited_since(project, bring, here, tmp_path):
     bring(project, hosts=here.hosts[:1])
     (project / "train.py").write_text("print('half an edit')")
-    kept = Kept(tmp_path / "kept")
+    kept = KeptTree(tmp_path / "kept")
 
     async def later():
         async with here.connections() as connections:

@@ -9,7 +9,7 @@ import pytest
 from tpuswarm.errors import InputError
 from tpuswarm.router.mapping import Mapping, Target
 from tpuswarm.router.plan import Asked, Change, plan, restoring, same, undo
-from tpuswarm.router.record import Kept, Record, parse_record
+from tpuswarm.router.record import KeptSetting, Record, parse_record
 from tpuswarm.router.ruleset import Listing, dropping, parse_listing, ruleset
 from tpuswarm.router.settings import ENABLED, LIMITS, UNIT, at_boot, tuning
 from tpuswarm.router.sockets import listening_ports, open_connections
@@ -108,7 +108,9 @@ def test_the_limit_of_open_files_is_one_that_the_kernel_allows():
 
 def test_undoing_by_hand():
     record = applied().model_copy(
-        update={"settings": (Kept(path="/a b", old="1\t2\n", new="3"), Kept(path=UNIT, old=None, new="x"))}
+        update={
+            "settings": (KeptSetting(path="/a b", old="1\t2\n", new="3"), KeptSetting(path=UNIT, old=None, new="x"))
+        }
     )
     assert undo(record) == [
         "nft delete table ip tpuswarm_router", f"rm {UNIT}", "echo '1\t2' > '/a b'", "systemctl daemon-reload"

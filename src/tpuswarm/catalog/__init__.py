@@ -3,10 +3,10 @@
 from tpuswarm.catalog import network
 from tpuswarm.catalog.accelerators import Accelerator, Compiler, Gke, accelerators, find
 from tpuswarm.catalog.figures import Figure, Source
-from tpuswarm.catalog.generations import Generation, Host, generation_of, generations
+from tpuswarm.catalog.generations import Generation, HostSize, generation_of, generations
 from tpuswarm.catalog.gpus import Gpu, gpus, memory_bandwidth, peak_flops
 from tpuswarm.catalog.machines import Machine, machines
-from tpuswarm.catalog.preemptions import Kept, kept_spot_tpus
+from tpuswarm.catalog.preemptions import KeptSpot, kept_spot_tpus
 from tpuswarm.catalog.prices import Price
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
     "Generation",
     "Gke",
     "Gpu",
-    "Host",
-    "Kept",
+    "HostSize",
+    "KeptSpot",
     "Machine",
     "Price",
     "Source",

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
 from tpuswarm.catalog.figures import Source, data, source
-from tpuswarm.catalog.generations import Generation, Host, generations
+from tpuswarm.catalog.generations import Generation, HostSize, generations
 from tpuswarm.catalog.prices import Price, chip_prices, region_of
 from tpuswarm.config.nearest import nearest
 from tpuswarm.errors import InputError
@@ -79,9 +79,9 @@ class Accelerator:
         return self.chips * self.generation.devices_per_chip
 
     @property
-    def host(self) -> Host:
+    def host(self) -> HostSize:
         """Each of its hosts."""
-        return self.generation.hosts.get(self.chips_per_host, Host(None, None, {}))
+        return self.generation.hosts.get(self.chips_per_host, HostSize(None, None, {}))
 
     @property
     def compiler(self) -> Compiler:

@@ -10,7 +10,7 @@ from tpuswarm.config.units import GIB
 
 
 @dataclass(frozen=True)
-class Host:
+class HostSize:
     """One TPU VM: vCPUs, memory in GB; None where no source says."""
 
     vcpus: int | None
@@ -50,7 +50,7 @@ class Generation:
     """The TPU VM's image; None: machines of Compute Engine, with images of their own."""
     apis: tuple[str, ...]
     frameworks: tuple[str, ...]
-    hosts: Mapping[int, Host] = field(hash=False, repr=False)
+    hosts: Mapping[int, HostSize] = field(hash=False, repr=False)
     """By chips a host."""
     figures: Mapping[str, Figure] = field(hash=False, repr=False)
 
@@ -117,8 +117,8 @@ def _generation(name: str, section: Mapping[str, Any]) -> Generation:
     )
 
 
-def _host(entry: Mapping[str, Any], default: str) -> Host:
+def _host(entry: Mapping[str, Any], default: str) -> HostSize:
     default = entry.get("source", default)
     figures = {key: figure(entry[key], default) for key in ("vcpus", "memory_gb") if key in entry}
     values = {key: each.value for key, each in figures.items()}
-    return Host(values.get("vcpus"), values.get("memory_gb"), figures)
+    return HostSize(values.get("vcpus"), values.get("memory_gb"), figures)

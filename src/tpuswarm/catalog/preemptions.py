@@ -7,7 +7,7 @@ from tpuswarm.catalog.figures import Source, data, source
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptSpot:
     """One spot TPU that somebody kept, each time on another machine."""
 
     type: str
@@ -31,7 +31,7 @@ class Kept:
 
 
 @cache
-def kept_spot_tpus() -> tuple[Kept, ...]:
+def kept_spot_tpus() -> tuple[KeptSpot, ...]:
     """All that are known."""
     found = data("preemptions")
-    return tuple(Kept(**entry, source=source(found["source"])) for entry in found["kept"])
+    return tuple(KeptSpot(**entry, source=source(found["source"])) for entry in found["kept"])

@@ -57,10 +57,10 @@ def agree(
     from tpuswarm.fleet import asked
     from tpuswarm.fleet.flags import outdated
     from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.setting_up import Kept
+    from tpuswarm.fleet.setting_up import KeptSetup
 
     if read.setup:
-        Kept(fleet).secrets.gather(read.setup.secrets, os.environ)
+        KeptSetup(fleet).secrets.gather(read.setup.secrets, os.environ)
     cloud = fleet.provider()
     store = fleet.store(cloud)
     document, listing, note = fleets.look_at(fleet, store, cloud, read, adopt)
@@ -100,11 +100,11 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
     from tpuswarm.fleet.flags import is_pod
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import Reach
-    from tpuswarm.fleet.setting_up import Kept
+    from tpuswarm.fleet.setting_up import KeptSetup
     from tpuswarm.train.process.waiting import waiting
 
     cloud, store, wanted = agreed
-    Kept(fleet).keep(table)
+    KeptSetup(fleet).keep(table)
     if keep:
         fleets.detach(fleet, store, file)
     work(fleet, cloud, store, is_up)

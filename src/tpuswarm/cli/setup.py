@@ -29,10 +29,10 @@ def setup(
     """Set machines up as [setup] says, all at once. Steps that are done are skipped, changed ones run again."""
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import find_reach
-    from tpuswarm.fleet.setting_up import Kept
+    from tpuswarm.fleet.setting_up import KeptSetup
 
     fleet, file = fleets.find(target)
-    table = file.setup if file else Kept(fleet).table()
+    table = file.setup if file else KeptSetup(fleet).table()
     if table is None:
         raise InputError(f"{target or 'swarm.toml'} has no [setup]: docs/set-up.md lists its keys, with an example")
     if dry_run:

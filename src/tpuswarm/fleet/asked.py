@@ -22,7 +22,7 @@ from tpuswarm.fleet.clouds import check_provider
 from tpuswarm.fleet.core.desired import Budget, Desired, DownWhen, Wanted
 from tpuswarm.fleet.core.money import Grant
 from tpuswarm.fleet.core.names import resolve
-from tpuswarm.fleet.file import DEFAULT, HEAD, MOST, Head, Placed, Pool, SwarmFile, Vm, read_swarm
+from tpuswarm.fleet.file import DEFAULT, HEAD, MOST, HeadTable, Placed, Pool, SwarmFile, Vm, read_swarm
 
 UNNAMED = "xxxxxx"
 """What stands for the random part of a fleet's id while there is no fleet."""
@@ -94,7 +94,7 @@ def _pool(file: SwarmFile, pool: Pool, fleet: str, public_key: str | None) -> Wa
     return Wanted(pool.name, spec, pool.zones, pool.count, pool.wait)
 
 
-def _vm(file: SwarmFile, name: str, table: Head, fleet: str, public_key: str | None) -> Wanted:
+def _vm(file: SwarmFile, name: str, table: HeadTable, fleet: str, public_key: str | None) -> Wanted:
     spec = VmSpec(
         name=f"{file.name}-{name}",
         zone=table.zone,

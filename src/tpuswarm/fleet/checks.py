@@ -15,7 +15,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.fleet import flags
 from tpuswarm.fleet.core import money
 from tpuswarm.fleet.core.names import ALL
-from tpuswarm.fleet.file import HEAD, Grant, Head, Pool, SwarmFile
+from tpuswarm.fleet.file import HEAD, Grant, HeadTable, Pool, SwarmFile
 
 RUNTIMES = re.compile(
     r"tpu-ubuntu\d{4}-base|tpu-vm-(base|tf-[\w.]+(-pod)?(-pjrt)?|pt-[\w.]+|cos[\w.-]*)|v2-alpha-tpuv\w+(-lite|-lite-podslice)?"
@@ -145,7 +145,7 @@ def _warnings(file: SwarmFile) -> Iterator[str]:
             others = ", ".join(each.name for each in generations() if each.runtime == pool.runtime)
             yield f"pool {pool.name}: runtime {pool.runtime} is for {others}; usual for {pool.type}: {fits}"
     yield from flags.warnings(file)
-    vms: list[tuple[str, Head]] = [(HEAD, file.head)] if file.head else []
+    vms: list[tuple[str, HeadTable]] = [(HEAD, file.head)] if file.head else []
     for name, vm in [*vms, *((each.name, each) for each in file.vm)]:
         if money.vm_price(vm.type, vm.zone, False, 0) is None:
             yield f"{name}: nobody says what a {vm.type} costs in {vm.zone}"

@@ -167,7 +167,7 @@ class Grant(Strict):
     """Unix seconds; from then on they are paid for."""
 
 
-class Head(Placed):
+class HeadTable(Placed):
     """[head]: the VM of a swarm's coordinator, and of the keeper; never spot."""
 
     type: MachineType
@@ -176,7 +176,7 @@ class Head(Placed):
     disk_gib: Annotated[int, Field(strict=True, ge=10, le=65_536)] = 100
 
 
-class Vm(Head):
+class Vm(HeadTable):
     """[[vm]]: a plain VM."""
 
     name: Name
@@ -251,7 +251,7 @@ class SwarmFile(Strict):
     allow_cross_region: bool = False
     pool: tuple[Pool, ...] = ()
     grant: tuple[Grant, ...] = ()
-    head: Head | None = None
+    head: HeadTable | None = None
     vm: tuple[Vm, ...] = ()
     flags: dict[Annotated[str, AfterValidator(_generation)], Flags] = Field(default_factory=dict)
     """By generation, or for `all`."""

@@ -43,7 +43,7 @@ NO_TABLE = "null"
 """In the table's file: the fleet has no [setup]."""
 
 
-class Kept:
+class KeptSetup:
     """What this computer keeps of a fleet's set-up, for machines that come later."""
 
     def __init__(self, fleet: Fleet):
@@ -133,7 +133,7 @@ async def set_up_all(
     environment: of whoever gives the command; values of secrets that are not in it are those that are kept.
     limit_s: for each step.
     """
-    kept, table = Kept(reach.fleet), table.whole()
+    kept, table = KeptSetup(reach.fleet), table.whole()
     secrets = kept.secrets.gather(table.secrets, environment)
     kept.keep(table)
     wanted = {each.host: steps(table, each, secrets) for each in machines}
@@ -147,7 +147,7 @@ async def set_up_all(
 
 async def put_jupyter(reach: Reach, hosts: Iterable[Host], told: Told) -> Outcome:
     """What a notebook needs, on these hosts alone; nothing of it is kept for others."""
-    table = Kept(reach.fleet).table() or Setup()
+    table = KeptSetup(reach.fleet).table() or Setup()
     async with Connections(reach.key) as connections:
         steps_of = dict.fromkeys(hosts, notebook(table.python))
         return await set_up(connections, steps_of, told, send=_sender(table.python))
@@ -182,7 +182,7 @@ async def prepare(reach: Reach, where: str, limit_s: float = LIMIT_S) -> Prepare
     failed: dict[str, TpuswarmError] = {}
     left: set[str] = set()
     at: dict[str, str] = {}
-    tree, table = reach.fleet.tree.load(), Kept(reach.fleet).table()
+    tree, table = reach.fleet.tree.load(), KeptSetup(reach.fleet).table()
     try:
         async with asyncio.timeout(limit_s + STILL_S) as limit:
             if tree is not None:
@@ -257,7 +257,7 @@ class Preparing:
 
         answer: machines that answer now: where no other one does, it is the way to them that is to blame.
         """
-        table = Kept(self._reach.fleet).table()
+        table = KeptSetup(self._reach.fleet).table()
         self._table = None if table is None else table.model_dump_json()
         if table is None and self._reach.fleet.tree.load() is None:
             return {}

@@ -9,7 +9,7 @@ from tpuswarm.router import machine
 from tpuswarm.router.file import read_router
 from tpuswarm.router.mapping import Mapping
 from tpuswarm.router.plan import Asked, Change, Plan, plan, restoring, same
-from tpuswarm.router.record import Kept, Record
+from tpuswarm.router.record import KeptSetting, Record
 from tpuswarm.router.ruleset import TABLE
 from tpuswarm.router.settings import ENABLED, KERNEL, UNIT, forwarding
 from tpuswarm.router.sockets import listening_ports, open_connections
@@ -116,7 +116,7 @@ class Removal:
     table: bool
     """Whether the kernel has our table."""
     changes: tuple[Change, ...]
-    foreign: tuple[Kept, ...]
+    foreign: tuple[KeptSetting, ...]
     """Settings that someone else has set since: they are left alone."""
 
     def steps(self) -> list[str]:

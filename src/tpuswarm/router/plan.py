@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpuswarm.router.mapping import Mapping, in_a_row, parse_ports, show_ports
-from tpuswarm.router.record import Kept, Record
+from tpuswarm.router.record import KeptSetting, Record
 from tpuswarm.router.ruleset import TABLE, Listing, ruleset
 from tpuswarm.router.settings import OPEN_FILES, UNIT, Setting, at_boot, tuning
 
@@ -86,7 +86,7 @@ def plan(asked: Asked, listing: Listing | None, values: Values[str, str | None],
             old = kept[path].old  # what is there now is ours
         kept.pop(path, None)
         if not same(old, value):
-            kept[path] = Kept(path=path, old=old, new=value)
+            kept[path] = KeptSetting(path=path, old=old, new=value)
     return Plan(
         Record(
             file=str(asked.file),
@@ -103,7 +103,7 @@ def plan(asked: Asked, listing: Listing | None, values: Values[str, str | None],
     )
 
 
-def restoring(record: Record, values: Values[str, str | None]) -> tuple[tuple[Change, ...], tuple[Kept, ...]]:
+def restoring(record: Record, values: Values[str, str | None]) -> tuple[tuple[Change, ...], tuple[KeptSetting, ...]]:
     """What brings the settings back, the last one first; and those that hold neither their old nor our value.
 
     These are someone else's by now. `values` holds the texts of all recorded settings.

@@ -6,7 +6,7 @@ from tpuswarm.config.toml_file import Strict
 from tpuswarm.errors import InputError
 
 
-class Kept(Strict):
+class KeptSetting(Strict):
     """A setting that is not as it was."""
 
     path: str
@@ -28,7 +28,7 @@ class Record(Strict):
     """All that led somewhere since the last remove, as ranges: connections through them may still be open."""
     rest: str | None
     """`Listing.rest` right after that; None until it is known that the kernel took the ruleset."""
-    settings: tuple[Kept, ...]
+    settings: tuple[KeptSetting, ...]
 
 
 def parse_record(path: str, text: str) -> Record:

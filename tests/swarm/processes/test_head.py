@@ -7,7 +7,7 @@ import pytest
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.messages import Accepted, Refused
 from tpuswarm.swarm.processes.effects import Over
-from tpuswarm.swarm.processes.founder import Begin, Head, Joining, Wait
+from tpuswarm.swarm.processes.founder import Begin, FoundingCoordinator, Joining, Wait
 from tpuswarm.swarm.processes.plan import Plan, Swarm
 from tpuswarm.swarm.storage.founding import Founding, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
@@ -36,7 +36,7 @@ class Killed(Exception):
 
 
 def head_of(store, plan=PLAN):
-    return Head(plan, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
+    return FoundingCoordinator(plan, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
 
 
 def founded(store, kill_at, state=("s",)):
@@ -98,7 +98,7 @@ def test_nothing_is_written_into_the_folder_of_another_run(tmp_path):
 @pytest.mark.parametrize("other", ["config", "data", "code"])
 def test_who_trains_something_else_founds_nothing(tmp_path, other):
     store = Store(tmp_path)
-    head = Head(PLAN, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
+    head = FoundingCoordinator(PLAN, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
     assert head.hello("m1", makes=False) == Wait(), "hosts of a slice that still wait for each other hold nobody up"
     assert (head.hello("j0"), head.hello("m0"), head.hello("m1")) == (Wait(), Begin(), Wait())
     ours = PLAN.terms(FOUNDING).digests

@@ -113,8 +113,8 @@ class Counting(World):
             state = coordinator.state
             headers = [*(header for header, _ in state.pending.values()), *state.storing.values()]
             held = Rows.union([*(lease.rows for lease in state.leases.values()), *(each.rows for each in headers)])
-            assert state.taken == held | state.view.decided
-            assert state.room == self.horizon - len(state.view.counted) - len(held - state.view.decided)
+            assert state.taken == held | state.view.spent
+            assert state.room == self.horizon - len(state.view.counted) - len(held - state.view.spent)
 
 
 @settings(max_examples=25)

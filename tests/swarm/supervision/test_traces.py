@@ -7,7 +7,7 @@ import pytest
 from tests.train.look.test_profile import told
 from tpuswarm.swarm.member.trace import Traced
 from tpuswarm.swarm.supervision import traces as module
-from tpuswarm.swarm.supervision.kept import Kept
+from tpuswarm.swarm.supervision.kept import KeptProcess
 from tpuswarm.swarm.supervision.traces import Traces
 from tpuswarm.train.look.profile import BOARD, request
 from tpuswarm.train.run.directory import append_event, read_rows
@@ -30,7 +30,7 @@ class Swarm:
 
     def __init__(self, folder):
         self.folder = folder
-        self.member = Kept("m1", "entry:member", {}, process=Process(), seen={"incarnation": "a"})
+        self.member = KeptProcess("m1", "entry:member", {}, process=Process(), seen={"incarnation": "a"})
         self.traces = Traces(folder, lambda event, **facts: append_event(folder, event, **facts))
 
     def ask(self, steps):

@@ -12,7 +12,7 @@ from tests.swarm.bucket import bucket
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.bucket import lease
-from tpuswarm.train.bucket.lease import Lease, Lost
+from tpuswarm.train.bucket.lease import Lost, RunLease
 from tpuswarm.train.bucket.mirror import LARGE, ROWS, Mirror, bring, folder_of, is_url
 from tpuswarm.train.bucket.stored import Bucket
 from tpuswarm.train.run.checkpoint import Checkpoints
@@ -191,7 +191,7 @@ def test_a_dead_machine_loses_it_and_hears_of_it(served, disk, monkeypatch):
     monkeypatch.setattr(lease, "LOOK", 0.05)
     monkeypatch.setattr(lease, "TERM", 0.5)
     bucket = Bucket(URL)
-    first, second = Lease(bucket, URL), Lease(bucket, URL)
+    first, second = RunLease(bucket, URL), RunLease(bucket, URL)
     assert first.take() == ""
     assert second.take() == first.owner  # it stood still for TERM
     with pytest.raises(Lost, match=f"{URL} was taken over by process"):
@@ -199,7 +199,7 @@ def test_a_dead_machine_loses_it_and_hears_of_it(served, disk, monkeypatch):
     second.renew()
     second.release()
     monkeypatch.setattr(lease, "TERM", 600.0)
-    assert Lease(bucket, URL).take() == second.owner  # who let it go is not waited for
+    assert RunLease(bucket, URL).take() == second.owner  # who let it go is not waited for
 
 
 def test_who_slept_for_long_does_not_begin_where_others_have_removed(served, disk, monkeypatch):
@@ -207,7 +207,7 @@ def test_who_slept_for_long_does_not_begin_where_others_have_removed(served, dis
     monkeypatch.setattr(lease, "TERM", 0.2)
     monkeypatch.setattr(lease, "KEPT", 3)
     bucket = Bucket(URL)
-    first, second = Lease(bucket, URL), Lease(bucket, URL)
+    first, second = RunLease(bucket, URL), RunLease(bucket, URL)
     first.take()
     second.take()
     for _ in range(8):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from tpuswarm.cloud.rehearsal.common.hosts import Facts, Host, Hosts
+from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.weather import Weather
@@ -46,7 +46,7 @@ class Cloud:
         self.operations.forget_old()
         self.resources.forget_old()
 
-    def facts(self, host: Host) -> Facts | None:
+    def facts(self, host: RehearsedHost) -> Facts | None:
         """What the cloud says of the machine that a host belongs to; None if it is gone."""
         return self.nodes.facts(host) or self.instances.facts(host)
 

@@ -37,7 +37,7 @@ TRIES = 20
 
 
 @dataclass(frozen=True)
-class Lease:
+class KeeperLease:
     """Who keeps the fleet. It ends when it stands still for TERM by the clock of whoever watches it."""
 
     holder: str
@@ -62,7 +62,7 @@ class Document:
     desired: Desired
     zones: tuple[str, ...]
     """All in which it has ever asked for machines: something may still wait in line there."""
-    lease: Lease | None = None
+    lease: KeeperLease | None = None
     ledger: Ledger = field(default_factory=Ledger)
     traffic: Traffic = field(default_factory=Traffic)
     work: Work = field(default_factory=Work)
@@ -79,7 +79,7 @@ class Document:
     format: int = FORMAT
 
 
-def runs(lease: Lease) -> bool | None:
+def runs(lease: KeeperLease) -> bool | None:
     """Whether the process of a lease is alive; None: that cannot be told from here."""
     return alive(lease.computer, lease.pid)
 

@@ -26,14 +26,14 @@ from tpuswarm.fleet.keeping.document import (
     Damaged,
     Document,
     DocumentStore,
-    Lease,
+    KeeperLease,
     LocalBucket,
     own_mark,
     runs,
     state_folder,
 )
 from tpuswarm.fleet.keeping.history import History
-from tpuswarm.remote.sync.tree import Kept
+from tpuswarm.remote.sync.tree import KeptTree
 from tpuswarm.train.process.atomic import write_atomically
 
 LEADS_S = 60.0
@@ -71,9 +71,9 @@ class Fleet:
         return self.folder / "keeper.log"
 
     @property
-    def tree(self) -> Kept:
+    def tree(self) -> KeptTree:
         """The folder that `sync` sent last: machines that come later get it as it was."""
-        return Kept(self.folder / "tree")
+        return KeptTree(self.folder / "tree")
 
     @property
     def mark(self) -> str:
@@ -346,7 +346,7 @@ def see_kept(fleet: Fleet, store: Held) -> None:
     raise RunFailed(f"no keeper leads after {LEADS_S:.0f} s: {said}; `tpuswarm keep` keeps the fleet from here")
 
 
-def _is_detached(lease: Lease) -> bool:
+def _is_detached(lease: KeeperLease) -> bool:
     """Whether the holder of a lease is a keeper in the background of this computer: one of no terminal."""
     try:
         title = Path(f"/proc/{lease.pid}/cmdline").read_bytes().split(b"\0")

@@ -25,7 +25,7 @@ from tpuswarm.fleet.core.remember import remember
 from tpuswarm.fleet.flags import made_with
 from tpuswarm.fleet.keeping.carried import Carried
 from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.document import KEPT_EVENTS, Document, Lease, runs, with_events
+from tpuswarm.fleet.keeping.document import KEPT_EVENTS, Document, KeeperLease, runs, with_events
 from tpuswarm.fleet.keeping.fleets import Held
 from tpuswarm.fleet.keeping.history import History
 from tpuswarm.fleet.keeping.idle import Idle
@@ -89,7 +89,7 @@ Part = Literal["leads", "holds", "watches"]
 """Of a keeper in one look: it acts; it has the lease, or nobody has, and cannot act now; somebody else leads."""
 
 
-class Gone(RunFailed):
+class DocumentGone(RunFailed):
     """There is no document any more."""
 
 
@@ -206,7 +206,7 @@ class Keeper:
 
         def give(document: Document | None) -> Document:
             if document is None:
-                raise Gone(f"{self._store.where} is gone")
+                raise DocumentGone(f"{self._store.where} is gone")
             ours = document.lease is not None and document.lease.holder == self._me
             return with_events(replace(document, lease=None), self._news) if ours else document
 
@@ -221,7 +221,7 @@ class Keeper:
     def _load(self) -> Document:
         document = self._store.load()
         if document is None:
-            raise Gone(f"{self._store.where} is gone: somebody has deleted it; `tpuswarm up` makes it again")
+            raise DocumentGone(f"{self._store.where} is gone: somebody has deleted it; `tpuswarm up` makes it again")
         return document
 
     def _kept(self, now: float) -> Memory:
@@ -259,7 +259,7 @@ class Keeper:
         if age >= (NEWS if self._news else RENEWED) or found.end is not None:
             beat = (lease.beat if lease and lease.holder == self._me else 0) + 1
             desired = replace(document.desired, down=found.end) if found.end else document.desired
-            mine = Lease(self._me, self._host, self._pid, beat, now, self._computer)
+            mine = KeeperLease(self._me, self._host, self._pid, beat, now, self._computer)
             zones = tuple(dict.fromkeys((*document.zones, *desired.zones)))
             # Nobody has written since the document was loaded, or this fails: what was listed since then still holds,
             # however long that took.
@@ -281,7 +281,7 @@ class Keeper:
         """Whether nobody can have taken the lease over by now, also where this computer has slept meanwhile."""
         return self._renewed is not None and self._clock.steady() - self._renewed < SURE
 
-    def _may_take(self, lease: Lease | None, steady: float) -> bool:
+    def _may_take(self, lease: KeeperLease | None, steady: float) -> bool:
         """Whether the lease is free: nobody has it, its process is dead, or it has stood still for long enough."""
         if lease is None:
             return self._stood_back is None or steady - self._stood_back >= TERM
@@ -328,7 +328,7 @@ def _with_flags(action: Action, document: Document) -> Action:
     return action._replace(spec=made_with(action.spec, document)) if isinstance(action, Create) else action
 
 
-def _is_away(lease: Lease | None, document: Document, listing: Listing) -> bool:
+def _is_away(lease: KeeperLease | None, document: Document, listing: Listing) -> bool:
     """Whether who has the lease lived on a machine of the fleet that is not there, or does not run, any more."""
     homes = (each.spec for each in document.desired.pools if each.name == document.desired.kept_on)
     home = next(homes, None)

@@ -12,7 +12,7 @@ from tpuswarm.errors import RunFailed, TpuswarmError
 from tpuswarm.remote.connect import AT_ONCE, Connections, on_host
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host, NoWay
-from tpuswarm.remote.sync.tree import CHUNK, Change, Kept, Tree, difference
+from tpuswarm.remote.sync.tree import CHUNK, Change, KeptTree, Tree, difference
 
 if TYPE_CHECKING:
     import asyncssh
@@ -41,7 +41,7 @@ async def send(
     connections: Connections,
     hosts: Sequence[Host],
     tree: Tree,
-    kept: Kept,
+    kept: KeptTree,
     agree: Callable[[Mapping[Host, Change]], None] = lambda changes: None,
     told: Told = lambda host, count: None,
     at_once: int = AT_ONCE,
@@ -94,7 +94,7 @@ async def send(
 class Packs:
     """What is in the files that are sent, packed once for all hosts that lack the same."""
 
-    def __init__(self, tree: Tree, kept: Kept):
+    def __init__(self, tree: Tree, kept: KeptTree):
         self._tree, self._kept = tree, kept
         self._made: dict[tuple[str, ...], asyncio.Task[IO[bytes]]] = {}
 

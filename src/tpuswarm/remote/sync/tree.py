@@ -61,7 +61,7 @@ class Seen(NamedTuple):
     inode: int
 
 
-class Kept:
+class KeptTree:
     """A folder of this computer with a tree and the content of all its files."""
 
     def __init__(self, folder: Path):

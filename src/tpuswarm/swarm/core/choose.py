@@ -34,7 +34,7 @@ def choose(view: View, headers: Iterable[Header], unreadable: Collection[Identit
     """
     decisions: list[Decision] = []
     contributors: list[tuple[Header, float]] = []
-    taken = view.decided
+    taken = view.spent
     for header in sorted(headers, key=lambda each: each.identity):
         stale = view.staleness(header.base)
         if header.rows & taken:

@@ -43,7 +43,7 @@ class State:
     storing: Mapping[Identity, Header] = field(default_factory=dict)
     """Checked, the creation of their headers under way."""
     taken: Rows = NOTHING
-    """Rows that are not leasable: decided, leased, or in contributions without a verdict. Kept, because each of the
+    """Rows that are not leasable: spent, leased, or in contributions without a verdict. Kept, because each of the
     others is in many pieces and all of them together are in few."""
     fastest: float | None = None
     """Rows a second of the fastest member; follows at once upwards and at the next tick downwards."""
@@ -102,7 +102,7 @@ def rows_taken(state: State) -> Rows:
     """Those that are not leasable, put together anew: see `State.taken`."""
     return Rows.union(
         [
-            state.view.decided,
+            state.view.spent,
             *(lease.rows for lease in state.leases.values()),
             *(header.rows for header, _ in state.pending.values()),
             *(header.rows for header in state.storing.values()),

@@ -56,7 +56,7 @@ def start(
         awaited=frozenset(lately.union(terms.members)),
         awaited_until=now + (terms.patience.deadline_first if alone else terms.lease_seconds),
         pending=pending,
-        taken=Rows.union([view.decided, *(header.rows for header, _ in pending.values())]),
+        taken=Rows.union([view.spent, *(header.rows for header, _ in pending.values())]),
         contributed=frozenset(contributed),
         processed=view.processed,
     )
@@ -72,19 +72,19 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
     if said.digests != state.terms.digests:
         return state, Refused(disagreement(said.digests, state.terms.digests))
     verdict = view.verdict(said.undecided) if said.undecided else None
-    decided = verdict.rows if verdict else NOTHING  # decided, not heard of yet
-    outstanding = said.outstanding - decided
+    ruled = verdict.rows if verdict else NOTHING  # decided on, not heard of yet
+    outstanding = said.outstanding - ruled
     if key not in state.leases:
         rows = NOTHING
         if said.joined:
             if not state.recovering:
                 return state, Refused("unknown: it reported in too late")
-            if outstanding & view.decided:
-                return state, Refused(f"its rows {outstanding & view.decided} are already decided")
+            if outstanding & view.spent:
+                return state, Refused(f"its rows {outstanding & view.spent} are already decided")
             claimed = said.todo | outstanding
             if verdict and verdict.fate == "returned":
-                claimed |= decided
-            rows = claimed - view.decided
+                claimed |= ruled
+            rows = claimed - view.spent
             if others := rows & held_by_others(state, key):
                 return state, Refused(f"its rows {others} are claimed by others")
         else:
@@ -238,7 +238,7 @@ def committed(state: State, record: Record) -> State:
     view = state.view.after(record)
     void = {each.identity.incarnation: each.rows for each in record.decisions if each.fate == "void"}
     leases = {
-        key: replace(lease, rows=lease.rows - view.decided - void.get(key, NOTHING))
+        key: replace(lease, rows=lease.rows - view.spent - void.get(key, NOTHING))
         for key, lease in state.leases.items()
     }
     gone = {decision.identity for decision in record.decisions}

@@ -56,7 +56,7 @@ def summary(state: State, now: float) -> Summary:
     view = state.view
     accepted = (header.rows for header, _ in state.pending.values())
     held = (lease.outstanding for lease in state.leases.values())
-    under_way = len(Rows.union([*accepted, *held]) - view.decided) * state.terms.tokens_per_row
+    under_way = len(Rows.union([*accepted, *held]) - view.spent) * state.terms.tokens_per_row
     known = view.tokens + view.dropped + under_way
     processed = max(sum(state.processed.values()), known)  # a contribution may be here before its member's next report
     return Summary(
@@ -66,7 +66,7 @@ def summary(state: State, now: float) -> Summary:
         phase=_phase(state, now),
         tokens=Tokens(processed, view.tokens, view.dropped, under_way, processed - known),
         leased=tuple(
-            Leased(key, lease.base, lease.rows_per_s, lease.until - now, len(lease.outstanding - view.decided))
+            Leased(key, lease.base, lease.rows_per_s, lease.until - now, len(lease.outstanding - view.spent))
             for key, lease in sorted(state.leases.items())
         ),
         median_cycle=state.median_cycle,

@@ -1,4 +1,4 @@
-"""What follows from the ledger: which rows are decided, how far the run is, who got which verdict."""
+"""What follows from the ledger: which rows are spent, how far the run is, who got which verdict."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -55,8 +55,8 @@ class View:
         return self.newest.tokens
 
     @cached_property
-    def decided(self) -> Rows:
-        """Rows that will never be leased again."""
+    def spent(self) -> Rows:
+        """Counted or skipped: rows that will never be leased again."""
         return self.counted | self.skipped
 
     def staleness(self, base: int) -> int:

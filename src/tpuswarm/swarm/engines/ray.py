@@ -50,7 +50,7 @@ CARRYING = {"fetch", "average", "updates", "file", "check", "merge"}
 """
 
 
-class Host(Protocol):
+class Workload(Protocol):
     """What runs in a process."""
 
     def serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -116,7 +116,7 @@ class Actor:
     """The process. Its control calls have threads of their own, so that no payload delays a heartbeat."""
 
     def __init__(self, name: str, maker: str, arguments: dict[str, Any], environment: dict[str, str], log: str | None):
-        """maker: module:function that makes the Host from the arguments; environment: set before JAX is imported."""
+        """maker: module:function that makes the work from the arguments; environment: set before JAX is imported."""
         os.environ.update(environment)
         if log:
             _redirect(Path(log))
@@ -124,21 +124,21 @@ class Actor:
         module, _, function = maker.partition(":")
         self._made = threading.Event()
         self._leaving = False
-        self._host: Host
+        self._work: Workload
         on_notice(self._go)
-        self._make: Callable[[], Host] = lambda: getattr(importlib.import_module(module), function)(**arguments)
+        self._make: Callable[[], Workload] = lambda: getattr(importlib.import_module(module), function)(**arguments)
 
     @ray.method(concurrency_group="work")
     def run(self) -> Outcome:
-        """Make the host and let it work; errors are told in words, their tracebacks are in the log."""
+        """Make the work and let it run; errors are told in words, their tracebacks are in the log."""
         # On a joined node Ray's processes begin without it (engines/node.py); those that are started here end at one.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         try:
-            self._host = self._make()
+            self._work = self._make()
             self._made.set()
             if self._leaving:
-                self._host.leave()
-            return Outcome(self._host.run(), "")  # type: ignore[arg-type]  # the words of Outcome
+                self._work.leave()
+            return Outcome(self._work.run(), "")  # type: ignore[arg-type]  # the words of Outcome
         except Over as error:
             return Outcome("over", str(error))
         except InputError as error:
@@ -162,14 +162,14 @@ class Actor:
 
     @ray.method(concurrency_group="control")
     def look(self, since: int) -> tuple[int, Any]:
-        """The process's pid, and how its host stands (None before there is one)."""
-        return os.getpid(), self._host.look(since) if self._made.is_set() else None
+        """The process's pid, and how its work stands (None before there is one)."""
+        return os.getpid(), self._work.look(since) if self._made.is_set() else None
 
     @ray.method(concurrency_group="control")
     def trace(self, steps: int) -> None:
         """A member's next steps."""
         if self._made.is_set():
-            host: Any = self._host  # only a member has steps
+            host: Any = self._work  # only a member has steps
             host.trace(steps)
 
     @ray.method(concurrency_group="control")
@@ -180,12 +180,12 @@ class Actor:
     def _serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if not self._made.wait(BEAT):
             raise Unreachable(self._name)
-        return self._host.serve(method, arguments)
+        return self._work.serve(method, arguments)
 
     def _go(self) -> None:
         self._leaving = True
         if self._made.is_set():
-            self._host.leave()
+            self._work.leave()
 
 
 class Started:

@@ -39,7 +39,7 @@ class Joining:
     state: tuple[str, ...]
 
 
-class Head(Coordinator):
+class FoundingCoordinator(Coordinator):
     """A coordinator that waits for the founding of its run; the methods that members call first."""
 
     def __init__(

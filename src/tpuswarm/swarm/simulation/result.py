@@ -145,7 +145,7 @@ def tokens(cluster: SimulatedSwarm) -> Tokens:
     accepted = Rows.union(header.rows for header, _ in cluster.state.pending.values())
     held = Rows.union(machine.life.books.outstanding for machine in cluster.machines if machine.life)
     processed = sum(machine.rows for machine in cluster.machines) * per_row
-    outstanding = len((accepted | held) - view.decided) * per_row
+    outstanding = len((accepted | held) - view.spent) * per_row
     applied = view.tokens
     return Tokens(processed, applied, view.dropped, outstanding, processed - applied - view.dropped - outstanding)
 

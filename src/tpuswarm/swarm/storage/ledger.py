@@ -33,7 +33,7 @@ from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
 Outcome = Literal["created", "same", "lost"]
 """Of a creation: made now; there already, with the same content; there already, with another one."""
 
-Kept = TypeVar("Kept", Record, Header, Bookmark)
+Content = TypeVar("Content", Record, Header, Bookmark)
 
 _RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 _HEADER: TypeAdapter[Header] = TypeAdapter(Header)
@@ -231,7 +231,7 @@ class Ledger:
             return "created"
         return "same" if self.store.read(name) == data else "lost"
 
-    def _read(self, name: str, adapter: TypeAdapter[Kept]) -> tuple[Kept, str]:
+    def _read(self, name: str, adapter: TypeAdapter[Content]) -> tuple[Content, str]:
         """What a file holds, and the SHA-256 of it."""
         data = self.store.read(name)
         body = data[len(_BEFORE) : -(len(_sealed(b"")) - len(_BEFORE))]
@@ -247,7 +247,7 @@ class Ledger:
             raise Corrupt(name, self.store.root, str(error)) from error
 
 
-def _canonical(value: Kept, adapter: TypeAdapter[Kept]) -> bytes:
+def _canonical(value: Content, adapter: TypeAdapter[Content]) -> bytes:
     """Canonical JSON; ValueError for what would not come back as it is, like a number that is not finite."""
     body = _dumped(adapter.validate_json(_dumped(value, adapter)), adapter)  # a whole number may stand for a float
     if _parsed(body, adapter) != value:
@@ -255,7 +255,7 @@ def _canonical(value: Kept, adapter: TypeAdapter[Kept]) -> bytes:
     return body
 
 
-def _dumped(value: Kept, adapter: TypeAdapter[Kept]) -> bytes:
+def _dumped(value: Content, adapter: TypeAdapter[Content]) -> bytes:
     plain = adapter.dump_python(value, mode="json", warnings="error")
     for name, absent in (("averaged", []), ("kept", None)):  # a run without them has the records it always had
         if name in plain and plain[name] == absent:
@@ -263,7 +263,7 @@ def _dumped(value: Kept, adapter: TypeAdapter[Kept]) -> bytes:
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-def _parsed(body: bytes, adapter: TypeAdapter[Kept]) -> Kept:
+def _parsed(body: bytes, adapter: TypeAdapter[Content]) -> Content:
     value = adapter.validate_json(body, strict=True, extra="forbid")
     if _dumped(value, adapter) != body:
         raise ValueError("a field is missing, or it is not canonical JSON")

@@ -36,7 +36,7 @@ class Replayed(NamedTuple):
     """None for a plain downlink."""
 
 
-class Gone(Exception):
+class Unreplayable(Exception):
     """What is needed for it is gone or damaged; says what."""
 
 
@@ -50,8 +50,8 @@ def replay(
 ) -> Replayed:
     """One fragment, bit for bit.
 
-    records: of each version up to `version`, which has contributors. Raises Gone, and ValueError where what is there
-    does not fit together.
+    records: of each version up to `version`, which has contributors. Raises Unreplayable, and ValueError where what
+    is there does not fit together.
     """
     record, before = records(version), records(version - 1)
     average = None if record.kept is None else KEPT
@@ -118,7 +118,7 @@ def restore(ledger: Ledger, objects: Objects, fragment: int, digest: str) -> boo
         applied = [each.identity for each in record.decisions if each.fate == "applied"]
         if applied and digest in (record.state[fragment], *record.outer[fragment : fragment + 1]):
             headers = {identity: ledger.header(header_name(identity)) for identity in applied}
-            with suppress(Gone, ValueError):
+            with suppress(Unreplayable, ValueError):
                 made = replay(ledger.record, headers, version, fragment, array, payload)
                 for again in (made.state, made.outer):
                     if again is not None and array_digest(again) == digest:
@@ -136,5 +136,5 @@ def _readable(read: Callable[[], Found]) -> Found | None:
 
 def _there(found: Found | None, what: str) -> Found:
     if found is None:
-        raise Gone(f"{what} is gone")
+        raise Unreplayable(f"{what} is gone")
     return found

@@ -84,7 +84,7 @@ class Holdings:
         landmarks = self.view.landmarks if self.view else ()
         return _objects(landmarks).union(*(_objects(each.objects) for each in self._recent))
 
-    def decided(self) -> Callable[[str], bool]:
+    def expired(self) -> Callable[[str], bool]:
         """Of the name of a header, whether the payloads of its contribution may go."""
         assert self.view is not None
         changes, known = self.view.newest.changes, decided_by(self.view)
@@ -110,12 +110,12 @@ def deletable(held: Holdings, ages: Mapping[str, float], accepted: Callable[[str
     ages: seconds since writing of every stored object and payload; accepted: whether a header of that name is stored.
     A payload that was accepted stays until it has a verdict.
     """
-    needed, decided = held.needed(), held.decided()
+    needed, expired = held.needed(), held.expired()
 
     def goes(name: str, age: float) -> bool:
         if name.startswith("payloads/"):
             header = _header(name)
-            return decided(header) or (age > UNNAMED and not accepted(header))
+            return expired(header) or (age > UNNAMED and not accepted(header))
         named = name in held.named
         return name.startswith("objects/") and name not in needed and age > (SETTLING if named else UNNAMED)
 

@@ -17,7 +17,7 @@ from tpuswarm.swarm.storage import retention
 from tpuswarm.swarm.storage.bookmark import bookmark_name
 from tpuswarm.swarm.storage.ledger import READERS, Ledger, commit_name, first_gap, header_name
 from tpuswarm.swarm.storage.objects import Objects, array_digest, object_name, payload_name, update_digest
-from tpuswarm.swarm.storage.replay import Gone, replay
+from tpuswarm.swarm.storage.replay import Unreplayable, replay
 from tpuswarm.swarm.storage.store import Missing, Store
 
 Key = TypeVar("Key")
@@ -194,7 +194,7 @@ class _Check:
                 if [(array_digest(made.state),), outer, update] == known:
                     continue
                 self._problem(f"{name}: {why}")
-            except Gone as error:
+            except Unreplayable as error:
                 why = str(error)
             except ValueError as error:
                 self._problem(f"{name}: {error}")

@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Decided:
+class Intended:
     """What a run is to be; nothing of it is written yet."""
 
     resolved: Resolved
@@ -78,7 +78,7 @@ class Decided:
 
 def decide(
     run: Run, recipe: Recipe, swarm: Asked, asked: dict[str, Any], tokens: int | None, epochs: float | None
-) -> Decided:
+) -> Intended:
     """What a run is to be, from what was asked and from what is there. Raises InputError for what cannot be."""
     if not recipe.target:
         raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
@@ -103,7 +103,7 @@ def decide(
     code = code_digest(recipe.target)
     changed = _changes(run, swarm, stored, resolved, made, code)
     evaluate_every = _evaluate_every(asked["eval_every"], recipe, resolved)
-    return Decided(
+    return Intended(
         resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, sizes
     )
 

@@ -11,7 +11,7 @@ from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.engines.variables import BATCH
 from tpuswarm.swarm.processes.effects import Call, Process, Sleep
-from tpuswarm.swarm.processes.founder import Head
+from tpuswarm.swarm.processes.founder import FoundingCoordinator
 from tpuswarm.swarm.processes.plan import Plan
 from tpuswarm.swarm.processes.serving import Shard
 from tpuswarm.swarm.storage.store import Store
@@ -41,7 +41,7 @@ class Served:
 
     def look(self, since: int) -> Summary | None:
         """What a coordinator sees."""
-        return self.server.look() if isinstance(self.server, Head) else None
+        return self.server.look() if isinstance(self.server, FoundingCoordinator) else None
 
     def leave(self) -> None:
         """It stays: members leave, and the machine that this runs on is one that stays."""
@@ -49,7 +49,7 @@ class Served:
 
 def coordinator(plan: Plan, store: str, shards: tuple[str, ...], alone: bool, calls: Calls) -> Served:
     """The coordinator's process."""
-    head = Head(plan, Store(store), shards, time.monotonic, time.time, alone=alone)
+    head = FoundingCoordinator(plan, Store(store), shards, time.monotonic, time.time, alone=alone)
     return Served(head, calls, head.run())
 
 

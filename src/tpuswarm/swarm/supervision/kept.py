@@ -22,7 +22,7 @@ LONGEST = 48
 
 
 @dataclass
-class Kept:
+class KeptProcess:
     """A process that is to be alive."""
 
     name: str

@@ -28,7 +28,7 @@ from tpuswarm.swarm.storage.retention import disk
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import local_devices as machine
 from tpuswarm.swarm.supervision import needs
-from tpuswarm.swarm.supervision.decide import Asked, Decided, decide, forget
+from tpuswarm.swarm.supervision.decide import Asked, Intended, decide, forget
 from tpuswarm.swarm.supervision.supervisor import Ended, Supervisor
 from tpuswarm.swarm.views.drawing import About
 from tpuswarm.swarm.views.screen import Screen, auto_screen
@@ -103,14 +103,14 @@ def train(
         ends.callback(screen.close)
         try:
             with waiting(f"reading the data of {recipe.name}"):
-                decided = decide(run, recipe, swarm, asked, tokens, epochs)
-            if done := _finished(run, decided.resolved):
+                intended = decide(run, recipe, swarm, asked, tokens, epochs)
+            if done := _finished(run, intended.resolved):
                 if run.in_bucket:
                     _say_finished(run.folder)
                 screen.note(f"{shown(run.folder)} is finished; nothing left to do")
                 return done
             with waiting("preparing the run"):
-                ready = _prepare(run, recipe, decided, swarm)
+                ready = _prepare(run, recipe, intended, swarm)
         except BaseException:
             if not (run.folder / CONFIG).exists():
                 forget(run.folder)
@@ -164,12 +164,12 @@ class _Ready:
     """The project of Weights & Biases to which every row is sent."""
 
 
-def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready:
-    """Write down what was decided, and the data."""
-    made, kind, sizes = decided.swarm, decided.kind, decided.sizes
+def _prepare(run: Run, recipe: Recipe, intended: Intended, asked: Asked) -> _Ready:
+    """Write down what was intended, and the data."""
+    made, kind, sizes = intended.swarm, intended.kind, intended.sizes
     needs.check_memory(made.members, sizes.exchanged, sizes.largest, sizes.state, kind, made.expected, made.aggregators)
-    settings, notes = decided.resolved.settings, [f"changed: {each}" for each in decided.changed]
-    keeps = _kept_bytes(decided)
+    settings, notes = intended.resolved.settings, [f"changed: {each}" for each in intended.changed]
+    keeps = _kept_bytes(intended)
     if not run.in_bucket:
         needs.check_disk(run.folder, keeps)
     if keeps >= MENTIONED:
@@ -179,7 +179,7 @@ def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready
         load_parameters(parent, recipe, place(recipe, request(settings), jax.devices()))
         notes.append(f"parameters from {parent}")
     shared = recipe.share(run.folder / "data") if isinstance(recipe, SharesData) else {}
-    data = files.described(run.folder / "data", decided.files) if shared else {}
+    data = files.described(run.folder / "data", intended.files) if shared else {}
     plan = Plan(
         swarm=made,
         target=recipe.target,
@@ -187,31 +187,31 @@ def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready
         settings=settings,
         files=data,
         shared={k: str(v).replace(str(run.folder / "data"), "{data}") for k, v in shared.items()},
-        tokens_per_row=decided.resolved.tokens_per_row,
+        tokens_per_row=intended.resolved.tokens_per_row,
         data=settings["data"] or "",
-        code=decided.code,
-        evaluate_every=decided.evaluate_every,
-        statistics=decided.sizes.statistics,
-        average=_average(decided),
+        code=intended.code,
+        evaluate_every=intended.evaluate_every,
+        statistics=intended.sizes.statistics,
+        average=_average(intended),
     )
     table = {name: value for name, value in asdict(made).items() if value is not None} | {
-        "devices_per_member": decided.per_member,
-        "code": decided.code,
+        "devices_per_member": intended.per_member,
+        "code": intended.code,
         "files": {name: file.digest for name, file in data.items()},
         **({"demo": True} if asked.demo else {}),
     }
-    chosen = {"platform": kind, "devices": decided.per_member, "tokens_per_row": plan.tokens_per_row}
+    chosen = {"platform": kind, "devices": intended.per_member, "tokens_per_row": plan.tokens_per_row}
     if isinstance(recipe, KeepsFiles):
         recipe.keep(run.folder)
     run.write_config(configuration(recipe, settings) | {"swarm": table, "chosen": chosen})
-    for each in decided.changed:
+    for each in intended.changed:
         run.write_event("note", message=f"accepted: {each}")
-    environment = machine.environments(kind, decided.devices, decided.per_member)
+    environment = machine.environments(kind, intended.devices, intended.per_member)
     cluster = Cluster(
         made.run,
         asked.token or run.folder / TOKEN,
         asked.ray_address,
-        decided.per_member,
+        intended.per_member,
         sizes.largest,
         sizes.exchanged,
         asked.ports,
@@ -220,19 +220,19 @@ def _prepare(run: Run, recipe: Recipe, decided: Decided, asked: Asked) -> _Ready
     return _Ready(plan, environment, cluster, notes, sizes.state, asked.wandb)
 
 
-def _average(decided: Decided) -> Average | None:
+def _average(intended: Intended) -> Average | None:
     """The moving average that the recipe's program keeps, as commits make it."""
-    if (kept := decided.sizes.average) is None:
+    if (kept := intended.sizes.average) is None:
         return None
-    half_life = kept.half_life(int(decided.resolved.settings["batch"]))
-    return Average(half_life * decided.resolved.tokens_per_row, kept.share)
+    half_life = kept.half_life(int(intended.resolved.settings["batch"]))
+    return Average(half_life * intended.resolved.tokens_per_row, kept.share)
 
 
-def _kept_bytes(decided: Decided) -> float:
+def _kept_bytes(intended: Intended) -> float:
     """What a run keeps at most, with the members that it starts itself."""
-    made, sizes, members = decided.swarm, decided.sizes, max(1, decided.swarm.members)
+    made, sizes, members = intended.swarm, intended.sizes, max(1, intended.swarm.members)
     kept = disk(sizes.exchanged // 4, made.quantize, made.outer, members, sizes.average is not None)
-    commits = int(decided.resolved.settings["steps"]) / (made.cycle * members)
+    commits = int(intended.resolved.settings["steps"]) / (made.cycle * members)
     return kept.held + commits / LANDMARK * kept.version
 
 

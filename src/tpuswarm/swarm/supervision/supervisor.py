@@ -20,7 +20,7 @@ from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster, Outcome
 from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.plan import HEAD, Plan, member_name
 from tpuswarm.swarm.supervision.followed import Followed
-from tpuswarm.swarm.supervision.kept import Kept, guest_name
+from tpuswarm.swarm.supervision.kept import KeptProcess, guest_name
 from tpuswarm.swarm.supervision.telling import Telling
 from tpuswarm.swarm.supervision.traces import Traces
 from tpuswarm.swarm.views.events import commit_event
@@ -75,7 +75,7 @@ class Supervisor:
         self._summary: Summary | None = None
         told = (each["version"] for each in read_rows_back(run.folder / EVENTS) if each["event"] == "commit")
         self._told = next(told, 0)
-        self.kept: dict[str, Kept] = {}
+        self.kept: dict[str, KeptProcess] = {}
         self._nodes: set[str] = set()
         """That were ever given a member: a machine that comes back is another node."""
         self._joined: frozenset[str] = frozenset()
@@ -130,20 +130,20 @@ class Supervisor:
         data = str(folder / "data")
         hosts = "tpuswarm.swarm.supervision.entry"
         given = {"plan": plan, "store": str(folder), "shards": shards, "alone": True}
-        self._add(Kept(HEAD, f"{hosts}:coordinator", given))
+        self._add(KeptProcess(HEAD, f"{hosts}:coordinator", given))
         for number, name in enumerate(shards):
             given = {"store": str(folder), "data": data, "index": number, "shards": count}
-            self._add(Kept(name, f"{hosts}:shard", given))
+            self._add(KeptProcess(name, f"{hosts}:shard", given))
         self._member = {"plan": plan, "shards": shards, "data": data, "evaluates": False}
         for number in range(plan.swarm.members):
             name = member_name(number)
             given = {**self._member, "name": name, "steps": self._steps(name), "evaluates": number == 0}
             if self._cluster.found:
-                self._add(Kept(name, f"{hosts}:member", {**given, "data": None}, node=ANYWHERE))
+                self._add(KeptProcess(name, f"{hosts}:member", {**given, "data": None}, node=ANYWHERE))
             else:
-                self._add(Kept(name, f"{hosts}:member", given, self._environment(number)))
+                self._add(KeptProcess(name, f"{hosts}:member", given, self._environment(number)))
 
-    def _add(self, kept: Kept) -> None:
+    def _add(self, kept: KeptProcess) -> None:
         self.kept[kept.name] = kept
 
     def _steps(self, name: str) -> int:
@@ -184,10 +184,12 @@ class Supervisor:
                 self.kept[name].moved(node)
             else:
                 given = {**self._member, "name": name, "steps": self._steps(name), "data": None}
-                self._add(Kept(name, "tpuswarm.swarm.supervision.entry:member", given, self._environment(None), node))
+                self._add(
+                    KeptProcess(name, "tpuswarm.swarm.supervision.entry:member", given, self._environment(None), node)
+                )
             self.telling.event("note", member=name, message=f"new machine: {name}")
 
-    def _start(self, kept: Kept) -> None:
+    def _start(self, kept: KeptProcess) -> None:
         arguments = kept.arguments
         if kept.name == HEAD and kept.born:
             arguments = {**arguments, "alone": False}
@@ -199,12 +201,12 @@ class Supervisor:
         if process is not None:
             kept.began(process, self._clock())
 
-    def _evaluates(self, kept: Kept) -> bool:
+    def _evaluates(self, kept: KeptProcess) -> bool:
         """One member does: the first; in its place, where its machine has left, the next one that starts."""
         others = [each for each in self.kept.values() if each.member and each is not kept and not each.left]
         return not any(each.arguments["evaluates"] for each in others)
 
-    def _ended(self, kept: Kept, outcome: Outcome, now: float) -> None:
+    def _ended(self, kept: KeptProcess, outcome: Outcome, now: float) -> None:
         if kept.member and kept.process and outcome.how != "dead":
             for seconds in (0.0, LAST_LOOK):  # one may have been under way before its last rows were there
                 self._see(kept, kept.process.look(kept.rows, seconds))
@@ -256,7 +258,7 @@ class Supervisor:
             if kept.node:
                 self._cluster.dismiss(kept.node, Outcome("failed", sentence))
 
-    def _set_aside(self, kept: Kept, why: TpuswarmError, now: float) -> None:
+    def _set_aside(self, kept: KeptProcess, why: TpuswarmError, now: float) -> None:
         """A member of this machine cannot train: raises why, unless another one may, or the run has ended."""
         others = [each for each in self.kept.values() if each.member and each is not kept]
         if not self.kept[HEAD].left and all(each.left or each.given_up for each in others):
@@ -273,7 +275,7 @@ class Supervisor:
                 kept.heard = now  # until Ray has noticed
                 kept.process.kill()
 
-    def _see(self, kept: Kept, answer: tuple[int, Any] | None) -> None:
+    def _see(self, kept: KeptProcess, answer: tuple[int, Any] | None) -> None:
         """Take in a look; of a member also its rows of metrics."""
         if answer is None:
             return

@@ -12,7 +12,7 @@ from tpuswarm.swarm.core.alarms import Watched, alarms
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.processes.plan import Plan
 from tpuswarm.swarm.supervision.followed import Followed
-from tpuswarm.swarm.supervision.kept import Kept
+from tpuswarm.swarm.supervision.kept import KeptProcess
 from tpuswarm.swarm.views.events import sentence
 from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, Progress, SwarmStatus, after_the_end, compose, write_status
@@ -67,7 +67,7 @@ class Telling:
             self._took(row)
 
     def tell(
-        self, summary: Summary | None, kept: Iterable[Kept], followed: Followed, heard: float, last: str = ""
+        self, summary: Summary | None, kept: Iterable[KeptProcess], followed: Followed, heard: float, last: str = ""
     ) -> None:
         """How all stands, at most so often; heard: the time on the clock by which processes were heard; last: the phase
         that stays for good.

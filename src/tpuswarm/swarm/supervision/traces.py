@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from tpuswarm.swarm.engines.ray import Started
 from tpuswarm.swarm.member.trace import Traced
-from tpuswarm.swarm.supervision.kept import Kept
+from tpuswarm.swarm.supervision.kept import KeptProcess
 from tpuswarm.train.look.profile import BOARD, LOOK, TRACE, Request, take_request
 
 
@@ -33,7 +33,7 @@ class Traces:
         """By their members."""
         self._looked_at = 0.0
 
-    def took(self, member: Kept, part: Traced) -> None:
+    def took(self, member: KeptProcess, part: Traced) -> None:
         """A look has brought a part of a trace."""
         awaited = self._awaited.get(member.name)
         if awaited is None:
@@ -43,7 +43,7 @@ class Traces:
         if part.last:
             self._end(member.name, self._written(member.name, part.steps, part.problem, awaited.files))
 
-    def keep(self, kept: Mapping[str, Kept]) -> None:
+    def keep(self, kept: Mapping[str, KeptProcess]) -> None:
         """Pass on what is asked, and say what will not come."""
         for name, awaited in list(self._awaited.items()):
             if kept[name].left or kept[name].process is not awaited.process:
@@ -55,7 +55,7 @@ class Traces:
         if asked := take_request(self._run):
             self._ask(kept.get(asked.member or ""), asked)
 
-    def _ask(self, member: Kept | None, asked: Request) -> None:
+    def _ask(self, member: KeptProcess | None, asked: Request) -> None:
         if member is None or not member.member or member.process is None or member.incarnation is None:
             message = f"{asked.member} does not train; `tpuswarm status {self._run}` shows who does"
             self._tell(asked.member, asked.id, message)

@@ -65,7 +65,7 @@ def newest(bucket: Bucket) -> tuple[int, Holder, float] | None:
     return None
 
 
-class Lease:
+class RunLease:
     """Of one process on one run."""
 
     def __init__(self, bucket: Bucket, url: str):

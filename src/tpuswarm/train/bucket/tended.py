@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.bucket.asking import ASKED, REQUEST, STOP
-from tpuswarm.train.bucket.lease import RENEWED, Lease, Lost
+from tpuswarm.train.bucket.lease import RENEWED, Lost, RunLease
 from tpuswarm.train.bucket.mirror import Mirror
 from tpuswarm.train.process.atomic import write_atomically
 
@@ -23,7 +23,7 @@ class Tended:
 
     def __init__(self, folder: Path):
         self._mirror = Mirror(folder)
-        self._lease = Lease(self._mirror.bucket, self._mirror.url)
+        self._lease = RunLease(self._mirror.bucket, self._mirror.url)
         self._end, self._wake = threading.Event(), threading.Event()
         self._renewing = threading.Lock()
         self._threads = [

@@ -11,7 +11,7 @@ from tpuswarm.cloud.rehearsal.common.records import Records, Table, to_json
 
 
 @dataclass
-class Host:
+class RehearsedHost:
     """One VM: a TPU's worker, or a plain one."""
 
     id: str
@@ -54,27 +54,27 @@ class Hosts:
     def __init__(self, records: Records, block: int):
         """`block`: addresses are in 127.BLOCK.0.0/16, external ones in its upper half."""
         self._block = block
-        self._table: Table[Host] = records.table("host", _load, lambda host: to_json(asdict(host)))
+        self._table: Table[RehearsedHost] = records.table("host", _load, lambda host: to_json(asdict(host)))
         self.changed: Callable[[str], None] = lambda host: None
         """Called with the id of a host that is new, other than before, or gone."""
         self.notice: Callable[[str], None] = lambda host: None
         """Called with the id of a host whose processes are to get SIGTERM."""
 
-    def get(self, host: str) -> Host | None:
+    def get(self, host: str) -> RehearsedHost | None:
         """None: there is none (any more)."""
         return self._table.get(host)
 
-    def all(self) -> list[Host]:
+    def all(self) -> list[RehearsedHost]:
         """Every one."""
         return self._table.values()
 
-    def of(self, owner: str) -> list[Host]:
+    def of(self, owner: str) -> list[RehearsedHost]:
         """Those of a machine, in the order of their numbers."""
         return sorted((host for host in self._table.values() if host.owner == owner), key=lambda host: host.number)
 
-    def add(self, owner: str, number: int, external: bool, tpu: Accelerator | None = None) -> Host:
+    def add(self, owner: str, number: int, external: bool, tpu: Accelerator | None = None) -> RehearsedHost:
         """A new one, which starts at once."""
-        host = Host(
+        host = RehearsedHost(
             id=f"{owner.rsplit('/', 1)[-1]}-{number}-{secrets.token_hex(3)}",
             owner=owner,
             number=number,
@@ -87,23 +87,23 @@ class Hosts:
         self.put(host)
         return host
 
-    def put(self, host: Host) -> None:
+    def put(self, host: RehearsedHost) -> None:
         """It is other than before."""
         self._table.put(host.id, host)
         self.changed(host.id)
 
-    def announce(self, host: Host) -> None:
+    def announce(self, host: RehearsedHost) -> None:
         """It is about to be taken away."""
         host.leaving = True
         self.put(host)
         self.notice(host.id)
 
-    def turn_off(self, host: Host) -> None:
+    def turn_off(self, host: RehearsedHost) -> None:
         """Its processes end; its folder stays."""
         host.on = False
         self.put(host)
 
-    def boot(self, host: Host, new_external: bool = False) -> None:
+    def boot(self, host: RehearsedHost, new_external: bool = False) -> None:
         """It starts (again)."""
         host.boot += 1
         host.on, host.leaving = True, False
@@ -111,7 +111,7 @@ class Hosts:
             host.external = self._address(upper=True)
         self.put(host)
 
-    def expose(self, host: Host, external: bool) -> None:
+    def expose(self, host: RehearsedHost, external: bool) -> None:
         """Give it an external address, or take it away."""
         if external != (host.external is not None):
             host.external = self._address(upper=True) if external else None
@@ -134,5 +134,5 @@ class Hosts:
         raise OverflowError("the local cloud has no address left: it has as many hosts as 127.x.0.0/16 takes")
 
 
-def _load(body: bytes) -> Host:
-    return Host(**json.loads(body))
+def _load(body: bytes) -> RehearsedHost:
+    return RehearsedHost(**json.loads(body))

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from tpuswarm.cloud.rehearsal.common.call import Call, Rejected
-from tpuswarm.cloud.rehearsal.common.hosts import Facts, Host, Hosts
+from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
 from tpuswarm.cloud.rehearsal.common.refused import Refused
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.weather import Weather
@@ -37,7 +37,7 @@ class Instances:
         """None if there is none."""
         return self._resources.table.get(path)
 
-    def facts(self, host: Host) -> Facts | None:
+    def facts(self, host: RehearsedHost) -> Facts | None:
         """What a VM may know of itself."""
         instance = self._resources.table.get(host.owner)
         if instance is None:

@@ -14,7 +14,7 @@ from typing import Any
 import asyncssh
 
 from tpuswarm.cloud.rehearsal.cloud import Cloud
-from tpuswarm.cloud.rehearsal.common.hosts import Facts, Host
+from tpuswarm.cloud.rehearsal.common.hosts import Facts, RehearsedHost
 from tpuswarm.cloud.rehearsal.machines import metrics, ports, processes, ssh
 from tpuswarm.cloud.rehearsal.machines.metadata import Metadata
 from tpuswarm.cloud.rehearsal.machines.root import METADATA_PORT, Root
@@ -43,7 +43,7 @@ def put_stand_ins(place: Place) -> None:
 class Up:
     """A host whose servers answer."""
 
-    host: Host
+    host: RehearsedHost
     metadata: asyncio.Server
     ssh: dict[str, asyncssh.SSHAcceptor]
     """By address."""
@@ -56,7 +56,9 @@ class Up:
 class Machines:
     """Follows the cloud's hosts. One that changes again while it is being followed is followed again afterwards."""
 
-    def __init__(self, place: Place, cloud: Cloud, web: Web, storage: str, facts: Callable[[Host], Facts | None]):
+    def __init__(
+        self, place: Place, cloud: Cloud, web: Web, storage: str, facts: Callable[[RehearsedHost], Facts | None]
+    ):
         self._place, self._cloud, self._web, self._storage, self._facts = place, cloud, web, storage, facts
         self._up: dict[str, Up] = {}
         self._usage = metrics.Usage(place.machines)
@@ -88,11 +90,11 @@ class Machines:
         while self._tasks:
             await asyncio.gather(*self._tasks)
 
-    def environment(self, host: Host, user: str) -> dict[str, str]:
+    def environment(self, host: RehearsedHost, user: str) -> dict[str, str]:
         """What a process of `user` starts with."""
         return self.root(host).environment(user, self._storage)
 
-    def root(self, host: Host) -> Root:
+    def root(self, host: RehearsedHost) -> Root:
         """Its folder."""
         return Root(self._place, host)
 
@@ -124,7 +126,7 @@ class Machines:
             except Exception:
                 logging.exception("machine %s", name)
 
-    async def _run(self, host: Host) -> None:
+    async def _run(self, host: RehearsedHost) -> None:
         root = self.root(host)
         new = not root.booted
         if new:
@@ -134,7 +136,7 @@ class Machines:
         if new:
             await self._start_up(host, root)
 
-    async def _serve(self, host: Host, root: Root) -> None:
+    async def _serve(self, host: RehearsedHost, root: Root) -> None:
         """Its SSH server, on the addresses that it has now, and its metadata server."""
         key = ssh.host_key(root)
         if host.id not in self._up:
@@ -173,7 +175,7 @@ class Machines:
             if up.ports:
                 up.ports.close()
 
-    async def _start_up(self, host: Host, root: Root) -> None:
+    async def _start_up(self, host: RehearsedHost, root: Root) -> None:
         """At every boot: enabled services, then the start-up script, as root would run it."""
         await self._enter(host, root)
         facts = self._facts(host)
@@ -197,7 +199,7 @@ class Machines:
         self._scripts.add(noting)
         noting.add_done_callback(self._scripts.discard)
 
-    async def _enter(self, host: Host, root: Root) -> None:
+    async def _enter(self, host: RehearsedHost, root: Root) -> None:
         """Start what systemd would, where a machine has been told to."""
         if (root.path / "etc" / "systemd" / "enabled").exists():
             process = await asyncio.create_subprocess_exec(

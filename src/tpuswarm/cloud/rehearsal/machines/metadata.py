@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from tpuswarm.cloud.rehearsal.common.hosts import Facts, Host
+from tpuswarm.cloud.rehearsal.common.hosts import Facts, RehearsedHost
 from tpuswarm.cloud.rehearsal.tpu.guests import Guests
 
 PREFIX = "/computeMetadata/v1/"
@@ -22,7 +22,9 @@ LOOK_S = 0.1
 SCOPES = "https://www.googleapis.com/auth/cloud-platform"
 
 
-def tree(host: Host, facts: Facts, token: str, guests: Mapping[str, str], planted: Mapping[str, str]) -> dict[str, Any]:
+def tree(
+    host: RehearsedHost, facts: Facts, token: str, guests: Mapping[str, str], planted: Mapping[str, str]
+) -> dict[str, Any]:
     """All that a machine may ask, as folders and values. planted: what a fault makes of `scopes` and `maintenance`."""
     account = {
         "email": "000000000000-compute@developer.gserviceaccount.com",
@@ -62,8 +64,8 @@ class Metadata:
 
     def __init__(
         self,
-        host: Callable[[], Host | None],
-        facts: Callable[[Host], Facts | None],
+        host: Callable[[], RehearsedHost | None],
+        facts: Callable[[RehearsedHost], Facts | None],
         token: str,
         guests: Guests,
         planted: Callable[[], Mapping[str, str]],
@@ -124,7 +126,7 @@ class Metadata:
         while self._find(path) == before and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
 
-    async def _write(self, request: Request, host: Host, path: str) -> Response:
+    async def _write(self, request: Request, host: RehearsedHost, path: str) -> Response:
         place = path.removeprefix("instance/guest-attributes/")
         if place == path or place.count("/") != 1:
             return PlainTextResponse("Only instance/guest-attributes/NAMESPACE/KEY can be written", 403)

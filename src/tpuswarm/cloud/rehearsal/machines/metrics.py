@@ -17,7 +17,7 @@ import grpc.aio
 import proto
 
 from tpuswarm.catalog import accelerators
-from tpuswarm.cloud.rehearsal.common.hosts import Host
+from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
 from tpuswarm.cloud.rehearsal.machines.processes import MACHINE
 
 SERVICE = "tpu.monitoring.runtime.RuntimeMetricService"
@@ -146,7 +146,7 @@ def _has_chips(process: Path, machine: Path) -> bool:
     return False
 
 
-async def serve(host: Callable[[], Host | None], port: int, usage: Usage) -> Any:
+async def serve(host: Callable[[], RehearsedHost | None], port: int, usage: Usage) -> Any:
     """A running server on 127.0.0.1: `port` is where libtpu would listen."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
 

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tpuswarm.cloud.rehearsal.common.hosts import Host
+from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
 from tpuswarm.cloud.rehearsal.machines import ports
 from tpuswarm.cloud.rehearsal.machines.processes import MACHINE
 from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
@@ -27,7 +27,7 @@ UNITS = "run/units"
 class Root:
     """The folder that stands for a machine's `/`."""
 
-    def __init__(self, place: Place, host: Host):
+    def __init__(self, place: Place, host: RehearsedHost):
         self._place = place
         self._host = host
         self.path = place.machines / host.id

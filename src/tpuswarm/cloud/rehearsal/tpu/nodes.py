@@ -9,7 +9,7 @@ from google.cloud.tpu_v2.types import cloud_tpu
 from google.protobuf import empty_pb2
 
 from tpuswarm.catalog import Accelerator
-from tpuswarm.cloud.rehearsal.common.hosts import Facts, Host, Hosts
+from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.refused import (
     ABORTED,
@@ -153,7 +153,7 @@ class Nodes:
         self._timetable.after(DELETE_S, "node deleted", name, node.id, operation.name)
         return operation
 
-    def facts(self, host: Host) -> Facts | None:
+    def facts(self, host: RehearsedHost) -> Facts | None:
         """What one of its hosts may know of a node."""
         node = self._table.get(host.owner)
         if node is None:

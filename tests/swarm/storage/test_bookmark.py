@@ -21,7 +21,7 @@ from tpuswarm.swarm.engines.inproc import Faults
 from tpuswarm.swarm.storage.bookmark import EVERY, KEPT, bookmark_name, outlived
 from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name
 from tpuswarm.swarm.storage.objects import payload_name
-from tpuswarm.swarm.storage.retention import SETTLING, Holdings, clean, deletable, look_back
+from tpuswarm.swarm.storage.retention import SETTLING, Holdings, clean, deletable
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.train.bucket.mirror import folder_of
@@ -317,7 +317,7 @@ def test_what_may_go_is_the_same_after_a_restart(source, commits, limit, data):
     view = run.ledger.view()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tpuswarm.swarm.storage.retention.BACK", data.draw(st.integers(1, 60)))
-        after.add(view, look_back(run.ledger, view, limit))
+        after.follow(run.ledger, view)
     accepted = {header_name(header.identity) for header in run.headers}.__contains__
     names = [f"objects/{digest}.safetensors" for record in run.records for digest in record.objects]
     names += [payload_name(header.identity, 0) for header in run.headers]
@@ -334,7 +334,7 @@ def test_what_the_last_life_could_not_remove_yet_goes_as_soon_as_it_would_have(t
     for file in tmp_path.rglob("objects/*"):
         os.utime(file, (file.stat().st_atime - at, file.stat().st_mtime - at))
     held, view = Holdings(4), run.ledger.view()
-    held.add(view, look_back(run.ledger, view, 4))
+    held.follow(run.ledger, view)
     named = {f"objects/{digest}.safetensors" for record in run.records for digest in record.objects}
     assert named & set(clean(run.store, held)) and not held.named & set(clean(run.store, held))
     stored = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("objects/*")}

@@ -1,13 +1,18 @@
 """The ledger as a supervisor follows it."""
 
+import os
 import random
 from collections import Counter
+
+import pytest
 
 from tests.swarm.chains import Run
 from tpuswarm.swarm.storage import retention
 from tpuswarm.swarm.storage.ledger import commit_name
+from tpuswarm.swarm.storage.objects import object_name
+from tpuswarm.swarm.storage.retention import SETTLING, is_recent
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.swarm.supervision.followed import RECENT, Followed
+from tpuswarm.swarm.supervision.followed import LIMIT, RECENT, Followed
 
 
 def test_a_run_that_goes_on_is_read_from_its_bookmark_on(tmp_path, monkeypatch):
@@ -34,3 +39,49 @@ def test_a_run_that_goes_on_is_read_from_its_bookmark_on(tmp_path, monkeypatch):
     assert followed.news(look=True) == run.records[-1:] and followed.view == run.view
     followed._clean(followed.view)
     assert {name for name in read if name.startswith("commits/")} == {commit_name(3 * RECENT + n) for n in (1, 2)}
+
+
+def cleaned(followed, times):
+    """What a supervisor says of so many clean-ups."""
+    said = []
+    for _ in range(times + 1):  # of the last one, at the next
+        said.append(followed.clean())
+        followed._cleaning.exception()  # waits
+    return [each for each in said if each]
+
+
+def named(records):
+    return {object_name(digest) for record in records for digest in record.objects}
+
+
+def stored(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("objects/*")}
+
+
+@pytest.mark.parametrize("version, goes", [(3, True), (38, False)])
+def test_a_damaged_record_is_said_once_and_stops_clean_up_only_where_what_stays_is_in_it(
+    tmp_path, monkeypatch, version, goes
+):
+    """An old one is done without. One of the last: nobody knows what it keeps, so nothing goes until it is mended."""
+    monkeypatch.setattr("tpuswarm.swarm.supervision.followed.CLEAN", -1.0)
+    run = Run(Store(tmp_path), random.Random(5)).grow(45)
+    run.ledger.bookmark(run.view)
+    for file in tmp_path.rglob("objects/*"):
+        at = file.stat().st_mtime - SETTLING - 60
+        os.utime(file, (at, at))
+    before, newest = stored(tmp_path), run.view.newest.changes
+    stays = named([run.records[0], *(each for each in run.records if is_recent(each.changes, newest, LIMIT))])
+    alone = named([run.records[version]]) - named(each for each in run.records if each.version != version)
+    assert alone & before and stays < before
+    path = tmp_path / commit_name(version)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"rate", b"rete"))
+    followed = Followed(tmp_path, 1.0)
+    followed.view = run.view
+    (said,) = cleaned(followed, 4)
+    assert f"{commit_name(version)} in {tmp_path} is damaged" in said and "restore a copy" in said
+    assert said.startswith("files of old commits could not be removed") != goes
+    assert stored(tmp_path) == (stays | alone if goes else before)
+    path.write_bytes(whole)
+    assert cleaned(followed, 2) == []
+    assert stored(tmp_path) == (stays | alone if goes else stays)

@@ -121,6 +121,21 @@ class Ledger:
         with ThreadPoolExecutor(READERS) as pool:
             return list(pool.map(self.record, versions))
 
+    def readable(self, versions: Iterable[int]) -> tuple[list[Record], list[Missing | Corrupt]]:
+        """Several records as far as they can be read, and what is wrong with the others."""
+
+        def tried(version: int) -> Record | Missing | Corrupt:
+            try:
+                return self.record(version)
+            except (Missing, Corrupt) as error:
+                return error
+
+        with ThreadPoolExecutor(READERS) as pool:
+            found = list(pool.map(tried, versions))
+        return [each for each in found if isinstance(each, Record)], [
+            each for each in found if not isinstance(each, Record)
+        ]
+
     def headers(self, view: View | None = None) -> list[Header]:
         """All stored headers, in the order of their names; those on which a view has a verdict are not even read."""
         names = self.store.names("headers/")

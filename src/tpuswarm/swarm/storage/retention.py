@@ -1,5 +1,6 @@
 """Which arrays of a run may go: the disk holds some tens of versions, the ledger all of them."""
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from tpuswarm.swarm.core.values import Form, Record, Rule
 from tpuswarm.swarm.core.view import LANDMARK, View
 from tpuswarm.swarm.storage.ledger import Ledger, decided_by, header_name
 from tpuswarm.swarm.storage.objects import object_name
-from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
 
 COMMITS = 20
 """So many last commits keep their state and the payloads they decided; records without contributors do not count."""
@@ -42,9 +43,9 @@ def disk(elements: int, form: Form, rule: Rule, members: int, average: bool = Fa
     return Disk((COMMITS + 1) * (state + outer + update + members * sent), state)
 
 
-def is_recent(record: Record, changes: int, limit: int) -> bool:
-    """Whether all arrays of a record stay; changes and limit as for `kept_objects`."""
-    return changes - record.changes < max(COMMITS, limit + 1)
+def is_recent(at: int, changes: int, limit: int) -> bool:
+    """Whether all arrays of a record stay, by the changes that it counts; changes and limit as for `kept_objects`."""
+    return changes - at < max(COMMITS, limit + 1)
 
 
 def kept_objects(record: Record, changes: int, limit: int) -> tuple[str, ...]:
@@ -52,7 +53,7 @@ def kept_objects(record: Record, changes: int, limit: int) -> tuple[str, ...]:
 
     changes: of the newest record; limit: the staleness up to which contributions count.
     """
-    if is_recent(record, changes, limit):
+    if is_recent(record.changes, changes, limit):
         return record.objects
     return record.state if record.changes % LANDMARK == 0 else ()  # not the outer state: nothing goes on from there
 
@@ -70,13 +71,27 @@ class Holdings:
         self.view: View | None = None
         """As far as it knows the ledger."""
 
+    def follow(self, ledger: Ledger, view: View) -> list[Missing | Corrupt]:
+        """Read on, up to the newest record of a view; the first time from BACK records before it on, at least.
+
+        Raises RunFailed for a record that cannot be read and of which arrays stay: which ones, nobody knows then. An
+        older one is passed over and returned; what only it names is not missed by anybody, and waits for a day.
+        """
+        versions, changes = range(view.version + 1), view.newest.changes
+        stay = bisect_left(versions, True, key=lambda each: is_recent(view.changes(each), changes, self._limit))
+        first = self.view.version + 1 if self.view else min(stay, max(0, view.version + 1 - BACK))
+        needed = ledger.records(range(max(first, stay), view.version + 1))
+        older, damage = ledger.readable(range(first, stay))
+        self.add(view, [*older, *needed])
+        return damage
+
     def add(self, view: View, records: Iterable[Record]) -> None:
-        """The next records, in order, up to the newest of the view; the first time as `look_back` gives them."""
+        """The next records, in order, up to the newest of the view: those of which arrays stay, and any before them."""
         self.view = view
         for record in records:
             self._recent.append(record)
             self.named |= _objects(record.objects)
-        while not is_recent(self._recent[0], view.newest.changes, self._limit):
+        while not is_recent(self._recent[0].changes, view.newest.changes, self._limit):
             self._recent.popleft()
 
     def needed(self) -> set[str]:
@@ -91,17 +106,6 @@ class Holdings:
         lately = [record for record in self._recent if changes - record.changes < COMMITS]
         fresh = {header_name(each.identity) for record in lately for each in record.decisions}
         return lambda header: known(header) and header not in fresh
-
-
-def look_back(ledger: Ledger, view: View, limit: int) -> list[Record]:
-    """The last BACK records up to the newest of a view, and any before them of which all arrays stay, oldest first."""
-    found: list[Record] = []
-    first = view.version + 1
-    while first and (not found or is_recent(found[0], view.newest.changes, limit)):
-        start = max(0, first - BACK)
-        found = ledger.records(range(start, first)) + found
-        first = start
-    return found
 
 
 def deletable(held: Holdings, ages: Mapping[str, float], accepted: Callable[[str], bool]) -> list[str]:

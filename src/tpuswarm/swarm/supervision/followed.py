@@ -9,8 +9,8 @@ from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.retention import Holdings, clean, look_back
-from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.retention import Holdings, clean
+from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
 
 CLEAN = 60.0
 """Seconds between two looks for what nobody needs any longer."""
@@ -31,7 +31,11 @@ class Followed:
         self.recent: list[Record] = []
         self._held = Holdings(LIMIT)
         self._cleaner = ThreadPoolExecutor(1, "cleaner")
-        self._cleaning: Future[None] | None = None
+        self._cleaning: Future[str] | None = None
+        self._said = ""
+        """Of the last clean-up, so that the same is not said each minute."""
+        self._damage: list[Missing | Corrupt] = []
+        """Of old records, which clean-up does without."""
         self._cleaned_at = time.monotonic()
         self._carried: Counter[str] = Counter()
         self._carried_at: int | None = None
@@ -52,24 +56,34 @@ class Followed:
         self.recent = [*self.recent, *news][-RECENT:]
         return news
 
-    def clean(self) -> BaseException | None:
-        """Now and then remove what no commit needs any longer, beside whoever asks; what went wrong before."""
+    def clean(self) -> str:
+        """Now and then remove what no commit needs any longer, beside whoever asks; a sentence where there is something
+        new to say of the time before.
+        """
         now = time.monotonic()
-        running = self._cleaning is not None and not self._cleaning.done()
-        if self.view is None or now - self._cleaned_at <= CLEAN or running:
-            return None
-        error = self._cleaning.exception() if self._cleaning else None
+        if self.view is None or now - self._cleaned_at <= CLEAN or (self._cleaning and not self._cleaning.done()):
+            return ""
+        said, self._said = self._said, self._outcome()
         self._cleaned_at = now
         self._cleaning = self._cleaner.submit(self._clean, self.view)
-        return error
+        return self._said if self._said != said else ""
 
-    def _clean(self, view: View) -> None:
-        if self._held.view is None:
-            records = look_back(self._ledger, view, LIMIT)
-        else:
-            records = self._ledger.records(range(self._held.view.version + 1, view.version + 1))
-        self._held.add(view, records)
+    def _outcome(self) -> str:
+        """What is to be said of the last clean-up."""
+        if self._cleaning is None:
+            return ""
+        if error := self._cleaning.exception():
+            return f"files of old commits could not be removed: {error}"
+        return self._cleaning.result()
+
+    def _clean(self, view: View) -> str:
+        """What is to be said of it."""
+        self._damage += self._held.follow(self._ledger, view)
         clean(self._store, self._held)
+        if not self._damage:
+            return ""
+        others = f" ({len(self._damage)} records are)" if self._damage[1:] else ""
+        return f"{self._damage[0]}{others}; what no other record names is removed a day after it was written"
 
     def carried(self) -> Counter[str]:
         """Bytes of all decided contributions of each member, each there, and of a version for each back."""

@@ -308,8 +308,8 @@ class Supervisor:
             self._commit(record)
             if not first:
                 self.telling.progress_at = time.monotonic()
-        if error := self._followed.clean():
-            self.telling.event("note", message=f"files of old commits could not be removed: {error}")
+        if said := self._followed.clean():
+            self.telling.event("note", message=said)
 
     def _tell(self, last: str = "") -> None:
         self.telling.tell(self._summary, self.kept.values(), self._followed, self._clock(), last)

@@ -35,6 +35,7 @@ NAMES = (
     "scale",
     "beats",
     "resume",
+    "bookmark",
     "merge",
     "traffic",
     "bucket",

@@ -76,9 +76,9 @@ class Measured:
         """As the ledger."""
         return self.inner.headers(view)
 
-    def bookmark_due(self, version: int) -> bool:
+    def bookmark_due(self, view: View) -> bool:
         """As the ledger."""
-        return self.inner.bookmark_due(version)
+        return self.inner.bookmark_due(view)
 
     def bookmark(self, view: View) -> None:
         """As the ledger."""

@@ -85,8 +85,8 @@ class MemoryLedger:
         assert all(view.has_decided(identity) == (identity in decided) for identity in self.stored)
         return [header for identity, header in self.stored.items() if identity not in decided]
 
-    def bookmark_due(self, version: int) -> bool:
-        return version % 2 == 0
+    def bookmark_due(self, view: View) -> bool:
+        return view.version % 2 == 0
 
     def bookmark(self, view: View) -> None:
         self.marked = view.newest, bookmark(view, digest(view.newest))

@@ -15,10 +15,10 @@ from tests.swarm.storage.test_ledger import sealed
 from tests.swarm.world import World
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.choose import Staleness
-from tpuswarm.swarm.core.values import Identity
+from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.core.view import Broken, View
 from tpuswarm.swarm.engines.inproc import Faults
-from tpuswarm.swarm.storage.bookmark import EVERY, KEPT, bookmark_name, outlived
+from tpuswarm.swarm.storage.bookmark import EVERY, KEPT, LIVES, bookmark_name, outlived
 from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name
 from tpuswarm.swarm.storage.objects import payload_name
 from tpuswarm.swarm.storage.retention import SETTLING, Holdings, clean, deletable
@@ -120,14 +120,16 @@ HARMS = {
     "half": lambda run, path: path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // 2]),
     "empty": lambda run, path: path.write_bytes(b""),
     "foreign": lambda run, path: path.write_bytes(b'{"record":{},"sha256":"x"}\n'),
-    "of another form": lambda run, path: changed(run, 8, lambda it: it.update(form=2)),
+    "of another form": lambda run, path: changed(run, 8, lambda it: it.update(form=1)),
     "with a field more": lambda run, path: changed(run, 8, lambda it: it.update(extra=1)),
-    "without a field": lambda run, path: changed(run, 8, lambda it: it.pop("dropped")),
+    "without a field": lambda run, path: changed(run, 8, lambda it: it["sums"].pop("dropped")),
     "of another record": lambda run, path: changed(run, 8, lambda it: it.update(digest="0" * 64)),
-    "without rows": lambda run, path: changed(run, 8, lambda it: it.update(counted={"ranges": []})),
+    "without rows": lambda run, path: changed(run, 8, lambda it: it["sums"].update(counted={"ranges": []})),
     "without verdicts": lambda run, path: changed(run, 8, lambda it: it.update(verdicts=[])),
-    "without landmarks": lambda run, path: changed(run, 8, lambda it: it.update(landmarks=[])),
-    "with an idle version more": lambda run, path: changed(run, 8, lambda it: it.update(idle=[0, *it["idle"]])),
+    "without landmarks": lambda run, path: changed(run, 8, lambda it: it["sums"].update(landmarks=[])),
+    "with an idle version more": lambda run, path: changed(
+        run, 8, lambda it: it["sums"].update(idle=[0, *it["sums"]["idle"]])
+    ),
     "that cannot be read": lambda run, path: (path.unlink(), path.symlink_to(path)),
     "under another name": lambda run, path: path.write_bytes(run.store.read(bookmark_name(4))),
 }
@@ -278,7 +280,7 @@ def test_verify_believes_no_bookmark(tmp_path):
     run = grown(Store(tmp_path), 10, 12, 6, 12)
     before = verify(run.store, lambda _: None)
     for version in (6, 12):
-        changed(run, version, lambda it: it.update(dropped=it["dropped"] + 8, counted={"ranges": [[0, 10**6]]}))
+        changed(run, version, lambda it: it["sums"].update(dropped=10**6, counted={"ranges": [[0, 10**6]]}))
     found = verify(run.store, lambda _: None)
     assert found.problems == [
         *(f"{bookmark_name(n)} does not say what the records say; remove it: nothing is lost with it" for n in (6, 12)),
@@ -359,6 +361,16 @@ def test_a_storage_that_takes_no_bookmark_ends_no_run(capsys):
     assert "no bookmark at commit 2: views/2.json could not be written" in capsys.readouterr().err
 
 
-def test_a_coordinator_leaves_one_every_so_often(tmp_path):
-    ledger = Ledger(Store(tmp_path))
-    assert [version for version in range(3 * EVERY) if ledger.bookmark_due(version)] == [EVERY, 2 * EVERY]
+@pytest.mark.parametrize("lives, every", [(0, EVERY), (LIVES - 1, EVERY), (LIVES, 2 * EVERY), (3 * LIVES, 4 * EVERY)])
+def test_a_coordinator_leaves_one_every_so_often(lives, every):
+    """The more rarely the longer they are: what a commit pays for them is bounded."""
+    run = Run(memory(), random.Random(19), arrays=False)
+    reported = {Incarnation("m0", f"{number:032x}"): 1 for number in range(lives)}
+
+    def due(version):
+        return run.ledger.bookmark_due(
+            replace(run.view, newest=replace(run.view.newest, version=version), processed=reported)
+        )
+
+    assert [version for version in range(9 * EVERY) if due(version)] == [*range(every, 9 * EVERY, every)]
+    assert lives / every <= LIVES / EVERY

@@ -17,10 +17,9 @@ class Broken(ValueError):
 
 
 @dataclass(frozen=True)
-class View:
-    """The ledger up to its newest record. Its size follows the lives of members, hardly their pushes."""
+class Sums:
+    """What records add up to, from genesis on, apart from the lives of members: a few hundred numbers."""
 
-    newest: Record
     counted: Rows = NOTHING
     skipped: Rows = NOTHING
     idle: tuple[int, ...] = (0,)
@@ -29,6 +28,13 @@ class View:
     """Digests of the states that stay for ever."""
     dropped: int = 0
     """Tokens of dropped contributions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View(Sums):
+    """The ledger up to its newest record. Its size follows the lives of members, hardly their pushes."""
+
+    newest: Record
     processed: dict[Incarnation, int] = field(default_factory=dict)
     """Tokens trained, as each incarnation reported them last. Not to be changed in place."""
     verdicts: dict[Incarnation, tuple[Decision, int]] = field(default_factory=dict)
@@ -42,7 +48,7 @@ class View:
         """From genesis on; Broken where a record does not fit."""
         if (genesis.version, genesis.parent, genesis.decisions, genesis.tokens) != (0, "", (), 0):
             raise Broken("the first record is not a genesis record")
-        return View(genesis, landmarks=genesis.state).through(records)
+        return View(newest=genesis, landmarks=genesis.state).through(records)
 
     @property
     def version(self) -> int:

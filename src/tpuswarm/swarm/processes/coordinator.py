@@ -126,7 +126,7 @@ class Coordinator:
         if outcome == "lost":
             raise Over(f"another coordinator wrote record {record.version}; this one stops")
         self.state = core.committed(self.state, record)
-        if self._ledger.bookmark_due(record.version):
+        if self._ledger.bookmark_due(self.state.view):
             yield Do("coordinator leaves a bookmark", partial(self._leave_bookmark, self.state.view))
 
     def _leave_bookmark(self, view: View) -> None:

@@ -29,7 +29,7 @@ class NoLedger:
         """None."""
         return []
 
-    def bookmark_due(self, version: int) -> bool:
+    def bookmark_due(self, view: View) -> bool:
         """Never: nobody will read it."""
         return False
 

@@ -4,65 +4,75 @@ A cache: it is believed only where the record at which it stands has the digest 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Decision, Incarnation, Record
-from tpuswarm.swarm.core.view import LANDMARK, View
+from tpuswarm.swarm.core.rows import Ranges, Rows
+from tpuswarm.swarm.core.values import Decision, Fate, Identity, Incarnation, Record
+from tpuswarm.swarm.core.view import LANDMARK, Sums, View
 
 EVERY = 100
-"""Commits from one to the next."""
+"""Commits from one to the next, of a run with few lives of members behind it."""
+LIVES = 10_000
+"""With so many, twice as many commits, and so on: a commit pays for at most LIVES / EVERY of them."""
 KEPT = 2
 """So many stay: while one is written, and in case the newest is damaged."""
 FOLDER = "views/"
 _NAME = re.compile(rf"{FOLDER}(\d{{6,}})\.json")
 
 
+Ruled = tuple[str, str, int, Fate, str, Ranges, int, int, float, float, int]
+"""A verdict: member and name of the incarnation, sequence, fate, reason, rows, base, tokens, weight, clip; version.
+
+A long run has many lives of members behind it: one takes microseconds as a tuple, and a hundred as nested values.
+"""
+
+
 @dataclass(frozen=True)
 class Bookmark:
     """A view without its newest record."""
 
-    form: Literal[1]
+    form: Literal[2]
     """Of what is in it and what follows from a record: another one is ignored."""
     digest: str
     """Of the record at which it stands."""
-    counted: Rows
-    skipped: Rows
-    idle: tuple[int, ...]
-    landmarks: tuple[str, ...]
-    dropped: int
-    processed: tuple[tuple[Incarnation, int], ...]
-    verdicts: tuple[tuple[Decision, int], ...]
+    sums: Sums
+    processed: tuple[tuple[str, str, int], ...]
+    """Member and name of each incarnation, and its tokens; sorted."""
+    verdicts: tuple[Ruled, ...]
+    """Sorted."""
 
 
 def bookmark(view: View, digest: str) -> Bookmark:
     """At the newest record of a view; digest: of that record. The same view gives the same bytes."""
     return Bookmark(
-        form=1,
+        form=2,
         digest=digest,
-        counted=view.counted,
-        skipped=view.skipped,
-        idle=view.idle,
-        landmarks=view.landmarks,
-        dropped=view.dropped,
-        processed=tuple(sorted(view.processed.items())),
-        verdicts=tuple(view.verdicts[key] for key in sorted(view.verdicts)),
+        sums=Sums(**{each.name: getattr(view, each.name) for each in fields(Sums)}),
+        processed=tuple(sorted((key.member, key.name, tokens) for key, tokens in view.processed.items())),
+        verdicts=tuple(sorted(_ruled(*last) for last in view.verdicts.values())),
     )
+
+
+def _ruled(on: Decision, version: int) -> Ruled:
+    key = on.identity.incarnation
+    return (
+        key.member, key.name, on.identity.sequence, on.fate, on.reason, on.rows.ranges, on.base, on.tokens,
+        float(on.weight), float(on.clip), version,
+    )  # fmt: skip
+
+
+def _read(ruled: Ruled) -> tuple[Decision, int]:
+    member, name, sequence, fate, reason, ranges, base, tokens, weight, clip, version = ruled
+    identity = Identity(Incarnation(member, name), sequence)
+    return Decision(identity, fate, reason, Rows(ranges), base, tokens, weight, clip), version
 
 
 def opened(found: Bookmark, newest: Record) -> View | None:
     """The view that a bookmark was made of; None where both do not agree. newest: the record at which it stands."""
-    view = View(
-        newest=newest,
-        counted=found.counted,
-        skipped=found.skipped,
-        idle=found.idle,
-        landmarks=found.landmarks,
-        dropped=found.dropped,
-        processed=dict(found.processed),
-        verdicts={decision.identity.incarnation: (decision, version) for decision, version in found.verdicts},
-    )
+    verdicts = {last.identity.incarnation: (last, version) for last, version in map(_read, found.verdicts)}
+    processed = {Incarnation(member, name): tokens for member, name, tokens in found.processed}
+    view = View(newest=newest, processed=processed, verdicts=verdicts, **vars(found.sums))
     return view if _agrees(view) else None
 
 
@@ -79,6 +89,12 @@ def _agrees(view: View) -> bool:
             if each.fate == "applied"
         )
     )
+
+
+def due(view: View) -> bool:
+    """Whether a bookmark belongs at the newest record of a view."""
+    lives = len(view.processed.keys() | view.verdicts.keys())
+    return view.version > 0 and view.version % (EVERY << (lives // LIVES).bit_length()) == 0
 
 
 def bookmark_name(version: int) -> str:

@@ -18,12 +18,12 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.values import Header, Identity, Record
 from tpuswarm.swarm.core.view import Broken, View
 from tpuswarm.swarm.storage.bookmark import (
-    EVERY,
     FOLDER,
     Bookmark,
     bookmark,
     bookmark_name,
     bookmark_version,
+    due,
     opened,
     outlived,
 )
@@ -156,9 +156,9 @@ class Ledger:
             view = self._through(view, digest(view.newest), found)
         return self.refresh(view)
 
-    def bookmark_due(self, version: int) -> bool:
-        """Whether a bookmark belongs at a version."""
-        return version > 0 and version % EVERY == 0
+    def bookmark_due(self, view: View) -> bool:
+        """Whether a bookmark belongs at a view's newest record."""
+        return due(view)
 
     def bookmark(self, view: View) -> None:
         """Leave a bookmark at a view's newest record, and remove those that it outlives."""
@@ -287,8 +287,7 @@ def _parsed(body: bytes, adapter: TypeAdapter[Content]) -> Content:
 
 def _bookmark(view: View) -> bytes:
     """The file. One that would not come back as it is would only be passed over, so that is not proved as elsewhere."""
-    made = bookmark(view, digest(view.newest))
-    return _sealed(_dumped(_BOOKMARK.validate_json(_dumped(made, _BOOKMARK)), _BOOKMARK))
+    return _sealed(_dumped(bookmark(view, digest(view.newest)), _BOOKMARK))
 
 
 def _sealed(body: bytes) -> bytes:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuswarm.config.shown import age, clock, pace, significant, unit
+from tpuswarm.config.shown import age, clock, pace, share, significant, unit
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,10 @@ def test_times_as_people_read_them():
 
 def test_rows_are_no_tokens():
     assert (unit(1), unit(64)) == ("rows", "tokens")
+
+
+def test_a_share_is_never_nothing_of_something_nor_all_of_what_is_not():
+    parts = (0.0, 1.4e-4, 0.009, 0.01, 0.45, 0.99, 0.9999, 1.0)
+    assert [share(each) for each in parts] == [
+        "0%", "1/7,143", "1/111", "1%", "45%", "99%", "nearly all", "100%",
+    ]  # fmt: skip

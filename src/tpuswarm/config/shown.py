@@ -5,6 +5,8 @@ from datetime import timedelta
 
 SMALL = 1e-4
 """Below it a number is shown with an exponent."""
+LEAST_SHARE = 0.01
+"""What is less would be 0%, and what lacks less to the whole 100%."""
 
 
 def significant(value: float | None) -> str:
@@ -36,6 +38,13 @@ def pace(per_second: float | None) -> str:
     if not per_second:
         return "– steps/s"
     return f"{per_second:,.1f} steps/s" if per_second >= 1 else f"{1 / per_second:,.1f} s/step"
+
+
+def share(part: float) -> str:
+    """A part of the whole: `6%`, `1/7,282` of what would be 0%, `nearly all` of what would be 100%."""
+    if 0 < part < LEAST_SHARE:
+        return f"1/{1 / part:,.0f}"
+    return "nearly all" if 1 - LEAST_SHARE < part < 1 else f"{part:.0%}"
 
 
 def unit(tokens_per_row: int) -> str:

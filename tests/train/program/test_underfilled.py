@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.program.float32 import Float32
 from tpuswarm.train.program.flops import model_flops
-from tpuswarm.train.program.underfilled import underfilled
+from tpuswarm.train.program.underfilled import Underfilled, underfilled
 from tpuswarm.train.recipe import Clock, Options
 
 
@@ -38,6 +39,14 @@ def test_a_narrow_layer_is_named_with_its_lines(width, unit, fill):
     assert all(each.size == width and each.fill == fill for each in found)
     assert sum(each.waste for each in found) == pytest.approx(1 - fill)
     assert f"a dimension of {width} fills only {fill:.0%} of the {unit}x{unit} matrix unit" in str(found[0])
+
+
+def test_a_tiny_model_reads_neither_0_nor_100_percent():
+    found = check(2, 4)
+    assert found and all("fills only 1/2,048 of the 128x128" in str(each) for each in found), list(map(str, found))
+    whole = Underfilled(None, 2, 128, 1 / 2048, 1 - 1 / 2048)
+    assert str(whole).endswith("and wastes nearly all of its time; use a multiple of 128")
+    assert "products, nearly all FLOPs, although" in str(Float32(None, 0.997, ()))
 
 
 def test_the_batch_of_one_device_counts():

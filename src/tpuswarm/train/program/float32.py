@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
+from tpuswarm.config.shown import LEAST_SHARE
 from tpuswarm.train.program.flops import PRIMITIVES, Flops, library_caller
 from tpuswarm.train.user_code import CodeLine, recipe_line
 
@@ -33,7 +34,8 @@ class Float32:
     """Arrays of the batch that are float32, and because of which the products are."""
 
     def __str__(self) -> str:
-        products = f"float32 matrix products, {self.share:.0%} of all FLOPs, although bf16 was requested"
+        part = "nearly all" if 1 - LEAST_SHARE < self.share < 1 else f"{self.share:.0%} of all"
+        products = f"float32 matrix products, {part} FLOPs, although bf16 was requested"
         if self.inputs:
             given = ", ".join(f'"{each}"' for each in self.inputs)
             reason = f"because of float32 {' and '.join(self.inputs)} in the batch"

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tpuswarm.config.shown import share
 from tpuswarm.train.program.flops import Flops, Product
 from tpuswarm.train.user_code import CodeLine
 
@@ -32,8 +33,8 @@ class Underfilled:
 
     def __str__(self) -> str:
         return (
-            f"a dimension of {self.size} fills only {self.fill:.0%} of the {self.unit}x{self.unit} matrix unit and "
-            f"wastes {self.waste:.0%} of its time; use a multiple of {self.unit}"
+            f"a dimension of {self.size} fills only {share(self.fill)} of the {self.unit}x{self.unit} matrix unit and "
+            f"wastes {share(self.waste)} of its time; use a multiple of {self.unit}"
         )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -16,8 +17,9 @@ from tests.remote.machines import machines
 from tests.watch.conftest import PROGRAM, free_port
 from tests.watch.made import MadeRun
 from tpuswarm.cli.tensorboard import _name
+from tpuswarm.train.look.board import Board
 from tpuswarm.train.run.directory import METRICS, append_rows, read_rows
-from tpuswarm.watch.boards import Far, Made
+from tpuswarm.watch.boards import Far, Made, of_run
 from tpuswarm.watch.page import lines
 
 TEXT = """
@@ -61,6 +63,27 @@ def test_a_swarm_of_many_rows_is_shown_from_its_first_one(tmp_path, monkeypatch)
     run.grow(200)
     asyncio.run(Made(run.folder, tmp_path / "board").update())
     assert [step for step, _ in events(tmp_path / "board")["m1 loss"]] == list(range(1, 201, 10))
+
+
+def test_curves_and_traces_are_found_by_what_follows_no_link_to_a_folder(tmp_path):
+    """As xprof looks for `plugins/profile`, in a plain run and in a swarm's."""
+    swarm, plain = MadeRun(tmp_path / "swarm", 2, 1000), tmp_path / "plain"
+    swarm.grow(15)
+    for board in (plain / "tensorboard", swarm.folder / "tensorboard" / "m1"):
+        (board / "plugins" / "profile" / "now").mkdir(parents=True)
+        (board / "plugins" / "profile" / "now" / "vm.xplane.pb").touch()
+    board = Board(plain / "tensorboard", 0)
+    board.write({"step": 1, "loss": 2.0})
+    board.close()
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    for source in (of_run(swarm.folder, True, shown / "swarm"), of_run(plain, False, shown / "plain")):
+        asyncio.run(source.update())
+        asyncio.run(source.update())
+    found = {Path(at).relative_to(shown) for at, folders, _ in os.walk(shown) if Path(at).name == "profile"}
+    assert found == {Path("plain/plugins/profile"), Path("swarm/m1/plugins/profile")}
+    assert all((shown / each / "now" / "vm.xplane.pb").is_file() for each in found)
+    assert events(shown)["plain loss"] == [(1, 2.0)]
 
 
 def test_a_run_is_called_as_its_folder(tmp_path, monkeypatch):

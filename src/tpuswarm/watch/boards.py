@@ -36,15 +36,18 @@ class Linked:
     """A plain run of this disk, or of a bucket by its copy there."""
 
     def __init__(self, run: Path, to: Path, url: str = ""):
-        to.symlink_to((run / BOARD).resolve(), target_is_directory=True)
-        self._url = url
+        self._board, self._to, self._url = run / BOARD, to, url
 
     async def update(self) -> None:
-        """Of a bucket: what it has now."""
+        """Link the files that are new; of a bucket those that it has now."""
         import asyncio
 
         if self._url:
             await asyncio.to_thread(bring, self._url)
+        self._to.mkdir(exist_ok=True)
+        for file in self._board.glob("*tfevents*"):
+            _link(file, self._to / file.name)
+        _link_traces(self._board, self._to)
 
 
 class Made:
@@ -70,10 +73,9 @@ class Made:
             raise InputError(f"{self._to.name}: its run has changed; start the same command again")
         for board in self._boards.values():
             board.flush()
-        for traces in self._traces.glob("*/plugins"):  # beside the curves of the same member
-            link = self._to / traces.parent.name / traces.name
-            if link.parent.is_dir() and not link.is_symlink():
-                link.symlink_to(traces.resolve(), target_is_directory=True)
+        for member in self._traces.glob("*"):
+            if (self._to / member.name).is_dir():  # beside its curves
+                _link_traces(member, self._to / member.name)
 
     def _write(self, lines: Iterable[Line]) -> None:
         for line in lines:
@@ -123,6 +125,18 @@ class Far:
             why = err.decode(errors="replace").strip() or f"has no folder {self._folder}"
             raise NoWay(host, why.splitlines()[-1])
         return out
+
+
+def _link_traces(board: Path, to: Path) -> None:
+    """Each trace alone: xprof follows no link on its way to them."""
+    for trace in board.glob("plugins/profile/*"):
+        _link(trace, to / trace.relative_to(board))
+
+
+def _link(there: Path, link: Path) -> None:
+    if not link.is_symlink():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(there.resolve())
 
 
 def of_run(run: Path, swarm: bool, to: Path, url: str = "") -> Source:

@@ -51,7 +51,11 @@ def test_this_computer_is_looked_at_without_a_fleet(typed, tmp_path, monkeypatch
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / "libtpu_lockfile").touch(0o400)
     code, out, _ = typed("doctor")
-    assert code == 1 and out.startswith("here  lock: /tmp/libtpu_lockfile of ") and out.endswith("\n1 host: 1 wrong\n")
+    assert (
+        code == 1
+        and out.startswith("here  lock: /tmp/libtpu_lockfile is your own, of mode 400, so ")
+        and out.endswith("\n1 host: 1 wrong\n")
+    )
     code, out, _ = typed("doctor", "--fix")
     assert code == 0 and out.endswith("1 host: nothing is wrong\n") and not list((tmp_path / "tmp").iterdir())
 

@@ -16,7 +16,10 @@ import pytest
 from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS
 
 PLANTED = {
-    "lock": ("lock", "/tmp/libtpu_lockfile of .* has mode 400, so .* cannot open it, and no process has it"),
+    "lock": (
+        "lock",
+        "/tmp/libtpu_lockfile is your own, of mode 400, so a program of .* cannot open it, and no process has it",
+    ),
     "holder": ("held", r"process \d+ of .* holds /dev/accel0, and began .* ago: python3 train.py"),
     "missing-device": ("devices", "a host of a v2-8 has 4 chips, and it shows 3: "),
     "tpu-logs": ("tpu-logs", "/tmp/tpu_logs is .* with mode 555, and .* cannot write there"),

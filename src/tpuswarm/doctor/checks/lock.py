@@ -17,8 +17,9 @@ def probe(host: Subject) -> Iterator[Wrong]:
     lock = host.facts["lock"]
     if lock and not lock["writable"] and not host.facts["locker"] and not host.facts["holders"]:
         fix = REMOVE + ("" if lock["mine"] else "sudo ") + 'rm -f "$F"'
-        what = f"{FILE} of {lock['user']} has mode {lock['mode']}, so {host.facts['user']} cannot open it"
-        yield Wrong(f"{what}, and no process has it", f"`sudo rm {FILE}`", fix)
+        owner = "your own" if lock["mine"] else f"{lock['user']}'s"
+        what = f"{FILE} is {owner}, of mode {lock['mode']}, so a program of {host.facts['user']} cannot open it"
+        yield Wrong(f"{what}, and no process has it", f"`{'' if lock['mine'] else 'sudo '}rm {FILE}`", fix)
 
 
 CHECK = Check("lock", FILE, 'the next program stops with "TPU already in use"', MEND, probe)

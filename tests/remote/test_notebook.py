@@ -56,7 +56,10 @@ def opened(fleet: Fleet, *words: str) -> Iterator[tuple[Server, object]]:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("all", "2 machines: name one, such as v2-usc1f-0"), ("v5e-usc1a-0/1", "is one worker, and a notebook has")],
+    [
+        ("all", "2 machines: name one, such as v2-usc1f-0"),
+        ("v5e-usc1a-0/7", "of a whole machine, not of a worker: `tpuswarm notebook v5e-usc1a-0`"),
+    ],
 )
 def test_a_notebook_has_one_whole_machine(fleet, name, said):
     assert said in fleet.run("notebook", name, code=2)[1]

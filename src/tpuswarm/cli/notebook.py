@@ -56,7 +56,8 @@ def notebook(
 def _one(reach: "Reach", name: str) -> "Reached":
     """The machine that is meant, which has to be there as a whole."""
     if "/" in name:
-        raise InputError(f"{name} is one worker, and a notebook has a whole machine: {name.partition('/')[0]}")
+        machine = name.partition("/")[0]
+        raise InputError(f"a notebook is of a whole machine, not of a worker: `tpuswarm notebook {machine}`")
     reached = reach.find(name)
     machines = sorted({each.name for each in reached.machines.values()})
     if len(machines) > 1:

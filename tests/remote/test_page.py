@@ -1,11 +1,13 @@
 """The page of a fleet: its machines, their chips and what their jobs print, from machines of a local cloud."""
 
 import json
+import shutil
 import time
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from tests.watch.conftest import free_port
+from tests.watch.made import MadeRun
 
 
 def told(stream) -> tuple[str, dict]:
@@ -46,6 +48,23 @@ def test_machines_chips_and_logs(fleet):
         _, err = command.communicate(timeout=60)
         fleet.run("stop", "speaks")
     assert command.returncode == 130 and "Traceback" not in err
+
+
+def test_a_fleet_that_trains_nothing_comes_with_the_newest_run_here(fleet):
+    run = MadeRun(fleet.folder / "runs" / "mine", 3, 10)
+    run.grow(2)
+    command = fleet.start("page", "--port", str(free_port()))
+    try:
+        url = command.stdout.readline().strip()
+        with urlopen(url.replace("/?", "/stream?"), timeout=120) as stream:
+            _, view = told(stream)
+        assert (view["facts"]["run"], view["facts"]["wanted"]) == ("runs/mine", 2)
+        assert set(view["members"]) == {"m0", "m1", "m2"} and "v2-usc1f-0" in view["machines"]
+        assert 'run="runs/mine"' in ask(url, "metrics")
+    finally:
+        command.send_signal(2)
+        command.communicate(timeout=60)
+        shutil.rmtree(fleet.folder / "runs")
 
 
 def ask(url: str, what: str) -> str:

@@ -22,7 +22,8 @@ def page(
 ) -> None:
     """Show a run and its fleet on a live web page of this computer, and to Prometheus at /metrics. Ctrl-C ends it.
 
-    Without an argument: ./swarm.toml, else the run used last.
+    Without an argument: ./swarm.toml and its run, else the run of ./runs used last. A fleet without a run of its own
+    comes with that one too.
     """
     import asyncio
 
@@ -54,10 +55,10 @@ def _subject(of: str | None) -> "Subject":
     from tpuswarm.cli.over_fleet import is_fleet
     from tpuswarm.cli.picture import training_here
     from tpuswarm.cli.storage import as_rehearsed
-    from tpuswarm.fleet.file import DEFAULT
+    from tpuswarm.fleet.file import DEFAULT, read_swarm
     from tpuswarm.fleet.reach import find_reach
     from tpuswarm.train.bucket.mirror import is_url
-    from tpuswarm.train.run.listing import find_run
+    from tpuswarm.train.run.listing import find_run, list_runs
     from tpuswarm.watch.page.live import Subject
 
     path = Path(of) if of is not None and of.endswith(".toml") else DEFAULT
@@ -67,7 +68,8 @@ def _subject(of: str | None) -> "Subject":
         as_rehearsed(path)
         training = training_here(None, path)
         fleet, read = look_at(str(path))
-        return Subject(training.url if training else "", read, find_reach(fleet))
+        local = next(iter(list_runs(path.parent / "runs")), None) if read_swarm(path).train is None else None
+        return Subject(training.url if training else str(local or ""), read, find_reach(fleet))
     run = of or "last"
     if is_url(run):
         if training := training_here(run):

@@ -15,6 +15,8 @@ from tpuswarm.train.process.waiting import waiting
 
 LOOK, LOOK_FAR = 0.2, 5.0
 """Seconds between two looks at a run's files: on this disk, and in a bucket."""
+SOON = ("joining", "evaluating")
+"""States of a member that trains soon."""
 LISTED = 5
 """Members that are named where one is to be chosen."""
 
@@ -92,18 +94,28 @@ def _bring(folder: Path, member: str | None, had: Collection[Path]) -> None:
 
 
 def _training(folder: Path, member: str | None) -> str:
-    """The member that is meant, which trains. Raises InputError where it does not, or none does."""
+    """The member that is meant, once it trains. Raises InputError where it does not, or none does, nor will soon."""
     from tpuswarm.swarm.views.status import read_status
-    from tpuswarm.train.bucket.mirror import shown
+    from tpuswarm.train.bucket.mirror import origin, refresh, shown
+    from tpuswarm.train.run.directory import holder
 
-    status = read_status(folder)
-    members = status.members if status else ()
-    train = [each.id for each in members if each.state == "alive"]
-    if member is None and train:
-        return train[0]
-    found = next((each for each in members if each.id == member), None)
-    if found and found.state == "alive":
-        return found.id
+    with waiting(f"waiting until {member or 'a member'} trains"):
+        while True:
+            status = read_status(folder)
+            members = status.members if status else ()
+            train = [each.id for each in members if each.state == "alive"]
+            if member is None and train:
+                return train[0]
+            found = next((each for each in members if each.id == member), None)
+            if found and found.state == "alive":
+                return found.id
+            meant = [found] if found else [] if train and member else members
+            if members and all(each.state not in SOON for each in meant):
+                break
+            if holder(folder) is None:
+                raise RunFailed(f"{shown(folder)} ended before {member or 'a member'} trained")
+            time.sleep(LOOK if origin(folder) is None else LOOK_FAR)
+            refresh(folder)
     more = f" and {len(train) - LISTED} more" if len(train) > LISTED else ""
     now = f"training now: {', '.join(train[:LISTED])}{more}" if train else "nobody trains yet; try again once one does"
     if member is None:

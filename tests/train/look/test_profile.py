@@ -15,6 +15,7 @@ from tests.train import toy
 from tpuswarm import ArraySource, InputError, Trainer, supervised
 from tpuswarm.cli.profile import _training as training
 from tpuswarm.cli.profile import profile as command
+from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.views.status import write_status
 from tpuswarm.train.look import profile
 from tpuswarm.train.run.directory import EVENTS, read_rows
@@ -131,7 +132,7 @@ def test_a_living_run_is_traced_when_asked(tmp_path):
     folder = tmp_path / "run"
     wait_for(lambda: updates(folder) >= 3, run)
     out, err = finish(start(["profile", "run", "--steps", "3"], tmp_path))
-    assert f"asked process {run.pid} to trace 3 steps" in err and "tensorboard --logdir" in out
+    assert f"asked process {run.pid} to trace 3 steps" in err and "pip install xprof, then xprof run/tensorboard" in out
     [trace] = profile.traces(folder)
     traced = steps_in(trace)
     assert len(traced) == 3 and f"steps {traced[0]} to {traced[-1]}" in out
@@ -172,17 +173,34 @@ def test_a_run_without_members_and_no_steps_are_refused(tmp_path):
 
 
 def test_a_member_without_steps_is_named_with_those_that_have(tmp_path):
-    members = (M0, M2, replace(M1, state="left"), *(replace(M0, id=f"j-{each}") for each in range(9)))
+    lost = replace(M2, state="lost")
+    members = (M0, lost, replace(M1, state="left"), *(replace(M0, id=f"j-{each}") for each in range(9)))
     write_status(tmp_path, composed(members=members))
     assert training(tmp_path, None) == "m0" and training(tmp_path, "j-8") == "j-8"
     now = "training now: m0, j-0, j-1, j-2, j-3 and 5 more"
-    for member, why in (("m2", "m2 is joining, so"), ("m1", "m1 has left, so"), ("m9", "has no member m9;")):
+    for member, why in (("m2", "m2 is lost, so"), ("m1", "m1 has left, so"), ("m9", "has no member m9;")):
         with pytest.raises(InputError) as refused:
             training(tmp_path, member)
         assert why in str(refused.value) and str(refused.value).endswith(now)
-    write_status(tmp_path, composed(members=(M2,)))
+    write_status(tmp_path, composed(members=(lost,)))
     with pytest.raises(InputError, match="has no steps to trace: nobody trains yet; try again once one does"):
         training(tmp_path, None)
+
+
+@pytest.mark.parametrize("asked", ["m2", None])
+def test_a_member_that_is_starting_is_waited_for(tmp_path, monkeypatch, asked):
+    write_status(tmp_path, composed(members=(M2,)))
+
+    def holder(folder):
+        write_status(folder, composed(members=(replace(M2, state="alive"),)))
+        return 1
+
+    with monkeypatch.context() as held:
+        held.setattr("tpuswarm.train.run.directory.holder", holder)
+        assert training(tmp_path, asked) == "m2"
+    write_status(tmp_path, composed(members=(M2,)))
+    with pytest.raises(RunFailed, match=f"ended before {asked or 'a member'} trained"):
+        training(tmp_path, asked)
 
 
 def test_an_ended_run_without_a_trace_says_what_to_do(tmp_path):

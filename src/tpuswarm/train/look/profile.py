@@ -27,7 +27,7 @@ BOARD = "tensorboard"
 TAKEN = "plugins/profile/*/*.xplane.pb"
 TRACE = "profile"
 """The event of a trace, or of why there is none."""
-HOW_TO_OPEN = "pip install tensorboard xprof, then tensorboard --logdir {folder} (Profile), or xprof {folder}"
+HOW_TO_OPEN = "pip install xprof, then xprof {folder}"
 
 
 class Request(NamedTuple):

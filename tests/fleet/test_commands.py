@@ -6,103 +6,25 @@ import os
 import shlex
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tests.fleet.cloud_model import Cloud
+from tests.fleet.here import SWARM, TRC
 from tpuswarm.cli.fleet import _drawn, look_at
 from tpuswarm.cli.jobs import carry
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.core.jobs import Job, Seat
 from tpuswarm.fleet.core.memory import Work
-from tpuswarm.fleet.keeping.clock import Clock
 from tpuswarm.fleet.keeping.document import path_of
 from tpuswarm.fleet.keeping.fleets import Fleet, find
 from tpuswarm.fleet.setting_up import KeptSetup
 from tpuswarm.remote.setup.table import Setup
 
 GOLDEN = Path(__file__).parent / "golden"
-TRC = """\
-name = "gpt2"
-project = "my-project"
-
-[[pool]]
-name = "small"
-type = "v2-8"
-zones = ["us-central1-f", "us-central1-b"]
-count = 100
-
-[[pool]]
-name = "five"
-type = "v3-8"
-zones = ["europe-west4-a"]
-count = 5
-how = "on-demand"
-
-[[grant]]
-type = "v2-8"
-zone = "us-central1-f"
-how = "spot"
-count = 100
-expires = 2099-01-31
-
-[[grant]]
-type = "v3-8"
-zone = "europe-west4-a"
-how = "on-demand"
-count = 5
-"""
-SWARM = """\
-name = "gpt2"
-project = "my-project"
-down_when = "idle 30m"
-
-[head]
-type = "n2-highmem-8"
-zone = "us-central1-f"
-disk_gib = 200
-
-[[vm]]
-name = "router"
-type = "e2-standard-4"
-zone = "us-central1-f"
-role = "router"
-ip_forward = true
-
-[[pool]]
-name = "small"
-type = "v2-8"
-zones = ["us-central1-f"]
-count = 2
-
-[[pool]]
-name = "slice"
-type = "v5e-16"
-zones = ["us-west4-a"]
-count = 1
-how = "queued"
-wait = "4h"
-network = "tpu"
-external_ips = false
-labels = { owner = "me" }
-metadata = { startup-script = "echo a, b" }
-
-[[pool]]
-name = "one"
-type = "v3-8"
-zones = ["europe-west4-a"]
-count = 1
-how = "on-demand"
-
-[budget]
-total = 500.0
-"""
 TRAINED = f"""allow_cross_region = true
 {SWARM}
 [storage]
@@ -126,52 +48,6 @@ PREVIEWS = {
     "up-one": (None, ["up", "--dry-run", "--type", "v3-8", "--zone", "europe-west4-a", "--name", "node-1"]),
     "train-swarm": (TRAINED, ["train", "swarm.toml", "--dry-run"]),
 }
-
-
-class Here:
-    """A folder with swarm.toml, and a cloud that moves on whenever a command sleeps."""
-
-    def __init__(self, typed, folder: Path):
-        self.typed, self.folder = typed, folder
-        self.cloud = Cloud(time.time())
-
-    def run(self, line: str, code: int = 0) -> str:
-        """What a command prints, on both channels."""
-        found, out, err = self.typed(*shlex.split(line))
-        assert found == code, f"exit {found}: {out}{err}"
-        return out + err
-
-    def ready(self) -> list[str]:
-        return sorted(each.name for each in self.cloud.there.values() if each.state == "ready")
-
-
-@pytest.fixture
-def here(typed, tmp_path, monkeypatch):
-    for name in [each for each in os.environ if each.startswith(("GOOGLE_", "CLOUDSDK_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    found = Here(typed, tmp_path)
-    monkeypatch.setattr(Fleet, "provider", lambda self: found.cloud)
-    monkeypatch.setattr("tpuswarm.cli.bring.preflight", lambda *about: None)
-    monkeypatch.setattr("tpuswarm.cli.setup.route_now", lambda reach: None)  # nobody answers at a model's addresses
-    monkeypatch.setattr("tpuswarm.fleet.keeping.fleets.new_id", lambda name, mark: f"{name}-abc234")
-    monkeypatch.setattr(Fleet, "mark", "abc2")
-    command, asleep = threading.get_ident(), time.sleep
-
-    def sleep(seconds: float) -> None:
-        """Threads that an earlier test has left behind do not move this one's cloud."""
-        if threading.get_ident() == command:
-            found.cloud.advance(20)
-        else:
-            asleep(seconds)
-
-    monkeypatch.setattr("time.sleep", sleep)
-    clock = Clock(lambda: found.cloud.now, lambda: found.cloud.now)
-    monkeypatch.setattr("tpuswarm.fleet.keeping.keeper.Clock", lambda: clock)
-    (tmp_path / "swarm.toml").write_text(SWARM)
-    return found
 
 
 def golden(name: str, words: list[str], said: str) -> None:

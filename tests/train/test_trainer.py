@@ -4,10 +4,8 @@ import json
 import math
 import os
 import shutil
-import signal
 import struct
 import threading
-import time
 from itertools import islice
 from unittest import mock
 
@@ -19,21 +17,11 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from tests.train import toy
-from tpuswarm import ArraySource, InputError, RunFailed, Trainer, load, supervised
+from tests.train.toy import TIMES, rows, trainer
+from tpuswarm import InputError, RunFailed, Trainer, load, supervised
 from tpuswarm.train.run.checkpoint import MANIFEST, checkpoint_folders
 from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.run.listing import status
-
-TIMES = ("tokens_per_s", "wait_s", "wall_s")
-
-
-def trainer(**options):
-    return Trainer(**{"devices": 1, "save_every": 7, "eval_every": 5, **options})
-
-
-def rows(folder):
-    """All rows of a run's metrics but for the clock."""
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_rows(folder / "metrics.jsonl")]
 
 
 def curves(folder):
@@ -202,99 +190,6 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(whole, 
     trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
     assert rows(folder) == rows(whole[0])
     assert f"starting over: no checkpoint was finished; {lines} rows of metrics cut" in capsys.readouterr().err
-
-
-def poisoned(split):
-    data = toy.data()
-    if split == "train":
-        data["x"] = data["x"].copy()
-        data["x"][:] = np.where(np.arange(64)[:, None] == 60, np.nan, data["x"])
-    return data
-
-
-def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), poisoned)
-    with pytest.raises(RunFailed) as error:
-        trainer(save_every=2, eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
-    updates = rows(tmp_path / "run")
-    bad = updates[-1]["step"] + 1
-    assert f"at step {bad} (loss nan" in str(error.value) and "layer/b, layer/w" in str(error.value)
-    assert "unused" not in str(error.value) or "0 *" in str(error.value)
-    assert all(math.isfinite(row["loss"]) for row in updates)
-    newest = checkpoint_folders(tmp_path / "run" / "checkpoints")[0]
-    assert int(newest.name) == (bad - 1) // 2 * 2 and f"step {int(newest.name)} is safe" in str(error.value)
-    assert status(tmp_path / "run").state == "failed"
-
-
-def test_parameters_that_broke_behind_a_finite_loss_are_not_saved(tmp_path):
-    def loss(params, batch, key):
-        return jnp.sqrt(jnp.square(params["w"]).sum()) + 0 * batch["x"].sum() + params["good"].sum()
-
-    recipe = supervised(
-        lambda key: {"good": jnp.ones(2), "w": jnp.zeros(2)}, loss, optax.sgd(0.1), {"x": np.ones((8, 1))}
-    )
-    with pytest.raises(RunFailed, match=r"step 1 \(loss 2.0, gradient norm nan; parameters not finite: w\)"):
-        trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
-    assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
-
-
-def test_data_that_breaks_midway_ends_the_run_with_its_own_line(tmp_path):
-    class Broken:
-        def rows(self, start, count):
-            if start >= 40:
-                raise ValueError("row 40 is torn")
-            return toy.recipe().data("train").rows(start, count)
-
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), Broken())
-    with pytest.raises(InputError, match=r"the data source failed: ValueError: row 40 is torn \(.*test_trainer.py:"):
-        trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
-
-
-def stop_when_saved(folder):
-    """SIGTERM once the first save is over: what a save takes is known from then on."""
-    end = time.monotonic() + 60
-    while not (folder / "checkpoints" / "00000000" / "manifest.json").exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_an_evaluation_does_not_keep_a_stop_waiting(tmp_path, monkeypatch):
-    class Slow(ArraySource):
-        def rows(self, start, count):
-            if start == 16:
-                stop_when_saved(tmp_path / "run")
-            assert start <= 24, "evaluated on after the signal"
-            return super().rows(start, count)
-
-    def splits(split):
-        return Slow(toy.data()) if split == "validation" else toy.data()
-
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), splits)
-    result = trainer(save_every=100).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
-    assert (result.ended, result.signal, result.step) == ("stopped", signal.SIGTERM, 5)
-    assert "saved at step 5" in result.message
-    monkeypatch.setattr(Slow, "rows", ArraySource.rows)
-    trainer().fit(recipe, steps=20, batch=8, run=tmp_path / "run")
-    assert [row["step"] for row in rows(tmp_path / "run") if "eval_loss" in row] == [5, 10, 15, 20]
-
-
-def test_slow_data_does_not_keep_a_stop_waiting(tmp_path):
-    release = threading.Event()
-
-    class Stuck(ArraySource):
-        def rows(self, start, count):
-            if start >= 40:
-                stop_when_saved(tmp_path / "run")
-                release.wait(60)
-            return super().rows(start, count)
-
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), Stuck(toy.data()))
-    result = trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
-    release.set()
-    assert result.ended == "stopped" and f"saved at step {result.step}" in result.message
-    assert 1 <= result.step <= 5  # the feed reads ahead of the loop
 
 
 def test_a_resumed_deterministic_run_is_deterministic(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A linear model small enough to check by hand, as a recipe."""
+"""A linear model small enough to check by hand, as a recipe, and what trains it."""
 
 from typing import Any
 
@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpuswarm import supervised
+from tpuswarm import Trainer, supervised
+from tpuswarm.train.run.directory import read_rows
 
 ROWS = 64
+TIMES = ("tokens_per_s", "wait_s", "wall_s")
 
 
 def data(seed: int = 0) -> dict[str, np.ndarray]:
@@ -47,3 +49,12 @@ def recipe(optimizer: Any = adam, rate: float = 0.05, **options: Any):
 def toy(rate: float = 0.05):
     """A maker for `file.py:toy`."""
     return recipe(rate=rate)
+
+
+def trainer(**options):
+    return Trainer(**{"devices": 1, "save_every": 7, "eval_every": 5, **options})
+
+
+def rows(folder):
+    """All rows of a run's metrics but for the clock."""
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_rows(folder / "metrics.jsonl")]

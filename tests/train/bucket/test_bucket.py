@@ -1,71 +1,22 @@
-"""A run in a bucket: it goes on from another disk, one process has it at a time, and any computer can look at it."""
+"""A run in a bucket: it goes on from another disk, and any computer can look at it."""
 
 import json
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.swarm.bucket import bucket
+from tests.train.bucket.far_run import CONFIG, URL, begin, steps
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.bucket import lease
-from tpuswarm.train.bucket.lease import Lost, RunLease
 from tpuswarm.train.bucket.mirror import LARGE, ROWS, Mirror, bring, folder_of, is_url
 from tpuswarm.train.bucket.stored import Bucket
 from tpuswarm.train.run.checkpoint import Checkpoints
 from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.listing import status
-
-URL = "gs://bucket/runs/a"
-CONFIG = {
-    "recipe": {"name": "r", "target": "x:y", "options": {}},
-    "train": {"steps": 10, "batch": 2, "seed": 0},
-    "chosen": {"tokens_per_row": 1},
-}
-
-
-@pytest.fixture
-def served(tmp_path, monkeypatch):
-    (tmp_path / "cloud").mkdir()
-    with bucket("bucket", tmp_path / "cloud") as made:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.endpoint)
-        yield made
-
-
-@pytest.fixture
-def disk(tmp_path, monkeypatch):
-    """Takes another empty disk."""
-
-    def take(name: str) -> None:
-        monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / name))
-
-    take("one")
-    return take
-
-
-def begin(steps: int = 3) -> Run:
-    run = Run(folder_of(URL))
-    run.write_config(CONFIG)
-    run.write_event("started")
-    for step in range(1, steps + 1):
-        run.write_metrics({"step": step, "tokens": 2 * step, "loss": 1.0 / step})
-    return run
-
-
-def save(folder: Path, step: int) -> None:
-    """As a checkpoint lies there: its manifest last."""
-    at = folder / "checkpoints" / f"{step:08}"
-    at.mkdir(parents=True)
-    (at / "arrays").write_bytes(b"arrays")
-    (at / "manifest.json").write_text("{}")
-
-
-def steps(folder: Path) -> list[int]:
-    return [row["step"] for row in read_rows(folder / "metrics.jsonl")]
 
 
 def test_another_disk_goes_on(served, disk):
@@ -172,49 +123,6 @@ def test_a_run_begins_with_the_parameters_of_one_in_a_bucket(served, disk, tmp_p
     )
     with pytest.raises(InputError, match=f"^{URL} holds a different model"):
         Trainer(devices=1).fit(other, steps=1, batch=1, run=tmp_path / "no", init_from=URL)
-
-
-def test_two_machines_cannot_have_one_run(served, disk, monkeypatch):
-    monkeypatch.setattr(lease, "LOOK", 0.05)
-    run = begin()
-    renew = threading.Thread(target=lambda: (time.sleep(0.5), run._tended._lease.renew()))
-    renew.start()
-    disk("two")
-    with pytest.raises(InputError, match=f"{URL} is in use by process .* stop it first with `tpuswarm stop {URL}`"):
-        Run(folder_of(URL))
-    renew.join()
-    run.close()
-    Run(folder_of(URL)).close()
-
-
-def test_a_dead_machine_loses_it_and_hears_of_it(served, disk, monkeypatch):
-    monkeypatch.setattr(lease, "LOOK", 0.05)
-    monkeypatch.setattr(lease, "TERM", 0.5)
-    bucket = Bucket(URL)
-    first, second = RunLease(bucket, URL), RunLease(bucket, URL)
-    assert first.take() == ""
-    assert second.take() == first.owner  # it stood still for TERM
-    with pytest.raises(Lost, match=f"{URL} was taken over by process"):
-        first.renew()
-    second.renew()
-    second.release()
-    monkeypatch.setattr(lease, "TERM", 600.0)
-    assert RunLease(bucket, URL).take() == second.owner  # who let it go is not waited for
-
-
-def test_who_slept_for_long_does_not_begin_where_others_have_removed(served, disk, monkeypatch):
-    monkeypatch.setattr(lease, "LOOK", 0.05)
-    monkeypatch.setattr(lease, "TERM", 0.2)
-    monkeypatch.setattr(lease, "KEPT", 3)
-    bucket = Bucket(URL)
-    first, second = RunLease(bucket, URL), RunLease(bucket, URL)
-    first.take()
-    second.take()
-    for _ in range(8):
-        second.renew()
-    first._renewed -= 1000.0
-    with pytest.raises(Lost):
-        first.renew()
 
 
 def test_it_is_looked_at_and_stopped_from_elsewhere(served, disk, monkeypatch):
@@ -339,30 +247,6 @@ def test_nothing_is_left_of_what_never_became_a_run(served, disk):
         bring(URL)
 
 
-def test_who_has_lost_a_run_touches_nothing_of_who_has_it(served, disk, monkeypatch):
-    """Not when it ends, nor in the middle of sending: what the other has saved meanwhile stays."""
-    monkeypatch.setattr(lease, "TERM", 0.2)
-    monkeypatch.setattr(lease, "LOOK", 0.05)
-    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 600.0)  # this computer is asleep, or cut off
-    first = begin()
-    save(folder_of(URL), 10)
-    first._tended._mirror.push(lambda: None)
-    save(folder_of(URL), 20)
-    shutil.rmtree(folder_of(URL) / "checkpoints" / "00000010")
-    disk("two")
-    monkeypatch.setattr("tpuswarm.train.bucket.lease.alive", lambda computer, pid: None)
-    second = Run(folder_of(URL))
-    second.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
-    save(folder_of(URL), 30)
-    second.close()
-    before = Bucket(URL).listed("")
-    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 0.0)
-    with pytest.raises(Lost):
-        first._tended._mirror.push(first._tended._assure)
-    first.close()
-    assert Bucket(URL).listed("") == before and any(name.startswith("checkpoints/00000030/") for name in before)
-
-
 def test_a_copy_is_brought_up_to_date_where_another_computer_has_gone_on(served, disk):
     """Also of files that this one had written itself."""
     run = begin()
@@ -374,27 +258,6 @@ def test_a_copy_is_brought_up_to_date_where_another_computer_has_gone_on(served,
     again.close()
     disk("one")
     assert (bring(URL) / "status.json").read_text() == "from two"
-
-
-def test_the_lease_is_kept_however_long_sending_takes(served, disk, monkeypatch):
-    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 0.05)
-    run, slow = begin(), threading.Event()
-    put_file = Bucket.put_file
-
-    def wait(self, name, path):
-        slow.wait(60)
-        put_file(self, name, path)
-
-    monkeypatch.setattr(Bucket, "put_file", wait)
-    (folder_of(URL) / "status.json").write_text("more")
-    run._tended.soon()
-    first = run._tended._lease._number
-    end = time.monotonic() + 60
-    while run._tended._lease._number < first + 3 and time.monotonic() < end:
-        time.sleep(0.05)
-    assert run._tended._lease._number >= first + 3
-    slow.set()
-    run.close()
 
 
 def test_a_run_that_is_begun_anew_in_the_place_of_a_deleted_one_has_nothing_of_it(served, disk):

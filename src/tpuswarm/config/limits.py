@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from tpuswarm.config.units import MOST, check_number
@@ -27,6 +28,9 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
 }
 """Of the settings that are numbers."""
 
+FRACTIONS = ("epochs", "clip", "ema", "grace", "outer_lr")
+"""Of those the ones that need not be whole."""
+
 CHOICES: Mapping[str, Sequence[str]] = {
     "precision": ("bf16", "f32", "highest"),
     "shard": ("auto", "replicate", "fsdp"),
@@ -47,6 +51,8 @@ def check(settings: Mapping[str, Any]) -> None:
             continue
         if name in LIMITS:
             check_number(value, flag(name), **LIMITS[name])
+            if name not in FRACTIONS and not isinstance(value, Integral):
+                raise InputError(f"{flag(name)} must be a whole number, not {value}")
         if name in CHOICES and value not in CHOICES[name]:
             *others, last = CHOICES[name]
             raise InputError(f"{flag(name)} is {', '.join(others)} or {last}, not {value!r}")

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from numbers import Real
 
 from tpuswarm.errors import InputError
 
@@ -49,7 +50,9 @@ def check_number(
     below: float | None = None,
     most: float | None = None,
 ) -> None:
-    """Raise InputError, naming `what` and its bounds, for a number outside of them, an infinite one, and NaN."""
+    """Raise InputError, naming `what` and its bounds, for all but a finite number within them."""
+    if not isinstance(value, Real):
+        raise InputError(f"{what} must be a number, not {value!r}")
     within = (
         math.isfinite(value)
         and (above is None or value > above)

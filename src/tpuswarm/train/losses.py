@@ -21,8 +21,11 @@ With mutable state `loss(params, extra, batch, key) -> (loss, (metrics, extra))`
 Terms = dict[str, Any]
 """`loss` and metrics of one batch: float32 scalars for the loss, Weighted where the user gave that."""
 
-RESERVED = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version")
-"""Columns of metrics.jsonl; a loss's own metrics cannot use these names."""
+RESERVED = (
+    "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version", "rows",
+)  # fmt: skip
+"""Columns of metrics.jsonl, where those of evaluations begin with EVALUATED: no names for a loss's metrics."""
+EVALUATED = "eval_"
 
 NUMERIC = (jax.Array, np.ndarray, np.generic, float, int)
 """What a loss or a metric may be, before its shape is looked at."""
@@ -42,7 +45,7 @@ def terms(out: Any) -> Terms:
                 raise InputError(
                     f"{name} has shape {jnp.shape(part)}, it must be a scalar: take its mean over the batch"
                 )
-        if name in RESERVED:
+        if name in RESERVED or name.startswith(EVALUATED):
             raise InputError(f"a metric cannot be called {name}: the trainer writes one of that name")
     found = {name: _float32(value) if isinstance(value, Weighted) else value for name, value in metrics.items()}
     return found | {"loss": _float32(loss)}

@@ -48,8 +48,8 @@ def refuse_differences(where: Any, found: list[str]) -> None:
         return
     if found[0].startswith("steps was ") and len(found) == 1:
         raise InputError(
-            f"{where}: {found[0]}, and its learning rate follows a schedule made for that length; to train its "
-            f"parameters further, begin another run with --init-from {where}"
+            f"{where}: {found[0]}, and a run can only become longer, and only where its learning rate has no schedule; "
+            f"to train its parameters further, begin another run with --init-from {where}"
         )
     raise InputError(
         f"{where} has a different configuration: {'; '.join(found)}; "

@@ -33,6 +33,7 @@ from tpuswarm.train.recipe import (
     Recipe,
     Source,
 )
+from tpuswarm.train.user_code import require_call
 
 SPLITS = ("train", "validation", "all")
 
@@ -339,18 +340,17 @@ class Supervised(Recipe):
 def _by_split(data: Any) -> Callable[[str], Any]:
     """What a recipe was given as its data, as a function of the split."""
     if callable(data):
+        require_call(data, "data", "split")
         return data
-    nested = isinstance(data, Mapping) and [
-        name for name, each in data.items() if isinstance(each, Mapping) or hasattr(each, "rows")
-    ]
-    if not nested:
-        return {"train": data}.get
-    if not data.keys() <= set(SPLITS):
-        raise InputError(
-            f"data has a {type(data[nested[0]]).__name__} under {nested[0]}: a batch is one dict of arrays, without "
-            f"dicts in it; a dict of splits has the keys {', '.join(SPLITS)}"
-        )
-    return data.get
+    if isinstance(data, Mapping) and data and data.keys() <= set(SPLITS):
+        return data.get
+    for name, each in data.items() if isinstance(data, Mapping) else ():
+        if isinstance(each, Mapping) or hasattr(each, "rows"):
+            raise InputError(
+                f"data has a {type(each).__name__} under {name}: a batch is one dict of arrays, without dicts in it; "
+                f"a dict of splits has the keys {', '.join(SPLITS)}"
+            )
+    return {"train": data}.get
 
 
 def supervised(
@@ -385,4 +385,11 @@ def supervised(
       the key that init gets. The loss is then loss(params, extra, batch, key) → (loss, (dict of metrics, extra)): what
       it returns is what it gets at the next step. No gradient goes into it; what an evaluation returns is not kept.
     """
+    require_call(init, "init", "key")
+    require_call(loss, "loss", "params", *(("extra",) if extra else ()), "batch", "key")
+    if extra is not None:
+        require_call(extra, "extra", "key")
+    if schedule is not None:
+        require_call(schedule, "schedule", "progress")
+        require_call(optimizer, "optimizer", "learning_rate", "decay_mask")
     return Supervised(init, loss, optimizer, data, schedule, defaults, cast, micro_batches, extra, float32)

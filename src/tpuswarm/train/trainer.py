@@ -137,10 +137,17 @@ class Trainer:
         leaving the function that holds it) saves and ends the run like Ctrl-C; a loop left open at the end of a script
         resumes from its last checkpoint.
         """
+        if not isinstance(recipe, Recipe):
+            raise InputError(
+                f"a {type(recipe).__name__} is trained as a recipe: give what `tpuswarm.supervised(...)` makes of it"
+            )
         asked = self.settings(steps, batch, init_from)
         save_every = parse_every(self.save_every, "save_every")
         eval_every = Interval() if self.eval_every is None else parse_every(self.eval_every, "eval_every")
         hooks = Hooks(self.hooks)
+        for each in self.loggers:
+            if not isinstance(each, Logger):
+                raise InputError(f"a logger has write(row) and close(), which a {type(each).__name__} has not")
         if self.wandb is not None:
             wandb_log.require()
         hosts = several(self.hosts, self.host, self.hosts_at)

@@ -40,6 +40,23 @@ class CodeLine(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
+def require_call(function: Any, name: str, *arguments: str) -> None:
+    """Raise InputError, with the function's line, unless `function` can be called as name(*arguments)."""
+    call = f"{name}({', '.join(arguments)})"
+    if not callable(function):
+        raise InputError(f"{name} is a {type(function).__name__}; give a function {call}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a library in C, which does not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        code = getattr(function, "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        raise InputError(f"{name} is called as {call}, and this one takes {signature}: {error}{place}") from error
+
+
 @contextmanager
 def blame(what: str) -> Iterator[None]:
     """Turn an error raised by a user's file into InputError that names its line; let every other error pass."""

@@ -13,6 +13,7 @@ from weakref import finalize
 
 import numpy as np
 
+from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.source import shuffled
 from tpuswarm.train.process.waiting import waiting
@@ -20,6 +21,8 @@ from tpuswarm.train.process.waiting import waiting
 ArrayRows = dict[str, np.ndarray]
 AGAIN = 10_000
 """Rows from which on reading a stream again is worth a word."""
+NO_NUMBERS = "OSUmM"
+"""Kinds of arrays of objects, texts and times."""
 POSITIONS = 8
 """Of a stream that are remembered: more than batches are read ahead of the step that is saved."""
 
@@ -252,7 +255,7 @@ def decoded(state: Any) -> Any:
 
 
 def stacked(items: Sequence[Any], names: Sequence[str]) -> ArrayRows:
-    """Items as one batch; InputError where their arrays have different shapes."""
+    """Items as one batch; InputError where they are no arrays of numbers of one shape."""
     rows = [_named(item, names) for item in items]
     found = {}
     for name in rows[0]:
@@ -260,11 +263,19 @@ def stacked(items: Sequence[Any], names: Sequence[str]) -> ArrayRows:
             found[name] = np.stack([np.asarray(row[name]) for row in rows])
         except (ValueError, KeyError) as error:
             raise InputError(f"{name} of the data cannot be one array: {error}; pad or cut it to one shape") from error
+        if found[name].dtype.kind in NO_NUMBERS:
+            raise InputError(
+                f"{name} of the data is a {type(rows[0][name]).__name__}: items are dicts of arrays and numbers; name "
+                "the others with names=[…]"
+            )
     return found
 
 
 def _named(item: Any, names: Sequence[str]) -> Mapping[str, Any]:
     if isinstance(item, Mapping):
+        for name in names:
+            if name not in item:
+                raise InputError(f"an item of the data has no {name}; {did_you_mean(name, list(item))}")
         return {name: item[name] for name in names} if names else item
     parts = tuple(item) if isinstance(item, tuple | list) else (item,)
     if len(parts) != len(names):

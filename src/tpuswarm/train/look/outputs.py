@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from tpuswarm.train.run.directory import SAMPLE, Run
 from tpuswarm.train.user_code import blame
 
 
+@runtime_checkable
 class Logger(Protocol):
     """What a run's rows go to, besides its directory: `Trainer(loggers=[…])`."""
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tpuswarm.config.units import Interval, check_number, parse_every
+from tpuswarm.errors import InputError
 from tpuswarm.train.recipe import State
 from tpuswarm.train.run.best import Best
-from tpuswarm.train.user_code import blame
+from tpuswarm.train.user_code import blame, require_call
 
 
 class Step(NamedTuple):
@@ -54,8 +55,12 @@ class EarlyStopping:
     def __init__(self, metric: str = "eval_loss", patience: int = 3, least: float = 0.0):
         check_number(patience, "patience", least=1)
         check_number(least, "least", least=0)
-        self._best, self._metric, self._patience, self._least = Best(metric), metric, patience, least
-        self._waited, self._seen = 0, -1
+        self._metric, self._patience, self._least = metric, patience, least
+        self.begin()
+
+    def begin(self) -> None:
+        """Count anew, as for each run that it is a hook of."""
+        self._best, self._waited, self._seen = Best(self._metric), 0, -1
 
     def __call__(self, step: Step) -> Stop | None:
         """Look at one evaluation; one that was looked at before does not count twice."""
@@ -73,7 +78,14 @@ class Hooks:
     """The hooks of a run, and when each was called last."""
 
     def __init__(self, hooks: Iterable[Every]):
-        """Raises InputError for an interval that is none."""
+        """Raises InputError for what is no Every, for an interval that is none, and for what takes no Step."""
+        hooks = list(hooks)
+        for each in hooks:
+            if not isinstance(each, Every):
+                raise InputError(f"hooks are given as [Every(100, function)], not as a {type(each).__name__}")
+            require_call(each.call, "hook", "step")
+            if isinstance(each.call, EarlyStopping):
+                each.call.begin()
         self._hooks = [(_interval(each.every), each.call) for each in hooks]
         self._called = [time.monotonic()] * len(self._hooks)
 

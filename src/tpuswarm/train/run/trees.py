@@ -1,6 +1,6 @@
 """A pytree to a file and back, and the arrays of a run without its recipe: `save` and `load`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ def save(tree: Any, file: str | Path) -> None:
     The file is there whole or not at all. Raises InputError for another suffix, for leaves that are no arrays of
     numbers, for two leaves of one path, and where it cannot be written.
     """
+    if is_url(str(file)):
+        raise InputError(f"{file}: a pytree is saved on a disk; give a path, and copy the file from there")
     file = Path(file)
     if file.suffix != SUFFIX:
         raise InputError(f"{file}: a pytree is saved as a {SUFFIX} file; name it {file.with_suffix(SUFFIX).name}")
@@ -40,6 +42,8 @@ def save(tree: Any, file: str | Path) -> None:
     names = leaf_paths(tree)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"two leaves have the path {twice[0]}: rename a key that has a slash in it")
+    if both := _both(names):
+        raise InputError(f"{both} is a leaf, and another's path begins with it: rename a key that has a slash in it")
     try:
         part(file).write_bytes(to_bytes(dict(zip(names, leaves, strict=True))))
         sync(part(file))
@@ -68,7 +72,11 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
         name = str(place)
         folder = bring(name, whole=True) if is_url(name) else find_run(name)
         arrays = checkpoint.arrays(kept_best(folder)) if best else _of_run(folder)
-    return _nested(arrays) if like is None else _like(arrays, like, str(place))
+    if like is not None:
+        return _like(arrays, like, str(place))
+    if both := _both(arrays):
+        raise InputError(f"{place} has an array {both}, and others whose path begins with it: say which with like=")
+    return _nested(arrays)
 
 
 def run_arrays(folder: Path) -> tuple[dict[str, np.ndarray], checkpoint.Saved]:
@@ -99,6 +107,13 @@ def _of_run(folder: Path) -> dict[str, np.ndarray]:
     else:
         shared, named = {f"params/{path}": array for path, array in shared.items()}, average
     return shared | {f"ema/{path}": array for path, array in named.items()}
+
+
+def _both(names: Iterable[str]) -> str | None:
+    """What would be an array and a dict of others in one tree, if anything."""
+    names = set(names)
+    folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}
+    return min(folders & names, default=None)
 
 
 def _nested(arrays: Mapping[str, np.ndarray]) -> Any:

@@ -44,13 +44,14 @@ oracle: setup .venv-oracle/installed
 	$(BIN)/pytest -m oracle -n 2
 	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle -n 2
 
-# The packages of .venv, and torch and transformers, which nothing but the oracle may import. Any build of torch will
+# The packages of .venv, and torch and what belongs to it, which nothing but the oracle may import. Any build of torch will
 # do; pip prefers the one for the CPU, 2.13.0+cpu, where an index has it.
 .venv-oracle/installed: .venv/installed Makefile
 	$(PYTHON) -m venv .venv-oracle
 	site=$$(.venv-oracle/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  echo "$${site/.venv-oracle/.venv}" > "$$site/packages_of_venv.pth"
-	.venv-oracle/bin/pip install --quiet --constraint constraints.txt torch==2.13.0 transformers==5.23.0
+	.venv-oracle/bin/pip install --quiet --constraint constraints.txt torch==2.13.0 transformers==5.23.0 \
+	  torchdata==0.11.0 datasets==5.2.0 grain==0.2.18
 	@touch $@
 
 soak: setup

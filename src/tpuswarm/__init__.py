@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from tpuswarm.train.look.outputs import Logger
     from tpuswarm.train.loop.hooks import EarlyStopping, Every, Step, Stop
     from tpuswarm.train.loop.result import Result
-    from tpuswarm.train.recipe import Clock, Exchange, Options, Parameter, Program, Recipe, Source, Weighted
+    from tpuswarm.train.recipe import Average, Clock, Exchange, Options, Parameter, Program, Recipe, Source, Weighted
     from tpuswarm.train.run.trees import load, save
     from tpuswarm.train.supervised import supervised
     from tpuswarm.train.trainer import Trainer
 
 _HOME = {
     "ArraySource": "train.data.source",
+    "Average": "train.recipe",
     "Clock": "train.recipe",
     "EarlyStopping": "train.loop.hooks",
     "Every": "train.loop.hooks",
@@ -54,6 +55,7 @@ _HOME = {
 
 __all__ = [
     "ArraySource",
+    "Average",
     "Clock",
     "EarlyStopping",
     "Every",

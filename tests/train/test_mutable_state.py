@@ -143,3 +143,33 @@ def test_batch_norm_of_flax():
         theirs(toy.data()["x"], use_running_average=False)
     np.testing.assert_allclose(state.extra["mean"], theirs.mean[...], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(state.extra["var"], theirs.var[...], rtol=1e-5)
+
+
+def test_equinox_batch_norm_is_resumed_and_is_equinoxs(tmp_path):
+    equinox = pytest.importorskip("equinox")
+
+    def model(key):
+        return equinox.nn.make_with_state(equinox.nn.BatchNorm)(5, axis_name="batch", mode="batch", momentum=0.75)
+
+    shapes, _ = equinox.filter_eval_shape(model, jax.random.key(0))
+    _, static = equinox.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def call(norm, rows, state):
+        return jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(rows, state)
+
+    def loss(params, extra, batch, key):
+        norm = equinox.combine(params, static)
+        out, state = call(equinox.nn.inference_mode(norm) if key is None else norm, batch["x"], extra)
+        return jnp.square(out.sum(-1) - batch["y"]).mean(), ({}, state)
+
+    made = supervised(
+        lambda key: equinox.filter(model(key)[0], equinox.is_array), loss, optax.sgd(0.1), toy.splits,
+        extra=lambda key: model(key)[1],
+    )  # fmt: skip
+    Trainer().fit(made, steps=2, batch=toy.ROWS, run=tmp_path / "a")
+    resumed = Trainer().fit(made, steps=4, batch=toy.ROWS, run=tmp_path / "a")
+    norm, theirs = model(jax.random.key(0))
+    for _ in range(4):
+        _, theirs = call(norm, toy.data()["x"], theirs)
+    for ours, other in zip(jax.tree.leaves(resumed.state.extra), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-7)

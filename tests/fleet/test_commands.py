@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.fleet.here import SWARM, TRC
 from tpuswarm.cli.fleet import _drawn, look_at
 from tpuswarm.cli.jobs import carry
-from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL
+from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Worker
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.core.jobs import Job, Seat
 from tpuswarm.fleet.core.memory import Work
@@ -225,6 +225,9 @@ def test_machines_of_a_lost_fleet_are_shown_and_deleted_when_asked(here):
     labels = {"tpuswarm-fleet": "gpt3-zzzzzz", "tpuswarm-pool": "small"}
     here.cloud.foreign("v2-usc1f-9", "us-central1-f", labels=labels)
     assert "not of this fleet: 1 of fleet gpt3-zzzzzz: v2-usc1f-9" in here.run("list")
+    said = here.run("logs v2-usc1f-9", code=2)
+    assert said.startswith("error: v2-usc1f-9 is of another fleet, gpt3-zzzzzz: give the command beside the swarm.toml")
+    assert "`tpuswarm down --orphans gpt3-zzzzzz` deletes its machines" in " ".join(said.split())
     assert "no machine carries the id nobody" in here.run("down --orphans nobody", code=2)
     here.run("down --orphans gpt3-zzzzzz --yes")
     assert len(here.cloud.there) == len(here.ready()) == 6
@@ -296,7 +299,10 @@ def test_doctor_says_what_costs_and_is_of_no_use(here):
     here.run("up --yes")
     zone = "us-central1-f"
     here.cloud.change((zone, "v2-usc1f-0"), healthy=False, why="HBM_ECC")
-    here.cloud.foreign("left", zone, labels={FLEET_LABEL: "gpt2-abc234", POOL_LABEL: "former"})
+    labels = {FLEET_LABEL: "gpt2-abc234", POOL_LABEL: "former"}
+    here.cloud.foreign("left", zone, labels=labels, workers=(Worker("10.0.0.9", None),))
+    said = " ".join(here.run("logs left", code=2).split())
+    assert "left is of no pool of the fleet any more: `tpuswarm list` shows it" in said and "no run" not in said
     long_ago, here.cloud.capacity["us-west4-a"] = here.cloud.now - 3 * 86400, 0
     here.cloud.change(("us-west4-a", "v5e-usw4a-0"), state="waiting", created=long_ago)
     found = {each["check"]: each for each in json.loads(here.run("doctor cloud --json", 1))["found"]}

@@ -121,7 +121,10 @@ def _job(name: str) -> "tuple[Fleet, Job] | None":
 
 
 def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
-    """The machine of this folder's fleet that is meant, and its worker; None: a run is."""
+    """The machine of this folder's fleet that is meant, and its worker; None: a run is.
+
+    Raises InputError for one that the cloud shows, but that cannot be reached or is not of the fleet.
+    """
     from tpuswarm.cloud.errors import CloudError
     from tpuswarm.fleet.keeping import fleets
     from tpuswarm.fleet.reach import find_reach
@@ -129,6 +132,7 @@ def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
     from tpuswarm.train.run.listing import find_run
 
     machine, slash, worker = name.partition("/")
+    seen = None
     if name == "last" or (slash and not worker.isdecimal()) or not machine or Path(find_run(name)).exists():
         return None
     try:
@@ -138,6 +142,8 @@ def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
         seen = find_reach(fleet).look()
         (target, *others) = find_targets(name, seen.document.desired, seen.listing).targets
     except (InputError, CloudError):
+        if seen and any(each.name == machine for each in seen.listing.machines):
+            raise
         return None
     if any(each.machine.name != target.machine.name for each in others):
         return None  # a pool, or all

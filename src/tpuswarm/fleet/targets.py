@@ -48,7 +48,8 @@ def find_targets(text: str, desired: Desired, listing: Listing) -> Found:
         return found
     there = "; ".join(found.away[:6]) or "there is none"
     if not found.group:
-        raise InputError(f"{there}: `tpuswarm list` shows it; `tpuswarm up`, or a keeper, replaces what is lost")
+        keeper = "`tpuswarm up`, or a keeper, replaces what is lost and deletes what is of no pool"
+        raise InputError(f"{there}: `tpuswarm list` shows it; {keeper}")
     raise InputError(f"no machine of {'the fleet' if text == ALL else f'pool {text}'} can be reached: {there}")
 
 
@@ -80,6 +81,8 @@ def find_meant(text: str, desired: Desired, listing: Listing, gone: Collection[s
     except InputError:
         if why := _lost(name, desired, listing, gone):
             return Found((), (why,))
+        if other := next((each for each in listing.machines if each.name == name), None):
+            raise InputError(_strange(other)) from None
         raise
     if why := why_not(machine, pools):
         return Found((), (f"{machine.name} {why}",))
@@ -106,6 +109,16 @@ def why_not(machine: Machine, pools: Collection[str]) -> str | None:
     if machine.pool not in pools:
         return "is of no pool of the fleet any more"
     return None
+
+
+def _strange(machine: Machine) -> str:
+    """Of a machine that is not of the fleet: whose it is, and the way to it."""
+    if machine.fleet is None:
+        return f"{machine.name} in {machine.zone} was made by hand, and is of no fleet: gcloud leads to it"
+    return (
+        f"{machine.name} is of another fleet, {machine.fleet}: give the command beside the swarm.toml of that one; if "
+        f"it is lost, `tpuswarm down --orphans {machine.fleet}` deletes its machines"
+    )
 
 
 def _lost(name: str, desired: Desired, listing: Listing, gone: Collection[str]) -> str | None:

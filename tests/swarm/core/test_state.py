@@ -8,9 +8,10 @@ from tests.swarm.core.test_summary import TERMS, A, B, Desk
 from tests.swarm.world import genesis
 from tpuswarm.swarm.core import state as coordinator
 from tpuswarm.swarm.core.arithmetic.outer import Outer
-from tpuswarm.swarm.core.messages import Beat
+from tpuswarm.swarm.core.messages import Beat, Refused, StoreHeader
 from tpuswarm.swarm.core.rows import NOTHING
 from tpuswarm.swarm.core.state import Lease
+from tpuswarm.swarm.core.values import Header, Identity
 from tpuswarm.swarm.core.view import View
 
 JOINED = replace(TERMS, members=(), outer=Outer("nesterov"))
@@ -44,6 +45,24 @@ def test_who_does_not_come_back_is_awaited_for_one_lease_time():
     assert merge is None
     desk.state, merge, _ = coordinator.tick(desk.state, 100 + JOINED.lease_seconds)
     assert merge is not None and len(merge.decisions) == 1
+
+
+@pytest.mark.parametrize("decided", [0, 2])
+def test_a_push_before_its_turn_is_refused(decided):
+    """Its verdict would stand for the one left out, too: accepted later, that one would never be counted."""
+    desk = Desk(coordinator.start(JOINED, View.of(genesis(JOINED)), [], 0.0, founded=True))
+    for sequence in range(1, decided + 1):
+        rows = desk.beat(A, NOTHING, 0, float(sequence), base=desk.state.view.version)
+        desk.push(A, rows.first(4), sequence=sequence)
+        desk.commit(float(sequence))
+    rows = desk.beat(A, NOTHING, 0, 3.0, base=desk.state.view.version)
+    next_one = Identity(A, decided + 1)
+    header = Header(next_one, "run", decided, rows.first(4), 40, 1, "plain", 1.0, True, ("d",))
+    for sequence in (decided + 2, decided + 9):
+        state, answer = coordinator.push(desk.state, replace(header, identity=Identity(A, sequence)), 4.0)
+        assert state == desk.state
+        assert answer == Refused(f"its push {sequence} is not the next: that is push {decided + 1}")
+    assert coordinator.push(desk.state, header, 4.0)[1] == StoreHeader(header)
 
 
 def test_the_more_members_the_less_each_says():

@@ -147,6 +147,8 @@ def push(state: State, header: Header, now: float) -> tuple[State, StoreHeader |
         return state, Refused(f"rows {strange} are not leased to it")
     if any(True for _ in undecided_of(state, key)) and state.storing.get(identity) != header:
         return state, Refused("another of its pushes is still undecided")
+    if identity.sequence != (following := view.decided_pushes(key) + 1):  # one left out would never get a verdict
+        return state, Refused(f"its push {identity.sequence} is not the next: that is push {following}")
     return replace(state, storing={**state.storing, identity: header}), StoreHeader(header)
 
 

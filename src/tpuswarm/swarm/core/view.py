@@ -80,10 +80,15 @@ class View(Sums):
         found = self.verdicts.get(identity.incarnation)
         return found[0] if found and found[0].identity == identity else None
 
+    def decided_pushes(self, incarnation: Incarnation) -> int:
+        """Of an incarnation, those with a verdict; they are its first ones."""
+        found = self.verdicts.get(incarnation)
+        return found[0].identity.sequence if found else 0
+
     def has_decided(self, identity: Identity) -> bool:
         """Whether there is a verdict on a contribution."""
-        found = self.verdicts.get(identity.incarnation)
-        return found is not None and identity.sequence <= found[0].identity.sequence
+        key = identity.incarnation
+        return key in self.verdicts and identity.sequence <= self.decided_pushes(key)
 
     def after(self, record: Record) -> "View":
         """With one more record; Broken, naming what does not fit, where it cannot be the next."""

@@ -311,7 +311,7 @@ def test_a_machine_lost_with_its_disk_loses_nothing_committed(tmp_path):
     swarm.run()
     view = swarm.ledger.view()
     assert {name: store.read(name) for name in committed} == committed and view.newest.epoch == 2
-    records = swarm.ledger.records(range(view.version + 1))
+    records = list(swarm.ledger.records(range(view.version + 1)))
     applied = {each.identity for record in records for each in record.decisions if each.fate == "applied"}
     assert accepted <= applied
     assert view.counted == Rows.of((0, 60 * BATCH)) and not view.skipped

@@ -31,7 +31,7 @@ def run(tmp_path):
 def test_what_comes_back_is_what_was_written(store):
     made = Run(store, random.Random(1), arrays=False).grow(4)
     ledger = Ledger(store)
-    assert ledger.records(ledger.versions()) == made.records
+    assert list(ledger.records(ledger.versions())) == made.records
     assert ledger.view() == made.view
     assert sorted(ledger.headers(), key=lambda each: each.identity) == sorted(made.headers, key=lambda e: e.identity)
     assert ledger.headers(made.view) == []

@@ -7,7 +7,6 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tomli_w
 
@@ -18,7 +17,6 @@ from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.storage.ledger import commit_name
 from tpuswarm.swarm.storage.objects import payload_name
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.swarm.views import report
 from tpuswarm.swarm.views.report import Mark, Span, lives, replay_lines, write_report
 from tpuswarm.swarm.views.status import Progress, compose, write_status
 from tpuswarm.train.run.directory import append_event, append_rows
@@ -151,15 +149,6 @@ def test_lives():
         Span("b", "5", 33, 40), Span("b", "6", 41, 42),
     ]  # fmt: skip
     assert marks == [Mark("b", 10), Mark("coordinator", 21)] and seconds == 42
-
-
-def test_many_versions_are_averaged(monkeypatch):
-    monkeypatch.setattr(report, "COLUMNS", 3)
-    nan = np.nan
-    weights = np.array([[0.5, 1.0, nan, nan, 0.2, nan], [0.5, nan, nan, nan, 0.8, 1.0]])
-    np.testing.assert_allclose(report._averaged(weights), [[0.75, nan, 0.2], [0.5, nan, 0.9]])
-    monkeypatch.setattr(report, "COLUMNS", 400)
-    np.testing.assert_array_equal(report._averaged(weights), weights)
 
 
 def test_the_ledger_as_lines(made, folder):

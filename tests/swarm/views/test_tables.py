@@ -13,7 +13,8 @@ from tests.swarm.storage.test_ledger import counted_naively
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.storage.ledger import commit_name
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.swarm.views.tables import member_totals, read_commits
+from tpuswarm.swarm.views.overview import overview
+from tpuswarm.swarm.views.tables import read_commits
 
 
 @settings(max_examples=40)
@@ -23,7 +24,7 @@ def test_commits_and_totals_agree_with_a_naive_recount(source, commits):
     books = counted_naively(made.records)
     assert [
         (each.member, each.contributions, each.applied, each.returned, each.dropped, each.void)
-        for each in member_totals(read_commits(made.store))
+        for each in overview(made.store).totals
     ] == [(name, *each.values()) for name, each in sorted(books["members"].items())]
     shown = read_commits(made.store, 5)
     assert [each.version for each in shown] == list(range(commits + 1))[-5:]

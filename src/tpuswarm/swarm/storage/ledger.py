@@ -42,6 +42,8 @@ _COMMIT = re.compile(r"commits/(\d{6,})\.json")
 _BEFORE, _AFTER = b'{"record":', b',"sha256":"%s"}\n'
 READERS = 16
 """Files read at a time: from a bucket each takes tens of milliseconds."""
+AHEAD = 8 * READERS
+"""Records that are read before the first of them is looked at: a run's may be more than memory holds."""
 
 
 def commit_name(version: int) -> str:
@@ -116,10 +118,16 @@ class Ledger:
         matches = (_COMMIT.fullmatch(name) for name in self.store.names("commits/"))
         return sorted(int(match[1]) for match in matches if match)
 
-    def records(self, versions: Iterable[int]) -> list[Record]:
-        """Several records."""
-        with ThreadPoolExecutor(READERS) as pool:
-            return list(pool.map(self.record, versions))
+    def unbroken(self) -> list[int]:
+        """As `versions`; Missing where one between two is not there."""
+        versions = self.versions()
+        if (gap := first_gap(versions)) < len(versions):
+            raise Missing(commit_name(gap), self.store.root)
+        return versions
+
+    def records(self, versions: Sequence[int]) -> Iterator[Record]:
+        """Several records, never more than AHEAD of them in memory unless the caller keeps them."""
+        return (record for record, _ in self._records(versions))
 
     def readable(self, versions: Iterable[int]) -> tuple[list[Record], list[Missing | Corrupt]]:
         """Several records as far as they can be read, and what is wrong with the others."""
@@ -145,16 +153,12 @@ class Ledger:
 
     def view(self) -> View:
         """What follows from all records. Those up to a bookmark that can be believed are not read again."""
-        versions = self.versions()
+        versions = self.unbroken()
         if not versions:
             raise RunFailed(f"{self.store.root} has no commits; use the folder or URL of a swarm's run")
-        if (gap := first_gap(versions)) < len(versions):
-            raise Missing(commit_name(gap), self.store.root)
         view = self._bookmarked(versions) or self.genesis(self.record(0))
-        with ThreadPoolExecutor(READERS) as pool:
-            found = pool.map(self._record, (version for version in versions if version > view.version))
-            view = self._through(view, digest(view.newest), found)
-        return self.refresh(view)
+        found = self._records(versions[view.version + 1 :])
+        return self.refresh(self._through(view, digest(view.newest), found))
 
     def bookmark_due(self, view: View) -> bool:
         """Whether a bookmark belongs at a view's newest record."""
@@ -228,6 +232,12 @@ class Ledger:
             return view.through(follow())
         except Broken as error:
             raise self._broken(newest + 1, error) from error
+
+    def _records(self, versions: Sequence[int]) -> Iterator[tuple[Record, str]]:
+        """Several records, each with its digest."""
+        with ThreadPoolExecutor(READERS) as pool:
+            for first in range(0, len(versions), AHEAD):
+                yield from pool.map(self._record, versions[first : first + AHEAD])
 
     def _record(self, version: int) -> tuple[Record, str]:
         """One record and its digest."""

@@ -80,7 +80,7 @@ class Holdings:
         versions, changes = range(view.version + 1), view.newest.changes
         stay = bisect_left(versions, True, key=lambda each: is_recent(view.changes(each), changes, self._limit))
         first = self.view.version + 1 if self.view else min(stay, max(0, view.version + 1 - BACK))
-        needed = ledger.records(range(max(first, stay), view.version + 1))
+        needed = list(ledger.records(range(max(first, stay), view.version + 1)))
         older, damage = ledger.readable(range(first, stay))
         self.add(view, [*older, *needed])
         return damage

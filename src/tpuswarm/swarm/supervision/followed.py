@@ -52,7 +52,7 @@ class Followed:
             first = self.view.version + 1
             if look:
                 self.view = self._ledger.refresh(self.view)
-        news = self._ledger.records(range(first, self.view.version + 1))
+        news = list(self._ledger.records(range(first, self.view.version + 1)))
         self.recent = [*self.recent, *news][-RECENT:]
         return news
 

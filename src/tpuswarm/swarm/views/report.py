@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -14,8 +13,9 @@ from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.swarm.views.events import sentence
+from tpuswarm.swarm.views.overview import MemberTotals, Overview, overview
 from tpuswarm.swarm.views.status import Look, look
-from tpuswarm.swarm.views.tables import COMMIT_COLUMNS, Commit, MemberTotals, commit_row, member_totals, read_commits
+from tpuswarm.swarm.views.tables import COMMIT_COLUMNS, Commit, commit_row
 from tpuswarm.train.look.report import (
     configuration,
     draw_losses,
@@ -33,10 +33,8 @@ from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_config, read_rows
 from tpuswarm.train.run.life import LAST
 
-COMMITS, HAPPENED = 20, 200
-"""Newest commits and events in the tables."""
-COLUMNS = 400
-"""Of the picture of all commits: more are averaged."""
+HAPPENED = 200
+"""Newest events in the table."""
 NAMED = 10
 """Members that have a line of a colour of their own."""
 LOST = {"dropped": "tab:red", "returned": "tab:orange", "void": "black"}
@@ -64,16 +62,13 @@ def write_report(folder: Path) -> Path:
 
     Raises RunFailed where a record is damaged or missing.
     """
-    commits = read_commits(Store(folder))
-    totals = member_totals(commits)
-    rows, events = list(read_rows(folder / METRICS)), list(read_rows(folder / EVENTS))
-    seen = look(folder)
-    picture = loss_picture(rows, seen.unit)
+    commits, events, seen = overview(Store(folder)), list(read_rows(folder / EVENTS)), look(folder)
+    picture = loss_picture(read_rows(folder / METRICS), seen.unit)
     (folder / "loss.png").write_bytes(picture)
     config = read_config(folder)
     spans, marks, seconds = lives(events)
     sections = [
-        ("", facts_table(history(events) + _facts(config, seen, commits, totals, seconds))),
+        ("", facts_table(history(events) + _facts(config, seen, commits, seconds))),
         (
             "Loss",
             image("training loss of each member against its tokens, held-out loss against all", picture),
@@ -81,8 +76,8 @@ def write_report(folder: Path) -> Path:
         *pictures(folder, "commit"),
         *samples(events),
         ("Members", image("which members were alive when, and what was lost", members_picture(spans, marks, seconds))),
-        ("Commits", image("weight of each member in each commit", commits_picture(commits)) + _commits(commits)),
-        (seen.unit.capitalize(), facts_table(_tokens(seen)) + _totals(totals)),
+        ("Commits", image("weight of each member in each commit", commits_picture(commits)) + _commits(commits.newest)),
+        (seen.unit.capitalize(), facts_table(_tokens(seen)) + _totals(commits.totals)),
         ("What happened", _happened(events)),
         configuration(config),
     ]
@@ -120,20 +115,22 @@ def loss_picture(rows: Iterable[Mapping[str, Any]], what: str) -> bytes:
     what: tokens, or rows where a row counts for one.
     """
     evaluations: list[tuple[int, float]] = []
-    members: dict[str, list[Mapping[str, Any]]] = {}
+    members: dict[str, tuple[list[int], list[float | None]]] = {}
     for row in rows:
         if row.get("eval_loss") is not None:
             evaluations.append((row["tokens"], row["eval_loss"]))
         elif "loss" in row:
-            members.setdefault(row["member"], []).append(row)
+            tokens, losses = members.setdefault(row["member"], ([], []))
+            tokens.append(row["tokens"])
+            losses.append(row["loss"])
     figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
     left, right = (
         figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if evaluations else (figure.add_subplot(), None)
     )
     few = len(members) <= NAMED
-    for number, (member, own) in enumerate(sorted(members.items())):
+    for number, (member, (tokens, losses)) in enumerate(sorted(members.items())):
         label, color = (member, f"C{number}") if few else (f"each of {len(members)}" if not number else "", "tab:blue")
-        draw_losses(left, [row["tokens"] for row in own], [row["loss"] for row in own], label, color, raw=few)
+        draw_losses(left, tokens, losses, label, color, raw=few)
     left.set(xlabel=f"{what} of the member", ylabel="loss", title="training loss of each member")
     show_thousands(left)
     if members:
@@ -199,61 +196,45 @@ def members_picture(spans: Sequence[Span], marks: Sequence[Mark], seconds: float
     return png(figure)
 
 
-def commits_picture(commits: Sequence[Commit]) -> bytes:
+def commits_picture(commits: Overview) -> bytes:
     """PNG: members by versions, the colour is the weight; a dot is a contribution that was not counted."""
-    names = sorted({each.member for commit in commits for each in commit.verdicts})
+    names = [each.member for each in commits.totals]
     row = {name: number for number, name in enumerate(names)}
-    weights = np.full((max(len(names), 1), max(len(commits), 1)), np.nan)
-    others: dict[str, list[tuple[int, int]]] = {}
-    for column, commit in enumerate(commits):
-        for each in commit.verdicts:
-            if each.fate == "applied":
-                weights[row[each.member], column] = np.nansum([weights[row[each.member], column], each.weight])
-            else:
-                others.setdefault(each.fate, []).append((commit.version, row[each.member]))
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(names)), dpi=110, layout="constrained")
     axes: Axes = figure.add_subplot()
     shown = axes.imshow(
-        _averaged(weights), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=1,
-        extent=(-0.5, weights.shape[1] - 0.5, weights.shape[0] - 0.5, -0.5),
+        commits.weights, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=1,
+        extent=(-0.5, max(commits.commits, 1) - 0.5, max(len(names), 1) - 0.5, -0.5),
     )  # fmt: skip
     figure.colorbar(shown, label="weight")
-    for fate, points in sorted(others.items()):
-        axes.plot(*zip(*points, strict=True), "o", ms=4, color=LOST[fate], label=fate)
-    if others:
+    for fate, points in sorted(commits.others.items()):
+        versions, members = zip(*points, strict=True)
+        axes.plot(versions, [row[each] for each in members], "o", ms=4, color=LOST[fate], label=fate)
+    if commits.others:
         axes.legend(loc="upper left", fontsize=TEXT)
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="commit")
     return png(figure)
 
 
-def _averaged(weights: np.ndarray) -> np.ndarray:
-    """float64[members, versions] with at most COLUMNS columns: means of what is there, NaN where nothing is."""
-    edges = np.linspace(0, weights.shape[1], min(COLUMNS, weights.shape[1]) + 1).round().astype(int)[:-1]
-    there = np.add.reduceat((~np.isnan(weights)).astype(float), edges, axis=1)
-    total = np.add.reduceat(np.nan_to_num(weights), edges, axis=1)
-    return np.divide(total, there, out=np.full_like(total, np.nan), where=there > 0)
-
-
-def _facts(
-    config: Mapping[str, Any], seen: Look, commits: Sequence[Commit], totals: Sequence[MemberTotals], seconds: float
-) -> list[tuple[str, str]]:
+def _facts(config: Mapping[str, Any], seen: Look, commits: Overview, seconds: float) -> list[tuple[str, str]]:
     swarm, chosen = config["swarm"], config["chosen"]
-    form = "" if swarm["quantize"] == "plain" else f", {swarm['quantize']}"
+    form, contributed = "" if swarm["quantize"] == "plain" else f", {swarm['quantize']}", len(commits.totals)
     facts = [
         (
             "members",
-            f"{swarm['members']}, each with {chosen['devices']} x {chosen['platform']}; {len(totals)} contributed",
+            f"{swarm['members']}, each with {chosen['devices']} x {chosen['platform']}; {contributed} contributed",
         ),
         ("pushes", f"every {swarm['cycle']} steps, {swarm['outer']}{form}"),
     ]
-    if commits:
+    if commits.newest:
+        newest = commits.newest[-1]
         facts += [
-            ("commits", f"{commits[-1].version:,}, by {commits[-1].epoch} coordinator{'s' * (commits[-1].epoch > 1)}"),
-            ("steps", f"{commits[-1].tokens // seen.tokens_per_step:,} of {seen.steps:,}"),
-            (seen.unit, f"{commits[-1].tokens:,} of {seen.status.horizon:,}"),
+            ("commits", f"{newest.version:,}, by {newest.epoch} coordinator{'s' * (newest.epoch > 1)}"),
+            ("steps", f"{newest.tokens // seen.tokens_per_step:,} of {seen.steps:,}"),
+            (seen.unit, f"{newest.tokens:,} of {seen.status.horizon:,}"),
             ("time", f"{seconds:.1f} s, including start and end"),
-            (f"{seen.unit}/s", f"{commits[-1].tokens / max(seconds, 1e-9):,.0f} counted"),
+            (f"{seen.unit}/s", f"{newest.tokens / max(seconds, 1e-9):,.0f} counted"),
         ]
     facts += [("training loss, last 20 steps of each member", significant(seen.loss))] if seen.loss is not None else []
     facts += [("held-out loss", significant(seen.eval_loss))] if seen.eval_loss is not None else []
@@ -280,8 +261,8 @@ def _totals(totals: Sequence[MemberTotals]) -> str:
     )
 
 
-def _commits(commits: Sequence[Commit]) -> str:
-    return table(COMMIT_COLUMNS, (commit_row(each) for each in reversed(commits[-COMMITS:])))
+def _commits(newest: Sequence[Commit]) -> str:
+    return table(COMMIT_COLUMNS, map(commit_row, reversed(newest)))
 
 
 def _happened(events: Iterable[Mapping[str, Any]]) -> str:

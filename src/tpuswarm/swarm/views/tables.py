@@ -1,13 +1,12 @@
 """Commits as rows of text: for the screen and for the report."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tpuswarm.swarm.core.values import Decision, Fate, Record, Rule
-from tpuswarm.swarm.storage.ledger import Ledger, commit_name, first_gap
-from tpuswarm.swarm.storage.store import Missing, Store
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.store import Store
 
 COMMIT_COLUMNS = ("commit", "time", "epoch", "contributors", "not counted", "tokens", "total", "rule")
 
@@ -46,50 +45,13 @@ class Commit:
     """Counted in the whole run up to it."""
 
 
-class MemberTotals(NamedTuple):
-    """What became of a member's contributions: their number, and tokens by fate."""
-
-    member: str
-    contributions: int
-    applied: int
-    returned: int
-    dropped: int
-    void: int
-
-
-def read_commits(store: Store, last: int | None = None) -> list[Commit]:
-    """The last so many commits, or all of them, oldest first; only their records are read.
+def read_commits(store: Store, last: int) -> list[Commit]:
+    """The last so many commits, oldest first; only their records are read.
 
     Raises RunFailed for a record that is damaged or missing.
     """
     ledger = Ledger(store)
-    versions = ledger.versions()
-    if (gap := first_gap(versions)) < len(versions):
-        raise Missing(commit_name(gap), store.root)
-    return [_commit(record) for record in ledger.records(versions if last is None else versions[-last:])]
-
-
-def member_totals(commits: Iterable[Commit]) -> list[MemberTotals]:
-    """What each member contributed to them, by name."""
-    found: dict[str, list[Verdict]] = {}
-    for commit in commits:
-        for each in commit.verdicts:
-            found.setdefault(each.member, []).append(each)
-
-    def tokens(verdicts: Iterable[Verdict], fate: Fate) -> int:
-        return sum(each.tokens for each in verdicts if each.fate == fate)
-
-    return [
-        MemberTotals(
-            member,
-            len(own),
-            tokens(own, "applied"),
-            tokens(own, "returned"),
-            tokens(own, "dropped"),
-            tokens(own, "void"),
-        )
-        for member, own in sorted(found.items())
-    ]
+    return [commit_of(record) for record in ledger.records(ledger.unbroken()[-last:])]
 
 
 def commit_row(commit: Commit) -> Sequence[str]:
@@ -109,7 +71,8 @@ def commit_row(commit: Commit) -> Sequence[str]:
     )
 
 
-def _commit(record: Record) -> Commit:
+def commit_of(record: Record) -> Commit:
+    """A record as it is shown."""
     verdicts = [_verdict(each) for each in record.decisions]
     return Commit(
         verdicts, record.version, record.epoch, record.time, record.rule, record.rate, record.momentum, record.tokens

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.swarm.world import DIGESTS, genesis
+from tests.swarm.exact import DIGESTS, genesis
 from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.choose import Staleness, choose, clipping, effective
 from tpuswarm.swarm.core.messages import Terms

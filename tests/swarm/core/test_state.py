@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.swarm.core.test_summary import TERMS, A, B, Desk
-from tests.swarm.world import genesis
+from tests.swarm.exact import genesis
 from tpuswarm.swarm.core import state as coordinator
 from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.messages import Beat, Refused, StoreHeader

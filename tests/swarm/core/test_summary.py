@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.swarm.world import DIGESTS, World, genesis
+from tests.swarm.exact import DIGESTS, genesis
+from tests.swarm.world import World
 from tpuswarm.swarm.core import state as coordinator
 from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.messages import Beat, Terms

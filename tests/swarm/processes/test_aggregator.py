@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.swarm.chains import SIZES, Run
-from tests.swarm.world import DIGESTS
+from tests.swarm.exact import DIGESTS
 from tpuswarm.swarm.core.arithmetic.outer import Average
 from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Lost, Merge, Part, Refused, Terms
 from tpuswarm.swarm.core.values import Identity, Incarnation

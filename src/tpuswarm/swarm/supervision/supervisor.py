@@ -15,8 +15,9 @@ from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.engines.actor import Outcome
 from tpuswarm.swarm.engines.notice import GOODBYE
-from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster, Outcome
+from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster
 from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.plan import HEAD, Plan, member_name
 from tpuswarm.swarm.supervision.followed import Followed

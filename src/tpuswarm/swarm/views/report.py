@@ -1,6 +1,8 @@
 """The report of a swarm's run, made of the same pieces as a plain run's; and its ledger as lines for the screen."""
 
+import math
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,14 +117,14 @@ def loss_picture(rows: Iterable[Mapping[str, Any]], what: str) -> bytes:
     what: tokens, or rows where a row counts for one.
     """
     evaluations: list[tuple[int, float]] = []
-    members: dict[str, tuple[list[int], list[float | None]]] = {}
+    members: dict[str, tuple[array[int], array[float]]] = {}
     for row in rows:
         if row.get("eval_loss") is not None:
             evaluations.append((row["tokens"], row["eval_loss"]))
         elif "loss" in row:
-            tokens, losses = members.setdefault(row["member"], ([], []))
+            tokens, losses = members.setdefault(row["member"], (array("q"), array("d")))
             tokens.append(row["tokens"])
-            losses.append(row["loss"])
+            losses.append(math.nan if row["loss"] is None else row["loss"])
     figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
     left, right = (
         figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if evaluations else (figure.add_subplot(), None)

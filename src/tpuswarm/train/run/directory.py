@@ -312,14 +312,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of metrics.jsonl or events.jsonl; torn and damaged lines are left out."""
+    """The whole rows of metrics.jsonl or events.jsonl; torn and damaged lines are left out. One is read at a time."""
     if path.exists():
-        with reading(path):
-            lines = path.read_bytes().splitlines(keepends=True)
-        for line in lines:
-            row = schema.parse_row(path.name, line)
-            if row is not None:
-                yield row
+        with reading(path), path.open("rb") as file:
+            for line in file:
+                row = schema.parse_row(path.name, line)
+                if row is not None:
+                    yield row
 
 
 def read_rows_back(path: Path, chunk: int = 2**16) -> Iterator[dict[str, Any]]:

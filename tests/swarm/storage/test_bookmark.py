@@ -126,6 +126,9 @@ HARMS = {
     "of another record": lambda run, path: changed(run, 8, lambda it: it.update(digest="0" * 64)),
     "without rows": lambda run, path: changed(run, 8, lambda it: it["sums"].update(counted={"ranges": []})),
     "without verdicts": lambda run, path: changed(run, 8, lambda it: it.update(verdicts=[])),
+    "with ranges that are none": lambda run, path: changed(
+        run, 8, lambda it: it["verdicts"][0].__setitem__(5, [[3, 1]])
+    ),
     "without landmarks": lambda run, path: changed(run, 8, lambda it: it["sums"].update(landmarks=[])),
     "with an idle version more": lambda run, path: changed(
         run, 8, lambda it: it["sums"].update(idle=[0, *it["sums"]["idle"]])

@@ -20,7 +20,6 @@ KEPT = 2
 FOLDER = "views/"
 _NAME = re.compile(rf"{FOLDER}(\d{{6,}})\.json")
 
-
 Ruled = tuple[str, str, int, Fate, str, Ranges, int, int, float, float, int]
 """A verdict: member and name of the incarnation, sequence, fate, reason, rows, base, tokens, weight, clip; version.
 
@@ -70,7 +69,10 @@ def _read(ruled: Ruled) -> tuple[Decision, int]:
 
 def opened(found: Bookmark, newest: Record) -> View | None:
     """The view that a bookmark was made of; None where both do not agree. newest: the record at which it stands."""
-    verdicts = {last.identity.incarnation: (last, version) for last, version in map(_read, found.verdicts)}
+    try:
+        verdicts = {last.identity.incarnation: (last, version) for last, version in map(_read, found.verdicts)}
+    except ValueError:  # these are no rows
+        return None
     processed = {Incarnation(member, name): tokens for member, name, tokens in found.processed}
     view = View(newest=newest, processed=processed, verdicts=verdicts, **vars(found.sums))
     return view if _agrees(view) else None
@@ -93,7 +95,7 @@ def _agrees(view: View) -> bool:
 
 def due(view: View) -> bool:
     """Whether a bookmark belongs at the newest record of a view."""
-    lives = len(view.processed.keys() | view.verdicts.keys())
+    lives = max(len(view.processed), len(view.verdicts))
     return view.version > 0 and view.version % (EVERY << (lives // LIVES).bit_length()) == 0
 
 

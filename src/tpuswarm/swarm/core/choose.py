@@ -38,7 +38,7 @@ def choose(view: View, headers: Iterable[Header], unreadable: Collection[Identit
     for header in sorted(headers, key=lambda each: each.identity):
         stale = view.staleness(header.base)
         if header.rows & taken:
-            decisions.append(_decided(header, "void", f"rows {header.rows & taken} were already decided"))
+            decisions.append(_decided(header, "void", f"rows {header.rows & taken} were already counted or skipped"))
             continue
         if header.identity in unreadable and header.finite and stale <= rule.limit:
             decisions.append(_decided(header, "returned", "its payload can no longer be read"))

@@ -80,7 +80,7 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
             if not state.recovering:
                 return state, Refused("unknown: it reported in too late")
             if outstanding & view.spent:
-                return state, Refused(f"its rows {outstanding & view.spent} are already decided")
+                return state, Refused(f"its rows {outstanding & view.spent} are already counted or skipped")
             claimed = said.todo | outstanding
             if verdict and verdict.fate == "returned":
                 claimed |= ruled

@@ -88,6 +88,36 @@ def test_a_run_resumes_with_its_statistics_and_another_starts_from_them(tmp_path
     assert [each.path for each in program.parameters(begun) if each.statistic] == ["extra/mean", "extra/var"]
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_run_resumes_with_the_keys_in_its_state(tmp_path, count):
+    """In the state of the optimizer and in that of the loss."""
+
+    def noisy(params, extra, batch, key):
+        found, (metrics, after) = loss(params, extra, batch, key)
+        return found, (metrics, after | {"rng": jax.random.split(extra["rng"])[0]})
+
+    def made():
+        return supervised(
+            lambda key: {"w": jnp.ones(5)}, noisy, optax.noisy_sgd(0.01), toy.splits,
+            extra=lambda key: extra(key) | {"rng": key},
+        )  # fmt: skip
+
+    def data(state):
+        return jax.tree.map(lambda x: jax.random.key_data(x) if "key" in str(x.dtype) else x, state)
+
+    whole = Trainer(devices=count).fit(made(), steps=6, batch=8, run=tmp_path / "whole")
+    loop = Trainer(devices=count).steps(made(), steps=6, batch=8, run=tmp_path / "parts")
+    while next(loop).row["step"] < 3:
+        pass
+    loop.close()
+    parts = Trainer(devices=count).fit(made(), steps=6, batch=8, run=tmp_path / "parts")
+    same(data(parts.state), data(whole.state))
+    again = Trainer(devices=count).fit(made(), steps=6, batch=8, run=tmp_path / "whole")
+    assert again.step == 6
+    same(data(again.state), data(whole.state))
+    assert load(tmp_path / "whole")["extra"]["rng"].dtype == np.uint32
+
+
 def test_a_checkpoint_of_a_recipe_without_it_has_no_key_for_it(tmp_path):
     """Orbax takes an empty one for another tree: runs of before would not go on."""
     run = Trainer(devices=1).fit(toy.recipe(), steps=1, batch=8, run=tmp_path / "run")

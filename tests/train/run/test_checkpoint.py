@@ -60,6 +60,32 @@ def test_it_comes_back_on_another_number_of_devices(tmp_path, count):
     np.testing.assert_array_equal(back["w"], state(3)["w"])
 
 
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_typed_keys_come_back_of_their_kind_and_where_they_belong(tmp_path, count):
+    """One, a batch of them that is split over the devices, and one of another implementation than the default."""
+
+    def keys(count):
+        like = state(count=count)
+        whole, split = like["opt"][0].sharding, like["w"].sharding
+        return {
+            "one": jax.device_put(jax.random.key(3), whole),
+            "many": jax.device_put(jax.random.split(jax.random.key(4), 16), split),
+            "other": jax.device_put(jax.random.key(5, impl="rbg"), whole),
+        }
+
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, keys(8), {})
+    checkpoints.close()
+    saved, _ = newest(tmp_path)
+    wanted = keys(count)
+    back = restore(saved, abstract(wanted))
+    for name, key in back.items():
+        assert key.dtype == wanted[name].dtype and key.sharding.is_equivalent_to(wanted[name].sharding, key.ndim)
+        np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(wanted[name]))
+    with pytest.raises(RunFailed, match=r"the first other \(uint32 \(4,\) there, uint32 \(2,\) in this recipe\)"):
+        restore(saved, abstract(wanted | {"other": wanted["one"]}))
+
+
 def test_the_last_n_stay(tmp_path):
     saved_run(tmp_path, steps=range(1, 6), keep=2)
     assert [int(folder.name) for folder in checkpoint.checkpoint_folders(tmp_path)] == [5, 4]

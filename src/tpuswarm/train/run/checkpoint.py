@@ -12,10 +12,12 @@ import shutil
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from pydantic import TypeAdapter
@@ -86,7 +88,7 @@ class Checkpoints:
         position: of the run's data, plain values; None where it has none.
         """
         self.wait()
-        start = time.monotonic()
+        start, state = time.monotonic(), _without_keys(state)
         folder = self._folder / f"{step:08d}"
         try:
             if self._leads:
@@ -226,9 +228,10 @@ def restore(saved: Saved, abstract: Any) -> Any:
     The devices may be others than those that saved. Raises RunFailed where the checkpoint holds another state.
     """
     place = (saved.folder / "state").absolute()
-    args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    wanted = _without_keys(abstract)
+    args = ocp.checkpoint_utils.construct_restore_args(wanted)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        there, here = _shapes(orbax.metadata(place).item_metadata.tree), _shapes(abstract)
+        there, here = _shapes(orbax.metadata(place).item_metadata.tree), _shapes(wanted)
         wrong = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
         if wrong:
             name = wrong[0]
@@ -236,7 +239,8 @@ def restore(saved: Saved, abstract: Any) -> Any:
                 f"checkpoint {saved.folder} holds a different model: {len(wrong)} arrays differ, "
                 f"the first {name} ({there.get(name, 'missing')} there, {here.get(name, 'missing')} in this recipe)"
             )
-        return orbax.restore(place, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
+        state = orbax.restore(place, args=ocp.args.PyTreeRestore(wanted, restore_args=args))
+    return jax.tree.map(lambda like, leaf: _wrapped(leaf, like) if _is_key(like) else leaf, abstract, state)
 
 
 def arrays(saved: Saved) -> dict[str, np.ndarray]:
@@ -247,6 +251,32 @@ def arrays(saved: Saved) -> dict[str, np.ndarray]:
         args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), there)
         tree = orbax.restore(place, args=ocp.args.PyTreeRestore(restore_args=args))
     return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _without_keys(state: Any) -> Any:
+    """A state, or the shapes of one, with the data (uint32) of each typed PRNG key in its place: what a file holds."""
+
+    def data(leaf: Any) -> Any:
+        if not _is_key(leaf):
+            return leaf
+        if isinstance(leaf, jax.Array):
+            return jax.random.key_data(leaf)
+        inner = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(inner.shape, inner.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(data, state)
+
+
+def _wrapped(data: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The typed keys, of the implementation and in the sharding of `like`, that have these data."""
+    implementation: list[Any] = []  # JAX tells it of keys that are there or traced, not of their shapes
+    jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), like)
+    wrap = partial(jax.random.wrap_key_data, impl=implementation[0])
+    return jax.jit(wrap, out_shardings=like.sharding)(data)
 
 
 def _shapes(tree: Any) -> dict[str, str]:

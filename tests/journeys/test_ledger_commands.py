@@ -317,7 +317,8 @@ def test_logs_follow_until_the_end(call, chain, monkeypatch):
             append_event(folder, "finished", message="100 steps")
             held.close()
 
-    monkeypatch.setattr(control, "time", SimpleNamespace(sleep=between_looks))
+    monkeypatch.setattr(control, "time", SimpleNamespace(sleep=between_looks, monotonic=time.monotonic))
+    monkeypatch.setattr(control, "PARTING", 0.0)  # the run's process is this one, and lives on
     code, out, _ = call("logs runs/a -f")
     texts = [line[21:].split(maxsplit=1)[1] for line in out.splitlines()]
     assert code == 0 and texts == ["started: 4 members", *(f"step {n}" for n in range(9)), "finished: 100 steps"]

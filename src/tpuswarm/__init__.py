@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # nothing at all is imported: until the command has its f
 if TYPE_CHECKING:
     from typing import Any
 
-    from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+    from tpuswarm.errors import InputError, NoSuchSplit, RunFailed, TpuswarmError
     from tpuswarm.train.data.adapters import IndexedSource, StreamSource
     from tpuswarm.train.data.arrays import cpu_keys, shapes, to_jax, to_numpy, to_torch
     from tpuswarm.train.data.source import ArraySource
@@ -30,6 +30,7 @@ _HOME = {
     "IndexedSource": "train.data.adapters",
     "InputError": "errors",
     "Logger": "train.look.outputs",
+    "NoSuchSplit": "errors",
     "Options": "train.recipe",
     "Parameter": "train.recipe",
     "Program": "train.recipe",
@@ -63,6 +64,7 @@ __all__ = [
     "IndexedSource",
     "InputError",
     "Logger",
+    "NoSuchSplit",
     "Options",
     "Parameter",
     "Program",

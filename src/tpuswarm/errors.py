@@ -13,6 +13,10 @@ class InputError(TpuswarmError):
     exit_code = 2
 
 
+class NoSuchSplit(InputError):
+    """A recipe has no data of this name: without `validation` a run trains all the same, and evaluates nothing."""
+
+
 class RunFailed(TpuswarmError):
     """A valid run failed."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.recipes.gpt2 import text as texts
 from tpuswarm.recipes.gpt2.bpe import END
 from tpuswarm.recipes.gpt2.recipe import GPT2
@@ -110,6 +110,15 @@ def test_how_much_is_held_out(tmp_path):
     assert len(whole.data("train")._array) == 1000
     with pytest.raises(InputError, match=r"nothing of .*a\.txt is held out \(held-out is 0\)"):
         whole.data("validation")
+
+
+def test_of_a_short_text_nothing_is_held_out_but_where_it_was_asked_for(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij" * 10)
+    with pytest.raises(NoSuchSplit, match=r"the validation part of .* has 10 tokens, fewer than one row of 10"):
+        GPT2(data=str(tmp_path / "a.txt"), context=10).data("validation")
+    with pytest.raises(InputError, match="has 20 tokens, fewer than one row") as found:
+        GPT2(data=str(tmp_path / "a.txt"), context=20, held_out=0.2).data("validation")
+    assert not isinstance(found.value, NoSuchSplit)
 
 
 @pytest.mark.parametrize(

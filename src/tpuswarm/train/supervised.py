@@ -16,9 +16,9 @@ import optax
 
 from tpuswarm.config.limits import check
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train import paths
-from tpuswarm.train.data.source import ArraySource
+from tpuswarm.train.data.source import ArraySource, by_split
 from tpuswarm.train.losses import Loss, Terms, in_precision, mean_gradient, means, objective, terms, terms_and_extra
 from tpuswarm.train.micro_batches import added_up, added_up_by_device
 from tpuswarm.train.recipe import (
@@ -34,8 +34,6 @@ from tpuswarm.train.recipe import (
     Source,
 )
 from tpuswarm.train.user_code import require_call
-
-SPLITS = ("train", "validation", "all")
 
 DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema")
 """Run settings for which a recipe may set defaults."""
@@ -291,16 +289,16 @@ class Supervised(Recipe):
                 raise InputError(f"defaults takes no {name}; {did_you_mean(name, DEFAULTS)}")
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self._cast = (cast,) if isinstance(cast, str) else tuple(cast)
-        self._data = functools.cache(_by_split(data))
+        self._data = functools.cache(by_split(data))
         module = sys.modules.get(getattr(loss, "__module__", ""))
         self.name = Path(getattr(module, "__file__", None) or "recipe").stem
 
     def program(self, options: Options) -> SupervisedProgram:
         """The program; supports every option."""
-        row = {name: np.asarray(array) for name, array in self.data("train").rows(0, 1).items()}
+        row = self._row
 
         def spec(size: int) -> dict[str, jax.ShapeDtypeStruct]:
-            return {name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for name, x in row.items()}
+            return {name: jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for name, x in row.items()}
 
         for name in self._cast:
             if name not in row:
@@ -312,6 +310,12 @@ class Supervised(Recipe):
             self._init, loss, self._optimizer, self._schedule, spec, options,
             extra=self._extra, weights=self.weights, micro_batches="accumulate" in self.forms,
         )  # fmt: skip
+
+    @functools.cached_property
+    def _row(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of one row, which is read once: a start makes many programs, and a stream begins anew."""
+        row = {name: np.asarray(array) for name, array in self.data("train").rows(0, 1).items()}
+        return {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in row.items()}
 
     def loss(self, options: Options) -> Loss:
         """The loss in the form that `compile_step` has chosen; in float32, for its precision is seen to elsewhere."""
@@ -325,9 +329,12 @@ class Supervised(Recipe):
         """The rows of one split."""
         data = self._data(split)
         if data is None:
-            raise InputError(f"{self.name} has no {split} data; give data as a function of the split")
+            raise NoSuchSplit(f"{self.name} has no {split} data; give data as a function of the split")
         if isinstance(data, Mapping):
-            return ArraySource(data)
+            try:
+                return ArraySource(data)
+            except InputError as error:
+                raise InputError(f"the {split} data of {self.name}: {error}") from error
         if not callable(getattr(data, "rows", None)):
             raise InputError(
                 f"the {split} data of {self.name} is a {type(data).__name__}: give a dict of arrays with a common "
@@ -335,22 +342,6 @@ class Supervised(Recipe):
                 "of a dataset and of a DataLoader"
             )
         return data
-
-
-def _by_split(data: Any) -> Callable[[str], Any]:
-    """What a recipe was given as its data, as a function of the split."""
-    if callable(data):
-        require_call(data, "data", "split")
-        return data
-    if isinstance(data, Mapping) and data and data.keys() <= set(SPLITS):
-        return data.get
-    for name, each in data.items() if isinstance(data, Mapping) else ():
-        if isinstance(each, Mapping) or hasattr(each, "rows"):
-            raise InputError(
-                f"data has a {type(each).__name__} under {name}: a batch is one dict of arrays, without dicts in it; "
-                f"a dict of splits has the keys {', '.join(SPLITS)}"
-            )
-    return {"train": data}.get
 
 
 def supervised(

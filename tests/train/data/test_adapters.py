@@ -182,6 +182,24 @@ def test_a_checkpoint_with_a_position_needs_a_stream_that_has_one(tmp_path):
         fit(StreamSource(lambda: iter(Loader(5)), names=["x", "y"]), tmp_path / "run", 6)
 
 
+@pytest.mark.parametrize("size", [5, 12, 30])
+def test_a_start_begins_a_stream_once(tmp_path, size):
+    """However often a first row is asked for: a shuffle buffer or a connection may take minutes."""
+    loader = Loader(size)
+    fit(StreamSource(loader, names=["x", "y"]), tmp_path / "run", 3)
+    assert loader.begun == 1
+    fit(StreamSource(lambda: iter(Loader(64)), names=["x", "y"]), tmp_path / "again", 3)
+    assert losses(tmp_path / "run") == losses(tmp_path / "again")
+
+
+def test_a_stream_goes_back_within_what_it_has_read_and_from_there_to_its_beginning():
+    source = StreamSource(loader := Loader(5), names=["x", "y"])
+    asked = [(0, 1), (0, 2), (1, 3), (3, 4), (5, 1), (6, 9), (10, 5), (12, 20), (30, 2), (3, 1)]
+    for start, count in asked:
+        assert numbers(source, start, count) == list(range(start, start + count))
+    assert loader.begun == 2
+
+
 def test_a_stream_of_rows_and_evaluations_on_one(tmp_path):
     rows = StreamSource(lambda: iter([{"x": x, "y": y} for x, y in zip(*ROWS.values(), strict=True)]), batched=False)
     held_out = StreamSource(Loader(7), names=["x", "y"], rows_per_epoch=toy.ROWS)

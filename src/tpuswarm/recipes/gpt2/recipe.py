@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tpuswarm.config.limits import LIMITS as SETTINGS
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
-from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.errors import InputError, NoSuchSplit, TpuswarmError
 from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, MOMENTS, OPTIMIZERS, SIZES, Config, Kind
 from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_published
 from tpuswarm.train.recipe import Options, Recipe, Source
@@ -294,8 +294,10 @@ class GPT2(Recipe):
         name = whole if split == "all" else f"the {split} part of {whole}"
         held_out = HELD_OUT if self._held_out is None else self._held_out
         if split == "validation" and not held_out:
-            raise InputError(f"nothing of {whole} is held out (held-out is 0)")
+            raise NoSuchSplit(f"nothing of {whole} is held out (held-out is 0)")
         array = split_tokens(self._tokens.array, split, held_out)
+        if split == "validation" and self._held_out is None and len(array) <= context:  # nobody asked for it
+            raise NoSuchSplit(f"{name} has {len(array)} tokens, fewer than one row of {context} + 1: use more text")
         return TokenSource(array, context, self._seed, self._tokens.digest, name)
 
     def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:

@@ -14,7 +14,7 @@ from tpuswarm.swarm.member.arrays import to_host
 from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
 from tpuswarm.train.data.source import training_rows
-from tpuswarm.train.loop.evaluate import HeldOut
+from tpuswarm.train.loop.evaluate import HeldOut, rehearse
 from tpuswarm.train.loop.session import held_out, request
 from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.paths import leaf_paths
@@ -115,4 +115,6 @@ def make_ready(
     rows = held_out(recipe, required=False) if evaluates else None
     at_once = plan.settings["eval_batch"] or batch // compiled.choice.accumulate
     validation = HeldOut(rows, at_once) if rows is not None else None
+    if validation is not None:
+        rehearse(compiled, recipe.name, validation)
     return Ready(compiled, layout, digests, validation, recipe, plan, source, took)

@@ -113,12 +113,17 @@ class StreamSource:
             self.rows_per_epoch = rows_per_epoch
         self._items: Iterator[Any] = iter(())
         self._held: list[ArrayRows] = []
+        self._last: tuple[int, ArrayRows] | None = None
+        """The item that was read last, and its first row: to go back within it nothing is read again."""
         self._next = 0
 
     def rows(self, start: int, count: int) -> ArrayRows:
         """Rows start to start + count of the order."""
-        if start < self._next:
-            self._items, self._held, self._next, self._positions = iter(()), [], 0, []
+        if self._last and self._last[0] <= start < self._next:
+            first, part = self._last
+            self._held, self._next = [part], first
+        elif start < self._next:
+            self._items, self._held, self._last, self._next, self._positions = iter(()), [], None, 0, []
         if start - self._next > AGAIN:
             with waiting(f"reading {start - self._next:,} rows of the stream again", short=0.0):
                 self._skip(start - self._next)
@@ -146,7 +151,7 @@ class StreamSource:
             )
         methods[1](decoded(position["state"]))
         self._made, self._items = made, iter(made)
-        self._held, self._next, self._positions = [], position["row"], []
+        self._held, self._last, self._next, self._positions = [], None, position["row"], []
 
     def _begin(self) -> None:
         """A new pass over the data."""
@@ -175,7 +180,11 @@ class StreamSource:
             if not self._held and not remembered:
                 remembered = True
                 self._remember(self._next + count - wanted)
-            part = self._held.pop(0) if self._held else self._read()
+            if self._held:
+                part = self._held.pop(0)
+            else:
+                part = self._read()
+                self._last = (self._next + count - wanted, part)
             size = len(next(iter(part.values())))
             if size > wanted:
                 self._held.insert(0, {name: array[wanted:] for name, array in part.items()})

@@ -1,7 +1,7 @@
 """Seeded infinite orders: the row at a position is a pure function of the position."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from functools import cached_property, lru_cache
 from mmap import ALLOCATIONGRANULARITY
@@ -13,6 +13,9 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.recipe import Recipe, Source
+from tpuswarm.train.user_code import require_call
+
+SPLITS = ("train", "validation", "all")
 
 
 @lru_cache(maxsize=4)
@@ -129,3 +132,19 @@ def training_rows(recipe: Recipe, seed: int) -> Source:
     source = recipe.data("train")
     seeded = getattr(source, "seeded", None)
     return source if seeded is None else seeded(seed)
+
+
+def by_split(data: Any) -> Callable[[str], Any]:
+    """What a recipe was given as its data, as a function of the split."""
+    if callable(data):
+        require_call(data, "data", "split")
+        return data
+    if isinstance(data, Mapping) and data and data.keys() <= set(SPLITS):
+        return data.get
+    for name, each in data.items() if isinstance(data, Mapping) else ():
+        if isinstance(each, Mapping) or hasattr(each, "rows"):
+            raise InputError(
+                f"data has a {type(each).__name__} under {name}: a batch is one dict of arrays, without dicts in it; "
+                f"a dict of splits has the keys {', '.join(SPLITS)}"
+            )
+    return {"train": data}.get

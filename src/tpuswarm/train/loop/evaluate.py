@@ -1,15 +1,18 @@
 """The mean of a program's metrics over held-out rows."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
-from tpuswarm.train.program.compiled import Placed
+from tpuswarm.train.program.compiled import Placed, with_sharding
 from tpuswarm.train.program.mesh import batch_sharding, replicated
 from tpuswarm.train.recipe import State, Weighted
+from tpuswarm.train.user_code import blame
 
 EVAL_BATCHES = 200
 """An evaluation during training takes at most this many batches of the held-out rows, from the first on."""
@@ -57,6 +60,45 @@ def parts(rows: int, batch: int, devices: int) -> Iterator[Part]:
         yield Part(first, min(most, rows - first), False)
 
 
+def rehearse(placed: Placed, name: str, held: HeldOut, most_batches: int | None = EVAL_BATCHES) -> list[str]:
+    """The names of the metrics, from tracing the program at each size that evaluations will have; nothing is compiled.
+
+    Raises InputError for rows that are not those of a step, and where the program fails at one of the sizes.
+    """
+    _require_same(placed, name, held.source)
+    split, whole = batch_sharding(placed.mesh), replicated(placed.mesh)
+    every = islice(parts(held.source.rows_per_epoch, held.batch, placed.mesh.size), most_batches)
+    names: list[str] = []
+    for part in dict.fromkeys(part._replace(first=0) for part in every):
+        rows = with_sharding(dict(placed.program.batch_spec(part.rows)), split if part.split else whole)
+        what = f"the evaluation of {name} fails over a batch of {part.rows} rows (--eval-batch), with None for its key"
+        if part.rows < held.batch:
+            what = (
+                f"the evaluation of {name} fails over {part.rows} rows, left of {held.source.rows_per_epoch:,} held-out"
+                f" ones by batches of {held.batch}: hold out a multiple, choose another --eval-batch, or have a loss "
+                "that takes any number of rows"
+            )
+        with blame(what):
+            names = list(placed.evaluate.trace(placed.state, rows).out_info)  # type: ignore[attr-defined]
+    return names
+
+
+def _require_same(placed: Placed, name: str, source: FiniteSource) -> None:
+    """Raise InputError, naming the first that differs, for rows of other names, shapes or dtypes than a step takes."""
+    with blame(f"the validation data of {name} failed"):
+        rows = {key: np.asarray(array) for key, array in source.rows(0, 1).items()}
+    there, here = (
+        {key: f"{np.dtype(each.dtype)}{list(each.shape[1:])}" for key, each in found.items()}
+        for found in (rows, placed.program.batch_spec(1))
+    )
+    for key in sorted(there.keys() | here.keys()):
+        if there.get(key) != here.get(key):
+            raise InputError(
+                f"a row of the validation data of {name} has {there.get(key, 'no')} {key}, and one of its training "
+                f"data {here.get(key, 'none')}: both need the same names, shapes and dtypes"
+            )
+
+
 def evaluate(
     placed: Placed,
     state: State,
@@ -71,7 +113,7 @@ def evaluate(
     Every row counts the same, but where a metric is Weighted. batch: rows at once, over all devices, which divide it;
     far: is told how far it is.
     """
-    every = list(parts(source.rows_per_epoch, batch, placed.mesh.size))[:most_batches]
+    every = list(islice(parts(source.rows_per_epoch, batch, placed.mesh.size), most_batches))
     split, whole = batch_sharding(placed.mesh), replicated(placed.mesh)
     found: list[Any] = []
     for index, part in enumerate(every):

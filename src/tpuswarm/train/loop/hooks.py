@@ -1,7 +1,7 @@
 """Functions of the user's that a run calls between its steps."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tpuswarm.config.units import Interval, check_number, parse_every
@@ -62,6 +62,10 @@ class EarlyStopping:
         """Count anew, as for each run that it is a hook of."""
         self._best, self._waited, self._seen = Best(self._metric), 0, -1
 
+    def require(self, names: Collection[str]) -> None:
+        """Raise InputError where the metric is not among these, the figures of a run."""
+        self._best.require(names)
+
     def __call__(self, step: Step) -> Stop | None:
         """Look at one evaluation; one that was looked at before does not count twice."""
         evaluated = any(name.startswith("eval_") for name in step.row)
@@ -88,6 +92,12 @@ class Hooks:
                 each.call.begin()
         self._hooks = [(_interval(each.every), each.call) for each in hooks]
         self._called = [time.monotonic()] * len(self._hooks)
+
+    def require(self, names: Collection[str]) -> None:
+        """Raise InputError where one of them reads a figure that is not among these."""
+        for _, call in self._hooks:
+            if isinstance(call, EarlyStopping):
+                call.require(names)
 
     def due(self, step: int) -> list[bool]:
         """Which of them it is time for."""

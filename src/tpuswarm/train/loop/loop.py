@@ -74,6 +74,8 @@ class Loop:
             if session.validation is None:
                 raise InputError(f"{session.recipe.name} has no held-out rows: keep_best {keep_best} has no meaning")
             self._best = Best(keep_best, session.run.folder)
+            self._best.require(session.measured)
+        hooks.require([*session.measured, *session.compiled.step.out_info[1]])  # type: ignore[attr-defined]
         self._checkpoints.pinned = best.kept_step(session.run.folder)
         self._state = session.state
         session.state = None  # its buffers are donated to the first step

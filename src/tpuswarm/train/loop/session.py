@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from tpuswarm.config.limits import check
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.source import Repeated, training_rows
 from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
-from tpuswarm.train.loop.evaluate import FiniteSource
+from tpuswarm.train.loop.evaluate import FiniteSource, HeldOut, rehearse
 from tpuswarm.train.optional import KeepsFiles
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.stop import held
@@ -50,6 +50,8 @@ class Session:
     compiled: Compiled
     source: Source
     validation: FiniteSource | None
+    measured: list[str]
+    """The names of what evaluations find."""
     state: State
     first_step: int
     wall_s: float
@@ -75,8 +77,8 @@ class Session:
 
     @property
     def eval_batch(self) -> int:
-        """Rows of a batch in evaluations; where nobody says, those of a micro-batch, which the devices hold."""
-        return int(self.settings["eval_batch"] or self.settings["batch"] // self.compiled.choice.accumulate)
+        """Rows of a batch in evaluations."""
+        return rows_at_once(self.settings, self.compiled)
 
     @property
     def tokens_per_step(self) -> int:
@@ -222,14 +224,16 @@ def prepare(
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             placed = place(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
             return Finished(run, agreement, checkpoint.restore(saved, placed.state), saved.step)
+    validation = source if isinstance(source, Repeated) else held_out(recipe, required=asked["eval_every"] is not None)
     with waiting(f"compiling {recipe.name} for {len(devices)} x {devices[0].device_kind}"):
         compiled = compile_step(recipe, request(settings), devices)
     choice = compiled.choice
     agreement.agree(lambda: {"form of the program": f"{choice.why}, {choice.accumulate} micro-batches"})
-    if isinstance(source, Repeated):
-        validation: FiniteSource | None = source
-    else:
-        validation = held_out(recipe, required=asked["eval_every"] is not None)
+    measured: list[str] = []
+    if validation is not None:
+        at_once = rows_at_once(settings, compiled)
+        with waiting(f"tracing the evaluation of {recipe.name}"):
+            measured = [f"eval_{name}" for name in rehearse(compiled, recipe.name, HeldOut(validation, at_once))]
     shared = None
     if saved is None and settings["init_from"]:
         with waiting(f"reading the parameters of {settings['init_from']}"):
@@ -261,8 +265,8 @@ def prepare(
         with waiting("making the parameters"):
             state = compiled.init(init_key, shared)
     return Session(
-        run, agreement, recipe, settings, compiled, source, validation, state, first_step, wall_s, save_seconds,
-        step_key, written, notes,
+        run, agreement, recipe, settings, compiled, source, validation, measured, state, first_step, wall_s,
+        save_seconds, step_key, written, notes,
     )  # fmt: skip
 
 
@@ -316,21 +320,27 @@ def _recipe_differences(config: Mapping[str, Any], recipe: Recipe, asked: Mappin
 
 
 def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
-    """The held-out rows; None where there are none and nobody asked for evaluations."""
+    """The held-out rows; None where there are none and nobody asked for evaluations.
+
+    Raises InputError for what is there and cannot be evaluated.
+    """
     with blame(f"the data of {recipe.name} failed"):
         try:
             source: Any = recipe.data("validation")
-        except InputError:
+        except NoSuchSplit:
             if required:
                 raise
             return None
-    if getattr(source, "rows_per_epoch", None) is None:
-        if required:
-            raise InputError(
-                f"the validation data of {recipe.name} has no rows_per_epoch, so evaluation would never end"
-            )
-        return None
+    rows = getattr(source, "rows_per_epoch", None)
+    if not rows:
+        why = "no rows" if rows is not None else "no rows_per_epoch, so evaluation would never end"
+        raise InputError(f"the validation data of {recipe.name} has {why}; say how many it has, or leave it out")
     return source
+
+
+def rows_at_once(settings: Mapping[str, Any], compiled: Compiled) -> int:
+    """Rows of a batch in evaluations; where nobody says, those of a micro-batch, which the devices hold."""
+    return int(settings["eval_batch"] or settings["batch"] // compiled.choice.accumulate)
 
 
 def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:

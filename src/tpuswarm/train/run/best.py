@@ -1,7 +1,7 @@
 """The best evaluation of a run: which it is, and its checkpoint, which is kept."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,18 @@ class Best:
 
     def better(self, row: Mapping[str, Any], least: float = 0.0) -> bool:
         """Whether a row is better than all before it, by more than `least`; InputError where it lacks the figure."""
-        if self._name not in row:
-            known = ", ".join(name for name in row if name.startswith("eval_") and name != "eval_rows")
-            raise InputError(f"the evaluations have no {self._name}; they have {known or 'no figures: there are none'}")
+        self.require(row)
         value = row[self._name]
         if value is None or (self._value is not None and self._sign * (self._value - value) <= least):
             return False
         self._value, self.step = value, row["step"]
         return True
+
+    def require(self, names: Collection[str]) -> None:
+        """Raise InputError where the figure is not among these."""
+        if self._name not in names:
+            known = ", ".join(name for name in names if name.startswith("eval_") and name != "eval_rows")
+            raise InputError(f"the evaluations have no {self._name}; they have {known or 'no figures: there are none'}")
 
     def write(self, run: Path) -> None:
         """Say in the run's folder which it is."""

@@ -18,6 +18,7 @@ NOTHING = (
     "opt-barrier",
 )  # fmt: skip
 """Operations that move nothing; what begins asynchronously counts when it begins."""
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 SLICED = ("dynamic-slice", "slice", "gather")
 
 
@@ -37,6 +38,7 @@ class _Operation:
 def accessed(text: str) -> int:
     """Of one device."""
     lines, entry = by_name(text)
+    seen: set[tuple[str, str]] = set()
     parsed = {name: _operations(each) for name, each in lines.items()}
 
     def run(name: str) -> int:
@@ -64,8 +66,21 @@ def accessed(text: str) -> int:
         if each.kind != "fusion":
             return each.size + sum(sizes.get(name, 0) for name in each.operands)
         inside = parsed[_called(each, "calls")]
+        if each.name.startswith("%async-collective-"):
+            return _carried(inside)
         read = sum(min(sizes.get(name, 0), _read(inside, number)) for number, name in enumerate(each.operands))
-        return read + min(each.size, _written(inside))
+        return read + min(each.size, _written(inside)) + _carried(inside)
+
+    def _carried(inside: dict[str, _Operation]) -> int:
+        """By asynchronous collectives: written in every kernel that carries a part of one, it counts in the first."""
+        found = {
+            (each.kind, channel[1]): each.size + sum(inside[name].size for name in each.operands)
+            for each in inside.values()
+            if each.kind in COLLECTIVES and (channel := re.search(r"channel_id=(\d+)", each.rest))
+        }
+        total = sum(size for key, size in found.items() if key not in seen)
+        seen.update(found)
+        return total
 
     def _read(inside: dict[str, _Operation], number: int) -> int:
         """At most so many bytes of a parameter are read in a fused computation."""
@@ -77,7 +92,7 @@ def accessed(text: str) -> int:
     def _used(inside: dict[str, _Operation], name: str) -> int:
         total = 0
         for each in inside.values():
-            if each.kind == "parameter" or name not in each.operands:
+            if each.kind == "parameter" or name not in each.operands or each.kind in (*COLLECTIVES, "tuple"):
                 continue
             if each.kind in SLICED and each.operands[0] == name:
                 total += each.whole
@@ -98,6 +113,8 @@ def accessed(text: str) -> int:
         return sum(_result(inside, each) for each in ends)
 
     def _result(inside: dict[str, _Operation], each: _Operation) -> int:
+        if each.kind in ("parameter", *COLLECTIVES):
+            return 0
         if each.kind == "bitcast" and each.operands[0] in inside:
             return _result(inside, inside[each.operands[0]])
         if each.kind == "dynamic-update-slice":

@@ -92,7 +92,7 @@ def turns_of(computations: dict[str, list[str]], condition: str) -> int:
     lines = list(computations[condition])
     for line in computations[condition]:
         lines += [inner for name in CALLED.findall(line) for inner in computations.get(name, [])]
-    limits = {int(number) for number in re.findall(r"= s32\[\]\S* constant\((\d+)\)", "\n".join(lines))}
+    limits = {int(number) for number in re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", "\n".join(lines))}
     if len(limits) != 1:
         raise ValueError(f"the turns of the loop of {condition} are unknown: it compares with {limits or 'nothing'}")
     return limits.pop()

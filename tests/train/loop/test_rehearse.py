@@ -72,7 +72,8 @@ def test_a_figure_that_no_evaluation_has(tmp_path, options):
 
 
 def test_to_stop_early_there_must_be_something_held_out(tmp_path):
-    refused(tmp_path / "run", "no eval_loss; they have no figures", None, hooks=[Every("evaluation", EarlyStopping())])
+    words = "eval_loss is a figure of evaluations, and there are none: give validation data"
+    refused(tmp_path / "run", words, None, hooks=[Every("evaluation", EarlyStopping())])
 
 
 @pytest.mark.parametrize("validation", [None, HELD])

@@ -43,7 +43,9 @@ class Best:
         """Raise InputError where the figure is not among these."""
         if self._name not in names:
             known = ", ".join(name for name in names if name.startswith("eval_") and name != "eval_rows")
-            raise InputError(f"the evaluations have no {self._name}; they have {known or 'no figures: there are none'}")
+            if not known:
+                raise InputError(f"{self._name} is a figure of evaluations, and there are none: give validation data")
+            raise InputError(f"the evaluations have no {self._name}; they have {known}")
 
     def write(self, run: Path) -> None:
         """Say in the run's folder which it is."""

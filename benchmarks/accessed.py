@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from benchmarks.collectives import by_name, turns_of
+from benchmarks.collectives import KINDS, by_name, turns_of
 
 LINE = re.compile(r"\s*(?:ROOT )?(%[\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)")
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\](\{[^}]*\})?")
@@ -18,7 +18,6 @@ NOTHING = (
     "opt-barrier",
 )  # fmt: skip
 """Operations that move nothing; what begins asynchronously counts when it begins."""
-COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 SLICED = ("dynamic-slice", "slice", "gather")
 
 
@@ -76,7 +75,7 @@ def accessed(text: str) -> int:
         found = {
             (each.kind, channel[1]): each.size + sum(inside[name].size for name in each.operands)
             for each in inside.values()
-            if each.kind in COLLECTIVES and (channel := re.search(r"channel_id=(\d+)", each.rest))
+            if each.kind in KINDS and (channel := re.search(r"channel_id=(\d+)", each.rest))
         }
         total = sum(size for key, size in found.items() if key not in seen)
         seen.update(found)
@@ -92,7 +91,7 @@ def accessed(text: str) -> int:
     def _used(inside: dict[str, _Operation], name: str) -> int:
         total = 0
         for each in inside.values():
-            if each.kind == "parameter" or name not in each.operands or each.kind in (*COLLECTIVES, "tuple"):
+            if each.kind == "parameter" or name not in each.operands or each.kind in (*KINDS, "tuple"):
                 continue
             if each.kind in SLICED and each.operands[0] == name:
                 total += each.whole
@@ -113,7 +112,7 @@ def accessed(text: str) -> int:
         return sum(_result(inside, each) for each in ends)
 
     def _result(inside: dict[str, _Operation], each: _Operation) -> int:
-        if each.kind in ("parameter", *COLLECTIVES):
+        if each.kind in ("parameter", *KINDS):
             return 0
         if each.kind == "bitcast" and each.operands[0] in inside:
             return _result(inside, inside[each.operands[0]])

@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 ARRAY = re.compile(r"([a-z]+\d+)\w*\[([\d,]*)\]")
-COLLECTIVE = re.compile(
-    r"= (?P<type>.+?) (?P<op>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?P<start>-start)?\("
-)
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+COLLECTIVE = re.compile(rf"= (?P<type>.+?) (?P<op>{'|'.join(KINDS)})(?P<start>-start)?\(")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
 
 

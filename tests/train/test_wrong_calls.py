@@ -72,7 +72,7 @@ def test_what_a_recipe_is_made_of(tmp_path, changed, sentence):
     [
         ({"hooks": [print]}, {}, r"hooks are given as \[Every\(100, function\)\], not as a builtin"),
         ({"hooks": [Every(1, lambda: None)]}, {}, r"hook is called as hook\(step\)"),
-        ({"loggers": [3]}, {}, r"a logger has write\(row\) and close\(\), which an? int has not"),
+        ({"loggers": [3]}, {}, r"a logger needs write\(row\) and close\(\); got a int"),
         ({"eval_batch": "x"}, {}, "eval-batch must be a number, not 'x'"),
         ({}, {"batch": 8.0}, "batch must be a whole number, not 8.0"),
         ({}, {"batch": "many"}, "batch must be a number, not 'many'"),
@@ -85,7 +85,7 @@ def test_what_a_trainer_is_given(tmp_path, trainer, asked, sentence):
 
 
 def test_what_is_trained_is_a_recipe(tmp_path):
-    with pytest.raises(InputError, match=r"a tuple is trained as a recipe: .*supervised"):
+    with pytest.raises(InputError, match=r"what is trained is a recipe, not a tuple: .*supervised"):
         Trainer().fit((init, loss), steps=2, run=tmp_path / "a")  # type: ignore[arg-type]
 
 

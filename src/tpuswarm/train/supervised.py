@@ -382,6 +382,6 @@ def supervised(
         require_call(extra, "extra", "key")
     if schedule is not None:
         require_call(schedule, "schedule", "progress")
-    if callable(optimizer) and schedule is not None:
-        require_call(optimizer, "optimizer", "learning_rate", "decay_mask")
+        if callable(optimizer):  # what is neither this nor an optax transformation is refused with both in words
+            require_call(optimizer, "optimizer", "learning_rate", "decay_mask")
     return Supervised(init, loss, optimizer, data, schedule, defaults, cast, micro_batches, extra, float32)

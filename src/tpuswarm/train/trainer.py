@@ -139,7 +139,7 @@ class Trainer:
         """
         if not isinstance(recipe, Recipe):
             raise InputError(
-                f"a {type(recipe).__name__} is trained as a recipe: give what `tpuswarm.supervised(...)` makes of it"
+                f"what is trained is a recipe, not a {type(recipe).__name__}: give what `supervised(...)` returns"
             )
         asked = self.settings(steps, batch, init_from)
         save_every = parse_every(self.save_every, "save_every")
@@ -147,7 +147,7 @@ class Trainer:
         hooks = Hooks(self.hooks)
         for each in self.loggers:
             if not isinstance(each, Logger):
-                raise InputError(f"a logger has write(row) and close(), which a {type(each).__name__} has not")
+                raise InputError(f"a logger needs write(row) and close(); got a {type(each).__name__}")
         if self.wandb is not None:
             wandb_log.require()
         hosts = several(self.hosts, self.host, self.hosts_at)

@@ -54,7 +54,7 @@ def require_call(function: Any, name: str, *arguments: str) -> None:
     except TypeError as error:
         code = getattr(function, "__code__", None)
         place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-        raise InputError(f"{name} is called as {call}, and this one takes {signature}: {error}{place}") from error
+        raise InputError(f"{name} is called as {call}, but takes {signature}{place}") from error
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def advice(accelerator: Accelerator, found: Found) -> str:
         share = (have - held) / (found.needed - held)
         ways.append(f"rows at most {share:.0%} as long, for example a smaller --context (estimate)")
     if "recomputed" not in found.smallest:
-        ways.append("recomputing layers, which this recipe does not support (Recipe.forms)")
+        ways.append("recomputing layers, which this recipe does not support (forms)")
     return (
         f"even its smallest form ({found.smallest}) needs {found.needed / GIB:.2f} GiB per device, "
         f"{(found.needed - have) / GIB:.2f} more than the {have / GIB:.2f} available; {held / GIB:.2f} of it is the "

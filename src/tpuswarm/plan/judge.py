@@ -10,12 +10,12 @@ from jax.experimental import topologies
 from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
 from tpuswarm.plan.hlo import Hazard, hazards, refusal
-from tpuswarm.plan.largest import largest
 from tpuswarm.plan.order import DescribedSlice, Found, Order, Program
 from tpuswarm.train.data.feed import ALIVE, DEPTH
 from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program.compiled import Compiled, DoesNotFit, Placed, TooLarge
 from tpuswarm.train.program.flops import Flops, model_flops
+from tpuswarm.train.program.largest import largest
 from tpuswarm.train.program.mesh import batch_sharding, bytes_per_device, make_mesh
 from tpuswarm.train.program.request import Choice, Request, usual_request
 from tpuswarm.train.recipe import Recipe

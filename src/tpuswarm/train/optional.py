@@ -1,6 +1,6 @@
-"""What a recipe may do beside its contract: who needs one of these asks `isinstance(recipe, …)`; nobody inherits."""
+"""What a recipe may have and do beside its contract: who needs one asks `isinstance(recipe, …)`; nobody inherits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -12,6 +12,30 @@ if TYPE_CHECKING:
 
 SAMPLED = 200
 """Tokens of the sample in a report."""
+
+
+@runtime_checkable
+class SavesMemory(Protocol):
+    """Its programs can be computed in ways that need less memory, and more time."""
+
+    forms: tuple[str, ...]
+    """Those that program/compiled.py may choose unasked: `remat`, `accumulate`."""
+
+
+@runtime_checkable
+class SetsCompiler(Protocol):
+    """Its programs are compiled with options of XLA's."""
+
+    compiling: Mapping[str, Mapping[str, Any]]
+    """Platform → option → value."""
+
+
+@runtime_checkable
+class GivesMeaning(Protocol):
+    """Its parameters mean nothing without some of its options, such as the tokenizer."""
+
+    identity: tuple[str, ...]
+    """Their names; `--init-from` copies them."""
 
 
 @runtime_checkable
@@ -33,6 +57,9 @@ class SharesData(Protocol):
 @runtime_checkable
 class KeepsFiles(Protocol):
     """It needs more than its options to be built again."""
+
+    home: Path | None
+    """The run it is rebuilt for, or whose parameters it starts from: the folder that `keep` wrote to."""
 
     def keep(self, folder: Path) -> None:
         """Write into a run's folder, its `home` when it is built again, what is too large for `options()`."""

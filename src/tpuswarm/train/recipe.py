@@ -8,7 +8,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -193,7 +192,7 @@ class Source(Protocol):
 class Recipe(ABC):
     """What is trained. Rebuilt in other processes from `module:name` and `options()`, never from a pickle.
 
-    What it may do besides, such as writing text, is in optional.py.
+    What it may have and do besides, such as ways to save memory, is in optional.py.
     """
 
     name: str = "recipe"
@@ -201,14 +200,6 @@ class Recipe(ABC):
     """`module:name` that rebuilds it; empty if it was built in a program."""
     given: Mapping[str, Any] = MappingProxyType({})
     """The arguments that `target` was called with, including its plain defaults."""
-    forms: tuple[str, ...] = ()
-    """Which ways to save memory program/compiled.py may choose for its programs unasked: `remat`, `accumulate`."""
-    compiling: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-    """Platform → options of XLA's compiler for its programs."""
-    identity: tuple[str, ...] = ()
-    """Options that give the parameters their meaning, such as the tokenizer; `--init-from` copies them."""
-    home: Path | None = None
-    """The run it is rebuilt for, or whose parameters it starts from: the folder that `keep` wrote to."""
     defaults: Mapping[str, Any] = MappingProxyType({})
     """Run settings to use when the user sets none: `batch`, `steps`, `clip`, `decay`, …"""
 

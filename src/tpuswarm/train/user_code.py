@@ -19,6 +19,7 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.refused import refused
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.train.optional import KeepsFiles
 from tpuswarm.train.process.platform import prepare
 from tpuswarm.train.process.stop import loads_user_code
 from tpuswarm.train.recipe import Recipe
@@ -203,7 +204,9 @@ def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = No
         recipe = maker(**values)
     if not isinstance(recipe, Recipe):
         raise InputError(f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; return supervised(...)")
-    recipe.target, recipe.home = absolute_target(target), home
+    recipe.target = absolute_target(target)
+    if isinstance(recipe, KeepsFiles):
+        recipe.home = home
     recipe.given = values | {
         name: value for name, value in call.arguments.items() if isinstance(value, bool | int | float | str)
     }

@@ -1,7 +1,6 @@
 """`--batch auto`: as many rows as the devices hold."""
 
 import jax
-import numpy as np
 import pytest
 
 from tests.train import host
@@ -10,6 +9,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.loop import session
 from tpuswarm.train.program import compiled as compiling
+from tpuswarm.train.program import largest_batch as finding
 from tpuswarm.train.program.largest_batch import largest_batch, search
 from tpuswarm.train.program.request import usual_request
 from tpuswarm.train.run.directory import read_config
@@ -25,26 +25,33 @@ def needed(recipe):
     """Bytes a device by batch, of the form that saves no memory: compiled one by one, without a search."""
     devices = jax.devices()[:2]
     found = {}
-    for batch in (2, 4, 8, 16):
+    for batch in (2, 4, 10, 22):
         compiled = compiling.compile_step(recipe, usual_request(recipe, batch=batch), devices)
         assert compiled.choice.remat == "none" and compiled.choice.accumulate == 1
         found[batch] = compiled.memory.total
     return found
 
 
-@pytest.mark.parametrize("batch", [2, 4, 8])
-def test_twice_as_many_rows_would_not_fit(recipe, needed, batch, monkeypatch):
-    monkeypatch.setattr(compiling, "device_memory", lambda device: needed[batch])
+def holds(monkeypatch, memory):
+    """Devices that hold so many bytes."""
+    for module in (compiling, finding):
+        monkeypatch.setattr(module, "device_memory", lambda device: memory)
+
+
+@pytest.mark.parametrize("batch", [2, 4, 10, 22])
+def test_no_larger_size_would_fit(recipe, needed, batch, monkeypatch):
+    holds(monkeypatch, needed[batch])
     told = []
     assert search(recipe, {}, jax.devices()[:2], told.append) == batch
-    assert [line.split()[0] for line in told] == [str(2**each) for each in range(1, int(np.log2(batch)) + 1)]
+    fit = [int(line.split()[0]) for line in told]
+    assert fit[0] == 2 and fit[-1] == batch and fit == sorted(set(fit))
 
 
 def test_what_the_smallest_needs_is_used_and_not_more(recipe, needed, monkeypatch):
     """Half the memory of one row a device: only smaller forms fit, and the search goes on with them."""
-    monkeypatch.setattr(compiling, "device_memory", lambda device: needed[16])
+    holds(monkeypatch, needed[22])
     assert search(recipe, {"accumulate": 2}, jax.devices()[:2], lambda text: None) % 4 == 0
-    monkeypatch.setattr(compiling, "device_memory", lambda device: 1000)
+    holds(monkeypatch, 1000)
     with pytest.raises(InputError, match="with batch 2 does not fit on 2 x cpu"):
         search(recipe, {}, jax.devices()[:2], lambda text: None)
 
@@ -58,7 +65,7 @@ def test_a_run_keeps_the_batch_that_was_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "largest_batch", lambda recipe, asked, devices, far: 16)
     Trainer(devices=1).fit(host.recipe(), steps=2, batch="auto", run=tmp_path / "run")
     assert read_config(tmp_path / "run")["train"]["batch"] == 16
-    assert "batch 16: twice as many rows do not fit without saving memory" in " ".join(capsys.readouterr().err.split())
+    assert "batch 16: more rows do not fit without saving memory" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(session, "largest_batch", lambda *found: pytest.fail("a run that has begun has a batch"))
     again = Trainer(devices=1).fit(host.recipe(), steps=2, batch="auto", run=tmp_path / "run")
     assert again.steps == 2

@@ -66,6 +66,7 @@ class GPT2(Recipe):
 
     forms = ("remat", "accumulate")
     identity = ("tokenizer", "alphabet", "tokenizer_digest")
+    home: Path | None = None
     target = "tpuswarm.recipes.gpt2.recipe:GPT2"
 
     def __init__(

@@ -15,6 +15,7 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import training_rows
+from tpuswarm.train.optional import SavesMemory, SetsCompiler
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.mesh import batch_sharding
 from tpuswarm.train.program.request import Request, default_batch, usual_request
@@ -112,8 +113,11 @@ class _Growing(Recipe):
 
     def __init__(self, recipe: Recipe):
         self._recipe = recipe
-        self.name, self.forms, self.defaults = recipe.name, recipe.forms, recipe.defaults
-        self.compiling = recipe.compiling
+        self.name, self.defaults = recipe.name, recipe.defaults
+        if isinstance(recipe, SavesMemory):
+            self.forms = recipe.forms
+        if isinstance(recipe, SetsCompiler):
+            self.compiling = recipe.compiling
 
     def program(self, options: Options) -> SupervisedProgram:
         """The same but for the schedule."""

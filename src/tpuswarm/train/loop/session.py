@@ -207,7 +207,7 @@ def prepare(
             with waiting(f"looking for the largest batch of {recipe.name}", short=0.0) as far:
                 found = largest_batch(recipe, asked, devices, far)
             asked["batch"] = agreement.same("looking for the largest batch", found)
-            notes.append(f"batch {asked['batch']:,}: twice as many rows do not fit without saving memory")
+            notes.append(f"batch {asked['batch']:,}: more rows do not fit without saving memory")
     with waiting(f"reading the data of {recipe.name}"):
         resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
     refuse_differences(shown(run.folder), resolved.changed)

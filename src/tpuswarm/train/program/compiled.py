@@ -22,6 +22,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train import paths
 from tpuswarm.train.data.feed import ALIVE
 from tpuswarm.train.data.placing import place as place_array
+from tpuswarm.train.optional import SavesMemory, SetsCompiler
 from tpuswarm.train.program import mesh as meshes
 from tpuswarm.train.program.flops import Flops, model_flops
 from tpuswarm.train.program.request import Choice, Request, choices
@@ -151,7 +152,8 @@ def ways(
     check_batch(request.batch, devices, request.accumulate or 1)
     with blame(f"init of {recipe.name} fails"):
         state_bytes = _state_bytes(recipe, request.options(platform, kind))
-    return choices(request, recipe.forms, platform, kind, devices, state_bytes, memory_bytes)
+    forms = recipe.forms if isinstance(recipe, SavesMemory) else ()
+    return choices(request, forms, platform, kind, devices, state_bytes, memory_bytes)
 
 
 class Traced(NamedTuple):
@@ -276,7 +278,8 @@ def _place(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
     program = recipe.program(options)
     state = _abstract_state(program)
     state = with_sharding(state, meshes.state_shardings(state, mesh, shard))
-    return Placed(program, options, mesh, state, dict(recipe.compiling.get(options.platform, {})) or None)
+    by_platform = recipe.compiling if isinstance(recipe, SetsCompiler) else {}
+    return Placed(program, options, mesh, state, dict(by_platform.get(options.platform, {})) or None)
 
 
 def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Mesh) -> Traced:

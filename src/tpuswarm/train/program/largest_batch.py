@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.program.compiled import Compiled, DoesNotFit, compile_step, device_memory
-from tpuswarm.train.program.request import REMATS, Request, usual_request
+from tpuswarm.train.program.compiled import Compiled, Refused, compile_step, compile_traced, device_memory, trace
+from tpuswarm.train.program.largest import largest
+from tpuswarm.train.program.request import Request, usual_request
 from tpuswarm.train.recipe import Recipe
 
 AUTO = "auto"
@@ -22,27 +23,30 @@ def largest_batch(recipe: Recipe, asked: Mapping[str, Any], devices: Sequence[An
 
 
 def search(recipe: Recipe, asked: Mapping[str, Any], devices: Sequence[Any], say: Callable[[str], None]) -> int:
-    """Rows of a step: doubled from one a device and micro-batch on, as long as a step fits that saves no more memory.
+    """Rows of a step: as many as fit in the way that one row a device and micro-batch runs.
 
     Recomputing layers and more micro-batches cost time, which a larger batch does not bring back: they are used where
-    the smallest batch needs them, and not more of them after that. Each size is compiled once. Raises InputError where
-    not even the smallest fits.
+    the smallest batch needs them, and not more of them after that. Sizes are those of a plan (largest.py), each
+    compiled once. Raises InputError where not even the smallest fits.
     """
     names = set(Request.__dataclass_fields__) - {"batch"}
     kept = {name: asked[name] for name in names & asked.keys()}
-    batch = len(devices) * (asked.get("accumulate") or 1)
-    best = compile_step(recipe, usual_request(recipe, **kept, batch=batch), devices)
-    while True:
-        say(f"{batch:,} rows fit: {best.memory.total / 2**30:.2f} GiB per device")
+    unit = len(devices) * (asked.get("accumulate") or 1)
+    memory = device_memory(devices[0])
+    assert memory is not None
+    smallest = compile_step(recipe, usual_request(recipe, **kept, batch=unit), devices)
+
+    def used(rows: int) -> int | None:
         try:
-            larger = compile_step(recipe, usual_request(recipe, **kept, batch=2 * batch), devices)
-        except DoesNotFit:
-            return batch
-        if _saves(larger) > _saves(best):
-            return batch
-        batch, best = 2 * batch, larger
+            traced = trace(recipe, smallest.options, smallest.choice, unit * rows, smallest.mesh)
+            tried = compile_traced(traced, memory)
+        except Refused:  # a kernel that is too large at this size, where a smaller one was not
+            return None
+        if not isinstance(tried, Compiled):
+            return None
+        say(f"{unit * rows:,} rows fit: {tried.memory.total / 2**30:.2f} GiB per device")
+        return tried.memory.total
 
-
-def _saves(compiled: Compiled) -> tuple[int, int]:
-    """How much time it gives for memory."""
-    return compiled.choice.accumulate, list(REMATS).index(compiled.choice.remat)
+    say(f"{unit:,} rows fit: {smallest.memory.total / 2**30:.2f} GiB per device")
+    rows, _ = largest(used, 1, smallest.memory.total, memory)
+    return unit * rows

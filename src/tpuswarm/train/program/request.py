@@ -100,7 +100,7 @@ def choices(
 ) -> Iterator[Choice]:
     """Ways to run, best first: no recomputation before some, replicated before sharded, then smaller micro-batches.
 
-    honoured: `Recipe.forms`; what is neither there nor asked is not tried.
+    honoured: `forms` of the recipe (optional.py); what is neither there nor asked is not tried.
     """
     many = devices > 1
     held = f"{state_bytes / 2**30:.2f} GiB of state"

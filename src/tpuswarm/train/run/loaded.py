@@ -10,7 +10,7 @@ import jax
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.placing import place as place_array
-from tpuswarm.train.optional import ComparesPublished, ReadsPublished
+from tpuswarm.train.optional import ComparesPublished, GivesMeaning, ReadsPublished
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Placed, place
 from tpuswarm.train.program.request import Request
@@ -93,9 +93,7 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = al
     if not read_config(folder)["recipe"]["target"]:
         return _by_path(folder, recipe, onto, agree)
     loaded = load_run(folder, list(onto.mesh.devices.flat), agree=agree)
-    meant = [{name: each.options().get(name) for name in recipe.identity} for each in (loaded.recipe, recipe)]
-    if found := differences(*meant):
-        raise InputError(f"the parameters of {shown(folder)} do not fit this recipe: {'; '.join(found)}")
+    _refuse_other_meaning(folder, recipe, loaded.recipe.options())
     theirs, ours = loaded.placed.program.exchange().get(loaded.state), onto.program.exchange().get(onto.state)
     _refuse_another(folder, *(dict(zip(leaf_paths(tree), _shapes(tree), strict=True)) for tree in (theirs, ours)))
     return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)
@@ -112,7 +110,7 @@ def _published_digest(recipe: Recipe, parent: str) -> str:
 
 def _of_swarm(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
     """What the members of a swarm share: all of it, by its paths."""
-    _refuse_other_meaning(folder, recipe)
+    _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
     theirs, _, digest = swarm_arrays(folder)
     agree(lambda: _begun_with(folder, digest))
     shared = onto.program.exchange().get(onto.state)
@@ -125,7 +123,7 @@ def _of_swarm(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
 
 def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
     """The shared parameters of a run whose recipe was built in a program: by their paths in the state of this one."""
-    _refuse_other_meaning(folder, recipe)
+    _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
     arrays, saved = run_arrays(folder)
     agree(lambda: _begun_with(folder, saved.digest))
     exchange = onto.program.exchange()
@@ -138,10 +136,11 @@ def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
     return jax.tree.map(lambda name: place_array(theirs[name], ours[name].sharding), marked)
 
 
-def _refuse_other_meaning(folder: Path, recipe: Recipe) -> None:
-    """Raise InputError where another tokenizer, say, gives the run's parameters another meaning."""
-    options = {name: read_config(folder)["recipe"]["options"].get(name) for name in recipe.identity}
-    if found := differences(options, {name: recipe.options().get(name) for name in recipe.identity}):
+def _refuse_other_meaning(folder: Path, recipe: Recipe, theirs: Mapping[str, Any]) -> None:
+    """Raise InputError where another tokenizer, say, among the run's options gives its parameters another meaning."""
+    names = recipe.identity if isinstance(recipe, GivesMeaning) else ()
+    there, here = ({name: options.get(name) for name in names} for options in (theirs, recipe.options()))
+    if found := differences(there, here):
         raise InputError(f"the parameters of {shown(folder)} do not fit this recipe: {'; '.join(found)}")
 
 

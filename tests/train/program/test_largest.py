@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuswarm.plan.largest import MOST, above, largest
+from tpuswarm.train.program.largest import MOST, above, largest
 
 MEMORY = 1_000_000
 

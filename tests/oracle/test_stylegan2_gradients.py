@@ -59,7 +59,7 @@ def modulated(x, w, p, up=False, demodulate=True):
 def to_w(params, z):
     w = z / (z.square().mean(-1, keepdim=True) + 1e-8).sqrt()
     for layer in range(CONFIG.mapping):
-        w = leaky(dense(w, {name: each[layer] for name, each in params["mapping"].items()}, 0.01))
+        w = leaky(dense(w, params["mapping"][f"{layer}"], 0.01))
     return w
 
 

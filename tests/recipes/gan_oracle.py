@@ -57,8 +57,8 @@ def modulated(x: np.ndarray, w: np.ndarray, p: Any, up: bool = False, demodulate
 
 def to_w(params: Any, z: np.ndarray) -> np.ndarray:
     x = z / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-8)
-    for w, b in zip(*(params["mapping"][name] for name in "wb"), strict=True):
-        x = activate(dense(x, {"w": w, "b": b}, 0.01))
+    for layer in range(len(params["mapping"])):
+        x = activate(dense(x, params["mapping"][f"{layer}"], 0.01))
     return x
 
 

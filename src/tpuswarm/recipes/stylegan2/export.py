@@ -30,12 +30,8 @@ WORDS = {
 
 def write(state: Any, config: Config, folder: Path) -> None:
     """model.safetensors and config.json; OSError where they do not fit."""
-    layers = {
-        f"{layer}": {name: each[layer] for name, each in state.average["mapping"].items()}
-        for layer in range(config.mapping)
-    }
     tensors = {
-        **_named("generator", state.average | {"mapping": layers}, MAPPING_RATE),
+        **_named("generator", state.average, MAPPING_RATE),
         **_named("discriminator", state.discriminator, 1.0),
         "w_mean": np.asarray(state.w_mean),
     }

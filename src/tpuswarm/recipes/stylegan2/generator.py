@@ -32,7 +32,7 @@ def init(key: jax.Array, config: Config) -> Params:
     def noisy(inputs: int, outputs: int) -> Params:
         return styled(3, inputs, outputs) | {"noise": jnp.zeros((), jnp.float32)}
 
-    mapping = [new_dense(next(keys), D, D, rate=MAPPING_RATE) for _ in range(config.mapping)]
+    mapping = {f"{layer}": new_dense(next(keys), D, D, rate=MAPPING_RATE) for layer in range(config.mapping)}
     blocks: Params = {}
     before = config.width(FIRST)
     constant = jax.random.normal(next(keys), (FIRST, FIRST, before), jnp.float32)
@@ -41,19 +41,15 @@ def init(key: jax.Array, config: Config) -> Params:
         block = {} if resolution == FIRST else {"up": noisy(before, C)}
         blocks[f"{resolution}"] = block | {"same": noisy(C, C), "rgb": styled(1, C, 3)}
         before = C
-    stacked = jax.tree.map(lambda *each: jnp.stack(each), *mapping)
-    return {"mapping": stacked, "constant": constant, "blocks": blocks}
+    return {"mapping": mapping, "constant": constant, "blocks": blocks}
 
 
 def to_w(params: Params, z_BxD: jax.Array) -> jax.Array:
-    """The mapping network, whose layers are stacked: latent codes z of N(0, 1) → w_BxD."""
-
-    def through(x_BxD: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        return activate(dense(x_BxD, layer, MAPPING_RATE)), None
-
-    x_BxD = z_BxD * jax.lax.rsqrt(jnp.square(z_BxD).mean(-1, keepdims=True) + 1e-8)
-    w_BxD, _ = jax.lax.scan(through, x_BxD, params["mapping"])
-    return w_BxD
+    """The mapping network: latent codes z of N(0, 1) → w_BxD."""
+    x = z_BxD * jax.lax.rsqrt(jnp.square(z_BxD).mean(-1, keepdims=True) + 1e-8)
+    for layer in range(len(params["mapping"])):
+        x = activate(dense(x, params["mapping"][f"{layer}"], MAPPING_RATE))
+    return x
 
 
 def truncate(w_BxD: jax.Array, mean_D: jax.Array, truncation: float | jax.Array) -> jax.Array:

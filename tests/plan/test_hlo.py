@@ -57,6 +57,6 @@ def test_a_planted_hazard_is_found_with_its_line(found, case):
     assert {each[0] for each in found[case]} == {kind}, found[case]
 
 
-@pytest.mark.parametrize("case", ["clean", "scans", "clean on four", "gpt2 on four"])
+@pytest.mark.parametrize("case", ["clean", "scans", "repeats_little", "clean on four", "gpt2 on four"])
 def test_nothing_is_found_where_nothing_is_wrong(found, case):
     assert found[case] == []

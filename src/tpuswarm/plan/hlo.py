@@ -20,6 +20,8 @@ Kind = Literal["refused", "evaluation", "float32", "matrix unit", "host transfer
 
 REPEATS = 6
 """Copies of a block from which on a scan pays: compile time grows with each."""
+REPEATED_SHARE = 0.01
+"""Of a program's FLOPs in the copies of one product, at least: small products compile in no time."""
 SMALL_BYTES = 2**16
 """A collective that moves less is no hazard: norms, means, metrics."""
 
@@ -86,16 +88,18 @@ def _places(jaxpr: Jaxpr, primitive: str, caller: Any) -> list[CodeLine]:
 def unrolled(flops: Flops) -> list[Hazard]:
     """One block repeated by a Python loop: same stack of calls, same shapes, many times in one program."""
     copies: Counter[Any] = Counter()
+    counted: Counter[Any] = Counter()
     places: dict[Any, CodeLine | None] = {}
     for product in flops.products:
         codes, positions = product.trace.raw_frames() if product.trace else ((), ())
         stack = tuple(zip(map(id, codes), positions, strict=True))
         key = (stack, product.scope, product.kind, product.rows, product.contracted, product.columns)
         copies[key] += 1
+        counted[key] += product.flops
         places[key] = product.place
     worst: dict[CodeLine | None, int] = {}
     for key, count in copies.items():
-        if count >= REPEATS and places[key] is not None:
+        if count >= REPEATS and counted[key] >= REPEATED_SHARE * flops.total and places[key] is not None:
             worst[places[key]] = max(count, worst.get(places[key], 0))
     return [
         Hazard(

@@ -58,10 +58,9 @@ def repeats(w, x):
 
 
 def repeats_little(w, x):
-    some = x[:, :8]
     for _ in range(8):
-        some = jnp.tanh(some @ w["b"][:8, :8])
-    return clean(w, x) + some.sum()
+        x = jnp.tanh(x @ w["a"])
+    return clean(w, jnp.tile(x, (1024, 1)))
 
 
 def scans(w, x):
@@ -102,8 +101,8 @@ def recipe(model):
 
 
 SPLASH = GPT2(data="fake", layers=2, heads=1, width=128, context=128, vocab=256)
-CASES = {model.__name__: (partial(recipe, model), "v5e-1") for model in (clean, narrow, prints, calls_back, casts)}
-CASES |= {model.__name__: (partial(recipe, model), "v5e-1") for model in (repeats, repeats_little, scans, unknown_to_tpus)}
+ALONE = (clean, narrow, prints, calls_back, casts, repeats, repeats_little, scans, unknown_to_tpus)
+CASES = {model.__name__: (partial(recipe, model), "v5e-1") for model in ALONE}
 CASES |= {model.__name__: (partial(recipe, model), "v5e-4") for model in (mirrors, contrasts)}
 CASES |= {
     "kernel_of_a_later_tpu": (partial(recipe, kernel_of_a_later_tpu), "v3-8"),

@@ -203,3 +203,17 @@ def test_equinox_batch_norm_is_resumed_and_is_equinoxs(tmp_path):
         _, theirs = call(norm, toy.data()["x"], theirs)
     for ours, other in zip(jax.tree.leaves(resumed.state.extra), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_that_was_made_in_a_program_gives_its_statistics_too(tmp_path):
+    def fit(made, steps, run, **options):
+        return Trainer(devices=1).fit(made, steps=steps, batch=8, run=tmp_path / run, **options).state
+
+    parent = fit(recipe(), 4, "parent")
+    child, fresh = fit(recipe(0.0), 1, "child", init_from=tmp_path / "parent"), fit(recipe(0.0), 1, "fresh")
+    same(child.params, parent.params)
+    np.testing.assert_allclose(child.extra["mean"] - fresh.extra["mean"], KEPT * parent.extra["mean"], atol=1e-6)
+    assert child.extra["seen"] == 1
+    fit(toy.recipe(), 1, "plain")
+    with pytest.raises(InputError, match="the first extra/mean"):
+        fit(recipe(), 1, "other", init_from=tmp_path / "plain")

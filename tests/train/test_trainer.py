@@ -168,6 +168,18 @@ def test_what_is_not_asked_is_taken_from_the_run(tmp_path):
     assert json.dumps(Run(tmp_path / "run").config()["train"]["clip"]) == "0.7"
 
 
+def test_saving_and_evaluating_stay_as_the_run_was_told(tmp_path):
+    def fit(steps, **options):
+        recipe = supervised(toy.init, toy.loss, optax.adam(0.1), toy.splits)
+        Trainer(devices=1, **options).fit(recipe, steps=steps, batch=8, run=tmp_path / "run")
+        saved = [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")]
+        return sorted(saved), [row["step"] for row in rows(tmp_path / "run") if "eval_loss" in row]
+
+    assert fit(4, save_every=2, keep=9, eval_every=2) == ([0, 2, 4], [2, 4])
+    assert fit(8) == ([0, 2, 4, 6, 8], [2, 4, 6, 8])
+    assert fit(10, keep=1) == ([10], [2, 4, 6, 8, 10])
+
+
 def test_a_damaged_checkpoint_is_passed_over_aloud(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     stopped_run(folder)

@@ -25,7 +25,10 @@ FIXED = (
 )
 """Settings that make a run what it is; the others may change when it is resumed."""
 
-FREE = ("devices", "shard", "save_every", "keep", "eval_every", "eval_batch", "grace")
+HABITS = ("save_every", "keep", "eval_every", "eval_batch")
+"""Those that may change, but only where another is named."""
+
+FREE = ("devices", "shard", *HABITS, "grace")
 
 
 def differences(stored: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from tpuswarm.config.limits import check
-from tpuswarm.config.units import Interval, parse_every
+from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import folder_for, is_url
 from tpuswarm.train.diagnose.watch import Watch
@@ -39,7 +39,8 @@ class Trainer:
     - devices: `all`, a number (8), or indices from 0 ([5]); shard: `auto`, `replicate` or `fsdp`.
     - precision: `bf16`, `f32`, `highest`; None is bf16 on TPU and GPU, f32 on CPU.
     - accumulate, clip, freeze, decay, ema: see train/recipe.py Options.
-    - save_every, eval_every: steps (500) or time (`5m`); keep: how many checkpoints to keep.
+    - save_every, eval_every: steps (500) or time (`5m`, the default of save_every); keep: how many checkpoints to keep,
+      by default 3.
     - eval_batch: rows of a batch in evaluations; None is those of a step or of a micro-batch.
     - grace: seconds from SIGTERM until the machine is gone.
     - deterministic: deterministic GPU kernels (CPU and TPU are deterministic anyway).
@@ -64,10 +65,10 @@ class Trainer:
     decay: str | None = None
     ema: float | None = None
     seed: int | None = None
-    save_every: str | int = "5m"
+    save_every: str | int | None = None
     eval_every: str | int | None = None
     eval_batch: int | None = None
-    keep: int = 3
+    keep: int | None = None
     grace: float = 10.0
     deterministic: bool | None = None
     overfit_batches: int | None = None
@@ -142,8 +143,9 @@ class Trainer:
                 f"what is trained is a recipe, not a {type(recipe).__name__}: give what `supervised(...)` returns"
             )
         asked = self.settings(steps, batch, init_from)
-        save_every = parse_every(self.save_every, "save_every")
-        eval_every = Interval() if self.eval_every is None else parse_every(self.eval_every, "eval_every")
+        for name in ("save_every", "eval_every"):
+            if asked[name] is not None:
+                parse_every(asked[name], name)
         hooks = Hooks(self.hooks)
         for each in self.loggers:
             if not isinstance(each, Logger):
@@ -166,8 +168,7 @@ class Trainer:
             if isinstance(session, Finished):
                 return ended_before(session, display)
             loop = Loop(
-                session, watch, display,
-                save_every=save_every, eval_every=eval_every, hooks=hooks, profile=self.profile,
+                session, watch, display, hooks=hooks, profile=self.profile,
                 wandb=None if self.fast_dev_run else self.wandb, loggers=self.loggers, keep_best=self.keep_best,
                 eval_batches=1 if self.fast_dev_run else EVAL_BATCHES,
             )  # fmt: skip

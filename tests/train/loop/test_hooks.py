@@ -80,6 +80,19 @@ def test_what_a_hook_returns_is_shown(tmp_path):
     assert (ended.step, ended.message) == (3, "ended at step 3: enough")
 
 
+def test_each_hook_is_called_once_at_the_step_that_ends_the_run(tmp_path):
+    seen = []
+    hooks = [Every(2, lambda step: seen.append(step.row["step"])), Every(4, lambda step: Stop("enough"))]
+    Trainer(devices=1, hooks=hooks).fit(toy.recipe(), steps=8, batch=8, run=tmp_path / "run")
+    assert seen == [2, 4]
+
+
+def test_an_array_that_is_no_picture_is_refused(tmp_path):
+    hooks = [Every(2, lambda step: np.zeros((4, 6, 3)))]
+    with pytest.raises(InputError, match=r"a hook returned float64 \(4, 6, 3\): a picture is uint8 \(height, width, 3"):
+        Trainer(devices=1, hooks=hooks).fit(toy.recipe(), steps=4, batch=8, run=tmp_path / "run")
+
+
 def test_the_best_checkpoint_is_kept_however_old(tmp_path):
     """A rate that is too high makes it worse from some step on; a second process keeps the same one."""
 

@@ -96,13 +96,13 @@ def decide(
     per_member = machine.share_out(kind, devices, members, swarm.devices_per_member or stored.get("devices_per_member"))
     resolved = resolve(run, recipe, asked, tokens, epochs, kind, per_member)
     check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
-    if asked["eval_batch"]:
-        check_batch(asked["eval_batch"], per_member, 1)
+    if resolved.settings["eval_batch"]:
+        check_batch(resolved.settings["eval_batch"], per_member, 1)
     sizes = machine.sizes(recipe, resolved.settings["ema"])
     made = _swarm(swarm, stored, recipe, members, sizes)
     code = code_digest(recipe.target)
     changed = _changes(run, swarm, stored, resolved, made, code)
-    evaluate_every = _evaluate_every(asked["eval_every"], recipe, resolved)
+    evaluate_every = _evaluate_every(resolved.settings["eval_every"], recipe, resolved)
     return Intended(
         resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, sizes
     )

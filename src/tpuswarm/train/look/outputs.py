@@ -92,8 +92,8 @@ class Outputs:
         if isinstance(found, str):
             self.event(step, SAMPLE, f"a hook at step {step}", text=found)
             self._display.note(f"step {step}: {found}")
-        elif isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.ndim == 3 and found.shape[2] == 3:
-            self._keep(step, f"hook {index}", f"{step:08d}-{index}.png", found)
+        elif len(getattr(found, "shape", ())) == 3:
+            self._keep(step, f"hook {index}", f"{step:08d}-{index}.png", np.asarray(found))
 
     def made(self, step: int, picture: np.ndarray | None) -> None:
         """What the model makes now, uint8 (height, width, 3); None: nothing."""

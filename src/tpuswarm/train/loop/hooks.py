@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tpuswarm.config.units import Interval, check_number, parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.train.recipe import State
@@ -92,6 +94,8 @@ class Hooks:
                 each.call.begin()
         self._hooks = [(_interval(each.every), each.call) for each in hooks]
         self._called = [time.monotonic()] * len(self._hooks)
+        self._called_at = [-1] * len(self._hooks)
+        """Step of each one's last call."""
 
     def require(self, names: Collection[str]) -> None:
         """Raise InputError where one of them reads a figure that is not among these."""
@@ -110,18 +114,26 @@ class Hooks:
         return [now or interval is None for (interval, _), now in zip(self._hooks, due, strict=True)]
 
     def call(self, due: Sequence[bool] | None, row: Mapping[str, Any], state: State) -> dict[int, Any]:
-        """Call those (None: all), in the order they were given; InputError, with its line, where one fails.
+        """Call those in the order they were given; InputError, with its line, where one fails.
 
-        Returns what each of them returned, by its number.
+        due: None is all that were not called at this step yet. Returns what each of them returned, by its number.
         """
         found: dict[int, Any] = {}
-        due = [True] * len(self._hooks) if due is None else due
+        due = [step != row["step"] for step in self._called_at] if due is None else due
         for index, ((_, call), now) in enumerate(zip(self._hooks, due, strict=True)):
             if now:
                 with blame(f"a hook failed at step {row['step']}"):
-                    found[index] = call(Step(dict(row), state))
-                self._called[index] = time.monotonic()
+                    found[index] = _required(call(Step(dict(row), state)))
+                self._called[index], self._called_at[index] = time.monotonic(), row["step"]
         return found
+
+
+def _required(returned: Any) -> Any:
+    """What a hook returned; InputError for an array that looks like a picture and is none."""
+    shape: tuple[int, ...] = getattr(returned, "shape", ())
+    if len(shape) > 1 and not (returned.dtype == np.uint8 and len(shape) == 3 and shape[2] == 3):
+        raise InputError(f"a hook returned {returned.dtype} {shape}: a picture is uint8 (height, width, 3)")
+    return returned
 
 
 def _interval(every: int | str) -> Interval | None:

@@ -11,7 +11,7 @@ import jax
 from jax.profiler import StepTraceAnnotation
 
 from tpuswarm.config.shown import unit
-from tpuswarm.config.units import Interval
+from tpuswarm.config.units import Interval, parse_every
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.feed import Feed
@@ -51,8 +51,6 @@ class Loop:
         watch: Watch,
         display: Display,
         *,
-        save_every: Interval,
-        eval_every: Interval,
         hooks: Hooks,
         profile: bool,
         wandb: str | None,
@@ -64,7 +62,9 @@ class Loop:
         self._wandb, self._loggers, self._eval_batches = wandb, loggers, eval_batches
         self._enough = ""
         """Why a hook ended the run."""
-        self._save_every, self._eval_every, self._hooks = save_every, eval_every, hooks
+        every = session.settings["eval_every"]
+        self._eval_every = Interval() if every is None else parse_every(every, "eval_every")
+        self._save_every, self._hooks = parse_every(session.settings["save_every"], "save_every"), hooks
         writes, keep = session.run.writes, session.settings["keep"]
         self._checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_seconds, writes)
         self._outputs = Outputs(session.run, self._display, session.first_step)
@@ -323,7 +323,7 @@ class Loop:
         return written
 
     def _call(self, hooks: list[bool] | None) -> None:
-        """Those hooks; None: all of them."""
+        """Those hooks; None: all that were not called at this step."""
         start = time.monotonic()
         with self._watch.times.during(times.USER):
             returned = self._hooks.call(hooks, self._last, self._state)

@@ -32,7 +32,7 @@ from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.directory import FollowedRun, Run
 from tpuswarm.train.run.life import last_event
 from tpuswarm.train.run.loaded import load_parameters
-from tpuswarm.train.settings import FIXED, FREE, check_batch, count_steps, differences, refuse_differences
+from tpuswarm.train.settings import FIXED, FREE, HABITS, check_batch, count_steps, differences, refuse_differences
 from tpuswarm.train.user_code import blame, file_digest
 
 STEPS = 1_000
@@ -163,7 +163,8 @@ def resolve(
     """
     config = run.config()
     stored = dict(config["train"]) if config else {}
-    usual = {"steps": STEPS, "seed": 0, "deterministic": False, **recipe.defaults}
+    before = dict(config["may_change"]) if config else {}
+    usual = {"steps": STEPS, "seed": 0, "deterministic": False, "save_every": "5m", "keep": 3, **recipe.defaults}
     seed = _first(asked.get("seed"), stored.get("seed"), usual["seed"])
     with blame(f"the data of {recipe.name} failed"):
         source = training_rows(recipe, seed)
@@ -187,6 +188,7 @@ def resolve(
     usual["precision"] = default_precision(platform)
     settings = {name: _first(asked.get(name), stored.get(name), None if config else usual.get(name)) for name in FIXED}
     settings |= {"batch": batch} | {name: asked[name] for name in FREE}
+    settings |= {name: _first(asked[name], before.get(name), usual.get(name)) for name in HABITS}
     check(settings)  # what comes from tokens, from epochs and from the recipe as well
     return Resolved(settings, source, tokens_per_row, config, changed)
 
@@ -224,7 +226,8 @@ def prepare(
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             placed = place(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
             return Finished(run, agreement, checkpoint.restore(saved, placed.state), saved.step)
-    validation = source if isinstance(source, Repeated) else held_out(recipe, required=asked["eval_every"] is not None)
+    evaluates = settings["eval_every"] is not None
+    validation = source if isinstance(source, Repeated) else held_out(recipe, required=evaluates)
     with waiting(f"compiling {recipe.name} for {len(devices)} x {devices[0].device_kind}"):
         compiled = compile_step(recipe, request(settings), devices)
     choice = compiled.choice

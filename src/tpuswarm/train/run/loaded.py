@@ -126,14 +126,18 @@ def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
     _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
     arrays, saved = run_arrays(folder)
     agree(lambda: _begun_with(folder, saved.digest))
-    exchange = onto.program.exchange()
-    names = leaf_paths(onto.state)
-    marked = exchange.get(jax.tree.unflatten(jax.tree.structure(onto.state), names))
-    ours = dict(zip(jax.tree.leaves(marked), jax.tree.leaves(exchange.get(onto.state)), strict=True))
-    roots, own = {name.partition("/")[0] for name in ours}, set(names) - set(ours)
+    shared = onto.program.exchange().get(onto.state)
+    names = {id(leaf): name for leaf, name in zip(jax.tree.leaves(onto.state), leaf_paths(onto.state), strict=True)}
+    if not all(id(leaf) in names for leaf in jax.tree.leaves(shared)):
+        raise InputError(
+            f"{shown(folder)} was made in a program, whose parameters are found by their paths, and what the exchange "
+            f"of {recipe.name} gives are no leaves of its state: train the other run from its file, file.py:recipe"
+        )
+    ours = {names[id(leaf)]: leaf for leaf in jax.tree.leaves(shared)}
+    roots, own = {name.partition("/")[0] for name in ours}, set(names.values()) - set(ours)
     theirs = {name: array for name, array in arrays.items() if name.partition("/")[0] in roots and name not in own}
     _refuse_another(folder, *({name: leaf.shape for name, leaf in each.items()} for each in (theirs, ours)))
-    return jax.tree.map(lambda name: place_array(theirs[name], ours[name].sharding), marked)
+    return jax.tree.map(lambda leaf: place_array(theirs[names[id(leaf)]], leaf.sharding), shared)
 
 
 def _refuse_other_meaning(folder: Path, recipe: Recipe, theirs: Mapping[str, Any]) -> None:

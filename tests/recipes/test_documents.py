@@ -83,9 +83,12 @@ def test_lines_and_files_in_one_folder(folder):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"text": "good"}\n{"text": ', r"a\.jsonl:2 is not JSON \(.*\); give its field with --json-field, or"),
+        (
+            '{"text": "good"}\n{"text": ',
+            r"a\.jsonl:2 is not JSON \(.*\); mend or remove this line, or give --json-field none",
+        ),
         ('{"body": "x", "id": 1}\n', r"a\.jsonl:1 has no text in a field 'text' \(the line has body, id\); give"),
-        ('{"text": 3}\n', r"a\.jsonl:1 has no text in a field 'text' \(the line has text\)"),
+        ('{"text": 3}\n', r"a\.jsonl:1 has no text in a field 'text' \(it is 3\); give its field"),
         ("[1]\n", r"a\.jsonl:1 has no text in a field 'text' \(the line is no object\)"),
         ('{"text": "\\ud800"}\n', r"a\.jsonl:1 is not Unicode text \(surrogates not allowed\); mend or remove"),
     ],

@@ -70,6 +70,7 @@ def test_what_a_recipe_is_made_of(tmp_path, changed, sentence):
 @pytest.mark.parametrize(
     ("trainer", "asked", "sentence"),
     [
+        ({"hooks": Every(2, print)}, {}, r"hooks are given as a list, \[Every\(100, function\)\]"),
         ({"hooks": [print]}, {}, r"hooks are given as \[Every\(100, function\)\], not as a builtin"),
         ({"hooks": [Every(1, lambda: None)]}, {}, r"hook is called as hook\(step\)"),
         ({"loggers": [3]}, {}, r"a logger needs write\(row\) and close\(\); got a int"),

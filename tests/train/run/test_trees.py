@@ -21,6 +21,8 @@ def test_a_pytree_in_a_file(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, exact, tree)
     with pytest.raises(InputError, match=r"2 arrays differ, the first n \(\(\) there, missing here"):
         load(tmp_path / "tree.safetensors", like={"w": [np.zeros((3, 2)), np.zeros(3)], "empty": np.zeros((0, 2))})
+    save(tree["w"][0], tmp_path / "array.safetensors")
+    np.testing.assert_array_equal(load(tmp_path / "array.safetensors"), tree["w"][0])
     with pytest.raises(InputError, match=r"name it tree\.safetensors"):
         save(tree, tmp_path / "tree.npz")
     with pytest.raises(InputError, match="two leaves have the path a/b"):

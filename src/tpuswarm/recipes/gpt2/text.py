@@ -124,14 +124,21 @@ class Text:
 
 def _document(line: bytes, field: str, where: str) -> str:
     """The text in a line of JSON lines."""
-    way = f"give its field with --json-field, or --json-field {NO_FIELD} to train on the lines as they are"
+    as_they_are = f"--json-field {NO_FIELD} to train on the lines as they are"
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise InputError(f"{where} is not JSON ({error}); {way}") from error
+        raise InputError(f"{where} is not JSON ({error}); mend or remove this line, or give {as_they_are}") from error
     if not isinstance(found, dict) or not isinstance(found.get(field), str):
-        has = f"has {', '.join(list(found)[:8]) or 'no fields'}" if isinstance(found, dict) else "is no object"
-        raise InputError(f"{where} has no text in a field {field!r} (the line {has}); {way}")
+        if not isinstance(found, dict):
+            has = "the line is no object"
+        elif field in found:
+            has = f"it is {json.dumps(found[field])[:40]}"
+        else:
+            has = f"the line has {', '.join(list(found)[:8]) or 'no fields'}"
+        raise InputError(
+            f"{where} has no text in a field {field!r} ({has}); give its field with --json-field, or {as_they_are}"
+        )
     document: str = found[field]
     try:
         document.encode()

@@ -85,6 +85,8 @@ class Hooks:
 
     def __init__(self, hooks: Iterable[Every]):
         """Raises InputError for what is no Every, for an interval that is none, and for what takes no Step."""
+        if isinstance(hooks, Every):
+            raise InputError("hooks are given as a list, [Every(100, function)]")
         hooks = list(hooks)
         for each in hooks:
             if not isinstance(each, Every):

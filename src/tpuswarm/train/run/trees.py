@@ -117,6 +117,8 @@ def _both(names: Iterable[str]) -> str | None:
 
 
 def _nested(arrays: Mapping[str, np.ndarray]) -> Any:
+    if arrays.keys() == {""}:  # the tree was one leaf
+        return arrays[""]
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
         *parents, name = path.split("/")

@@ -49,6 +49,9 @@ class Items:
         ({"extra": init}, r"loss is called as loss\(params, extra, batch, key\)"),
         ({"extra": lambda: {}}, r"loss is called as loss\(params, extra, batch, key\)"),
         ({"init": lambda: {}}, r"init is called as init\(key\)"),
+        ({"init": lambda key: {"a": {"w": "x"}}}, r"parameter a/w is a str: parameters are .* \(.*calls.py:\d+\)"),
+        ({"extra": lambda key: "x", "loss": lambda *_: 0}, "extra of the state .* is a str"),
+        ({"defaults": 3}, "defaults is a int, not a dict"),
         ({"init": {"w": X}}, r"init is a dict; give a function init\(key\)"),
         ({"schedule": lambda: 0.1, "optimizer": optax.adam}, r"schedule is called as schedule\(progress\)"),
         ({"schedule": lambda p: p, "optimizer": lambda lr: optax.adam(lr)}, r"optimizer\(learning_rate, decay_mask\)"),
@@ -104,13 +107,15 @@ def test_steps_that_a_run_cannot_have_are_refused_with_the_reason(tmp_path):
     assert max(row["step"] for row in read_rows(tmp_path / "a" / METRICS)) == 6
 
 
-def test_a_leaf_whose_path_begins_another_is_not_saved(tmp_path):
+def test_what_is_not_saved(tmp_path):
     file = tmp_path / "tree.safetensors"
     tree = {"a": np.zeros(1), "a/b": np.ones(2)}
     with pytest.raises(InputError, match="a is a leaf, and another's path begins with it"):
         tpuswarm.save(tree, file)
     with pytest.raises(InputError, match="a pytree is saved on a disk"):
         tpuswarm.save(tree, "gs://bucket/tree.safetensors")
+    with pytest.raises(InputError, match=r"layer/name \(str32\) is no array of numbers that a .safetensors file holds"):
+        tpuswarm.save({"layer": {"name": "x"}}, file)
     from safetensors.numpy import save_file
 
     save_file(tree, file)  # another library does

@@ -44,6 +44,7 @@ def make_recipe(
     as in `parent`, the run or published model whose parameters are taken over.
     """
     from tpuswarm import recipes
+    from tpuswarm.train.optional import identity_of
     from tpuswarm.train.run.directory import CONFIG, read_config
     from tpuswarm.train.run.parent import parent_folder, parent_options
     from tpuswarm.train.settings import differences, refuse_differences
@@ -73,7 +74,7 @@ def make_recipe(
         stored, home = config["options"], folder
     elif parent is not None:
         stored, home = parent_options(parent, maker), parent_folder(parent) or Path(parent)
-        lacking = next(iter(getattr(maker, "identity", ())), None)
+        lacking = next(iter(identity_of(maker)), None)
     options = {**stored, **preset, **asked, **extra}
     if lacking and lacking not in options:
         say(

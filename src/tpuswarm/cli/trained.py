@@ -103,12 +103,13 @@ def evaluate(
 ) -> None:
     """Measure the loss of a trained model on data; of pictures also how far they are from real ones."""
     loaded = load(run, data, best)
+    from tpuswarm.train.data.source import source_of
     from tpuswarm.train.loop.evaluate import evaluate as measure
     from tpuswarm.train.optional import Measured
     from tpuswarm.train.user_code import blame
 
     with blame(f"the data of {loaded.recipe.name} failed"), waiting("reading the data"):
-        source: Any = loaded.recipe.data("all" if data else "validation")
+        source: Any = source_of(loaded.recipe, "all" if data else "validation")
     if getattr(source, "rows_per_epoch", None) is None:
         raise InputError(f"the data of {loaded.recipe.name} has no rows_per_epoch, so evaluation would never end")
     devices = loaded.placed.mesh.size

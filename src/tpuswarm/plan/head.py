@@ -44,8 +44,10 @@ def elements_of(recipe: Recipe) -> int:
     """The numbers that a swarm shares of a recipe: shapes alone, in a second or two."""
     import jax
 
-    program = recipe.program(Options())
-    state = jax.eval_shape(program.init, jax.eval_shape(lambda: jax.random.key(0)))
+    from tpuswarm.train.program.contract import abstract_state, program_of
+
+    program = program_of(recipe, Options())
+    state = abstract_state(program, recipe.name)
     return sum(leaf.size for leaf in jax.tree.leaves(program.exchange().get(state)))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.paths import leaf_paths, mask
+from tpuswarm.train.paths import first_difference, mask
 from tpuswarm.train.recipe import Weighted
 
 Loss = Callable[..., Any]
@@ -59,19 +59,11 @@ def terms_and_extra(out: Any, before: Any) -> tuple[Terms, Any]:
             "a loss with mutable state returns (loss, (dict of metrics, extra)), the dict empty where it has none"
         )
     loss, (metrics, extra) = out
-    was, now = (
-        {
-            path: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-            for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
-        }
-        for tree in (before, extra)
-    )
-    for path in sorted(was.keys() | now.keys()):
-        if was.get(path) != now.get(path):
-            raise InputError(
-                f"the loss was given {was.get(path, 'no')} {path} in extra, and returns {now.get(path, 'none')}: "
-                "state keeps its shapes and dtypes"
-            )
+    if different := first_difference(before, extra):
+        path, was, now = different
+        raise InputError(
+            f"the loss was given {was} {path} in extra, and returns {now}: state keeps its shapes and dtypes"
+        )
     given, returned = (str(jax.tree.structure(tree)) for tree in (before, extra))
     if given != returned:
         raise InputError(f"the loss returns extra as {returned}, and was given {given}")

@@ -1,15 +1,20 @@
 """What a recipe may have and do beside its contract: who needs one asks `isinstance(recipe, …)`; nobody inherits."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.train.recipe import Recipe, State
 
 if TYPE_CHECKING:
     import numpy as np
 
+DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema", "seed", "outer")
+"""Run settings for which a recipe may set defaults."""
+FORMS = ("remat", "accumulate")
+PLATFORMS = ("cpu", "gpu", "tpu")
 SAMPLED = 200
 """Tokens of the sample in a report."""
 
@@ -149,6 +154,54 @@ class Exports(Protocol):
 
     def export(self, state: State, folder: Path) -> None:
         """Write a trained state into `folder` in Hugging Face's form."""
+
+
+def check_recipe(recipe: Any, options: Iterable[str] | None = None) -> None:
+    """Raise InputError for what is no recipe, and for an attribute of one that names what there is not.
+
+    options: the names of those it is built with, where they are known.
+    """
+    if not isinstance(recipe, Recipe):
+        raise InputError(
+            f"what is trained is a recipe, not a {type(recipe).__name__}: give what `supervised(...)` returns"
+        )
+    of = type(recipe).__name__
+    if not isinstance(recipe.name, str):
+        raise InputError(f"{of}.name is a {type(recipe.name).__name__}, not a text")
+    check_defaults(recipe.defaults, f"{of}.defaults")
+    if isinstance(recipe, SavesMemory):
+        _check_names(recipe.forms, f"{of}.forms", FORMS)
+    _check_names(identity_of(recipe), f"{of}.identity, a tuple of options,", options)
+    if isinstance(recipe, SetsCompiler):
+        if not isinstance(recipe.compiling, Mapping):
+            raise InputError(f"{of}.compiling is a {type(recipe.compiling).__name__}, not a dict by platform")
+        _check_names(recipe.compiling, f"{of}.compiling, a dict by platform,", PLATFORMS)
+        for platform, each in recipe.compiling.items():
+            if not isinstance(each, Mapping):
+                raise InputError(f"{of}.compiling has a {type(each).__name__} for {platform}, not {{option: value}}")
+
+
+def check_defaults(defaults: Any, what: str) -> None:
+    """Raise InputError for what are no run settings by name."""
+    if not isinstance(defaults, Mapping):
+        raise InputError(f'{what} is a {type(defaults).__name__}, not a dict such as {{"steps": 400}}')
+    _check_names(defaults, what, DEFAULTS)
+
+
+def identity_of(recipe: Any) -> tuple[str, ...]:
+    """`identity` of a recipe or of a class of recipes; nothing where it has none."""
+    if not isinstance(recipe, GivesMeaning):
+        return ()
+    _check_names(recipe.identity, f"{getattr(recipe, '__name__', type(recipe).__name__)}.identity", None)
+    return tuple(recipe.identity)
+
+
+def _check_names(names: Any, what: str, known: Iterable[str] | None) -> None:
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise InputError(f"{what} is a {type(names).__name__}, not a tuple of names")
+    for name in names:
+        if known is not None and name not in known:
+            raise InputError(f"{what} takes no {name}; {did_you_mean(str(name), known)}")
 
 
 def sampled(recipe: Recipe, state: State) -> str | None:

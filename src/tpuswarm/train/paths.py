@@ -14,6 +14,28 @@ def leaf_paths(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
 
 
+def array_type(leaf: Any) -> str | None:
+    """dtype and shape of a leaf as JAX takes it, such as `float32[3, 4]`; None for what is no array of numbers."""
+    try:
+        array = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    except TypeError:
+        return None
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def first_difference(before: Any, after: Any) -> tuple[str, str, str] | None:
+    """The first path at which two trees differ, and the array there in each in words: `no` before, `none` after."""
+    was, now = (
+        {
+            path: array_type(leaf) or f"a {type(leaf).__name__}"
+            for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+        }
+        for tree in (before, after)
+    )
+    wrong = min((path for path in was.keys() | now.keys() if was.get(path) != now.get(path)), default=None)
+    return None if wrong is None else (wrong, was.get(wrong, "no"), now.get(wrong, "none"))
+
+
 def mask(tree: Any, pattern: str | None, what: str) -> Any:
     """A tree of bools like `tree`: True where `pattern` is found in the leaf's path; all False for None.
 

@@ -141,6 +141,8 @@ class Program(ABC):
 
     tokens_per_row: int = 1
     """Tokens that one row counts for; 1 where rows are not text."""
+    failures: tuple[str, str] = ("step of {} fails", "evaluate of {} fails")
+    """What is said, with the recipe's name, of a step and of an evaluation that raise an error."""
 
     @abstractmethod
     def init(self, key: "jax.Array", shared: Any = None) -> State:

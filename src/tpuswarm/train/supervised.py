@@ -18,9 +18,10 @@ from tpuswarm.config.limits import check
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train import paths
-from tpuswarm.train.data.source import ArraySource, by_split
+from tpuswarm.train.data.source import ArraySource, by_split, rows_of, source_of
 from tpuswarm.train.losses import Loss, Terms, in_precision, mean_gradient, means, objective, terms, terms_and_extra
 from tpuswarm.train.micro_batches import added_up, added_up_by_device
+from tpuswarm.train.optional import check_defaults
 from tpuswarm.train.recipe import (
     Average,
     Batch,
@@ -33,10 +34,7 @@ from tpuswarm.train.recipe import (
     Recipe,
     Source,
 )
-from tpuswarm.train.user_code import require_call
-
-DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema")
-"""Run settings for which a recipe may set defaults."""
+from tpuswarm.train.user_code import line_of, require_call
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +64,8 @@ class SupervisedProgram(Program):
     schedule: progress (float32 scalar, 0 to 1) → learning rate. `loss` already computes in `options.precision`;
     micro_batches: the loss of a batch is the mean of those of its equal parts, or Weighted.
     """
+
+    failures = "the loss of {} fails", "the evaluation of {} fails (its key is None)"
 
     def __init__(
         self,
@@ -112,8 +112,12 @@ class SupervisedProgram(Program):
             params, statistics = (shared, None) if extra is None else (shared["params"], shared["extra"])
             extra = paths.overlay(extra, statistics) if statistics is not None else extra
         for path, leaf in zip(paths.leaf_paths(params), jax.tree.leaves(params), strict=True):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-                raise InputError(f"parameter {path} is {jnp.result_type(leaf)}: parameters are floating-point arrays")
+            found = paths.array_type(leaf)
+            if found is None or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                raise InputError(
+                    f"parameter {path} is {found or f'a {type(leaf).__name__}'}: parameters are floating-point arrays"
+                    f"{line_of(self._init)}"
+                )
         trained = paths.keep(params, self._trained(params))
         opt = self._transformation(0.0, params).init(trained)
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
@@ -283,10 +287,8 @@ class Supervised(Recipe):
     ):
         self._extra, self._float32 = extra, float32
         self.forms = ("accumulate",) if micro_batches else ()
+        check_defaults({} if defaults is None else defaults, "defaults")
         self.defaults = dict(defaults or {})
-        for name in self.defaults:
-            if name not in DEFAULTS:
-                raise InputError(f"defaults takes no {name}; {did_you_mean(name, DEFAULTS)}")
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self._cast = (cast,) if isinstance(cast, str) else tuple(cast)
         self._data = functools.cache(by_split(data))
@@ -314,7 +316,7 @@ class Supervised(Recipe):
     @functools.cached_property
     def _row(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of one row, which is read once: a start makes many programs, and a stream begins anew."""
-        row = {name: np.asarray(array) for name, array in self.data("train").rows(0, 1).items()}
+        row = {name: np.asarray(array) for name, array in rows_of(source_of(self, "train"), 0, 1).items()}
         return {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in row.items()}
 
     def loss(self, options: Options) -> Loss:

@@ -22,6 +22,7 @@ from tpuswarm.train.loop.learning_rate import STEPS, Rates, find_lr
 from tpuswarm.train.loop.loop import Loop
 from tpuswarm.train.loop.result import Result, ended_before
 from tpuswarm.train.loop.session import Finished, prepare, taken
+from tpuswarm.train.optional import check_recipe
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import select_devices
@@ -114,6 +115,7 @@ class Trainer:
 
         For a recipe of `supervised` with a schedule; nothing is written. Raises InputError where the loss never falls.
         """
+        check_recipe(recipe)
         asked = self.settings(batch=batch, init_from=init_from)
         platform.prepare(bool(self.deterministic))
         devices = select_devices(self.devices, platform.local_devices())
@@ -138,10 +140,7 @@ class Trainer:
         leaving the function that holds it) saves and ends the run like Ctrl-C; a loop left open at the end of a script
         resumes from its last checkpoint.
         """
-        if not isinstance(recipe, Recipe):
-            raise InputError(
-                f"what is trained is a recipe, not a {type(recipe).__name__}: give what `supervised(...)` returns"
-            )
+        check_recipe(recipe)
         asked = self.settings(steps, batch, init_from)
         for name in ("save_every", "eval_every"):
             if asked[name] is not None:

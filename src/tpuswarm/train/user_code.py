@@ -19,7 +19,7 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.refused import refused
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.train.optional import KeepsFiles
+from tpuswarm.train.optional import KeepsFiles, check_recipe
 from tpuswarm.train.process.platform import prepare
 from tpuswarm.train.process.stop import loads_user_code
 from tpuswarm.train.recipe import Recipe
@@ -53,9 +53,13 @@ def require_call(function: Any, name: str, *arguments: str) -> None:
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        code = getattr(function, "__code__", None)
-        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-        raise InputError(f"{name} is called as {call}, but takes {signature}{place}") from error
+        raise InputError(f"{name} is called as {call}, but takes {signature}{line_of(function)}") from error
+
+
+def line_of(function: Any) -> str:
+    """` (file:line)` of a user's function, for the end of a sentence; empty for one of ours or of a library."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code and owner(code.co_filename) == "user" else ""
 
 
 @contextmanager
@@ -200,10 +204,13 @@ def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = No
     except TypeError as error:
         raise InputError(f"{target} needs more options: {error}; options are written --name value") from error
     call.apply_defaults()
+    if inspect.isabstract(maker):
+        raise InputError(f"{target} has no {' and no '.join(sorted(maker.__abstractmethods__))}: a Recipe needs them")
     with blame(f"{target} fails to make a recipe"):
         recipe = maker(**values)
     if not isinstance(recipe, Recipe):
         raise InputError(f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; return supervised(...)")
+    check_recipe(recipe, types)
     recipe.target = absolute_target(target)
     if isinstance(recipe, KeepsFiles):
         recipe.home = home

@@ -11,6 +11,7 @@ import jax
 from tpuswarm.errors import InputError
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.platform import has_gpu, has_tpu
+from tpuswarm.train.program.contract import abstract_state, check_exchange, program_of
 from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Average, Options, Recipe
 
@@ -96,8 +97,9 @@ class Sizes(NamedTuple):
 
 def sizes(recipe: Recipe, ema: float | None) -> Sizes:
     """How large the state of a recipe is, without making it; ema: as in `Options`."""
-    program = recipe.program(Options(ema=ema))
-    state = jax.eval_shape(lambda: program.init(jax.random.key(0)))
+    program = program_of(recipe, Options(ema=ema))
+    state = abstract_state(program, recipe.name)
+    check_exchange(program, recipe.name, state)
     exchanged = program.exchange().get(state)
     shared = [_bytes(leaf) for leaf in jax.tree.leaves(exchanged)]
     told = zip(leaf_paths(exchanged), program.parameters(state), strict=True)

@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.placing import copied, place_batch
+from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.recipe import Batch, Source
 from tpuswarm.train.user_code import blame
 
@@ -130,7 +131,7 @@ def read_rows(source: Source, spec: Mapping[str, Any], start: int, count: int) -
     spec: of a batch of any size.
     """
     with blame("the data source failed"):
-        rows = source.rows(start, count)
+        rows = rows_of(source, start, count)
     got = {name: (np.shape(array), np.asarray(array).dtype) for name, array in rows.items()}
     want = {name: ((count, *leaf.shape[1:]), np.dtype(leaf.dtype)) for name, leaf in spec.items()}
     if got != want:  # only now by name, for which NumPy takes microseconds

@@ -13,7 +13,7 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.recipe import Recipe, Source
-from tpuswarm.train.user_code import require_call
+from tpuswarm.train.user_code import line_of, require_call
 
 SPLITS = ("train", "validation", "all")
 
@@ -122,14 +122,38 @@ class Repeated:
         while start < stop:
             first = start % self.rows_per_epoch
             length = min(stop - start, self.rows_per_epoch - first)
-            parts.append({name: np.array(array) for name, array in self._source.rows(first, length).items()})
+            parts.append({name: np.array(array) for name, array in rows_of(self._source, first, length).items()})
             start += length
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
+def source_of(recipe: Recipe, split: str) -> Source:
+    """The recipe's rows of one split; InputError for what is no source. Raises NoSuchSplit."""
+    require_call(recipe.data, "Recipe.data", "split")
+    source = recipe.data(split)
+    if not hasattr(source, "rows"):
+        raise InputError(
+            f"the {split} data of {recipe.name} is a {type(source).__name__}: give a Source, an object with rows(start,"
+            f" count) such as ArraySource(arrays), or raise NoSuchSplit{line_of(recipe.data)}"
+        )
+    require_call(source.rows, "rows", "start", "count")
+    return source
+
+
+def rows_of(source: Source, start: int, count: int) -> dict[str, np.ndarray]:
+    """Rows start to start + count of a source; InputError where they are no arrays by name."""
+    rows = source.rows(start, count)
+    if not isinstance(rows, Mapping):
+        raise InputError(
+            f"rows({start}, {count}) of the data returns a {type(rows).__name__}, not a dict of arrays by name"
+            f"{line_of(source.rows)}"
+        )
+    return rows
+
+
 def training_rows(recipe: Recipe, seed: int) -> Source:
     """What a run with this seed trains on."""
-    source = recipe.data("train")
+    source = source_of(recipe, "train")
     seeded = getattr(source, "seeded", None)
     return source if seeded is None else seeded(seed)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
+from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.program.compiled import Placed, with_sharding
 from tpuswarm.train.program.mesh import batch_sharding, replicated
 from tpuswarm.train.recipe import State, Weighted
@@ -69,14 +70,14 @@ def rehearse(placed: Placed, name: str, held: HeldOut, most_batches: int | None 
     split, whole = batch_sharding(placed.mesh), replicated(placed.mesh)
     every = islice(parts(held.source.rows_per_epoch, held.batch, placed.mesh.size), most_batches)
     names: list[str] = []
+    fails = placed.program.failures[1].format(name)
     for part in dict.fromkeys(part._replace(first=0) for part in every):
         rows = with_sharding(dict(placed.program.batch_spec(part.rows)), split if part.split else whole)
-        what = f"the evaluation of {name} fails over a batch of {part.rows} rows (--eval-batch), with None for its key"
+        what = f"{fails} over a batch of {part.rows} rows (--eval-batch)"
         if part.rows < held.batch:
             what = (
-                f"the evaluation of {name} fails over {part.rows} rows, left of {held.source.rows_per_epoch:,} held-out"
-                f" ones by batches of {held.batch}: hold out a multiple, choose another --eval-batch, or have a loss "
-                "that takes any number of rows"
+                f"{fails} over {part.rows} rows, left of {held.source.rows_per_epoch:,} held-out ones by batches of "
+                f"{held.batch}: hold out a multiple, choose another --eval-batch, or have it take any number of rows"
             )
         with blame(what):
             names = list(placed.evaluate.trace(placed.state, rows).out_info)  # type: ignore[attr-defined]
@@ -86,7 +87,7 @@ def rehearse(placed: Placed, name: str, held: HeldOut, most_batches: int | None 
 def _require_same(placed: Placed, name: str, source: FiniteSource) -> None:
     """Raise InputError, naming the first that differs, for rows of other names, shapes or dtypes than a step takes."""
     with blame(f"the validation data of {name} failed"):
-        rows = {key: np.asarray(array) for key, array in source.rows(0, 1).items()}
+        rows = {key: np.asarray(array) for key, array in rows_of(source, 0, 1).items()}
     there, here = (
         {key: f"{np.dtype(each.dtype)}{list(each.shape[1:])}" for key, each in found.items()}
         for found in (rows, placed.program.batch_spec(1))

@@ -17,6 +17,7 @@ from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.optional import SavesMemory, SetsCompiler
 from tpuswarm.train.program.compiled import compile_step
+from tpuswarm.train.program.contract import program_of
 from tpuswarm.train.program.mesh import batch_sharding
 from tpuswarm.train.program.request import Request, default_batch, usual_request
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source
@@ -121,7 +122,7 @@ class _Growing(Recipe):
 
     def program(self, options: Options) -> SupervisedProgram:
         """The same but for the schedule."""
-        program = self._recipe.program(options)
+        program = program_of(self._recipe, options)
         if not isinstance(program, SupervisedProgram) or not program.scheduled:
             raise InputError(
                 f"{self.name} has no schedule whose learning rate could be looked for: give its optimizer as a "

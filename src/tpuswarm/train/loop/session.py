@@ -16,7 +16,7 @@ import numpy as np
 from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train.bucket.mirror import shown
-from tpuswarm.train.data.source import Repeated, training_rows
+from tpuswarm.train.data.source import Repeated, rows_of, source_of, training_rows
 from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
 from tpuswarm.train.loop.evaluate import FiniteSource, HeldOut, rehearse
@@ -25,6 +25,7 @@ from tpuswarm.train.process import platform
 from tpuswarm.train.process.stop import held
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import Compiled, compile_step, place
+from tpuswarm.train.program.contract import program_of
 from tpuswarm.train.program.largest_batch import AUTO, largest_batch
 from tpuswarm.train.program.request import BATCH, Request, default_batch
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
@@ -170,9 +171,8 @@ def resolve(
         source = training_rows(recipe, seed)
     asked["data"] = getattr(source, "digest", None)
     batch = asked["batch"] or stored.get("batch") or default_batch(recipe, devices, asked["accumulate"] or 1)
-    with blame(f"{recipe.name} fails"):
-        program = recipe.program(Options())
-        tokens_per_row = program.tokens_per_row
+    program = program_of(recipe, Options())
+    tokens_per_row = program.tokens_per_row
     if batches := _first(asked.get("overfit_batches"), stored.get("overfit_batches")):
         source = Repeated(source, batches * batch)
     rows_per_epoch = getattr(source, "rows_per_epoch", None)
@@ -289,7 +289,7 @@ def facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[s
     options = {name: value for name, value in recipe.options().items() if name != "data"}  # what is in it counts
     row = hashlib.sha256()
     with blame("the data source failed"):
-        for name, array in sorted(source.rows(0, 1).items()):  # a source need not give a digest
+        for name, array in sorted(rows_of(source, 0, 1).items()):  # a source need not give a digest
             row.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
     return {
         "recipe": recipe.name,
@@ -329,7 +329,7 @@ def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
     """
     with blame(f"the data of {recipe.name} failed"):
         try:
-            source: Any = recipe.data("validation")
+            source: Any = source_of(recipe, "validation")
         except NoSuchSplit:
             if required:
                 raise

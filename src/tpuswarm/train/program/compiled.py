@@ -24,6 +24,14 @@ from tpuswarm.train.data.feed import ALIVE
 from tpuswarm.train.data.placing import place as place_array
 from tpuswarm.train.optional import SavesMemory, SetsCompiler
 from tpuswarm.train.program import mesh as meshes
+from tpuswarm.train.program.contract import (
+    abstract_state,
+    batch_spec,
+    check_exchange,
+    checked_evaluate,
+    checked_step,
+    program_of,
+)
 from tpuswarm.train.program.flops import Flops, model_flops
 from tpuswarm.train.program.request import Choice, Request, choices
 from tpuswarm.train.recipe import (
@@ -125,8 +133,7 @@ def compile_step(
     memory_bytes = memory_bytes or device_memory(mine)  # another host's does not say
     platform, kind = devices[0].platform, devices[0].device_kind
     every = list(ways(recipe, request, platform, kind, len(devices), memory_bytes))
-    with blame(f"batch_spec of {recipe.name} fails"):
-        rows = dict(recipe.program(request.options(platform, kind)).batch_spec(request.batch))
+    rows = batch_spec(program_of(recipe, request.options(platform, kind)), recipe.name, request.batch)
     last: TooLarge | None = None
     if memory_bytes is not None and (alone := ALIVE * _bytes(rows) // len(devices)) > memory_bytes:
         every, last = [], TooLarge(every[-1], alone, 0)  # whatever is compiled, a device holds its rows
@@ -181,7 +188,7 @@ def compile_traced(traced: Traced, memory_bytes: int | None = None) -> Compiled 
     recipe, placed, step, choice, batch = traced
     device, platform = placed.mesh.devices.flat[0], placed.options.platform
     needed = 0
-    with blame(f"the loss of {recipe.name} fails"):
+    with blame(placed.program.failures[0].format(recipe.name)):
         try:
             executable = step.lower().compile(placed.compiling)
         except Exception as error:
@@ -253,15 +260,11 @@ def _hopeless(choice: Choice, tried: TooLarge, memory_bytes: int | None) -> bool
 
 
 def _state_bytes(recipe: Recipe, options: Options) -> int:
-    return _bytes(_abstract_state(recipe.program(options)))
+    return _bytes(abstract_state(program_of(recipe, options), recipe.name))
 
 
 def _bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _abstract_state(program: Program) -> State:
-    return jax.eval_shape(program.init, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def _seeing(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,8 +278,8 @@ def _seeing(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _place(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
-    program = recipe.program(options)
-    state = _abstract_state(program)
+    program = program_of(recipe, options)
+    state = abstract_state(program, recipe.name)
     state = with_sharding(state, meshes.state_shardings(state, mesh, shard))
     by_platform = recipe.compiling if isinstance(recipe, SetsCompiler) else {}
     return Placed(program, options, mesh, state, dict(by_platform.get(options.platform, {})) or None)
@@ -291,25 +294,22 @@ def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Me
     options = replace(options, shard=choice.shard, remat=choice.remat, accumulate=choice.accumulate)
     everywhere = meshes.replicated(mesh)
     clock = Clock(jax.eval_shape(lambda: jax.random.key(0)), np.int32(0), np.float32(0))
-    with blame(f"the loss of {recipe.name} fails"):
+    with blame(f"init of {recipe.name} fails"):
         placed = _place(recipe, options, mesh, choice.shard)
-        rows = with_sharding(dict(placed.program.batch_spec(batch)), meshes.batch_sharding(mesh))
+    program = placed.program
+    check_exchange(program, recipe.name, placed.state)
+    rows = with_sharding(batch_spec(program, recipe.name, batch), meshes.batch_sharding(mesh))
+    step_fails, evaluation_fails = program.failures
+    with blame(step_fails.format(recipe.name)):
         step = jax.jit(
-            _seeing(mesh, placed.program.step),
+            _seeing(mesh, checked_step(program, recipe.name, placed.state)),
             in_shardings=(placed.shardings, meshes.batch_sharding(mesh), everywhere),
             out_shardings=(placed.shardings, everywhere),
             donate_argnums=0,
         )
         traced = step.trace(placed.state, rows, with_sharding(clock, everywhere))
-    _, metrics = traced.out_info
-    with blame(f"the evaluation of {recipe.name} fails (its key is None)"):
-        evaluated = jax.eval_shape(_seeing(mesh, placed.program.evaluate), placed.state, rows)
-    for name, value in [*metrics.items(), *evaluated.items()]:
-        for leaf in jax.tree.leaves(value):
-            if leaf.shape:
-                raise InputError(
-                    f"metric {name} of {recipe.name} has shape {leaf.shape}, it must be a scalar: give its mean"
-                )
+    with blame(evaluation_fails.format(recipe.name)):
+        jax.eval_shape(_seeing(mesh, checked_evaluate(program, recipe.name)), placed.state, rows)
     return Traced(recipe, placed, traced, choice, batch)
 
 

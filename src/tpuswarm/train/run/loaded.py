@@ -10,7 +10,7 @@ import jax
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.placing import place as place_array
-from tpuswarm.train.optional import ComparesPublished, GivesMeaning, ReadsPublished
+from tpuswarm.train.optional import ComparesPublished, ReadsPublished, identity_of
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Placed, place
 from tpuswarm.train.program.request import Request
@@ -142,7 +142,7 @@ def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
 
 def _refuse_other_meaning(folder: Path, recipe: Recipe, theirs: Mapping[str, Any]) -> None:
     """Raise InputError where another tokenizer, say, among the run's options gives its parameters another meaning."""
-    names = recipe.identity if isinstance(recipe, GivesMeaning) else ()
+    names = identity_of(recipe)
     there, here = ({name: options.get(name) for name in names} for options in (theirs, recipe.options()))
     if found := differences(there, here):
         raise InputError(f"the parameters of {shown(folder)} do not fit this recipe: {'; '.join(found)}")

@@ -5,7 +5,7 @@ from typing import Any
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import bring, is_url
-from tpuswarm.train.optional import DescribesPublished, ReadsPublished
+from tpuswarm.train.optional import DescribesPublished, ReadsPublished, identity_of
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
 
@@ -44,7 +44,7 @@ def parent_options(parent: str, maker: Any) -> dict[str, Any]:
             raise no_run(parent, getattr(maker, "name", maker.__name__))
         return maker.options_at(parent) if isinstance(maker, DescribesPublished) else {}
     options = read_config(folder)["recipe"]["options"]
-    return {name: value for name, value in options.items() if name in getattr(maker, "identity", ())}
+    return {name: value for name, value in options.items() if name in identity_of(maker)}
 
 
 def no_run(parent: str, name: str) -> InputError:

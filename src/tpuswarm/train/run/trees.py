@@ -44,6 +44,13 @@ def save(tree: Any, file: str | Path) -> None:
         raise InputError(f"two leaves have the path {twice[0]}: rename a key that has a slash in it")
     if both := _both(names):
         raise InputError(f"{both} is a leaf, and another's path begins with it: rename a key that has a slash in it")
+    for name, leaf in zip(names, leaves, strict=True):
+        try:
+            to_bytes({name: leaf.ravel()[:0]})
+        except SafetensorError as error:
+            raise InputError(
+                f"{name} ({leaf.dtype.name}) is no array of numbers that a {SUFFIX} file holds: leave it out"
+            ) from error
     try:
         part(file).write_bytes(to_bytes(dict(zip(names, leaves, strict=True))))
         sync(part(file))

@@ -1,0 +1,161 @@
+"""A program held to its contract (train/recipe.py) as it is placed and traced: one sentence for what is not so."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.paths import array_type, first_difference, leaf_paths
+from tpuswarm.train.recipe import Batch, Clock, Exchange, Metrics, Options, Parameter, Program, Recipe, State, Weighted
+from tpuswarm.train.user_code import blame, line_of, require_call
+
+CALLS = {
+    "init": ("key", "shared"),
+    "step": ("state", "batch", "clock"),
+    "evaluate": ("state", "batch"),
+    "batch_spec": ("size",),
+    "exchange": (),
+    "parameters": ("state",),
+}
+"""The methods of a program, and what they are called with."""
+
+SHOWN = 300
+"""Letters of a pytree's structure in a sentence."""
+
+
+def program_of(recipe: Recipe, options: Options) -> Program:
+    """The recipe's program; InputError for what is none, and for a method that cannot be called as it will be."""
+    require_call(recipe.program, "Recipe.program", "options")
+    with blame(f"program of {recipe.name} fails"):
+        program = recipe.program(options)
+    if not isinstance(program, Program):
+        raise InputError(
+            f"program of {recipe.name} returns a {type(program).__name__}, not a tpuswarm.Program"
+            f"{line_of(recipe.program)}"
+        )
+    for name, arguments in CALLS.items():
+        require_call(getattr(program, name), f"Program.{name}", *arguments)
+    return program
+
+
+def abstract_state(program: Program, name: str) -> State:
+    """Shapes and dtypes of a fresh state; InputError, naming the leaf, for what is no array of numbers."""
+
+    def init(key: jax.Array) -> State:
+        state = program.init(key)
+        for path, leaf in zip(leaf_paths(state), jax.tree.leaves(state), strict=True):
+            if array_type(leaf) is None:
+                raise InputError(
+                    f"{path} of the state that init of {name} returns is a {type(leaf).__name__}: a state holds arrays "
+                    f"of numbers alone{line_of(program.init)}"
+                )
+        return state
+
+    return jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def batch_spec(program: Program, name: str, size: int) -> dict[str, Any]:
+    """Shapes and dtypes of a batch of `size` rows; InputError for what is none."""
+    with blame(f"batch_spec of {name} fails"):
+        spec = program.batch_spec(size)
+    place = line_of(program.batch_spec)
+    if not isinstance(spec, Mapping) or not spec:
+        raise InputError(
+            f"batch_spec of {name} returns {type(spec).__name__} {spec!r}, not a dict of jax.ShapeDtypeStruct by name"
+            f"{place}"
+        )
+    for key, leaf in spec.items():
+        if getattr(leaf, "shape", ())[:1] != (size,):
+            raise InputError(
+                f"batch_spec({size}) of {name} has {leaf} for {key}, not a jax.ShapeDtypeStruct whose first axis is "
+                f"the {size} rows{place}"
+            )
+    return dict(spec)
+
+
+def check_exchange(program: Program, name: str, state: State) -> None:
+    """Raise InputError unless `exchange` and `parameters` tell of the same leaves of an (abstract) state."""
+    with blame(f"exchange of {name} fails"):
+        exchange = program.exchange()
+        if not isinstance(exchange, Exchange):
+            raise InputError(
+                f"exchange of {name} returns a {type(exchange).__name__}, not a tpuswarm.Exchange(get, put)"
+                f"{line_of(program.exchange)}"
+            )
+        shared = leaf_paths(exchange.get(state))
+    with blame(f"parameters of {name} fails"):
+        told = program.parameters(state)
+    place = line_of(program.parameters)
+    if not isinstance(told, list | tuple):
+        raise InputError(
+            f"parameters of {name} returns a {type(told).__name__}, not a list of tpuswarm.Parameter{place}"
+        )
+    for each in told:
+        if not isinstance(each, Parameter):
+            raise InputError(f"parameters of {name} returns {each!r} among others, not a tpuswarm.Parameter{place}")
+    if len(told) != len(shared):
+        raise InputError(
+            f"parameters of {name} returns {len(told)} entries, and the leaves of exchange().get(state) are "
+            f"{len(shared)} ({', '.join(shared)[:SHOWN]}): it returns one for each, in that order{place}"
+        )
+
+
+def checked_step(program: Program, name: str, before: State) -> Callable[[State, Batch, Clock], tuple[State, Metrics]]:
+    """`program.step`, whose result is looked at when it is traced; before: the abstract state that it is given."""
+
+    def step(state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
+        out: Any = program.step(state, batch, clock)
+        place = line_of(program.step)
+        if type(out) is not tuple or len(out) != 2:
+            many = f" of {len(out)}" if isinstance(out, tuple) else ""
+            raise InputError(
+                f"step of {name} returns a {type(out).__name__}{many}, not (state, dict of metrics){place}"
+            )
+        after, metrics = out
+        if different := first_difference(before, after):
+            path, was, now = different
+            raise InputError(
+                f"step of {name} was given {was} {path} in its state, and returns {now}: a state keeps its keys, "
+                f"shapes and dtypes{place}"
+            )
+        given: Any = jax.tree.structure(before)
+        returned = jax.tree.structure(after)
+        if given != returned:
+            raise InputError(
+                f"step of {name} returns its state as {str(returned)[:SHOWN]}, and was given {str(given)[:SHOWN]}"
+                f"{place}"
+            )
+        _check_metrics(metrics, f"step of {name}", name, place)
+        return after, metrics
+
+    return step
+
+
+def checked_evaluate(program: Program, name: str) -> Callable[[State, Batch], Metrics]:
+    """`program.evaluate`, whose result is looked at when it is traced."""
+
+    def evaluate(state: State, batch: Batch) -> Metrics:
+        metrics = program.evaluate(state, batch)
+        _check_metrics(metrics, f"evaluate of {name}", name, line_of(program.evaluate), weighted=True)
+        return metrics
+
+    return evaluate
+
+
+def _check_metrics(metrics: Any, what: str, name: str, place: str, weighted: bool = False) -> None:
+    """Raise InputError for what are no scalars by name, `loss` among them; or Weighted, where they may be."""
+    if not isinstance(metrics, Mapping):
+        raise InputError(f"{what} returns a {type(metrics).__name__}, not a dict of metrics, `loss` among them{place}")
+    if "loss" not in metrics:
+        there = f"only {', '.join(map(str, metrics))}" if metrics else "none at all"
+        raise InputError(f"{what} returns no metric `loss`, {there}: it is what a run is judged by{place}")
+    for key, value in metrics.items():
+        for part in value if weighted and isinstance(value, Weighted) else (value,):
+            if array_type(part) is None:
+                raise InputError(f"metric {key} of {name} is a {type(part).__name__}, it must be a scalar{place}")
+            if jax.numpy.shape(part):
+                raise InputError(
+                    f"metric {key} of {name} has shape {jax.numpy.shape(part)}, it must be a scalar: give its mean"
+                    f"{place}"
+                )

@@ -180,6 +180,20 @@ def test_saving_and_evaluating_stay_as_the_run_was_told(tmp_path):
     assert fit(10, keep=1) == ([10], [2, 4, 6, 8, 10])
 
 
+def test_a_command_that_names_nothing_changes_nothing(typed, tmp_path):
+    """Whatever its own defaults are; a batch of evaluations that other devices do not divide is rounded up."""
+    (tmp_path / "made.py").write_text("from tests.train.toy import toy as recipe\n")
+    run = ["train", f"{tmp_path}/made.py:recipe", "--batch", "8", "--run", f"{tmp_path}/run"]
+    told = ["--save-every", "2", "--keep", "9", "--keep-best", "eval_loss", "--eval-batch", "6", "--steps", "4"]
+    assert typed(*run, *told, "--devices", "2")[0] == 0
+    before = Run(tmp_path / "run").config()["may_change"]
+    (tmp_path / "run" / "checkpoints" / "00000004" / MANIFEST).unlink()
+    assert typed(*run, "--devices", "4")[0] == 0
+    assert Run(tmp_path / "run").config()["may_change"] == before | {"devices": "4", "eval_batch": 8}
+    code, _, err = typed(*run[:-1], f"{tmp_path}/other", "--devices", "4", "--eval-batch", "6")
+    assert code == 2 and "use --eval-batch 8" in " ".join(err.split())
+
+
 def test_a_damaged_checkpoint_is_passed_over_aloud(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     stopped_run(folder)

@@ -38,8 +38,8 @@ class Train(Strict):
     ema: float | None = None
     eval_every: str | int | None = None
     eval_batch: int | None = None
-    save_every: str | int = "5m"
-    keep: int = 3
+    save_every: str | int | None = None
+    keep: int | None = None
     keep_best: str | None = None
     grace: float = 10.0
     init_from: str | None = None

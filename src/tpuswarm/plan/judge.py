@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -13,9 +13,9 @@ from tpuswarm.plan.hlo import Hazard, hazards, refusal
 from tpuswarm.plan.order import DescribedSlice, Found, Order, Program
 from tpuswarm.train.data.feed import ALIVE, DEPTH
 from tpuswarm.train.program import compiled as compiling
-from tpuswarm.train.program.compiled import Compiled, DoesNotFit, Placed, TooLarge
+from tpuswarm.train.program.compiled import DoesNotFit, Placed
 from tpuswarm.train.program.flops import Flops, model_flops
-from tpuswarm.train.program.largest import largest
+from tpuswarm.train.program.largest_batch import Sized, Sizes
 from tpuswarm.train.program.mesh import batch_sharding, bytes_per_device, make_mesh
 from tpuswarm.train.program.request import Choice, Request, usual_request
 from tpuswarm.train.recipe import Recipe
@@ -54,132 +54,59 @@ def judge(order: Order, say: Say) -> Found:
         described = topologies.get_topology_desc(platform="tpu", topology_name=place.compiler, **place.compiler_options)
     except jax.errors.JaxRuntimeError as error:
         return Found(None, problem=f"the compiler has no topology {place.compiler}: {_first_line(error)}")
-    compiler = _Compiler(recipe, request, described.devices, place, say)
+    sizes = Sizes(recipe, request, described.devices, place.hbm_bytes, say)
     try:
-        return compiler.batch() if asked.batch else compiler.largest()
+        sized, above = (sizes.asked(), None) if asked.batch else sizes.largest()
+        return _found(recipe, sizes, place, sized, above)
     except DoesNotFit as error:
         last = error.last
         return Found(
             False, needed=last.needed or None, held=last.state, smallest=last.choice.why,
             spread=last.choice.shard == "fsdp",
             rows=error.batch // place.devices // last.choice.accumulate, problem=str(error),
-            compilations=compiler.count,
+            compilations=sizes.compilations,
         )  # fmt: skip
     except compiling.Refused as error:
         assert error.__cause__ is not None
         hazard = refusal(error.__cause__, error.jaxpr)
-        return Found(False, problem=f"{error}", hazards=_plain([hazard]), compilations=compiler.count)
+        return Found(False, problem=f"{error}", hazards=_plain([hazard]), compilations=sizes.compilations)
 
 
-class _Sized(NamedTuple):
-    """A compiled step, and the rows of one micro-batch on one device."""
+def _found(recipe: Recipe, sizes: Sizes, place: DescribedSlice, sized: Sized, above: int | None) -> Found:
+    memory, compiled = sized.compiled.memory, sized.compiled
+    program = _program(recipe, compiled, compiled.choice, sized.rows, compiled.flops)
+    found = [*_evaluation(sizes, place, sized), *hazards(compiled, program.batch, place.matrix_unit)]
+    return Found(
+        True, program, memory.arguments, memory.temporaries, memory.code, above,
+        hazards=_plain(found), compilations=sizes.compilations,
+    )  # fmt: skip
 
-    rows: int
-    compiled: Compiled
 
-
-class _Compiler:
-    """Compiles one program for one slice, in several sizes."""
-
-    def __init__(self, recipe: Recipe, request: Request, devices: Sequence[Any], place: DescribedSlice, say: Say):
-        self._recipe, self._request, self._devices, self._place, self._say = recipe, request, devices, place, say
-        self._count = request.accumulate or 1
-        self.count = 0
-
-    def batch(self) -> Found:
-        """The batch that was asked for, in as many micro-batches as it takes."""
-        compiled = self._compile(self._request)
-        rows = self._request.batch // len(self._devices) // compiled.choice.accumulate
-        return self._found(_Sized(rows, compiled), None)
-
-    def largest(self) -> Found:
-        """The largest micro-batch, run in the way that the recipe's usual batch takes on this slice."""
-        best = self._usual()
-        memory = self._place.hbm_bytes
-
-        def used(rows: int) -> int | None:
-            nonlocal best
-            self.count += 1
-            try:
-                usual, batch = best.compiled, self._sized(rows).batch
-                traced = compiling.trace(self._recipe, usual.options, usual.choice, batch, usual.mesh)
-                tried = compiling.compile_traced(traced, memory)
-            except compiling.Refused as error:  # a kernel that is too large at this size, where a smaller one was not
-                self._say(f"{rows} rows per device: {error}")
-                return None
-            if not isinstance(tried, Compiled):
-                self._say(f"{rows} rows per device are too many")
-                return None
-            self._say(f"{rows} rows per device fit")
-            best = _Sized(rows, tried)
-            return tried.memory.total
-
-        _, above = largest(used, best.rows, best.compiled.memory.total, memory)
-        return self._found(best, above)
-
-    def _usual(self) -> _Sized:
-        """The recipe's usual batch, or half of it, and so on until it fits."""
-        rows = max(1, self._request.batch // self._count // len(self._devices))
-        while True:
-            try:
-                compiled = self._compile(self._sized(rows))
-            except DoesNotFit:
-                if rows == 1:
-                    raise
-                self._say(f"{rows} rows per device are too many")
-                rows //= 2
-            else:
-                self._say(f"{rows} rows per device fit")
-                return _Sized(rows, compiled)
-
-    def _compile(self, request: Request) -> Compiled:
-        """What the trainer's own search finds; each way that it leaves behind is told, and counted."""
-
-        def refused(tried: TooLarge) -> None:
-            self.count += 1
-            self._say(f"too large: {tried.choice.why}")
-
-        compiled = compiling.compile_step(self._recipe, request, self._devices, self._place.hbm_bytes, refused)
-        self.count += 1
-        return compiled
-
-    def _sized(self, rows: int) -> Request:
-        return replace(self._request, batch=rows * len(self._devices) * self._count, accumulate=self._count)
-
-    def _found(self, sized: _Sized, above: int | None) -> Found:
-        memory, compiled = sized.compiled.memory, sized.compiled
-        program = _program(self._recipe, compiled, compiled.choice, sized.rows, compiled.flops)
-        found = [*self._evaluation(sized), *hazards(compiled, program.batch, self._place.matrix_unit)]
-        return Found(
-            True, program, memory.arguments, memory.temporaries, memory.code, above,
-            hazards=_plain(found), compilations=self.count,
-        )  # fmt: skip
-
-    def _evaluation(self, sized: _Sized) -> list[Hazard]:
-        """What is wrong with evaluations at the batch that training gives them: the rows of a micro-batch."""
-        compiled = sized.compiled
-        spec = dict(compiled.program.batch_spec(sized.rows * compiled.mesh.size))
-        rows = compiling.with_sharding(spec, batch_sharding(compiled.mesh))
-        traced = compiled.evaluate.trace(compiled.state, rows)  # type: ignore[attr-defined]
-        self.count += 1
-        try:
-            memory = compiling.memory_of(traced.lower().compile(), "tpu", 0)
-        except Exception as error:  # noqa: BLE001  # whatever an op or a kernel raises that has no form here
-            if not compiling.lacks_memory(str(error), "tpu"):
-                refused = refusal(error, traced.jaxpr)
-                return [replace(refused, sentence=f"in its evaluation {refused.sentence}")]
-            needed = compiling.needed_bytes(str(error))
-        else:
-            state = bytes_per_device(compiled.state, compiled.shardings)
-            ahead = (compiled.memory.arguments - state) * DEPTH // ALIVE  # of the training that goes on afterwards
-            batches = ahead + WAITING * (memory.arguments - state)
-            needed = state + batches + memory.temporaries + compiled.memory.code + memory.code
-            if self._place.hbm_bytes is None or needed <= self._place.hbm_bytes:
-                return []
-        need = f"needs {needed / GIB:.2f} GiB per device" if needed else "is too large for the compiler"
-        have = f", of {self._place.hbm_bytes / GIB:.2f} available" if self._place.hbm_bytes else ""
-        sentence = f"it trains, but its evaluation of {sized.rows} rows per device {need}{have}: use --eval-batch"
-        return [Hazard("evaluation", sentence, None)]
+def _evaluation(sizes: Sizes, place: DescribedSlice, sized: Sized) -> list[Hazard]:
+    """What is wrong with evaluations at the batch that training gives them: the rows of a micro-batch."""
+    compiled = sized.compiled
+    spec = dict(compiled.program.batch_spec(sized.rows * compiled.mesh.size))
+    rows = compiling.with_sharding(spec, batch_sharding(compiled.mesh))
+    traced = compiled.evaluate.trace(compiled.state, rows)  # type: ignore[attr-defined]
+    sizes.compilations += 1
+    try:
+        memory = compiling.memory_of(traced.lower().compile(), "tpu", 0)
+    except Exception as error:  # noqa: BLE001  # whatever an op or a kernel raises that has no form here
+        if not compiling.lacks_memory(str(error), "tpu"):
+            refused = refusal(error, traced.jaxpr)
+            return [replace(refused, sentence=f"in its evaluation {refused.sentence}")]
+        needed = compiling.needed_bytes(str(error))
+    else:
+        state = bytes_per_device(compiled.state, compiled.shardings)
+        ahead = (compiled.memory.arguments - state) * DEPTH // ALIVE  # of the training that goes on afterwards
+        batches = ahead + WAITING * (memory.arguments - state)
+        needed = state + batches + memory.temporaries + compiled.memory.code + memory.code
+        if place.hbm_bytes is None or needed <= place.hbm_bytes:
+            return []
+    need = f"needs {needed / GIB:.2f} GiB per device" if needed else "is too large for the compiler"
+    have = f", of {place.hbm_bytes / GIB:.2f} available" if place.hbm_bytes else ""
+    sentence = f"it trains, but its evaluation of {sized.rows} rows per device {need}{have}: use --eval-batch"
+    return [Hazard("evaluation", sentence, None)]
 
 
 def _lowered(recipe: Recipe, request: Request, order: Order) -> Found:

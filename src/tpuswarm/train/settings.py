@@ -25,7 +25,7 @@ FIXED = (
 )
 """Settings that make a run what it is; the others may change when it is resumed."""
 
-HABITS = ("save_every", "keep", "eval_every", "eval_batch")
+HABITS = ("save_every", "keep", "keep_best", "eval_every", "eval_batch")
 """Those that may change, but only where another is named."""
 
 FREE = ("devices", "shard", *HABITS, "grace")
@@ -89,14 +89,14 @@ def count_steps(
     return steps
 
 
-def check_batch(batch: int, devices: int, accumulate: int, fewer: bool = True) -> None:
+def check_batch(batch: int, devices: int, accumulate: int, fewer: bool = True, name: str = "batch") -> None:
     """Raise InputError, with the ways out, unless every device gets whole rows in every micro-batch.
 
-    fewer: whether some of the devices may be left out.
+    fewer: whether some of the devices may be left out; name: of the setting.
     """
-    for name, value in (("batch", batch), ("accumulate", accumulate)):
+    for each, value in ((name, batch), ("accumulate", accumulate)):
         if value < 1:
-            raise InputError(f"{name} must be 1 or more, not {value}")
+            raise InputError(f"{each} must be 1 or more, not {value}")
     unit = devices * accumulate
     if batch % unit == 0:
         return
@@ -106,5 +106,5 @@ def check_batch(batch: int, devices: int, accumulate: int, fewer: bool = True) -
     other = [f"--devices {some}"] * (some != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
     raise InputError(
         f"a batch of {batch} rows does not divide evenly over devices ({devices}) x micro-batches ({accumulate}) = "
-        f"{unit}; use --batch {math.ceil(batch / unit) * unit}{' or ' * bool(other)}{' '.join(other)}"
+        f"{unit}; use --{flag(name)} {math.ceil(batch / unit) * unit}{' or ' * bool(other)}{' '.join(other)}"
     )

@@ -87,8 +87,10 @@ class Trainer:
     def settings(
         self, steps: int | None = None, batch: int | Literal["auto"] | None = None, init_from: str | Path | None = None
     ) -> dict[str, Any]:
-        """The settings as given, by the names of train/settings.py; None for those not set. InputError if out of "
-        "range."""
+        """The settings as given, by the names of train/settings.py; None for those not set.
+
+        Raises InputError for one out of range.
+        """
         named = {name: getattr(self, name) for name in (*FIXED, *FREE) if name in self.__dataclass_fields__}
         parent = find_parent(init_from) if init_from else None
         asked = named | {"steps": steps, "batch": batch, "init_from": parent}
@@ -168,7 +170,7 @@ class Trainer:
                 return ended_before(session, display)
             loop = Loop(
                 session, watch, display, hooks=hooks, profile=self.profile,
-                wandb=None if self.fast_dev_run else self.wandb, loggers=self.loggers, keep_best=self.keep_best,
+                wandb=None if self.fast_dev_run else self.wandb, loggers=self.loggers,
                 eval_batches=1 if self.fast_dev_run else EVAL_BATCHES,
             )  # fmt: skip
             return (yield from watch.hand_out(loop.run()))

@@ -3,15 +3,14 @@
 import jax
 import pytest
 
-from tests.train import host
+from tests.train import host, toy
 from tpuswarm import Trainer
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.loop import session
 from tpuswarm.train.program import compiled as compiling
-from tpuswarm.train.program import largest_batch as finding
-from tpuswarm.train.program.largest_batch import largest_batch, search
-from tpuswarm.train.program.request import usual_request
+from tpuswarm.train.program.largest_batch import Sizes, largest_batch
+from tpuswarm.train.program.request import default_batch, usual_request
 from tpuswarm.train.run.directory import read_config
 
 
@@ -22,38 +21,37 @@ def recipe():
 
 @pytest.fixture(scope="module")
 def needed(recipe):
-    """Bytes a device by batch, of the form that saves no memory: compiled one by one, without a search."""
+    """Bytes a device by rows a device, of the form that saves no memory: compiled one by one, without a search."""
     devices = jax.devices()[:2]
     found = {}
-    for batch in (2, 4, 10, 22):
-        compiled = compiling.compile_step(recipe, usual_request(recipe, batch=batch), devices)
+    for rows in (5, 6, 11, 12):
+        compiled = compiling.compile_step(recipe, usual_request(recipe, batch=2 * rows), devices)
         assert compiled.choice.remat == "none" and compiled.choice.accumulate == 1
-        found[batch] = compiled.memory.total
+        found[rows] = compiled.memory.total
     return found
 
 
-def holds(monkeypatch, memory):
-    """Devices that hold so many bytes."""
-    for module in (compiling, finding):
-        monkeypatch.setattr(module, "device_memory", lambda device: memory)
+@pytest.mark.parametrize(("usual", "rows"), [(5, 5), (6, 11), (12, 6)])
+def test_the_next_size_would_not_fit(recipe, needed, usual, rows):
+    """In the form of the usual batch, which recomputes layers where it has to."""
+    told, devices = [], jax.devices()[:2]
+    found, above = Sizes(recipe, usual_request(recipe, batch=2 * usual), devices, needed[rows], told.append).largest()
+    like = found.compiled
+    for size, fits in ((found.rows, True), (above, False)):
+        traced = compiling.trace(recipe, like.options, like.choice, 2 * size, like.mesh)
+        assert isinstance(compiling.compile_traced(traced, needed[rows]), compiling.Compiled) == fits
+        assert f"{size} rows per device {'fit' if fits else 'are too many'}" in told
+    assert found.batch == 2 * found.rows
+    assert found.rows == rows if like.choice.remat == "none" else found.rows >= usual
 
 
-@pytest.mark.parametrize("batch", [2, 4, 10, 22])
-def test_no_larger_size_would_fit(recipe, needed, batch, monkeypatch):
-    holds(monkeypatch, needed[batch])
-    told = []
-    assert search(recipe, {}, jax.devices()[:2], told.append) == batch
-    fit = [int(line.split()[0]) for line in told]
-    assert fit[0] == 2 and fit[-1] == batch and fit == sorted(set(fit))
-
-
-def test_what_the_smallest_needs_is_used_and_not_more(recipe, needed, monkeypatch):
-    """Half the memory of one row a device: only smaller forms fit, and the search goes on with them."""
-    holds(monkeypatch, needed[22])
-    assert search(recipe, {"accumulate": 2}, jax.devices()[:2], lambda text: None) % 4 == 0
-    holds(monkeypatch, 1000)
+def test_micro_batches_are_those_of_the_request_or_the_recipe(recipe, needed):
+    sizes = Sizes(recipe, usual_request(recipe, batch=8, accumulate=2), jax.devices()[:2], needed[6], lambda text: None)
+    found, _ = sizes.largest()
+    assert found.batch == 4 * found.rows and found.compiled.choice.accumulate == 2
     with pytest.raises(InputError, match="with batch 2 does not fit on 2 x cpu"):
-        search(recipe, {}, jax.devices()[:2], lambda text: None)
+        Sizes(recipe, usual_request(recipe, batch=2), jax.devices()[:2], 1000, lambda text: None).largest()
+    assert default_batch(toy.recipe(defaults={"batch": 20, "accumulate": 4}), 8, None) == 32
 
 
 def test_a_cpu_is_not_filled(recipe):
@@ -65,7 +63,7 @@ def test_a_run_keeps_the_batch_that_was_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "largest_batch", lambda recipe, asked, devices, far: 16)
     Trainer(devices=1).fit(host.recipe(), steps=2, batch="auto", run=tmp_path / "run")
     assert read_config(tmp_path / "run")["train"]["batch"] == 16
-    assert "batch 16: more rows do not fit without saving memory" in " ".join(capsys.readouterr().err.split())
+    assert "batch 16, the largest that fits" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(session, "largest_batch", lambda *found: pytest.fail("a run that has begun has a batch"))
     again = Trainer(devices=1).fit(host.recipe(), steps=2, batch="auto", run=tmp_path / "run")
     assert again.steps == 2

@@ -97,7 +97,7 @@ def decide(
     resolved = resolve(run, recipe, asked, tokens, epochs, kind, per_member)
     check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
     if resolved.settings["eval_batch"]:
-        check_batch(resolved.settings["eval_batch"], per_member, 1)
+        check_batch(resolved.settings["eval_batch"], per_member, 1, name="eval_batch")
     sizes = machine.sizes(recipe, resolved.settings["ema"])
     made = _swarm(swarm, stored, recipe, members, sizes)
     code = code_digest(recipe.target)

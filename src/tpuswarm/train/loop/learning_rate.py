@@ -58,9 +58,9 @@ def find_lr(
     """
     given = {name: asked[name] for name in Request.__dataclass_fields__ if name in asked}
     if given.get("batch") is None:
-        given["batch"] = default_batch(recipe, len(devices), given.get("accumulate") or 1)
+        given["batch"] = default_batch(recipe, len(devices), given.get("accumulate"))
     request = usual_request(recipe, **given)
-    seed = asked.get("seed") or 0
+    seed = recipe.defaults.get("seed", 0) if asked.get("seed") is None else asked["seed"]
     compiled = compile_step(_Growing(recipe), request, devices)
     parent = asked.get("init_from")
     shared = load_parameters(parent, recipe, compiled) if parent else None

@@ -12,7 +12,7 @@ from jax.profiler import StepTraceAnnotation
 
 from tpuswarm.config.shown import unit
 from tpuswarm.config.units import Interval, parse_every
-from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.errors import RunFailed, TpuswarmError
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.diagnose import times
@@ -55,7 +55,6 @@ class Loop:
         profile: bool,
         wandb: str | None,
         loggers: Iterable[Logger] = (),
-        keep_best: str | None = None,
         eval_batches: int = EVAL_BATCHES,
     ):
         self._session, self._watch, self._display, self._agreement = session, watch, display, session.agreement
@@ -69,12 +68,8 @@ class Loop:
         self._checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_seconds, writes)
         self._outputs = Outputs(session.run, self._display, session.first_step)
         self._profiler = Profiler(session.run, session.first_step, session.steps, profile)
-        self._best: Best | None = None
-        if keep_best is not None:
-            if session.validation is None:
-                raise InputError(f"{session.recipe.name} has no held-out rows: keep_best {keep_best} has no meaning")
-            self._best = Best(keep_best, session.run.folder)
-            self._best.require(session.measured)
+        goal = session.settings["keep_best"]
+        self._best = Best(goal, session.run.folder) if goal else None
         hooks.require([*session.measured, *session.compiled.step.out_info[1]])  # type: ignore[attr-defined]
         self._checkpoints.pinned = best.kept_step(session.run.folder)
         self._state = session.state

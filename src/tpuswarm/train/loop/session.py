@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from tpuswarm.train.program.largest_batch import AUTO, largest_batch
 from tpuswarm.train.program.request import BATCH, Request, default_batch
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
 from tpuswarm.train.run import checkpoint
+from tpuswarm.train.run.best import Best
 from tpuswarm.train.run.directory import FollowedRun, Run
 from tpuswarm.train.run.life import last_event
 from tpuswarm.train.run.loaded import load_parameters
@@ -164,13 +166,15 @@ def resolve(
     """
     config = run.config()
     stored = dict(config["train"]) if config else {}
-    before = dict(config["may_change"]) if config else {}
+    before = dict(config.get("may_change", {})) if config else {}
+    if rows := before.get("eval_batch"):
+        before["eval_batch"] = math.ceil(rows / devices) * devices
     usual = {"steps": STEPS, "seed": 0, "deterministic": False, "save_every": "5m", "keep": 3, **recipe.defaults}
     seed = _first(asked.get("seed"), stored.get("seed"), usual["seed"])
     with blame(f"the data of {recipe.name} failed"):
         source = training_rows(recipe, seed)
     asked["data"] = getattr(source, "digest", None)
-    batch = asked["batch"] or stored.get("batch") or default_batch(recipe, devices, asked["accumulate"] or 1)
+    batch = asked["batch"] or stored.get("batch") or default_batch(recipe, devices, asked["accumulate"])
     program = program_of(recipe, Options())
     tokens_per_row = program.tokens_per_row
     if batches := _first(asked.get("overfit_batches"), stored.get("overfit_batches")):
@@ -209,14 +213,14 @@ def prepare(
             with waiting(f"looking for the largest batch of {recipe.name}", short=0.0) as far:
                 found = largest_batch(recipe, asked, devices, far)
             asked["batch"] = agreement.same("looking for the largest batch", found)
-            notes.append(f"batch {asked['batch']:,}: more rows do not fit without saving memory")
+            notes.append(f"batch {asked['batch']:,}, the largest that fits")
     with waiting(f"reading the data of {recipe.name}"):
         resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
     refuse_differences(shown(run.folder), resolved.changed)
     settings, source, config = resolved.settings, resolved.source, resolved.config
     batch = settings["batch"]
     if settings["eval_batch"]:
-        check_batch(settings["eval_batch"], len(devices), 1)
+        check_batch(settings["eval_batch"], len(devices), 1, name="eval_batch")
     agreement.agree(lambda: facts(recipe, settings, source))
     saved, damaged = _last_saved(run, agreement)
     last = last_event(run.folder)
@@ -237,6 +241,10 @@ def prepare(
         at_once = rows_at_once(settings, compiled)
         with waiting(f"tracing the evaluation of {recipe.name}"):
             measured = [f"eval_{name}" for name in rehearse(compiled, recipe.name, HeldOut(validation, at_once))]
+    if goal := settings["keep_best"]:
+        if validation is None:
+            raise InputError(f"{recipe.name} has no held-out rows: keep_best {goal} has no meaning")
+        Best(goal).require(measured)
     shared = None
     if saved is None and settings["init_from"]:
         with waiting(f"reading the parameters of {settings['init_from']}"):

@@ -129,8 +129,7 @@ def compile_step(
     was compiled and does not fit. Raises InputError for a batch that the devices do not divide, an unknown choice, an
     option the recipe does not support, a metric that is not a scalar, and where nothing fits.
     """
-    mine = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
-    memory_bytes = memory_bytes or device_memory(mine)  # another host's does not say
+    memory_bytes = memory_bytes or device_memory(mine(devices))
     platform, kind = devices[0].platform, devices[0].device_kind
     every = list(ways(recipe, request, platform, kind, len(devices), memory_bytes))
     rows = batch_spec(program_of(recipe, request.options(platform, kind)), recipe.name, request.batch)
@@ -149,6 +148,11 @@ def compile_step(
         last = tried
     assert last is not None  # there is always one way
     raise DoesNotFit(recipe.name, request.batch, devices, last, memory_bytes)
+
+
+def mine(devices: Sequence[Any]) -> Any:
+    """A device of this host's, where it has any: those of others do not say what memory they have."""
+    return next((each for each in devices if each.process_index == jax.process_index()), devices[0])
 
 
 def ways(

@@ -60,9 +60,9 @@ def usual_request(recipe: Recipe, **asked: Any) -> Request:
     return Request(**usual | {name: value for name, value in asked.items() if value is not None})
 
 
-def default_batch(recipe: Recipe, devices: int, accumulate: int) -> int:
-    """The recipe's batch, or the next larger one that the devices and their micro-batches divide."""
-    unit = devices * accumulate
+def default_batch(recipe: Recipe, devices: int, accumulate: int | None) -> int:
+    """The recipe's batch, or the next larger one that the devices and micro-batches (None: the recipe's) divide."""
+    unit = devices * (accumulate or recipe.defaults.get("accumulate") or 1)
     return math.ceil(int(recipe.defaults.get("batch", BATCH)) / unit) * unit
 
 

@@ -51,6 +51,12 @@ class _Train(_Table):
     overfit_batches: PositiveInt | None = None
 
 
+class _MayChange(_Table):
+    """Names of train/settings.py, FREE."""
+
+    eval_batch: PositiveInt | None = None
+
+
 class _Chosen(_Table):
     tokens_per_row: PositiveInt
 
@@ -76,6 +82,7 @@ class Config(_Table):
 
     recipe: _Recipe
     train: _Train
+    may_change: _MayChange | None = None
     chosen: _Chosen | None = None
     swarm: _Swarm | None = None
 

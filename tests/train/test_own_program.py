@@ -146,11 +146,14 @@ def test_what_a_program_cannot_be_is_found_before_the_first_step(tmp_path, metho
             lambda *_: Rows(lambda start, count: [1]),
             r"rows\(0, 1\) of the data returns a list, not a dict of array",
         ),
+        ("keep", lambda self: None, r"Recipe.keep is called as Recipe.keep\(folder\), but takes \(\)"),
+        ("keep", lambda self, folder: [][0], "keep of game fails: IndexError"),
     ],
 )
 def test_what_a_recipe_cannot_return(tmp_path, method, wrong, sentence):
+    own = type("Own", (Recipe,), {"home": None, method: wrong})
     with pytest.raises(tpuswarm.InputError, match=sentence + LINE):
-        tpuswarm.Trainer().fit(type("Own", (Recipe,), {method: wrong})(), steps=1, batch=8, run=tmp_path / "run")
+        tpuswarm.Trainer().fit(own(), steps=1, batch=8, run=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

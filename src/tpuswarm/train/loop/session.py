@@ -36,7 +36,7 @@ from tpuswarm.train.run.directory import FollowedRun, Run
 from tpuswarm.train.run.life import last_event
 from tpuswarm.train.run.loaded import load_parameters
 from tpuswarm.train.settings import FIXED, FREE, HABITS, check_batch, count_steps, differences, refuse_differences
-from tpuswarm.train.user_code import blame, file_digest
+from tpuswarm.train.user_code import blame, file_digest, require_call
 
 STEPS = 1_000
 """For a recipe that wants nothing else."""
@@ -70,7 +70,8 @@ class Session:
     def begin(self) -> None:
         """Write the configuration: from now on the directory is a run, and stays."""
         if self.run.writes and isinstance(self.recipe, KeepsFiles):
-            self.recipe.keep(self.run.folder)
+            with blame(f"keep of {self.recipe.name} fails"):
+                self.recipe.keep(self.run.folder)
         self.run.write_config(self.config)
 
     @property
@@ -205,6 +206,8 @@ def prepare(
     asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
     that cannot be done as asked.
     """
+    if isinstance(recipe, KeepsFiles):
+        require_call(recipe.keep, "Recipe.keep", "folder")
     devices = agreement.devices(asked["devices"])
     notes = []
     if asked["batch"] == AUTO:

@@ -20,8 +20,8 @@ Kind = Literal["refused", "evaluation", "float32", "matrix unit", "host transfer
 
 REPEATS = 6
 """Copies of a block from which on a scan pays: compile time grows with each."""
-REPEATED_SHARE = 0.01
-"""Of a program's FLOPs in the copies of one product, at least: small products compile in no time."""
+SMALL_SHARE, SMALL_REPEATS = 0.01, 30
+"""Of a program's FLOPs in all copies of a product, below which it is so quick to compile that it takes this many."""
 SMALL_BYTES = 2**16
 """A collective that moves less is no hazard: norms, means, metrics."""
 
@@ -99,7 +99,8 @@ def unrolled(flops: Flops) -> list[Hazard]:
         places[key] = product.place
     worst: dict[CodeLine | None, int] = {}
     for key, count in copies.items():
-        if count >= REPEATS and counted[key] >= REPEATED_SHARE * flops.total and places[key] is not None:
+        many = REPEATS if counted[key] >= SMALL_SHARE * flops.total else SMALL_REPEATS
+        if count >= many and places[key] is not None:
             worst[places[key]] = max(count, worst.get(places[key], 0))
     return [
         Hazard(

@@ -183,7 +183,9 @@ class Source(Protocol):
     """One infinite seeded order of rows.
 
     Optional: `rows_per_epoch` (int; without it `--epochs` and validation are refused), `digest` (str, of the content;
-    a run refuses to resume with another) and `in_memory` (bool; true: rows that come quickly need no thread).
+    a run refuses to resume with another), `in_memory` (bool; true: rows that come quickly need no thread),
+    `seeded(seed)` (the same rows in the order of the run's seed), and, of a stream that cannot begin at any row,
+    `position(row)` (what a checkpoint keeps) and `go_to(position)`.
     """
 
     def rows(self, start: int, count: int) -> "dict[str, np.ndarray]":

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes import finish, kill_after, rows_without_times, run, start, updates, wait_for
+from tpuswarm.train.bucket.mirror import BEST
+from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.train.run.listing import status
 
@@ -91,8 +93,9 @@ def test_the_running_process_is_named_and_left_alone(words, whole, tmp_path):
 
 
 DRIVER = """
-import os, shutil, signal, sys
+import os, shutil, signal, sys, time
 from pathlib import Path
+import tpuswarm.train.run.best as best
 import tpuswarm.train.run.checkpoint as checkpoint
 import tpuswarm.train.run.directory as run
 from tests.train import toy
@@ -141,13 +144,24 @@ def plant(point):
         run.Run.write_metrics = torn
     elif point == "finished but not said":
         before(run.Run, "write_event", 2)
+    elif point == "the next best one half written":
+        real_digest = checkpoint._digest
+        def late(path):
+            if "00000014" in path.parts:
+                time.sleep(1)  # the run goes on meanwhile
+                die()
+            return real_digest(path)
+        checkpoint._digest = late
+    elif point == "the best one whole but not named":
+        before(best, "write_atomically", 1)
 
 for line in sys.stdin:
-    point, folder = line.rstrip().split("|")
+    point, folder, keep_best = line.rstrip().split("|")
     child = os.fork()
     if child == 0:
         plant(point)
-        Trainer(devices=1, save_every=5, eval_every=7, keep=2).fit(toy.recipe(), steps=20, batch=8, run=folder)
+        trainer = Trainer(devices=1, save_every=5, eval_every=7, keep=2, keep_best=keep_best or None)
+        trainer.fit(toy.recipe(), steps=20, batch=8, run=folder)
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
@@ -170,8 +184,8 @@ def driven():
     """Trains in a process that dies at a point; its exit code. Each is a fork of one that has imported JAX."""
     process = start([], Path.cwd(), [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE)
 
-    def drive(point: str, folder: Path) -> int:
-        process.stdin.write(f"{point}|{folder}\n")
+    def drive(point: str, folder: Path, keep_best: str = "") -> int:
+        process.stdin.write(f"{point}|{folder}|{keep_best}\n")
         process.stdin.flush()
         return int(process.stdout.readline() or finish(process)[1])
 
@@ -194,6 +208,20 @@ def test_killed_at_every_point_of_a_save(driven, whole_toy, tmp_path, point):
     assert driven("nowhere", folder) == 0
     assert rows_without_times(folder) == whole_toy
     assert status(folder).state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("point", "goal", "expected"),
+    [("the next best one half written", "eval_loss", 20), ("the best one whole but not named", "eval_worst:max", 7)],
+)
+def test_killed_while_the_best_one_is_kept(driven, whole_toy, tmp_path, point, goal, expected):
+    folder = tmp_path / "run"
+    assert driven(point, folder, goal) == -signal.SIGKILL
+    if (folder / BEST).exists():
+        assert kept_best(folder).step == 7, "what it names is whole"
+    assert driven("nowhere", folder, goal) == 0
+    assert rows_without_times(folder) == whole_toy
+    assert kept_best(folder).step == expected
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -83,15 +84,14 @@ def test_the_best_checkpoint_comes_and_stays_too(served, disk):
     """Or the next machine, which has the newest alone, would remove it from the bucket."""
     import jax.numpy as jnp
 
-    from tpuswarm.train.run.best import Best, kept_best
+    from tpuswarm.train.run.best import Best, kept_best, write_best
 
     run = begin()
     saves, best = Checkpoints(run.checkpoints, keep=1), Best("eval_loss")
     for step in (1, 2, 3):
-        if best.better({"step": step, "eval_loss": abs(step - 1.5)}):
-            saves.pinned = best.step
-            best.write(run.folder)
         saves.save(step, {"w": jnp.full(3, float(step))}, {})
+        if best.better({"step": step, "eval_loss": abs(step - 1.5)}):
+            saves.pin(step, partial(write_best, run.folder, best.row))
         saves.wait()
     saves.close()
     run.close()

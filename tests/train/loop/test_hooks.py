@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -56,7 +58,8 @@ def test_a_run_ends_where_evaluations_get_no_better_and_stays_ended(tmp_path):
     assert result.message == "ended at step 6: eval_loss was no better in 2 evaluations than at step 2"
     assert (tmp_path / "run" / "report.html").exists()
     again = fit(steps=20)
-    assert (again.ended, again.step) == ("finished", 6) and again.metrics["eval_loss"] == result.metrics["eval_loss"]
+    for name in ("ended", "step", "steps", "message", "metrics", "signal"):
+        assert getattr(again, name) == getattr(result, name)
     assert fit(steps=30).step == 12  # more steps go on
 
 
@@ -80,11 +83,63 @@ def test_what_a_hook_returns_is_shown(tmp_path):
     assert (ended.step, ended.message) == (3, "ended at step 3: enough")
 
 
-def test_each_hook_is_called_once_at_the_step_that_ends_the_run(tmp_path):
+@pytest.mark.parametrize(
+    ("validation", "eval_every", "expected"),
+    [
+        (None, None, [(2, False), (4, False)]),
+        (toy.data(1), 4, [(2, False), (4, True)]),
+        (toy.data(1), None, [(2, False), (4, False), (4, True)]),  # the last evaluation is only known then
+    ],
+)
+def test_at_the_step_that_ends_the_run_each_hook_sees_every_row_once(tmp_path, validation, eval_every, expected):
+    seen, others = [], []
+
+    def fit(**options):
+        made = toy.supervised(toy.init, toy.loss, optax.sgd(0.1), {"train": toy.data(), "validation": validation})
+        trainer = Trainer(devices=1, eval_every=eval_every, **options)
+        return trainer.fit(made, steps=8, batch=8, run=tmp_path / "run")
+
+    hooks = [
+        Every(2, lambda step: seen.append((step.row["step"], "eval_loss" in step.row))),
+        Every(4, lambda step: Stop("enough")),
+        Every(100, lambda step: others.append((step.row["step"], "eval_loss" in step.row))),
+    ]
+    assert fit(hooks=hooks).message == "ended at step 4: enough"
+    assert seen == expected and others == expected[-1:]
+
+
+def test_the_hooks_of_an_evaluation_that_a_resumed_run_makes_up_for(tmp_path, monkeypatch):
     seen = []
-    hooks = [Every(2, lambda step: seen.append(step.row["step"])), Every(4, lambda step: Stop("enough"))]
-    Trainer(devices=1, hooks=hooks).fit(toy.recipe(), steps=8, batch=8, run=tmp_path / "run")
-    assert seen == [2, 4]
+
+    def fit(*hooks):
+        trainer = Trainer(devices=1, save_every=4, eval_every=4, hooks=hooks)
+        return trainer.fit(constant(), steps=20, batch=8, run=tmp_path / "run")
+
+    def breaks(*args, **options):
+        raise OSError("the machine was taken away")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="taken away"):
+        patch.setattr("tpuswarm.train.loop.loop.evaluate", breaks)
+        fit()
+    result = fit(
+        Every("evaluation", lambda step: seen.append(step.row)), Every("evaluation", EarlyStopping(patience=1))
+    )
+    assert [row["step"] for row in seen] == [4, 8] and all({"loss", "eval_loss"} <= row.keys() for row in seen)
+    assert result.message == "ended at step 8: eval_loss was no better in 1 evaluations than at step 4"
+
+
+def test_early_stopping_counts_evaluations_alone():
+    for every in (10, "5m"):
+        with pytest.raises(InputError, match=rf"EarlyStopping counts .* not as Every\({every!r}, …\); eval_every says"):
+            Trainer(hooks=[Every(every, EarlyStopping())]).fit(toy.recipe(), steps=1)
+
+
+def test_what_is_no_array_of_three_dimensions_is_nobodys_picture(tmp_path):
+    """As a function in one line returns whatever it is about."""
+    table = SimpleNamespace(shape=(3, 4, 5)[:2])
+    hooks = [Every(2, lambda step, each=each: each) for each in (table, np.zeros((3, 4)), np.zeros((1, 2, 3, 4)))]
+    Trainer(devices=1, hooks=hooks).fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "run")
+    assert not (tmp_path / "run" / "pictures").exists()
 
 
 def test_an_array_that_is_no_picture_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,6 +90,45 @@ def test_typed_keys_come_back_of_their_kind_and_where_they_belong(tmp_path, coun
 def test_the_last_n_stay(tmp_path):
     saved_run(tmp_path, steps=range(1, 6), keep=2)
     assert [int(folder.name) for folder in checkpoint.checkpoint_folders(tmp_path)] == [5, 4]
+
+
+def test_the_best_one_goes_only_when_the_next_best_is_whole(tmp_path, monkeypatch):
+    checkpoints, told = Checkpoints(tmp_path, keep=1), []
+    go, digest = threading.Event(), checkpoint._digest
+
+    def slow(path):
+        assert "00000003" not in path.parts or go.wait(60)
+        return digest(path)
+
+    def there():
+        return sorted(int(path.parent.name) for path in tmp_path.glob(f"*/{checkpoint.MANIFEST}"))
+
+    def pin(step):
+        checkpoints.pin(step, lambda: told.append((step, there())))
+
+    monkeypatch.setattr(checkpoint, "_digest", slow)
+    checkpoints.save(1, state(1), {})
+    checkpoints.wait()
+    pin(1)
+    checkpoints.save(2, state(2), {})  # still under way, it may prune when the next one is to be pinned
+    checkpoints.save(3, state(3), {})
+    pin(3)
+    checkpoints.check()
+    assert there() == [1, 2] and [step for step, _ in told] == [1]
+    go.set()
+    checkpoints.close()
+    assert told == [(1, [1]), (3, [1, 3])] and there() == [3]
+
+
+def test_one_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
+    checkpoints, told = Checkpoints(tmp_path, keep=1), []
+    monkeypatch.setattr(checkpoint, "_digest", lambda path: path.with_name("gone").read_bytes())
+    checkpoints.save(1, state(1), {})
+    with pytest.raises(RunFailed, match="could not be written"):
+        checkpoints.pin(1, lambda: told.append(1))
+        checkpoints.wait()
+    checkpoints.close()
+    assert told == []
 
 
 def test_one_flipped_bit_anywhere_makes_the_one_before_be_used(tmp_path):

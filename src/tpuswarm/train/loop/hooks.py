@@ -48,7 +48,7 @@ class Every(NamedTuple):
 
 
 class EarlyStopping:
-    """A hook for each "evaluation": ends the run after `patience` of them without a better figure.
+    """`Every("evaluation", EarlyStopping())`: ends the run after `patience` of them without a better figure.
 
     metric: `eval_loss`, or `eval_accuracy:max` where the highest is best; least: a smaller step is no improvement. A
     process that resumes the run counts anew.
@@ -62,18 +62,15 @@ class EarlyStopping:
 
     def begin(self) -> None:
         """Count anew, as for each run that it is a hook of."""
-        self._best, self._waited, self._seen = Best(self._metric), 0, -1
+        self._best, self._waited = Best(self._metric), 0
 
     def require(self, names: Collection[str]) -> None:
         """Raise InputError where the metric is not among these, the figures of a run."""
         self._best.require(names)
 
     def __call__(self, step: Step) -> Stop | None:
-        """Look at one evaluation; one that was looked at before does not count twice."""
-        evaluated = any(name.startswith("eval_") for name in step.row)
-        if step.row["step"] == self._seen or not evaluated:
-            return None
-        self._seen = step.row["step"]
+        """Look at one evaluation; InputError where it lacks the figure."""
+        self._best.require(step.row)
         self._waited = 0 if self._best.better(step.row, self._least) else self._waited + 1
         if self._waited < self._patience:
             return None
@@ -93,6 +90,11 @@ class Hooks:
                 raise InputError(f"hooks are given as [Every(100, function)], not as a {type(each).__name__}")
             require_call(each.call, "hook", "step")
             if isinstance(each.call, EarlyStopping):
+                if each.every != EVALUATION:
+                    raise InputError(
+                        f'EarlyStopping counts evaluations: give it as Every("{EVALUATION}", EarlyStopping()), not '
+                        f"as Every({each.every!r}, …); eval_every says how often they are"
+                    )
                 each.call.begin()
         self._hooks = [(_interval(each.every), each.call) for each in hooks]
         self._called = [time.monotonic()] * len(self._hooks)
@@ -105,36 +107,39 @@ class Hooks:
             if isinstance(call, EarlyStopping):
                 call.require(names)
 
-    def due(self, step: int) -> list[bool]:
-        """Which of them it is time for."""
+    def due(self, step: int) -> list[int]:
+        """The numbers of those that it is time for."""
         now = time.monotonic()
-        last = zip(self._hooks, self._called, strict=True)
-        return [interval is not None and interval.due(step, now - called) for (interval, _), called in last]
+        last = enumerate(zip(self._hooks, self._called, strict=True))
+        return [index for index, ((interval, _), at) in last if interval is not None and interval.due(step, now - at)]
 
-    def evaluated(self, due: Sequence[bool]) -> list[bool]:
+    def evaluated(self, due: Sequence[int] = ()) -> list[int]:
         """Those, and the ones that each evaluation is for."""
-        return [now or interval is None for (interval, _), now in zip(self._hooks, due, strict=True)]
+        return [index for index, (interval, _) in enumerate(self._hooks) if interval is None or index in due]
 
-    def call(self, due: Sequence[bool] | None, row: Mapping[str, Any], state: State) -> dict[int, Any]:
-        """Call those in the order they were given; InputError, with its line, where one fails.
+    def last(self, step: int, evaluated: bool) -> list[int]:
+        """Those that are called at the end of a run: all that have not seen its row.
 
-        due: None is all that were not called at this step yet. Returns what each of them returned, by its number.
+        evaluated: the row has changed since the hooks of this step were called.
         """
+        return [index for index, at in enumerate(self._called_at) if evaluated or at != step]
+
+    def call(self, due: Sequence[int], row: Mapping[str, Any], state: State) -> dict[int, Any]:
+        """What each of those returns, by its number; InputError, with its line, where one fails."""
         found: dict[int, Any] = {}
-        due = [step != row["step"] for step in self._called_at] if due is None else due
-        for index, ((_, call), now) in enumerate(zip(self._hooks, due, strict=True)):
-            if now:
-                with blame(f"a hook failed at step {row['step']}"):
-                    found[index] = _required(call(Step(dict(row), state)))
-                self._called[index], self._called_at[index] = time.monotonic(), row["step"]
+        for index in due:
+            with blame(f"a hook failed at step {row['step']}"):
+                found[index] = _required(self._hooks[index][1](Step(dict(row), state)))
+            self._called[index], self._called_at[index] = time.monotonic(), row["step"]
         return found
 
 
 def _required(returned: Any) -> Any:
-    """What a hook returned; InputError for an array that looks like a picture and is none."""
+    """What a hook returned; InputError for an array of three dimensions that is no picture."""
     shape: tuple[int, ...] = getattr(returned, "shape", ())
-    if len(shape) > 1 and not (returned.dtype == np.uint8 and len(shape) == 3 and shape[2] == 3):
-        raise InputError(f"a hook returned {returned.dtype} {shape}: a picture is uint8 (height, width, 3)")
+    dtype = getattr(returned, "dtype", None)
+    if len(shape) == 3 and not (dtype == np.uint8 and shape[2] == 3):
+        raise InputError(f"a hook returned {dtype} {shape}: a picture is uint8 (height, width, 3)")
     return returned
 
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from signal import Signals
 from typing import Any
 
@@ -163,14 +164,17 @@ class Loop:
             self._outputs.open_wandb(self._done, self._wandb)
         if self._done == 0:
             self._save(wait=False)  # there is always one to go back to, and what a save takes is known early
+        else:
+            self._last = self._agreement.same("reading the last row", last_row(session.run.folder))
 
     def _stopping(self) -> bool:
         return self._agreement.stopping()
 
     def _train(self) -> Iterator[Step]:
         session, step = self._session, self._session.compiled.step
-        if self._evaluation_due(0.0) and 0 < self._done < session.steps and not self._evaluated():
-            yield from self._evaluate()  # the process before this one saved here and ended before it evaluated
+        if 0 < self._done < session.steps and self._not_evaluated() and self._evaluation_due(0.0):
+            yield from (found := self._evaluate())  # the process before this one saved here and ended before it did
+            self._call(self._hooks.evaluated() if found else [])
         spec = session.compiled.program.batch_spec(session.settings["batch"])
         sharding = batch_sharding(session.compiled.mesh)
         feed = Feed(session.source, spec, sharding, self._done, session.steps)
@@ -195,10 +199,10 @@ class Loop:
                     yield self._record(*before)
                 self._checkpoints.check()
                 now = time.monotonic()
-                due = [self._save_every.due(self._done, now - self._saved_at)]
-                due.append(self._evaluation_due(now - self._evaluated_at))
-                save, evaluate, *hooks = self._agreement.same("deciding what is due", due + self._hooks.due(self._done))
-                if any((save, evaluate, *hooks)) and self._done < session.steps and not self._stopping():
+                save = self._save_every.due(self._done, now - self._saved_at)
+                due = save, self._evaluation_due(now - self._evaluated_at), self._hooks.due(self._done)
+                save, evaluate, hooks = self._agreement.same("deciding what is due", due)
+                if any((save, evaluate, hooks)) and self._done < session.steps and not self._stopping():
                     yield from self._flush()
                     if save:
                         self._save(wait=False)
@@ -214,12 +218,10 @@ class Loop:
         session = self._session
         if self._saved < self._done:
             self._save(wait=True)
-        if session.validation is not None and not self._evaluated():
-            yield from self._evaluate()
+        yield from (found := self._evaluate() if self._not_evaluated() else [])
         if self._stopping():
             return
-        self._last = last_row(session.run.folder) | self._last
-        self._call(None)
+        self._call(self._hooks.last(self._done, evaluated=bool(found)))
         if session.run.writes:
             self._sum_up()
             if (text := self._sample()) is not None:
@@ -306,22 +308,23 @@ class Loop:
         self._read_at += self._evaluated_at - start  # speed is that of training alone
         row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
         row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
-        self._last |= figures(row)
         written = [self._write(row)]
+        self._count(row)
+        return written
+
+    def _count(self, row: dict[str, Any]) -> None:
+        """Of an evaluation of this step: the newest figures, and perhaps the best."""
+        self._last |= figures(row)
         if self._best and self._best.better(row):
-            self._checkpoints.pinned = self._done
             if self._saved < self._done:
                 self._save(wait=False)
             self._event(best.EVENT, str(self._best))
-            if self._session.run.writes:
-                self._best.write(self._session.run.folder)
-        return written
+            self._checkpoints.pin(self._done, partial(best.write_best, self._session.run.folder, self._best.row))
 
-    def _call(self, hooks: list[bool] | None) -> None:
-        """Those hooks; None: all that were not called at this step."""
+    def _call(self, hooks: list[int]) -> None:
         start = time.monotonic()
         with self._watch.times.during(times.USER):
-            returned = self._hooks.call(hooks, self._last, self._state)
+            returned = self._hooks.call(hooks, self._last | {"step": self._done}, self._state)
             for index, found in returned.items():
                 self._outputs.returned(self._done, index, found)
         if returned and not self._enough:
@@ -336,12 +339,15 @@ class Loop:
     def _evaluation_due(self, elapsed: float) -> bool:
         return self._session.validation is not None and self._eval_every.due(self._done, elapsed)
 
-    def _evaluated(self) -> bool:
+    def _not_evaluated(self) -> bool:
+        """Whether an evaluation of this step is missing; one of the process before this one counts as if made now."""
+        if self._session.validation is None:
+            return False
         rows = read_rows(self._session.run.folder / METRICS)
-        found = [figures(row) for row in rows if row["step"] == self._done and "eval_loss" in row]
-        found = self._agreement.same("evaluating", found[-1:])
-        self._last |= found[-1] if found else {}
-        return bool(found)
+        found = [row for row in rows if row["step"] == self._done and "eval_loss" in row][-1:]
+        for row in (found := self._agreement.same("evaluating", found)):
+            self._count(row)
+        return not found
 
     def _save(self, wait: bool) -> None:
         with self._watch.times.during(times.CHECKPOINTS):

@@ -31,13 +31,10 @@ class Result:
 
 def ended_before(session: Finished, display: Display) -> Result:
     """The end of a run in which nothing is left to do, as it was the first time."""
-    run, steps = session.run.folder, session.steps
+    run = session.run.folder
     with session.agreement:
         display.note(f"{shown(run)} is finished; nothing left to do")
-        metrics = last_row(run)
-        for row in read_rows(run / METRICS):
-            metrics |= figures(row)
-        return Result(run, session.state, steps, steps, metrics, "finished", f"finished: {steps} steps", None)
+        return Result(run, session.state, session.step, session.steps, last_row(run), "finished", session.message, None)
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,5 +43,10 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_row(folder: Path) -> dict[str, Any]:
-    """The newest row of an update in a run's metrics; empty where there is none."""
-    return max((row for row in read_rows(folder / METRICS) if "loss" in row), key=lambda row: row["step"], default={})
+    """The newest row of an update in a run's metrics, with the figures of the newest evaluation."""
+    update: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
+    for row in read_rows(folder / METRICS):
+        update = row if "loss" in row else update
+        evaluation |= figures(row)
+    return update | evaluation

@@ -109,7 +109,10 @@ class Finished:
     run: Run
     agreement: Agreement
     state: State
+    step: int
     steps: int
+    message: str
+    """How it ended."""
 
 
 @contextmanager
@@ -227,12 +230,18 @@ def prepare(
     agreement.agree(lambda: facts(recipe, settings, source))
     saved, damaged = _last_saved(run, agreement)
     last = last_event(run.folder)
-    early = saved is not None and last.get("step") == saved.step and last.get("of") == settings["steps"]
-    ended = last.get("event") == "finished" and saved is not None and (early or saved.step == settings["steps"])
-    if saved and agreement.same("looking for what is left to do", ended):
+    ended = ""
+    if saved and last.get("event") == "finished":
+        if last.get("step") == saved.step and last.get("of") == settings["steps"]:
+            ended = last["message"]  # a hook ended it
+        elif saved.step == settings["steps"]:
+            ended = f"finished: {saved.step} steps"
+    if saved and (ended := agreement.same("looking for what is left to do", ended)):
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             placed = place(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
-            return Finished(run, agreement, checkpoint.restore(saved, placed.state), saved.step)
+            return Finished(
+                run, agreement, checkpoint.restore(saved, placed.state), saved.step, settings["steps"], ended
+            )
     evaluates = settings["eval_every"] is not None
     validation = source if isinstance(source, Repeated) else held_out(recipe, required=evaluates)
     with waiting(f"compiling {recipe.name} for {len(devices)} x {devices[0].device_kind}"):

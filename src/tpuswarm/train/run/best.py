@@ -26,14 +26,11 @@ class Best:
         self.step: int | None = None
         """Of the best evaluation."""
         if run is not None and kept_step(run) is not None:
-            row = json.loads((run / BEST).read_text(encoding="utf-8"))
-            if self._name in row:
-                self.better(row)
+            self.better(json.loads((run / BEST).read_text(encoding="utf-8")))
 
     def better(self, row: Mapping[str, Any], least: float = 0.0) -> bool:
-        """Whether a row is better than all before it, by more than `least`; InputError where it lacks the figure."""
-        self.require(row)
-        value = row[self._name]
+        """Whether a row has the figure, and it is better than in all before it, by more than `least`."""
+        value = row.get(self._name)
         if value is None or (self._value is not None and self._sign * (self._value - value) <= least):
             return False
         self._value, self.step = value, row["step"]
@@ -47,13 +44,19 @@ class Best:
                 raise InputError(f"{self._name} is a figure of evaluations, and there are none: give validation data")
             raise InputError(f"the evaluations have no {self._name}; they have {known}")
 
-    def write(self, run: Path) -> None:
-        """Say in the run's folder which it is."""
-        with writing(run / BEST):
-            write_atomically(run / BEST, json.dumps({"step": self.step, self._name: self._value}))
+    @property
+    def row(self) -> dict[str, Any]:
+        """The step and the figure of the best evaluation."""
+        return {"step": self.step, self._name: self._value}
 
     def __str__(self) -> str:
         return f"{self._name} {self._value:.6g}, the {'highest' if self._sign < 0 else 'lowest'} so far"
+
+
+def write_best(run: Path, row: Mapping[str, Any]) -> None:
+    """Say in the run's folder which checkpoint is its best; it has to be whole."""
+    with writing(run / BEST):
+        write_atomically(run / BEST, json.dumps(row))
 
 
 def kept_step(run: Path) -> int | None:

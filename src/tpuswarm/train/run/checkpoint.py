@@ -11,6 +11,8 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing_extensions import TypedDict
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.atomic import sync, write_atomically
+from tpuswarm.train.run.directory import writing
 
 MANIFEST = "manifest.json"
 POSITION = "position.json"
@@ -79,6 +82,8 @@ class Checkpoints:
         self._error: BaseException | None = None
         self.pinned: int | None = None
         """The step of one that is kept however old it is."""
+        self._next: tuple[int, Callable[[], None]] | None = None
+        """The one to pin in its place, and whom to tell, once the save under way is whole."""
         self.seconds = seconds
         """What the last save took, from its start to its manifest; at first, that of the process before."""
 
@@ -106,6 +111,15 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._finish, args=(step, folder, about, start), name="checkpoint")
         self._thread.start()
 
+    def pin(self, step: int, whole: Callable[[], None]) -> None:
+        """Keep the newest, that of `step`, however old it gets, and the one pinned before no more.
+
+        This happens when it is whole: now, or in a later `check`, `wait` or `close`. First `whole` is called, so that
+        a process that is killed meanwhile leaves both; of several hosts on the one that leads.
+        """
+        self._next = step, whole
+        self.check()
+
     @property
     def busy(self) -> bool:
         """Whether a save is under way."""
@@ -113,7 +127,7 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise what a finished save in the background raised."""
-        if self._thread is not None and not self._thread.is_alive():
+        if not self.busy:
             self.wait()
 
     def wait(self) -> None:
@@ -122,14 +136,20 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            error, self._error = self._error, None
+            error, self._error, self._next = self._error, None, None
             raise error
+        if self._next is not None:
+            (step, whole), self._next = self._next, None
+            if self._leads:
+                whole()
+                self.pinned = step
+                with writing(self._folder):
+                    self._prune()
 
     def close(self) -> None:
         """Wait without raising, and end Orbax's threads."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        with suppress(RunFailed):
+            self.wait()
         self._orbax.close()
 
     def _finish(self, step: int, folder: Path, about: dict[str, float], start: float) -> None:

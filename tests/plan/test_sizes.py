@@ -96,3 +96,9 @@ def test_the_largest_replicated_does_not_fit_where_it_did_not():
     rows = plan("gpt2-1558m", "--batch", str(BATCH), "--shard", "replicate", "--accumulate", "1", on=SMALL)
     assert [row["fits"] for row in rows.values()] == [False, False, False]
     assert all("GiB per device, of" in row["problem"] for row in rows.values())
+
+
+@pytest.mark.tpu_compiler
+def test_both_codes_of_a_picture_are_made_on_its_device():
+    rows = plan("stylegan2-32", "--data", "fake", "--latent", "512", "--batch", "256", on=("v5e-8",))
+    assert "collective" not in {each["kind"] for each in rows["v5e-8"]["hazards"]}

@@ -139,7 +139,7 @@ def collectives(text: str, expected: Iterable[int]) -> list[Hazard]:
         strange = [count * size for count, size in arrays if count not in allowed or match["op"] == PERMUTE]
         if sum(strange) >= SMALL_BYTES:
             place = frames.place(line)
-            found[place] = max(found.get(place, (0, "")), (max(strange), match["op"]))
+            found[place] = max(found.get(place, (0, "")), (sum(strange), match["op"]))
     why = "the program is for one device" if not allowed else "weights are replicated and only gradients need summing"
     return [
         Hazard("collective", f"{op} of {size / 2**20:.1f} MiB between devices in every step, although {why}", place)

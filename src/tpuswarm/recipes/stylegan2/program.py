@@ -216,12 +216,12 @@ class StyleGAN2Program(Program):
         """Random w_BxLxD; most change to another code at a random layer (Karras et al. 2019, section 3.1)."""
         D, L = self._config.latent, self._config.layers
         keys = jax.random.split(key, 3)
-        z = jax.random.normal(keys[0], (2 * count, D))
-        first_BxD, second_BxD = jnp.split(generator.to_w(params, z), 2)
+        z_Bx2xD = jax.random.normal(keys[0], (count, 2, D))  # both codes of a picture are on its device
+        w_Bx2xD = generator.to_w(params, z_Bx2xD.reshape(-1, D)).reshape(z_Bx2xD.shape)
         cut_B = jax.random.randint(keys[1], (count,), 1, L)
         cut_B = jnp.where(jax.random.bernoulli(keys[2], MIXED, (count,)), cut_B, L)
         early_BxL = jnp.arange(L)[None] < cut_B[:, None]
-        return jnp.where(early_BxL[..., None], first_BxD[:, None], second_BxD[:, None])
+        return jnp.where(early_BxL[..., None], w_Bx2xD[:, :1], w_Bx2xD[:, 1:])
 
     def _synthesize(self, params: Params, w_BxLxD: jax.Array, key: jax.Array) -> jax.Array:
         return generator.synthesize(params, w_BxLxD, key, self._config, self._precision == "bf16")

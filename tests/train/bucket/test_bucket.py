@@ -103,6 +103,39 @@ def test_the_best_checkpoint_comes_and_stays_too(served, disk):
     assert {name.split("/")[1] for name in Bucket(URL).listed("checkpoints/")} == {"00000001", "00000003"}
 
 
+def test_the_best_checkpoint_is_named_only_where_it_is(served, disk, monkeypatch):
+    """Where the machine is gone before the newer one is sent, the one before is named there, and is there."""
+    import jax.numpy as jnp
+
+    from tpuswarm.train.run.best import kept_best, write_best
+
+    monkeypatch.setattr("tpuswarm.train.bucket.tended.SENT", 3600.0)
+    run = begin()
+    saves, pushes = Checkpoints(run.checkpoints, keep=1), run._tended._mirror
+
+    def save(step):
+        saves.save(step, {"w": jnp.full(3, float(step))}, {})
+        saves.pin(step, partial(write_best, run.folder, {"step": step, "eval_loss": 1 / step}))
+        saves.wait()
+
+    save(1)
+    pushes.push(lambda: None)
+    save(2)
+
+    def gone(name, path):
+        if name.startswith("checkpoints/"):
+            raise OSError("the machine is gone")
+        return put(name, path)
+
+    put = pushes.bucket.put_file
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="is gone"):
+        patch.setattr(pushes.bucket, "put_file", gone)
+        pushes.push(lambda: None)
+    saves.close()
+    disk("two")
+    assert kept_best(bring(URL, whole=True)).step == 1
+
+
 def test_a_run_begins_with_the_parameters_of_one_in_a_bucket(served, disk, tmp_path):
     import jax
     import numpy as np

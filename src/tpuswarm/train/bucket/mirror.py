@@ -273,8 +273,9 @@ class Mirror:
             (growing if grows(path) else whole).append(path.relative_to(self.folder).as_posix())
         whole.sort(key=lambda name: (name == "config.toml", name))  # what it names is there before it
         for name in whole:
-            assure()
-            self._push_file(name)
+            if name != BEST:
+                assure()
+                self._push_file(name)
         for name in growing:
             assure()
             with suppress(FileNotFoundError):  # removed since
@@ -332,7 +333,7 @@ class Mirror:
             self.bucket.delete(f"{PIECES}{name}/{piece.name}")
 
     def _push_checkpoints(self, assure: Callable[[], None]) -> None:
-        """Each that is whole here and not there; then those go there that are gone here."""
+        """Each that is whole here and not there; then the name of the best, and those go there that are gone here."""
         here = {path.parent.name for path in (self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}")}
         for step in sorted(here - self._saved):
             assure()
@@ -343,6 +344,9 @@ class Mirror:
                 assure()
                 self.bucket.put_file(self._name(files[-1]), files[-1])
                 self._saved.add(step)
+        if best_of(self.folder) in self._saved:
+            assure()
+            self._push_file(BEST)
         if gone := self._saved - here:
             listed = self.bucket.listed(CHECKPOINTS)
             whole = {name.split("/")[1] for name in listed if name.endswith(f"/{MANIFEST}") and name.count("/") == 2}

@@ -133,7 +133,9 @@ def test_the_best_checkpoint_is_named_only_where_it_is(served, disk, monkeypatch
         pushes.push(lambda: None)
     saves.close()
     disk("two")
-    assert kept_best(bring(URL, whole=True)).step == 1
+    found = kept_best(bring(URL, whole=True)).step
+    run.close()
+    assert found == 1
 
 
 def test_a_run_begins_with_the_parameters_of_one_in_a_bucket(served, disk, tmp_path):

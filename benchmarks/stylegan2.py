@@ -21,7 +21,7 @@ from benchmarks.quality import difference
 from benchmarks.report import Settings, Table, verdict
 
 FOLDER = Path("runs/benchmark-stylegan2")
-SEEDS, MEMBERS, STEPS, CYCLE = 3, 4, 3_000, 10
+SEEDS, MEMBERS, STEPS, CYCLE = 3, 4, 750, 5
 BATCH, RATE = 8, 0.008
 """Of a member: a quarter of the single run's pictures, at the root of 4 times its rate (docs/stylegan2.md)."""
 DEATH_EVERY = 60.0

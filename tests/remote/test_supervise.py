@@ -212,6 +212,72 @@ def test_a_log_that_is_followed_loses_nothing_when_it_is_rotated(there):
     assert heard.split() == [str(n).encode() for n in range(1, 100_000)]
 
 
+GROWS, ROTATES, BEGINS = range(3)
+"""What the writer of a log may have done when somebody reads it: see `Log.write`."""
+
+
+@pytest.mark.parametrize("done", [GROWS, ROTATES, BEGINS], ids=["grows", "rotates", "begins"])
+@pytest.mark.parametrize("follows", [False, True], ids=["tail", "follow"])
+@pytest.mark.parametrize("rotated", [False, True], ids=["one-file", "two-files"])
+def test_a_log_that_changes_while_it_is_read_is_heard_once(done, follows, rotated, tmp_path, monkeypatch, capfdbinary):
+    """At each line of the reader."""
+    monkeypatch.setattr(supervise, "JOBS", tmp_path)
+    point, more = 0, True
+    while more:
+        folder = tmp_path / f"job{point}"
+        folder.mkdir()
+        log, before = folder / "log", folder / "log.1"
+        if rotated:
+            before.write_bytes(b"old\n")
+        log.write_bytes(b"one\n")
+        place = (0, 0)
+        if follows:
+            place = (log.stat().st_size, log.stat().st_ino)
+
+        def write(to: int, log=log, before=before) -> None:
+            with log.open("ab") as file:
+                file.write(b"two\n")
+            if to >= ROTATES:
+                log.replace(before)
+            if to == BEGINS:
+                log.write_bytes(b"three\n")
+
+        count = 0
+
+        def trace(frame, event, arg, at=point, write=write):
+            nonlocal count
+            if frame.f_code is not supervise.show_log.__code__:
+                return None
+            if event == "line":
+                count += 1
+                if count == at + 1:
+                    write(done)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            supervise.show_log(folder.name, 9, *place)
+        finally:
+            sys.settrace(None)
+        more = count > point
+        heard = b""
+        if not more:
+            write(done)
+        for look in range(4):
+            head, _, data = capfdbinary.readouterr().out.partition(b"\n")
+            inode, offset = map(int, head.split())
+            heard += data
+            if look == 0 and done == ROTATES:
+                log.write_bytes(b"three\n")
+            supervise.show_log(folder.name, 9, offset, inode)
+        since = b"two\n" + (b"three\n" if done >= ROTATES else b"")
+        whole = [b"one\n" + since, b"old\none\n" + since][: 1 + rotated]
+        assert heard in ([since] if follows else whole), f"line {point}"
+        capfdbinary.readouterr()
+        point += 1
+    assert point > 10
+
+
 def test_a_full_disk_loses_what_is_printed_and_not_the_job(there):
     folder = there.home / ".tpuswarm/jobs/full"
     folder.mkdir(parents=True)

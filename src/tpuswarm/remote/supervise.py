@@ -390,29 +390,33 @@ def show_log(name: str, lines: int, offset: int, inode: int) -> None:
 
     Where that file is `log.1` by now, its rest comes first, and then the next file from its beginning.
     """
-    for each in (JOBS / name / "log.1", JOBS / name / "log"):
-        try:
-            file = each.open("rb")
-        except FileNotFoundError:
-            continue
-        about = os.fstat(file.fileno())
-        if inode:
-            if each.name == "log.1" and about.st_ino != inode:
-                continue
-            file.seek(offset if about.st_ino == inode and offset <= about.st_size else 0)
-            data = file.read(SENT)
-            if not data and each.name == "log.1":
-                continue
-        elif each.name == "log":
-            file.seek(max(0, about.st_size - (lines + 1) * 4096))
-            data = b"".join(file.read().splitlines(keepends=True)[-lines:] if lines else [])
-            file.seek(0, os.SEEK_END)
-        else:
-            continue
-        print(about.st_ino, file.tell(), flush=True)
-        sys.stdout.buffer.write(data)
+    files: dict[int, Any] = {}
+    # The newer first: where the log is rotated between the two, the same file is found twice, and none is missed.
+    for each in ("log", "log.1"):
+        with contextlib.suppress(FileNotFoundError):
+            file = (JOBS / name / each).open("rb")
+            files.setdefault(os.fstat(file.fileno()).st_ino, file)
+    if not files:
+        print("0 0", flush=True)
         return
-    print("0 0", flush=True)
+    newest, *_, oldest = [*files, *files]
+    if inode:
+        shown = inode if inode in files else oldest
+        size = os.fstat(files[shown].fileno()).st_size
+        files[shown].seek(offset if shown == inode and offset <= size else 0)
+        data = files[shown].read(SENT)
+        if not data and shown != newest:
+            shown = newest
+            data = files[shown].read(SENT)
+    else:
+        shown, data = newest, b""
+        for each in reversed(files.values()):
+            size = os.fstat(each.fileno()).st_size
+            each.seek(max(0, size - (lines + 1) * 4096) if lines else size)
+            data += each.read()
+        data = b"".join(data.splitlines(keepends=True)[-lines:])
+    print(shown, files[shown].tell(), flush=True)
+    sys.stdout.buffer.write(data)
 
 
 def main(words: "list[str]") -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tpuswarm.recipes.stylegan2 import discriminator, generator, losses
 from tpuswarm.recipes.stylegan2.config import Config
+from tpuswarm.recipes.stylegan2.fold import Form
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -143,15 +144,17 @@ def planes(pictures):
     return torch.tensor(pictures.transpose(0, 3, 1, 2).astype(np.float64))
 
 
-def our_score(params, x):
-    return discriminator.score(params, x, CONFIG, False)
+@pytest.fixture(params=[Form(), Form(folds=True)], ids=["plain", "folded"])
+def ours(request):
+    """Score and synthesis in either form."""
+    return (
+        lambda params, x: discriminator.score(params, x, CONFIG, request.param),
+        lambda params, w: generator.synthesize(params, w, None, CONFIG, request.param),
+    )
 
 
-def our_synthesis(params, w):
-    return generator.synthesize(params, w, None, CONFIG, False)
-
-
-def test_both_losses_and_their_gradients_are_torchs(given):
+def test_both_losses_and_their_gradients_are_torchs(given, ours):
+    our_score, our_synthesis = ours
     g_params, d_params, z, _, pictures, _ = given
 
     def made(params):
@@ -181,7 +184,8 @@ def test_both_losses_and_their_gradients_are_torchs(given):
     same(jax.jit(jax.value_and_grad(d_loss))(d_params), slopes(their_d, doubled(d_params, True)))
 
 
-def test_r1_and_its_gradient_are_torchs(given):
+def test_r1_and_its_gradient_are_torchs(given, ours):
+    our_score, _ = ours
     _, d_params, _, _, pictures, _ = given
 
     def theirs(params):
@@ -189,13 +193,14 @@ def test_r1_and_its_gradient_are_torchs(given):
         (slope,) = torch.autograd.grad(score(params, x).sum(), x, create_graph=True)
         return slope.square().sum((1, 2, 3)).mean()
 
-    def ours(params):
+    def our_r1(params):
         return losses.r1(lambda x: our_score(params, x), jnp.asarray(pictures))
 
-    same(jax.jit(jax.value_and_grad(ours))(d_params), slopes(theirs, doubled(d_params, True)))
+    same(jax.jit(jax.value_and_grad(our_r1))(d_params), slopes(theirs, doubled(d_params, True)))
 
 
-def test_the_path_lengths_and_their_gradient_are_torchs(given):
+def test_the_path_lengths_and_their_gradient_are_torchs(given, ours):
+    _, our_synthesis = ours
     g_params, _, _, w, _, noise = given
     mean = 0.3
 
@@ -205,8 +210,8 @@ def test_the_path_lengths_and_their_gradient_are_torchs(given):
         (slope,) = torch.autograd.grad(seen, codes, create_graph=True)
         return (slope.square().sum(2).mean(1).sqrt() - mean).square().mean()
 
-    def ours(params):
+    def our_loss(params):
         length_B = losses.path_lengths(lambda w: our_synthesis(params, w), jnp.asarray(w), jnp.asarray(noise))
         return jnp.square(length_B - mean).mean()
 
-    same(jax.jit(jax.value_and_grad(ours))(g_params), slopes(theirs, doubled(g_params, True)))
+    same(jax.jit(jax.value_and_grad(our_loss))(g_params), slopes(theirs, doubled(g_params, True)))

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tpuswarm.recipes.stylegan2 import generator
+from tpuswarm.recipes.stylegan2.fold import Form
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.recipe import Options
 
@@ -83,7 +84,7 @@ def test_what_is_exported_makes_the_same_pictures_in_torch(tmp_path):
     assert about["resolution"] == 16 and "moving average" in about["words"]["generator"]
     z = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
     w = generator.truncate(generator.to_w(state.average, jnp.asarray(z)), state.w_mean, 0.7)
-    ours = generator.synthesize(state.average, generator.in_layers(w, recipe.config), None, recipe.config, False)
+    ours = generator.synthesize(state.average, generator.in_layers(w, recipe.config), None, recipe.config, Form())
     theirs = pictures(weights, about, torch.from_numpy(z), 0.7).numpy().transpose(0, 2, 3, 1)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     assert {name.split(".")[0] for name in weights} == {"generator", "discriminator", "w_mean"}

@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 from tests.recipes import gan_oracle as oracle
 from tpuswarm.recipes.stylegan2 import discriminator, generator, layers, losses
 from tpuswarm.recipes.stylegan2.config import SIZES, Config
+from tpuswarm.recipes.stylegan2.convolution import convolve
+from tpuswarm.recipes.stylegan2.fold import Form, beside, refold
+from tpuswarm.recipes.stylegan2.resample import upsample
 
 CONFIG = Config(8, latent=6, mapping=2, channels=3, most_channels=5, group=2)
 SEEDS = st.integers(0, 2**32 - 1)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+FORMS = pytest.mark.parametrize("form", [Form(), Form(folds=True)], ids=["plain", "folded"])
 
 
 def normal(*shape, seed=0):
@@ -36,30 +40,33 @@ def double(params):
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
 
-def test_the_generator_is_the_oracles(nets):
+@FORMS
+def test_the_generator_is_the_oracles(nets, form):
     z, w = normal(3, CONFIG.latent), normal(3, CONFIG.layers, CONFIG.latent)
     np.testing.assert_allclose(generator.to_w(nets[0], z), oracle.to_w(double(nets[0]), z), **CLOSE)
-    made = jax.jit(lambda params, w: generator.synthesize(params, w, None, CONFIG, False))(nets[0], w)
+    made = jax.jit(lambda params, w: generator.synthesize(params, w, None, CONFIG, form))(nets[0], w)
     for picture, codes in zip(made, w, strict=True):
         np.testing.assert_allclose(picture, oracle.synthesize(double(nets[0]), codes, CONFIG.resolutions), **CLOSE)
 
 
-def test_the_discriminator_is_the_oracles(nets):
+@FORMS
+def test_the_discriminator_is_the_oracles(nets, form):
     pictures = normal(4, 8, 8, 3)
-    found = jax.jit(lambda params, x: discriminator.score(params, x, CONFIG, False))(nets[1], pictures)
+    found = jax.jit(lambda params, x: discriminator.score(params, x, CONFIG, form))(nets[1], pictures)
     expected = oracle.scores(double(nets[1]), pictures, CONFIG.resolutions, CONFIG.group)
     np.testing.assert_allclose(found, expected, **CLOSE)
 
 
-def test_r1_is_the_squared_gradient_by_finite_differences(nets):
+@FORMS
+def test_r1_is_the_squared_gradient_by_finite_differences(nets, form):
     pictures = normal(2, 8, 8, 3)
     params = double(nets[1])
 
     def score(x):
         return oracle.scores(params, x.astype(np.float64), CONFIG.resolutions, CONFIG.group).sum()
 
-    value = float(losses.r1(lambda x: discriminator.score(nets[1], x, CONFIG, False), jnp.asarray(pictures)))
-    slope = jax.grad(lambda x: discriminator.score(nets[1], x, CONFIG, False).sum())(pictures)
+    value = float(losses.r1(lambda x: discriminator.score(nets[1], x, CONFIG, form), jnp.asarray(pictures)))
+    slope = jax.grad(lambda x: discriminator.score(nets[1], x, CONFIG, form).sum())(pictures)
     np.testing.assert_allclose(value, np.square(slope).sum((1, 2, 3)).mean(), rtol=1e-4)
     for seed in (1, 2, 3):
         step = 1e-5 * normal(*pictures.shape, seed=seed).astype(np.float64)
@@ -67,11 +74,12 @@ def test_r1_is_the_squared_gradient_by_finite_differences(nets):
         np.testing.assert_allclose((np.asarray(slope, np.float64) * step).sum(), change, rtol=1e-3, atol=1e-7)
 
 
-def test_path_lengths_are_those_of_the_naive_generator(nets):
+@FORMS
+def test_path_lengths_are_those_of_the_naive_generator(nets, form):
     w, noise = normal(1, CONFIG.layers, CONFIG.latent), normal(1, 8, 8, 3)
     params = double(nets[0])
     found = losses.path_lengths(
-        lambda w: generator.synthesize(nets[0], w, None, CONFIG, False), jnp.asarray(w), jnp.asarray(noise)
+        lambda w: generator.synthesize(nets[0], w, None, CONFIG, form), jnp.asarray(w), jnp.asarray(noise)
     )
     slope = np.zeros(w.shape[1:])
     for at in np.ndindex(slope.shape):
@@ -98,17 +106,69 @@ def test_a_scaled_style_changes_nothing_that_is_demodulated(seed, factor, inputs
     np.testing.assert_allclose(scaled, np.float32(factor) * plain, rtol=1e-3, atol=1e-3)
 
 
+def halved(x):
+    return convolve(x, jnp.eye(x.shape[-1])[None, None], False, down=2)
+
+
 @settings(max_examples=20, deadline=None)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 4), st.integers(-4, 4))
 def test_what_is_resampled_keeps_its_mean_and_follows_a_shift(seed, height, width, shift):
     x = np.zeros((1, 16, 16, 2), np.float32)
     x[:, 6 : 6 + height, 6 : 6 + width] = normal(1, height, width, 2, seed=seed)
-    for resample, factor in ((layers.upsample, 2), (layers.downsample, 0.5)):
+    for resample, factor in ((upsample, 2), (halved, 0.5)):
         y = np.asarray(resample(jnp.asarray(x)))
         np.testing.assert_allclose(y.sum((1, 2)), x.sum((1, 2)) * factor**2, **CLOSE)
         move = 2 * (shift // 2)
         moved = np.asarray(resample(jnp.roll(x, move, 1)))
         np.testing.assert_allclose(moved, np.roll(y, int(move * factor), 1), atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    SEEDS,
+    st.sampled_from([(1, 1, 1), (3, 1, 1), (3, 2, 1), (1, 1, 2), (3, 1, 2)]),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_a_convolution_of_folded_rows_is_the_plain_one(seed, kind, within, wanted, inputs, outputs):
+    size, up, down = kind
+    inside, outside = max(2**within, down), 2**wanted
+    w, x = normal(size, size, inputs, outputs, seed=seed), normal(2, 6, 16, inputs, seed=seed)
+    plain = convolve(x, w, False, up, down)
+    folded = convolve(refold(x, 1, inside), w, False, up, down, (inside, outside))
+    np.testing.assert_allclose(refold(folded, outside, 1), plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fold", [1, 2, 4])
+def test_a_number_of_a_pixel_is_all_its_channels_wherever_it_is_held(fold):
+    x = normal(2, 3, 8)
+    np.testing.assert_array_equal(refold(beside(x, 5, fold), fold, 1), np.repeat(x[..., None], 5, -1))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 600), st.integers(2, 10), st.integers(2, 10))
+def test_few_channels_fill_a_tile_and_never_two(channels, power, higher):
+    side, larger = 2 ** min(power, higher), 2 ** max(power, higher)
+    fold = Form(folds=True).fold(channels, side)
+    assert side % (4 * fold) == 0 and (fold == 1 or fold * channels <= 128)
+    assert 2 * fold * channels > 128 or 8 * fold > side
+    assert fold <= Form(folds=True).fold(max(channels // 2, 1), larger)
+    assert Form().fold(channels, side) == 1
+
+
+def test_the_same_noise_falls_on_the_same_pixels_of_folded_rows():
+    config = Config(32, latent=6, mapping=1, channels=12, most_channels=48, group=2)
+    params = perturbed(generator.init(jax.random.key(0), config))
+    w = normal(2, config.layers, config.latent)
+    plain, folded = (
+        jax.jit(lambda params, w, form=form: generator.synthesize(params, w, jax.random.key(1), config, form))(
+            params, w
+        )
+        for form in (Form(), Form(folds=True))
+    )
+    np.testing.assert_allclose(folded, plain, rtol=1e-3, atol=1e-3)
 
 
 def test_a_group_varies_alone():

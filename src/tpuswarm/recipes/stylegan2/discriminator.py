@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from tpuswarm.recipes.stylegan2.config import FIRST, Config
+from tpuswarm.recipes.stylegan2.convolution import convolve
+from tpuswarm.recipes.stylegan2.fold import Form, refold
 from tpuswarm.recipes.stylegan2.generator import HALVES
 from tpuswarm.recipes.stylegan2.layers import (
     Params,
     activate,
-    convolve,
     dense,
-    downsample,
     new_convolution,
     new_dense,
     scaled,
@@ -42,20 +42,20 @@ def init(key: jax.Array, config: Config) -> Params:
     }
 
 
-def score(params: Params, x_BxHxWx3: jax.Array, config: Config, half: bool) -> jax.Array:
-    """Scores s_B in float32: the larger, the more a picture looks like those of the data.
-
-    half: products of bfloat16, and everything in it at the highest resolutions.
-    """
+def score(params: Params, x_BxHxWx3: jax.Array, config: Config, form: Form) -> jax.Array:
+    """Scores s_B in float32: the larger, the more a picture looks like those of the data."""
     x = x_BxHxWx3
+    half = form.half
     for resolution in config.resolutions[:0:-1]:
+        fold, after = (form.fold(config.width(side), side) for side in (resolution, resolution // 2))
         x = x.astype(jnp.bfloat16 if half and resolution << HALVES > config.resolution else jnp.float32)
         if resolution == config.resolution:
-            x = activate(convolve(x, scaled(params["rgb"]["w"]), half), params["rgb"]["b"])
+            x = convolve(refold(x, 1, fold), scaled(params["rgb"]["w"]), half, folds=(fold, fold))
+            x = activate(x, params["rgb"]["b"])
         block = params["blocks"][f"{resolution}"]
-        skip = convolve(downsample(x), scaled(block["skip"]["w"]), half)
-        x = activate(convolve(x, scaled(block["same"]["w"]), half), block["same"]["b"])
-        x = activate(convolve(x, scaled(block["down"]["w"]), half, down=2), block["down"]["b"])
+        skip = convolve(x, scaled(block["skip"]["w"]), half, down=2, folds=(fold, after))
+        x = activate(convolve(x, scaled(block["same"]["w"]), half, folds=(fold, fold)), block["same"]["b"])
+        x = activate(convolve(x, scaled(block["down"]["w"]), half, down=2, folds=(fold, after)), block["down"]["b"])
         x = (x + skip) * 0.5**0.5  # the variance of a sum of two
     last = params["last"]
     x = x.astype(jnp.float32)

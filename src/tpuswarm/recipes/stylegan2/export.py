@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 
 from tpuswarm.recipes.stylegan2.config import Config
 from tpuswarm.recipes.stylegan2.generator import MAPPING_RATE
-from tpuswarm.recipes.stylegan2.layers import GAIN, LEAK, TAPS
+from tpuswarm.recipes.stylegan2.layers import GAIN, LEAK
+from tpuswarm.recipes.stylegan2.resample import TAPS
 
 WEIGHTS, ABOUT = "model.safetensors", "config.json"
 WORDS = {

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuswarm.recipes.stylegan2.config import FIRST, Config
+from tpuswarm.recipes.stylegan2.fold import Form, beside
 from tpuswarm.recipes.stylegan2.layers import (
     Params,
     activate,
@@ -11,8 +12,8 @@ from tpuswarm.recipes.stylegan2.layers import (
     modulated,
     new_convolution,
     new_dense,
-    upsample,
 )
+from tpuswarm.recipes.stylegan2.resample import upsample
 
 MAPPING_RATE = 0.01
 """Of the learning rate (Karras et al. 2019, appendix C)."""
@@ -63,11 +64,10 @@ def in_layers(w_BxD: jax.Array, config: Config) -> jax.Array:
     return jnp.broadcast_to(w_BxD[:, None], (len(w_BxD), config.layers, config.latent))
 
 
-def synthesize(params: Params, w_BxLxD: jax.Array, key: jax.Array | None, config: Config, half: bool) -> jax.Array:
+def synthesize(params: Params, w_BxLxD: jax.Array, key: jax.Array | None, config: Config, form: Form) -> jax.Array:
     """Pictures x_BxHxWx3 in float32, about -1 to 1; noise is drawn from `key`, None leaves it out.
 
-    half: products of bfloat16, and everything in it at the highest resolutions; what is added up to the picture stays
-    in float32.
+    What is added up to the picture stays in float32.
     """
     B = len(w_BxLxD)
     constant = params["constant"]
@@ -77,19 +77,24 @@ def synthesize(params: Params, w_BxLxD: jax.Array, key: jax.Array | None, config
     if key is not None:  # drawn at once: every draw of its own is hundreds of operations to compile
         noise_BxP = jax.random.normal(key, (B, 2 * sum(side * side for side in config.resolutions)))
     index = at = 0
+    fold = 1
     for resolution in config.resolutions:
+        before, fold = fold, form.fold(config.width(resolution), resolution)
         block = params["blocks"][f"{resolution}"]
-        x = x.astype(jnp.bfloat16 if half and resolution << HALVES > config.resolution else jnp.float32)
+        x = x.astype(jnp.bfloat16 if form.half and resolution << HALVES > config.resolution else jnp.float32)
         for name, up in (("up", 2), ("same", 1)):
             if name in block:
-                x = modulated(x, w_BxLxD[:, index], block[name], half, up=up)
+                x = modulated(x, w_BxLxD[:, index], block[name], form.half, up=up, folds=(before, fold))
+                before = fold
                 if noise_BxP is not None:
-                    noise = noise_BxP[:, at : at + resolution**2].reshape(B, resolution, resolution, 1)
-                    x = x + jnp.broadcast_to(noise * block[name]["noise"], x.shape).astype(x.dtype)
+                    noise = noise_BxP[:, at : at + resolution**2].reshape(B, resolution, resolution)
+                    noise = beside(noise, config.width(resolution), fold)
+                    x = x + (noise * block[name]["noise"]).astype(x.dtype)
                     at += resolution**2
                 x = activate(x, block[name]["b"])
                 index += 1
-        rgb = modulated(x, w_BxLxD[:, index], block["rgb"], half, demodulate=False).astype(jnp.float32)
+        rgb = modulated(x, w_BxLxD[:, index], block["rgb"], form.half, demodulate=False, folds=(fold, 1))
+        rgb = rgb.astype(jnp.float32)
         picture = upsample(picture) if resolution > FIRST else picture
         picture = picture + rgb + jnp.broadcast_to(block["rgb"]["b"], rgb.shape)
     return picture

@@ -17,6 +17,7 @@ import optax
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.stylegan2 import augment, discriminator, generator, losses
 from tpuswarm.recipes.stylegan2.config import Config
+from tpuswarm.recipes.stylegan2.fold import Form
 from tpuswarm.recipes.stylegan2.layers import Params
 from tpuswarm.train import paths
 from tpuswarm.train.recipe import Average, Batch, Clock, Exchange, Metrics, Options, Parameter, Program
@@ -61,6 +62,7 @@ class StyleGAN2Program(Program):
         options.require_only("precision", by="stylegan2")
         self._config, self._rate, self._r1, self._half_life, self._adapt = config, rate, r1, half_life, adapt
         self._precision = options.precision
+        self._form = Form(half=options.precision == "bf16", folds=options.platform == "tpu")
         self._g_adam, self._d_adam = (_adam(rate, every) for every in (PATH_EVERY, R1_EVERY))
 
     def init(self, key: jax.Array, shared: Any = None) -> State:
@@ -224,13 +226,13 @@ class StyleGAN2Program(Program):
         return jnp.where(early_BxL[..., None], w_Bx2xD[:, :1], w_Bx2xD[:, 1:])
 
     def _synthesize(self, params: Params, w_BxLxD: jax.Array, key: jax.Array) -> jax.Array:
-        return generator.synthesize(params, w_BxLxD, key, self._config, self._precision == "bf16")
+        return generator.synthesize(params, w_BxLxD, key, self._config, self._form)
 
     def _score(self, params: Params, x_BxHxWx3: jax.Array) -> jax.Array:
-        return discriminator.score(params, x_BxHxWx3, self._config, self._precision == "bf16")
+        return discriminator.score(params, x_BxHxWx3, self._config, self._form)
 
     def _augmented(self, x: jax.Array, key: jax.Array, strength: jax.Array) -> jax.Array:
-        return augment.augment(x, key, strength, self._precision == "bf16") if self._adapt else x
+        return augment.augment(x, key, strength, self._form.half) if self._adapt else x
 
     def _update_discriminator(self, state: State, grads: Params) -> State:
         params, opt = _updated(self._d_adam, state.discriminator, state.discriminator_opt, grads)

@@ -107,3 +107,12 @@ def test_who_trains_something_else_founds_nothing(tmp_path, other):
     assert read_founding(store) is None and not Ledger(store).versions()
     assert carried_out(head.found(FOUNDING, ("s",), (), ours)) == Accepted()
     assert read_founding(store) == FOUNDING and Ledger(store).record(0).digests == ours
+
+
+@pytest.mark.parametrize(("parameters", "momentum"), [(3_499_999, 0.8), (3_500_000, 0.9)])
+def test_a_small_model_takes_less_momentum_however_it_is_split(parameters, momentum):
+    """By the ladder of docs/benchmarks.md."""
+    for fragments in (1, 3):
+        leaves = {"w": ((parameters - 5,), "float32"), "b": ((5,), "float32")}
+        terms = PLAN.terms(Founding(Layout.of(leaves, fragments).fragments, {}))
+        assert terms.outer.momentum == momentum

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.swarm.core.arithmetic.fragments import shards_for
-from tpuswarm.swarm.core.arithmetic.outer import Average, Outer
+from tpuswarm.swarm.core.arithmetic.outer import Average, Outer, usual_momentum
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Form, Rule
 from tpuswarm.swarm.storage.founding import Founding
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def outer(self) -> Outer:
-        """The outer rule."""
+        """The outer rule, but for what depends on the size of the model."""
         return Outer(self.swarm.outer, rate=self.swarm.outer_lr, downlink=self.swarm.quantize, average=self.average)
 
     @property
@@ -118,7 +118,11 @@ class Plan:
             horizon=self.horizon,
             cycle=swarm.cycle * batch,
             members=self.members,
-            outer=replace(self.outer, averaged=founding.layout.places(self.statistics)),
+            outer=replace(
+                self.outer,
+                momentum=usual_momentum(sum(founding.layout.sizes)),
+                averaged=founding.layout.places(self.statistics),
+            ),
         )
 
 

@@ -19,8 +19,18 @@ RATES = ((1.5, 0.4), (4.5, 0.6), (7.5, 0.7))
 
 RATE_OF_MANY = 0.8
 
+MOMENTUM, MOMENTUM_OF_SMALL = 0.9, 0.8
+SMALL = 3_500_000
+"""Parameters below which the momentum is that of small models: between the largest where 0.8 was better (0.35 M,
+docs/benchmarks.md, the ladder) and the smallest with a published 0.9 (35 M, Charles et al. 2025), on a logarithm."""
+
 WHOLE = 1 - 1e-9
 """Shares that add up to it are a quorum: three times a third is one."""
+
+
+def usual_momentum(parameters: int) -> float:
+    """Of Nesterov, where nothing else is asked: what learnt best at equal tokens."""
+    return MOMENTUM_OF_SMALL if parameters < SMALL else MOMENTUM
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Outer:
     """How contributions change the shared state: their weighted mean, or a Nesterov step along their mean delta."""
 
     rule: Rule
-    momentum: float = 0.9
+    momentum: float = MOMENTUM
     """Of Nesterov; 0 is plain steps of size `rate`."""
     rate: float | None = None
     """Of Nesterov; None: by the number of effective contributors."""

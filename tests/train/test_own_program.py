@@ -147,6 +147,14 @@ def test_what_a_program_cannot_be_is_found_before_the_first_step(tmp_path, metho
             r"rows\(0, 1\) of the data returns a list, not a dict of array",
         ),
         ("keep", lambda self: None, r"Recipe.keep is called as Recipe.keep\(folder\), but takes \(\)"),
+        ("pictured", lambda self: None, r"Recipe.pictured is called as Recipe.pictured\(state\), but takes \(\)"),
+        ("export", lambda self, state: None, r"called as Recipe.export\(state, folder\), but takes \(state\)"),
+        (
+            "sample",
+            lambda self, state, prompt: "",
+            r"called as Recipe.sample\(state, prompt, tokens=…, temperature=…, seed=…\), but takes \(state, prompt\)",
+        ),
+        ("measures", lambda self, state: {}, r"called as Recipe.measures\(state, features, far\), but takes"),
         ("keep", lambda self, folder: [][0], "keep of game fails: IndexError"),
     ],
 )

@@ -42,8 +42,11 @@ class CodeLine(NamedTuple):
 
 
 def require_call(function: Any, name: str, *arguments: str) -> None:
-    """Raise InputError, with the function's line, unless `function` can be called as name(*arguments)."""
-    call = f"{name}({', '.join(arguments)})"
+    """Raise InputError, with the function's line, unless `function` can be called as name(*arguments).
+
+    arguments: their names, with a `=` behind those that are given by name.
+    """
+    call = f"{name}({', '.join(f'{each}…' if each.endswith('=') else each for each in arguments)})"
     if not callable(function):
         raise InputError(f"{name} is a {type(function).__name__}; give a function {call}")
     try:
@@ -51,7 +54,8 @@ def require_call(function: Any, name: str, *arguments: str) -> None:
     except (TypeError, ValueError):  # of a library in C, which does not tell
         return
     try:
-        signature.bind(*arguments)
+        by_name = {each[:-1]: each for each in arguments if each.endswith("=")}
+        signature.bind(*(each for each in arguments if not each.endswith("=")), **by_name)
     except TypeError as error:
         raise InputError(f"{name} is called as {call}, but takes {signature}{line_of(function)}") from error
 

@@ -36,7 +36,7 @@ from tpuswarm.train.run.directory import FollowedRun, Run
 from tpuswarm.train.run.life import last_event
 from tpuswarm.train.run.loaded import load_parameters
 from tpuswarm.train.settings import FIXED, FREE, HABITS, check_batch, count_steps, differences, refuse_differences
-from tpuswarm.train.user_code import blame, file_digest, require_call
+from tpuswarm.train.user_code import blame, file_digest
 
 STEPS = 1_000
 """For a recipe that wants nothing else."""
@@ -209,8 +209,6 @@ def prepare(
     asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
     that cannot be done as asked.
     """
-    if isinstance(recipe, KeepsFiles):
-        require_call(recipe.keep, "Recipe.keep", "folder")
     devices = agreement.devices(asked["devices"])
     notes = []
     if asked["batch"] == AUTO:

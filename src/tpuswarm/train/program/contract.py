@@ -1,11 +1,26 @@
 """A program held to its contract (train/recipe.py) as it is placed and traced: one sentence for what is not so."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.optional import (
+    ComparesPublished,
+    DescribesPublished,
+    Exports,
+    FindsCodes,
+    KeepsFiles,
+    LooksForData,
+    MakesPictures,
+    Measured,
+    ReadsPublished,
+    SharesData,
+    ShowsPicture,
+    WritesText,
+)  # fmt: skip
 from tpuswarm.train.paths import array_type, first_difference, leaf_paths
 from tpuswarm.train.recipe import Batch, Clock, Exchange, Metrics, Options, Parameter, Program, Recipe, State, Weighted
 from tpuswarm.train.user_code import blame, line_of, require_call
@@ -20,6 +35,12 @@ CALLS = {
 }
 """The methods of a program, and what they are called with."""
 
+MAY = (
+    LooksForData, SharesData, KeepsFiles, ReadsPublished, DescribesPublished, ComparesPublished, WritesText,
+    MakesPictures, FindsCodes, ShowsPicture, Measured, Exports,
+)  # fmt: skip
+"""What a recipe may do, whose methods are called as these protocols have them."""
+
 SHOWN = 300
 """Letters of a pytree's structure in a sentence."""
 
@@ -27,6 +48,11 @@ SHOWN = 300
 def program_of(recipe: Recipe, options: Options) -> Program:
     """The recipe's program; InputError for what is none, and for a method that cannot be called as it will be."""
     require_call(recipe.program, "Recipe.program", "options")
+    for protocol in MAY:
+        if isinstance(recipe, protocol):
+            for name, method in vars(protocol).items():
+                if not name.startswith("_"):
+                    require_call(getattr(recipe, name), f"Recipe.{name}", *_arguments(method))
     with blame(f"program of {recipe.name} fails"):
         program = recipe.program(options)
     if not isinstance(program, Program):
@@ -37,6 +63,12 @@ def program_of(recipe: Recipe, options: Options) -> Program:
     for name, arguments in CALLS.items():
         require_call(getattr(program, name), f"Program.{name}", *arguments)
     return program
+
+
+def _arguments(method: Any) -> list[str]:
+    """Of a method of a protocol, as `require_call` takes them."""
+    parameters = list(inspect.signature(getattr(method, "__func__", method)).parameters.values())[1:]
+    return [each.name + "=" * (each.kind is each.KEYWORD_ONLY) for each in parameters]
 
 
 def abstract_state(program: Program, name: str) -> State:

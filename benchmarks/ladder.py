@@ -96,6 +96,7 @@ LATE = {
 """Commits that come 10 steps late, and how they are adopted."""
 MOMENTA = (0.9, 0.8)
 GAPS = {f"{m} × 30, {mu}": Arm((CYCLE,) * m, Outer("nesterov", mu)) for mu in MOMENTA for m in MEMBERS}
+MEANS = {f"{m} × 30, average": Arm((CYCLE,) * m, Outer("average")) for m in CHARLES}
 
 
 def tasks(rungs: Sequence[Rung]) -> list[Task]:
@@ -103,7 +104,9 @@ def tasks(rungs: Sequence[Rung]) -> list[Task]:
     found = []
     for rung, seed in itertools.product(rungs, range(SEEDS)):
         found += [Task(rung, rung.short, "adamw", name, arm, seed) for name, arm in LATE.items()]
-        found += [Task(rung, rung.long, "adamw", name, arm, seed) for name, arm in {SINGLE: PLAIN, **GAPS}.items()]
+        found += [
+            Task(rung, rung.long, "adamw", name, arm, seed) for name, arm in {SINGLE: PLAIN, **GAPS, **MEANS}.items()
+        ]
         found += [Task(rung, rung.long, "muon", name, arm, seed) for name, arm in {SINGLE: PLAIN, FOUR: Arm()}.items()]
     return sorted(found, key=lambda task: task.cost)
 
@@ -178,11 +181,12 @@ def show(found: tuple[list[float], list[float]]) -> str:
 
 
 def gaps(rungs: Sequence[Rung], losses: Losses) -> Table:
-    """Every number of members over the single run, and one momentum over the other."""
+    """Every number of members over the single run, by either momentum and by the mean."""
     rows = []
     for rung, members in itertools.product(rungs, MEMBERS):
         high, low = (("adamw", f"{members} × 30, {momentum}") for momentum in MOMENTA)
-        pairs = (high, ("adamw", SINGLE)), (low, ("adamw", SINGLE)), (low, high)
+        single, average = ("adamw", SINGLE), ("adamw", f"{members} × 30, average")
+        pairs = (high, single), (low, single), (low, high), (average, single)
         shown = [show(over(losses, rung, rung.long, *pair)) for pair in pairs]
         if set(shown) != {"not run"}:
             rows.append((rung.name, f"{members} × {CYCLE}", *shown))
@@ -190,7 +194,14 @@ def gaps(rungs: Sequence[Rung], losses: Losses) -> Table:
         f"{TOKENS} tokens a parameter, steps of {BATCH} rows divided among the members, at most {SEEDS} paired seeds; "
         "validation loss, mean ± standard error",
     ]
-    columns = ("parameters", "", "momentum 0.9 over the single run", "0.8 over the single run", "0.8 over 0.9")
+    columns = (
+        "parameters",
+        "",
+        "momentum 0.9 over the single run",
+        "0.8 over the single run",
+        "0.8 over 0.9",
+        "average over the single run",
+    )
     return Table("Ladder, the gap and the momentum", columns, rows, notes)
 
 

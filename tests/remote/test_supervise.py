@@ -254,11 +254,12 @@ def test_a_log_that_changes_while_it_is_read_is_heard_once(done, follows, rotate
                     write(done)
             return trace
 
+        tracing = sys.gettrace()
         sys.settrace(trace)
         try:
             supervise.show_log(folder.name, 9, *place)
         finally:
-            sys.settrace(None)
+            sys.settrace(tracing)
         more = count > point
         heard = b""
         if not more:

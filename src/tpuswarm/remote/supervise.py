@@ -399,7 +399,7 @@ def show_log(name: str, lines: int, offset: int, inode: int) -> None:
     if not files:
         print("0 0", flush=True)
         return
-    newest, *_, oldest = [*files, *files]
+    newest, oldest = next(iter(files)), next(reversed(files))
     if inode:
         shown = inode if inode in files else oldest
         size = os.fstat(files[shown].fileno()).st_size
@@ -410,10 +410,13 @@ def show_log(name: str, lines: int, offset: int, inode: int) -> None:
             data = files[shown].read(SENT)
     else:
         shown, data = newest, b""
-        for each in reversed(files.values()):
+        for each in files.values():
             size = os.fstat(each.fileno()).st_size
-            each.seek(max(0, size - (lines + 1) * 4096) if lines else size)
-            data += each.read()
+            first = max(0, size - (lines + 1) * 4096) if lines else size
+            each.seek(first)
+            data = each.read() + data
+            if first:
+                break  # what is before it does not adjoin
         data = b"".join(data.splitlines(keepends=True)[-lines:])
     print(shown, files[shown].tell(), flush=True)
     sys.stdout.buffer.write(data)

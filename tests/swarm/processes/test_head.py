@@ -6,6 +6,7 @@ import pytest
 
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.messages import Accepted, Refused
+from tpuswarm.swarm.processes import plan
 from tpuswarm.swarm.processes.effects import Over
 from tpuswarm.swarm.processes.founder import Begin, FoundingCoordinator, Joining, Wait
 from tpuswarm.swarm.processes.plan import Plan, Swarm
@@ -109,10 +110,19 @@ def test_who_trains_something_else_founds_nothing(tmp_path, other):
     assert read_founding(store) == FOUNDING and Ledger(store).record(0).digests == ours
 
 
-@pytest.mark.parametrize(("parameters", "momentum"), [(3_499_999, 0.8), (3_500_000, 0.9)])
+@pytest.mark.parametrize(("parameters", "momentum"), [(1_999_999, 0.8), (2_000_000, 0.9)])
 def test_a_small_model_takes_less_momentum_however_it_is_split(parameters, momentum):
     """By the ladder of docs/benchmarks.md."""
     for fragments in (1, 3):
         leaves = {"w": ((parameters - 5,), "float32"), "b": ((5,), "float32")}
         terms = PLAN.terms(Founding(Layout.of(leaves, fragments).fragments, {}))
         assert terms.outer.momentum == momentum
+
+
+def test_a_run_keeps_the_momentum_that_it_was_founded_with(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    monkeypatch.setattr(plan, "usual_momentum", lambda parameters: 0.9)
+    founded(store, None)
+    monkeypatch.undo()
+    assert PLAN.terms(FOUNDING).outer.momentum == 0.8
+    assert greeting(head_of(store)).terms.outer.momentum == 0.9

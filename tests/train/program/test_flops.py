@@ -9,7 +9,7 @@ from tpuswarm import supervised
 from tpuswarm.recipes.gpt2 import loss
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program.compiled import compile_step
-from tpuswarm.train.program.flops import model_flops
+from tpuswarm.train.program.flops import model_flops, stated
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
@@ -185,3 +185,22 @@ def test_an_optimizer_of_a_toy_counts_nothing():
         {"x": np.ones((64, 32), np.float32)},
     )
     assert step_flops(recipe, 16).total == 2 * 2 * 16 * 32 * 8  # forward, and the weight's gradient; none for the data
+
+
+def test_a_stated_product_and_each_of_its_gradients_count_what_is_stated():
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 16))
+
+    def model(x, w):
+        with stated(7):
+            y = jax.lax.dot(x, w)
+        return jnp.square(y @ jnp.ones((16, 2))).sum()
+
+    rest = 2 * 4 * 16 * 2
+    assert count(model, x, w).total == 7 + rest
+    assert count(jax.value_and_grad(model, (0, 1)), x, w).total == 3 * 7 + 2 * rest
+    assert count(jax.value_and_grad(jax.checkpoint(model), (0, 1)), x, w).total == 3 * 7 + 2 * rest
+
+    def chosen(x, w):
+        return jax.lax.cond(x[0, 0] > 0, model, lambda x, w: x.sum(), x, w)
+
+    assert count(chosen, x, w).total == 7 + rest

@@ -13,10 +13,10 @@ from tpuswarm.train.program.flops import stated
 def convolve(
     x_BxHxWxI: jax.Array, w_KxKxIxO: jax.Array, half: bool, up: int = 1, down: int = 1, folds: tuple[int, int] = (1, 1)
 ) -> jax.Array:
-    """Convolution, with FIR resampling by 2 where `up` or `down` asks for it; the result has the dtype of x.
+    """Convolution of square pictures, with FIR resampling by 2 where `up` or `down` asks for it; of x's dtype.
 
     half: products of bfloat16, whatever x is; a TPU would make those of float32 in the same precision. folds: pixels
-    that a place of a row holds, of x and of the result.
+    that a place of a row holds, of x and of the result, which has no more than x where its rows are half as long.
     """
     K, _, inputs, outputs = w_KxKxIxO.shape
     B, H = x_BxHxWxI.shape[:2]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.recipes.stylegan2.config import FIRST
+from tpuswarm.train.program.flops import stated
 
 LANES = 128
 """Channels of a TPU's tile (https://docs.jax.dev/en/latest/pallas/tpu/details.html)."""
@@ -59,7 +60,7 @@ def folded_kernel(
     """The kernel w_KxQx(inside·I)x(outside·O) of a convolution of folded rows.
 
     Along rows it resamples by `up` or `down` and filters by `taps`, from rows that hold `inside` pixels in a place to
-    such that hold `outside`; Q is odd, and its middle meets the pixels' own place.
+    such that hold `outside`; Q is odd, and its middle meets the pixels' own place. K is 3 or 1.
     """
     K, _, inputs, outputs = w_KxKxIxO.shape
     first = K // 2 + len(taps) // 2 - (down - 1)
@@ -73,5 +74,6 @@ def folded_kernel(
                     places_KxQxJxP[at, 1 + place, within, pixel] += tap
     if not places_KxQxJxP[:, ::2].any():
         places_KxQxJxP = places_KxQxJxP[:, 1:2]
-    kernel = jnp.einsum("hkio,kqjp->hqjipo", w_KxKxIxO, places_KxQxJxP, precision="highest")
+    with stated(0):
+        kernel = jnp.einsum("hkio,kqjp->hqjipo", w_KxKxIxO, places_KxQxJxP, precision="highest")
     return kernel.reshape(K, places_KxQxJxP.shape[1], inside * inputs, outside * outputs)

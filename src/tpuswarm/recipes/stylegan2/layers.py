@@ -62,7 +62,8 @@ def modulated(
     """Convolution with weights of each picture's own, scaled by its style (Karras et al. 2020, section 2.2).
 
     Weights w' = s_i w and their demodulation are the same as scaling what goes in and what comes out: one convolution
-    over the batch in the place of one for each picture. Styles and the sum over weights stay in float32.
+    over the batch in the place of one for each picture. Styles and the sum over weights stay in float32. folds: as in
+    `convolve`; the channels are then those of all pixels in a place.
     """
     style_BxI = dense(w_BxD, layer["style"])
     kernel_KxKxIxO = scaled(layer["w"])

@@ -39,8 +39,10 @@ def start(
     terms: Terms, view: View, headers: Iterable[Header], now: float, *, founded: bool, alone: bool = False
 ) -> State:
     """The state of a new epoch. headers: all stored ones; founded: genesis was created a moment ago, so that no lease
-    was ever granted; alone: whoever held one is known to be dead. With either there is nobody to wait for.
+    was ever granted; alone: whoever held one is known to be dead. With either there is nobody to wait for. The run
+    keeps the momentum that it has.
     """
+    terms = replace(terms, outer=replace(terms.outer, momentum=view.newest.momentum))
     alone = alone or founded
     pending = {header.identity: (header, now) for header in headers if not view.has_decided(header.identity)}
     contributed = {key.member for key in (*view.verdicts, *(identity.incarnation for identity in pending))}

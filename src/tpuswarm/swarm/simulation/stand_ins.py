@@ -50,8 +50,8 @@ def genesis(terms: Terms, fragments: int) -> Record:
     """The first record of a run without parameters."""
     return Record(
         run=terms.run, version=0, epoch=1, parent="", state=("0" * 64,) * fragments, outer=(), decisions=(),
-        rule=terms.outer.rule, rate=1.0, momentum=0.0, share=1.0, gathered=0.0, tokens=0, changes=0, processed=(),
-        digests=terms.digests, time=0.0,
+        rule=terms.outer.rule, rate=1.0, momentum=terms.outer.momentum, share=1.0, gathered=0.0, tokens=0,
+        changes=0, processed=(), digests=terms.digests, time=0.0,
     )  # fmt: skip
 
 

@@ -9,11 +9,9 @@ import jax
 from tpuswarm.errors import InputError
 from tpuswarm.train.optional import (
     ComparesPublished,
-    DescribesPublished,
     Exports,
     FindsCodes,
     KeepsFiles,
-    LooksForData,
     MakesPictures,
     Measured,
     ReadsPublished,
@@ -35,11 +33,11 @@ CALLS = {
 }
 """The methods of a program, and what they are called with."""
 
-MAY = (
-    LooksForData, SharesData, KeepsFiles, ReadsPublished, DescribesPublished, ComparesPublished, WritesText,
-    MakesPictures, FindsCodes, ShowsPicture, Measured, Exports,
+OPTIONAL = (
+    SharesData, KeepsFiles, ReadsPublished, ComparesPublished, WritesText, MakesPictures, FindsCodes, ShowsPicture,
+    Measured, Exports,
 )  # fmt: skip
-"""What a recipe may do, whose methods are called as these protocols have them."""
+"""What a recipe may do once there is a program: its methods are called as these protocols have them."""
 
 SHOWN = 300
 """Letters of a pytree's structure in a sentence."""
@@ -48,7 +46,7 @@ SHOWN = 300
 def program_of(recipe: Recipe, options: Options) -> Program:
     """The recipe's program; InputError for what is none, and for a method that cannot be called as it will be."""
     require_call(recipe.program, "Recipe.program", "options")
-    for protocol in MAY:
+    for protocol in OPTIONAL:
         if isinstance(recipe, protocol):
             for name, method in vars(protocol).items():
                 if not name.startswith("_"):
@@ -67,7 +65,7 @@ def program_of(recipe: Recipe, options: Options) -> Program:
 
 def _arguments(method: Any) -> list[str]:
     """Of a method of a protocol, as `require_call` takes them."""
-    parameters = list(inspect.signature(getattr(method, "__func__", method)).parameters.values())[1:]
+    parameters = list(inspect.signature(method).parameters.values())[1:]
     return [each.name + "=" * (each.kind is each.KEYWORD_ONLY) for each in parameters]
 
 

@@ -92,7 +92,8 @@ class Flops:
 def stated(flops: int) -> AbstractContextManager[None]:
     """A scope in which a product counts `flops`, as does each of its gradients.
 
-    For a form with more multiplications than the model has, by zeros, because the hardware likes it better.
+    Not one in a loop, a checkpoint or a jitted function in it, and not under `vmap`. For a form with more
+    multiplications than the model has, by zeros, because the hardware likes it better.
     """
     return jax.named_scope(f"model_flops_{flops}")
 

@@ -20,8 +20,8 @@ RATES = ((1.5, 0.4), (4.5, 0.6), (7.5, 0.7))
 RATE_OF_MANY = 0.8
 
 MOMENTUM, MOMENTUM_OF_SMALL = 0.9, 0.8
-SMALL = 3_500_000
-"""Parameters below which the momentum is that of small models: between the largest where 0.8 was better (0.35 M,
+SMALL = 2_000_000
+"""Parameters below which the momentum is that of small models: between the largest where 0.8 was better (0.11 M,
 docs/benchmarks.md, the ladder) and the smallest with a published 0.9 (35 M, Charles et al. 2025), on a logarithm."""
 
 WHOLE = 1 - 1e-9

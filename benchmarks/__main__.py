@@ -32,6 +32,7 @@ NAMES = (
     "ladder",
     "returning",
     "stylegan2",
+    "folds",
     "scale",
     "beats",
     "resume",

@@ -88,6 +88,7 @@ class Task(NamedTuple):
 
 Losses = Mapping[tuple[str, int, str, str, int], float]
 SINGLE, FOUR = "single", "4 × 30, 0.9"
+SINGLE_RUN = "adamw", SINGLE
 LATE = {
     "added": replace(Arm(), delay=10, adopt="add"),
     "mixed": replace(Arm(), delay=10),
@@ -97,6 +98,10 @@ LATE = {
 MOMENTA = (0.9, 0.8)
 GAPS = {f"{m} × 30, {mu}": Arm((CYCLE,) * m, Outer("nesterov", mu)) for mu in MOMENTA for m in MEMBERS}
 MEANS = {f"{m} × 30, average": Arm((CYCLE,) * m, Outer("average")) for m in CHARLES}
+BEFORE, NOW = "0.9, added 10 late", "0.8, mixed 10 late"
+"""A swarm whose commits take a third of a cycle, by the rules of before this ladder and by those it led to."""
+WHOLE = {f"{m} × 30, {BEFORE}": Arm((CYCLE,) * m, Outer("nesterov", 0.9), delay=10, adopt="add") for m in MEMBERS}
+WHOLE |= {f"{m} × 30, {NOW}": Arm((CYCLE,) * m, Outer("nesterov", 0.8), delay=10) for m in MEMBERS}
 
 
 def tasks(rungs: Sequence[Rung]) -> list[Task]:
@@ -105,7 +110,8 @@ def tasks(rungs: Sequence[Rung]) -> list[Task]:
     for rung, seed in itertools.product(rungs, range(SEEDS)):
         found += [Task(rung, rung.short, "adamw", name, arm, seed) for name, arm in LATE.items()]
         found += [
-            Task(rung, rung.long, "adamw", name, arm, seed) for name, arm in {SINGLE: PLAIN, **GAPS, **MEANS}.items()
+            Task(rung, rung.long, "adamw", name, arm, seed)
+            for name, arm in {SINGLE: PLAIN, **GAPS, **MEANS, **WHOLE}.items()
         ]
         found += [Task(rung, rung.long, "muon", name, arm, seed) for name, arm in {SINGLE: PLAIN, FOUR: Arm()}.items()]
     return sorted(found, key=lambda task: task.cost)
@@ -125,7 +131,7 @@ def run(settings: Settings) -> Iterator[Table]:
         losses[task.key] = train(task, str(settings.data))
         if not settings.quick:
             write(task, losses[task.key], time.process_time() - start)
-    yield from (table(rungs, losses) for table in (gaps, prediction, late, optimizers))
+    yield from (table(rungs, losses) for table in (whole, gaps, prediction, late, optimizers))
 
 
 def done() -> dict[tuple[str, int, str, str, int], float]:
@@ -180,13 +186,40 @@ def show(found: tuple[list[float], list[float]]) -> str:
     return difference(differences, mean(base)) + (f", {len(base)} seeds" if len(base) < SEEDS else "")
 
 
+def whole(rungs: Sequence[Rung], losses: Losses) -> Table:
+    """The gap of a swarm that trains on while its commits are made, before and now."""
+    rows = []
+    for rung, members in itertools.product(rungs, MEMBERS):
+        before, now = ("adamw", f"{members} × {CYCLE}, {BEFORE}"), ("adamw", f"{members} × {CYCLE}, {NOW}")
+        pairs = [
+            over(losses, rung, rung.long, *pair) for pair in ((before, SINGLE_RUN), (now, SINGLE_RUN), (now, before))
+        ]
+        if all(base for _, base in pairs):
+            share = mean(pairs[1][0]) / mean(pairs[0][0])
+            rows.append((rung.name, f"{members} × {CYCLE}", *map(show, pairs), f"{share:.0%}"))
+    notes = [
+        f"{TOKENS} tokens a parameter, commits adopted 10 steps after the push, at most {SEEDS} paired seeds; "
+        "validation loss, mean ± standard error",
+        "before: momentum 0.9, a commit's change added to what a member had; now: 0.8, mixed with it",
+    ]
+    columns = (
+        "parameters",
+        "",
+        "before, over the single run",
+        "now, over the single run",
+        "now over before",
+        "gap left",
+    )
+    return Table("Ladder, the gap of a swarm before and now", columns, rows, notes)
+
+
 def gaps(rungs: Sequence[Rung], losses: Losses) -> Table:
     """Every number of members over the single run, by either momentum and by the mean."""
     rows = []
     for rung, members in itertools.product(rungs, MEMBERS):
         high, low = (("adamw", f"{members} × 30, {momentum}") for momentum in MOMENTA)
-        single, average = ("adamw", SINGLE), ("adamw", f"{members} × 30, average")
-        pairs = (high, single), (low, single), (low, high), (average, single)
+        average = "adamw", f"{members} × 30, average"
+        pairs = (high, SINGLE_RUN), (low, SINGLE_RUN), (low, high), (average, SINGLE_RUN)
         shown = [show(over(losses, rung, rung.long, *pair)) for pair in pairs]
         if set(shown) != {"not run"}:
             rows.append((rung.name, f"{members} × {CYCLE}", *shown))
@@ -213,7 +246,7 @@ def prediction(rungs: Sequence[Rung], losses: Losses) -> Table:
             (members, rung.parameters, found / base)
             for members, rung in itertools.product(CHARLES, rungs)
             for found, base in zip(
-                *over(losses, rung, rung.long, ("adamw", f"{members} × 30, {momentum}"), ("adamw", SINGLE)), strict=True
+                *over(losses, rung, rung.long, ("adamw", f"{members} × 30, {momentum}"), SINGLE_RUN), strict=True
             )
         ]
         if len({parameters for _, parameters, _ in points}) > 1 and min(gap for *_, gap in points) > 0:

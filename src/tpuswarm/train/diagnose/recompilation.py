@@ -2,6 +2,9 @@
 
 The training step itself cannot be: it is compiled once, before the first step, and refuses other shapes. What can be
 are functions that the user's own loop calls between steps, and those that a data source calls.
+
+JAX's own word on it (`jax_explain_cache_misses`) is a warning for every trace, on the terminal that the live view draws
+on, and names static arguments as it holds them; so what differs is read where `jax.jit` notices it.
 """
 
 import inspect

@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 from tpuswarm.train.program.compiled import Compiled
-from tpuswarm.train.program.float32 import float32_inputs, float32_products
+from tpuswarm.train.program.float32 import float32_products
 from tpuswarm.train.program.flops import Flops, library_caller
 from tpuswarm.train.program.underfilled import underfilled
 from tpuswarm.train.user_code import CodeLine, is_recipe_file, recipe_line
@@ -48,9 +48,7 @@ def hazards(compiled: Compiled, batch: int, unit: int) -> list[Hazard]:
     shared = jax.tree.leaves(compiled.program.exchange().get(compiled.state))
     found = [Hazard("matrix unit", str(each), each.place) for each in underfilled(
         compiled.flops, unit, batch // compiled.choice.accumulate, compiled.mesh.size)]  # fmt: skip
-    if compiled.options.precision == "bf16":
-        because = float32_inputs(compiled.jaxpr, compiled.state, compiled.inputs)
-        found += [Hazard("float32", str(each), each.place) for each in float32_products(compiled.flops, because)]
+    found += [Hazard("float32", str(each), each.place) for each in float32_products(compiled)]
     if compiled.mesh.size == 1:
         found += collectives(text, ())
     elif compiled.choice.shard == "replicate":

@@ -97,7 +97,7 @@ def _evaluation(sizes: Sizes, place: DescribedSlice, sized: Sized) -> list[Hazar
             return [replace(refused, sentence=f"in its evaluation {refused.sentence}")]
         needed = compiling.needed_bytes(str(error))
     else:
-        state = bytes_per_device(compiled.state, compiled.shardings)
+        state = bytes_per_device(compiled.state)
         ahead = (compiled.memory.arguments - state) * DEPTH // ALIVE  # of the training that goes on afterwards
         batches = ahead + WAITING * (memory.arguments - state)
         needed = state + batches + memory.temporaries + compiled.memory.code + memory.code
@@ -149,8 +149,7 @@ def _program(recipe: Recipe, placed: Placed, choice: Choice, rows: int, flops: F
         least_flops=flops.least,
         flops_unknown=flops.unknown,
         state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in state),
-        moved_bytes=2 * bytes_per_device(placed.state, placed.shardings)
-        - bytes_per_device(frozen, [leaf.sharding for leaf in frozen]),
+        moved_bytes=2 * bytes_per_device(placed.state) - bytes_per_device(frozen),
         row_bytes=_row_bytes(placed),
         exchanged=sum(leaf.size for leaf in shared),
         outer=recipe.defaults.get("outer", "nesterov"),

@@ -103,22 +103,17 @@ def in_precision(loss: Loss, precision: str, cast: Collection[str] = (), float32
 
     float32: parameters whose path this expression matches stay as they are under bf16.
     """
-    if precision != "bf16":
-
-        def full(params: Any, *args: Any) -> Any:
-            mask(params, float32, "float32")  # an expression that matches nothing is found on a CPU too
-            with jax.default_matmul_precision("highest") if precision == "highest" else nullcontext():
-                return loss(params, *args)
-
-        return full
 
     def half(leaf: Any) -> Any:
         return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
 
-    def halved(params: Any, *args: Any) -> Any:
+    def computed(params: Any, *args: Any) -> Any:
+        whole_leaves = mask(params, float32, "float32")  # an expression that matches nothing is found on a CPU too
+        if precision != "bf16":
+            with jax.default_matmul_precision("highest") if precision == "highest" else nullcontext():
+                return loss(params, *args)
         *extra, batch, key = args
         rows = {name: half(array) if name in cast else array for name, array in batch.items()}
-        whole_leaves = mask(params, float32, "float32")
         halves = jax.tree.map(lambda leaf, whole: leaf if whole else half(leaf), params, whole_leaves)
         try:
             return loss(halves, *extra, rows, key)
@@ -128,4 +123,4 @@ def in_precision(loss: Loss, precision: str, cast: Collection[str] = (), float32
                 error.args = (f"{error}; {' and '.join(whole)} of the batch stay float32 without cast={whole}",)
             raise
 
-    return halved
+    return computed

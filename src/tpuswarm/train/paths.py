@@ -1,6 +1,7 @@
 """Parameters by path: `blocks/attn/qkv/w`, and masks from regular expressions over such paths."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,19 @@ def leaf_paths(tree: Any) -> list[str]:
     """The path of every leaf, in the order of `jax.tree.leaves`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Every leaf under its path, in the order of `jax.tree.leaves`."""
+    return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+
+
+def other_model(there: Mapping[str, Any], here: Mapping[str, Any], what: str = "arrays") -> str | None:
+    """In words how arrays, their shapes by path, differ from those wanted; None where they do not."""
+    if not (wrong := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))):
+        return None
+    was, wanted = (each.get(wrong[0], "missing") for each in (there, here))
+    return f"{len(wrong)} {what} differ, the first {wrong[0]} ({was} there, {wanted} here)"
 
 
 def array_type(leaf: Any) -> str | None:
@@ -26,10 +40,7 @@ def array_type(leaf: Any) -> str | None:
 def first_difference(before: Any, after: Any) -> tuple[str, str, str] | None:
     """The first path at which two trees differ, and the array there in each in words: `no` before, `none` after."""
     was, now = (
-        {
-            path: array_type(leaf) or f"a {type(leaf).__name__}"
-            for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
-        }
+        {path: array_type(leaf) or f"a {type(leaf).__name__}" for path, leaf in by_path(tree).items()}
         for tree in (before, after)
     )
     wrong = min((path for path in was.keys() | now.keys() if was.get(path) != now.get(path)), default=None)

@@ -270,21 +270,48 @@ def _average(leaf: jax.Array) -> jax.Array:
 
 
 class Supervised(Recipe):
-    """What `supervised` returns."""
+    """A recipe from one loss.
+
+    - init(key) → parameters, any pytree of float32 arrays.
+    - loss(params, batch, key) → the mean loss of a batch (scalar), or (loss, dict of scalar metrics); key is a typed
+      PRNG key, None during evaluation. In the place of any mean it may return Weighted(sum, weight).
+    - optimizer: an optax transformation, those that need the loss too, such as reduce_on_plateau and lbfgs; with
+      `schedule(progress) → learning rate`, a function of (learning_rate, decay_mask) that returns one.
+    - data: a mapping of arrays with a common first axis, a Source, or a mapping or function from a split's name
+      (`train`, `validation`, `all`) to either (None where there is no such split).
+    - defaults: settings of a run when the user names none, such as {"steps": 400, "batch": 64}.
+    - cast: float32 arrays of a batch that are cast to bfloat16 with the parameters where the precision is bf16, such as
+      the pixels of a picture; all others, targets among them, reach the loss as they are.
+    - float32: a regular expression; parameters whose path it matches, such as those of norms or of the last layer, are
+      not cast where the precision is bf16, and what is computed with them is float32.
+    - micro_batches: the loss of a batch is the mean of the losses of its equal parts, or Weighted: where memory is
+      short, a step may be computed part by part. A contrastive loss, or a masked mean that is not Weighted, is not so.
+    - extra(key) → mutable state, such as the running mean and variance of BatchNorm: any pytree of arrays, made with
+      the key that init gets. The loss is then loss(params, extra, batch, key) → (loss, (dict of metrics, extra)): what
+      it returns is what it gets at the next step. No gradient goes into it; what an evaluation returns is not kept.
+    """
 
     def __init__(
         self,
-        init: Any,
+        init: Callable[[jax.Array], Any],
         loss: Loss,
         optimizer: Any,
         data: Any,
-        schedule: Any,
-        defaults: Mapping[str, Any] | None,
-        cast: str | Collection[str],
-        micro_batches: bool,
-        extra: Callable[[jax.Array], Any] | None,
-        float32: str | None,
+        schedule: Callable[[jax.Array], Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        cast: str | Collection[str] = (),
+        micro_batches: bool = False,
+        extra: Callable[[jax.Array], Any] | None = None,
+        float32: str | None = None,
     ):
+        require_call(init, "init", "key")
+        require_call(loss, "loss", "params", *(("extra",) if extra else ()), "batch", "key")
+        if extra is not None:
+            require_call(extra, "extra", "key")
+        if schedule is not None:
+            require_call(schedule, "schedule", "progress")
+            if callable(optimizer):  # what is neither this nor an optax transformation is refused with both in words
+                require_call(optimizer, "optimizer", "learning_rate", "decay_mask")
         self._extra, self._float32 = extra, float32
         self.forms = ("accumulate",) if micro_batches else ()
         check_defaults({} if defaults is None else defaults, "defaults")
@@ -346,44 +373,4 @@ class Supervised(Recipe):
         return data
 
 
-def supervised(
-    init: Callable[[jax.Array], Any],
-    loss: Loss,
-    optimizer: Any,
-    data: Any,
-    schedule: Callable[[jax.Array], Any] | None = None,
-    defaults: Mapping[str, Any] | None = None,
-    cast: str | Collection[str] = (),
-    micro_batches: bool = False,
-    extra: Callable[[jax.Array], Any] | None = None,
-    float32: str | None = None,
-) -> Supervised:
-    """A recipe from one loss.
-
-    - init(key) → parameters, any pytree of float32 arrays.
-    - loss(params, batch, key) → the mean loss of a batch (scalar), or (loss, dict of scalar metrics); key is a typed
-      PRNG key, None during evaluation. In the place of any mean it may return Weighted(sum, weight).
-    - optimizer: an optax transformation, those that need the loss too, such as reduce_on_plateau and lbfgs; with
-      `schedule(progress) → learning rate`, a function of (learning_rate, decay_mask) that returns one.
-    - data: a mapping of arrays with a common first axis, a Source, or a mapping or function from a split's name
-      (`train`, `validation`, `all`) to either (None where there is no such split).
-    - defaults: settings of a run when the user names none, such as {"steps": 400, "batch": 64}.
-    - cast: float32 arrays of a batch that are cast to bfloat16 with the parameters where the precision is bf16, such as
-      the pixels of a picture; all others, targets among them, reach the loss as they are.
-    - float32: a regular expression; parameters whose path it matches, such as those of norms or of the last layer, are
-      not cast where the precision is bf16, and what is computed with them is float32.
-    - micro_batches: the loss of a batch is the mean of the losses of its equal parts, or Weighted: where memory is
-      short, a step may be computed part by part. A contrastive loss, or a masked mean that is not Weighted, is not so.
-    - extra(key) → mutable state, such as the running mean and variance of BatchNorm: any pytree of arrays, made with
-      the key that init gets. The loss is then loss(params, extra, batch, key) → (loss, (dict of metrics, extra)): what
-      it returns is what it gets at the next step. No gradient goes into it; what an evaluation returns is not kept.
-    """
-    require_call(init, "init", "key")
-    require_call(loss, "loss", "params", *(("extra",) if extra else ()), "batch", "key")
-    if extra is not None:
-        require_call(extra, "extra", "key")
-    if schedule is not None:
-        require_call(schedule, "schedule", "progress")
-        if callable(optimizer):  # what is neither this nor an optax transformation is refused with both in words
-            require_call(optimizer, "optimizer", "learning_rate", "decay_mask")
-    return Supervised(init, loss, optimizer, data, schedule, defaults, cast, micro_batches, extra, float32)
+supervised = Supervised

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tpuswarm.config.limits import check
 from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError
-from tpuswarm.train.bucket.mirror import folder_for, is_url
+from tpuswarm.train.bucket.mirror import folder_for, is_url, shown
 from tpuswarm.train.diagnose.watch import Watch
 from tpuswarm.train.hosts.several import several
 from tpuswarm.train.look import wandb_log
@@ -20,8 +20,8 @@ from tpuswarm.train.loop.evaluate import EVAL_BATCHES
 from tpuswarm.train.loop.hooks import Every, Hooks, Step
 from tpuswarm.train.loop.learning_rate import STEPS, Rates, find_lr
 from tpuswarm.train.loop.loop import Loop
-from tpuswarm.train.loop.result import Result, ended_before
-from tpuswarm.train.loop.session import Finished, prepare, taken
+from tpuswarm.train.loop.result import Result
+from tpuswarm.train.loop.session import prepare, taken
 from tpuswarm.train.optional import check_recipe
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.waiting import waiting
@@ -165,12 +165,14 @@ class Trainer:
             folder = folder_for(str(run)) if run else None
             with taken(recipe, asked, folder, hosts, ends) as (directory, agreement):
                 session = prepare(directory, agreement, recipe, asked, tokens, epochs)
-            display = self.display or auto_display(quiet=not session.agreement.leads)
-            if isinstance(session, Finished):
-                return ended_before(session, display)
-            loop = Loop(
-                session, watch, display, hooks=hooks, profile=self.profile,
-                wandb=None if self.fast_dev_run else self.wandb, loggers=self.loggers,
-                eval_batches=1 if self.fast_dev_run else EVAL_BATCHES,
-            )  # fmt: skip
-            return (yield from watch.hand_out(loop.run()))
+            display = self.display or auto_display(quiet=not agreement.leads)
+            with agreement:
+                if isinstance(session, Result):
+                    display.note(f"{shown(session.run)} is finished; nothing left to do")
+                    return session
+                loop = Loop(
+                    session, watch, display, hooks=hooks, profile=self.profile,
+                    wandb=None if self.fast_dev_run else self.wandb, loggers=self.loggers,
+                    eval_batches=1 if self.fast_dev_run else EVAL_BATCHES,
+                )  # fmt: skip
+                return (yield from watch.hand_out(loop.run()))

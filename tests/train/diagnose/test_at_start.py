@@ -18,7 +18,7 @@ from tests.train.findings import line_of, loop, said
 from tpuswarm import recipes, supervised
 from tpuswarm.train.diagnose.cpu_fallback import Machine, cpu_fallback, holders
 from tpuswarm.train.diagnose.environment import DEAD, dead_variables
-from tpuswarm.train.diagnose.matrix_unit import half_empty
+from tpuswarm.train.diagnose.products import half_empty
 from tpuswarm.train.diagnose.tied_weights import tied_weights
 from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.recipe import Options

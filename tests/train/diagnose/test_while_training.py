@@ -5,7 +5,6 @@ test_examples.py.
 """
 
 import time
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from tests.train.findings import STEPS, line_of, loop, said
 from tpuswarm import ArraySource, supervised
 from tpuswarm.train.diagnose import times
 from tpuswarm.train.diagnose.starvation import Starvation
-from tpuswarm.train.diagnose.summary import Summary, rows
+from tpuswarm.train.diagnose.summary import facts, rows
 from tpuswarm.train.diagnose.times import Times
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
@@ -208,10 +207,10 @@ def test_a_loop_that_was_left_ends_with_it_too(tmp_path):
 
 def test_mfu_is_the_models_flops_over_the_peak_of_all_devices():
     seconds = dict.fromkeys(times.PLACES, 0.0) | {times.STEPS: 6.0, times.WAITING: 2.0, times.COMPILING: 100.0}
-    made = Summary(seconds, steps=10, tokens=4_000, flops_per_step=10**12, peak=0.5e12, devices=5)
-    assert made.facts()["tokens_per_s"] == 500 and made.facts()["mfu"] == 0.5  # 10 TFLOP in 8 s, of 2.5 TFLOP/s
-    assert ("MFU (model FLOPs utilisation)", "50.0%", "") in rows(made.facts())
-    assert replace(made, peak=None).mfu is None and replace(made, flops_per_step=None).mfu is None
+    made = facts(seconds, steps=10, tokens=4_000, flops=10**13, peak=2.5e12)
+    assert made["tokens_per_s"] == 500 and made["mfu"] == 0.5  # 10 TFLOP in 8 s, of 2.5 TFLOP/s
+    assert ("MFU (model FLOPs utilisation)", "50.0%", "") in rows(made)
+    assert not any(facts(seconds, 10, 4_000, *unknown)["mfu"] for unknown in ((10**13, None), (None, 2.5e12)))
 
 
 def test_a_diagnostic_that_fails_does_not_end_the_run(tmp_path, monkeypatch):

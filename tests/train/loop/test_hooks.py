@@ -1,3 +1,5 @@
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from matplotlib.image import imread
 
 from tests.train import toy
 from tpuswarm import EarlyStopping, Every, InputError, Stop, Trainer, load
+from tpuswarm.train.look import report
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
 
@@ -202,3 +205,17 @@ def test_loggers_get_every_row_and_their_faults_are_named(tmp_path):
     with pytest.raises(InputError, match=r"a logger failed at step 1: OSError: no disk \(.*test_hooks\.py:"):
         Trainer(devices=1, loggers=[broken]).fit(toy.recipe(), steps=4, batch=8, run=tmp_path / "broken")
     assert broken.closed == 1
+
+
+def test_ctrl_c_while_the_report_is_written_leaves_the_run_finished(tmp_path, monkeypatch):
+    """Else the same command would train on a run that a hook has ended."""
+    write = report.write_report
+
+    def interrupted(folder: Path) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write(folder)
+
+    monkeypatch.setattr(report, "write_report", interrupted)
+    for hooks in ([Every(2, lambda step: Stop("enough"))], []):
+        found = Trainer(devices=1, hooks=hooks).fit(toy.recipe(), steps=50, batch=8, run=tmp_path / "run")
+        assert found.ended == "finished" and found.step < 50

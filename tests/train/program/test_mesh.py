@@ -113,4 +113,4 @@ def test_bytes_per_device_are_what_the_devices_hold(devices):
         assert all(isinstance(each, NamedSharding) for each in jax.tree.leaves(shardings))
         placed = jax.device_put(state, shardings)
         held = sum(leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(placed))
-        assert held == bytes_per_device(state, shardings)
+        assert held == bytes_per_device(placed)

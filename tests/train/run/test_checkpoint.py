@@ -83,7 +83,7 @@ def test_typed_keys_come_back_of_their_kind_and_where_they_belong(tmp_path, coun
     for name, key in back.items():
         assert key.dtype == wanted[name].dtype and key.sharding.is_equivalent_to(wanted[name].sharding, key.ndim)
         np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(wanted[name]))
-    with pytest.raises(RunFailed, match=r"the first other \(uint32 \(4,\) there, uint32 \(2,\) in this recipe\)"):
+    with pytest.raises(RunFailed, match=r"the first other \(uint32 \(4,\) there, uint32 \(2,\) here\)"):
         restore(saved, abstract(wanted | {"other": wanted["one"]}))
 
 

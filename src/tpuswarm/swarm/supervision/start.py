@@ -43,16 +43,14 @@ from tpuswarm.train.program.compiled import place
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import (
     CONFIG,
-    EVENTS,
     METRICS,
     SAMPLE,
     Run,
     command_line,
     read_rows,
-    read_rows_back,
     writing,
 )
-from tpuswarm.train.run.life import LAST, removed_sentence, stopped_sentence
+from tpuswarm.train.run.life import last_event, removed_sentence, stopped_sentence
 from tpuswarm.train.run.loaded import load_parameters
 
 Environment = Callable[[int | None], dict[str, str]]
@@ -238,9 +236,8 @@ def _kept_bytes(intended: Intended) -> float:
 
 def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:
     """The end of a run that came to it before, and that is not to be any longer; None for all others."""
-    ends = (row for row in read_rows_back(run.folder / EVENTS) if row["event"] in ("started", *LAST))
-    last = next(ends, None)
-    if last is None or last["event"] != "finished":
+    last = last_event(run.folder)
+    if last.get("event") != "finished":
         return None
     ledger = Ledger(Store(run.folder))
     versions = ledger.versions()

@@ -70,13 +70,10 @@ class RunLease:
 
     def __init__(self, bucket: Bucket, url: str):
         self._bucket, self._url = bucket, url
-        self._me = Holder(secrets.token_hex(8), socket.gethostname(), os.getpid(), 0.0, computer=this_computer())
-        self._number, self._renewed = 0, 0.0
-
-    @property
-    def owner(self) -> str:
+        self.owner = secrets.token_hex(8)
         """This process."""
-        return self._me.owner
+        self._me = Holder(self.owner, socket.gethostname(), os.getpid(), 0.0, computer=this_computer())
+        self._number, self._renewed = 0, 0.0
 
     @property
     def age(self) -> float:
@@ -97,7 +94,7 @@ class RunLease:
         """Keep it; raises Lost where another one has taken it."""
         if time.monotonic() - self._renewed > KEPT * RENEWED / 2:
             found = newest(self._bucket)
-            if found and found[1].owner != self._me.owner:
+            if found and found[1].owner != self.owner:
                 raise self._lost(found[1])
         self._number += 1
         self._create(self._me)
@@ -127,7 +124,7 @@ class RunLease:
         name, data = _name(self._number), _HOLDER.dump_json(replace(holder, at=time.time()))
         if not self._bucket.create(name, data):
             there = _HOLDER.validate_json(self._bucket.read(name))
-            if there.owner != self._me.owner:  # else its answer was lost
+            if there.owner != self.owner:  # else its answer was lost
                 raise self._lost(there)
         self._renewed = time.monotonic()
 

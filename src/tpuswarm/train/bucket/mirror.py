@@ -22,6 +22,7 @@ from tpuswarm.train.bucket import lease
 from tpuswarm.train.bucket.pieces import PIECES, Piece, by_file, chain, grows
 from tpuswarm.train.bucket.stored import Bucket, Held
 from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.computer import lock_holder
 from tpuswarm.train.process.platform import cache_folder
 
 ORIGIN, INDEX, PULLING, HOLDER = "bucket", ".mirror.json", ".pulling", ".holder.json"
@@ -32,7 +33,8 @@ BEST = "best.json"
 """Names the checkpoint that is kept besides the newest (train/run/best.py)."""
 OWN = {"commits", "headers", "objects", "payloads", "views", "members", "founding.json"}
 """What a swarm's store writes, and what follows from the metrics."""
-HERE = {"lock", "token", "index.sqlite", ORIGIN}
+LOCK = "lock"
+HERE = {LOCK, "token", "index.sqlite", ORIGIN}
 """What says something of this machine alone, or is secret; earlier versions left an index of the ledger."""
 BORN = "files/born"
 """Random, and written once for each run: one that was deleted and begun anew in its place has another one."""
@@ -89,7 +91,7 @@ def bring(url: str, whole: bool = False) -> Path:
     Raises InputError where there is no such run, or no such bucket.
     """
     folder = folder_of(url)
-    if _held_here(folder):
+    if lock_holder(folder / LOCK) is not None:  # its copy is ahead of the bucket
         return folder
     try:
         found = Mirror(folder).pull(whole)
@@ -105,7 +107,7 @@ def refresh(folder: Path, large: str | None = None) -> None:
 
     large: a folder of the run from which large files come too.
     """
-    if origin(folder) and not _held_here(folder):
+    if origin(folder) and lock_holder(folder / LOCK) is None:
         Mirror(folder).pull(large=large)
 
 
@@ -181,7 +183,7 @@ class Mirror:
     def _wipe(self) -> None:
         """The run is another one: nothing of this copy is of it, its record neither."""
         for path in self.folder.iterdir():
-            if path.name in {ORIGIN, PULLING, "lock", "token"}:
+            if path.name in {ORIGIN, PULLING, LOCK, "token"}:
                 continue
             if path.is_dir():
                 shutil.rmtree(path)
@@ -391,16 +393,3 @@ def best_of(folder: Path) -> str:
 def _stamp(path: Path) -> list[int]:
     found = path.stat()
     return [found.st_size, found.st_mtime_ns]
-
-
-def _held_here(folder: Path) -> bool:
-    """Whether a process of this machine has the run: its copy is ahead of the bucket."""
-    path = folder / "lock"
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

@@ -31,7 +31,6 @@ class Tended:
             for work in (self._keep, self._send)
         ]
         self._error: Exception | None = None
-        self._cleared = False
         self._sent = 0.0
 
     def take(self) -> None:
@@ -62,15 +61,12 @@ class Tended:
         """Nothing came of the run: it is removed from the bucket."""
         self._stop()
         self._mirror.clear()
-        self._cleared = True
 
     def close(self) -> None:
         """Send the rest, and let the run go."""
-        if self._end.is_set() and self._cleared:
-            return
         ended = self._end.is_set()
         self._stop()
-        if ended or self._cleared or isinstance(self._error, Lost):
+        if ended or isinstance(self._error, Lost):
             return
         try:
             self._assure()  # it may be another's since: what that has written is not to be touched

@@ -16,8 +16,7 @@ from typing import Any
 import jaxlib.xla_client
 from jax._src.array import ArrayImpl
 
-from tpuswarm.train.diagnose.finding import Finding
-from tpuswarm.train.diagnose.where import place, users_frame
+from tpuswarm.train.diagnose.finding import Finding, place, users_frame
 
 STEPS, SHARE = 10, 0.1
 """A line that reads in so many steps, and such a share of all, is worth a sentence; logging now and then is not."""

@@ -20,8 +20,7 @@ from typing import Any
 
 import jax
 
-from tpuswarm.train.diagnose.finding import Finding
-from tpuswarm.train.diagnose.where import place, users_frame
+from tpuswarm.train.diagnose.finding import Finding, place, users_frame
 
 EVENTS = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
 COMPILED = EVENTS[-1]

@@ -1,7 +1,6 @@
 """The end of a run in one short table: where the time went, how fast the steps were, how much of the peak that is."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tpuswarm.train.diagnose.finding import Finding
@@ -11,61 +10,36 @@ SHOWN = 0.0005
 """A place with a smaller share of the time is left out of the table."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What one process did with its time."""
+def facts(
+    seconds: Mapping[str, float],
+    steps: int,
+    tokens: int,
+    flops: int | None,
+    peak: float | None,
+    unit: str = "tokens",
+    findings: Sequence[Finding] = (),
+) -> dict[str, Any]:
+    """What one process did with its time, for events.jsonl.
 
-    seconds: Mapping[str, float]
-    """Of each place of times.PLACES; together the process's time on this run."""
-    steps: int
-    """Steps of this process."""
-    tokens: int
-    """Tokens of these steps."""
-    flops_per_step: int | None
-    """The model's, over all devices; None where some of its operations cannot be counted."""
-    peak: float | None
-    """FLOP/s of one device at best; None where that is not known."""
-    devices: int
-    unit: str = "tokens"
-    """What the tokens are: tokens, or rows where a row counts for one."""
-    findings: Sequence[Finding] = ()
-    """What was found and said on the way, with the last counts."""
-
-    @property
-    def training(self) -> float:
-        """Seconds from step to step."""
-        return sum(self.seconds[place] for place in TRAINING)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens a second of training; None without a step."""
-        return self.tokens / self.training if self.steps and self.training > 0 else None
-
-    @property
-    def flops_per_s(self) -> float | None:
-        """Model FLOPs a second of training."""
-        return self.flops_per_step * self.steps / self.training if self.flops_per_step and self.training > 0 else None
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilisation: flops_per_s over the peak of all devices."""
-        return self.flops_per_s / (self.peak * self.devices) if self.flops_per_s and self.peak else None
-
-    def facts(self) -> dict[str, Any]:
-        """For events.jsonl."""
-        return {
-            "seconds": dict(self.seconds),
-            "steps": self.steps,
-            "tokens_per_s": self.tokens_per_s,
-            "unit": self.unit,
-            "flops_per_s": self.flops_per_s,
-            "mfu": self.mfu,
-            "findings": [{"kind": each.kind, "message": each.message, **each.numbers} for each in self.findings],
-        }
+    seconds: of each place of times.PLACES; tokens, flops: of all its steps, None where some operations of the model
+    cannot be counted; peak: FLOP/s of all devices at best, None where that is not known; unit: what the tokens are,
+    tokens or rows; findings: what was found and said on the way, with the last counts.
+    """
+    training = sum(seconds[place] for place in TRAINING)
+    rate = flops / training if flops and training > 0 else None
+    return {
+        "seconds": dict(seconds),
+        "steps": steps,
+        "tokens_per_s": tokens / training if steps and training > 0 else None,
+        "unit": unit,
+        "flops_per_s": rate,
+        "mfu": rate / peak if rate and peak else None,
+        "findings": [{"kind": each.kind, "message": each.message, **each.numbers} for each in findings],
+    }
 
 
 def rows(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The table of `Summary.facts()`: name, value, share of the time."""
+    """The table of `facts`: name, value, share of the time."""
     whole = sum(facts["seconds"].values())
     made = [
         (place, f"{seconds:,.1f} s", f"{seconds / whole:.1%}")

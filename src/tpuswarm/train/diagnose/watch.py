@@ -12,11 +12,10 @@ from tpuswarm.train.diagnose.callbacks import host_callbacks
 from tpuswarm.train.diagnose.environment import dead_variables
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.host_sync import HostSync
-from tpuswarm.train.diagnose.matrix_unit import half_empty
-from tpuswarm.train.diagnose.precision import float32_in_bf16
+from tpuswarm.train.diagnose.products import float32_in_bf16, half_empty
 from tpuswarm.train.diagnose.recompilation import Recompilation
 from tpuswarm.train.diagnose.starvation import Starvation
-from tpuswarm.train.diagnose.summary import Summary
+from tpuswarm.train.diagnose.summary import facts
 from tpuswarm.train.diagnose.tied_weights import tied_weights
 from tpuswarm.train.diagnose.times import Times
 from tpuswarm.train.program.compiled import Compiled
@@ -100,16 +99,15 @@ class Watch:
         finally:
             loop.close()
 
-    def summary(self, compiled: Compiled, tokens_per_step: int) -> Summary:
-        """What became of the time so far."""
-        device = compiled.mesh.devices.flat[0]
-        return Summary(
-            seconds=self.times.all(),
-            steps=self._steps,
+    def summary(self, compiled: Compiled, tokens_per_step: int) -> dict[str, Any]:
+        """What became of the time so far: `facts`."""
+        peak = peak_flops(compiled.mesh.devices.flat[0].device_kind, compiled.options.precision)
+        return facts(
+            self.times.all(),
+            self._steps,
             tokens=self._steps * tokens_per_step,
-            flops_per_step=self._flops,
-            peak=peak_flops(device.device_kind, compiled.options.precision),
-            devices=compiled.mesh.size,
+            flops=self._flops and self._flops * self._steps,
+            peak=peak and peak * compiled.mesh.size,
             unit=unit(compiled.program.tokens_per_row),
             findings=[*self._said, *self._recompilation.totals(), *self._host_sync.totals()],
         )

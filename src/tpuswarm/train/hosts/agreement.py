@@ -37,7 +37,8 @@ class Agreement:
     def __init__(self, hosts: Hosts | None = None):
         """hosts: None for a run of one."""
         self._hosts, self._signals = hosts, StopSignals()
-        self._agreed: Signals | None = None
+        self.asked: Signals | None = None
+        """The signal by which the run was asked to stop, as `stopping` found it."""
         self._told: Signals | None = None
 
     def __enter__(self) -> "Agreement":
@@ -95,17 +96,12 @@ class Agreement:
     def stopping(self) -> bool:
         """Whether the run is to stop, which any host may have been asked to; all of them have to ask this."""
         if self._hosts is None:
-            self._agreed = self._signals.asked
-        elif self._agreed is None:
+            self.asked = self._signals.asked
+        elif self.asked is None:
             self._pass_on()
             number = self.same("stopping", self._signals.asked and int(self._signals.asked))
-            self._agreed = Signals(number) if number else None
-        return self._agreed is not None
-
-    @property
-    def asked(self) -> Signals | None:
-        """The signal by which the run was asked to stop, as `stopping` found it."""
-        return self._agreed
+            self.asked = Signals(number) if number else None
+        return self.asked is not None
 
     def since(self) -> float:
         """Seconds since it was asked; only host 0 knows."""

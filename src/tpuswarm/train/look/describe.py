@@ -40,7 +40,7 @@ def parameter_rows(compiled: Compiled) -> list[ParameterRow]:
             frozen=parameter.frozen,
             decayed=parameter.decayed,
             tied=parameter.tied,
-            bytes_per_device=bytes_per_device(leaf, leaf.sharding),
+            bytes_per_device=bytes_per_device(leaf),
         )
         for parameter, leaf in zip(compiled.program.parameters(compiled.state), leaves, strict=True)
     ]
@@ -54,7 +54,7 @@ def _axes(leaf: jax.ShapeDtypeStruct) -> str:
 
 def memory_sentence(compiled: Compiled) -> str:
     """Memory of one device in words, the compiler's figures beside the state's."""
-    state = bytes_per_device(compiled.state, compiled.shardings)
+    state = bytes_per_device(compiled.state)
     rows = parameter_rows(compiled)
     parameters = sum(row.bytes_per_device for row in rows)
     mib = 2**20

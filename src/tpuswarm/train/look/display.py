@@ -81,9 +81,10 @@ class Display:
         """Take in what the model makes, uint8 (height, width, 3); lines do without."""
 
     def summary(self, facts: Mapping[str, Any]) -> None:
-        """Say where the time went; facts: of diagnose.summary.Summary."""
+        """Say where the time went; facts: of diagnose/summary.py."""
         self.close()
-        self.console.print(summary_table(facts))
+        columns = Column("where the time went"), Column("", right=True), Column("share", right=True)
+        self.console.print(table(columns, summary_rows(facts), self.console.width))
 
     def close(self) -> None:
         """Leave the screen; may be called twice."""
@@ -225,16 +226,6 @@ def parameter_table(rows: Sequence[ParameterRow], width: int) -> Table:
     if same:
         made.caption = f"all {', '.join(getattr(rows[0], word) for word in same)}"
         made.caption_justify = "left"
-    return made
-
-
-def summary_table(facts: Mapping[str, Any]) -> Table:
-    """Where the time went, tokens/s and MFU."""
-    made = Table(box=None, pad_edge=False)
-    for name in ("where the time went", "", "share"):
-        made.add_column(name, justify="left" if name.startswith("where") else "right")
-    for row in summary_rows(facts):
-        made.add_row(*row)
     return made
 
 

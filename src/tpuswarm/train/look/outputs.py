@@ -112,7 +112,7 @@ class Outputs:
             self.tell(step, "diagnostic", finding.message, kind=finding.kind, **finding.numbers)
 
     def summary(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Where the time went: facts of diagnose.summary.Summary."""
+        """Where the time went: facts of diagnose/summary.py."""
         self.event(step, "summary", sentence(facts), **facts)
         self._display.summary(facts)
 

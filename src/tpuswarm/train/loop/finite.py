@@ -10,9 +10,7 @@ from tpuswarm.train.paths import leaf_paths
 
 def not_finite(tree: Any) -> list[str]:
     """Paths of the leaves that hold a NaN or an infinity."""
-    floats = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(tree)]
-    flags = jax.device_get(_all_finite(tree))
-    return [path for path, ok, real in zip(leaf_paths(tree), flags, floats, strict=True) if real and not ok]
+    return [path for path, ok in zip(leaf_paths(tree), jax.device_get(_all_finite(tree)), strict=True) if not ok]
 
 
 @jax.jit

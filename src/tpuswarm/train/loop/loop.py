@@ -82,20 +82,12 @@ class Loop:
         self._waited = 0.0
 
     def run(self) -> Generator[Step, None, Result]:
-        """All steps, from the opening to the result."""
-        with self._agreement:
-            return (yield from self._run())
-
-    def _run(self) -> Generator[Step, None, Result]:
+        """All steps, from the opening to the result; within the agreement of its hosts."""
         try:
             self._open()
             yield from self._train()
-            if self._enough or self._done == self._session.steps:
-                yield from self._finish()
-            if self._enough and not self._stopping():
-                return self._result("finished", f"ended at step {self._done}: {self._enough}", None)
-            if self._done == self._session.steps and not self._stopping():
-                return self._result("finished", f"finished: {self._session.steps} steps", None)
+            if (self._enough or self._done == self._session.steps) and (ended := (yield from self._finish())):
+                return self._result("finished", ended, None)
             asked = self._agreement.asked
             assert asked is not None
             return self._result("stopped", self._end_early(asked), int(asked))
@@ -213,14 +205,17 @@ class Loop:
             yield from self._flush()
             self._traced(self._profiler.close())
 
-    def _finish(self) -> Iterator[Step]:
-        """The last checkpoint, evaluation and report; each only if it is not there from before."""
+    def _finish(self) -> Generator[Step, None, str]:
+        """The last checkpoint, evaluation and report, each only if it is not there from before; how the run ended.
+
+        Nothing where it is asked to stop before the report.
+        """
         session = self._session
         if self._saved < self._done:
             self._save(wait=True)
         yield from (found := self._evaluate() if self._not_evaluated() else [])
         if self._stopping():
-            return
+            return ""
         self._call(self._hooks.last(self._done, evaluated=bool(found)))
         if session.run.writes:
             self._sum_up()
@@ -231,10 +226,11 @@ class Loop:
 
                 write_report(session.run.folder)
         if self._enough:  # the same command does not go on from here
-            facts = {"of": session.steps}
-            self._outputs.tell(self._done, "finished", f"ended at step {self._done}: {self._enough}", **facts)
-        else:
-            self._event("finished", f"{self._done} steps")
+            ended = f"ended at step {self._done}: {self._enough}"
+            self._outputs.tell(self._done, "finished", ended, of=session.steps)
+            return ended
+        self._event("finished", f"{self._done} steps")
+        return f"finished: {self._done} steps"
 
     def _sample(self) -> str | None:
         """What the model writes, for the report; None where it does not, or is spread over several hosts."""
@@ -293,8 +289,7 @@ class Loop:
         assert session.validation is not None
         with self._watch.times.during(times.EVALUATION), waiting("evaluating") as far:
             found = evaluate(
-                session.compiled, self._state, session.validation, session.eval_batch, self._eval_batches,
-                leave=self._stopping, far=far,
+                session.compiled, self._state, *session.validation, self._eval_batches, leave=self._stopping, far=far,
             )  # fmt: skip
         if found is None:
             return []
@@ -379,8 +374,8 @@ class Loop:
 
     def _sum_up(self) -> None:
         """Where the time went: an event, which the report reads, and a table on the display."""
-        summary = self._watch.summary(self._session.compiled, self._session.tokens_per_step)
-        self._outputs.summary(self._done, summary.facts())
+        facts = self._watch.summary(self._session.compiled, self._session.tokens_per_step)
+        self._outputs.summary(self._done, facts)
 
     def _traced(self, message: str | None) -> None:
         self._outputs.tell(self._done, TRACE, message)

@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.train.bucket.mirror import shown
-from tpuswarm.train.look.display import Display
-from tpuswarm.train.loop.session import Finished
 from tpuswarm.train.recipe import State
-from tpuswarm.train.run.directory import METRICS, read_rows
+from tpuswarm.train.run.listing import newest_evaluation, newest_steps
 
 
 @dataclass(frozen=True)
@@ -29,14 +26,6 @@ class Result:
     """The signal that stopped it."""
 
 
-def ended_before(session: Finished, display: Display) -> Result:
-    """The end of a run in which nothing is left to do, as it was the first time."""
-    run = session.run.folder
-    with session.agreement:
-        display.note(f"{shown(run)} is finished; nothing left to do")
-        return Result(run, session.state, session.step, session.steps, last_row(run), "finished", session.message, None)
-
-
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """Those of an evaluation's row."""
     return {name: value for name, value in row.items() if name.startswith("eval_")}
@@ -44,9 +33,4 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def last_row(folder: Path) -> dict[str, Any]:
     """The newest row of an update in a run's metrics, with the figures of the newest evaluation."""
-    update: dict[str, Any] = {}
-    evaluation: dict[str, Any] = {}
-    for row in read_rows(folder / METRICS):
-        update = row if "loss" in row else update
-        evaluation |= figures(row)
-    return update | evaluation
+    return (newest_steps(folder) or [{}])[-1] | figures(newest_evaluation(folder))

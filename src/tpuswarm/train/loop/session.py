@@ -21,6 +21,7 @@ from tpuswarm.train.data.source import Repeated, rows_of, source_of, training_ro
 from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
 from tpuswarm.train.loop.evaluate import FiniteSource, HeldOut, rehearse
+from tpuswarm.train.loop.result import Result, last_row
 from tpuswarm.train.optional import KeepsFiles
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.stop import held
@@ -52,7 +53,7 @@ class Session:
     settings: dict[str, Any]
     compiled: Compiled
     source: Source
-    validation: FiniteSource | None
+    validation: HeldOut | None
     measured: list[str]
     """The names of what evaluations find."""
     state: State
@@ -80,19 +81,13 @@ class Session:
         return int(self.settings["steps"])
 
     @property
-    def eval_batch(self) -> int:
-        """Rows of a batch in evaluations."""
-        return rows_at_once(self.settings, self.compiled)
-
-    @property
     def tokens_per_step(self) -> int:
         """Tokens of one batch."""
         return int(self.settings["batch"]) * self.compiled.program.tokens_per_row
 
     def clock(self, step: int) -> Clock:
-        """The clock of the step after `step` updates; progress = tokens so far / tokens of the run."""
-        progress = (step * self.tokens_per_step) / (self.steps * self.tokens_per_step)
-        return Clock(self.step_key, np.int32(step), np.float32(progress))
+        """The clock of the step after `step` updates; progress = steps so far / steps of the run."""
+        return Clock(self.step_key, np.int32(step), np.float32(step / self.steps))
 
     def position(self, step: int) -> Any:
         """Where the data goes on after `step` updates; None where it has no positions, or each host one of its own."""
@@ -100,19 +95,6 @@ class Session:
         if position is None or jax.process_count() > 1:
             return None
         return position(step * int(self.settings["batch"]))
-
-
-@dataclass
-class Finished:
-    """A run that came to its end before, held by this process."""
-
-    run: Run
-    agreement: Agreement
-    state: State
-    step: int
-    steps: int
-    message: str
-    """How it ended."""
 
 
 @contextmanager
@@ -203,7 +185,7 @@ def resolve(
 
 def prepare(
     run: Run, agreement: Agreement, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
-) -> Session | Finished:
+) -> Session | Result:
     """Resolve every setting, compile, and restore or make the state; of a run that is finished compile nothing.
 
     asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
@@ -237,20 +219,19 @@ def prepare(
     if saved and (ended := agreement.same("looking for what is left to do", ended)):
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             placed = place(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
-            return Finished(
-                run, agreement, checkpoint.restore(saved, placed.state), saved.step, settings["steps"], ended
-            )
+            state, metrics = checkpoint.restore(saved, placed.state), last_row(run.folder)
+            return Result(run.folder, state, saved.step, settings["steps"], metrics, "finished", ended, None)
     evaluates = settings["eval_every"] is not None
-    validation = source if isinstance(source, Repeated) else held_out(recipe, required=evaluates)
+    rows = source if isinstance(source, Repeated) else held_out(recipe, required=evaluates)
     with waiting(f"compiling {recipe.name} for {len(devices)} x {devices[0].device_kind}"):
         compiled = compile_step(recipe, request(settings), devices)
     choice = compiled.choice
     agreement.agree(lambda: {"form of the program": f"{choice.why}, {choice.accumulate} micro-batches"})
+    validation = HeldOut(rows, settings["eval_batch"] or batch // choice.accumulate) if rows is not None else None
     measured: list[str] = []
     if validation is not None:
-        at_once = rows_at_once(settings, compiled)
         with waiting(f"tracing the evaluation of {recipe.name}"):
-            measured = [f"eval_{name}" for name in rehearse(compiled, recipe.name, HeldOut(validation, at_once))]
+            measured = [f"eval_{name}" for name in rehearse(compiled, recipe.name, validation)]
     if goal := settings["keep_best"]:
         if validation is None:
             raise InputError(f"{recipe.name} has no held-out rows: keep_best {goal} has no meaning")
@@ -357,11 +338,6 @@ def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
         why = "no rows" if rows is not None else "no rows_per_epoch, so evaluation would never end"
         raise InputError(f"the validation data of {recipe.name} has {why}; say how many it has, or leave it out")
     return source
-
-
-def rows_at_once(settings: Mapping[str, Any], compiled: Compiled) -> int:
-    """Rows of a batch in evaluations; where nobody says, those of a micro-batch, which the devices hold."""
-    return int(settings["eval_batch"] or settings["batch"] // compiled.choice.accumulate)
 
 
 def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ URL = re.compile(r"\w+:/")
 """How a path looks that was a URL."""
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file, in the place of one that may be there."""
-    with part(path).open("w", encoding="utf-8") as file:
-        file.write(text)
+    with part(path).open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     part(path).replace(path)

@@ -1,5 +1,6 @@
 """Which computer this is, and whether a process of it still lives: a host name may be that of several."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -10,6 +11,17 @@ def this_computer() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # no Linux
         return ""
+
+
+def lock_holder(path: Path) -> str | None:
+    """What the process that holds a lock has written into it; None where none does."""
+    if path.exists():
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip()
+    return None
 
 
 def alive(computer: str, pid: int) -> bool | None:

@@ -35,27 +35,28 @@ def waiting(what: str, short: float = SHORT) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield line.at
         return
-    shown = _Shown(line)
-    timer = threading.Timer(short, shown.begin)
+    timer = threading.Timer(short, line.show)
     timer.daemon = True
     with held():  # a picture that is begun, and cut short before it can be ended, would be drawn for ever
         if short:
             timer.start()
         else:
-            shown.begin()
+            line.show()
     try:
         yield line.at
     finally:
         with held():
             timer.cancel()
-            shown.end()
+            line.hide()
 
 
 class _Line:
-    """What is waited for, how far it is, and for how long."""
+    """What is waited for, how far it is, and for how long; on a terminal under the view where there is one."""
 
     def __init__(self, what: str):
         self._what, self._far, self._began = what, "", time.monotonic()
+        self._lock, self._over = threading.Lock(), False
+        self._stop: Callable[[], None] | None = None
 
     def at(self, far: str) -> None:
         """It is so far."""
@@ -69,28 +70,19 @@ class _Line:
         far = f": {self._far}" if self._far else ""
         yield Text(f"{self._what}{far} … {clock(time.monotonic() - self._began)}", style="dim")
 
-
-class _Shown:
-    """A line that goes away again; it is under the view where there is one."""
-
-    def __init__(self, line: _Line):
-        self._line = line
-        self._lock, self._over = threading.Lock(), False
-        self._stop: Callable[[], None] | None = None
-
-    def begin(self) -> None:
+    def show(self) -> None:
         """It takes long."""
         from tpuswarm.train.process.drawn import Drawn
 
         with self._lock:
             if not self._over:
                 live = Drawn(
-                    self._line, console=stderr_console(), transient=True, refresh_per_second=2, redirect_stdout=False
+                    self, console=stderr_console(), transient=True, refresh_per_second=2, redirect_stdout=False
                 )
                 live.start(refresh=True)
                 self._stop = live.stop
 
-    def end(self) -> None:
+    def hide(self) -> None:
         """It is over."""
         with self._lock:
             self._over = True

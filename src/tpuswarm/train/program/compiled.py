@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train import paths
 from tpuswarm.train.data.feed import ALIVE
 from tpuswarm.train.data.placing import place as place_array
 from tpuswarm.train.optional import SavesMemory, SetsCompiler
@@ -105,11 +104,6 @@ class Compiled(Placed):
     jaxpr: ClosedJaxpr
     """The step as it was traced."""
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names of the batch's arrays, in the order in which `jaxpr` takes them after the state."""
-        return tuple(paths.leaf_paths(dict(self.program.batch_spec(1))))
-
     @cached_property
     def flops(self) -> Flops:
         """Model FLOPs of one step over all devices; counting takes milliseconds."""
@@ -162,7 +156,7 @@ def ways(
     check({"shard": request.shard})
     check_batch(request.batch, devices, request.accumulate or 1)
     with blame(f"init of {recipe.name} fails"):
-        state_bytes = _state_bytes(recipe, request.options(platform, kind))
+        state_bytes = _bytes(abstract_state(program_of(recipe, request.options(platform, kind)), recipe.name))
     forms = recipe.forms if isinstance(recipe, SavesMemory) else ()
     return choices(request, forms, platform, kind, devices, state_bytes, memory_bytes)
 
@@ -206,7 +200,7 @@ def compile_traced(traced: Traced, memory_bytes: int | None = None) -> Compiled 
                 fields = placed.program, placed.options, placed.mesh, placed.state, placed.compiling
                 return Compiled(*fields, choice, executable, memory, step.jaxpr)
             needed = memory.total
-    return TooLarge(choice, needed, meshes.bytes_per_device(placed.state, placed.shardings))
+    return TooLarge(choice, needed, meshes.bytes_per_device(placed.state))
 
 
 class DoesNotFit(InputError):
@@ -261,10 +255,6 @@ def _hopeless(choice: Choice, tried: TooLarge, memory_bytes: int | None) -> bool
         return False
     shrunk = (tried.needed - tried.state) * tried.choice.accumulate / choice.accumulate
     return choice.accumulate > tried.choice.accumulate and tried.state + shrunk > memory_bytes
-
-
-def _state_bytes(recipe: Recipe, options: Options) -> int:
-    return _bytes(abstract_state(program_of(recipe, options), recipe.name))
 
 
 def _bytes(tree: Any) -> int:

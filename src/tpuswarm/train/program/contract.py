@@ -23,16 +23,6 @@ from tpuswarm.train.paths import array_type, first_difference, leaf_paths
 from tpuswarm.train.recipe import Batch, Clock, Exchange, Metrics, Options, Parameter, Program, Recipe, State, Weighted
 from tpuswarm.train.user_code import blame, line_of, require_call
 
-CALLS = {
-    "init": ("key", "shared"),
-    "step": ("state", "batch", "clock"),
-    "evaluate": ("state", "batch"),
-    "batch_spec": ("size",),
-    "exchange": (),
-    "parameters": ("state",),
-}
-"""The methods of a program, and what they are called with."""
-
 OPTIONAL = (
     SharesData, KeepsFiles, ReadsPublished, ComparesPublished, WritesText, MakesPictures, FindsCodes, ShowsPicture,
     Measured, Exports,
@@ -58,13 +48,13 @@ def program_of(recipe: Recipe, options: Options) -> Program:
             f"program of {recipe.name} returns a {type(program).__name__}, not a tpuswarm.Program"
             f"{line_of(recipe.program)}"
         )
-    for name, arguments in CALLS.items():
-        require_call(getattr(program, name), f"Program.{name}", *arguments)
+    for name in sorted(Program.__abstractmethods__):
+        require_call(getattr(program, name), f"Program.{name}", *_arguments(getattr(Program, name)))
     return program
 
 
 def _arguments(method: Any) -> list[str]:
-    """Of a method of a protocol, as `require_call` takes them."""
+    """Of a method of a contract, as `require_call` takes them."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     return [each.name + "=" * (each.kind is each.KEYWORD_ONLY) for each in parameters]
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from tpuswarm.config.shown import LEAST_SHARE
-from tpuswarm.train.program.flops import PRIMITIVES, Flops, library_caller
+from tpuswarm.train.program.compiled import Compiled
+from tpuswarm.train.program.flops import PRIMITIVES, library_caller
 from tpuswarm.train.user_code import CodeLine, recipe_line
 
 SHARE = 0.01
@@ -44,34 +45,34 @@ class Float32:
         return f"{products}: {cost}; cast the operands to bfloat16"
 
 
-def float32_products(flops: Flops, because: Mapping[CodeLine | None, Inputs]) -> list[Float32]:
-    """The lines with most of them, first.
+def float32_products(compiled: Compiled) -> list[Float32]:
+    """The lines with most of them, first; none where bf16 was not asked.
 
     A product of one float32 operand is usual, as gradients of a float32 loss are; not where an input is the reason.
-    because: of `float32_inputs`.
     """
+    if compiled.options.precision != "bf16":
+        return []
+    because = _because(compiled)
     found: Counter[CodeLine | None] = Counter()
-    for product in flops.products:
+    for product in compiled.flops.products:
         whole = [dtype == jnp.float32 for dtype in product.dtypes]
         if whole and (all(whole) or (any(whole) and product.place in because)):
             found[product.place] += product.flops
     shares = [
-        Float32(place, count / flops.total, tuple(sorted(because.get(place, NONE))))
+        Float32(place, count / compiled.flops.total, tuple(sorted(because.get(place, NONE))))
         for place, count in found.most_common()
         if count
     ]
     return [each for each in shares if each.share >= SHARE]
 
 
-def float32_inputs(step: ClosedJaxpr, state: Any, inputs: Sequence[str]) -> Mapping[CodeLine | None, Inputs]:
-    """For each line with float32 products, the arrays of the batch that are the only reason for it.
-
-    step: of (state, batch, clock), traced; inputs: the names of the batch's arrays, in its order.
-    """
+def _because(compiled: Compiled) -> Mapping[CodeLine | None, Inputs]:
+    """For each line with float32 products, the arrays of the batch that are the only reason for it."""
     found: Found = defaultdict(set)
-    names = [OWN] * len(jax.tree.leaves(state)) + [frozenset([name]) for name in inputs]
-    names += [OWN] * (len(step.jaxpr.invars) - len(names))
-    _follow(step.jaxpr, names, None, found)
+    step, inputs = compiled.jaxpr.jaxpr, sorted(compiled.program.batch_spec(1))  # of (state, batch, clock)
+    names = [OWN] * len(jax.tree.leaves(compiled.state)) + [frozenset([name]) for name in inputs]
+    names += [OWN] * (len(step.invars) - len(names))
+    _follow(step, names, None, found)
     every: set[Inputs] = set().union(*found.values())
     # A target meets a prediction that an input has made float32, and shares no blame for what that gradient computes.
     least = [each for each in every if not any(other < each for other in every)]

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import starmap
 from typing import Any
@@ -40,25 +40,26 @@ CUDNN_BTNH = 0
 
 
 @dataclass(frozen=True)
-class Product:
-    """One matrix product or convolution of a program: `rows` x `contracted` times `contracted` x `columns`."""
+class Shape:
+    """What one equation computes: `rows` x `contracted` times `contracted` x `columns`."""
 
     kind: str
     """`dot`, `convolution` or `attention` (in a kernel)."""
     flops: int
-    """Of one step, over all devices and all turns of the loops around it."""
     rows: tuple[int, ...]
     contracted: tuple[int, ...]
     columns: tuple[int, ...]
     """Sizes of the axes that make each dimension, as the program has them: of the whole batch, before any sharding."""
-    leading: tuple[int, int, int]
+    leading: tuple[int, int, int] = (0, 0, 0)
     """Of rows, contracted and columns: length of an operand's first axis where it is part of them, else 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product(Shape):
+    """A matrix product or convolution of a program; its flops are of one step, over all devices and turns of loops."""
+
     dtypes: tuple[Any, ...]
     """Of the operands."""
-    precision: Any
-    """What the equation asks of the hardware: None, a `jax.lax.Precision` for each operand, or an algorithm."""
-    outputs: tuple[tuple[int, ...], ...]
-    """Shapes of the results."""
     trace: Any
     """JAX's traceback of the call that the recipe made."""
     scope: str
@@ -119,10 +120,14 @@ def _products(jaxpr: Jaxpr, times: int, caller: Any, unknown: dict[str, None]) -
         name, params = equation.primitive.name, equation.params
         count = _counter(equation)
         if count is not None:
-            shape = count(equation)
-            if said := STATED.search(str(equation.source_info.name_stack)):
-                shape = replace(shape, flops=int(said[1]))
-            yield _product(equation, shape, times, caller)
+            shape, source = count(equation), equation.source_info
+            said = STATED.search(str(source.name_stack))
+            yield Product(
+                **vars(shape) | {"flops": times * (int(said[1]) if said else shape.flops)},
+                dtypes=tuple(v.aval.dtype for v in equation.invars if hasattr(v.aval, "dtype")),
+                trace=caller or source.traceback,
+                scope=str(source.name_stack),
+            )
         elif name == "pallas_call" or name in UNCOUNTED:
             unknown[f"{params.get('name') or params.get('target_name') or name}{_at(equation, caller)}"] = None
         elif name == "cond":
@@ -138,7 +143,7 @@ def _products(jaxpr: Jaxpr, times: int, caller: Any, unknown: dict[str, None]) -
                 yield from _products(body, turns, library_caller(body, equation, caller), unknown)
 
 
-def _counter(equation: JaxprEqn) -> Callable[[JaxprEqn], "_Shape"] | None:
+def _counter(equation: JaxprEqn) -> Callable[[JaxprEqn], "Shape"] | None:
     if equation.primitive.name != "pallas_call":
         return PRIMITIVES.get(equation.primitive.name)
     kernel = str(equation.params["name"])
@@ -170,45 +175,17 @@ def _at(equation: JaxprEqn, caller: Any) -> str:
     return f" ({place})" if place else ""
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What one execution of an equation computes."""
-
-    kind: str
-    flops: int
-    rows: tuple[int, ...]
-    contracted: tuple[int, ...]
-    columns: tuple[int, ...]
-    leading: tuple[int, int, int] = (0, 0, 0)
-
-
-def _product(equation: JaxprEqn, shape: _Shape, times: int, caller: Any) -> Product:
-    dtypes = tuple(v.aval.dtype for v in equation.invars if hasattr(v.aval, "dtype"))
-    outputs = tuple(_shape(v) for v in equation.outvars)
-    return Product(
-        shape.kind, shape.flops * times, shape.rows, shape.contracted, shape.columns, shape.leading,
-        dtypes, equation.params.get("precision"), outputs,
-        caller or equation.source_info.traceback, str(equation.source_info.name_stack),
-    )  # fmt: skip
-
-
 def _shape(variable: Any) -> tuple[int, ...]:
     return variable.aval.shape
 
 
-def _dot(equation: JaxprEqn) -> _Shape:
-    return _dot_shape(equation, equation.params["dimension_numbers"], ())
-
-
-def _ragged_dot(equation: JaxprEqn) -> _Shape:
-    """Rows in groups, each with a matrix of its own: a row meets one of them."""
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    return _dot_shape(equation, numbers.dot_dimension_numbers, tuple(numbers.rhs_group_dimensions))
-
-
-def _dot_shape(equation: JaxprEqn, numbers: Any, groups: tuple[int, ...]) -> _Shape:
+def _dot(equation: JaxprEqn) -> Shape:
+    """Of a ragged one, whose rows come in groups, each with a matrix of its own, a row meets one of them."""
+    ragged: Any = equation.params.get("ragged_dot_dimension_numbers")
+    groups = ragged.rhs_group_dimensions if ragged else ()
+    numbers = ragged.dot_dimension_numbers if ragged else equation.params["dimension_numbers"]
     (left, right), (left_batch, right_batch) = numbers
-    lhs, rhs = (_shape(v) for v in equation.invars[:2])
+    lhs, rhs = map(_shape, equation.invars[:2])
     contracted = tuple(lhs[axis] for axis in left)
     rows = tuple(size for axis, size in enumerate(lhs) if axis not in (*left, *left_batch))
     columns = tuple(size for axis, size in enumerate(rhs) if axis not in (*right, *right_batch, *groups))
@@ -217,15 +194,14 @@ def _dot_shape(equation: JaxprEqn, numbers: Any, groups: tuple[int, ...]) -> _Sh
         lhs[0] if 0 in left else 0,
         rhs[0] if 0 not in (*right, *right_batch) else 0,
     )
-    return _Shape("dot", 2 * math.prod(lhs) * math.prod(columns), rows, contracted, columns, first)
+    return Shape("dot", 2 * math.prod(lhs) * math.prod(columns), rows, contracted, columns, first)
 
 
-def _convolution(equation: JaxprEqn) -> _Shape:
+def _convolution(equation: JaxprEqn) -> Shape:
     """Taps that fall on padding or between dilated elements do not count, so both gradients count as the forward."""
     params = equation.params
     numbers = params["dimension_numbers"]
-    lhs, rhs = (_shape(v) for v in equation.invars)
-    out = _shape(equation.outvars[0])
+    lhs, rhs, out = map(_shape, (*equation.invars, *equation.outvars))
     batch, features, *space = (out[axis] for axis in numbers.out_spec)
     inputs, *kernel = (rhs[axis] for axis in numbers.rhs_spec[1:])
     sizes = [lhs[axis] for axis in numbers.lhs_spec[2:]]
@@ -240,7 +216,7 @@ def _convolution(equation: JaxprEqn) -> _Shape:
     )  # fmt: skip
     flops = 2 * batch * features * inputs * taps
     groups = params["feature_group_count"] * params["batch_group_count"]
-    return _Shape("convolution", flops, (batch, *space), (inputs, *kernel), (features // groups,), (batch, inputs, 0))
+    return Shape("convolution", flops, (batch, *space), (inputs, *kernel), (features // groups,), (batch, inputs, 0))
 
 
 def _taps(size: int, kernel: int, out: int, stride: int, padding: tuple[int, int], spread: int, dilation: int) -> int:
@@ -249,7 +225,7 @@ def _taps(size: int, kernel: int, out: int, stride: int, padding: tuple[int, int
     return int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
 
 
-def _attention(equation: JaxprEqn, products: int) -> _Shape:
+def _attention(equation: JaxprEqn, products: int) -> Shape:
     """Queries ...xTxK, keys ...xSxK and values ...xSxV are the first floating-point operands of every such kernel.
 
     Forward has two products; backward has four: what it computes again of the forward counts nothing.
@@ -260,25 +236,22 @@ def _attention(equation: JaxprEqn, products: int) -> _Shape:
         q, k, v = ((B, N, T, K) for B, T, N, K in (q, k, v))
     T, K, S, V = q[-2], q[-1], k[-2], v[-1]
     once = math.prod(q[:-2]) * T * S * (K + V)  # the mean of a product with K and one with V, two FLOPs each
-    return _Shape(ATTENTION, products * once, (T,), (K,), (S,))
+    return Shape(ATTENTION, products * once, (T,), (K,), (S,))
 
 
-PRIMITIVES: Mapping[str, Callable[[JaxprEqn], _Shape]] = {
+PRIMITIVES: Mapping[str, Callable[[JaxprEqn], Shape]] = {
     "dot_general": _dot,
-    "ragged_dot_general": _ragged_dot,
+    "ragged_dot_general": _dot,
     "conv_general_dilated": _convolution,
     "dot_product_attention_fwd_wrapper": partial(_attention, products=2),
     "dot_product_attention_bwd_wrapper": partial(_attention, products=4),
 }
 """Primitive → what it computes; the last two are cuDNN's attention."""
 
-KERNELS: Mapping[str, Callable[[JaxprEqn], _Shape]] = {
-    "splash_mha_fwd": partial(_attention, products=2),
-    "splash_mqa_fwd": partial(_attention, products=2),
-    "splash_mha_dkv": partial(_attention, products=4),
-    "splash_mqa_dkv": partial(_attention, products=4),
-    "splash_mha_dq": partial(_attention, products=0),
-    "splash_mqa_dq": partial(_attention, products=0),
+KERNELS: Mapping[str, Callable[[JaxprEqn], Shape]] = {
+    f"splash_{heads}_{part}": partial(_attention, products=products)
+    for heads in ("mha", "mqa")
+    for part, products in (("fwd", 2), ("dkv", 4), ("dq", 0))
 }
 """Start of a Pallas kernel's name → what it computes. The queries' gradient has a kernel of its own or not: all four
 products of the backward pass are counted with dkv, which is always there."""

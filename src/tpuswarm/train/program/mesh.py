@@ -128,9 +128,7 @@ def _backward(dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
 gathered_as.defvjp(lambda weights, dtype: (gathered_as(weights, dtype), None), _backward)
 
 
-def bytes_per_device(state: Any, shardings: Any) -> int:
+def bytes_per_device(state: Any) -> int:
     """Bytes of an (abstract) state that one device holds."""
-    sizes = jax.tree.map(
-        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize, state, shardings
-    )
-    return sum(jax.tree.leaves(sizes))
+    leaves = jax.tree.leaves(state)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ import orbax.checkpoint as ocp
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from tpuswarm.errors import RunFailed
-from tpuswarm.train.paths import leaf_paths
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.paths import by_path, other_model
 from tpuswarm.train.process.atomic import sync, write_atomically
 from tpuswarm.train.run.directory import writing
 
@@ -93,7 +92,7 @@ class Checkpoints:
         position: of the run's data, plain values; None where it has none.
         """
         self.wait()
-        start, state = time.monotonic(), _without_keys(state)
+        start = time.monotonic()
         folder = self._folder / f"{step:08d}"
         try:
             if self._leads:
@@ -169,15 +168,12 @@ class Checkpoints:
             self._error = _save_failed(folder, error)
 
     def _prune(self) -> None:
-        whole = [folder for folder in self.folders() if (folder / MANIFEST).exists()]
-        unfinished = [folder for folder in self.folders() if folder not in whole]
+        folders = checkpoint_folders(self._folder)
+        whole = [folder for folder in folders if (folder / MANIFEST).exists()]
+        unfinished = [folder for folder in folders if folder not in whole]
         for folder in unfinished + whole[self._keep :]:
             if int(folder.name) != self.pinned or folder in unfinished:
                 shutil.rmtree(folder)
-
-    def folders(self) -> list[Path]:
-        """All checkpoint folders, whole or not, newest first."""
-        return checkpoint_folders(self._folder)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -195,6 +191,14 @@ def newest(folder: Path) -> tuple[Saved | None, list[str]]:
             return found, passed
         passed.append(f"checkpoint {candidate.name} is damaged ({found}); skipping it")
     return None, passed
+
+
+def intact(folder: Path) -> tuple[Saved, list[str]]:
+    """As `newest`, of a run's folder; InputError where there is none."""
+    saved, notes = newest(folder / "checkpoints")
+    if saved is None:
+        raise InputError(f"{folder} has no intact checkpoint" + "".join(f"; {note}" for note in notes))
+    return saved, notes
 
 
 def set_aside(folder: Path, restored: Saved | None) -> None:
@@ -248,19 +252,12 @@ def restore(saved: Saved, abstract: Any) -> Any:
     The devices may be others than those that saved. Raises RunFailed where the checkpoint holds another state.
     """
     place = (saved.folder / "state").absolute()
-    wanted = _without_keys(abstract)
-    args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.checkpoint_utils.construct_restore_args(abstract)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        there, here = _shapes(orbax.metadata(place).item_metadata.tree), _shapes(wanted)
-        wrong = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
-        if wrong:
-            name = wrong[0]
-            raise RunFailed(
-                f"checkpoint {saved.folder} holds a different model: {len(wrong)} arrays differ, "
-                f"the first {name} ({there.get(name, 'missing')} there, {here.get(name, 'missing')} in this recipe)"
-            )
-        state = orbax.restore(place, args=ocp.args.PyTreeRestore(wanted, restore_args=args))
-    return jax.tree.map(lambda like, leaf: _wrapped(leaf, like) if _is_key(like) else leaf, abstract, state)
+        there, here = _shapes(orbax.metadata(place).item_metadata.tree), _shapes(abstract)
+        if different := other_model(there, here):
+            raise RunFailed(f"checkpoint {saved.folder} holds a different model: {different}")
+        return orbax.restore(place, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
 
 
 def arrays(saved: Saved) -> dict[str, np.ndarray]:
@@ -269,39 +266,17 @@ def arrays(saved: Saved) -> dict[str, np.ndarray]:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
         there = orbax.metadata(place).item_metadata.tree
         args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), there)
-        tree = orbax.restore(place, args=ocp.args.PyTreeRestore(restore_args=args))
-    return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _without_keys(state: Any) -> Any:
-    """A state, or the shapes of one, with the data (uint32) of each typed PRNG key in its place: what a file holds."""
-
-    def data(leaf: Any) -> Any:
-        if not _is_key(leaf):
-            return leaf
-        if isinstance(leaf, jax.Array):
-            return jax.random.key_data(leaf)
-        inner = jax.eval_shape(jax.random.key_data, leaf)
-        return jax.ShapeDtypeStruct(inner.shape, inner.dtype, sharding=leaf.sharding)
-
-    return jax.tree.map(data, state)
-
-
-def _wrapped(data: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The typed keys, of the implementation and in the sharding of `like`, that have these data."""
-    implementation: list[Any] = []  # JAX tells it of keys that are there or traced, not of their shapes
-    jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), like)
-    wrap = partial(jax.random.wrap_key_data, impl=implementation[0])
-    return jax.jit(wrap, out_shardings=like.sharding)(data)
+        return by_path(orbax.restore(place, args=ocp.args.PyTreeRestore(restore_args=args)))
 
 
 def _shapes(tree: Any) -> dict[str, str]:
-    leaves = jax.tree.leaves(tree)
-    return {name: f"{leaf.dtype} {tuple(leaf.shape)}" for name, leaf in zip(leaf_paths(tree), leaves, strict=True)}
+    return {name: f"{_held(leaf).dtype} {tuple(_held(leaf).shape)}" for name, leaf in by_path(tree).items()}
+
+
+def _held(leaf: Any) -> Any:
+    """What Orbax says that a file holds of a leaf: of a typed PRNG key its data."""
+    key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.eval_shape(jax.random.key_data, leaf) if key else leaf
 
 
 def _digest(path: Path) -> str:

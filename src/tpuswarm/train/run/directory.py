@@ -4,6 +4,7 @@ import errno
 import fcntl
 import itertools
 import json
+import mmap
 import os
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from tpuswarm.train.bucket.asking import elsewhere
 from tpuswarm.train.bucket.mirror import ORIGIN, origin, shown
 from tpuswarm.train.bucket.tended import Tended
 from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.computer import lock_holder
 from tpuswarm.train.run import schema
 
 CONFIG, METRICS, EVENTS, LOCK = "config.toml", schema.METRICS, schema.EVENTS, "lock"
@@ -187,24 +189,13 @@ class FollowedRun(Run):
         """The directory may not be there before host 0 has come."""
         self.folder = folder
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Nothing."""
-
     def cut_metrics(self, step: int) -> int:
         """Nothing."""
         return 0
 
-    def write_metrics(self, row: Mapping[str, Any]) -> None:
-        """Nothing."""
+    def _nothing(self, *given: Any, **facts: Any) -> None: ...
 
-    def write_event(self, event: str, **facts: Any) -> None:
-        """Nothing."""
-
-    def abandon(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+    write_config = write_metrics = write_event = abandon = close = _nothing
 
 
 def command_line() -> str:
@@ -321,21 +312,17 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                     yield row
 
 
-def read_rows_back(path: Path, chunk: int = 2**16) -> Iterator[dict[str, Any]]:
-    """As `read_rows`, from the last row to the first; no more of the file is read than is asked for."""
-    if not path.exists():
+def read_rows_back(path: Path, *marks: bytes) -> Iterator[dict[str, Any]]:
+    """As `read_rows`, from the last row to the first; a line that has none of `marks`, where given, is not parsed."""
+    if not path.exists() or not path.stat().st_size:
         return
-    with reading(path), path.open("rb") as file:
-        start, cut = file.seek(0, os.SEEK_END), b""
-        while start > 0:
-            end, start = start, max(0, start - chunk)
-            file.seek(start)
-            lines = (file.read(end - start) + cut).splitlines(keepends=True)
-            cut = lines.pop(0) if start else b""  # its beginning is before it
-            for line in reversed(lines):
-                row = schema.parse_row(path.name, line)
-                if row is not None:
-                    yield row
+    with reading(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        start = len(text)
+        while (at := max(text.rfind(each, 0, start) for each in marks or (b"\n",))) >= 0:
+            start = text.rfind(b"\n", 0, at) + 1
+            row = schema.parse_row(path.name, text[start : text.find(b"\n", at) + 1])
+            if row is not None:
+                yield row
 
 
 def holder(folder: Path) -> int | None:
@@ -343,14 +330,10 @@ def holder(folder: Path) -> int | None:
 
     Of a run in a bucket the process may be one of another machine: see `elsewhere`.
     """
-    path = folder / LOCK
-    if path.exists():
-        with reading(path), path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pid = file.read().strip()
-                return int(pid) if pid.isdigit() else 0
+    with reading(folder / LOCK):
+        pid = lock_holder(folder / LOCK)
+    if pid is not None:
+        return int(pid) if pid.isdigit() else 0
     far = elsewhere(folder)
     return far.pid if far else None
 

@@ -1,12 +1,10 @@
 """Whether a run lives, how it ended if it does not, and what is said then."""
 
-import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuswarm.train.bucket.mirror import shown
-from tpuswarm.train.run.directory import EVENTS, holder, reading
-from tpuswarm.train.run.schema import parse_row
+from tpuswarm.train.run.directory import EVENTS, holder, read_rows_back
 
 LAST = ("finished", "stopped", "failed")
 """Events that end a process's work on a run; without one of them it was killed."""
@@ -47,13 +45,6 @@ def read_life(folder: Path) -> Life:
 
 def last_event(folder: Path) -> dict[str, Any]:
     """How the last process of a run ended, as its events say; empty where it was killed, or lives."""
-    path = folder / EVENTS
-    if not path.exists() or not path.stat().st_size:
-        return {}
-    last: dict[str, Any] = {}
-    with reading(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        at = len(text)
-        while not last and (at := max(text.rfind(each, 0, at) for each in _ENDS)) >= 0:  # a line may be torn
-            row = parse_row(EVENTS, text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at) + 1])
-            last = row if row and row["event"] in ("started", *LAST) else {}
-    return last if last.get("event") in LAST else {}
+    ends = (row for row in read_rows_back(folder / EVENTS, *_ENDS) if row["event"] in ("started", *LAST))
+    last = next(ends, {"event": "started"})
+    return last if last["event"] in LAST else {}

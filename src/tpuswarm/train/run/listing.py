@@ -1,22 +1,29 @@
 """The runs that there are: which one is meant by a name, and how each of them stands, seen from outside."""
 
-import mmap
-import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import bring, folder_of, is_url, shown
-from tpuswarm.train.run.directory import CONFIG, EVENTS, METRICS, has_begun, holder, read_config, reading
+from tpuswarm.train.run.directory import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    has_begun,
+    holder,
+    read_config,
+    read_rows_back,
+    reading,
+)
 from tpuswarm.train.run.life import read_life
-from tpuswarm.train.run.schema import parse_row
 
-TAIL = 1 << 16
-"""Bytes at the end of the metrics that are read for how a run stands."""
+NEWEST = 300
+"""Updates at the end of the metrics by which it is told how a run stands."""
 
 
 def find_run(name: str, runs: Path = Path("runs")) -> Path:
@@ -122,30 +129,12 @@ def status(folder: Path) -> Status:
 
 
 def newest_steps(folder: Path) -> list[dict[str, Any]]:
-    """Rows of the last updates in a run's metrics, some hundred; the others are not read."""
-    path = folder / METRICS
-    if not path.exists():
-        return []
-    with reading(path), path.open("rb") as file:
-        start = max(0, os.fstat(file.fileno()).st_size - TAIL)
-        file.seek(start)
-        lines = file.read().splitlines(keepends=True)
-    rows = (parse_row(METRICS, line) for line in (lines[1:] if start else lines))
-    return [row for row in rows if row is not None and "loss" in row]
+    """Rows of the last updates in a run's metrics, a few hundred; the others are not parsed."""
+    rows = (row for row in read_rows_back(folder / METRICS, b'"loss"') if "loss" in row)
+    return list(islice(rows, NEWEST))[::-1]
 
 
 def newest_evaluation(folder: Path) -> dict[str, Any]:
     """The last row with an evaluation in a run's metrics, the others not parsed; empty where there is none."""
-    path = folder / METRICS
-    if not path.exists():
-        return {}
-    with reading(path), path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return {}
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            at = len(text)
-            while (at := text.rfind(b'"eval_loss"', 0, at)) >= 0:
-                row = parse_row(METRICS, text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at) + 1])
-                if row and row.get("eval_loss") is not None:
-                    return row
-    return {}
+    rows = read_rows_back(folder / METRICS, b'"eval_loss"')
+    return next((row for row in rows if row.get("eval_loss") is not None), {})

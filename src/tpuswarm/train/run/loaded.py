@@ -11,7 +11,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.placing import place as place_array
 from tpuswarm.train.optional import ComparesPublished, ReadsPublished, identity_of
-from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.paths import by_path, other_model
 from tpuswarm.train.program.compiled import Placed, place
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Recipe, State
@@ -19,7 +19,7 @@ from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.parent import no_run, parent_folder
-from tpuswarm.train.run.trees import run_arrays, swarm_arrays
+from tpuswarm.train.run.trees import swarm_arrays
 from tpuswarm.train.settings import differences
 from tpuswarm.train.user_code import build_recipe
 
@@ -63,10 +63,7 @@ def load_run(
             f"{folder} was trained by a Python program; to use it here, put its recipe into a file and train "
             "file.py:Recipe"
         )
-    saved: checkpoint.Saved | None
-    saved, notes = (kept_best(folder), list[str]()) if best else checkpoint.newest(folder / "checkpoints")
-    if saved is None:
-        raise InputError(f"{folder} has no intact checkpoint" + "".join(f"; {note}" for note in notes))
+    saved, notes = (kept_best(folder), list[str]()) if best else checkpoint.intact(folder)
     agree(lambda: _begun_with(folder, saved.digest))
     recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     train = config["train"]
@@ -95,7 +92,7 @@ def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = al
     loaded = load_run(folder, list(onto.mesh.devices.flat), agree=agree)
     _refuse_other_meaning(folder, recipe, loaded.recipe.options())
     theirs, ours = loaded.placed.program.exchange().get(loaded.state), onto.program.exchange().get(onto.state)
-    _refuse_another(folder, *(dict(zip(leaf_paths(tree), _shapes(tree), strict=True)) for tree in (theirs, ours)))
+    _refuse_another(folder, by_path(theirs), by_path(ours))
     return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)
 
 
@@ -114,20 +111,20 @@ def _of_swarm(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
     theirs, _, digest = swarm_arrays(folder)
     agree(lambda: _begun_with(folder, digest))
     shared = onto.program.exchange().get(onto.state)
-    names, likes = leaf_paths(shared), jax.tree.leaves(shared)
-    ours = {name: like.shape for name, like in zip(names, likes, strict=True)}
-    _refuse_another(folder, {name: array.shape for name, array in theirs.items()}, ours)
-    arrays = [place_array(theirs[name], like.sharding) for name, like in zip(names, likes, strict=True)]
+    ours = by_path(shared)
+    _refuse_another(folder, theirs, ours)
+    arrays = [place_array(theirs[name], like.sharding) for name, like in ours.items()]
     return jax.tree.unflatten(jax.tree.structure(shared), arrays)
 
 
 def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
     """The shared parameters of a run whose recipe was built in a program: by their paths in the state of this one."""
     _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
-    arrays, saved = run_arrays(folder)
+    saved, _ = checkpoint.intact(folder)
+    arrays = checkpoint.arrays(saved)
     agree(lambda: _begun_with(folder, saved.digest))
     shared = onto.program.exchange().get(onto.state)
-    names = {id(leaf): name for leaf, name in zip(jax.tree.leaves(onto.state), leaf_paths(onto.state), strict=True)}
+    names = {id(leaf): name for name, leaf in by_path(onto.state).items()}
     if not all(id(leaf) in names for leaf in jax.tree.leaves(shared)):
         raise InputError(
             f"{shown(folder)} was made in a program, whose parameters are found by their paths, and what the exchange "
@@ -136,7 +133,7 @@ def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
     ours = {names[id(leaf)]: leaf for leaf in jax.tree.leaves(shared)}
     roots, own = {name.partition("/")[0] for name in ours}, set(names.values()) - set(ours)
     theirs = {name: array for name, array in arrays.items() if name.partition("/")[0] in roots and name not in own}
-    _refuse_another(folder, *({name: leaf.shape for name, leaf in each.items()} for each in (theirs, ours)))
+    _refuse_another(folder, theirs, ours)
     return jax.tree.map(lambda leaf: place_array(theirs[names[id(leaf)]], leaf.sharding), shared)
 
 
@@ -148,19 +145,12 @@ def _refuse_other_meaning(folder: Path, recipe: Recipe, theirs: Mapping[str, Any
         raise InputError(f"the parameters of {shown(folder)} do not fit this recipe: {'; '.join(found)}")
 
 
-def _refuse_another(folder: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise InputError unless both have the same paths and shapes, naming the first that differs."""
-    if wrong := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
-        name = wrong[0]
-        raise InputError(
-            f"{shown(folder)} holds a different model: {len(wrong)} parameters differ, the first {name} "
-            f"({there.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
-        )
+def _refuse_another(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise InputError unless both have arrays of the same paths and shapes, naming the first that differs."""
+    there, here = ({name: leaf.shape for name, leaf in each.items()} for each in (theirs, ours))
+    if different := other_model(there, here, "parameters"):
+        raise InputError(f"{shown(folder)} holds a different model: {different}")
 
 
 def _begun_with(parent: str | Path, digest: str) -> dict[str, str]:
     return {f"parameters at {shown(parent) if isinstance(parent, Path) else parent}": digest}
-
-
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in jax.tree.leaves(tree)]

@@ -13,8 +13,8 @@ from safetensors.numpy import save as to_bytes
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import bring, is_url
 from tpuswarm.train.data.arrays import to_numpy
-from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.process.atomic import part, sync
+from tpuswarm.train.paths import by_path, leaf_paths, other_model
+from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import prepare
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import kept_best
@@ -52,9 +52,7 @@ def save(tree: Any, file: str | Path) -> None:
                 f"{name} ({leaf.dtype.name}) is no array of numbers that a {SUFFIX} file holds: leave it out"
             ) from error
     try:
-        part(file).write_bytes(to_bytes(dict(zip(names, leaves, strict=True))))
-        sync(part(file))
-        part(file).replace(file)
+        write_atomically(file, to_bytes(dict(zip(names, leaves, strict=True))))
     except OSError as error:
         raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
@@ -86,14 +84,6 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
     return _nested(arrays)
 
 
-def run_arrays(folder: Path) -> tuple[dict[str, np.ndarray], checkpoint.Saved]:
-    """The arrays of a run's newest whole checkpoint by path; InputError where there is none."""
-    saved, notes = checkpoint.newest(folder / "checkpoints")
-    if saved is None:
-        raise InputError(f"{folder} has no intact checkpoint" + "".join(f"; {note}" for note in notes))
-    return checkpoint.arrays(saved), saved
-
-
 def swarm_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], str]:
     """What the members of the swarm in `folder` share by path, its moving average (or nothing), and its digest.
 
@@ -107,7 +97,7 @@ def _of_run(folder: Path) -> dict[str, np.ndarray]:
     if not (folder / CONFIG).exists():
         raise InputError(f"{folder} is no run: it has no {CONFIG}")
     if "swarm" not in read_config(folder):
-        return run_arrays(folder)[0]
+        return checkpoint.arrays(checkpoint.intact(folder)[0])
     shared, average, _ = swarm_arrays(folder)
     if {path.partition("/")[0] for path in shared} == {"params", "extra"}:  # with mutable state it says which is which
         named = {path.removeprefix("params/"): array for path, array in average.items() if path.startswith("params/")}
@@ -137,13 +127,7 @@ def _nested(arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def _like(arrays: Mapping[str, np.ndarray], like: Any, place: str) -> Any:
-    there = {path: tuple(array.shape) for path, array in arrays.items()}
-    names = leaf_paths(like)
-    here = {name: tuple(np.shape(leaf)) for name, leaf in zip(names, jax.tree.leaves(like), strict=True)}
-    if wrong := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
-        name = wrong[0]
-        raise InputError(
-            f"{place} holds another tree: {len(wrong)} arrays differ, the first {name} "
-            f"({there.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
-        )
-    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in names])
+    there, here = ({path: np.shape(leaf) for path, leaf in each.items()} for each in (arrays, by_path(like)))
+    if different := other_model(there, here):
+        raise InputError(f"{place} holds another tree: {different}")
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in here])

@@ -53,6 +53,41 @@ def processes_of(session: int) -> list[str]:
     return found
 
 
+STANDS = """
+import ctypes
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np, optax
+from tpuswarm import supervised
+
+def stand(w):
+    Path("stands").touch()
+    mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)  # the second time for ever, and no signal wakes it
+
+def loss(params, batch, key):
+    held = jax.pure_callback(stand, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(params["w"]))
+    return jnp.mean((batch["x"] * params["w"]) ** 2) + held
+
+def recipe():
+    return supervised(lambda key: {"w": jnp.ones(())}, loss, optax.sgd(0.1), {"x": np.ones(64, np.float32)})
+"""
+"""A recipe whose first step never ends; meanwhile Python runs no handler, as while XLA computes."""
+
+
+def test_ctrl_c_twice_ends_a_run_whose_devices_do_not(tmp_path):
+    (tmp_path / "stands.py").write_text(STANDS)
+    words = ["train", "stands.py:recipe", "--steps", "9", "--batch", "8", "--run", "runs/a"]
+    with terminal(words, tmp_path) as opened:
+        opened.wait(lambda _: (tmp_path / "stands").exists())
+        opened.send(CTRL_C)
+        opened.wait("Ctrl-C again stops at once")
+        opened.send(CTRL_C)
+        assert "interrupted twice: step" in " ".join(opened.finish(130).split())
+    life = read_life(tmp_path / "runs/a")
+    assert life.state == "stopped" and "the checkpoint of step 0 is safe" in life.message
+
+
 BEFORE_THERE_IS_A_RUN = [
     *(pytest.param(maps(name), id=name) for name in LIBRARIES),
     pytest.param(has("lock"), id="directory"),

@@ -117,10 +117,12 @@ def test_damaged_pictures_are_counted_named_and_left_out(folder, capsys):
     whole = picture(1, 64, 64, "JPEG")
     (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (folder / "text.png").write_bytes(b"this is a text")
+    (folder / "empty.png").touch()
     recipe = StyleGAN2(resolution=SIDE, data=str(folder))
     assert recipe.data("all").rows_per_epoch == 12
     said = capsys.readouterr().err
-    assert said.startswith("2 of 14 pictures cannot be read: ") and "cut.jpg (" in said and "text.png (" in said
+    assert said.startswith("3 of 15 pictures cannot be read: ") and "cut.jpg (" in said
+    assert "text.png (no picture)" in said and "empty.png (it is empty)" in said
     assert StyleGAN2(**recipe.options()).data("validation").rows_per_epoch == 1
 
 
@@ -132,14 +134,14 @@ def test_where_there_are_no_pictures_it_is_said(tmp_path, folder):
     with pytest.raises(InputError, match=r"there is no picture in .*texts: its files do not end in \.png"):
         prepare_pictures(str(tmp_path / "texts"), SIDE, "crop")
     (tmp_path / "texts" / "a.png").write_bytes(b"no picture")
-    with pytest.raises(InputError, match=r"none of 1 can be read: .*a\.png \(cannot identify"):
+    with pytest.raises(InputError, match=r"none of 1 can be read: .*a\.png \(no picture"):
         prepare_pictures(str(tmp_path / "texts"), SIDE, "crop")
     (tmp_path / "half.zip").write_bytes(packed(folder, tmp_path / "whole.zip").read_bytes()[:200])
     with pytest.raises(InputError, match=r"half\.zip is no whole zip"):
         prepare_pictures(str(tmp_path / "half.zip"), SIDE, "crop")
     for path in list(folder.rglob("*.png"))[:6]:
         path.unlink()
-    with pytest.raises(InputError, match="pictures: 10 at least, of which one is held out"):
+    with pytest.raises(InputError, match="of the 10 pictures that are the least; one is held out"):
         StyleGAN2(resolution=SIDE, data=str(folder)).data("train")
 
 

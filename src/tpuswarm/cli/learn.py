@@ -67,7 +67,13 @@ def demo(
     recipe = GPT2(size="tiny", lr=LR)
     settings = Trainer(eval_every=STEPS // 3).settings(STEPS)
     result = train(recipe, swarm, settings, None, None, FOLDER, screen, _Killer(screen).watch)
-    print_result(result, as_json=False)
+    if result.ended.how == "stopped":
+        say(
+            f"{FOLDER}: {result.ended.message}; `tpuswarm train gpt2-tiny --members {MEMBERS} --run {FOLDER}` goes on "
+            "with it, and another demo replaces it"
+        )
+    else:
+        print_result(result, as_json=False)
     if result.ended.signal is not None:
         raise typer.Exit(128 + result.ended.signal)
     say("\nthe ledger, replayed:")

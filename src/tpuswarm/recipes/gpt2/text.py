@@ -147,11 +147,12 @@ def _document(line: bytes, field: str, where: str) -> str:
     return document
 
 
-def open_text(place: str | None, field: str | None = None) -> Text:
+def open_text(place: str | None, field: str | None = None, *, empty: bool = False) -> Text:
     """The text at a path or URL; None is the standard library's source.
 
     A folder is all its files in the order of their paths, hidden ones left out. field: where the text is in the objects
-    of JSON lines. Raises InputError where there is nothing, and for an empty file or folder.
+    of JSON lines. empty: files of no bytes count, too. Raises InputError where there is nothing, and for an empty file
+    or folder.
     """
     if place is None:
         return _standard_library()
@@ -163,7 +164,7 @@ def open_text(place: str | None, field: str | None = None) -> Text:
         else:
             found = [path]
         infos = [system.info(file) for file in found]
-    return _text(place, system, infos, field)
+    return _text(place, system, infos, field, empty)
 
 
 def _system(place: str) -> tuple[Any, str]:
@@ -223,10 +224,10 @@ def _standard_library() -> Text:
     return _text("the Python standard library", system, [system.info(str(file)) for file in files])
 
 
-def _text(name: str, system: Any, infos: list[dict[str, Any]], field: str | None = None) -> Text:
-    infos = [info for info in infos if info["size"] != 0]  # a server may not say how long a file is
+def _text(name: str, system: Any, infos: list[dict[str, Any]], field: str | None = None, empty: bool = False) -> Text:
+    infos = [info for info in infos if empty or info["size"] != 0]  # a server may not say how long a file is
     if not infos:
-        raise InputError(f"{name} is empty; --data needs text")
+        raise InputError(f"{name} is empty; give --data something to train on")
     marks: list[Any] = [[info["name"], info["size"], str(_version(info))] for info in infos]
     text = Text(name, tuple(i["name"] for i in infos), tuple(i["size"] or 0 for i in infos), system, "", field)
     marks += [field] * text.has_lines

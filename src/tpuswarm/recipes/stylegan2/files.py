@@ -68,7 +68,7 @@ def prepare_pictures(place: str, side: int, odd: Odd) -> Prepared:
     do it at once: the first to finish gives it its name. Raises InputError where there is no picture, and, with
     `refuse`, for the first that would have to be cropped or enlarged.
     """
-    text = open_text(place)
+    text = open_text(place, empty=True)
     marks = [text.key, side, odd]
     folder = cache_folder("pictures") / hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:32]
     if not (folder / "about.json").exists():
@@ -193,7 +193,7 @@ def _is_litter(name: str) -> bool:
 
 def _made(found: Found, side: int, odd: Odd) -> bytes | str:
     """The bytes of a picture at the resolution, or what is wrong with it. Raises InputError for a refusal."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     if found.wrong:
         return found.wrong
@@ -209,6 +209,8 @@ def _made(found: Found, side: int, odd: Odd) -> bytes | str:
             if picture.mode.startswith("I"):  # 16 bits, which a conversion would cut off
                 picture = Image.fromarray((np.asarray(picture) / 257).round().clip(0, 255).astype(np.uint8))
             picture = picture.convert("RGB")
+    except UnidentifiedImageError:
+        return "no picture" if found.data else "it is empty"
     except Exception as error:  # noqa: BLE001  # each format has errors of its own; a damaged picture is counted and named
         return " ".join(str(error).split())[:100] or type(error).__name__
     width, height = picture.size

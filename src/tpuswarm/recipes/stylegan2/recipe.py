@@ -189,5 +189,7 @@ class StyleGAN2(Recipe):
             all_ = found.damaged + len(found.array)
             say(f"{found.damaged} of {all_} pictures cannot be read: {'; '.join(found.named)}{more}", err=True)
         if len(found.array) < 10:
-            raise InputError(f"{self._data} has {len(found.array)} pictures: 10 at least, of which one is held out")
+            raise InputError(
+                f"{self._data} has {len(found.array)} of the 10 pictures that are the least; one is held out"
+            )
         return found.array

@@ -103,6 +103,10 @@ class Agreement:
             self.asked = Signals(number) if number else None
         return self.asked is not None
 
+    def tell(self, slow: Callable[[], None], unheard: Callable[[], None]) -> None:
+        """Have a thread call these where Ctrl-C does not end the run soon (see StopSignals)."""
+        self._signals.slow, self._signals.unheard = slow, unheard
+
     def since(self) -> float:
         """Seconds since it was asked; only host 0 knows."""
         return self._signals.since()

@@ -83,6 +83,7 @@ class Loop:
 
     def run(self) -> Generator[Step, None, Result]:
         """All steps, from the opening to the result; within the agreement of its hosts."""
+        self._agreement.tell(self._slow, self._cut_short)
         try:
             self._open()
             yield from self._train()
@@ -112,11 +113,7 @@ class Loop:
                 "is safe, and the same command resumes from it"
             ) from error
         except Interrupted:  # for the second time
-            with suppress(RunFailed):
-                safe = f"the checkpoint of step {self._saved} is safe"
-                said = f"interrupted twice: step {self._done} was not saved; {safe}"
-                last_words(stopped_sentence(self._session.run.folder, said))
-                self._event("stopped", said)
+            self._cut_short()
             raise
         except BaseException as error:  # whatever ended it, the run should say so
             with suppress(RunFailed):
@@ -128,6 +125,17 @@ class Loop:
                 ends.callback(self._outputs.close)
                 ends.callback(self._profiler.close)
                 ends.callback(self._checkpoints.close)
+
+    def _slow(self) -> None:
+        self._display.note("finishing the steps under way, then saving; Ctrl-C again stops at once")
+
+    def _cut_short(self) -> None:
+        """It was interrupted for the second time, and saves nothing any more."""
+        with suppress(RunFailed):
+            safe = f"the checkpoint of step {self._saved} is safe"
+            said = f"interrupted twice: step {self._done} was not saved; {safe}"
+            last_words(stopped_sentence(self._session.run.folder, said))
+            self._event("stopped", said)
 
     def _open(self) -> None:
         session, compiled = self._session, self._session.compiled
@@ -369,7 +377,11 @@ class Loop:
         self._checkpoints.wait()
         raise RunFailed(
             f"NaN or infinity at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} is safe; "
-            "a lower learning rate or --clip may help"
+            + (
+                "a lower learning rate or --clip may help, unless the data has one"
+                if bad
+                else "look for one in the data"
+            )
         )
 
     def _sum_up(self) -> None:

@@ -3,6 +3,7 @@
 import _thread
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ ARRIVES = 1.0
 """Seconds until it is looked whether what was raised has been swallowed: a future may hold it for a moment."""
 TIDY = 3.0
 """Seconds in which another Ctrl-C does not cut short what is done because of the first."""
+SLOW = 1.0
+"""Seconds of Ctrl-C without an end, after which it is said what is waited for."""
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
@@ -61,6 +64,8 @@ class _Process:
     """Whether the next signal is one of this process's own, by `_raise_again`."""
     words: str | None = None
     """What is said where Ctrl-C ends it."""
+    ends: Callable[[], NoReturn] | None = None
+    """Ends it at once, as Ctrl-C does; None in a program or a notebook of the user's, which is not ours to end."""
 
 
 def last_words(text: str) -> None:
@@ -79,6 +84,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         _Process.taken = _Process.words = None
+        _Process.ends = self._interrupted
         _Process.again = False
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
         _install(self._take)
@@ -90,14 +96,19 @@ class Interrupts:
         """
         _install(signal.SIG_IGN)
         taken = _Process.taken
-        if taken == signal.SIGINT or (taken is None and code is None):
-            self._say(_Process.words or "interrupted")
-        elif taken is not None:
-            self._say(f"ended by {taken.name}")
+        if taken == signal.SIGINT:
+            self._interrupted()
         if taken is not None:
+            self._say(f"ended by {taken.name}")
             self._end_at_once(128 + taken)
+        if code is None:
+            self._say(_Process.words or "interrupted")
         _install(lambda number, frame: self._end_at_once(128 + number))
         sys.exit(128 + signal.SIGINT if code is None else code)
+
+    def _interrupted(self) -> NoReturn:
+        self._say(_Process.words or "interrupted")
+        self._end_at_once(128 + signal.SIGINT)
 
     def _say(self, text: str) -> None:
         """In place of a line of waiting that was cut short."""
@@ -178,28 +189,57 @@ def _importing(frame: FrameType | None) -> bool:
 class StopSignals:
     """Takes the first of SIGNALS as a wish to stop after the step under way; a second Ctrl-C interrupts.
 
-    Off the main thread Python gives no signals, and this does nothing.
+    Off the main thread Python gives no signals, and this does nothing. While the main thread waits in C++ code for the
+    devices Python runs no handler; a thread hears of Ctrl-C all the same.
     """
 
     def __init__(self) -> None:
         self.asked: Signals | None = None
+        self.slow: Callable[[], None] = lambda: None
+        """Told, by that thread, that Ctrl-C has not ended the run yet."""
+        self.unheard: Callable[[], None] = lambda: None
+        """Told, by that thread, that a second one has not either, and that the process ends now."""
         self._asked_at = 0.0
         self._before: dict[Signals, Any] = {}
+        self._ended = threading.Event()
 
     def __enter__(self) -> "StopSignals":
         self._before = _install(self._take)
+        if self._before:
+            here, there = socket.socketpair()
+            there.setblocking(False)
+            self._wakes, self._woke = there, signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(here,), name="Ctrl-C", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        if self._before:
+            signal.set_wakeup_fd(self._woke)
+            self._wakes.close()
         _restore(self._before)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None and number == signal.SIGINT:
+            self._ended.set()
             raise Interrupted(signal.SIGINT)
         if self.asked is None or number != signal.SIGHUP:  # SIGTERM after Ctrl-C: there is less time now
             self.ask(Signals(number))
+
+    def _listen(self, here: socket.socket) -> None:
+        """What Python writes the number of each signal into, as it comes, until the other end is closed."""
+        pressed = 0
+        with here:
+            while numbers := here.recv(64):
+                for _ in range(numbers.count(signal.SIGINT)):
+                    pressed += 1
+                    if pressed == 1 and not self._ended.wait(SLOW):
+                        self.slow()
+                    elif pressed > 1 and _Process.ends and not self._ended.wait(TIDY):
+                        self.unheard()
+                        _Process.ends()
 
     def ask(self, wish: Signals) -> None:
         """Ask to stop, as the signal does."""

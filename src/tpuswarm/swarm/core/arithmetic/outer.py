@@ -21,8 +21,8 @@ RATE_OF_MANY = 0.8
 
 MOMENTUM, MOMENTUM_OF_SMALL = 0.9, 0.8
 SMALL = 2_000_000
-"""Parameters below which the momentum is that of small models: between the largest where 0.8 was better (0.11 M,
-docs/benchmarks.md, the ladder) and the smallest with a published 0.9 (35 M, Charles et al. 2025), on a logarithm."""
+"""Parameters below which the momentum is that of small models: above the largest where 0.8 was better (0.35 M,
+docs/benchmarks.md, the ladder), and far below the smallest with a published 0.9 (35 M, Charles et al. 2025)."""
 
 WHOLE = 1 - 1e-9
 """Shares that add up to it are a quorum: three times a third is one."""

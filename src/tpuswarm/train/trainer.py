@@ -115,10 +115,13 @@ class Trainer:
     ) -> Rates:
         """The peak learning rate: where the loss falls fastest while it grows from 1e-6 to 1 in `steps` steps.
 
-        For a recipe of `supervised` with a schedule; nothing is written. Raises InputError where the loss never falls.
+        For a recipe of `supervised` with a schedule, on one host; nothing is written. Raises InputError where the loss
+        never falls.
         """
         check_recipe(recipe)
-        asked = self.settings(batch=batch, init_from=init_from)
+        asked = self.settings(steps, batch, init_from)
+        if self.hosts is not None or asked["batch"] == "auto":
+            raise InputError("find_lr looks on one host, with a batch in rows: give neither hosts nor batch='auto'")
         platform.prepare(bool(self.deterministic))
         devices = select_devices(self.devices, platform.local_devices())
         with waiting(f"looking for the learning rate of {recipe.name}", short=0.0) as far:

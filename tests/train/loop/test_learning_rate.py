@@ -51,3 +51,16 @@ def test_a_program_without_a_schedule_has_no_rate_to_look_for():
     recipe = supervised(lambda key: {"w": jnp.ones(3)}, toy.loss, optax.sgd(0.1), toy.data())
     with pytest.raises(InputError, match="has no schedule whose learning rate could be looked for"):
         Trainer(devices=1).find_lr(recipe, batch=8)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "asked", "words"),
+    [
+        ({}, {"steps": 0}, "steps must be at least 1"),
+        ({}, {"batch": "auto"}, "with a batch in rows"),
+        ({"hosts": 2, "host": 0, "hosts_at": "127.0.0.1:1"}, {}, "looks on one host"),
+    ],
+)
+def test_what_it_cannot_look_with_is_said(trainer, asked, words):
+    with pytest.raises(InputError, match=words):
+        Trainer(**trainer).find_lr(bowl(), **asked)

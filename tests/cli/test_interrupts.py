@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.terminal import CTRL_C, Terminal, terminal
+from tpuswarm.train.process.stop import TIDY
 from tpuswarm.train.run.directory import METRICS
 from tpuswarm.train.run.life import read_life
 
@@ -81,11 +82,45 @@ def test_ctrl_c_twice_ends_a_run_whose_devices_do_not(tmp_path):
     with terminal(words, tmp_path) as opened:
         opened.wait(lambda _: (tmp_path / "stands").exists())
         opened.send(CTRL_C)
-        opened.wait("Ctrl-C again stops at once")
+        opened.wait("Ctrl-C again stops without saving")
         opened.send(CTRL_C)
         assert "interrupted twice: step" in " ".join(opened.finish(130).split())
     life = read_life(tmp_path / "runs/a")
     assert life.state == "stopped" and "the checkpoint of step 0 is safe" in life.message
+
+
+FORKS = """
+import os, time
+import jax, jax.numpy as jnp, numpy as np, optax
+from tpuswarm import supervised
+
+def fork(w):
+    worker = os.fork()
+    if not worker:  # in the terminal's foreground, too, and with Python's handlers
+        time.sleep({seconds})
+        os._exit(0)
+    open("forked", "w").close()
+    os.waitpid(worker, 0)
+    return np.float32(0)
+
+def loss(params, batch, key):
+    held = jax.pure_callback(fork, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(params["w"]))
+    return jnp.mean((batch["x"] * params["w"]) ** 2) + held
+
+def recipe():
+    return supervised(lambda key: {{"w": jnp.ones(())}}, loss, optax.sgd(0.1), {{"x": np.ones(64, np.float32)}})
+"""
+"""A recipe whose steps take long, and have a worker forked."""
+
+
+def test_one_ctrl_c_is_one_however_many_workers_get_it(tmp_path):
+    (tmp_path / "forks.py").write_text(FORKS.format(seconds=2 * TIDY))
+    words = ["train", "forks.py:recipe", "--steps", "9", "--batch", "8", "--run", "runs/a"]
+    with terminal(words, tmp_path) as opened:
+        opened.wait(lambda _: (tmp_path / "forked").exists())
+        opened.send(CTRL_C)
+        said = " ".join(opened.finish(130).split())
+    assert "interrupted: saved at step" in said and "twice" not in said
 
 
 BEFORE_THERE_IS_A_RUN = [

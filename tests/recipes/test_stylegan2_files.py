@@ -122,7 +122,7 @@ def test_damaged_pictures_are_counted_named_and_left_out(folder, capsys):
     assert recipe.data("all").rows_per_epoch == 12
     said = capsys.readouterr().err
     assert said.startswith("3 of 15 pictures cannot be read: ") and "cut.jpg (" in said
-    assert "text.png (no picture)" in said and "empty.png (it is empty)" in said
+    assert "text.png (not a picture)" in said and "empty.png (empty)" in said
     assert StyleGAN2(**recipe.options()).data("validation").rows_per_epoch == 1
 
 
@@ -134,14 +134,14 @@ def test_where_there_are_no_pictures_it_is_said(tmp_path, folder):
     with pytest.raises(InputError, match=r"there is no picture in .*texts: its files do not end in \.png"):
         prepare_pictures(str(tmp_path / "texts"), SIDE, "crop")
     (tmp_path / "texts" / "a.png").write_bytes(b"no picture")
-    with pytest.raises(InputError, match=r"none of 1 can be read: .*a\.png \(no picture"):
+    with pytest.raises(InputError, match=r"none of 1 can be read: .*a\.png \(not a picture"):
         prepare_pictures(str(tmp_path / "texts"), SIDE, "crop")
     (tmp_path / "half.zip").write_bytes(packed(folder, tmp_path / "whole.zip").read_bytes()[:200])
     with pytest.raises(InputError, match=r"half\.zip is no whole zip"):
         prepare_pictures(str(tmp_path / "half.zip"), SIDE, "crop")
     for path in list(folder.rglob("*.png"))[:6]:
         path.unlink()
-    with pytest.raises(InputError, match="of the 10 pictures that are the least; one is held out"):
+    with pytest.raises(InputError, match=r"too few pictures \(\d+\): it takes at least 10, one of them held out"):
         StyleGAN2(resolution=SIDE, data=str(folder)).data("train")
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.views.status import MemberStatus, SwarmStatus, write_status
-from tpuswarm.train.run.directory import CONFIG, EVENTS, LOCK, METRICS
+from tpuswarm.train.bucket.mirror import LOCK
+from tpuswarm.train.run.directory import CONFIG, EVENTS, METRICS
 
 TOKENS = 1000
 """Of one contribution."""

@@ -69,8 +69,8 @@ def demo(
     result = train(recipe, swarm, settings, None, None, FOLDER, screen, _Killer(screen).watch)
     if result.ended.how == "stopped":
         say(
-            f"{FOLDER}: {result.ended.message}; `tpuswarm train gpt2-tiny --members {MEMBERS} --run {FOLDER}` goes on "
-            "with it, and another demo replaces it"
+            f"{FOLDER}: {result.ended.message}; `tpuswarm train gpt2-tiny --members {MEMBERS} --run {FOLDER}` resumes "
+            "it, a new demo replaces it"
         )
     else:
         print_result(result, as_json=False)

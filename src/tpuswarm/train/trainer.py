@@ -121,7 +121,7 @@ class Trainer:
         check_recipe(recipe)
         asked = self.settings(steps, batch, init_from)
         if self.hosts is not None or asked["batch"] == "auto":
-            raise InputError("find_lr looks on one host, with a batch in rows: give neither hosts nor batch='auto'")
+            raise InputError("find_lr runs on one host, with a batch in rows: leave out hosts and batch='auto'")
         platform.prepare(bool(self.deterministic))
         devices = select_devices(self.devices, platform.local_devices())
         with waiting(f"looking for the learning rate of {recipe.name}", short=0.0) as far:

@@ -58,7 +58,7 @@ def test_a_program_without_a_schedule_has_no_rate_to_look_for():
     [
         ({}, {"steps": 0}, "steps must be at least 1"),
         ({}, {"batch": "auto"}, "with a batch in rows"),
-        ({"hosts": 2, "host": 0, "hosts_at": "127.0.0.1:1"}, {}, "looks on one host"),
+        ({"hosts": 2, "host": 0, "hosts_at": "127.0.0.1:1"}, {}, "runs on one host"),
     ],
 )
 def test_what_it_cannot_look_with_is_said(trainer, asked, words):

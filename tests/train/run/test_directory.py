@@ -280,11 +280,12 @@ def test_a_damaged_line_of_metrics_costs_itself_alone(tmp_path):
 LINES = [b'{"step": 1, "loss": 2.5}', b'{"step": 22, "text": "a\xc3\xa4"}', b"", b"torn", b"{"]
 
 
-@given(st.lists(st.sampled_from(LINES)), st.booleans())
-def test_from_the_last_row_back_rows_are_the_same(tmp_path_factory, lines, torn):
+@given(st.lists(st.sampled_from(LINES)), st.integers(1, 60), st.booleans())
+def test_from_the_last_row_back_rows_are_the_same(tmp_path_factory, lines, chunk, torn):
     path = tmp_path_factory.mktemp("run") / METRICS
     path.write_bytes(b"\n".join(lines) + b"\n" * (not torn))
-    assert list(read_rows_back(path)) == list(read_rows(path))[::-1]
+    assert list(read_rows_back(path, chunk=chunk)) == list(read_rows(path))[::-1]
+    assert list(read_rows_back(path, b'"text"', chunk=chunk)) == [row for row in read_rows(path) if "text" in row]
 
 
 def test_for_the_last_row_of_a_long_file_the_others_are_not_read(tmp_path, monkeypatch):
@@ -292,7 +293,10 @@ def test_for_the_last_row_of_a_long_file_the_others_are_not_read(tmp_path, monke
     path.write_text("".join(f'{{"step": {number}, "loss": 0.5}}\n' for number in range(100_000)))
     parsed, inner = [], schema.parse_row
     monkeypatch.setattr(schema, "parse_row", lambda name, line: parsed.append(line) or inner(name, line))
-    assert next(read_rows_back(path))["step"] == 99_999 and len(parsed) == 1
+    rows = read_rows_back(path)
+    assert next(rows)["step"] == 99_999 and len(parsed) == 1
+    os.truncate(path, 20)  # a run resumes
+    assert all(row["step"] > 90_000 for row in rows)
     assert list(read_rows_back(tmp_path / "none.jsonl")) == []
 
 

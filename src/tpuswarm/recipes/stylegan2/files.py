@@ -210,7 +210,7 @@ def _made(found: Found, side: int, odd: Odd) -> bytes | str:
                 picture = Image.fromarray((np.asarray(picture) / 257).round().clip(0, 255).astype(np.uint8))
             picture = picture.convert("RGB")
     except UnidentifiedImageError:
-        return "no picture" if found.data else "it is empty"
+        return "not a picture" if found.data else "empty"
     except Exception as error:  # noqa: BLE001  # each format has errors of its own; a damaged picture is counted and named
         return " ".join(str(error).split())[:100] or type(error).__name__
     width, height = picture.size

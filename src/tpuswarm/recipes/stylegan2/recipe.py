@@ -190,6 +190,6 @@ class StyleGAN2(Recipe):
             say(f"{found.damaged} of {all_} pictures cannot be read: {'; '.join(found.named)}{more}", err=True)
         if len(found.array) < 10:
             raise InputError(
-                f"{self._data} has {len(found.array)} of the 10 pictures that are the least; one is held out"
+                f"{self._data} has too few pictures ({len(found.array)}): it takes at least 10, one of them held out"
             )
         return found.array

@@ -127,7 +127,7 @@ class Loop:
                 ends.callback(self._checkpoints.close)
 
     def _slow(self) -> None:
-        self._display.note("finishing the steps under way, then saving; Ctrl-C again stops at once")
+        self._display.note("finishing the step under way, then saving; Ctrl-C again stops without saving")
 
     def _cut_short(self) -> None:
         """It was interrupted for the second time, and saves nothing any more."""
@@ -378,9 +378,9 @@ class Loop:
         raise RunFailed(
             f"NaN or infinity at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} is safe; "
             + (
-                "a lower learning rate or --clip may help, unless the data has one"
+                "a lower learning rate or --clip may help, unless the data has NaNs"
                 if bad
-                else "look for one in the data"
+                else "check the data for NaNs"
             )
         )
 

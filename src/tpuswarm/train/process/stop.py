@@ -64,8 +64,19 @@ class _Process:
     """Whether the next signal is one of this process's own, by `_raise_again`."""
     words: str | None = None
     """What is said where Ctrl-C ends it."""
+    heard: int | None = None
+    """Where Python writes what signals come, for the thread of a StopSignals."""
     ends: Callable[[], NoReturn] | None = None
     """Ends it at once, as Ctrl-C does; None in a program or a notebook of the user's, which is not ours to end."""
+
+
+def _deaf() -> None:
+    if _Process.heard is not None:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_deaf)
+"""A worker that is forked, a DataLoader's say, would write its own Ctrl-C there, too: one would count as two."""
 
 
 def last_words(text: str) -> None:
@@ -208,7 +219,8 @@ class StopSignals:
         if self._before:
             here, there = socket.socketpair()
             there.setblocking(False)
-            self._wakes, self._woke = there, signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+            self._wakes, _Process.heard = there, there.fileno()
+            self._woke = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(here,), name="Ctrl-C", daemon=True).start()
         return self
 
@@ -218,6 +230,7 @@ class StopSignals:
         self._ended.set()
         if self._before:
             signal.set_wakeup_fd(self._woke)
+            _Process.heard = None
             self._wakes.close()
         _restore(self._before)
 

@@ -4,14 +4,13 @@ import errno
 import fcntl
 import itertools
 import json
-import mmap
 import os
 import shlex
 import shutil
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from tpuswarm.config.nearest import nearest
 from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.bucket.asking import elsewhere
-from tpuswarm.train.bucket.mirror import ORIGIN, origin, shown
+from tpuswarm.train.bucket.mirror import LOCK, ORIGIN, origin, shown
 from tpuswarm.train.bucket.tended import Tended
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import lock_holder
 from tpuswarm.train.run import schema
 
-CONFIG, METRICS, EVENTS, LOCK = "config.toml", schema.METRICS, schema.EVENTS, "lock"
+CONFIG, METRICS, EVENTS = "config.toml", schema.METRICS, schema.EVENTS
 CHECKPOINTS, COMMITS = "checkpoints", "commits"
 RUNS = Path("runs")
 """Where runs are that nobody named a place for."""
@@ -312,17 +311,30 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                     yield row
 
 
-def read_rows_back(path: Path, *marks: bytes) -> Iterator[dict[str, Any]]:
-    """As `read_rows`, from the last row to the first; a line that has none of `marks`, where given, is not parsed."""
-    if not path.exists() or not path.stat().st_size:
+def read_rows_back(path: Path, *marks: bytes, chunk: int = 2**16) -> Iterator[dict[str, Any]]:
+    """As `read_rows`, from the last row to the first; no more of the file is read than is asked for.
+
+    A line that has none of `marks`, where given, is not parsed. The file may be cut meanwhile, as a run that resumes
+    does: a memory map would end this process then.
+    """
+    if not path.exists():
         return
-    with reading(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        start = len(text)
-        while (at := max(text.rfind(each, 0, start) for each in marks or (b"\n",))) >= 0:
-            start = text.rfind(b"\n", 0, at) + 1
-            row = schema.parse_row(path.name, text[start : text.find(b"\n", at) + 1])
-            if row is not None:
-                yield row
+    with reading(path), path.open("rb") as file:
+        start, cut = file.seek(0, os.SEEK_END), b""
+        while start > 0:
+            end, start = start, max(0, start - chunk)
+            file.seek(start)
+            block = file.read(end - start) + cut
+            first = (block.find(b"\n") + 1 or len(block)) if start else 0
+            cut, block = block[:first], block[first:]  # its beginning is before it
+            for line in reversed(block.splitlines(keepends=True) if _has(block, marks) else []):
+                row = schema.parse_row(path.name, line) if _has(line, marks) else None
+                if row is not None:
+                    yield row
+
+
+def _has(text: bytes, marks: Sequence[bytes]) -> bool:
+    return not marks or any(mark in text for mark in marks)
 
 
 def holder(folder: Path) -> int | None:

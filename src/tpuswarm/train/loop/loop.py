@@ -131,9 +131,10 @@ class Loop:
 
     def _cut_short(self) -> None:
         """It was interrupted for the second time, and saves nothing any more."""
+        self._display.close()
         with suppress(RunFailed):
-            safe = f"the checkpoint of step {self._saved} is safe"
-            said = f"interrupted twice: step {self._done} was not saved; {safe}"
+            lost = f"interrupted twice: step {self._done} was not saved"
+            said = f"{lost}; the checkpoint of step {self._saved} is safe"
             last_words(stopped_sentence(self._session.run.folder, said))
             self._event("stopped", said)
 
@@ -375,19 +376,17 @@ class Loop:
         names = f"parameters not finite: {', '.join(bad[:3])}" if bad else "all parameters are finite"
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         self._checkpoints.wait()
+        advice = "check the data for NaNs"
+        if bad:
+            advice = "a lower learning rate or --clip may help, unless the data has NaNs"
         raise RunFailed(
             f"NaN or infinity at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} is safe; "
-            + (
-                "a lower learning rate or --clip may help, unless the data has NaNs"
-                if bad
-                else "check the data for NaNs"
-            )
+            f"{advice}"
         )
 
     def _sum_up(self) -> None:
         """Where the time went: an event, which the report reads, and a table on the display."""
-        facts = self._watch.summary(self._session.compiled, self._session.tokens_per_step)
-        self._outputs.summary(self._done, facts)
+        self._outputs.summary(self._done, self._watch.summary(self._session.compiled, self._session.tokens_per_step))
 
     def _traced(self, message: str | None) -> None:
         self._outputs.tell(self._done, TRACE, message)

@@ -45,8 +45,14 @@ def test_it_goes_on_where_it_stopped_and_tables_say_what_is_not_run(monkeypatch,
     list(ladder.run(settings))
     lines = [json.loads(line) for line in ladder.DONE.read_text().splitlines()]
     assert len(lines) == len(every) and lines[0]["loss"] == 1.5
-    (gap, *_, optimizers) = ladder.run(ladder.Settings(False, text, hours=0.0))
+    (whole, gap, *_, optimizers) = ladder.run(ladder.Settings(False, text, hours=0.0))
     assert len(ladder.DONE.read_text().splitlines()) == len(every)
+    assert len(whole.rows) == len(gap.rows) == len(ladder.RUNGS) * len(ladder.MEMBERS)
     assert "+0.1000 ± 0.0000 (+5.0%)" in gap.rows[-1] and "not run" not in optimizers.markdown()
     ladder.DONE.write_text("\n".join(json.dumps(line) for line in lines if line["arm"] != "8 × 30, 0.8"))
-    assert "not run" in next(ladder.run(ladder.Settings(False, text, hours=0.0))).rows[-1]
+    _, gap, *_ = ladder.run(ladder.Settings(False, text, hours=0.0))
+    assert "not run" in gap.rows[-1]
+    kept = [line for line in lines if (line["rung"], line["arm"]) != ("1 M", f"8 × 30, {ladder.NOW}")]
+    ladder.DONE.write_text("\n".join(map(json.dumps, kept)))
+    whole, *_ = ladder.run(ladder.Settings(False, text, hours=0.0))
+    assert whole.rows[-1][:2] == ("1 M", "4 × 30")

@@ -11,6 +11,8 @@ PLAN = Plan(
     code="code", evaluate_every=None,
 )  # fmt: skip
 
+NONE = Tokens(0, 0, 0, 0, 0)
+
 
 class Played:
     """A process without any: the test says how it stands and how it ended."""
@@ -20,6 +22,8 @@ class Played:
         self.ended: Outcome | None = None
         self.answers, self.gone, self.incarnation, self.evaluating = True, False, None, False
         self.rows: list[dict] = []
+        self.tokens = Cluster.tokens
+        """As they were when the look under way began."""
 
     def outcome(self):
         return self.ended
@@ -29,7 +33,8 @@ class Played:
             return None
         if self.name == HEAD:
             leased = [Leased(Incarnation("x", each), 0, None, 9.0, 0) for each in Cluster.leased]
-            return 1, Summary(0, 1, False, "", Tokens(0, 0, 0, 0, 0), tuple(leased), None)
+            begun, self.tokens = self.tokens, Cluster.tokens
+            return 1, Summary(0, 1, False, "", begun, tuple(leased), None)
         seen = {"incarnation": self.incarnation, "base": 0, "tokens": 0, "at_risk": 7, "rows_per_s": 3.0}
         seen["evaluating"] = self.evaluating
         seen["rows"], self.rows = self.rows, []
@@ -45,12 +50,13 @@ class Played:
 class Cluster:
     found, address, state_bytes = False, "here:1", 0
     leased: tuple[str, ...] = ()
+    tokens = NONE
 
     def __init__(self):
         self.nodes: dict[str, str] = {}
         self.started: list[Played] = []
         self.silent = False
-        Cluster.leased = ()
+        Cluster.leased, Cluster.tokens = (), NONE
 
     def joined(self):
         return dict(self.nodes)

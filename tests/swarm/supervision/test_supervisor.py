@@ -7,6 +7,7 @@ import pytest
 
 from tests.swarm.supervision.played import PLAN, SWARM, Cluster, finish, states
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.actor import Outcome
 from tpuswarm.swarm.processes.plan import HEAD
 from tpuswarm.swarm.supervision import kept as kept_module
@@ -62,6 +63,25 @@ def test_who_has_not_begun_does_not_hold_up_a_stop(play):
 
     ended = play(script)
     assert (ended.how, ended.signal) == ("stopped", signal.SIGINT)
+
+
+def test_a_stop_waits_until_what_came_last_is_decided(play):
+    """The coordinator is asked anew when the last member has gone: an older answer knows nothing of its last push."""
+
+    def script(supervisor, cluster):
+        play.last = supervisor
+        yield
+        first = cluster.newest("m0")
+        first.incarnation = "a" * 32
+        yield
+        signal.raise_signal(signal.SIGINT)
+        yield
+        first.ended, Cluster.tokens = Outcome("left", ""), Tokens(32, 0, 0, 32, 0)
+        yield
+        Cluster.tokens = Tokens(32, 32, 0, 0, 0)
+
+    assert play(script).how == "stopped"
+    assert play.last.status.tokens == Tokens(32, 32, 0, 0, 0)
 
 
 def test_who_never_trained_does_not_hold_up_the_end(play):

@@ -4,6 +4,7 @@ That a shipped recipe raises no finding is asserted where one is trained: journe
 test_examples.py.
 """
 
+import signal
 import time
 
 import jax
@@ -19,7 +20,9 @@ from tpuswarm.train.diagnose import times
 from tpuswarm.train.diagnose.starvation import Starvation
 from tpuswarm.train.diagnose.summary import facts, rows
 from tpuswarm.train.diagnose.times import Times
+from tpuswarm.train.process.stop import SIGNALS
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
+from tpuswarm.train.run.life import read_life
 
 
 def summary(folder):
@@ -136,14 +139,17 @@ def test_the_hooks_are_gone_after_a_run_however_it_ended(tmp_path):
 
     from tpuswarm.train.diagnose.host_sync import HOOKS
 
-    before = [vars(owner)[name] for owner, name in HOOKS]
+    before, signals = [vars(owner)[name] for owner, name in HOOKS], [signal.getsignal(each) for each in SIGNALS]
     first, second = loop(tmp_path / "a"), loop(tmp_path / "b")
     next(first), next(second)
     assert vars(ArrayImpl)["item"] is not before[1]
     first.close()
     assert vars(ArrayImpl)["item"] is not before[1]
-    second.close()
+    signal.raise_signal(signal.SIGINT)
+    list(second)
+    assert read_life(tmp_path / "b").state == "stopped"
     assert [vars(owner)[name] for owner, name in HOOKS] == before
+    assert [signal.getsignal(each) for each in SIGNALS] == signals and signal.set_wakeup_fd(-1) == -1
 
 
 def test_devices_that_wait_for_data_are_found_with_their_share(tmp_path):

@@ -41,7 +41,7 @@ error of its own, and without a word. A member is only set aside then, while ano
 ANOTHER_TRY = 600.0
 """Seconds until a member that was set aside is tried again: somebody may have put right what was wrong."""
 LAST_LOOK = 10.0
-"""Seconds for the last rows of a member that ended."""
+"""Seconds for the last rows of a member that ended, and for the coordinator's word when all have."""
 
 
 class Ended(NamedTuple):
@@ -342,7 +342,15 @@ class Supervisor:
         """Whether no member has anything to hand in and, if asked, everything accepted is decided."""
         if any(kept.busy and (kept.incarnation or not settled) for kept in self.kept.values()):
             return False  # of a run that stops, who has not begun owes nothing, not even an evaluation
-        return not settled or self._summary is None or self._summary.tokens.outstanding == 0
+        return not settled or self._settled()
+
+    def _settled(self) -> bool:
+        """Whether everything accepted is decided, by a look at the coordinator that began when all members had gone."""
+        head = self.kept[HEAD]
+        for seconds in (0.0, LAST_LOOK):  # one may have been under way
+            if head.process:
+                self._see(head, head.process.look(head.rows, seconds))
+        return self._summary is None or self._summary.tokens.outstanding == 0
 
     def _stopped_at(self) -> str:
         if (view := self.view) is None:

@@ -64,14 +64,14 @@ class _Process:
     """Whether the next signal is one of this process's own, by `_raise_again`."""
     words: str | None = None
     """What is said where Ctrl-C ends it."""
-    heard: int | None = None
-    """Where Python writes what signals come, for the thread of a StopSignals."""
+    listening: "list[StopSignals]" = []  # noqa: RUF012  # of the process, as all of this
+    """Those that are entered; the newest takes the signals."""
     ends: Callable[[], NoReturn] | None = None
     """Ends it at once, as Ctrl-C does; None in a program or a notebook of the user's, which is not ours to end."""
 
 
 def _deaf() -> None:
-    if _Process.heard is not None:
+    if _Process.listening:
         signal.set_wakeup_fd(-1)
 
 
@@ -219,7 +219,8 @@ class StopSignals:
         if self._before:
             here, there = socket.socketpair()
             there.setblocking(False)
-            self._wakes, _Process.heard = there, there.fileno()
+            _Process.listening.append(self)
+            self._wakes = there
             self._woke = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(here,), name="Ctrl-C", daemon=True).start()
         return self
@@ -228,11 +229,16 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        if self._before:
+        if not self._before:
+            return
+        if _Process.listening[-1] is self:
             signal.set_wakeup_fd(self._woke)
-            _Process.heard = None
-            self._wakes.close()
-        _restore(self._before)
+            _restore(self._before)
+        else:  # two loops in turn, and the first ended first
+            after = _Process.listening[_Process.listening.index(self) + 1]
+            after._before, after._woke = self._before, self._woke
+        _Process.listening.remove(self)
+        self._wakes.close()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None and number == signal.SIGINT:

@@ -314,6 +314,20 @@ def test_the_demo_leaves_a_run_of_the_user_alone(call):
     assert before == sorted(path for path in Path("runs").rglob("*"))
 
 
+def test_a_demo_that_is_interrupted_while_it_loads_keeps_the_earlier_one(call, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert call(f"{TRAIN} --run runs/demo")[0] == 0
+    Path("runs/demo/metrics.jsonl").unlink()
+    with Path("runs/demo/config.toml").open("a") as file:
+        file.write("\n[swarm]\nmembers = 3\ndemo = true\n")
+    monkeypatch.setattr("tpuswarm.train.process.platform.load_jax", interrupted)
+    code, _, err = call("demo")
+    assert code == 130, err
+    assert Path("runs/demo/report.html").exists()
+
+
 @pytest.mark.slow
 def test_the_demo(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")  # it trains for minutes without them, as nobody's demo does

@@ -45,6 +45,12 @@ def same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+def test_statistics_are_not_counted_as_parameters(tmp_path, capsys):
+    Trainer(devices=1).fit(recipe(), steps=1, batch=8, run=tmp_path / "a")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "7 parameters and 10 numbers of statistics; memory per device: 0.0 MiB parameters" in said
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_statistics_follow_each_micro_batch_and_options_leave_them_alone(count):
     program = recipe().program(Options(accumulate=count, ema=0.9, freeze="v", clip=1.0, precision="bf16"))

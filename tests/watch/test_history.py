@@ -125,7 +125,7 @@ def test_a_line_longer_than_what_is_read_at_once(tmp_path, monkeypatch):
 def test_a_version_of_many_members_is_a_sentence_that_can_be_read():
     parts = [{"member": f"m{n}", "weight": (n + 1) / 1000, "fate": "applied", "reason": ""} for n in range(40)]
     parts += [{"member": f"x{n}", "weight": 0.0, "fate": "stale", "reason": "late"} for n in range(15)]
-    said = commit_sentence(7, 1000, parts)
+    said = commit_sentence(7, 1000, "tokens", parts)
     assert said.startswith("commit 7: 40 members, 0.1% to 4.0% each; 1,000 tokens counted; x0 stale: late; ")
     assert said.endswith("x11 stale: late; 3 more were not counted")
-    assert commit_sentence(7, 1000, parts[:2]) == "commit 7: m0 0%, m1 0%; 1,000 tokens counted"
+    assert commit_sentence(7, 1000, "rows", parts[:2]) == "commit 7: m0 0%, m1 0%; 1,000 rows counted"

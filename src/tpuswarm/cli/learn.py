@@ -43,7 +43,7 @@ def demo(
 
         demo_cloud()
         return
-    _make_room()
+    _look_for_room()
     say(
         f"A swarm of {MEMBERS} trains a small GPT-2, about two minutes; halfway, {VICTIM} is killed and comes back.\n"
         "Goodput is the share of the trained tokens that counts; an incarnation is one life of a member.",
@@ -66,6 +66,7 @@ def demo(
     swarm = Asked(members=MEMBERS, cycle=CYCLE, outer="average", demo=True)
     recipe = GPT2(size="tiny", lr=LR)
     settings = Trainer(eval_every=STEPS // 3).settings(STEPS)
+    _look_for_room(make=True)  # not before: who interrupts what is loaded keeps the earlier one
     result = train(recipe, swarm, settings, None, None, FOLDER, screen, _Killer(screen).watch)
     if result.ended.how == "stopped":
         say(
@@ -88,8 +89,11 @@ def demo(
     say('\nnext: `tpuswarm ledger verify runs/demo`, `tpuswarm sample runs/demo --prompt "import "`')
 
 
-def _make_room() -> None:
-    """Remove what an earlier demo left. Raises InputError for a run of the user's, and for one that is in use."""
+def _look_for_room(make: bool = False) -> None:
+    """Find nothing, or what an earlier demo left; make: remove that.
+
+    Raises InputError for a run of the user's, and for one that is in use.
+    """
     from tpuswarm.train.run.directory import Run
 
     if not FOLDER.exists():
@@ -102,7 +106,8 @@ def _make_room() -> None:
                 f"{FOLDER} is a run of yours, which the demo would replace: rename it (mv {FOLDER} runs/mine), or run "
                 "the demo in another folder"
             )
-        shutil.rmtree(FOLDER)
+        if make:
+            shutil.rmtree(FOLDER)
     finally:
         held.close()
 

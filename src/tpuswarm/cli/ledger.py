@@ -80,7 +80,7 @@ def _print(run: str, report: "Report") -> None:
         say(f"recomputed from their pushes, bit-identical: {_ranges(report.recomputed)}")
     reasons: dict[str, list[int]] = {}
     for version, why in report.not_recomputed.items():
-        kind = "its payloads are gone" if why.startswith("payloads/") and why.endswith("is gone") else why
+        kind = "payloads are gone" if why.startswith("payloads/") and why.endswith("is gone") else why
         reasons.setdefault(kind, []).append(version)
     for why, versions in sorted(reasons.items(), key=lambda each: each[1]):
         say(f"not recomputed: {_ranges(sorted(versions))}: {why}")

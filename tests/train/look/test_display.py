@@ -50,6 +50,7 @@ def test_rows_are_not_called_tokens():
 
 def parameter(number, **about):
     facts = {"dtype": "float32", "sharding": "replicated", "frozen": False, "decayed": True, "tied": ""} | about
+    facts.setdefault("statistic", False)
     return ParameterRow(path=f"blocks/attention/{number}/w", shape=(48, 1600, 6400), bytes_per_device=2**31, **facts)
 
 
@@ -62,6 +63,7 @@ def test_no_parameter_is_cut(width):
 
 
 def test_what_differs_has_a_column():
+    assert "statistic" in drawn(parameter_table([parameter(1), parameter(2, statistic=True)], 120), 120)[0]
     head = drawn(parameter_table([parameter(1), parameter(2, dtype="bfloat16", frozen=True)], 120), 120)[0]
     assert head.split() == ["parameter", "shape", "dtype", "frozen", "decayed", "KiB/device"]
 

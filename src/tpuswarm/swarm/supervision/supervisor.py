@@ -9,6 +9,7 @@ from collections.abc import Callable
 from signal import SIGHUP, SIGINT
 from typing import Any, NamedTuple
 
+from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.core.alarms import Step
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
@@ -70,6 +71,7 @@ class Supervisor:
         took: called with each row of a member.
         """
         self.run, self.plan, self.screen = run, plan, screen
+        self._unit = unit(plan.tokens_per_row)
         self._cluster, self._environment, self._watch = cluster, environment, watch
         self._followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
         self.telling = Telling(run, plan, screen, "" if cluster.found else cluster.address, took)
@@ -242,7 +244,8 @@ class Supervisor:
             elif kept.pid or outcome.how != "dead" or not kept.guest:  # else Ray notices late that its machine is gone
                 reason = "killed" if outcome.how == "dead" else outcome.reason
                 at_risk = (kept.seen or {}).get("at_risk", 0)
-                self.telling.event("lost", message=reason, tokens=at_risk, own_machine=kept.guest, **facts)
+                what = {"tokens": at_risk, "unit": self._unit}
+                self.telling.event("lost", message=reason, own_machine=kept.guest, **what, **facts)
         else:
             reason = "it died" if outcome.how == "dead" else outcome.reason
             kind = "coordinator" if kept.name == HEAD else "shard"
@@ -328,7 +331,7 @@ class Supervisor:
                 kept.deaths = 0
         if record.version > self._told:
             self._told = record.version
-            self.telling.event("commit", **commit_event(record))
+            self.telling.event("commit", **commit_event(record), unit=self._unit)
 
     def _say_goodbye(self) -> None:
         self._stopping = time.monotonic()
@@ -355,4 +358,4 @@ class Supervisor:
     def _stopped_at(self) -> str:
         if (view := self.view) is None:
             return "stopped before the first commit"
-        return f"stopped at commit {view.version}, {view.tokens:,} tokens counted"
+        return f"stopped at commit {view.version}, {view.tokens:,} {self._unit} counted"

@@ -44,14 +44,16 @@ def sentence(event: Mapping[str, Any]) -> str:
 def _sentence(event: Mapping[str, Any]) -> str:
     kind = event["event"]
     if kind == "commit":
-        return commit_sentence(event["version"], event["tokens"], [*event["contributors"], *event["others"]])
+        parts = [*event["contributors"], *event["others"]]
+        return commit_sentence(event["version"], event["tokens"], _unit(event), parts)
     if kind == "joined":
         joined = "rejoined" if event.get("again") else "joined"
         return f"{event['member']} {joined} ({event['incarnation'][:8]}, pid {event['pid']})"
     if kind == "lost":
         how = "killed" if event["message"] == "killed" else f"lost ({event['message']})"
         back = "; it rejoins when its machine is back" if event.get("own_machine") else ""
-        return f"{event['member']} {how}; about {event['tokens']:,} uncommitted tokens lost, commits are safe{back}"
+        lost = f"about {event['tokens']:,} uncommitted {_unit(event)} lost"
+        return f"{event['member']} {how}; {lost}, commits are safe{back}"
     if kind == "left":
         return f"{event['member']} left cleanly"
     if kind in ("coordinator", "shard"):
@@ -60,8 +62,16 @@ def _sentence(event: Mapping[str, Any]) -> str:
     return f"{kind}: {text}" if text else kind
 
 
-def commit_sentence(version: int, tokens: int, parts: Sequence[Mapping[str, Any]]) -> str:
-    """A commit in words: who is in it, and with what weight; of many members how many, and the least and the most."""
+def _unit(event: Mapping[str, Any]) -> str:
+    """What its tokens are."""
+    return str(event.get("unit", "tokens"))
+
+
+def commit_sentence(version: int, tokens: int, unit: str, parts: Sequence[Mapping[str, Any]]) -> str:
+    """A commit in words: who is in it, and with what weight; of many members how many, and the least and the most.
+
+    unit: what its tokens are, tokens or rows.
+    """
     applied = [each for each in parts if each["fate"] == "applied"]
     others = [each for each in parts if each["fate"] != "applied"]
     who = ", ".join(f"{each['member']} {each['weight']:.0%}" for each in applied) or "nobody"
@@ -70,4 +80,4 @@ def commit_sentence(version: int, tokens: int, parts: Sequence[Mapping[str, Any]
         who = f"{len(applied)} members, {least:.1%} to {most:.1%} each"
     not_in = "".join(f"; {each['member']} {each['fate']}: {each['reason']}" for each in others[:NAMED])
     more = f"; {len(others) - NAMED} more were not counted" if len(others) > NAMED else ""
-    return f"commit {version}: {who}; {tokens:,} tokens counted{not_in}{more}"
+    return f"commit {version}: {who}; {tokens:,} {unit} counted{not_in}{more}"

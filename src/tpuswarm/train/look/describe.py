@@ -20,6 +20,7 @@ class ParameterRow:
     frozen: bool
     decayed: bool
     tied: str
+    statistic: bool
     bytes_per_device: int
 
     @property
@@ -40,6 +41,7 @@ def parameter_rows(compiled: Compiled) -> list[ParameterRow]:
             frozen=parameter.frozen,
             decayed=parameter.decayed,
             tied=parameter.tied,
+            statistic=parameter.statistic,
             bytes_per_device=bytes_per_device(leaf),
         )
         for parameter, leaf in zip(compiled.program.parameters(compiled.state), leaves, strict=True)
@@ -56,10 +58,17 @@ def memory_sentence(compiled: Compiled) -> str:
     """Memory of one device in words, the compiler's figures beside the state's."""
     state = bytes_per_device(compiled.state)
     rows = parameter_rows(compiled)
-    parameters = sum(row.bytes_per_device for row in rows)
+    parameters = sum(row.bytes_per_device for row in rows if not row.statistic)
+    observed = sum(row.count for row in rows if row.statistic)
+    counted = f"{sum(row.count for row in rows) - observed:,} parameters"
+    counted, rest = (
+        (f"{counted} and {observed:,} numbers of statistics", "optimizer, average and statistics")
+        if observed
+        else (counted, "optimizer and average")
+    )
     mib = 2**20
     return (
-        f"{sum(row.count for row in rows):,} parameters; memory per device: {parameters / mib:.1f} MiB parameters "
-        f"+ {(state - parameters) / mib:.1f} MiB optimizer and average "
+        f"{counted}; memory per device: {parameters / mib:.1f} MiB parameters "
+        f"+ {(state - parameters) / mib:.1f} MiB {rest} "
         f"+ {compiled.memory.temporaries / mib:.1f} MiB temporaries"
     )

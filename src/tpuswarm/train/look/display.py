@@ -203,12 +203,12 @@ def auto_display(quiet: bool = False) -> Display:
 
 
 def parameter_table(rows: Sequence[ParameterRow], width: int) -> Table:
-    """Every parameter with shape, dtype, sharding, frozen, decayed, tied and memory.
+    """Every parameter with shape, dtype, sharding, frozen, decayed, tied, whether it is a statistic, and memory.
 
     A column in which nothing stands is left out; what is the same of all parameters is said once, under the table.
     """
     same = [word for word in ("dtype", "sharding") if len({getattr(row, word) for row in rows}) == 1]
-    names = ("parameter", "shape", "dtype", "sharding", "frozen", "decayed", "tied", "KiB/device")
+    names = ("parameter", "shape", "dtype", "sharding", "frozen", "decayed", "tied", "statistic", "KiB/device")
     cells = [
         (
             row.path,
@@ -218,6 +218,7 @@ def parameter_table(rows: Sequence[ParameterRow], width: int) -> Table:
             "yes" if row.frozen else "",
             "yes" if row.decayed else "",
             row.tied,
+            "yes" if row.statistic else "",
             f"{row.bytes_per_device / 1024:,.1f}",
         )
         for row in rows

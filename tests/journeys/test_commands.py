@@ -12,7 +12,10 @@ from tests import processes
 from tests.terminal import terminal
 from tests.train.findings import complaints
 from tpuswarm.cli import main
+from tpuswarm.cli.swarm import print_result
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.supervision.start import SwarmResult
+from tpuswarm.swarm.supervision.supervisor import Ended
 from tpuswarm.train.run.directory import Run, read_config
 
 RECIPE = """
@@ -358,6 +361,12 @@ def test_the_demo(tmp_path, monkeypatch):
     assert f"in use by process {again.pid}" in err
     again.kill()
     again.communicate()
+
+
+def test_rows_are_not_called_tokens(call, capsys):
+    assert call(f"{TRAIN} --run runs/a")[0] == 0
+    print_result(SwarmResult(Path("runs/a"), Ended("finished", "", None), {}, 4, 7_680), as_json=False)
+    assert capsys.readouterr().out == "runs/a finished at commit 4: 7,680 rows; runs/a/report.html\n"
 
 
 def test_a_fault_of_the_programs_own_is_one_sentence_too(call, monkeypatch):

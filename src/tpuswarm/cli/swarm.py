@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpuswarm.cli.options import Listens
-from tpuswarm.config.shown import significant
+from tpuswarm.config.shown import significant, unit
 from tpuswarm.errors import InputError
 from tpuswarm.train.hosts.several import PORT
 from tpuswarm.train.process.terminal import say
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def print_result(result: "SwarmResult", as_json: bool) -> None:
     """The end of a run on stdout."""
     from tpuswarm.train.bucket.mirror import shown as called
+    from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.life import stopped_sentence
 
     if as_json:
@@ -34,7 +35,8 @@ def print_result(result: "SwarmResult", as_json: bool) -> None:
         if result.metrics.get(name) is not None
     )
     run = called(result.run)
-    say(f"{run} finished at commit {result.version}: {result.tokens:,} tokens{shown}; {result.run / 'report.html'}")
+    counted = f"{result.tokens:,} {unit(read_config(result.run)['chosen']['tokens_per_row'])}"
+    say(f"{run} finished at commit {result.version}: {counted}{shown}; {result.run / 'report.html'}")
 
 
 def join(

@@ -29,8 +29,9 @@ from tpuswarm.swarm.processes.effects import Call, Do, Together
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.places import Copied
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.train.bucket.stored import Copied, Held
+from tpuswarm.train.bucket.stored import Held
 
 MEMBERS = (4, 16, 64)
 FRAGMENTS, ELEMENTS = 8, 2**16

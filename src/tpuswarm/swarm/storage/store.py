@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.storage.places import Copied, Folder, Memory
 from tpuswarm.train.bucket.mirror import origin
-from tpuswarm.train.bucket.stored import Bucket, Content, Copied, Folder, Memory
+from tpuswarm.train.bucket.stored import Bucket, Content
 
 
 class Missing(RunFailed):

@@ -150,7 +150,7 @@ def children(name: str) -> Moment:
     return lambda terminal, folder: any(name in each for each in processes_of(terminal.process.pid))
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "raylet/raylet", "ray::Actor"])
+@pytest.mark.parametrize("name", ["gcs_server", "raylet/raylet", "dashboard/agent.py", "ray::Actor"])
 def test_ctrl_c_while_a_swarm_starts_does_not_wait_for_it(tmp_path, name):
     moment = children(name)
     with terminal([*TRAIN, "--members", "2"], tmp_path) as opened:

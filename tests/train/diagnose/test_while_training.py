@@ -189,13 +189,14 @@ def test_the_places_of_a_run_add_up_to_its_time(monkeypatch):
 
 
 def test_a_run_ends_with_where_its_time_went(tmp_path, capsys):
-    started = time.perf_counter()
+    started, seen = time.perf_counter(), []
     for _ in loop(tmp_path, toy.recipe(), eval_every=10):
+        seen.append(time.perf_counter())
         time.sleep(0.01)
     whole = time.perf_counter() - started
     facts = summary(tmp_path)
     seconds = facts["seconds"]
-    assert 0.5 * whole < sum(seconds.values()) <= whole
+    assert seen[-1] - seen[0] <= sum(seconds.values()) <= whole
     assert seconds[times.USER] >= STEPS * 0.01
     assert all(seconds[place] > 0 for place in (times.COMPILING, times.STEPS, times.EVALUATION, times.CHECKPOINTS))
     training = sum(seconds[place] for place in times.TRAINING)

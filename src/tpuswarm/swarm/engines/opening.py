@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tpuswarm.train.process.stop import held
 
 os.environ |= ENVIRONMENT  # Ray reads these while it is imported
 
+import psutil  # type: ignore[import-untyped]
 import ray
 
 NAMESPACE = "tpuswarm"
@@ -27,8 +28,7 @@ LOOPBACK = "127.0.0.1"
 def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboard: bool) -> Any:
     """Ray's context, of the cluster at an address or of a new one; RunFailed where there is none.
 
-    dashboard: serve Ray's own, to this machine alone. It can be cut short: the processes that Ray has started by then
-    end with this one.
+    dashboard: serve Ray's own, to this machine alone. It can be cut short: what Ray has started by then is ended.
     """
     own: dict[str, Any] = {}
     if address is None:
@@ -41,7 +41,7 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
             "_temp_dir": str(_sessions()),
             "_metrics_export_port": ports.of("metrics") if ports else None,
         }
-    with _signals_are_ours(), _connected_as_a_whole(), _started_with(ports):
+    with _none_is_left(), _signals_are_ours(), _connected_as_a_whole(), _started_with(ports):
         try:
             context = ray.init(
                 address=address or "local", namespace=NAMESPACE, logging_level=logging.CRITICAL, log_to_driver=False,
@@ -85,6 +85,31 @@ def _silence() -> None:
     import ray._private.worker as worker
 
     worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+@contextmanager
+def _none_is_left() -> Iterator[None]:
+    """A start that fails or is cut short leaves no process.
+
+    Ray's would end with this one, but for an agent: without its raylet it looks for a server that is gone for a minute.
+    """
+    this = psutil.Process()
+    before = set(this.children())
+
+    def started() -> Iterator[Any]:
+        for child in set(this.children()) - before:
+            with suppress(psutil.NoSuchProcess):
+                yield from (child, *child.children(recursive=True))
+
+    try:
+        yield
+    except BaseException:
+        with held():
+            for end in (psutil.Process.suspend, psutil.Process.kill):  # what stands still starts no other
+                for each in started():
+                    with suppress(psutil.NoSuchProcess):
+                        end(each)
+        raise
 
 
 @contextmanager

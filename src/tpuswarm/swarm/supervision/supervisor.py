@@ -349,8 +349,8 @@ class Supervisor:
 
     def _settled(self) -> bool:
         """Whether everything accepted is decided, by a look at the coordinator that began when all members had gone."""
-        head = self.kept[HEAD]
-        for seconds in (0.0, LAST_LOOK):  # one may have been under way
+        head, left = self.kept[HEAD], self._stopping + GOODBYE - time.monotonic()
+        for seconds in (0.0, max(0.0, min(LAST_LOOK, left))):  # one may have been under way
             if head.process:
                 self._see(head, head.process.look(head.rows, seconds))
         return self._summary is None or self._summary.tokens.outstanding == 0

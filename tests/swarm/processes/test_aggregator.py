@@ -11,16 +11,17 @@ import pytest
 from tests.swarm.chains import SIZES, Run
 from tests.swarm.exact import DIGESTS
 from tpuswarm.swarm.core.arithmetic.outer import Average
-from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Lost, Merge, Part, Refused, Terms
+from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Gone, Lost, Merge, Part, Refused, Terms
 from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.engines.inproc import Inproc
+from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
-from tpuswarm.swarm.processes.effects import Over
+from tpuswarm.swarm.processes.effects import Over, Unreachable
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
-from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.store import Missing, Store
 from tpuswarm.swarm.storage.verify import verify
 
 kinds = pytest.mark.parametrize(
@@ -145,6 +146,23 @@ def test_a_version_that_is_damaged_is_computed_again(tmp_path, kind):
     run.commit()  # repeats it
     harm()
     assert shards(run.store)[0].check(run.records[-1]) is None
+
+
+def test_who_comes_too_late_for_a_version_is_told_so(tmp_path):
+    """It went after many newer commits. Over a slow link a member ended one aggregator after the other by asking."""
+    run = grown(tmp_path, "average-plain-ema", commits=6)
+    newest = run.records[-1]
+    old = next(each for each in run.records[1:] if each.state != newest.state)
+    shutil.rmtree(tmp_path / "payloads")
+    for digest in (old.state[2], old.outer[2], newest.outer[2]):
+        run.store.delete(object_name(digest))
+    aggregator, node = Aggregator(Ledger(run.store), Objects(run.store), SIZES, 0, 1), NodeThreads(pytest.fail)
+    assert node.call(aggregator, "fetch", (2, old.state[2])) == Gone()
+    assert node.call(aggregator, "average", (2, old.version)) == Gone()
+    np.testing.assert_array_equal(node.call(aggregator, "fetch", (2, newest.state[2])), run.state(newest.version)[2])
+    with pytest.raises(Unreachable):  # without the newest no run goes on
+        node.call(aggregator, "average", (2, newest.version))
+    assert isinstance(node.failure, Missing)
 
 
 def test_what_cannot_be_computed_again_is_named_with_the_version_to_go_on_from(tmp_path):

@@ -11,7 +11,7 @@ from tests.swarm.world import World
 from tpuswarm.swarm.core import state as core
 from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.choose import Staleness
-from tpuswarm.swarm.core.messages import Accepted, Damaged, Refused
+from tpuswarm.swarm.core.messages import Accepted, Damaged, Gone, Refused
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.engines.inproc import Faults
 
@@ -195,6 +195,26 @@ def test_members_add_what_changed_and_fetch_the_whole_where_that_is_wrong():
     assert any("does not match the ledger: fetching all of it" in sentence for sentence in world.said)
     calls = [name for _, name, when in world.points if when == "after"]
     assert calls.count("call updates") > calls.count("call fetch") > 0
+
+
+def test_a_member_that_comes_too_late_for_a_version_takes_a_newer_one():
+    told = []
+
+    class Slow(World):
+        def start_shard(self, name):
+            super().start_shard(name)
+            shard = self.engine._servers[name]
+            fetch = shard.fetch
+
+            def late(number, digest):
+                told.append(self.rnd.random() < 0.5)
+                return Gone() if told[-1] else fetch(number, digest)
+
+            shard.fetch = late
+
+    world = Slow(seed=2)
+    view = world.run()
+    assert any(told) and len(view.counted) == world.horizon and world.lives == world.members
 
 
 def test_a_contribution_that_is_not_finite_changes_nothing():

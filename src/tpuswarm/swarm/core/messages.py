@@ -141,6 +141,11 @@ class Damage:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """An older version that was asked for is not kept any longer: ask for the newest."""
+
+
+@dataclass(frozen=True)
 class Lost:
     """A shard could not read these payloads."""
 

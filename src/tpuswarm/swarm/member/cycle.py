@@ -12,7 +12,7 @@ from typing import Any
 
 from tpuswarm.swarm.core import books as core
 from tpuswarm.swarm.core.books import Adopt, Member
-from tpuswarm.swarm.core.messages import Accepted, Granted, Refused
+from tpuswarm.swarm.core.messages import Accepted, Gone, Granted, Refused
 from tpuswarm.swarm.core.values import Header, Identity
 from tpuswarm.swarm.member.contract import Evaluated, Holder, Payload
 from tpuswarm.swarm.member.pace import Speed
@@ -306,7 +306,10 @@ class MemberProcesses:
         return answers
 
     def _fetch(self, adopt: Adopt, tokens: int) -> Process:
-        """Bring a version here: by what was added since the last one, where that is sent, else whole."""
+        """Bring a version here: by what was added since the last one, where that is sent, else whole.
+
+        One that came so slowly that it is not kept any longer is left: the next heartbeat brings news of a newer one.
+        """
         found: dict[int, Any] = {}
         follows = self.books.terms.outer.downlink != "plain"
         if self.anchor is not None and follows:
@@ -320,12 +323,17 @@ class MemberProcesses:
                         )
         whole = {n: (n, digest) for n, digest in enumerate(adopt.state) if found.get(n) is None}
         found |= yield from self._from_shards("fetch", whole)
+        if any(isinstance(each, Gone) for each in found.values()):
+            self.say(f"commit {adopt.version} is not kept any longer: fetching a newer one")
+            return
         fragments = [found[number] for number in range(len(adopt.state))]
         version = yield Do("member places a version", lambda: self.holder.place(fragments))
         average = None
         if self.books.terms.outer.average and self._evaluates(tokens):
             means = yield from self._from_shards("average", {n: (n, adopt.version) for n in range(len(adopt.state))})
             ordered = [means[number] for number in range(len(adopt.state))]
+            if any(isinstance(each, Gone) for each in ordered):
+                return
             average = yield Do("member places an average", lambda: self.holder.place(ordered))
         self._arrived = (adopt, tokens, version, average)
         if follows:

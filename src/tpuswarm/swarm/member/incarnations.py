@@ -12,7 +12,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.books import Adopt, Member
-from tpuswarm.swarm.core.messages import Refused
+from tpuswarm.swarm.core.messages import Gone, Refused
 from tpuswarm.swarm.core.state import disagreement
 from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.engines.threads import NodeThreads
@@ -165,13 +165,10 @@ class MemberHost:
         place = self.place
         fruitless = 0
         while not self._leaving:
-            joining = self._hello(ready, programs)
-            if joining is None:
+            newest = self._newest(ready, programs)
+            if newest is None:
                 break
-            if ready.digests != joining.terms.digests:
-                why = disagreement(ready.digests, joining.terms.digests)
-                raise InputError(f"{place.name} cannot join: {why}{_way_out(ready.digests, joining.terms.digests)}")
-            reason = self._live(joining, ready, programs)
+            reason = self._live(*newest, ready, programs)
             if reason is None:
                 return "ended"
             place.say(f"its incarnation is over: {reason}")
@@ -182,8 +179,10 @@ class MemberHost:
                 raise RunFailed(f"{place.name} gave up after {LIVES} incarnations without a push: {reason}")
         return "left"
 
-    def _live(self, joining: Joining, ready: Ready, programs: Ready | Lead) -> str | None:
-        """One incarnation; why it is over, None at the end of the run."""
+    def _live(
+        self, joining: Joining, anchor: list[np.ndarray], ready: Ready, programs: Ready | Lead
+    ) -> str | None:
+        """One incarnation, from a version on; why it is over, None at the end of the run."""
         place, swarm = self.place, self.place.plan.swarm
         incarnation = Incarnation(place.name, secrets.token_hex(16))
         books = Member(
@@ -195,7 +194,6 @@ class MemberHost:
             joining.tokens,
             batch=place.batch,
         )
-        anchor = self._fetch(joining.state)
         holder = programs.holder(anchor)
         place.say(f"incarnation {incarnation.name[:8]} starts from commit {joining.version}")
         node = NodeThreads(place.calls)
@@ -219,18 +217,21 @@ class MemberHost:
             raise RunFailed(f"{place.name} hangs: its devices have been at one thing for {member.stalled:.0f} s")
         if node.failure is None or member.ended:
             if ready.validation is not None:
-                self._last_evaluation(holder)
+                self._last_evaluation(holder, ready, programs)
             return None
         if isinstance(node.failure, Over | Unreachable):
             return str(node.failure)
         raise node.failure
 
-    def _last_evaluation(self, holder: Holder) -> None:
+    def _last_evaluation(self, holder: Holder, ready: Ready, programs: Ready | Lead) -> None:
         """Of the run's last version, which nobody had to adopt."""
-        last = self._answer(Call(HEAD, "hello", (self.place.name,)))
+        newest = self._newest(ready, programs)
+        if newest is None:
+            return
+        last, fragments = newest
         self.place.say(f"evaluating commit {last.version}")
         self._evaluating = True
-        version = holder.place(self._fetch(last.state))
+        version = holder.place(fragments)
         holder.adopt(Adopt("take", None, last.version, last.state), version, 0.0)
         average = None
         if self.place.plan.average:
@@ -241,11 +242,22 @@ class MemberHost:
         if found:
             self._rows.evaluated(last.version, last.tokens, found)
 
-    def _fetch(self, state: tuple[str, ...]) -> list[np.ndarray]:
-        """The fragments of a version."""
-        return [
-            self._answer(Call(self._shard(number), "fetch", (number, digest))) for number, digest in enumerate(state)
-        ]
+    def _newest(self, ready: Ready, programs: Ready | Lead) -> tuple[Joining, list[np.ndarray]] | None:
+        """What the run is, and the fragments of its newest version; None when told to leave.
+
+        Raises InputError where this member trains something else.
+        """
+        while joining := self._hello(ready, programs):
+            if ready.digests != joining.terms.digests:
+                why = disagreement(ready.digests, joining.terms.digests)
+                way_out = _way_out(ready.digests, joining.terms.digests)
+                raise InputError(f"{self.place.name} cannot join: {why}{way_out}")
+            asked = enumerate(joining.state)
+            fragments = [self._answer(Call(self._shard(number), "fetch", (number, name))) for number, name in asked]
+            if not any(isinstance(each, Gone) for each in fragments):
+                return joining, fragments
+            self.place.say(f"commit {joining.version} is not kept any longer: fetching a newer one")
+        return None
 
     def _hello(self, ready: Ready, programs: Ready | Lead) -> Joining | None:
         """What the run is, from the coordinator; None when told to leave. Makes the first state where asked to."""

@@ -15,7 +15,7 @@ import numpy as np
 from tpuswarm.swarm.core.arithmetic.merge import Contribution
 from tpuswarm.swarm.core.arithmetic.outer import average_row, commit, first_state, state_rows
 from tpuswarm.swarm.core.arithmetic.quantize import BITS
-from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Lost, Merge, Part, Refused
+from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Gone, Lost, Merge, Part, Refused
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.processes.effects import Do, Process
 from tpuswarm.swarm.storage import tensors
@@ -74,20 +74,33 @@ class Aggregator:
         return Accepted()
 
     @_slowly("shard reads a fragment")
-    def fetch(self, fragment: int, digest: str) -> np.ndarray:
-        """A fragment of a version, float32[n]; raises Missing and Corrupt where it cannot be computed again either."""
-        return self._array(fragment, digest)
+    def fetch(self, fragment: int, digest: str) -> np.ndarray | Gone:
+        """A fragment of a version, float32[n]; Gone where it can be had no longer, and is not of the newest.
+
+        Of the newest it raises Missing and Corrupt then: no run goes on without.
+        """
+        try:
+            return self._array(fragment, digest)
+        except (Missing, Corrupt):
+            if digest == self._newest().state[fragment]:
+                raise
+            return Gone()
 
     @_slowly("shard reads an average")
-    def average(self, fragment: int, version: int) -> np.ndarray:
-        """The moving average of a fragment at a version, float32[n]; raises as `fetch` does.
+    def average(self, fragment: int, version: int) -> np.ndarray | Gone:
+        """The moving average of a fragment at a version, float32[n]; Gone, or raised, as `fetch` says.
 
         Of a run that was only now asked to keep one: the fragment itself, with which the average will begin.
         """
         record = self._ledger.record(version)
-        if record.kept is None:
-            return self._array(fragment, record.state[fragment])
-        return self._array(fragment, record.outer[fragment])[average_row(record.downlink)]
+        try:
+            if record.kept is None:
+                return self._array(fragment, record.state[fragment])
+            return self._array(fragment, record.outer[fragment])[average_row(record.downlink)]
+        except (Missing, Corrupt):
+            if version == self._newest().version:
+                raise
+            return Gone()
 
     @_slowly("shard reads updates")
     def updates(self, fragment: int, base: int, version: int) -> Chain | None:
@@ -185,6 +198,9 @@ class Aggregator:
                 merge.kept or 0.0,
             )  # fmt: skip
             return _Digests(finish(), finish_outer(), finish_sent())
+
+    def _newest(self) -> Record:
+        return self._ledger.record(self._ledger.versions()[-1])
 
     def _array(self, number: int, digest: str) -> np.ndarray:
         """A fragment of a state or an outer state; one that is missing or damaged is computed again if that can be."""

@@ -70,6 +70,29 @@ def greeting(head):
     return head.hello("m0")
 
 
+def listening(head):
+    """The head, once it has found no founding."""
+    process = head.run()
+    process.send(next(process).action())
+    return head
+
+
+def test_who_greets_a_head_that_reads_its_ledger_makes_no_first_state(tmp_path):
+    """A whole model was made and sent once more whenever a member was there before the ledger was read."""
+    store = Store(tmp_path)
+    head = head_of(store)
+    assert head.hello("m0") == Wait(), "whether there is a first state is not known yet"
+    assert listening(head).hello("m0") == Begin()
+    founded(store, None)
+    head = head_of(store)
+    process = head.run()
+    effect = next(process)
+    while not head.opened:
+        assert head.hello("m0") == Wait()
+        effect = process.send(effect.action())
+    assert isinstance(head.hello("m0"), Joining)
+
+
 def test_a_kill_at_every_step_of_the_founding_leaves_a_run_that_goes_on(tmp_path):
     for point in range(founded(Store(tmp_path / "whole"), None)):
         store = Store(tmp_path / str(point))
@@ -77,7 +100,7 @@ def test_a_kill_at_every_step_of_the_founding_leaves_a_run_that_goes_on(tmp_path
             founded(store, point)
         begun = bool(Ledger(store).versions())
         if read_founding(store) is None:
-            assert head_of(store).hello("m0") == Begin()
+            assert listening(head_of(store)).hello("m0") == Begin()
             founded(store, None, state=("of another device",))
         answer = greeting(head_of(store))
         assert isinstance(answer, Joining) and answer.state == (("s",) if begun else ("of another device",))
@@ -99,7 +122,7 @@ def test_nothing_is_written_into_the_folder_of_another_run(tmp_path):
 @pytest.mark.parametrize("other", ["config", "data", "code"])
 def test_who_trains_something_else_founds_nothing(tmp_path, other):
     store = Store(tmp_path)
-    head = FoundingCoordinator(PLAN, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
+    head = listening(head_of(store))
     assert head.hello("m1", makes=False) == Wait(), "hosts of a slice that still wait for each other hold nobody up"
     assert (head.hello("j0"), head.hello("m0"), head.hello("m1")) == (Wait(), Begin(), Wait())
     ours = PLAN.terms(FOUNDING).digests

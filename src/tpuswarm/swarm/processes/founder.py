@@ -56,14 +56,17 @@ class FoundingCoordinator(Coordinator):
         super().__init__(Ledger(store), shards, clock, time)
         self._plan, self._store, self._alone = plan, store, alone
         self._founding: Founding | None = None
+        self._unfounded = False
+        """Whether it was looked for, and is not there yet."""
         self._founder: tuple[str, float] | None = None
 
     def run(self) -> Process:
         """Until the end of the run; raises Over where another coordinator rules."""
         founded = False
         while (founding := (yield Do("coordinator reads the founding", lambda: read_founding(self._store)))) is None:
-            founded = True
+            founded = self._unfounded = True
             yield Sleep(LOOK)
+        self._unfounded = False
         self._shards = self._shards[: len(founding.fragments)]
         terms = self._plan.terms(founding)
         yield from self.open(terms, founded=founded, alone=self._alone)
@@ -83,7 +86,7 @@ class FoundingCoordinator(Coordinator):
             newest = self.state.view.newest
             return Joining(self.state.terms, self._founding, newest.version, newest.tokens, newest.state)
         now = self.clock()
-        if not makes or (self._plan.members and member not in self._plan.members):
+        if not self._unfounded or not makes or (self._plan.members and member not in self._plan.members):
             return Wait()  # what makes the run is one of those that it was started with, where there are any
         if self._founder is None or self._founder[0] == member or now > self._founder[1]:
             self._founder = (member, now + FOUNDER)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.swarm.supervision.played import PLAN, SWARM, Cluster, finish, states
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.actor import Outcome
 from tpuswarm.swarm.processes.plan import HEAD
@@ -142,13 +142,14 @@ def test_a_supervisor_that_stood_still_takes_nobody_for_silent(play):
 TWO = replace(PLAN, swarm=replace(SWARM, members=2))
 WRONG = Outcome("wrong", "m1 cannot join: its code differs from the run's")
 FAILED = Outcome("failed", "ValueError: no such device")
+DIVERGES = Outcome("over", "m1 gave up after 5 incarnations without a push that is finite")
 
 
-@pytest.mark.parametrize("outcome", [WRONG, FAILED])
+@pytest.mark.parametrize("outcome", [WRONG, FAILED, DIVERGES])
 def test_one_member_that_fails_ends_no_run_that_another_one_trains(play, outcome, monkeypatch):
     def script(supervisor, cluster):
         yield
-        for _ in range(1 if outcome is WRONG else module.FAILURES):
+        for _ in range(module.FAILURES if outcome is FAILED else 1):
             cluster.newest("m1").ended = outcome
             yield
             yield
@@ -171,14 +172,15 @@ def test_one_member_that_fails_ends_no_run_that_another_one_trains(play, outcome
     assert [each["message"].partition(":")[0] for each in play.events("alarm")] == ["m1 does not train"]
 
 
-def test_a_run_that_nobody_can_train_ends_with_the_reason(play):
+@pytest.mark.parametrize(("how", "error"), [("wrong", InputError), ("over", RunFailed)])
+def test_a_run_that_nobody_can_train_ends_with_the_reason(play, how, error):
     def script(supervisor, cluster):
         yield
         cluster.newest("m1").ended = WRONG
         yield
         yield
-        cluster.newest("m0").ended = Outcome("wrong", "m0 cannot join: its data differs from the run's")
+        cluster.newest("m0").ended = Outcome(how, "m0 cannot train for this reason")
         yield
 
-    with pytest.raises(InputError, match="m0 cannot join: its data differs"):
+    with pytest.raises(error, match="^m0 cannot train for this reason$"):
         play(script, TWO)

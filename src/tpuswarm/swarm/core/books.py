@@ -79,6 +79,11 @@ class Member:
         return not any(edge % self.terms.batch for each in self.outstanding.ranges for edge in each)
 
     @property
+    def finite_pushes(self) -> int:
+        """Of its pushes, those that are finite for all that is known; one that is not is the last of an incarnation."""
+        return self.sequence - bool(self.undecided and not self.undecided.finite)
+
+    @property
     def progress(self) -> tuple[int, int]:
         """Tokens counted or outstanding here, and tokens of the whole run: the schedule's fraction."""
         per_row = self.terms.tokens_per_row

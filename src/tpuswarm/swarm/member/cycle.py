@@ -208,7 +208,7 @@ class MemberProcesses:
         yield from self._on_devices("member adopts", take)
         self._done.add(adopt.how)
         if adopt.how == "fresh":
-            raise Over("its numbers were not finite")
+            raise Over("its numbers were not finite; a lower learning rate or --clip may help, unless the data has NaNs")
         evaluates = self._evaluates(tokens)
         self.books = core.adopted(self.books, adopt, tokens)
         if evaluates:

@@ -39,7 +39,7 @@ AGAIN = 0.5
 HANGS = 60.0
 """Seconds after the end of an incarnation until what its devices still do is given up, and with it the process."""
 LIVES = 5
-"""Incarnations that one process tries without a single accepted step before it gives up."""
+"""Incarnations in a row that hand in nothing which is finite, until a member gives up."""
 
 
 @dataclass
@@ -121,7 +121,10 @@ class MemberHost:
         }
 
     def run(self) -> str:
-        """Until the run ends (`ended`) or this member was asked to leave (`left`); raises RunFailed and InputError."""
+        """Until the run ends (`ended`) or this member was asked to leave (`left`).
+
+        Raises RunFailed, InputError, and Over where it gives up.
+        """
         place, plan = self.place, self.place.plan
         if place.batch and int(plan.settings["batch"]) % place.batch:
             raise InputError(
@@ -174,9 +177,9 @@ class MemberHost:
             place.say(f"its incarnation is over: {reason}")
             assert self._member is not None
             self._last, self._member = self._member.books, None  # and with it what it held on the devices
-            fruitless = 0 if self._last.sequence else fruitless + 1
+            fruitless = 0 if self._last.finite_pushes else fruitless + 1
             if fruitless >= LIVES:
-                raise RunFailed(f"{place.name} gave up after {LIVES} incarnations without a push: {reason}")
+                raise Over(f"{place.name} gave up after {LIVES} incarnations without a push that is finite: {reason}")
         return "left"
 
     def _live(

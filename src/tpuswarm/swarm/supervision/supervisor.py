@@ -213,11 +213,12 @@ class Supervisor:
         if kept.member and kept.process and outcome.how != "dead":
             for seconds in (0.0, LAST_LOOK):  # one may have been under way before its last rows were there
                 self._see(kept, kept.process.look(kept.rows, seconds))
-        if outcome.how == "ended" or (outcome.how in ("left", "wrong") and (self._stopping or kept.guest)):
+        cannot = kept.member and outcome.how in ("wrong", "over")
+        if outcome.how == "ended" or ((outcome.how == "left" or cannot) and (self._stopping or kept.guest)):
             kept.left = True  # and its actor stays: members have to hear from the coordinator that the run has ended
             if outcome.how == "left":
                 self.telling.event("left", member=kept.name, incarnation=kept.incarnation, pid=kept.pid)
-            elif outcome.how == "wrong":
+            elif cannot:
                 self.telling.event("note", member=kept.name, message=outcome.reason)
                 if kept.guest and kept.node:
                     self._cluster.dismiss(kept.node, outcome)
@@ -227,8 +228,9 @@ class Supervisor:
         if kept.process and outcome.how != "dead":
             kept.process.kill()  # what it held on the devices, and its name, are for the next one
         kept.process = None
-        if kept.member and outcome.how == "wrong":
-            self._set_aside(kept, InputError(outcome.reason), now)
+        if cannot:
+            why = InputError(outcome.reason) if outcome.how == "wrong" else RunFailed(outcome.reason)
+            self._set_aside(kept, why, now)
             return
         if outcome.how == "wrong":
             raise InputError(outcome.reason)

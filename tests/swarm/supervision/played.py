@@ -21,6 +21,8 @@ class Played:
         self.name, self.node = name, node
         self.ended: Outcome | None = None
         self.answers, self.gone, self.incarnation, self.evaluating = True, False, None, False
+        self.slow = False
+        """Whether it answers nobody at once."""
         self.rows: list[dict] = []
         self.tokens = Cluster.tokens
         """As they were when the look under way began."""
@@ -29,7 +31,7 @@ class Played:
         return self.ended
 
     def look(self, since, seconds=0.0):
-        if not self.answers or self.ended:
+        if not self.answers or self.ended or (self.slow and not seconds):
             return None
         if self.name == HEAD:
             leased = [Leased(Incarnation("x", each), 0, None, 9.0, 0) for each in Cluster.leased]

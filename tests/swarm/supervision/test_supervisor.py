@@ -65,7 +65,8 @@ def test_who_has_not_begun_does_not_hold_up_a_stop(play):
     assert (ended.how, ended.signal) == ("stopped", signal.SIGINT)
 
 
-def test_a_stop_waits_until_what_came_last_is_decided(play):
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_stop_waits_until_what_came_last_is_decided(play, slow):
     """The coordinator is asked anew when the last member has gone: an older answer knows nothing of its last push."""
 
     def script(supervisor, cluster):
@@ -76,6 +77,7 @@ def test_a_stop_waits_until_what_came_last_is_decided(play):
         yield
         signal.raise_signal(signal.SIGINT)
         yield
+        cluster.newest(HEAD).slow = slow
         first.ended, Cluster.tokens = Outcome("left", ""), Tokens(32, 0, 0, 32, 0)
         yield
         Cluster.tokens = Tokens(32, 32, 0, 0, 0)

@@ -41,8 +41,8 @@ error of its own, and without a word. A member is only set aside then, while ano
 """
 ANOTHER_TRY = 600.0
 """Seconds until a member that was set aside is tried again: somebody may have put right what was wrong."""
-LAST_LOOK = 10.0
-"""Seconds for the last rows of a member that ended, and for the coordinator's word when all have."""
+LAST_LOOK = 5.0
+"""Seconds for each of two looks: for the last rows of a member that ended, and the coordinator's word when all have."""
 
 
 class Ended(NamedTuple):
@@ -210,9 +210,8 @@ class Supervisor:
         return not any(each.arguments["evaluates"] for each in others)
 
     def _ended(self, kept: KeptProcess, outcome: Outcome, now: float) -> None:
-        if kept.member and kept.process and outcome.how != "dead":
-            for seconds in (0.0, LAST_LOOK):  # one may have been under way before its last rows were there
-                self._see(kept, kept.process.look(kept.rows, seconds))
+        if kept.member and outcome.how != "dead":
+            self._look_anew(kept)
         cannot = kept.member and outcome.how in ("wrong", "over")
         if outcome.how == "ended" or ((outcome.how == "left" or cannot) and (self._stopping or kept.guest)):
             kept.left = True  # and its actor stays: members have to hear from the coordinator that the run has ended
@@ -280,6 +279,12 @@ class Supervisor:
                 self.telling.event("note", message=message)
                 kept.heard = now  # until Ray has noticed
                 kept.process.kill()
+
+    def _look_anew(self, kept: KeptProcess, seconds: float = 2 * LAST_LOOK) -> None:
+        """Wait, for so long at most, for a look that begins now: first for one under way, which knows less."""
+        for _ in range(2):
+            if kept.process:
+                self._see(kept, kept.process.look(kept.rows, max(0.0, min(LAST_LOOK, seconds / 2))))
 
     def _see(self, kept: KeptProcess, answer: tuple[int, Any] | None) -> None:
         """Take in a look; of a member also its rows of metrics."""
@@ -351,10 +356,7 @@ class Supervisor:
 
     def _settled(self) -> bool:
         """Whether everything accepted is decided, by a look at the coordinator that began when all members had gone."""
-        head, left = self.kept[HEAD], self._stopping + GOODBYE - time.monotonic()
-        for seconds in (0.0, max(0.0, min(LAST_LOOK, left))):  # one may have been under way
-            if head.process:
-                self._see(head, head.process.look(head.rows, seconds))
+        self._look_anew(self.kept[HEAD], self._stopping + GOODBYE - time.monotonic())
         return self._summary is None or self._summary.tokens.outstanding == 0
 
     def _stopped_at(self) -> str:

@@ -1,6 +1,7 @@
 """The supervisor with a cluster that is played: members at work, processes that fail, and the end of a run."""
 
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -124,6 +125,24 @@ def test_a_process_that_does_not_answer_is_killed_and_started_again(play, monkey
     words = "has not answered for 0 s: killing it"
     assert [words in each["message"] for each in play.events("note")] == [True] * 3
     assert [each["message"] for each in play.events("coordinator")] == ["it died; restarting it"]
+
+
+def test_a_coordinator_that_hangs_once_the_run_has_ended_is_started_again(play, monkeypatch):
+    """A member that has not heard of the end would wait for its answer for ever, and the run with it."""
+    monkeypatch.setattr(kept_module, "HUNG", 0.3)
+
+    def script(supervisor, cluster):
+        yield
+        head = cluster.newest(HEAD)
+        cluster.newest("m0").incarnation = "a" * 32
+        head.ended, head.answers = Outcome("ended", ""), False
+        end = time.monotonic() + 20
+        while cluster.newest(HEAD) is head and time.monotonic() < end:
+            yield
+        assert cluster.newest(HEAD) is not head and head.gone
+        finish(cluster)
+
+    assert play(script).how == "finished"
 
 
 def test_a_supervisor_that_stood_still_takes_nobody_for_silent(play):

@@ -79,8 +79,11 @@ class KeptProcess:
         return self.member and self.process is not None and not self.left and bool(owes)
 
     def silent(self, now: float) -> bool:
-        """Whether it has to be killed: it was asked for too long how it stands. now: by the supervisor's Clock."""
-        if self.process is None or self.left or (self.node == ANYWHERE and self.pid is None):
+        """Whether it has to be killed: it was asked for too long how it stands. now: by the supervisor's Clock.
+
+        Not a member that has left; a coordinator is asked to the end, for members hear from it that the run has ended.
+        """
+        if self.process is None or (self.left and self.member) or (self.node == ANYWHERE and self.pid is None):
             return False  # a cluster may be long in finding room for it
         return now - self.heard > (STARTING if self.pid is None else HUNG_MEMBER if self.member else HUNG)
 

@@ -113,7 +113,7 @@ class LeadHolder:
             self._holder.adopt(adopt, version.version, keep)
 
     def evaluate(self, leave: Callable[[], bool], average: object) -> None:
-        """Not asked for: the one that evaluates is the first of those that the run was started with."""
+        """Nothing: the other hosts have no held-out rows. A run of such members alone has no held-out loss."""
 
     def ramp(self) -> None:
         """Begin with small updates."""

@@ -330,10 +330,10 @@ def test_a_member_that_waits_for_a_host_keeps_no_run_from_ending(tokens, how):
 
 
 def test_metrics_that_cannot_be_read_end_the_member():
-    rows = MetricsRows("m0", 0, PLAN, lambda: 0)
-    rows.took(0, {"loss": "of a device that is gone"})
+    rows = MetricsRows("m0", 0, 6, lambda: 0)
+    rows.took({"loss": "of a device that is gone"})
     end = time.monotonic() + 20
     with pytest.raises(ValueError, match="of a device that is gone"):
         while time.monotonic() < end:
-            rows.took(1, {"loss": 1.0})
+            rows.took({"loss": 1.0})
             time.sleep(0.01)

@@ -185,7 +185,7 @@ class ExactHolder:
         self.sent = self.theta
         return self.theta
 
-    def payload(self, snapshot: Vector, identity: Identity) -> Payload:
+    def payload(self, snapshot: Vector) -> Payload:
         finite = not any(row == NAN for row, _ in snapshot)
         parts = tuple({"s": part} for part in split(snapshot))
         return Payload(parts, digests(snapshot), 1.0 if finite else 0.0, finite)

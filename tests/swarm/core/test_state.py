@@ -59,10 +59,10 @@ def test_a_push_before_its_turn_is_refused(decided):
     next_one = Identity(A, decided + 1)
     header = Header(next_one, "run", decided, rows.first(4), 40, 1, "plain", 1.0, True, ("d",))
     for sequence in (decided + 2, decided + 9):
-        state, answer = coordinator.push(desk.state, replace(header, identity=Identity(A, sequence)), 4.0)
+        state, answer = coordinator.push(desk.state, replace(header, identity=Identity(A, sequence)))
         assert state == desk.state
         assert answer == Refused(f"its push {sequence} is not the next: that is push {decided + 1}")
-    assert coordinator.push(desk.state, header, 4.0)[1] == StoreHeader(header)
+    assert coordinator.push(desk.state, header)[1] == StoreHeader(header)
 
 
 def test_the_more_members_the_less_each_says():

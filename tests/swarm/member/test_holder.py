@@ -17,7 +17,6 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, encode, feedback
 from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.rows import NOTHING, Rows
-from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.member.exchanged import Exchanged
 from tpuswarm.swarm.member.holder import RAMP, ProgramHolder, layout_of
 from tpuswarm.swarm.member.pace import Speed
@@ -29,7 +28,6 @@ from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 
-IDENTITY = Identity(Incarnation("m0", "a" * 32), 1)
 LARGE = (513, 512)
 """Above 1 MiB: sharded under fsdp, along its second axis."""
 
@@ -142,7 +140,7 @@ def test_snapshots_stand_still_and_adoptions_are_those_of_numpy(devices, shard):
         at_push = shared_of(compiled, holder.state, layout)
         snapshot = holder.snapshot()
         train(holder, 2)
-        payload = holder.payload(snapshot, IDENTITY)
+        payload = holder.payload(snapshot)
         assert all(same_bits(each["s"], s) for each, s in zip(payload.fragments, at_push, strict=True))
         norms = [np.linalg.norm(a.astype(np.float64) - s) for a, s in zip(anchor, at_push, strict=True)]
         assert payload.norm == pytest.approx(np.linalg.norm(norms), rel=1e-6) and payload.finite
@@ -167,7 +165,7 @@ def test_snapshots_stand_still_and_adoptions_are_those_of_numpy(devices, shard):
 def test_a_contribution_that_is_not_finite_says_so():
     holder, _ = holder_of(USUAL, compiled_on(1, "replicate"), form="int8")
     holder.state = jax.tree.map(lambda leaf: leaf.at[..., -1].set(jnp.inf) if leaf.ndim == 2 else leaf, holder.state)
-    payload = holder.payload(holder.snapshot(), IDENTITY)
+    payload = holder.payload(holder.snapshot())
     assert not payload.finite and payload.norm == 0.0
 
 
@@ -203,10 +201,10 @@ def test_nothing_that_is_kept_is_donated_where_a_fragment_is_a_single_vector(dev
     snapshot = holder.snapshot()
     holder.adopt(Adopt("take", None, 1, ("",)), holder.place([np.full(512, 0.5, np.float32)]), 0.0)
     train(holder, 1)
-    assert np.all(holder.payload(snapshot, IDENTITY).fragments[0]["s"] == 1)
+    assert np.all(holder.payload(snapshot).fragments[0]["s"] == 1)
     holder.adopt(Adopt("anchor", None, 2, ("",)), holder.place([np.full(512, 0.25, np.float32)]), 0.0)
     train(holder, 1)
-    assert holder.payload(holder.snapshot(), IDENTITY).finite
+    assert holder.payload(holder.snapshot()).finite
 
 
 def test_a_life_that_is_over_leaves_the_devices_at_once():

@@ -53,7 +53,7 @@ class Run:
         def live():
             try:
                 ended.set_result(self.member.run())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # raised where it is waited for
                 ended.set_exception(error)
 
         threading.Thread(target=live, daemon=True).start()
@@ -63,7 +63,7 @@ class Run:
 def test_a_member_that_is_never_finite_gives_up(tmp_path):
     """It went on for ever, and skipped all data on its way: the plain trainer stops."""
     run = Run(tmp_path, rate=1e30)
-    with pytest.raises(Over, match=r"m0 gave up after 5 .* not finite; a lower learning rate or --clip may help"):
+    with pytest.raises(Over, match=r"m0 gave up after 5 .* not finite; lower the learning rate, use --clip"):
         run.ends()
     records = run.ledger.records(run.ledger.versions()[1:])
     assert [each.fate for record in records for each in record.decisions] == ["dropped"] * LIVES

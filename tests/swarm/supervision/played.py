@@ -1,6 +1,6 @@
 """A cluster that is played, for a supervisor: the test says how its processes stand and how they end."""
 
-from tpuswarm.swarm.core.summary import Leased, Summary, Tokens
+from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.core.values import Incarnation
 from tpuswarm.swarm.engines.actor import Outcome
 from tpuswarm.swarm.processes.plan import HEAD, Plan, Swarm
@@ -34,7 +34,7 @@ class Played:
         if not self.answers or self.ended or (self.slow and not seconds):
             return None
         if self.name == HEAD:
-            leased = [Leased(Incarnation("x", each), 0, None, 9.0, 0) for each in Cluster.leased]
+            leased = [Incarnation("x", each) for each in Cluster.leased]
             begun, self.tokens = self.tokens, Cluster.tokens
             return 1, Summary(0, 1, False, "", begun, tuple(leased), None)
         seen = {"incarnation": self.incarnation, "base": 0, "tokens": 0, "at_risk": 7, "rows_per_s": 3.0}

@@ -129,7 +129,7 @@ def beat(state: State, said: Beat, now: float) -> tuple[State, Granted | Refused
     )
 
 
-def push(state: State, header: Header, now: float) -> tuple[State, StoreHeader | Accepted | Refused | Outdated]:
+def push(state: State, header: Header) -> tuple[State, StoreHeader | Accepted | Refused | Outdated]:
     """Whether a contribution whose payload is stored may be accepted; a repeat is answered as before."""
     key, identity, view = header.identity.incarnation, header.identity, state.view
     if header.base > view.version:

@@ -21,20 +21,6 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Leased:
-    """A member that holds a lease."""
-
-    incarnation: Incarnation
-    base: int
-    """The version it has adopted."""
-    rows_per_s: float | None
-    seconds_left: float
-    """Of the lease, unless it is renewed."""
-    outstanding: int
-    """Rows trained and without a verdict."""
-
-
-@dataclass(frozen=True)
 class Summary:
     """A look at a coordinator."""
 
@@ -45,8 +31,8 @@ class Summary:
     phase: str
     """Of the round, in words."""
     tokens: Tokens
-    leased: tuple[Leased, ...]
-    """By member."""
+    leased: tuple[Incarnation, ...]
+    """Those that hold a lease."""
     median_cycle: float | None
     """Seconds."""
 
@@ -65,10 +51,7 @@ def summary(state: State, now: float) -> Summary:
         recovering=state.recovering,
         phase=_phase(state, now),
         tokens=Tokens(processed, view.tokens, view.dropped, under_way, processed - known),
-        leased=tuple(
-            Leased(key, lease.base, lease.rows_per_s, lease.until - now, len(lease.outstanding - view.spent))
-            for key, lease in sorted(state.leases.items())
-        ),
+        leased=tuple(sorted(state.leases)),
         median_cycle=state.median_cycle,
     )
 

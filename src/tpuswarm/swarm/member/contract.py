@@ -8,7 +8,6 @@ import numpy as np
 
 from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Identity
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Holder(Protocol):
         """The parameters as they are, on the devices; training may go on at once."""
         ...
 
-    def payload(self, snapshot: Any, identity: Identity) -> Payload:
-        """A snapshot brought to the host and encoded; the same identity and snapshot give the same bytes."""
+    def payload(self, snapshot: Any) -> Payload:
+        """A snapshot brought to the host and encoded; the same snapshot gives the same bytes."""
         ...
 
     def place(self, fragments: Sequence[Any]) -> Any:

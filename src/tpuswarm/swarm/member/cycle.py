@@ -208,7 +208,7 @@ class MemberProcesses:
         yield from self._on_devices("member adopts", take)
         self._done.add(adopt.how)
         if adopt.how == "fresh":
-            raise Over("its numbers were not finite; a lower learning rate or --clip may help, unless the data has NaNs")
+            raise Over("its numbers were not finite; lower the learning rate, use --clip, or look for NaNs in the data")
         evaluates = self._evaluates(tokens)
         self.books = core.adopted(self.books, adopt, tokens)
         if evaluates:
@@ -241,10 +241,7 @@ class MemberProcesses:
         return reply
 
     def _encode(self) -> Process:
-        snapshot, undecided = self._snapshot, self.books.undecided
-        assert undecided is not None
-        encode = partial(self.holder.payload, snapshot, undecided.identity)
-        payload = yield from self._on_devices("member encodes", encode)
+        payload = yield from self._on_devices("member encodes", partial(self.holder.payload, self._snapshot))
         self.books, header = core.header(self.books, payload.norm, payload.finite, payload.digests)
         self._snapshot, self._pushed = None, (header, payload)
 

@@ -10,7 +10,7 @@ from jax.profiler import StepTraceAnnotation
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Form, Identity
+from tpuswarm.swarm.core.values import Form
 from tpuswarm.swarm.member.arrays import batch_to_devices, leaf_to_devices, wait
 from tpuswarm.swarm.member.contract import Evaluated, Payload
 from tpuswarm.swarm.member.exchanged import Coded, Exchanged, Flat, norm
@@ -112,7 +112,7 @@ class ProgramHolder:
         self._reference = self._exchanged.snapshot(self.state)
         return self._reference
 
-    def payload(self, snapshot: Flat, identity: Identity) -> Payload:
+    def payload(self, snapshot: Flat) -> Payload:
         """The snapshot as it is, or its quantized delta from the anchor with what the last ones left out."""
         return self.fetch(self.code(snapshot))
 

@@ -101,7 +101,7 @@ class MemberHost:
         self._tracer.ask(steps)
 
     def _took(self, number: int, metrics: Metrics) -> None:
-        self._rows.took(number, metrics)
+        self._rows.took(metrics)
         self._tracer.took(metrics)
 
     def look(self, since: int) -> dict[str, Any]:
@@ -182,9 +182,7 @@ class MemberHost:
                 raise Over(f"{place.name} gave up after {LIVES} incarnations without a push that is finite: {reason}")
         return "left"
 
-    def _live(
-        self, joining: Joining, anchor: list[np.ndarray], ready: Ready, programs: Ready | Lead
-    ) -> str | None:
+    def _live(self, joining: Joining, anchor: list[np.ndarray], ready: Ready, programs: Ready | Lead) -> str | None:
         """One incarnation, from a version on; why it is over, None at the end of the run."""
         place, swarm = self.place, self.place.plan.swarm
         incarnation = Incarnation(place.name, secrets.token_hex(16))

@@ -15,7 +15,6 @@ import numpy as np
 
 from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.member.arrays import wait
 from tpuswarm.swarm.member.contract import Payload
 from tpuswarm.swarm.member.exchanged import Flat
@@ -93,7 +92,7 @@ class LeadHolder:
             self._lead.tell("snapshot")
             return self._holder.snapshot()
 
-    def payload(self, snapshot: Flat, identity: Identity) -> Payload:
+    def payload(self, snapshot: Flat) -> Payload:
         """The newest snapshot, encoded."""
         with self._order:
             self._lead.tell("code")

@@ -30,7 +30,7 @@ class MetricsRows:
         """Why no more rows are read."""
         threading.Thread(target=self._read, name="metrics", daemon=True).start()
 
-    def took(self, number: int, metrics: Metrics) -> None:
+    def took(self, metrics: Metrics) -> None:
         """A step was dispatched; its metrics are still on the devices. Raises what ended the reading of others."""
         if self._failure:
             raise self._failure

@@ -69,7 +69,7 @@ class Coordinator:
         """Accept a contribution whose payload is stored, or say why not; None while the ledger is being read."""
         if not self.opened:
             return None
-        self.state, answer = core.push(self.state, header, self.clock())
+        self.state, answer = core.push(self.state, header)
         if isinstance(answer, Outdated):
             raise _outruled(answer)
         if not isinstance(answer, StoreHeader):

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.member.contract import Payload
 from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.simulation.scenario import MemberGroup
@@ -78,9 +77,9 @@ class TimedHolder:
         """Taken."""
         return True
 
-    def payload(self, snapshot: Any, identity: Identity) -> Payload:
+    def payload(self, snapshot: Any) -> Payload:
         """Names of fragments that nobody has."""
-        name = hashlib.sha256(repr(identity).encode()).hexdigest()
+        name = hashlib.sha256(f"{self.machine.name} {self.machine.rows}".encode()).hexdigest()
         return Payload(({},) * self.fragments, (name,) * self.fragments, 1.0, True)
 
     def place(self, fragments: Sequence[Any]) -> bool:

@@ -127,7 +127,7 @@ def deletable(held: Holdings, ages: Mapping[str, float], accepted: Callable[[str
 
 
 def clean(store: Store, held: Holdings) -> list[str]:
-    """Delete what may go; the names. For a coordinator, between two commits."""
+    """Delete what may go; the names. Commits may be made beside it."""
     names = deletable(held, {**store.ages("objects/"), **store.ages("payloads/")}, store.exists)
     for name in names:
         store.delete(name)

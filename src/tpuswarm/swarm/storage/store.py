@@ -40,7 +40,7 @@ class Conflict(RunFailed):
 
 
 class Store:
-    """The files under one root: a local folder, or a URL gs://bucket/folder; memory://folder for simulations.
+    """The files under one root: a local folder, or a URL gs://bucket/folder; memory://folder for tests and benchmarks.
 
     A local folder that stands for a run in a bucket (train/bucket/mirror.py) is that run, with copies on this disk.
 

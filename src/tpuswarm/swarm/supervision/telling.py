@@ -76,7 +76,7 @@ class Telling:
         if not last and clock - self._status_at < STATUS:
             return
         self._status_at = clock
-        leased = {each.incarnation.name for each in summary.leased} if summary else set()
+        leased = {each.name for each in summary.leased} if summary else set()
         version = summary.version if summary else None
         by_name = {each.name: each for each in kept}
         carried = followed.carried()

@@ -1,1 +1,1 @@
-"""One member: its two processes, its arrays on one host or several, one incarnation after the other."""
+"""One member: its processes, its arrays on one host or several, one incarnation after the other."""

@@ -1,7 +1,8 @@
-"""A member's two processes: one trains and never waits for the swarm, one talks and never touches the devices.
+"""A member's three processes: `train` never waits for the swarm, `exchange` brings pushes there and versions back, and
+`heartbeats` keep the lease while `exchange` is busy with one of these.
 
-They share the books (core/books.py). Only the training process changes parameters; what the other fetched it lays
-down in `_arrived`, to be taken up between two steps.
+They share the books (core/books.py). Only `train` changes parameters: it lays a snapshot down in `_snapshot`, to be
+pushed, and takes up between two steps what `exchange` has laid down in `_arrived`.
 """
 
 import math

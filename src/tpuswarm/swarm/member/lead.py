@@ -1,7 +1,7 @@
 """A member of several hosts: host 0 is the member of the swarm, the others repeat on their devices what it does.
 
 A program over several hosts runs when all of them dispatch it, in one order. So host 0 tells the others each call of
-its holder and then makes it itself; a lock holds the two together, because its two processes call from two threads.
+its holder and then makes it itself; a lock holds the two together, because its processes call from two threads.
 The others make the same calls, one after the other, on a holder of their own: they hold the same versions and never
 talk to the swarm. A host that dies ends the others (train/hosts/line.py): to the swarm that is one lost member.
 """

@@ -29,6 +29,9 @@ def test_a_run_that_goes_on_is_read_from_its_bookmark_on(tmp_path, monkeypatch):
     read, inner = Counter(), Store.read
     monkeypatch.setattr(Store, "read", lambda self, name: read.update([name]) or inner(self, name))
     followed = Followed(tmp_path, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "names", lambda self, prefix: pytest.fail("in a bucket that is a request"))
+        assert followed.news(look=False) == []
     assert followed.news(look=True) == run.records[-RECENT:] == followed.recent
     followed._clean(followed.view)
     assert followed.view == run.view and commit_name(first) not in read

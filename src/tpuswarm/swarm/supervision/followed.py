@@ -44,7 +44,7 @@ class Followed:
     def news(self, look: bool) -> list[Record]:
         """The records since the last call, at the first one the newest that are there; look: whether to ask at all."""
         if self.view is None:
-            if not self._ledger.versions():
+            if not look or not self._ledger.versions():
                 return []
             self.view = self._ledger.view()
             first = max(0, self.view.version + 1 - RECENT)

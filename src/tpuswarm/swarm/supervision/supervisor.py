@@ -328,9 +328,9 @@ class Supervisor:
     def _is_news(self) -> bool:
         """Whether to look for records: in a bucket each look is a request, and the coordinator says what there is."""
         view = self.view
-        if view is None or not self.run.in_bucket or self.kept[HEAD].left or self._stopping:
+        if not self.run.in_bucket or self.kept[HEAD].left or self._stopping:
             return True
-        return self._summary is not None and self._summary.version > view.version
+        return self._summary is not None and (view is None or self._summary.version > view.version)
 
     def _commit(self, record: Record) -> None:
         for kept in self.kept.values():

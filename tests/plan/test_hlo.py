@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tpuswarm.plan.hlo import collectives, gradient_sizes
+from tpuswarm.plan.hlo import OTHER, PARAMETER, collectives, gradient_sizes, made_of
 
 PLANTED = Path(__file__).with_name("planted.py")
 
@@ -25,6 +28,22 @@ def test_a_program_of_one_device_has_no_collectives_and_a_replicated_one_only_it
     assert collectives(ALL_REDUCE, gradients) == []  # the gradient of one layer of a stack
     assert collectives(ALL_REDUCE.replace("512,512", "512,511"), gradients)
     assert collectives(ALL_REDUCE.replace("512,512", "64"), ()) == []  # a norm
+
+
+def test_gradients_are_also_summed_in_other_forms_of_the_parameters():
+    """In loops and branches too; never what has to do with a batch, were it a parameter's, once for each row."""
+
+    def step(w, x):
+        def layer(x, w):
+            fold = jax.lax.cond(w[0, 0] > 0, lambda w: jnp.kron(w, np.eye(3)), lambda w: jnp.kron(np.eye(3), w), w)
+            return x @ fold + jnp.broadcast_to(w[:1].repeat(3, 1), x.shape), None
+
+        return jax.grad(lambda w: jnp.sin(jax.lax.scan(layer, x, w)[0]).sum())(w)
+
+    jaxpr = jax.make_jaxpr(step)(jnp.ones((4, 6, 6)), jnp.ones((7, 18))).jaxpr
+    shapes = made_of(jaxpr, [PARAMETER, OTHER])
+    assert (18, 18) in shapes and not any(7 in shape for shape in shapes)
+    assert made_of(jaxpr, [OTHER, OTHER]) == set()
 
 
 @pytest.fixture(scope="module")

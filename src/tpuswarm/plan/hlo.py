@@ -3,11 +3,12 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 from tpuswarm.train.program.compiled import Compiled
@@ -52,7 +53,12 @@ def hazards(compiled: Compiled, batch: int, unit: int) -> list[Hazard]:
     if compiled.mesh.size == 1:
         found += collectives(text, ())
     elif compiled.choice.shard == "replicate":
-        found += collectives(text, gradient_sizes((leaf.shape for leaf in shared), compiled.mesh.size))
+        leaves = jax.tree.leaves(compiled.state)
+        given = [PARAMETER if any(leaf is each for each in shared) else OTHER for leaf in leaves]
+        jaxpr = compiled.jaxpr.jaxpr
+        given += [OTHER] * (len(jaxpr.invars) - len(given))
+        shapes = {leaf.shape for leaf in shared} | made_of(jaxpr, given)
+        found += collectives(text, gradient_sizes(shapes, compiled.mesh.size))
     return [*host_transfers(text), *found, *unrolled(compiled.flops)]
 
 
@@ -160,6 +166,31 @@ def gradient_sizes(shapes: Iterable[tuple[int, ...]], devices: int) -> set[int]:
         whole = math.prod(shape)
         found |= {whole, whole // shape[0] if shape else 1}
     return found | {size // devices for size in found}
+
+
+CONSTANT, PARAMETER, OTHER = range(3)
+"""What a value is computed from; of several the last in this order."""
+
+
+def made_of(jaxpr: Jaxpr, given: Sequence[int]) -> set[tuple[int, ...]]:
+    """Shapes of all that is computed from parameters alone, as a kernel in another form is: its gradients are summed.
+
+    given: PARAMETER or OTHER for each argument. Broadcasts are left out: they may be of a batch's size.
+    """
+    kinds = dict(zip(jaxpr.invars, given, strict=True))
+    shapes: set[tuple[int, ...]] = set()
+    for equation in jaxpr.eqns:
+        inputs = [CONSTANT if isinstance(each, core.Literal) else kinds.get(each, CONSTANT) for each in equation.invars]
+        for body in jaxprs_in_params(equation.params):
+            if (more := len(inputs) - len(body.invars)) >= 0:  # the index of a branch; a kernel's has its outputs
+                shapes |= made_of(body, inputs[more:])
+        kind = max(inputs, default=CONSTANT)
+        if kind == PARAMETER and equation.primitive.name == "broadcast_in_dim":
+            kind = OTHER
+        kinds |= dict.fromkeys(equation.outvars, kind)
+        if kind == PARAMETER:
+            shapes |= {getattr(var.aval, "shape", ()) for var in equation.outvars}
+    return shapes
 
 
 def _elements(shape: str) -> int:

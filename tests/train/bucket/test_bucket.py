@@ -46,6 +46,18 @@ def test_rows_after_a_checkpoint_are_cut_in_the_bucket_too(served, disk):
     assert steps(folder) == [1, 2, 3] and [*read_rows(folder / "metrics.jsonl")][-1]["loss"] == 7.0
 
 
+def test_rows_that_are_cut_and_grown_again_before_they_are_sent(served, disk):
+    """A run that resumes may write more than was cut before anything is sent: no old bytes stay among the new ones."""
+    begin(5).close()
+    run = Run(folder_of(URL))
+    assert run.cut_metrics(2) == 3
+    for step in range(3, 10):
+        run.write_metrics({"step": step, "loss": 0.125 + step})
+    run.close()
+    disk("two")
+    assert steps(bring(URL)) == list(range(1, 10))
+
+
 def test_many_pieces_become_one(served, disk, monkeypatch):
     monkeypatch.setattr("tpuswarm.train.bucket.mirror.MERGED", 4)
     run = begin(1)

@@ -25,7 +25,7 @@ class Tended:
         self._mirror = Mirror(folder)
         self._lease = RunLease(self._mirror.bucket, self._mirror.url)
         self._end, self._wake = threading.Event(), threading.Event()
-        self._renewing = threading.Lock()
+        self._renewing, self._sending = threading.Lock(), threading.Lock()
         self._threads = [
             threading.Thread(target=self._repeat, args=(work,), name="bucket", daemon=True)
             for work in (self._keep, self._send)
@@ -57,6 +57,15 @@ class Tended:
         """What is new now does not wait."""
         self._wake.set()
 
+    def send(self) -> None:
+        """Send what is new, and return when it is there. Raises RunFailed."""
+        try:
+            self._push()
+        except RunFailed:
+            raise
+        except Exception as error:  # the library of buckets raises many types
+            raise self._failed(error) from error
+
     def clear(self) -> None:
         """Nothing came of the run: it is removed from the bucket."""
         self._stop()
@@ -70,7 +79,7 @@ class Tended:
             return
         try:
             self._assure()  # it may be another's since: what that has written is not to be touched
-            self._mirror.push(self._assure)
+            self._push()
             self._lease.release()
         except Lost:
             return
@@ -113,8 +122,12 @@ class Tended:
         asked = self._wake.wait(max(0.0, SENT - (time.monotonic() - self._sent)))
         self._wake.clear()
         if not self._end.is_set() and (asked or time.monotonic() - self._sent >= SENT):
-            self._mirror.push(self._assure)
+            self._push()
             self._sent = time.monotonic()
+
+    def _push(self) -> None:
+        with self._sending:
+            self._mirror.push(self._assure)
 
     def _assure(self) -> None:
         """Raise Lost unless the run is this process's, surely: its lease was renewed a moment ago, or is now."""

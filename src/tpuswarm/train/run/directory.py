@@ -115,6 +115,8 @@ class Run:
             kept = number if row else kept  # a damaged line with whole ones behind it stays
         with writing(path):
             os.truncate(path, sum(len(line) for line in lines[:kept]))
+        if self._tended:  # before new rows make the file as long as it was: what lies in a bucket is told by its bytes
+            self._tended.send()
         return len(lines) - kept
 
     @property

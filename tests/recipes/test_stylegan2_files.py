@@ -126,6 +126,69 @@ def test_damaged_pictures_are_counted_named_and_left_out(folder, capsys):
     assert StyleGAN2(**recipe.options()).data("validation").rows_per_epoch == 1
 
 
+def test_a_damaged_picture_of_a_zip_is_left_out_as_one_of_a_folder(folder, tmp_path):
+    """Other bytes than were packed, a password, a method that Python has not: the pictures beside it are fine."""
+    place = packed(folder, tmp_path / "all.zip")
+    whole = place.read_bytes()
+    there, listed = whole.find(b"PK\x03\x04"), whole.find(b"PK\x01\x02")
+    for changes, why in (
+        ({whole.find(b"IDAT") + 6: 0xFF}, "Bad CRC-32"),
+        ({there + 6: 1, listed + 8: 1}, "encrypted"),
+        ({there + 8: 9, listed + 10: 9}, "compression method"),
+    ):
+        damaged = bytearray(whole)
+        for at, value in changes.items():
+            damaged[at] ^= value
+        place.write_bytes(damaged)
+        found = prepare_pictures(str(place), SIDE, "crop")
+        assert len(found.array) == 11 and found.damaged == 1 and "all.zip:" in found.named[0] and why in found.named[0]
+
+
+def test_a_tar_that_is_damaged_in_the_middle_is_not_taken_for_a_shorter_one(tmp_path):
+    place = tmp_path / "all.tar"
+    with tarfile.open(place, "w") as archive:
+        for number in range(12):
+            about = tarfile.TarInfo(f"{number:02}.png")
+            about.size = len(picture(number))
+            archive.addfile(about, io.BytesIO(picture(number)))
+    whole = bytearray(place.read_bytes())
+    whole[whole.find(b"06.png")] ^= 0xFF
+    place.write_bytes(whole)
+    with pytest.raises(InputError, match=r"all\.tar is no whole tar \(bad checksum\); bring it again"):
+        prepare_pictures(str(place), SIDE, "crop")
+
+
+def test_pictures_that_cannot_be_read_are_said_in_a_sentence(folder, monkeypatch):
+    from fsspec.implementations.local import LocalFileSystem
+
+    def denied(self, path, mode):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(LocalFileSystem, "open", denied)
+    with pytest.raises(InputError, match=r"\.png cannot be read: .*Permission denied"):
+        prepare_pictures(str(folder), SIDE, "crop")
+
+
+def test_a_run_goes_on_with_the_same_pictures_in_another_folder(folder, tmp_path):
+    """Their order, what is held out and the digest of the data do not depend on where they lie."""
+    before = StyleGAN2(resolution=SIDE, data=str(folder)).data("train")
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    folder.rename(moved)
+    after = StyleGAN2(resolution=SIDE, data=str(moved)).data("train")
+    assert (after.rows(0, 8)["pictures"] == before.rows(0, 8)["pictures"]).all() and after.digest == before.digest
+
+
+def test_a_run_finds_its_pictures_from_every_folder(folder, tmp_path, monkeypatch):
+    """As `evaluate` and a resumed run build the recipe: from the options in config.toml, wherever they are typed."""
+    monkeypatch.chdir(folder.parent)
+    options = StyleGAN2(resolution=SIDE, data=folder.name).options()
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    assert StyleGAN2(**options).data("all").rows_per_epoch == 12
+    assert StyleGAN2().options()["data"] == "digits"
+
+
 def test_where_there_are_no_pictures_it_is_said(tmp_path, folder):
     with pytest.raises(InputError, match=r"there is no file or folder .*absent"):
         StyleGAN2(data=str(tmp_path / "absent")).data("train")

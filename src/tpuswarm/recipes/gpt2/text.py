@@ -77,7 +77,7 @@ class Text:
             yield from (piece.encode() for piece in self.pieces(advance))
             return
         for path in self.files:
-            with _reading(path), self.system.open(path, "rb") as file:
+            with looking_at(path), self.system.open(path, "rb") as file:
                 while raw := file.read(PIECE):
                     if advance:
                         advance(len(raw))
@@ -85,7 +85,7 @@ class Text:
 
     def _plain(self, path: str, advance: Advance | None) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        with _reading(path), self.system.open(path, "rb") as file:
+        with looking_at(path), self.system.open(path, "rb") as file:
             while True:
                 raw = file.read(PIECE)
                 if b"\0" in raw:
@@ -107,7 +107,7 @@ class Text:
         """The documents of a file, many in one piece: a tokenizer is slow on short ones."""
         assert self.field is not None
         held, size, first = list[str](), 0, True
-        with _reading(path), self.system.open(path, "rb") as file:
+        with looking_at(path), self.system.open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if advance:
                     advance(len(line))
@@ -156,7 +156,7 @@ def open_text(place: str | None, field: str | None = None, *, empty: bool = Fals
     """
     if place is None:
         return _standard_library()
-    with _reading(place), waiting(f"waiting for {place}"):
+    with looking_at(place), waiting(f"waiting for {place}"):
         system, path = _system(place)
         if _is_folder(system, path):
             root = path.rstrip("/") + "/"
@@ -197,7 +197,7 @@ def _is_folder(system: Any, path: str) -> bool:
 
 
 @contextmanager
-def _reading(place: str) -> Iterator[None]:
+def looking_at(place: str) -> Iterator[None]:
     """Turn what can go wrong while a place is looked for or read into InputError."""
     try:
         yield

@@ -3,16 +3,17 @@
 import hashlib
 import io
 import json
+import lzma
 import os
 import shutil
 import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
+from tpuswarm.recipes.gpt2.text import Advance, Text, looking_at, open_text
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import cache_folder
@@ -139,17 +140,22 @@ def _write(folder: Path, text: Text, side: int, odd: Odd) -> None:
 
 
 def _pictures(text: Text, advance: Advance) -> Iterator[Found]:
-    """All of them. Files come in an order of their own, so that what is held out is not the last class."""
-    paths = sorted(zip(text.files, text.sizes, strict=True), key=lambda each: _mark(each[0]))
+    """All of them. Files come in an order of their own, so that what is held out is not the last class.
+
+    It is the same wherever their folder lies: a run goes on with a copy of it.
+    """
+    root = os.path.commonpath(text.files)
+    paths = sorted(zip(text.files, text.sizes, strict=True), key=lambda each: _mark(each[0].removeprefix(root)))
     for path, size in paths:
         lower = path.lower()
-        if lower.endswith(PICTURES):
-            with text.system.open(path, "rb") as file:
-                yield Found(path, file.read())
-        elif lower.endswith(".zip"):
-            yield from _zipped(text, path)
-        elif lower.endswith(TARS):
-            yield from _tarred(text, path)
+        with looking_at(path):
+            if lower.endswith(PICTURES):
+                with text.system.open(path, "rb") as file:
+                    yield Found(path, file.read())
+            elif lower.endswith(".zip"):
+                yield from _zipped(text, path)
+            elif lower.endswith(TARS):
+                yield from _tarred(text, path)
         advance(size)
 
 
@@ -162,16 +168,33 @@ def _zipped(text: Text, path: str) -> Iterator[Found]:
         with text.system.open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             for name in sorted(archive.namelist(), key=_mark):
                 if name.lower().endswith(PICTURES) and not _is_litter(name):
-                    size = archive.getinfo(name).file_size
-                    yield _within(f"{path}:{name}", size, partial(archive.read, name))
+                    yield _unzipped(archive, name, f"{path}:{name}")
     except (zipfile.BadZipFile, EOFError) as error:
         raise InputError(f"{path} is no whole zip ({error}); bring it again") from error
+
+
+def _unzipped(archive: zipfile.ZipFile, name: str, where: str) -> Found:
+    try:
+        return _within(where, archive.getinfo(name).file_size, lambda: archive.read(name))
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError) as error:  # the last: it has a password
+        return Found(where, b"", str(error))
+
+
+class _Strict(tarfile.TarInfo):
+    """A damaged header is an error: tarfile takes it for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> "_Strict":
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
+            raise tarfile.ReadError(str(error)) from error
 
 
 def _tarred(text: Text, path: str) -> Iterator[Found]:
     """In the order of the archive, which is read once from its beginning to its end."""
     try:
-        with text.system.open(path, "rb") as file, tarfile.open(fileobj=file, mode="r|*") as archive:
+        with text.system.open(path, "rb") as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=_Strict) as archive:
             for member in archive:
                 if member.isfile() and member.name.lower().endswith(PICTURES) and not _is_litter(member.name):
                     taken = archive.extractfile(member)

@@ -85,7 +85,9 @@ class StyleGAN2(Recipe):
         }  # fmt: skip
         self.name = f"stylegan2-{resolution}"
         self.config: Config = replace(usual, **{name: value for name, value in given.items() if value is not None})
-        self._data, self._odd, self._seed = data, odd, seed
+        local = data not in (DIGITS, FAKE) and "://" not in data
+        self._data = str(Path(data).expanduser().absolute()) if local else data
+        self._odd, self._seed = odd, seed
         self._r1, self._average, self._adapt = r1, average, adapt
         self._lr = lr if lr is not None else 0.002 if resolution >= 512 else 0.0025
         values = {**vars(self.config), "lr": self._lr, "r1": r1, "average": average, "seed": seed}

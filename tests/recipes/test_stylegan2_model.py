@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.recipes import gan_oracle as oracle
-from tpuswarm.recipes.stylegan2 import discriminator, generator, layers, losses
+from tpuswarm.recipes.stylegan2 import discriminator, export, generator, layers, losses
 from tpuswarm.recipes.stylegan2.config import SIZES, Config
 from tpuswarm.recipes.stylegan2.convolution import convolve
 from tpuswarm.recipes.stylegan2.fold import Form, beside, refold
@@ -47,6 +47,17 @@ def test_the_generator_is_the_oracles(nets, form):
     made = jax.jit(lambda params, w: generator.synthesize(params, w, None, CONFIG, form))(nets[0], w)
     for picture, codes in zip(made, w, strict=True):
         np.testing.assert_allclose(picture, oracle.synthesize(double(nets[0]), codes, CONFIG.resolutions), **CLOSE)
+
+
+def test_an_exported_discriminator_takes_pictures_as_torch_flattens_them(nets):
+    """Its dense layer reads channels before rows and columns: the axes are NCHW, as config.json says."""
+    exported = export._named("discriminator", nets[1], 1.0)
+    layer = nets[1]["last"]["dense"]
+    x_BxHxWxC = normal(2, 4, 4, layer["b"].size)
+    theirs = x_BxHxWxC.transpose(0, 3, 1, 2).reshape(2, -1) @ exported["discriminator.last.dense.weight"].T
+    np.testing.assert_allclose(
+        theirs + exported["discriminator.last.dense.bias"], layers.dense(x_BxHxWxC.reshape(2, -1), layer), **CLOSE
+    )
 
 
 @FORMS

@@ -8,12 +8,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from tpuswarm.recipes.stylegan2.config import Config
+from tpuswarm.recipes.stylegan2.config import FIRST, Config
 from tpuswarm.recipes.stylegan2.generator import MAPPING_RATE
 from tpuswarm.recipes.stylegan2.layers import GAIN, LEAK
 from tpuswarm.recipes.stylegan2.resample import TAPS
 
 WEIGHTS, ABOUT = "model.safetensors", "config.json"
+FLATTENED = "discriminator.last.dense"
+"""Reads all channels of all pixels: in the order of NCHW, in torch."""
 WORDS = {
     "generator": "the moving average, which is what one wants; mapping.N, constant, and blocks by their resolution",
     "weights": "as they are used, with the equalised learning rate in them: convolutions OIHW, dense layers OI",
@@ -56,6 +58,8 @@ def _named(prefix: str, params: Any, mapping_rate: float) -> dict[str, np.ndarra
             rate = mapping_rate if prefix.endswith(".mapping") else 1.0
             w = np.asarray(each["w"])
             w = w * np.float32((w.size // w.shape[-1]) ** -0.5 * rate)
+            if path == FLATTENED:
+                w = w.reshape(FIRST, FIRST, -1, w.shape[-1]).transpose(2, 0, 1, 3).reshape(w.shape)
             found[f"{path}.weight"] = w.transpose(3, 2, 0, 1) if w.ndim == 4 else w.T
             if "b" in each:
                 found[f"{path}.bias"] = np.asarray(each["b"]) * np.float32(rate)

@@ -61,6 +61,16 @@ def test_regularisers_have_their_turn_at_their_intervals(eighteen):
     assert all(np.isfinite(list(metrics.values())).all() for metrics in seen)
 
 
+def test_the_strength_follows_the_mean_sign_whichever_steps_a_member_has(recipe):
+    """In a swarm of four with cycles of 5 a member has 5 of 20 steps; a mean sign of 0.5 is under the target of 0.6."""
+    program = recipe.program(Options())
+    program._score = lambda params, x: np.float32([1, 1, 1, -1] * (len(x) // 4)) + 0 * x.mean((1, 2, 3))
+    step, state = jax.jit(program.step), program.init(jax.random.key(0))
+    for number in [round + each for round in range(0, 60, 20) for each in range(5)]:
+        state, metrics = step(state, rows(recipe, 0), clock(number))
+        assert metrics["strength"] == 0
+
+
 def test_the_moving_average_lies_between_where_it_was_and_the_generator(recipe, one):
     state = jax.device_get(one.init(jax.random.key(1)))
     after, _ = trained(recipe, one, 1)

@@ -51,8 +51,8 @@ class State:
     w_mean: jax.Array
     """Mean code w_D, for truncation."""
     seen: dict[str, jax.Array]
-    """Scalars: `path_mean` (length), `r1` (the newest), `signs` (of scores of real pictures, since the last adjustment
-    of the augmentation), `strength` (of the augmentation)."""
+    """Scalars: `path_mean` (length), `r1` (the newest), `signs` (moving mean of those of real scores, over about the
+    steps between two adjustments: of a swarm's a member has only some), `strength` (of the augmentation)."""
 
 
 class StyleGAN2Program(Program):
@@ -163,7 +163,7 @@ class StyleGAN2Program(Program):
             return losses.real(real_B) + losses.fake(made_B), jnp.sign(real_B).mean()
 
         (value, sign), grads = jax.value_and_grad(loss, has_aux=True)(state.discriminator)
-        seen = state.seen | {"signs": state.seen["signs"] + sign / augment.EVERY}
+        seen = state.seen | {"signs": state.seen["signs"] + (sign - state.seen["signs"]) / augment.EVERY}
         return self._update_discriminator(replace(state, seen=seen), grads), value
 
     def _train_generator(self, state: State, count: int, key: jax.Array) -> tuple[State, jax.Array]:
@@ -248,7 +248,7 @@ class StyleGAN2Program(Program):
         due = (step + 1) % augment.EVERY == 0
         if self._adapt:
             strength = jnp.where(due, augment.adjusted(strength, signs, augment.EVERY * count), strength)
-        return replace(state, seen=state.seen | {"strength": strength, "signs": jnp.where(due, 0.0, signs)})
+        return replace(state, seen=state.seen | {"strength": strength})
 
     def _averaged(self, state: State, step: Any, count: int) -> State:
         """The generator's moving average, of a half-life in pictures."""

@@ -17,7 +17,7 @@ CODES = 1_000
 RATE, RISE, FALL = 0.1, 0.05, 0.25
 """Of Adam; the first share of the steps over which it rises, the last over which it falls."""
 NOISE, QUIET = 0.05, 0.75
-"""On w, in its spreads at the start, and the share of the steps after which there is none."""
+"""On each number of w, in the root of E|w - mean|^2 at the start, and the share of the steps after which it is none."""
 TOLD = 10
 """Steps between two looks at how far it is."""
 
@@ -55,7 +55,7 @@ def project(
     params, mean_D = state.average, state.w_mean
     keys = jax.random.split(jax.random.key(seed), 2)
     codes = generator.to_w(params, jax.random.normal(keys[0], (CODES, len(mean_D))))
-    spread = jnp.sqrt(jnp.square(codes - codes.mean(0, keepdims=True)).sum(-1).mean() / len(mean_D))
+    spread = jnp.sqrt(jnp.square(codes - codes.mean(0, keepdims=True)).sum(-1).mean())
     rise = optax.linear_schedule(0.0, RATE, max(1, round(RISE * steps)))
     fall = optax.cosine_decay_schedule(RATE, max(1, round(FALL * steps)))
     adam = optax.adam(optax.join_schedules([rise, optax.constant_schedule(RATE), fall],

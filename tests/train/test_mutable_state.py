@@ -48,7 +48,7 @@ def same(one, other):
 def test_statistics_are_not_counted_as_parameters(tmp_path, capsys):
     Trainer(devices=1).fit(recipe(), steps=1, batch=8, run=tmp_path / "a")
     said = " ".join(capsys.readouterr().err.split())
-    assert "7 parameters and 10 numbers of statistics; memory per device: 0.0 MiB parameters" in said
+    assert "7 parameters and 10 running statistics; memory per device: 0.0 MiB parameters" in said
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -173,7 +173,7 @@ CONSTANT, PARAMETER, OTHER = range(3)
 
 
 def made_of(jaxpr: Jaxpr, given: Sequence[int]) -> set[tuple[int, ...]]:
-    """Shapes of all that is computed from parameters alone, as a kernel in another form is: its gradients are summed.
+    """Shapes of all that is computed from parameters alone, such as a kernel in another form: its gradient is summed.
 
     given: PARAMETER or OTHER for each argument. Broadcasts are left out: they may be of a batch's size.
     """
@@ -182,7 +182,8 @@ def made_of(jaxpr: Jaxpr, given: Sequence[int]) -> set[tuple[int, ...]]:
     for equation in jaxpr.eqns:
         inputs = [CONSTANT if isinstance(each, core.Literal) else kinds.get(each, CONSTANT) for each in equation.invars]
         for body in jaxprs_in_params(equation.params):
-            if (more := len(inputs) - len(body.invars)) >= 0:  # the index of a branch; a kernel's has its outputs
+            more = len(inputs) - len(body.invars)  # a branch is not given its index
+            if more >= 0:  # a kernel is given its outputs, too
                 shapes |= made_of(body, inputs[more:])
         kind = max(inputs, default=CONSTANT)
         if kind == PARAMETER and equation.primitive.name == "broadcast_in_dim":

@@ -163,7 +163,7 @@ def test_a_supervisor_that_stood_still_takes_nobody_for_silent(play):
 TWO = replace(PLAN, swarm=replace(SWARM, members=2))
 WRONG = Outcome("wrong", "m1 cannot join: its code differs from the run's")
 FAILED = Outcome("failed", "ValueError: no such device")
-DIVERGES = Outcome("over", "m1 gave up after 5 incarnations without a push that is finite")
+DIVERGES = Outcome("over", "m1 gave up after 5 incarnations without a finite push")
 
 
 @pytest.mark.parametrize("outcome", [WRONG, FAILED, DIVERGES])

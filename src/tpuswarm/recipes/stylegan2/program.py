@@ -51,8 +51,8 @@ class State:
     w_mean: jax.Array
     """Mean code w_D, for truncation."""
     seen: dict[str, jax.Array]
-    """Scalars: `path_mean` (length), `r1` (the newest), `signs` (moving mean of those of real scores, over about the
-    steps between two adjustments: of a swarm's a member has only some), `strength` (of the augmentation)."""
+    """Scalars: `path_mean` (length), `r1` (the newest), `signs` (moving mean of the signs of real scores over about
+    `augment.EVERY` steps; no sum: a swarm's member has only some of the steps), `strength` (of the augmentation)."""
 
 
 class StyleGAN2Program(Program):

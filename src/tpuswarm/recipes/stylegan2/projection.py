@@ -17,7 +17,7 @@ CODES = 1_000
 RATE, RISE, FALL = 0.1, 0.05, 0.25
 """Of Adam; the first share of the steps over which it rises, the last over which it falls."""
 NOISE, QUIET = 0.05, 0.75
-"""On each number of w, in the root of E|w - mean|^2 at the start, and the share of the steps after which it is none."""
+"""On each number of w: times the root of E|w - mean|^2 at the start, none after this share of the steps."""
 TOLD = 10
 """Steps between two looks at how far it is."""
 

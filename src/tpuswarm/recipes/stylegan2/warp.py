@@ -32,9 +32,8 @@ def warped(x_BxHxWxC: jax.Array, map_Bx2x2: jax.Array, shift_Bx2: jax.Array, hal
     """Square pictures, of which each pixel q shows what was at `map q + shift`, interpolated linearly.
 
     A map near a rotation by a multiple of 90 degrees is as good as one near the identity. With the identity and whole
-    shifts nothing is interpolated. Corners that the second shear moves by more than half a side, between two quarter
-    turns of a picture that is stretched, show what is elsewhere. Differentiable by the pictures. half: products of
-    bfloat16.
+    shifts nothing is interpolated. Corners that the second shear moves by more than half a side are wrong: that takes a
+    strong stretch, turned by almost 45 degrees. Differentiable by the pictures. half: products of bfloat16.
     """
     side = x_BxHxWxC.shape[1]
     a, b, c, d = (map_Bx2x2[:, row, column] for row in (0, 1) for column in (0, 1))

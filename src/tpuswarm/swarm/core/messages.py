@@ -142,7 +142,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Gone:
-    """An older version that was asked for is not kept any longer: ask for the newest."""
+    """The version asked for was removed; the newest is there."""
 
 
 @dataclass(frozen=True)

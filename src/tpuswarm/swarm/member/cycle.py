@@ -322,7 +322,7 @@ class MemberProcesses:
         whole = {n: (n, digest) for n, digest in enumerate(adopt.state) if found.get(n) is None}
         found |= yield from self._from_shards("fetch", whole)
         if any(isinstance(each, Gone) for each in found.values()):
-            self.say(f"commit {adopt.version} is not kept any longer: fetching a newer one")
+            self.say(f"commit {adopt.version} was removed meanwhile; fetching a newer one")
             return
         fragments = [found[number] for number in range(len(adopt.state))]
         version = yield Do("member places a version", lambda: self.holder.place(fragments))

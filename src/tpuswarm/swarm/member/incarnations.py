@@ -179,7 +179,7 @@ class MemberHost:
             self._last, self._member = self._member.books, None  # and with it what it held on the devices
             fruitless = 0 if self._last.finite_pushes else fruitless + 1
             if fruitless >= LIVES:
-                raise Over(f"{place.name} gave up after {LIVES} incarnations without a push that is finite: {reason}")
+                raise Over(f"{place.name} gave up after {LIVES} incarnations without a finite push: {reason}")
         return "left"
 
     def _live(self, joining: Joining, anchor: list[np.ndarray], ready: Ready, programs: Ready | Lead) -> str | None:
@@ -257,7 +257,7 @@ class MemberHost:
             fragments = [self._answer(Call(self._shard(number), "fetch", (number, name))) for number, name in asked]
             if not any(isinstance(each, Gone) for each in fragments):
                 return joining, fragments
-            self.place.say(f"commit {joining.version} is not kept any longer: fetching a newer one")
+            self.place.say(f"commit {joining.version} was removed meanwhile; fetching a newer one")
         return None
 
     def _hello(self, ready: Ready, programs: Ready | Lead) -> Joining | None:

@@ -2,7 +2,7 @@
 
 A bucket that does not answer is asked again for some minutes: a run outlives that.
 """
-# ruff: noqa: D102  # method by method as swarm/storage/store.py says
+# ruff: noqa: D102
 
 import os
 import secrets

@@ -60,15 +60,12 @@ def memory_sentence(compiled: Compiled) -> str:
     rows = parameter_rows(compiled)
     parameters = sum(row.bytes_per_device for row in rows if not row.statistic)
     observed = sum(row.count for row in rows if row.statistic)
-    counted = f"{sum(row.count for row in rows) - observed:,} parameters"
-    counted, rest = (
-        (f"{counted} and {observed:,} numbers of statistics", "optimizer, average and statistics")
-        if observed
-        else (counted, "optimizer and average")
-    )
+    count = sum(row.count for row in rows if not row.statistic)
+    statistics = f" and {observed:,} running statistics" if observed else ""
+    rest = "optimizer, average and statistics" if observed else "optimizer and average"
     mib = 2**20
     return (
-        f"{counted}; memory per device: {parameters / mib:.1f} MiB parameters "
+        f"{count:,} parameters{statistics}; memory per device: {parameters / mib:.1f} MiB parameters "
         f"+ {(state - parameters) / mib:.1f} MiB {rest} "
         f"+ {compiled.memory.temporaries / mib:.1f} MiB temporaries"
     )

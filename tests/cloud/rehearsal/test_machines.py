@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,13 @@ def test_terminals_files_and_signals_work_as_on_any_machine(pod, ssh, key, tmp_p
         subprocess.run(["scp", *how, *common, f"{there}:copy", tmp_path / "back"], check=True)
         assert (tmp_path / "back").read_text() == "text"
     assert ssh(pod[1], "kill -TERM $$").returncode == 255 and ssh(pod[1], "cat copy").stdout == "text"
+
+
+def test_what_a_command_wrote_on_a_terminal_arrives_however_soon_it_ended(pod, ssh):
+    answers(ssh, pod[1])
+    with ThreadPoolExecutor(8) as several:
+        said = several.map(lambda n: ssh(pod[1], f"echo {n} is here", options=["-tt"]).stdout, range(32))
+        assert list(said) == [f"{n} is here\n" for n in range(32)]
 
 
 def test_the_startup_script_runs_as_root_would_and_sees_its_share_of_the_chips(pod):

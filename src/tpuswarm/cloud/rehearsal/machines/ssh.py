@@ -189,4 +189,11 @@ async def _on_terminal(process: Any, words: list[str], environment: Mapping[str,
     await process.redirect(stdin=os.dup(ours), stdout=ours)
     code = await child.wait()
     process.set_redirect_pid(None)
+    # The kernel hangs a terminal up as its session's first process ends: all that was written is passed on then, unless
+    # nobody takes it any more.
+    ends = [asyncio.ensure_future(end) for end in (process.stdout.drain(), process.wait_closed())]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+    await asyncio.gather(*ends, return_exceptions=True)
     return code

@@ -1,6 +1,7 @@
 """Pictures of one's own: folders, zips, tars, odd sizes, damaged ones, buckets."""
 
 import io
+import shutil
 import tarfile
 import zipfile
 from pathlib import Path
@@ -187,6 +188,19 @@ def test_a_run_finds_its_pictures_from_every_folder(folder, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path / "home")
     assert StyleGAN2(**options).data("all").rows_per_epoch == 12
     assert StyleGAN2().options()["data"] == "digits"
+
+
+def test_members_of_a_swarm_get_the_pictures_and_need_no_other(folder, tmp_path, monkeypatch):
+    (folder / "broken.png").write_bytes(b"broken")
+    recipe = StyleGAN2(data=str(folder), resolution=SIDE)
+    shared = recipe.share(tmp_path / "run" / "data")
+    shutil.rmtree(folder)
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "of-another-machine"))
+    member = StyleGAN2(**{**recipe.options(), **shared})
+    np.testing.assert_array_equal(*(each.data("train").rows(3, 5)["pictures"] for each in (member, recipe)))
+    with pytest.raises(InputError, match=r"run/data was made for another resolution than 64"):
+        StyleGAN2(resolution=64, **shared).data("train")
+    assert StyleGAN2(data="digits").share(tmp_path / "digits") == {}  # scikit-learn has them on every machine
 
 
 def test_where_there_are_no_pictures_it_is_said(tmp_path, folder):

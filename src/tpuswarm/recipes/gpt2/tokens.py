@@ -3,14 +3,12 @@
 import hashlib
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -21,11 +19,11 @@ from tpuswarm.recipes.gpt2.bpe import END, FILE, Bpe, read_bpe, train_bpe, whole
 from tpuswarm.recipes.gpt2.config import Kind
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
 from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Bytes, Characters, Tokenizer
+from tpuswarm.recipes.prepared import ABOUT, about, is_made, make, share
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.data.source import shuffled
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import cache_folder
-from tpuswarm.train.run.directory import writing
 
 HELD_OUT = 0.1
 """Share of the tokens that is held out where nobody says, as nanoGPT does."""
@@ -67,15 +65,15 @@ def prepare_tokens(
     `key` is given and it comes out as another. A folder that `share_tokens` filled is taken as it is.
     """
     key = given.key if given else key
-    if place is not None and "://" not in place and (Path(place) / "tokens.bin").is_file() and _is_made(Path(place)):
+    if place is not None and "://" not in place and (Path(place) / "tokens.bin").is_file() and is_made(Path(place)):
         folder = Path(place)
     else:
         text = open_text(place, reading.field)
         folder = _folder(text, kind, vocab, None, reading)
-        if given and not (_is_made(folder) and _about(folder)["key"] == given.key):
+        if given and not (is_made(folder) and about(folder)["key"] == given.key):
             folder = _folder(text, kind, vocab, given.key, reading)
-        if not _is_made(folder):
-            _make(folder, text, kind, given, vocab, reading)
+        if not is_made(folder):
+            make(folder, lambda making: _write(making, text, kind, given, vocab, reading))
     tokens = _open(folder)
     if key is not None and tokens.tokenizer.key != key:
         raise InputError(
@@ -87,59 +85,30 @@ def prepare_tokens(
 
 def share_tokens(tokens: Tokens, folder: Path) -> None:
     """Put tokens into a folder, as files that `prepare_tokens` takes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with writing(folder):
-        if not _is_made(folder):
-            shutil.copyfile(tokens.folder / "tokens.bin", folder / "tokens.bin")
-            if isinstance(tokens.tokenizer, Bpe):
-                write_atomically(folder / FILE, tokens.tokenizer.text)
-            write_atomically(folder / "about.json", (tokens.folder / "about.json").read_text())
+    share(tokens.folder, folder, "tokens.bin", *([FILE] if isinstance(tokens.tokenizer, Bpe) else []))
 
 
 def _open(folder: Path) -> Tokens:
-    about = _about(folder)
+    said = about(folder)
     found = contents_digest(folder / "tokens.bin")
-    if found != about["digest"]:
+    if found != said["digest"]:
         raise InputError(
             f"{folder / 'tokens.bin'} is not what was written there: its digest is {found[:12]}…, not "
-            f"{about['digest'][:12]}…; delete {folder} and start again: it is made anew from the text"
+            f"{said['digest'][:12]}…; delete {folder} and start again: it is made anew from the text"
         )
-    array = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r", shape=(about["count"],))
+    array = np.memmap(folder / "tokens.bin", dtype=said["dtype"], mode="r", shape=(said["count"],))
     tokenizer: Tokenizer
-    if about["kind"] == "bpe":
+    if said["kind"] == "bpe":
         tokenizer = read_bpe(folder / FILE)
     else:
-        tokenizer = Bytes() if about["kind"] == "bytes" else Characters(about["key"])
-    return Tokens(array, about["digest"], tokenizer, folder)
+        tokenizer = Bytes() if said["kind"] == "bytes" else Characters(said["key"])
+    return Tokens(array, said["digest"], tokenizer, folder)
 
 
 def _folder(text: Text, kind: Kind, vocab: int, key: str | None, reading: Reading) -> Path:
     ends = [reading.ends] * (kind == "bpe" and text.parted)
     marks = [text.key, kind, vocab if kind == "bpe" and key is None else 0, key, *ends]
     return cache_folder("tokens") / hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:32]
-
-
-def _is_made(folder: Path) -> bool:
-    return (folder / "about.json").exists()
-
-
-def _about(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "about.json").read_text())
-
-
-def _make(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int, reading: Reading) -> None:
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        try:
-            _write(making, text, kind, given, vocab, reading)
-            try:
-                making.rename(folder)
-            except OSError:
-                if not _is_made(folder):
-                    raise
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
 
 
 def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int, reading: Reading) -> None:
@@ -163,10 +132,10 @@ def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab:
             os.fsync(file.fileno())
     if isinstance(tokenizer, Bpe):
         write_atomically(folder / FILE, tokenizer.text)
-    about = {
+    said = {
         "kind": kind, "key": tokenizer.key, "dtype": dtype.name, "count": count, "digest": digest.hexdigest()
     }  # fmt: skip
-    write_atomically(folder / "about.json", json.dumps(about))
+    write_atomically(folder / ABOUT, json.dumps(said))
 
 
 def _tokenizer_of(text: Text, kind: Kind, vocab: int, advance: Advance) -> Tokenizer:
@@ -253,5 +222,5 @@ class FakeTokens:
 def split_tokens(array: np.ndarray, split: str, held_out: float = HELD_OUT) -> np.ndarray:
     """The part of a token array that is `train`, `validation` (the last `held_out` of it) or `all`."""
     cut = len(array) - int(len(array) * held_out)
-    parts: dict[str, Any] = {"train": array[:cut], "validation": array[cut:], "all": array}
+    parts = {"train": array[:cut], "validation": array[cut:], "all": array}
     return parts[split]

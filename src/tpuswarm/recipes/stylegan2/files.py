@@ -5,10 +5,8 @@ import io
 import json
 import lzma
 import os
-import shutil
 import sys
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,16 +22,17 @@ from rich.progress import Progress
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.text import Advance, Text, looking_at, open_text
+from tpuswarm.recipes.prepared import ABOUT, about, is_made, make, share
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import cache_folder
-from tpuswarm.train.run.directory import writing
 
 Odd = Literal["crop", "refuse"]
 """What becomes of a picture that is no square of the resolution or more: its middle square, or a refusal."""
 ODD = get_args(Odd)
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+FILE = "pictures.bin"
 NAMED = 5
 """Damaged pictures that are named."""
 TOGETHER = 64
@@ -51,6 +50,8 @@ class Prepared:
     """Pictures that could not be read, and are left out."""
     named: tuple[str, ...]
     """The first of them, and what is wrong with each."""
+    folder: Path
+    """Where the files lie."""
 
 
 class Found(NamedTuple):
@@ -65,21 +66,35 @@ class Found(NamedTuple):
 def prepare_pictures(place: str, side: int, odd: Odd) -> Prepared:
     """The memory map of all pictures at `place`, made in the user's cache if it is not there yet.
 
-    place: a folder with all below it, a zip, a tar, or a picture; a path or a URL that fsspec reads. Two processes may
-    do it at once: the first to finish gives it its name. Raises InputError where there is no picture, and, with
-    `refuse`, for the first that would have to be cropped or enlarged.
+    place: a folder with all below it, a zip, a tar, or a picture; a path or a URL that fsspec reads; a folder that
+    `share_pictures` filled is taken as it is. Raises InputError where there is no picture, and, with `refuse`, for the
+    first that would have to be cropped or enlarged.
     """
+    folder = _folder(place, side, odd)
+    said = about(folder)
+    path = folder / FILE
+    if contents_digest(path) != said["digest"]:
+        raise InputError(f"{path} is not what was written there; delete {folder} and start again: it is made anew")
+    if path.stat().st_size != said["count"] * side * side * 3:
+        raise InputError(f"{folder} was made for another resolution than {side}; give the pictures themselves")
+    array = np.memmap(path, np.uint8, "r", shape=(said["count"], side, side, 3))
+    return Prepared(array, said["damaged"], tuple(said["named"]), folder)
+
+
+def share_pictures(found: Prepared, folder: Path) -> None:
+    """Put them into a folder that `prepare_pictures` takes."""
+    share(found.folder, folder, FILE)
+
+
+def _folder(place: str, side: int, odd: Odd) -> Path:
+    if "://" not in place and (Path(place) / FILE).is_file() and is_made(Path(place)):
+        return Path(place)
     text = open_text(place, empty=True)
     marks = [text.key, side, odd]
     folder = cache_folder("pictures") / hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:32]
-    if not (folder / "about.json").exists():
-        _make(folder, text, side, odd)
-    about = json.loads((folder / "about.json").read_text())
-    path = folder / "pictures.bin"
-    if contents_digest(path) != about["digest"]:
-        raise InputError(f"{path} is not what was written there; delete {folder} and start again: it is made anew")
-    array = np.memmap(path, np.uint8, "r", shape=(about["count"], side, side, 3))
-    return Prepared(array, about["damaged"], tuple(about["named"]))
+    if not is_made(folder):
+        make(folder, lambda making: _write(making, text, side, odd))
+    return folder
 
 
 def read_picture(path: Path, side: int) -> np.ndarray:
@@ -93,27 +108,12 @@ def read_picture(path: Path, side: int) -> np.ndarray:
     return np.frombuffer(made, np.uint8).reshape(side, side, 3)
 
 
-def _make(folder: Path, text: Text, side: int, odd: Odd) -> None:
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        try:
-            _write(making, text, side, odd)
-            try:
-                making.rename(folder)
-            except OSError:
-                if not (folder / "about.json").exists():
-                    raise
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
-
-
 def _write(folder: Path, text: Text, side: int, odd: Odd) -> None:
     digest, count, damaged, named = hashlib.sha256(), 0, 0, list[str]()
     with (
         Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars,
         ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
-        (folder / "pictures.bin").open("wb") as file,
+        (folder / FILE).open("wb") as file,
     ):
         bar = bars.add_task(f"reading the pictures of {text.name}", total=sum(text.sizes))
         found = _pictures(text, lambda size: bars.advance(bar, size))
@@ -135,8 +135,8 @@ def _write(folder: Path, text: Text, side: int, odd: Odd) -> None:
             else f"its files do not end in {', '.join(PICTURES)}"
         )
         raise InputError(f"there is no picture in {text.name}: {what}")
-    about = {"count": count, "digest": digest.hexdigest(), "damaged": damaged, "named": named}
-    write_atomically(folder / "about.json", json.dumps(about))
+    said = {"count": count, "digest": digest.hexdigest(), "damaged": damaged, "named": named}
+    write_atomically(folder / ABOUT, json.dumps(said))
 
 
 def _pictures(text: Text, advance: Advance) -> Iterator[Found]:

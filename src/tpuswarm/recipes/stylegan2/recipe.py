@@ -22,12 +22,13 @@ from tpuswarm.train.recipe import Options, Recipe, Source
 if TYPE_CHECKING:  # a wrong option is answered before JAX is loaded: what needs it is imported by the method that does
     import numpy as np
 
+    from tpuswarm.recipes.stylegan2.files import Prepared
     from tpuswarm.recipes.stylegan2.making import Make
     from tpuswarm.recipes.stylegan2.program import StyleGAN2Program
     from tpuswarm.recipes.stylegan2.projection import Projection
 
-DIGITS = "digits"
-FAKE = "fake"
+DIGITS, FAKE = MADE = ("digits", "fake")
+"""Data that every machine makes for itself."""
 LIMITS: dict[str, Mapping[str, float]] = {
     **{name: {"least": 1} for name in ("latent", "mapping", "channels", "most_channels", "average")},
     "group": {"least": 2},
@@ -85,7 +86,7 @@ class StyleGAN2(Recipe):
         }  # fmt: skip
         self.name = f"stylegan2-{resolution}"
         self.config: Config = replace(usual, **{name: value for name, value in given.items() if value is not None})
-        local = data not in (DIGITS, FAKE) and "://" not in data
+        local = data not in MADE and "://" not in data
         self._data = str(Path(data).expanduser().absolute()) if local else data
         self._odd, self._seed = odd, seed
         self._r1, self._average, self._adapt = r1, average, adapt
@@ -126,6 +127,15 @@ class StyleGAN2(Recipe):
         first = len(pictures) - len(pictures) // 10
         part = {"train": slice(0, first), "validation": slice(first, None), "all": slice(None)}[split]
         return ArraySource({"pictures": pictures[part]}, self._seed)
+
+    def share(self, folder: Path) -> dict[str, Any]:
+        """The pictures at the resolution."""
+        if self._data in MADE:
+            return {}
+        from tpuswarm.recipes.stylegan2.files import share_pictures
+
+        share_pictures(self._prepared, folder)
+        return {"data": str(folder)}
 
     def grids(
         self, state: Any, rows: int, columns: int, *, truncation: float, seed: int, count: int = 1
@@ -177,15 +187,16 @@ class StyleGAN2(Recipe):
     def _pictures(self) -> "np.ndarray":
         from tpuswarm.recipes.stylegan2 import pictures
 
-        side = self.config.resolution
-        if self._data == DIGITS:
-            return pictures.digits(side)
-        if self._data == FAKE:
-            return pictures.fake(side)
+        if self._data in MADE:
+            return {DIGITS: pictures.digits, FAKE: pictures.fake}[self._data](self.config.resolution)
+        return self._prepared.array
+
+    @cached_property
+    def _prepared(self) -> "Prepared":
         from tpuswarm.recipes.stylegan2.files import prepare_pictures
         from tpuswarm.train.process.terminal import say
 
-        found = prepare_pictures(self._data, side, "refuse" if self._odd == "refuse" else "crop")
+        found = prepare_pictures(self._data, self.config.resolution, "refuse" if self._odd == "refuse" else "crop")
         if found.damaged:
             more = f" and {found.damaged - len(found.named)} more" if found.damaged > len(found.named) else ""
             all_ = found.damaged + len(found.array)
@@ -194,4 +205,4 @@ class StyleGAN2(Recipe):
             raise InputError(
                 f"{self._data} has too few pictures ({len(found.array)}): it takes at least 10, one of them held out"
             )
-        return found.array
+        return found

@@ -123,6 +123,9 @@ def short(pictures):
 
 def broken(pictures):
     return pictures @ W
+
+def words(pictures):
+    return [["a", "b"]] * len(pictures)
 """
 
 
@@ -140,10 +143,12 @@ def test_features_of_the_users_own_and_what_is_wrong_with_them(tmp_path):
         by("features")["frechet_distance"]
         != measure(copies, None, real, 4, 100, None, lambda *far: None)["frechet_distance"]
     )
-    with pytest.raises(InputError, match=r"short gave float64\[100\] for 100 pictures: a finite row of features"):
+    with pytest.raises(InputError, match=r"short gave an array of shape \[100\] for 100 pictures: a finite"):
         by("short")
     with pytest.raises(InputError, match=r"broken failed: ValueError: .*inception.py:12"):
         by("broken")
+    with pytest.raises(InputError, match=r"words gave no array of numbers: could not convert string to float"):
+        by("words")
     with pytest.raises(InputError, match="has no feature; did you mean"):
         by("feature")
 

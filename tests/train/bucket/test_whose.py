@@ -28,6 +28,21 @@ def test_two_machines_cannot_have_one_run(served, disk, monkeypatch):
     Run(folder_of(URL)).close()
 
 
+def test_a_run_that_is_not_whole_is_let_go_of(served, disk, monkeypatch):
+    """Whoever was told what it lacks, in a notebook that lives on, brings it back and starts again at once."""
+    monkeypatch.setattr(lease, "LOOK", 0.05)
+    monkeypatch.setattr(lease, "TERM", 600.0)
+    begin().close()
+    config = Bucket(URL).read("files/config.toml")
+    Bucket(URL).delete("files/config.toml")
+    disk("two")
+    with pytest.raises(InputError, match=r"has metrics.jsonl but no config.toml"):
+        Run(folder_of(URL))
+    Bucket(URL).put("files/config.toml", config)
+    disk("three")
+    Run(folder_of(URL)).close()
+
+
 def test_a_dead_machine_loses_it_and_hears_of_it(served, disk, monkeypatch):
     monkeypatch.setattr(lease, "LOOK", 0.05)
     monkeypatch.setattr(lease, "TERM", 0.5)

@@ -65,10 +65,14 @@ def of_user(target: str) -> Features:
 
     def features(pictures: np.ndarray) -> np.ndarray:
         with blame(f"{target} failed"):
-            found = np.asarray(call(pictures))
+            given = call(pictures)
+        try:
+            found = np.asarray(given, np.float64)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{target} gave no array of numbers: {error}") from error
         if found.ndim != 2 or len(found) != len(pictures) or not np.isfinite(found).all():
             raise InputError(
-                f"{target} gave {found.dtype}{list(found.shape)} for {len(pictures)} pictures: a finite row of "
+                f"{target} gave an array of shape {list(found.shape)} for {len(pictures)} pictures: a finite row of "
                 "features for each of them is needed"
             )
         return found

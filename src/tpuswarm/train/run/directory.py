@@ -71,11 +71,11 @@ class Run:
             try:
                 tended = Tended(folder)
                 tended.take()
+                self._tended = tended
                 require_whole(folder)
             except BaseException:
-                self._lock.close()
+                self.close()
                 raise
-            self._tended = tended
 
     def _take(self) -> bool:
         for _ in range(5):  # a look from `status` holds a shared lock for a moment

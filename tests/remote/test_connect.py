@@ -11,6 +11,7 @@ import pytest
 
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.errors import InputError
+from tpuswarm.remote import connect
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import HostKeyChanged, KeyRefused, NoWay, Silent
@@ -61,6 +62,20 @@ def test_a_connection_is_shared_and_opened_again_when_it_was_lost(reach):
             third = await connections.to(host)
             assert third is not first and (await third.run("true")).exit_status == 0
         assert third.is_closed()
+
+    (host,), _ = reach.hosts("v2")
+    asyncio.run(see())
+
+
+def test_a_command_whose_connection_breaks_has_no_exit_code(reach):
+    async def see():
+        async with Connections(reach.key) as connections:
+            sleeping = asyncio.create_task(connect.ask(connections, host, "touch ~/asleep; sleep 60"))
+            while (await connect.ask(connections, host, "[ -e ~/asleep ]"))[0]:
+                await asyncio.sleep(0.1)
+            (await connections.to(host)).abort()
+            with pytest.raises(NoWay, match=r"was lost: it broke before the command had ended"):
+                await sleeping
 
     (host,), _ = reach.hosts("v2")
     asyncio.run(see())

@@ -248,7 +248,7 @@ def _restart(reach: "Reach", machine: str) -> None:
 
     hosts, _ = reach.hosts(machine)
 
-    async def go() -> "list[tuple[int | None, bytes, bytes] | TpuswarmError]":
+    async def go() -> "list[tuple[int, bytes, bytes] | TpuswarmError]":
         async with Connections(reach.key) as connections:
             return await fan_out(hosts, lambda host: ask(connections, host, RESTART), time_out_s=TOLD_S)
 

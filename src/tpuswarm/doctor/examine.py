@@ -156,14 +156,14 @@ def _run(words: list[str], said: bytes = b"") -> "subprocess.CompletedProcess[by
         raise RunFailed(f"this computer did not answer within {PATIENCE:g} s") from error
 
 
-def _mended(each: Found, code: int | None, err: bytes) -> str:
+def _mended(each: Found, code: int, err: bytes) -> str:
     if code == 0:
         return f"{each.host}: {each.check} is mended"
     last = err.decode(errors="replace").strip().rpartition("\n")[2]
     return f"{each.host}: {each.check} is not mended (exit {code}): {last or 'it said nothing'}"
 
 
-def _facts(code: int | None, out: bytes, err: bytes) -> Facts | str:
+def _facts(code: int, out: bytes, err: bytes) -> Facts | str:
     """What `collect.py` has said, or why it has not."""
     if code == 127:
         return "has no python3, with which doctor looks at a host and jobs are kept"

@@ -109,17 +109,19 @@ async def on_host(host: Host, work: Callable[[], Awaitable[T]]) -> T:
         raise NoWay(host, f"was lost: {_words(error)}") from error
 
 
-async def ask(connections: Connections, host: Host, line: str, data: bytes = b"") -> tuple[int | None, bytes, bytes]:
+async def ask(connections: Connections, host: Host, line: str, data: bytes = b"") -> tuple[int, bytes, bytes]:
     """Run a line of bash with `data` as its input; exit code, output, errors. Raises NoWay."""
     connection = await connections.to(host)
 
-    async def go() -> tuple[int | None, bytes, bytes]:
+    async def go() -> tuple[int, bytes, bytes]:
         process = await connection.create_process(shlex.join(["/bin/bash", "-c", line]), encoding=None)
         if data:
             with suppress(BrokenPipeError):  # it has ended without reading, and says with what code
                 process.stdin.write(data)
                 process.stdin.write_eof()
         done = await process.wait()
+        if done.exit_status is None:
+            raise ConnectionError("it broke before the command had ended")
         return done.exit_status, done.stdout or b"", done.stderr or b""  # type: ignore[return-value]
 
     return await on_host(host, go)

@@ -79,5 +79,5 @@ class Supervisor:
             raise NoWay(self._host, f"cannot run its supervisor of jobs (exit {code}): {last or 'it said nothing'}")
         return out
 
-    async def _run(self, line: str, data: bytes) -> tuple[int | None, bytes, bytes]:
+    async def _run(self, line: str, data: bytes) -> tuple[int, bytes, bytes]:
         return await ask(self._connections, self._host, line, data)

@@ -128,6 +128,13 @@ def test_what_a_command_wrote_on_a_terminal_arrives_however_soon_it_ended(pod, s
         assert list(said) == [f"{n} is here\n" for n in range(32)]
 
 
+def test_a_command_that_ends_without_reading_its_input_says_how_it_ended(pod, ssh):
+    answers(ssh, pod[1])
+    with ThreadPoolExecutor(8) as several:
+        seen = several.map(lambda n: ssh(pod[1], f"exit {n}", given="x" * 2**22).returncode, range(32))
+        assert list(seen) == list(range(32))
+
+
 def test_the_startup_script_runs_as_root_would_and_sees_its_share_of_the_chips(pod):
     log = Path(pod[2]["folder"]) / "var/log/startup-script.log"
     until(lambda: log.exists() and "exit status" in log.read_text())

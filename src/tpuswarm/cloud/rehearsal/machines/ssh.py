@@ -146,16 +146,25 @@ async def _run(process: asyncssh.SSHServerProcess[bytes], root: Root, storage: s
 
 
 async def _plainly(process: Any, words: list[str], environment: Mapping[str, str], home: Path) -> int:
+    theirs, ours = os.pipe()
     pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(
-        *words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=home, start_new_session=True
-    )
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *words, stdin=theirs, stdout=pipe, stderr=pipe, env=environment, cwd=home, start_new_session=True
+        )
+    except OSError:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
     process.set_redirect_pid(child.pid)
-    await process.redirect(stdin=child.stdin)
+    # Not `child.stdin`: where a child ends without having read all, a stream breaks the whole connection.
+    await process.redirect(stdin=ours)
     # Not by `redirect`: it takes the end of one of both for the channel's, and what is under way at the end is lost.
     await asyncio.gather(_pass(child, 1, process.stdout), _pass(child, 2, process.stderr))
     code = await child.wait()
     process.set_redirect_pid(None)
+    await process.redirect(stdin=asyncssh.DEVNULL)
     return code
 
 

@@ -133,6 +133,7 @@ def test_a_command_that_ends_without_reading_its_input_says_how_it_ended(pod, ss
     with ThreadPoolExecutor(8) as several:
         seen = several.map(lambda n: ssh(pod[1], f"exit {n}", given="x" * 2**22).returncode, range(32))
         assert list(seen) == list(range(32))
+    assert ssh(pod[1], "sleep 1; wc -c", given="x" * 2**23).stdout == f"{2**23}\n"  # one that begins late gets it all
 
 
 def test_the_startup_script_runs_as_root_would_and_sees_its_share_of_the_chips(pod):

@@ -146,26 +146,41 @@ async def _run(process: asyncssh.SSHServerProcess[bytes], root: Root, storage: s
 
 
 async def _plainly(process: Any, words: list[str], environment: Mapping[str, str], home: Path) -> int:
-    theirs, ours = os.pipe()
     pipe = asyncio.subprocess.PIPE
-    try:
-        child = await asyncio.create_subprocess_exec(
-            *words, stdin=theirs, stdout=pipe, stderr=pipe, env=environment, cwd=home, start_new_session=True
-        )
-    except OSError:
-        os.close(ours)
-        raise
-    finally:
-        os.close(theirs)
-    process.set_redirect_pid(child.pid)
-    # Not `child.stdin`: where a child ends without having read all, a stream breaks the whole connection.
-    await process.redirect(stdin=ours)
-    # Not by `redirect`: it takes the end of one of both for the channel's, and what is under way at the end is lost.
+    child = await asyncio.create_subprocess_exec(
+        *words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=home, start_new_session=True
+    )
+    # Not by `redirect`: a child that ends without having read all breaks the whole connection, and what is under way as
+    # one of its outputs ends is lost.
+    process.channel.get_connection().create_task(_feed(process.stdin, child))
     await asyncio.gather(_pass(child, 1, process.stdout), _pass(child, 2, process.stderr))
-    code = await child.wait()
-    process.set_redirect_pid(None)
-    await process.redirect(stdin=asyncssh.DEVNULL)
-    return code
+    return await child.wait()
+
+
+async def _feed(reader: Any, child: Any) -> None:
+    """Pass on what a process is to read, to the end of the channel: what it does not take is nobody's."""
+    takes = True
+    try:
+        while data := await _read(reader):
+            try:
+                if takes:
+                    child.stdin.write(data)
+                    await child.stdin.drain()
+            except OSError:
+                takes = False
+    finally:
+        child.stdin.close()
+
+
+async def _read(reader: Any) -> bytes:
+    """Some of a channel's input; nothing at its end."""
+    while True:
+        try:
+            return await reader.read(1 << 16)
+        except (asyncssh.SignalReceived, asyncssh.BreakReceived):
+            continue  # OpenSSH sends none
+        except (OSError, asyncssh.Error):
+            return b""
 
 
 async def _pass(child: Any, number: int, writer: Any) -> None:

@@ -21,3 +21,8 @@ class RunFailed(TpuswarmError):
     """A valid run failed."""
 
     exit_code = 1
+
+
+def first_line(error: Exception) -> str:
+    """Of what an error of a library says; of one without words its name."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

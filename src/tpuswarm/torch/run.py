@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, first_line
 from tpuswarm.torch.graph import Graph, Node, referred, resolve
 from tpuswarm.torch.ops import ATTENTION, NARROW, OPS, RANDOM, WIDE
 from tpuswarm.torch.ops.dtypes import in_dtype
@@ -125,7 +125,7 @@ def _value(node: Node, known: Mapping[str, Any], key: jax.Array | None, options:
         except InputError as error:
             raise InputError(f"{described(node)}: {error}") from error
         except (TypeError, ValueError, IndexError) as error:
-            raise InputError(f"{described(node)} cannot be computed here: {str(error).splitlines()[0]}") from error
+            raise InputError(f"{described(node)} cannot be computed here: {first_line(error)}") from error
 
 
 def _call(make: Callable[[], Any]) -> Any:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.errors import InputError, RunFailed, first_line
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.engines.variables import ENVIRONMENT, private_folder
 from tpuswarm.train.process.stop import held
@@ -166,6 +166,6 @@ def _connected_as_a_whole() -> Iterator[None]:
 
 
 def _no_cluster(address: str | None, error: Exception) -> str:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = first_line(error)
     where = f"the Ray cluster at {address} does not answer" if address else "Ray does not start on this machine"
     return f"{where}: {reason}"

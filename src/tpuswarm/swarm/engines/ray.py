@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tpuswarm.errors import first_line
 from tpuswarm.swarm.engines.actor import GROUPS, Actor, Outcome
 from tpuswarm.swarm.engines.opening import NAMESPACE, open_ray
 from tpuswarm.swarm.engines.ports import Ports
@@ -60,7 +61,7 @@ class Calls:
             answer = ray.get(actor.call.remote(call.method, call.arguments), timeout=seconds)
             return answer.copy() if isinstance(answer, np.ndarray) else answer  # else Ray's store could not let it go
         except (RayError, ValueError, Unreachable) as error:  # ValueError: no actor of that name
-            raise Unreachable(f"{call.address}: {str(error).splitlines()[0]}") from error
+            raise Unreachable(f"{call.address}: {first_line(error)}") from error
 
 
 def seconds_for(call: Call, state_bytes: int) -> float:
@@ -94,7 +95,7 @@ class Started:
         try:
             return Outcome(*ray.get(self._work))
         except (RayActorError, RayError) as error:
-            return Outcome("dead", str(error).splitlines()[0])
+            return Outcome("dead", first_line(error))
 
     def look(self, since: int, seconds: float = 0.0) -> tuple[int, Any] | None:
         """The newest answer to a look, once, waited for so long; the next call begins another look."""

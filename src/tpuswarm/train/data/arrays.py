@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.process.platform import prepare
 
 DLPACK_CPU = 1
@@ -77,7 +77,7 @@ def to_torch(tree: Any, writable: bool = False) -> Any:
         try:
             tensor = torch.from_dlpack(leaf)
         except UNREADABLE as error:
-            raise InputError(f"torch cannot take {name} ({leaf.dtype}): {_first_line(error)}") from error
+            raise InputError(f"torch cannot take {name} ({leaf.dtype}): {first_line(error)}") from error
         return tensor.clone() if writable else tensor
 
     return jax.tree_util.tree_map_with_path(one, tree)
@@ -116,10 +116,6 @@ def cpu_keys(seed: int) -> Iterator[jax.Array]:
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the array"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _cpu() -> jax.Device:
@@ -175,7 +171,7 @@ def _imported(leaf: Any, name: str) -> Any:
             # From the host's memory it is bound to the CPU, and a step on the devices of a mesh would refuse it.
             return np.asarray(array) if leaf.__dlpack_device__()[0] == DLPACK_CPU else array
     except UNREADABLE as error:
-        raise InputError(f"{name} ({type(leaf).__name__}) cannot be read: {_first_line(error)}") from error
+        raise InputError(f"{name} ({type(leaf).__name__}) cannot be read: {first_line(error)}") from error
 
 
 def narrowed(array: np.ndarray, name: str) -> np.ndarray:

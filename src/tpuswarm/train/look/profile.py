@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tpuswarm.errors import first_line
 from tpuswarm.train.bucket.asking import REQUEST, ask, elsewhere
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import Run, writing
@@ -169,7 +170,7 @@ def stop(folder: Path) -> str:
         for made in set(_made(folder)) - before:
             shutil.rmtree(made, ignore_errors=True)
         _forget_trace()
-        return "the disk is full" if "No space left" in str(error) else str(error).splitlines()[0]
+        return "the disk is full" if "No space left" in str(error) else first_line(error)
     return ""
 
 

@@ -13,7 +13,7 @@ from jax.profiler import StepTraceAnnotation
 
 from tpuswarm.config.shown import unit
 from tpuswarm.config.units import Interval, parse_every
-from tpuswarm.errors import RunFailed, TpuswarmError
+from tpuswarm.errors import RunFailed, TpuswarmError, first_line
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.diagnose import times
@@ -106,7 +106,7 @@ class Loop:
                 self._event("failed", str(error))
             raise
         except jax.errors.JaxRuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             self._event("failed", reason)
             raise RunFailed(
                 f"the devices failed around step {self._done} ({reason}); the checkpoint of step {self._saved} "

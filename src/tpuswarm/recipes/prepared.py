@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.atomic import part, write_atomically
+from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import writing
 
 ABOUT = "about.json"
@@ -46,5 +47,7 @@ def share(made: Path, folder: Path, *names: str) -> None:
     with writing(folder):
         if not is_made(folder):
             for name in names:
-                shutil.copyfile(made / name, folder / name)
+                with waiting(f"copying {name} into the run"):
+                    shutil.copyfile(made / name, part(folder / name))
+                part(folder / name).replace(folder / name)
             write_atomically(folder / ABOUT, (made / ABOUT).read_text())

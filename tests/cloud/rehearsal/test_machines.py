@@ -126,6 +126,8 @@ def test_what_a_command_wrote_on_a_terminal_arrives_however_soon_it_ended(pod, s
     with ThreadPoolExecutor(8) as several:
         said = several.map(lambda n: ssh(pod[1], f"echo {n} is here", options=["-tt"]).stdout, range(32))
         assert list(said) == [f"{n} is here\n" for n in range(32)]
+    runs_on = ssh(pod[1], "set -m; sleep 90 & echo $!", options=["-tt"])  # a time-out of 60 s
+    assert ssh(pod[1], f"kill {runs_on.stdout.split()[-1]}").returncode == 0
 
 
 def test_a_command_that_ends_without_reading_its_input_says_how_it_ended(pod, ssh):

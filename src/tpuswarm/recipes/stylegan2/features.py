@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, first_line
 
 SIDE = 32
 """Pictures are reduced to this size first, by means over squares."""
@@ -68,8 +68,8 @@ def of_user(target: str) -> Features:
             given = call(pictures)
         try:
             found = np.asarray(given, np.float64)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{target} gave no array of numbers: {error}") from error
+        except (TypeError, ValueError, RuntimeError) as error:  # the last: torch's, of a tensor with a gradient
+            raise InputError(f"{target} gave no array of numbers: {first_line(error)}") from error
         if found.ndim != 2 or len(found) != len(pictures) or not np.isfinite(found).all():
             raise InputError(
                 f"{target} gave an array of shape {list(found.shape)} for {len(pictures)} pictures: a finite row of "

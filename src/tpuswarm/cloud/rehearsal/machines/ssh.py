@@ -3,9 +3,11 @@
 import asyncio
 import fcntl
 import os
+import select
 import signal
 import struct
 import termios
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ Keys = Callable[[], str]
 """The value of the metadata key `ssh-keys` now: a line `USER:KEY` for each."""
 ON_TERMINAL = 'exec "$@" <>"$0" >&0 2>&0'
 """In a new session, the first terminal that is opened becomes the session's own; tmux also writes to its input."""
+
+LINGER = 5.0
+"""Seconds for which the last words of a command on a terminal wait for a client that takes nothing."""
 
 
 def host_key(root: Root) -> asyncssh.SSHKey:
@@ -177,7 +182,7 @@ async def _read(reader: Any) -> bytes:
     while True:
         try:
             return await reader.read(1 << 16)
-        except (asyncssh.SignalReceived, asyncssh.BreakReceived):
+        except (asyncssh.SignalReceived, asyncssh.BreakReceived, asyncssh.TerminalSizeChanged):
             continue  # OpenSSH sends none
         except (OSError, asyncssh.Error):
             return b""
@@ -213,11 +218,18 @@ async def _on_terminal(process: Any, words: list[str], environment: Mapping[str,
     await process.redirect(stdin=os.dup(ours), stdout=ours)
     code = await child.wait()
     process.set_redirect_pid(None)
-    # The kernel hangs a terminal up as its session's first process ends: all that was written is passed on then, unless
-    # nobody takes it any more.
-    ends = [asyncio.ensure_future(end) for end in (process.stdout.drain(), process.wait_closed())]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
-    await asyncio.gather(*ends, return_exceptions=True)
+    # Not until the terminal's end: what it has left running there may hold that open for hours.
+    draining = asyncio.ensure_future(process.stdout.drain())
+    end = time.monotonic() + LINGER
+    while not draining.done() and _has_more(ours) and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
     return code
+
+
+def _has_more(terminal: int) -> bool:
+    """Whether something that was written there has not been read yet."""
+    ready = select.poll()
+    ready.register(terminal, select.POLLIN)
+    return any(event & select.POLLIN for _, event in ready.poll(0))

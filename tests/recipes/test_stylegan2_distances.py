@@ -126,6 +126,13 @@ def broken(pictures):
 
 def words(pictures):
     return [["a", "b"]] * len(pictures)
+
+class Traced:
+    def __array__(self, *options, **more):
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad.")  # as a tensor of torch does
+
+def traced(pictures):
+    return Traced()
 """
 
 
@@ -149,6 +156,8 @@ def test_features_of_the_users_own_and_what_is_wrong_with_them(tmp_path):
         by("broken")
     with pytest.raises(InputError, match=r"words gave no array of numbers: could not convert string to float"):
         by("words")
+    with pytest.raises(InputError, match=r"traced gave no array of numbers: Can't call numpy\(\)"):
+        by("traced")
     with pytest.raises(InputError, match="has no feature; did you mean"):
         by("feature")
 

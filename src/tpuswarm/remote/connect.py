@@ -121,7 +121,7 @@ async def ask(connections: Connections, host: Host, line: str, data: bytes = b""
                 process.stdin.write_eof()
         done = await process.wait()
         if done.exit_status is None:
-            raise ConnectionError("it broke before the command had ended")
+            raise ConnectionError("the command had not ended yet")
         return done.exit_status, done.stdout or b"", done.stderr or b""  # type: ignore[return-value]
 
     return await on_host(host, go)

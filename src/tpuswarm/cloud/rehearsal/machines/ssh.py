@@ -224,7 +224,7 @@ async def _on_terminal(process: Any, words: list[str], environment: Mapping[str,
     while not draining.done() and _has_more(ours) and time.monotonic() < end:
         await asyncio.sleep(0.01)
     draining.cancel()
-    await asyncio.gather(draining, return_exceptions=True)
+    await asyncio.gather(draining, return_exceptions=True)  # a client that is gone is no error of the command's
     return code
 
 

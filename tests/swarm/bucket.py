@@ -1,4 +1,4 @@
-"""A bucket on loopback: the local cloud's storage, without its guard, and what may go wrong on the way to it."""
+"""A bucket on loopback: the local cloud's storage, with faults that a test switches on."""
 
 import asyncio
 import socket
@@ -14,39 +14,37 @@ from starlette.routing import Route
 
 
 class Bucket:
-    """The bucket's address, and what is to go wrong."""
+    """The bucket's address and its faults."""
 
     def __init__(self, port: int):
         self.endpoint = f"http://127.0.0.1:{port}"
         self.refused = 0
-        """Writes that met an object of their name."""
+        """Writes refused because an object of that name exists."""
         self.lose_answers = 0
-        """So many writes are carried out and not answered."""
+        """The next so many writes succeed, but the connection breaks before the answer."""
         self.denied = ""
-        """Who asks for anything is told that this is not allowed any more; empty: it is."""
+        """The message of a 403 to every request; empty: requests are allowed."""
         self.gone = False
-        """Somebody has deleted it."""
+        """Every request gets a 404, as after somebody deleted the bucket."""
 
-    def over(self, app):
-        """An application whose answers may be lost on the way."""
-
+    def with_faults(self, app):
         async def respond(scope, receive, send):
             if self.denied or self.gone:
-                code, why = (404, "The specified bucket does not exist.") if self.gone else (403, self.denied)
-                body = {"error": {"code": code, "message": why, "errors": [{"message": why}]}}
+                code, message = (404, "The specified bucket does not exist.") if self.gone else (403, self.denied)
+                body = {"error": {"code": code, "message": message, "errors": [{"message": message}]}}
                 await JSONResponse(body, status_code=code)(scope, receive, send)
                 return
-            upload = scope["type"] == "http" and scope["path"].startswith("/upload/") and scope["method"] == "POST"
-            lost = upload and self.lose_answers > 0
-            self.lose_answers -= lost
+            is_upload = scope["type"] == "http" and scope["path"].startswith("/upload/") and scope["method"] == "POST"
+            is_lost = is_upload and self.lose_answers > 0
+            self.lose_answers -= is_lost
 
             async def answer(event):
                 self.refused += event.get("status") == 412
-                if not lost:
+                if not is_lost:
                     await send(event)
 
             await app(scope, receive, answer)
-            if lost:  # instead of an answer the connection ends
+            if is_lost:
                 raise ConnectionError("the answer is lost")
 
         return respond
@@ -54,7 +52,7 @@ class Bucket:
 
 @contextmanager
 def bucket(name: str, folder: Path) -> Iterator[Bucket]:
-    """An empty bucket."""
+    """Serve an empty bucket."""
     from tpuswarm.cloud.rehearsal.common.call import Rejected
     from tpuswarm.cloud.rehearsal.common.records import Records
     from tpuswarm.cloud.rehearsal.web.objects import Objects
@@ -63,16 +61,17 @@ def bucket(name: str, folder: Path) -> Iterator[Bucket]:
     from tpuswarm.cloud.rehearsal.wire.rest import reject
 
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each answer waits 40 ms for an ACK
     made = Bucket(listener.getsockname()[1])
-    ready, over = threading.Event(), []
+    ready, stops = threading.Event(), []
 
     async def serve():
         objects = Objects(Records(folder / "records.sqlite"), folder / "objects")
         objects.make_bucket("project", {"name": name})
         routes = [*Storage(objects).routes(), Route("/batch/{rest:path}", batch, methods=["POST"])]
-        app = made.over(Starlette(routes=routes, exception_handlers={Rejected: reject}))
+        app = made.with_faults(Starlette(routes=routes, exception_handlers={Rejected: reject}))
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-        over.append(lambda: setattr(server, "should_exit", True))
+        stops.append(lambda: setattr(server, "should_exit", True))
         ready.set()
         await server.serve([listener])
 
@@ -82,5 +81,5 @@ def bucket(name: str, folder: Path) -> Iterator[Bucket]:
     try:
         yield made
     finally:
-        over[0]()
+        stops[0]()
         thread.join()

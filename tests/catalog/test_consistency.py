@@ -1,119 +1,244 @@
-"""The data agrees with itself, and every figure says where it comes from."""
+"""The catalogue's data agrees with itself and with the documentation, and every figure has a source."""
 
 import re
 from collections.abc import Iterator
 from datetime import date
 from math import prod
+from pathlib import Path
 
 import pytest
 
 from tpuswarm import catalog
+from tpuswarm.catalog import network
 from tpuswarm.catalog.figures import Figure
 from tpuswarm.catalog.prices import region_of
+from tpuswarm.errors import InputError
 
 ZONE = re.compile(r"[a-z]+-[a-z]+\d+-([a-z]|ai\d+[a-z]?)")
 ALL = catalog.accelerators()
 
 
-@pytest.mark.parametrize("tpu", ALL, ids=lambda each: each.name)
+@pytest.mark.parametrize("tpu", ALL, ids=lambda tpu: tpu.name)
 def test_sizes_of_a_slice_agree(tpu: catalog.Accelerator):
     assert tpu.chips == prod(tpu.topology) == tpu.hosts * tpu.chips_per_host
     assert all(whole % part == 0 for whole, part in zip(tpu.topology, tpu.host_topology, strict=True))
     assert tpu.chips <= tpu.generation.pod_chips
     counted = {"cores": tpu.cores, "chips": tpu.chips}[tpu.generation.name_counts]
-    assert tpu.name == f"{tpu.generation.name}-{counted}", "the number in the name counts cores or chips"
+    assert tpu.name == f"{tpu.generation.name}-{counted}"
     assert tpu.compiler.name.split(":")[1] == "x".join(map(str, tpu.topology))
     assert tpu.gke is None or tpu.gke.machine.endswith(f"-{tpu.chips_per_host}t")
     assert (tpu.api_name is None) == ("TPU API" not in tpu.generation.apis)
     assert (tpu.gke is None) == ("GKE" not in tpu.generation.apis)
 
 
-def test_every_name_of_every_dialect_finds_its_slice_and_no_other():
+def test_each_name_finds_one_slice():
     names = [name for tpu in ALL for name in tpu.names]
     assert len(names) == len(set(names))
     assert all(catalog.find(name) is tpu and catalog.find(name.upper()) is tpu for tpu in ALL for name in tpu.names)
-    eight = catalog.find("v5litepod-8")
-    assert eight is catalog.find("v5e:2x4") is catalog.find("tpu-v5-lite-podslice:2x4") is catalog.find("v5e-8")
-    assert (eight.chips, eight.cores, catalog.find("v5p-8").chips, catalog.find("v3-8").devices) == (8, 8, 4, 8)
+    tpu = catalog.find("v5litepod-8")
+    assert tpu is catalog.find("v5e:2x4") is catalog.find("tpu-v5-lite-podslice:2x4") is catalog.find("v5e-8")
+    assert (tpu.chips, tpu.cores, catalog.find("v5p-8").chips, catalog.find("v3-8").devices) == (8, 8, 4, 8)
 
 
-def test_zones_and_prices():
-    for tpu in ALL:
-        zones = tpu.zones()
-        assert zones and len(zones) == len(set(zones)) and all(ZONE.fullmatch(each) for each in zones)
-        offered = [zone for offer in tpu.offers for zone in offer.zones]
-        assert len(offered) == len(set(offered)), "a zone offers a type in one way"
-        assert {price.region for price in tpu.prices()} <= {region_of(zone) for zone in offered}
-        for price in tpu.prices():
-            assert price.on_demand and price.on_demand > 0
-            assert price.spot is None or 0 < price.spot <= price.on_demand
-            assert price.on_demand / tpu.chips < 20, "the price list writes 700.0 where it knows none"
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("v5e-9", r"'v5e-9'.*did you mean v5e-8 \(also called v5litepod-8, .*tpu-v5-lite-podslice:2x4, ct5lp-hightpu"),
+        ("v5litepd-16", "did you mean v5litepod-16 .*v5e-16, .*v5e:4x4"),
+        ("ct6e-standard-2t", "did you mean ct6e-standard-[148]t .*v6e-"),
+        ("v4:3x3x3", "no v4 with topology 3x3x3; it has 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4"),
+        ("tpu-v6e-slice:3x3", "no tpu-v6e-slice with topology 3x3; it has 1x1, 2x2, 2x4, 4x4"),
+        ("NVIDIA H100 80GB HBM3", r"v5litepod-8 \(TPU API\), tpu-v5-lite-podslice:2x4 \(GKE\) or v5e:2x4 \(compiler\)"),
+        ("", "`tpuswarm catalog` lists them all"),
+    ],
+)
+def test_unknown_name_is_answered_with_the_nearest_known_one(wrong: str, message: str):
+    with pytest.raises(InputError, match=message) as caught:
+        catalog.find(wrong)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "flops"),
+    [
+        ("TPU v3", "bf16", 61.5e12),  # 123 TFLOP/s per chip of two devices
+        ("TPU v4", "bf16", 275e12),  # the two cores of a chip are one device
+        ("TPU v5 lite", "bf16", 197e12),
+        ("TPU v5e", "bf16", 197e12),
+        ("TPU v3", "f32", None),
+        ("NVIDIA H200", "bf16", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", "f32", 495e12),
+        ("NVIDIA H200", "highest", None),
+        ("cpu", "bf16", None),
+    ],
+)
+def test_peak_flops_are_found_by_jaxs_device_kind(kind, precision, flops):
+    assert catalog.peak_flops(kind, precision) == flops
+
+
+def test_device_kinds_are_unique_and_have_a_bandwidth():
+    assert catalog.memory_bandwidth("TPU v2") == 350e9 and catalog.memory_bandwidth("NVIDIA H200") == 4.8e12
+    kinds = [kind for chip in (*catalog.generations(), *catalog.gpus()) for kind in chip.device_kinds]
+    assert len(kinds) == len(set(kinds))
+
+
+@pytest.mark.parametrize("tpu", ALL, ids=lambda tpu: tpu.name)
+def test_zones_and_prices_are_plausible(tpu: catalog.Accelerator):
+    zones = tpu.zones()
+    assert zones and len(zones) == len(set(zones)) and all(ZONE.fullmatch(zone) for zone in zones)
+    offered = [zone for offer in tpu.offers for zone in offer.zones]
+    assert len(offered) == len(set(offered)), "a zone offers a type in one way"
+    assert {price.region for price in tpu.prices()} <= {region_of(zone) for zone in offered}
+    for price in tpu.prices():
+        assert price.on_demand and price.on_demand > 0
+        assert price.spot is None or 0 < price.spot <= price.on_demand
+        assert price.on_demand / tpu.chips < 20, "the price list writes 700.0 where it knows none"
+
+
+def test_price_depends_on_the_region():
     assert catalog.find("v2-8").price("europe-west4-a") == catalog.find("v2-8").price("europe-west4")
-    assert catalog.find("v5e-8").price().on_demand == pytest.approx(8 * 1.20)  # 1.2 $/chip-hour, us-central1
+    assert catalog.find("v5e-8").price().on_demand == pytest.approx(8 * 1.20)  # $1.20 per chip-hour in us-central1
     assert catalog.find("tpu7x-8").price() is None and catalog.find("v5e-8").price("us-east7") is None
+    assert catalog.find("tpu7x-8").zones() == ("us-central1-c", "us-central1-ai1a")
+    assert "asia-east1-c" in catalog.find("v6e-8").zones("sold")
+    assert catalog.find("v6e-8").price("asia-east1-c") is None, "a zone of the list without a price"
 
 
 @pytest.mark.parametrize(
     ("name", "zone", "on_demand", "spot"),
-    [  # rows of the list; in these zones the documentation has no such TPU, or a single tenant has it
+    [
         ("v3-8", "us-central1-f", 8.0, 2.04),
-        ("v5e-8", "us-east1-b", 9.6, 1.95941),
-        ("v5e-8", "us-east4-b", 9.6, 4.8),
         ("v5e-8", "us-east5-c", 9.6, 4.8),
         ("v5e-16", "asia-northeast1-b", 24.65664, 6.79045),
-        ("v5e-256", "asia-east1-c", 355.70688, 142.28275),
-        ("v5e-128", "asia-southeast1-b", 199.68, 99.84),
-        ("v5e-64", "europe-north1-c", 84.56448, 42.28224),
-        ("v5e-64", "europe-west1-b", 84.56448, 33.82579),
-        ("v5e-64", "europe-west3-c", 90.624, 24.95782),
-        ("v5e-64", "europe-west4-a", 99.84, 28.47891),
-        ("v5e-64", "northamerica-northeast1-b", 84.56448, 23.28909),
-        ("v5e-256", "southamerica-west1-b", 439.296, 120.98202),
         ("v5e-256", "southamerica-west1-c", 439.296, 120.98202),
-        ("v5p-1024", "us-east1-d", 2150.4, 427.87891),
         ("v5p-12288", "europe-west1-d", 27398.89152, 10959.55661),
         ("v6e-256", "us-south1-c", 691.2, 345.6),
     ],
 )
-def test_what_is_only_sold_has_the_price_of_the_list(name: str, zone: str, on_demand: float, spot: float):
+def test_type_that_is_not_offered_to_everyone_has_the_listed_price(name, zone, on_demand, spot):
     tpu = catalog.find(name)
     assert zone in {*tpu.zones("sold"), *tpu.zones("single tenant")}
     price = tpu.price(zone)
     assert price and (price.on_demand, price.spot) == pytest.approx((on_demand, spot), rel=1e-4)
 
 
-def test_a_zone_of_the_list_without_a_price():
-    tpu = catalog.find("v6e-8")
-    assert "asia-east1-c" in tpu.zones("sold") and tpu.price("asia-east1-c") is None
-    assert catalog.find("tpu7x-8").zones() == ("us-central1-c", "us-central1-ai1a")
-
-
 def test_every_figure_has_source_and_date():
-    figures = [figure for each in (*catalog.generations(), *catalog.gpus()) for figure in each.figures.values()]
-    figures += [
-        figure for each in catalog.generations() for host in each.hosts.values() for figure in host.figures.values()
-    ]
-    for figure in _all(figures):
+    chips = (*catalog.generations(), *catalog.gpus())
+    figures = [figure for chip in chips for figure in chip.figures.values()]
+    hosts = [host for generation in catalog.generations() for host in generation.hosts.values()]
+    figures += [figure for host in hosts for figure in host.figures.values()]
+    for figure in with_alternatives(figures):
         assert figure.value not in (None, "") and isinstance(figure.date, date)
         assert figure.source.title and figure.source.url.startswith("https://")
-    for source in [each.source for each in ALL] + [price.source for each in ALL for price in each.prices()]:
+    for source in [tpu.source for tpu in ALL] + [price.source for tpu in ALL for price in tpu.prices()]:
         assert isinstance(source.read, date)
 
 
-def test_spot_tpus_that_others_kept_are_of_the_catalogue_and_have_a_source():
-    found = catalog.kept_spot_tpus()
-    assert len(found) == 7 and sum(each.lost for each in found) == 42
-    for each in found:
-        assert catalog.find(each.type).name == each.type and each.source.url.startswith("https://")
-        assert each.ran < each.hours and each.hours_between > 1 > each.hours_away
-
-
-def test_what_a_page_once_said_is_beside_what_it_says():
+def test_earlier_values_of_a_figure_are_kept():
     bandwidth = catalog.find("v6e-8").generation.figures["bandwidth"]
-    assert [each.value for each in _all([bandwidth])] == [1638e9, 1600e9, 1640e9]
+    assert [figure.value for figure in with_alternatives([bandwidth])] == [1638e9, 1600e9, 1640e9]
 
 
-def _all(figures: list[Figure]) -> Iterator[Figure]:
+def with_alternatives(figures: list[Figure]) -> Iterator[Figure]:
     for figure in figures:
         yield figure
-        yield from _all(list(figure.other))
+        yield from with_alternatives(list(figure.other))
+
+
+def test_published_spot_runs_have_a_source():
+    found = catalog.kept_spot_tpus()
+    assert len(found) == 7 and sum(run.lost for run in found) == 42
+    for run in found:
+        assert catalog.find(run.type).name == run.type and run.source.url.startswith("https://")
+        assert run.ran < run.hours and run.hours_between > 1 > run.hours_away
+
+
+def test_vm_prices_match_the_list():
+    by_name = {vm.name: vm for vm in catalog.machines()}
+    assert len(by_name) == len(catalog.machines())
+    for name, place, on_demand, spot in (  # sizes that the rates were not derived from
+        ("n2-highmem-80", "us-central1", 5.24056, 1.71296),
+        ("n2-highmem-80", "europe-west4-a", 5.76912, 2.0096),
+        ("c3d-standard-360", "us-central1-f", 16.34364, 2.47032),
+    ):
+        price = by_name[name].price(place)
+        assert (price.on_demand, price.spot) == pytest.approx((on_demand, spot), rel=1e-3), name
+    assert by_name["e2-standard-4"].price("us-central1").on_demand == pytest.approx(0.13402, rel=1e-3)
+    assert (by_name["e2-highmem-16"].memory_gib, by_name["e2-highmem-16"].network_gbps) == (128, 16)
+    assert by_name["e2-highmem-16"].price("us-central2-b") is None
+    for vm in catalog.machines():
+        assert all(0 < price.spot <= price.on_demand for price in vm.prices)
+        assert all(figure.source.read for figure in vm.figures.values())
+
+
+@pytest.mark.parametrize(
+    ("relation", "place", "dollars"),
+    [
+        ("same zone", "us-central1-a", 0.0),
+        ("same region", "us-central1-a", 0.01),
+        ("same continent", "us-central1", 0.02),
+        ("same continent", "me-west1-a", None),
+        ("other continent", "us-central2-b", 0.08),
+        ("other continent", "australia-southeast1", 0.15),
+        ("internet", "asia-northeast1-b", 0.12),
+    ],
+)
+def test_traffic_is_priced_by_distance(relation: network.Relation, place: str, dollars: float | None):
+    price = network.transfer_price(relation, place)
+    assert (price and price.value) == dollars and (price is None or price.date)
+
+
+def test_unknown_place_has_no_traffic_price():
+    with pytest.raises(InputError, match="'mars-1' is not a Google Cloud region or zone"):
+        network.transfer_price("same zone", "mars-1")
+
+
+def test_reading_a_bucket_and_storage_have_prices():
+    assert network.read_price("same zone").value == 0 and network.read_price("same continent").value == 0.02
+    assert network.read_price("other continent") is None and network.read_price("internet").value == 0.12
+    assert network.storage_prices()["gib_month"].value == 0.02 and network.disk_prices()["balanced_gib_month"].date
+
+
+def documented(*headings: str) -> dict[str, list[str]]:
+    """Return the rows of a table of docs/choosing-a-tpu.md by their first cell."""
+    text = (Path(__file__).parents[2] / "docs" / "choosing-a-tpu.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    start = next(number for number, row in enumerate(rows) if row[1 : 1 + len(headings)] == list(headings))
+    found: dict[str, list[str]] = {}
+    for row in rows[start + 1 :]:
+        if len(row) != len(rows[start]) or row[0] in found or not row[0]:
+            break
+        found[row[0]] = row[1:]
+    return found
+
+
+def test_documented_generations_match_the_catalogue():
+    rows = documented("peak bf16 per chip", "HBM per chip")
+    assert [name.lower() for name in rows] == [generation.name for generation in catalog.generations()]
+    for row, generation in zip(rows.values(), catalog.generations(), strict=True):
+        assert row[:3] == [
+            f"{generation.peak_bf16 / 1e12:,.0f} TFLOP/s",
+            f"{generation.hbm_bytes / 2**30:.0f} GiB",
+            f"{generation.compiler_hbm_bytes / 2**30:.2f} GiB",
+        ]
+
+
+def test_documented_names_match_the_catalogue():
+    for name, (api, gke, compiler) in documented("TPU API", "GKE: accelerator, topology, machine").items():
+        tpu = catalog.find(name)
+        assert (api, compiler) == (tpu.api_name or "–", tpu.compiler.name)
+        assert gke.split(", ") == list(tpu.gke[:3])
+
+
+def test_documented_prices_match_the_catalogue():
+    rows = documented("$ per chip-hour on demand", "spot")
+    for row in ("v2-8", "v3-8", "v4", "v5e", "v5p", "v6e"):
+        tpu = catalog.find(row if "-" in row else f"{row}-8")
+        price, peak = tpu.price(), tpu.chips * tpu.generation.peak_bf16 / 1e12
+        assert rows[row] == [
+            f"{price.on_demand / tpu.chips:.3f}",
+            f"{price.spot / tpu.chips:.3f}",
+            f"{peak / price.on_demand:,.0f}",
+            f"{peak / price.spot:,.0f}",
+        ]

@@ -1,3 +1,5 @@
+"""Counts, durations and bounds as people type them."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,27 +12,27 @@ from tpuswarm.errors import InputError
 @pytest.mark.parametrize(
     ("text", "value"), [("500", 500), ("10M", 10_000_000), ("1.5K", 1500), ("2b", 2_000_000_000), (7, 7), ("1e3", 1000)]
 )
-def test_counts(text, value):
+def test_count_is_parsed(text, value):
     assert parse_count(text, "steps") == value
 
 
+@given(st.integers(1, 10**15))
+def test_every_positive_integer_is_a_count(value):
+    assert parse_count(str(value), "n") == value
+
+
 @pytest.mark.parametrize("text", ["0", "-5", "many", "", "1.5", "10Q", "1e-3", "1e99", "9" * 5000, "nan"])
-def test_counts_that_are_none(text):
+def test_invalid_count_is_refused(text):
     with pytest.raises(InputError, match="steps"):
         parse_count(text, "steps")
 
 
-@given(st.integers(1, 10**15))
-def test_every_positive_integer_is_itself(value):
-    assert parse_count(str(value), "n") == value
-
-
 @pytest.mark.parametrize(("text", "value"), [("10", 10.0), ("10s", 10.0), ("5m", 300.0), ("2h", 7200.0), ("0", 0.0)])
-def test_seconds(text, value):
+def test_duration_is_parsed(text, value):
     assert parse_seconds(text, "notice") == value
 
 
-def test_every_is_steps_or_time():
+def test_interval_is_steps_or_time():
     assert parse_every("500", "save_every") == Interval(steps=500)
     assert parse_every("5m", "save_every") == Interval(seconds=300.0)
     for wrong in ("soon", "0m", "-3", "5 parsecs", "5x", "1e400d", ""):
@@ -38,8 +40,14 @@ def test_every_is_steps_or_time():
             parse_every(wrong, "save_every")
 
 
+def test_interval_is_due_after_its_steps_or_time():
+    assert [Interval(steps=3).due(step, 1e9) for step in range(1, 7)] == [False, False, True] * 2
+    assert Interval(seconds=10).due(1, 10.0) and not Interval(seconds=10).due(1, 9.9)
+    assert not Interval().due(1, 1e9)
+
+
 @pytest.mark.parametrize(
-    ("value", "bounds", "words"),
+    ("value", "bounds", "message"),
     [
         (0, {"above": 0}, "lr must be above 0, not 0"),
         (1.0, {"above": 0, "below": 1}, "lr must be above 0 and below 1, not 1.0"),
@@ -48,26 +56,20 @@ def test_every_is_steps_or_time():
         (float("inf"), {}, "lr must be a finite number, not inf"),
     ],
 )
-def test_numbers_out_of_bounds_are_named_with_them(value, bounds, words):
+def test_number_out_of_bounds_is_refused(value, bounds, message):
     with pytest.raises(InputError) as error:
         check_number(value, "lr", **bounds)
-    assert str(error.value) == words
+    assert str(error.value) == message
 
 
-def test_numbers_within_bounds():
+def test_number_within_bounds_is_accepted():
     for value in (1, 2, 2.5, 3):
         check_number(value, "n", least=1, most=3)
     check_number(1e-30, "n", above=0, below=1)
 
 
-def test_due():
-    assert [Interval(steps=3).due(step, 1e9) for step in range(1, 7)] == [False, False, True] * 2
-    assert Interval(seconds=10).due(1, 10.0) and not Interval(seconds=10).due(1, 9.9)
-    assert not Interval().due(1, 1e9)
-
-
-def test_did_you_mean_gives_the_nearest_or_all():
+def test_suggestion_is_the_nearest_name_or_all():
     assert did_you_mean("replikate", ["replicate", "fsdp"]) == "did you mean replicate?"
     assert did_you_mean("xyz", ["b", "a"]) == "known: a, b"
-    assert nearest("--bogus", ["--host", "--hosts", "--lr"]) is None  # the dashes are no likeness
+    assert nearest("--bogus", ["--host", "--hosts", "--lr"]) is None, "dashes alone are no likeness"
     assert nearest("--hsot", ["--host", "--lr"]) == nearest("hsot", ["--host"]) == "--host"

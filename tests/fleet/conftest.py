@@ -1,46 +1,117 @@
-"""A cloud for each test, and commands on one."""
+"""A fake cloud for each test, and commands that run on one."""
 
 import os
+import shlex
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.fleet.cloud_model import Cloud
-from tests.fleet.here import SWARM, Here
+from tests.fleet.fake_cloud import FakeCloud
+from tests.local_cloud import local_cloud
+from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.fleet.keeping.clock import Clock
 from tpuswarm.fleet.keeping.fleets import Fleet
 
-
-@pytest.fixture
-def cloud() -> Cloud:
-    return Cloud()
+GOLDEN = Path(__file__).parent / "golden"
+FAULTS = {"unpaid-1": "no-billing", "fresh-1": "no-apis", "login-1": "os-login", "asia-east1-c": "hidden"}
 
 
 @pytest.fixture
-def here(typed, tmp_path, monkeypatch):
-    for name in [each for each in os.environ if each.startswith(("GOOGLE_", "CLOUDSDK_"))]:
+def cloud() -> FakeCloud:
+    return FakeCloud()
+
+
+@pytest.fixture
+def signed_out(tmp_path, monkeypatch) -> Path:
+    """The empty working directory and home of somebody who never used Google Cloud."""
+    for name in [name for name in os.environ if name.startswith(("GOOGLE_", "CLOUDSDK_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", "swarm")
     monkeypatch.chdir(tmp_path)
-    found = Here(typed, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def golden(signed_out):
+    """Compare a command's output with a file of golden/; TPUSWARM_GOLDEN=write writes the file instead."""
+
+    def compare(name: str, line: str, output: str) -> None:
+        text = f"$ tpuswarm {line}\n{output}"
+        if os.environ.get("TPUSWARM_GOLDEN") == "write":
+            (GOLDEN / f"{name}.txt").write_text(text)
+        assert text == (GOLDEN / f"{name}.txt").read_text()
+
+    return compare
+
+
+class CommandLine:
+    """A folder with swarm.toml, and a fake cloud whose clock moves on whenever a command sleeps."""
+
+    def __init__(self, typed, folder: Path):
+        self.typed, self.folder = typed, folder
+        self.cloud = FakeCloud(time.time())
+        self.write((GOLDEN / "swarm.toml").read_text())
+
+    def write(self, text: str) -> None:
+        (self.folder / "swarm.toml").write_text(text)
+
+    def run(self, line: str, code: int = 0) -> str:
+        """Run a command and return its stdout and stderr."""
+        found, out, err = self.typed(*shlex.split(line))
+        assert found == code, f"exit {found}: {out}{err}"
+        return out + err
+
+    @property
+    def ready(self) -> list[str]:
+        return self.cloud.names("ready")
+
+
+@pytest.fixture
+def cli(typed, signed_out, monkeypatch):
+    found = CommandLine(typed, signed_out)
     monkeypatch.setattr(Fleet, "provider", lambda self: found.cloud)
-    monkeypatch.setattr("tpuswarm.cli.bring.preflight", lambda *about: None)
-    monkeypatch.setattr("tpuswarm.cli.setup.route_now", lambda reach: None)  # nobody answers at a model's addresses
+    monkeypatch.setattr("tpuswarm.cli.bring.preflight", lambda *_: None)
+    monkeypatch.setattr("tpuswarm.cli.setup.route_now", lambda reach: None)  # the fake machines answer no connection
     monkeypatch.setattr("tpuswarm.fleet.keeping.fleets.new_id", lambda name, mark: f"{name}-abc234")
     monkeypatch.setattr(Fleet, "mark", "abc2")
-    command, asleep = threading.get_ident(), time.sleep
+    command, real_sleep = threading.get_ident(), time.sleep
 
     def sleep(seconds: float) -> None:
-        """Threads that an earlier test has left behind do not move this one's cloud."""
+        """Advance the cloud for the command's own thread only, not for threads left over from other tests."""
         if threading.get_ident() == command:
             found.cloud.advance(20)
         else:
-            asleep(seconds)
+            real_sleep(seconds)
 
     monkeypatch.setattr("time.sleep", sleep)
     clock = Clock(lambda: found.cloud.now, lambda: found.cloud.now)
     monkeypatch.setattr("tpuswarm.fleet.keeping.keeper.Clock", lambda: clock)
-    (tmp_path / "swarm.toml").write_text(SWARM)
     return found
+
+
+@pytest.fixture(scope="module")
+def cloud_folder(tmp_path_factory):
+    """The folder of a fast local cloud, where some projects and zones have faults."""
+    with local_cloud(tmp_path_factory.mktemp("cloud")) as place:
+        ask(place, "quota", zone="europe-west4-a", generation="v2", limit=0)
+        for name, fault in FAULTS.items():
+            ask(place, "break", name=name, fault=fault)
+        yield place.folder
+
+
+@pytest.fixture
+def init(typed, cloud_folder, signed_out, monkeypatch):
+    """Run `init` against the local cloud in an empty folder: (code, out, err)."""
+    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(cloud_folder))
+    monkeypatch.setattr("tpuswarm.cloud.google.project.LOOK_S", 0.05)
+    pool = "--provider rehearsal --type v2-8 --zone"
+
+    def run(options: str, project: str | None = None, zone: str = "us-central1-b") -> tuple[int, str, str]:
+        line = f"{options} --project {project} {pool} {zone}" if project else options
+        return typed("init", *shlex.split(line))
+
+    return run

@@ -1,10 +1,11 @@
-"""A keeper's loop without a keeper: look, remember, plan, act, as values."""
+"""Build fleets, and run them on a fake cloud: as a bare loop of plans, or under a keeper."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from tests.fleet.cloud_model import Cloud
+from tests.fleet.fake_cloud import FakeCloud
 from tpuswarm.cloud.errors import CloudError
-from tpuswarm.cloud.protocol import How, Listing, TpuSpec, VmSpec
+from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, How, Listing, Machine, TpuSpec, VmSpec, Worker
 from tpuswarm.fleet.core.actions import Action, Answer, Called, Create, Delete, Ended, Event, Stop, Wait
 from tpuswarm.fleet.core.desired import Desired, Wanted
 from tpuswarm.fleet.core.limits import Limits, costs
@@ -13,9 +14,14 @@ from tpuswarm.fleet.core.money import machine_price
 from tpuswarm.fleet.core.plan import plan
 from tpuswarm.fleet.core.remember import remember
 from tpuswarm.fleet.core.traffic import Traffic
+from tpuswarm.fleet.keeping.clock import Clock
+from tpuswarm.fleet.keeping.document import Document, DocumentStore
+from tpuswarm.fleet.keeping.history import History
+from tpuswarm.fleet.keeping.keeper import Keeper, Tick
 
 FLEET = "gpt2-abc123"
-ZONE = "us-central1-f"
+A, B, C, EUROPE = "us-central1-f", "us-central1-b", "us-central1-c", "europe-west4-a"
+ZONE = A
 
 
 def pool(
@@ -26,27 +32,30 @@ def pool(
     return Wanted(name, spec, zones, count, wait_s)
 
 
-def vm(name: str, spot: bool = False) -> Wanted:
-    spec = VmSpec(
-        f"gpt2-{name}", ZONE, "n2-highmem-8", FLEET, name, "ubuntu-os-cloud/ubuntu-2404-lts-amd64", 100, spot=spot
-    )
-    return Wanted(name, spec, (ZONE,), 1)
+def vm(name: str, routes: bool = False) -> Wanted:
+    spec = VmSpec(f"gpt2-{name}", ZONE, "n2-highmem-8", FLEET, name, "ubuntu-os-cloud/ubuntu-2404-lts-amd64", 100)
+    return Wanted(name, spec, (ZONE,), 1, routes=routes)
 
 
-def desired(*pools: Wanted) -> Desired:
-    return Desired(FLEET, pools, paid=True)
+def desired(*pools: Wanted, **fields: object) -> Desired:
+    return replace(Desired(FLEET, pools, paid=True), **fields)
 
 
-def names(cloud: Cloud, *states: str) -> list[str]:
-    """Machines that are there, in these states if any are named."""
-    return sorted(each.name for each in cloud.there.values() if not states or each.state in states)
+def machine(
+    name: str, state="ready", workers: int = 2, created: float = 1.0, pool: str = "small", kind="tpu", type_="v2-8"
+) -> Machine:
+    return Machine(
+        name, ZONE, kind, type_, state, state.upper(), how="spot", created=created,
+        workers=tuple(Worker(f"10.0.0.{number}", None) for number in range(workers)),
+        labels={FLEET_LABEL: FLEET, POOL_LABEL: pool},
+    )  # fmt: skip
 
 
 @dataclass
 class Loop:
-    """Ticks every so many seconds of the cloud's own time."""
+    """Look, remember, plan and act in memory, every few seconds of the cloud's time."""
 
-    cloud: Cloud
+    cloud: FakeCloud
     desired: Desired
     every: float = 10.0
 
@@ -55,53 +64,50 @@ class Loop:
         self.answers: list[Answer] = []
         self.actions: list[Action] = []
         self.times: list[float] = []
-        """Seconds after the beginning, of each action."""
+        """When each action happened, in seconds since the start."""
         self.events: list[Event] = []
         self.busy: frozenset[str] = frozenset()
         self.traffic = Traffic()
         self.waits: tuple[Wait, ...] = ()
         self.listing = Listing((), frozenset())
-        self.spent, self.begun, self.ahead = 0.0, self.cloud.now, 0.0
+        self.spent, self.started, self.clock_offset_s = 0.0, self.cloud.now, 0.0
 
     @property
     def now(self) -> float:
-        """What the keeper's own clock says."""
-        return self.cloud.now + self.ahead
+        """The keeper's own clock."""
+        return self.cloud.now + self.clock_offset_s
 
     def observed(self) -> Observed:
         return Observed(self.listing, self.memory, self.spent, self.work, self.traffic, self.busy)
 
     def run(self, seconds: float) -> None:
-        """Look now, and then as often as fits."""
         end = self.cloud.now + seconds
         while self.cloud.now <= end:
             self.tick()
-            self.pass_time(self.every)
+            self.advance(self.every)
 
-    def pass_time(self, seconds: float) -> None:
-        """What there is costs what it costs meanwhile, in truth."""
-        limits = Limits(
-            self.desired, Observed(Listing(tuple(self.cloud.there.values()), frozenset()), Memory()), (), self.now
-        )
-        for each in self.cloud.there.values():
-            if (
-                each.fleet == self.desired.fleet
-                and each.state != "creating"
-                and costs(each)
-                and not limits.is_free(each)
-            ):
-                self.spent += (machine_price(each) or 0.0) * seconds / 3600
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and charge what the machines really cost."""
+        existing = tuple(self.cloud.existing.values())
+        limits = Limits(self.desired, Observed(Listing(existing, frozenset()), Memory()), (), self.now)
+        for found in existing:
+            is_ours = found.fleet == self.desired.fleet and found.state != "creating"
+            if is_ours and costs(found) and not limits.is_free(found):
+                self.spent += (machine_price(found) or 0.0) * seconds / 3600
         self.cloud.advance(seconds)
 
-    def jump(self, seconds: float) -> None:
-        """The keeper's clock jumps."""
-        self.ahead += seconds
+    def jump_clock(self, seconds: float) -> None:
+        self.clock_offset_s += seconds
         self.memory = self.memory.moved(seconds)
 
+    def change(self, **fields: object) -> None:
+        """Change the desired fleet as `tpuswarm up` does."""
+        self.desired = replace(self.desired, revision=self.desired.revision + 1, **fields)
+
     def tick(self) -> None:
-        for key, asked in self.memory.asked.items():
-            if asked.operation:
-                done, error = self.cloud.outcome(asked.operation)
+        for key, request in self.memory.asked.items():
+            if request.operation:
+                done, error = self.cloud.outcome(request.operation)
                 if done:
                     self.answers.append(Ended(key, error))
         self.listing = self.cloud.machines(self.desired.zones)
@@ -118,13 +124,72 @@ class Loop:
 
     def act(self, action: Action) -> None:
         self.actions.append(action)
-        self.times.append(self.cloud.now - self.begun)
-        call = {Create: self.cloud.create, Delete: self.cloud.delete, Stop: self.cloud.stop}.get(
-            type(action), self.cloud.start
-        )
+        self.times.append(self.cloud.now - self.started)
         try:
-            operation = call(action.spec if isinstance(action, Create) else action.machine)  # type: ignore[operator]
+            match action:
+                case Create(spec):
+                    operation = self.cloud.create(spec)
+                case Delete(found):
+                    operation = self.cloud.delete(found)
+                case Stop(found):
+                    operation = self.cloud.stop(found)
+                case _:
+                    operation = self.cloud.start(action.machine)
         except CloudError as error:
             self.answers.append(Called(action, None, error))
         else:
             self.answers.append(Called(action, operation, None))
+
+
+def started(cloud: FakeCloud, *pools: Wanted, seconds: float = 600.0, every: float = 10.0, **fields: object) -> Loop:
+    """Run a loop for a while from an empty fleet."""
+    loop = Loop(cloud, desired(*pools, **fields), every)
+    loop.run(seconds)
+    return loop
+
+
+KEPT_FLEET = desired(pool("small", 2, (A, B)), pool("line", 1, (B,), "queued"), vm("head"))
+
+
+class KeptFleet:
+    """A fleet whose document lies in a bucket of a fake cloud, for keepers on one or several computers."""
+
+    def __init__(self, folder: Path, wanted: Desired = KEPT_FLEET, **fields: object):
+        self.cloud, self.folder, self.clock_offset_s = FakeCloud(), folder, 0.0
+        self.clock = Clock(wall=lambda: self.cloud.now + self.clock_offset_s, steady=lambda: self.cloud.now)
+        self.store = self.new_store()
+        wanted = replace(wanted, **fields)
+        self.store.change(lambda _: Document("gpt2", "google", "model", wanted, wanted.zones))
+
+    def new_store(self) -> DocumentStore:
+        return DocumentStore(self.cloud.bucket("state"), "gpt2", "gs://state")
+
+    def keeper(self, computer: str = "computer") -> Keeper:
+        """Start a keeper; those of one computer share a history."""
+        history = History(self.folder / computer / "history.db")
+        return Keeper(self.cloud, self.new_store(), history, self.clock, threads=1)
+
+    def run(self, keeper: Keeper, seconds: float, every: float = 10.0) -> Tick:
+        end = self.cloud.now + seconds
+        while True:
+            tick = keeper.tick()
+            self.cloud.advance(every)
+            if self.cloud.now >= end:
+                return tick
+
+    def change(self, **fields: object) -> None:
+        """Change the desired fleet."""
+        self.store.change(lambda document: replace(document, desired=replace(document.desired, **fields)))
+
+    def change_document(self, **fields: object) -> None:
+        self.store.change(lambda document: replace(document, **fields))
+
+    @property
+    def document(self) -> Document:
+        found = self.new_store().load()
+        assert found
+        return found
+
+    @property
+    def ready(self) -> list[str]:
+        return self.cloud.names("ready")

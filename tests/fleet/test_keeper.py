@@ -1,227 +1,225 @@
-"""The keeper: killed anywhere, begun again anywhere; two of them; damaged state; clocks that jump."""
+"""The keeper survives kills at any point, damaged state, full disks and clock jumps."""
 
 import errno
 from dataclasses import replace
 
 import pytest
 
-from tests.fleet.cloud_model import Cloud, Killed
-from tests.fleet.keepers import WANTED, A, ask, begin, keeper, ready, run, store
-from tests.fleet.loop import desired, pool
+from tests.fleet.fake_cloud import START, FakeCloud, Killed
+from tests.fleet.loop import KEPT_FLEET, A, KeptFleet, desired, pool
 from tpuswarm.cloud.errors import Denied, Unreachable
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.core.desired import Budget, DownWhen
 from tpuswarm.fleet.core.jobs import Job, Seat
 from tpuswarm.fleet.core.memory import Work
 from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.document import (
-    Document,
-    DocumentStore,
-    LocalBucket,
-    path_of,
-    with_job,
-)
+from tpuswarm.fleet.keeping.document import Damaged, Document, DocumentStore, LocalBucket, path_of, with_job
 from tpuswarm.fleet.keeping.history import History
 from tpuswarm.fleet.keeping.keeper import Keeper
 
 
-def test_it_brings_a_fleet_up_and_down(tmp_path):
-    cloud = Cloud()
-    begin(cloud)
-    keeping = keeper(cloud, tmp_path)
-    tick = run(keeping, cloud, 600)
-    assert ready(cloud) == ["gpt2-head", "v2-usc1b-0", "v2-usc1f-0", "v2-usc1f-1"] and tick.converged
-    assert [each.kind for each in tick.document.events].count("ready") == 4
-    ask(cloud, down="asked")
-    assert not keeping.tick().done
-    assert run(keeping, cloud, 200).done and cloud.there == {}
+@pytest.fixture
+def fleet(tmp_path) -> KeptFleet:
+    return KeptFleet(tmp_path)
 
 
-def test_calls_do_not_grow_with_machines(tmp_path):
-    counts = []
-    for count in (2, 60):
-        cloud = Cloud()
-        begin(cloud, desired(pool(count=count)))
-        keeping = keeper(cloud, tmp_path / str(count))
-        run(keeping, cloud, 600)
-        cloud.calls.clear()
-        keeping.tick()
-        counts.append(len(cloud.calls))
-    assert counts == [1, 1]
+def test_fleet_comes_up_and_down(fleet):
+    keeper = fleet.keeper()
+    tick = fleet.run(keeper, 600)
+    assert fleet.ready == ["gpt2-head", "v2-usc1b-0", "v2-usc1f-0", "v2-usc1f-1"] and tick.converged
+    assert [event.kind for event in tick.document.events].count("ready") == 4
+    fleet.change(down="asked")
+    assert not keeper.tick().done
+    assert fleet.run(keeper, 200).done and fleet.cloud.existing == {}
 
 
-def test_killed_at_every_effect_and_begun_again_on_any_computer(tmp_path):
-    """Every effect of a life with preemptions, scaling and an end, before and after it, on the same or another disk."""
+@pytest.mark.parametrize("count", [2, 60])
+def test_requests_per_tick_do_not_grow_with_machines(tmp_path, count):
+    fleet = KeptFleet(tmp_path, desired(pool(count=count)))
+    keeper = fleet.keeper()
+    fleet.run(keeper, 600)
+    fleet.cloud.requests.clear()
+    keeper.tick()
+    assert fleet.cloud.requests == ["machines"]
 
-    def life(cloud: Cloud, name: str, same_disk: bool) -> int:
-        """The whole life, with one kill where the fuse has it; how often it was killed."""
-        kills = 0
+
+def test_keeper_killed_at_any_side_effect_is_continued_by_the_next_on_any_computer(tmp_path):
+    """Kill it before or after each effect of a life with preemptions, scaling and an end."""
+
+    def live(fleet: KeptFleet, same_computer: bool = True) -> int:
+        """Run the whole life and return how often it was killed."""
+        cloud, kills = fleet.cloud, 0
         steps = [
             lambda: None,
             lambda: cloud.preempt((A, "v2-usc1f-0")),
             lambda: cloud.capacity.update({A: 0}),
-            lambda: cloud.preempt(next(key for key in cloud.there if key[1].startswith("v2")), "404"),
-            lambda: ask(cloud, pools=(replace(WANTED.pools[0], count=1), *WANTED.pools[1:])),
-            lambda: ask(cloud, down="asked"),
+            lambda: cloud.preempt(next(key for key in cloud.existing if key[1].startswith("v2")), "404"),
+            lambda: fleet.change(pools=(replace(KEPT_FLEET.pools[0], count=1), *KEPT_FLEET.pools[1:])),
+            lambda: fleet.change(down="asked"),
         ]
-        keeping = keeper(cloud, tmp_path / f"{name}-0")
+        keeper = fleet.keeper()
         for step in steps:
-            armed, cloud.fuse.left = cloud.fuse.left, None
+            armed, cloud.kill_switch.remaining = cloud.kill_switch.remaining, None
             step()
-            cloud.fuse.left = armed
+            cloud.kill_switch.remaining = armed
             for _ in range(3):
                 try:
-                    run(keeping, cloud, 750, every=50.0)
+                    fleet.run(keeper, 750, every=50.0)
                     break
                 except Killed:
                     kills += 1
-                    keeping = keeper(cloud, tmp_path / (f"{name}-0" if same_disk else f"{name}-{kills}"))
-            wanted = store(cloud).load()
-            assert wanted
-            if wanted.desired.down is None:
-                assert len(ready(cloud)) == sum(each.count for each in wanted.desired.pools), (step, cloud.there)
-        assert cloud.there == {}
+                    keeper = fleet.keeper("computer" if same_computer else "other computer")
+            wanted = fleet.document.desired
+            if wanted.down is None:
+                assert len(fleet.ready) == sum(pool.count for pool in wanted.pools), (step, cloud.existing)
+        assert cloud.existing == {}
         return kills
 
-    begin(whole := Cloud())
-    whole.fuse.count = 0
-    life(whole, "whole", True)
-    effects = whole.fuse.count
+    undisturbed = KeptFleet(tmp_path / "undisturbed")
+    undisturbed.cloud.kill_switch.count = 0
+    live(undisturbed)
+    effects = undisturbed.cloud.kill_switch.count
     assert 30 < effects < 200
     for number in range(0, effects, 2):
-        begin(cloud := Cloud())
-        cloud.fuse.left, cloud.fuse.after = number, number % 4 == 0
-        assert life(cloud, f"{number}", same_disk=number % 8 < 4) <= 1
+        fleet = KeptFleet(tmp_path / str(number))
+        fleet.cloud.kill_switch.remaining, fleet.cloud.kill_switch.after = number, number % 4 == 0
+        assert live(fleet, same_computer=number % 8 < 4) <= 1
 
 
-def test_idleness_is_what_somebody_has_watched(tmp_path):
-    cloud = Cloud()
-    begin(cloud, replace(WANTED, down_when=DownWhen(idle_s=1800.0)))
+def test_idle_time_counts_only_while_a_keeper_watches(tmp_path):
+    fleet = KeptFleet(tmp_path, down_when=DownWhen(idle_s=1800.0))
 
     def work(phase: str, busy_at: float) -> None:
         job = Job("train", "small", "python train.py", "preempted", (Seat("small", phase=phase),))
-        store(cloud).change(lambda found: replace(found, work=Work(busy_at=busy_at), jobs=(job,)))
+        fleet.change_document(work=Work(busy_at=busy_at), jobs=(job,))
 
-    run(keeper(cloud, tmp_path), cloud, 600)
-    work("running", cloud.now)
-    cloud.advance(7200)  # nobody has looked, and it runs
-    keeping = keeper(cloud, tmp_path)
-    assert run(keeping, cloud, 3600).document.desired.down is None
-    work("done", cloud.now - 3600)
-    cloud.advance(7200)  # the computer sleeps
-    assert run(keeping, cloud, 1700).document.desired.down is None
-    assert run(keeping, cloud, 200).document.desired.down == "down_when: nothing has run for 30 min"
+    fleet.run(fleet.keeper(), 600)
+    work("running", fleet.cloud.now)
+    fleet.cloud.advance(7200)  # no keeper runs, and the job does
+    keeper = fleet.keeper()
+    assert fleet.run(keeper, 3600).document.desired.down is None
+    work("done", fleet.cloud.now - 3600)
+    fleet.cloud.advance(7200)  # the computer sleeps
+    assert fleet.run(keeper, 1700).document.desired.down is None
+    assert fleet.run(keeper, 200).document.desired.down == "down_when: nothing has run for 30 min"
 
 
-def test_what_ends_a_fleet_is_stored_before_anything_is_deleted(tmp_path):
-    cloud = Cloud()
-    begin(cloud, replace(WANTED, down_when=DownWhen(at=cloud.now + 700)))
-    keeping = keeper(cloud, tmp_path)
-    run(keeping, cloud, 600)
-    delete = cloud.delete
+def test_end_of_a_fleet_is_stored_before_anything_is_deleted(tmp_path):
+    fleet = KeptFleet(tmp_path, down_when=DownWhen(at=START + 700))
+    keeper, delete = fleet.keeper(), fleet.cloud.delete
 
-    def watched(machine: Machine) -> str:
-        assert b"its date has come" in cloud.bucket("state").objects[path_of("gpt2")].data
+    def checked_delete(machine: Machine) -> str:
+        assert fleet.document.desired.down == "down_when: its date has come"
         return delete(machine)
 
-    cloud.delete = watched
-    run(keeping, cloud, 600)
-    found = store(cloud).load()
-    assert cloud.there == {} and cloud.deleted and found and found.desired.down == "down_when: its date has come"
+    fleet.cloud.delete = checked_delete
+    fleet.run(keeper, 600)
+    assert not fleet.cloud.deleted
+    fleet.run(keeper, 600)
+    assert fleet.cloud.existing == {} and fleet.cloud.deleted
 
 
-def test_costs_are_counted_while_nobody_looks_and_after_a_change_of_keepers(tmp_path):
-    cloud = Cloud()
-    begin(cloud, replace(desired(pool(count=2)), budget=Budget()))
-    run(keeper(cloud, tmp_path / "1"), cloud, 600)
-    cloud.advance(36_000)
-    tick = run(keeper(cloud, tmp_path / "2"), cloud, 100)
-    spent = tick.document.ledger.pools["small"]
-    assert spent.hours == pytest.approx(2 * (cloud.now - 1_800_000_000) / 3600, rel=0.03)
+def test_costs_include_the_time_between_two_keepers(tmp_path):
+    fleet = KeptFleet(tmp_path, desired(pool(count=2)), budget=Budget())
+    fleet.run(fleet.keeper("first"), 600)
+    fleet.cloud.advance(36_000)
+    spent = fleet.run(fleet.keeper("second"), 100).document.ledger.pools["small"]
+    assert spent.hours == pytest.approx(2 * (fleet.cloud.now - START) / 3600, rel=0.03)
     assert spent.dollars == pytest.approx(spent.hours * 1.35)
 
 
-def test_a_jump_of_the_clock_costs_nothing_and_deletes_nothing(tmp_path):
-    cloud, ahead = Cloud(), [0.0]
-    begin(cloud)
-    clock = Clock(wall=lambda: cloud.now + ahead[0], steady=lambda: cloud.now)
-    keeping = Keeper(cloud, store(cloud), History(tmp_path / "history.db"), clock, threads=1)
-    run(keeping, cloud, 600)
-    before = keeping.tick().document.ledger.dollars
+@pytest.mark.parametrize("bucket_answers", [True, False])
+def test_clock_jump_costs_nothing_and_deletes_nothing(fleet, bucket_answers):
+    keeper, bucket = fleet.keeper(), fleet.cloud.bucket("state")
+    fleet.run(keeper, 600)
+    before = keeper.tick().document.ledger.dollars
     for jump in (86_400.0, -200_000.0):
-        ahead[0] += jump
-        cloud.advance(1)
-        tick = keeping.tick()
-        assert not tick.plan.actions and "the clock has jumped by" in tick.document.events[-1].text
-        for _ in range(20):  # also where nothing is stored in the look that sees it
-            assert tick.document.ledger.dollars == pytest.approx(before, abs=0.1)
-            cloud.advance(1)
-            tick = keeping.tick()
+        fleet.clock_offset_s += jump
+        fleet.cloud.advance(1)
+        if not bucket_answers:
+            bucket.is_reachable = False
+            with pytest.raises(Unreachable):
+                keeper.tick()
+            bucket.is_reachable = True
+            tick = keeper.tick()
+        else:
+            tick = keeper.tick()
+            assert "the clock has jumped by" in tick.document.events[-1].text
+        for _ in range(20):  # also where the tick that sees the jump stores nothing
+            assert not tick.plan.actions and tick.document.ledger.dollars == pytest.approx(before, abs=0.1)
+            fleet.cloud.advance(1)
+            tick = keeper.tick()
 
 
-def test_a_jump_of_the_clock_is_not_forgotten_where_the_cloud_does_not_answer(tmp_path):
-    cloud, ahead = Cloud(), [0.0]
-    begin(cloud)
-    clock = Clock(wall=lambda: cloud.now + ahead[0], steady=lambda: cloud.now)
-    keeping = Keeper(cloud, store(cloud), History(tmp_path / "history.db"), clock, threads=1)
-    run(keeping, cloud, 600)
-    before = keeping.tick().document.ledger.dollars
-    ahead[0] += 86_400.0
-    bucket = cloud.bucket("state")
-    bucket.reachable = False
-    with pytest.raises(Unreachable):
-        keeping.tick()
-    bucket.reachable = True
-    tick = run(keeping, cloud, 30)
-    assert tick.document.ledger.dollars == pytest.approx(before, abs=0.1) and not tick.plan.actions
+def test_only_a_patient_keeper_retries_errors_that_a_person_must_fix(fleet):
+    machines, logged, slept = fleet.cloud.machines, [], []
 
-
-def test_a_keeper_in_the_background_outlives_what_a_person_has_to_mend(tmp_path):
-    cloud = Cloud()
-    begin(cloud)
-    look, said, slept = cloud.machines, [], []
-
-    def refuse(zones):
-        cloud.machines = look
+    def refuse_once(zones):
+        fleet.cloud.machines = machines
         raise Denied("listing TPUs: permission denied")
 
-    cloud.machines = refuse
-    keeping = keeper(cloud, tmp_path)
-    keeping.told = said.append
+    keeper = fleet.keeper()
+    keeper.told = logged.append
+    fleet.cloud.machines = refuse_once
     with pytest.raises(Denied):
-        keeping.run(lambda tick: None, lambda tick: True, slept.append)
-    cloud.machines = refuse
-    keeping.run(lambda tick: None, lambda tick: True, slept.append, patient=True)
-    assert slept == [300.0] and said[0].endswith("listing TPUs: permission denied; asked again in 5 min")
+        keeper.run(lambda tick: None, lambda tick: True, slept.append)
+    fleet.cloud.machines = refuse_once
+    keeper.run(lambda tick: None, lambda tick: True, slept.append, patient=True)
+    assert slept == [300.0] and logged[0].endswith("listing TPUs: permission denied; asked again in 5 min")
 
 
-def test_a_full_disk_stops_no_keeper(tmp_path, monkeypatch):
-    """Nothing is done while the document cannot be written, and all of it afterwards."""
-    cloud, said = Cloud(), []
-    local = DocumentStore(LocalBucket(tmp_path), "gpt2", "here")
-    local.change(lambda _: Document("gpt2", "google", "model", WANTED, WANTED.zones))
+def test_keeper_acts_again_once_the_disk_has_room(tmp_path, monkeypatch):
+    cloud, logged = FakeCloud(), []
+    store = DocumentStore(LocalBucket(tmp_path), "gpt2", "here")
+    store.change(lambda _: Document("gpt2", "google", "model", KEPT_FLEET, KEPT_FLEET.zones))
     clock = Clock(wall=lambda: cloud.now, steady=lambda: cloud.now)
-    keeping = Keeper(cloud, local, History(tmp_path / "history.db"), clock, threads=1)
-    keeping.told = said.append
-    with monkeypatch.context() as full:
-        full.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
-        keeping.run(lambda tick: None, lambda tick: cloud.now > 1_800_000_100, cloud.advance)
-        assert cloud.there == {} and "gpt2.json cannot be written: No space left on device" in said[0]
-    keeping.run(lambda tick: None, lambda tick: tick.converged, cloud.advance)
-    assert len(ready(cloud)) == 4
+    keeper = Keeper(cloud, store, History(tmp_path / "history.db"), clock, threads=1)
+    keeper.told = logged.append
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        keeper.run(lambda tick: None, lambda tick: cloud.now > START + 100, cloud.advance)
+        assert cloud.existing == {} and "gpt2.json cannot be written: No space left on device" in logged[0]
+    keeper.run(lambda tick: None, lambda tick: tick.converged, cloud.advance)
+    assert len(cloud.names("ready")) == 4
 
 
-def test_a_fleet_is_not_done_while_a_job_of_it_is_not_over(tmp_path):
-    """Another job was stored, and who carries jobs out has not looked since."""
-    cloud = Cloud()
-    begin(cloud, replace(desired(pool(count=1)), down_when=DownWhen(done=True)))
-    keeping = keeper(cloud, tmp_path)
-    run(keeping, cloud, 300)
+def test_fleet_is_not_done_while_one_of_its_jobs_runs(tmp_path):
+    """Nobody has reported on the second job yet."""
+    fleet = KeptFleet(tmp_path, desired(pool()), down_when=DownWhen(done=True))
+    keeper = fleet.keeper()
+    fleet.run(keeper, 300)
     old = Job("old", "small", "true", "never", (Seat("small", phase="done"),))
-    store(cloud).change(lambda found: replace(with_job(found, old), work=Work(done=True)))
-    store(cloud).change(lambda found: with_job(found, replace(old, name="new", seats=(Seat("small"),))))
-    assert store(cloud).load().work.done is False
-    store(cloud).change(lambda found: replace(found, work=Work(done=True)))
-    assert run(keeping, cloud, 100).document.desired.down is None
-    store(cloud).change(lambda found: replace(with_job(found, replace(old, name="new")), work=Work(done=True)))
-    assert run(keeping, cloud, 300).document.desired.down == "down_when: the work is done"
+    fleet.store.change(lambda found: replace(with_job(found, old), work=Work(done=True)))
+    fleet.store.change(lambda found: with_job(found, replace(old, name="new", seats=(Seat("small"),))))
+    assert fleet.document.work.done is False
+    fleet.change_document(work=Work(done=True))
+    assert fleet.run(keeper, 100).document.desired.down is None
+    fleet.store.change(lambda found: replace(with_job(found, replace(old, name="new")), work=Work(done=True)))
+    assert fleet.run(keeper, 300).document.desired.down == "down_when: the work is done"
+
+
+def test_damaged_document_is_reported(fleet):
+    fleet.cloud.bucket("state").write(path_of("gpt2"), b"{broken", 1)
+    with pytest.raises(Damaged, match=r"gs://state/tpuswarm/fleets/gpt2\.json is damaged \(7 bytes\): `tpuswarm up`"):
+        fleet.store.load()
+
+
+def test_unwritable_or_damaged_history_stops_no_keeper(fleet):
+    (fleet.folder / "file").write_text("")
+    history = History(fleet.folder / "file" / "history.db")
+    fleet.run(Keeper(fleet.cloud, fleet.store, history, fleet.clock, threads=1), 600)
+    assert len(fleet.ready) == 4 and history.trouble and "File exists" in history.trouble
+    damaged = fleet.folder / "damaged" / "history.db"
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"no database at all" * 100)
+    assert History(damaged).memory() is None and History(damaged).events() == []
+    fleet.run(fleet.keeper("damaged"), 30)
+
+
+def test_history_lists_the_events_of_a_machine(fleet):
+    fleet.run(fleet.keeper(), 600)
+    fleet.cloud.preempt((A, "v2-usc1f-0"))
+    fleet.run(fleet.keeper("other computer"), 30)
+    fleet.run(fleet.keeper(), 600)
+    kinds = [event.kind for event in History(fleet.folder / "computer" / "history.db").events("v2-usc1f-0")]
+    assert kinds[:2] == ["asked", "ready"] and "ready" in kinds[2:]

@@ -1,188 +1,227 @@
-"""Grants, budgets and ends of a fleet in a plan, and what a ledger charges."""
-
-from dataclasses import replace
+"""Grants, budgets and end conditions of a fleet, and what its ledger charges."""
 
 import pytest
 
-from tests.fleet.cloud_model import Cloud
-from tests.fleet.loop import Loop, desired, names, pool
+from tests.fleet.fake_cloud import FakeCloud
+from tests.fleet.loop import ZONE, A, B, Loop, desired, pool, started
+from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.core.desired import Budget, DownWhen
 from tpuswarm.fleet.core.ledger import UNSEEN, Ledger, charge
-from tpuswarm.fleet.core.memory import Memory, Observed
-from tpuswarm.fleet.core.money import Grant
+from tpuswarm.fleet.core.memory import Memory, Observed, Work
+from tpuswarm.fleet.core.money import MARGIN, Cover, Grant, Rate, covered, machine_price, vm_price
 from tpuswarm.fleet.core.plan import plan
 from tpuswarm.fleet.core.remember import remember
 
-A, B, C = "us-central1-f", "us-central1-b", "us-central1-c"
+NOW = 1_800_000_000.0
 
 
-def test_grants_cover_first_and_nothing_else_is_bought_unasked(cloud):
-    grants = (Grant("v2-8", A, True, 2, None),)
-    loop = Loop(cloud, replace(desired(pool(count=4, zones=(A, B))), grants=grants, paid=False))
-    loop.run(900)
-    assert names(cloud, "ready") == ["v2-usc1f-0", "v2-usc1f-1"]
+def grant(type_: str = "v2-8", is_spot: bool = True, count: int = 2, ends: float | None = None) -> Grant:
+    return Grant(type_, ZONE, is_spot, count, ends)
+
+
+def tpu(name: str, created: float, type_: str = "v2-8", zone: str = ZONE, how: str = "spot") -> Machine:
+    return Machine(name, zone, "tpu", type_, "ready", "READY", how=how, created=created)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("type_", "is_spot", "wanted", "how", "is_covered"),
+    [
+        ("v2-8", True, "v2-8", "spot", True),
+        ("v2-8", True, "v2-8", "on-demand", False),
+        ("v2-8", False, "v2-8", "on-demand", True),
+        ("v2-8", False, "v2-8", "queued", True),  # a queued request is for an on-demand TPU
+        ("v2-8", False, "v2-8", "reserved", False),
+        ("v2-32", True, "v2-8", "spot", False),  # pod quota is separate
+        ("v2-8", True, "v2-32", "spot", False),
+        ("v4-8", True, "v4-8", "spot", True),
+        ("v4-8", True, "v4-16", "spot", True),  # two v4-8 have the chips of one v4-16
+        ("v4-8", True, "v4-32", "spot", False),
+        ("v3-8", True, "v2-8", "spot", False),
+    ],
+)
+def test_grant_covers_its_type_zone_and_provisioning(type_, is_spot, wanted, how, is_covered):
+    cover = Cover([grant(type_, is_spot)], NOW)
+    assert cover.take(wanted, ZONE, how) == is_covered
+    assert not cover.take(wanted, B, how)
+
+
+def test_grant_covers_the_oldest_machines_up_to_its_count():
+    found, left = covered([tpu("new", 3.0), tpu("old", 1.0), tpu("middle", 2.0)], [grant()], NOW)
+    assert found == {(ZONE, "old"), (ZONE, "middle")} and not left.take("v2-8", ZONE, "spot")
+
+
+def test_prices_of_machines_and_disks():
+    assert machine_price(tpu("a", 0.0)) == pytest.approx(1.35)
+    assert machine_price(tpu("a", 0.0, how="on-demand")) == pytest.approx(4.5)
+    assert machine_price(tpu("a", 0.0, "v6e-8", "asia-east1-c")) is None
+    assert machine_price(tpu("a", 0.0, "v99-8")) is None, "a type that only the cloud knows"
+    with_disk, without = (vm_price("n2-highmem-8", ZONE, False, gib) for gib in (200, 0))
+    assert with_disk and without and with_disk - without == pytest.approx(200 * 0.1 / 730)
+
+
+def test_rate_counts_unknown_prices():
+    rate = Rate().plus(1.35).plus(None).plus(1.35)
+    assert rate.hour == "$2.70 and 1 unknown price" and rate.day == "$64.80 and 1 unknown price"
+    assert Rate().plus(None).plus(None).hour == "2 unknown prices"
+    assert Rate().hour == "$0.00"
+
+
+def test_only_granted_machines_are_created_until_paying_is_allowed(cloud):
+    loop = started(cloud, pool(count=4, zones=(A, B)), grants=(grant(),), paid=False, seconds=900)
+    assert cloud.names("ready") == ["v2-usc1f-0", "v2-usc1f-1"]
     assert loop.waits[0].missing == 2 and loop.waits[0].why.startswith(
         f"{A}: no grant covers a further v2-8, which costs $1.35 an hour: `tpuswarm up --paid`; {B}: no grant"
     )
-    loop.desired = replace(loop.desired, paid=True, revision=2)
+    loop.change(paid=True)
     loop.run(900)
-    assert len(names(cloud, "ready")) == 4
+    assert len(cloud.names("ready")) == 4
 
 
-def test_somebody_elses_machines_draw_on_the_same_grant(cloud):
-    cloud.foreign("theirs", A, how="spot")
+def test_machines_of_others_use_up_the_same_grant(cloud):
+    cloud.add_foreign("theirs", A, how="spot")
     cloud.advance(10)
-    loop = Loop(cloud, replace(desired(pool(count=2)), grants=(Grant("v2-8", A, True, 2, None),), paid=False))
-    loop.run(900)
-    assert names(cloud, "ready") == ["theirs", "v2-usc1f-0"]
+    started(cloud, pool(count=2), grants=(grant(),), paid=False, seconds=900)
+    assert cloud.names("ready") == ["theirs", "v2-usc1f-0"]
 
 
-def test_when_a_grant_ends_its_machines_are_gone_in_time(cloud):
+def test_machines_are_deleted_before_their_grant_ends(cloud):
     ends = cloud.now + 4000
-    loop = Loop(cloud, replace(desired(pool(count=2)), grants=(Grant("v2-8", A, True, 2, ends),), paid=False))
+    loop = Loop(cloud, desired(pool(count=2), grants=(grant(ends=ends),), paid=False))
+    loop.run(4000 - MARGIN - 100)
+    assert len(cloud.names("ready")) == 2
     loop.run(600)
-    loop.run(2700)
-    assert len(names(cloud, "ready")) == 2
-    loop.run(600)
-    assert names(cloud) == [] and cloud.now < ends
+    assert cloud.names() == [] and cloud.now < ends
     loop.run(3600)
-    assert names(cloud) == []
+    assert cloud.names() == []
 
 
-def test_the_budget_of_an_hour_and_of_all(cloud):
-    loop = Loop(cloud, replace(desired(pool(count=5)), budget=Budget(per_hour=4.0)))
-    loop.run(900)
-    assert len(names(cloud, "ready")) == 2  # of 1.35 each
+def test_hourly_budget_limits_the_number_of_machines(cloud):
+    loop = started(cloud, pool(count=5), budget=Budget(per_hour=4.0), seconds=900)
+    assert len(cloud.names("ready")) == 2, "at $1.35 each"
     assert loop.waits[0].why == f"{A}: $4.05 an hour would be above the budget's $4.00"
 
-    loop = Loop(Cloud(), replace(desired(pool(count=2)), budget=Budget(total=10.0)))
-    loop.run(6 * 3600)
+
+def test_fleet_comes_down_before_its_total_budget_is_exceeded(cloud):
+    loop = started(cloud, pool(count=2), budget=Budget(total=10.0), seconds=6 * 3600)
     assert loop.desired.down and loop.desired.down.endswith("are spent of the budget's $10.00 in all")
-    assert loop.cloud.there == {}
-    assert 9.0 < loop.spent <= 10.0
+    assert cloud.existing == {} and 9.0 < loop.spent <= 10.0
 
 
-def test_what_waits_in_a_queue_counts_as_what_it_will_cost(cloud):
-    """All of it may come at once, and then stays."""
+def test_queued_requests_count_against_budget_and_grants(cloud):
     cloud.capacity = {A: 0}
-    loop = Loop(cloud, replace(desired(pool(count=6, how="queued")), budget=Budget(per_hour=10.0)))
-    loop.run(200)
-    assert (
-        len(names(cloud, "waiting")) == 2 and "$13.50 an hour would be above the budget's $10.00" in loop.waits[0].why
-    )
+    loop = started(cloud, pool(count=6, how="queued"), budget=Budget(per_hour=10.0), seconds=200)
+    assert len(cloud.names("waiting")) == 2
+    assert "$13.50 an hour would be above the budget's $10.00" in loop.waits[0].why
     cloud.capacity = {}
     loop.run(900)
-    assert len(names(cloud)) == len(names(cloud, "ready")) == 2
+    assert len(cloud.names()) == len(cloud.names("ready")) == 2
 
-    cloud = Cloud()
+    cloud = FakeCloud()
     cloud.capacity = {A: 0}
-    granted = (Grant("v2-8", A, False, 1, None),)
-    loop = Loop(cloud, replace(desired(pool(count=4, how="queued")), grants=granted, paid=False))
-    loop.run(200)
+    loop = started(cloud, pool(count=4, how="queued"), grants=(grant(is_spot=False, count=1),), paid=False, seconds=200)
     cloud.capacity = {}
     loop.run(900)
-    assert len(names(cloud)) == 1 and loop.spent == 0
+    assert len(cloud.names()) == 1 and loop.spent == 0
 
 
-def test_what_waits_takes_no_grant_from_what_runs_and_ends_no_fleet(cloud):
-    granted = (Grant("v2-8", A, False, 1, None),)
-    loop = Loop(cloud, replace(desired(pool(how="on-demand")), grants=granted, budget=Budget(total=20.0)))
+def test_queued_request_takes_no_grant_from_a_running_machine(cloud):
+    fleet = desired(pool(how="on-demand"), grants=(grant(is_spot=False, count=1),), budget=Budget(total=20.0))
+    loop = Loop(cloud, fleet)
     loop.run(600)
-    cloud.change((A, "v2-usc1f-0"), created=cloud.now)  # the request is older
+    cloud.update((A, "v2-usc1f-0"), created=cloud.now)  # the request is older
     cloud.capacity = {A: 1}
-    loop.desired = replace(loop.desired, pools=(pool(how="on-demand"), pool("line", 3, how="queued")), revision=2)
+    loop.change(pools=(pool(how="on-demand"), pool("line", 3, how="queued")))
     loop.run(7200)
-    assert len(names(cloud, "waiting")) == 3 and loop.spent == 0 and loop.desired.down is None
+    assert len(cloud.names("waiting")) == 3 and loop.spent == 0 and loop.desired.down is None
 
 
-def test_what_runs_outside_of_a_grant_unasked_is_said(cloud):
-    loop = Loop(cloud, desired(pool(count=3)))
-    loop.run(600)
-    loop.desired = replace(loop.desired, grants=(Grant("v2-8", A, True, 1, None),), paid=False, revision=2)
+def test_running_machines_without_a_grant_are_reported(cloud):
+    loop = started(cloud, pool(count=3))
+    loop.change(grants=(grant(count=1),), paid=False)
     loop.run(60)
-    assert len(names(cloud, "ready")) == 3 and loop.waits[0].of == "pool small"
+    assert len(cloud.names("ready")) == 3 and loop.waits[0].of == "pool small"
     assert loop.waits[0].why.startswith("2 of its machines cost $2.70 an hour, as no grant covers them")
 
 
-def test_a_zone_of_which_one_list_alone_failed_is_counted_once(cloud):
-    loop = Loop(cloud, desired(pool(count=2)))
-    loop.run(600)
-    listing = loop.listing._replace(unreachable=frozenset({A}))
-    memory, _ = remember(loop.memory, loop.desired, listing, [], cloud.now)
-    observed = Observed(listing, memory)
-    assert len(observed.machines) == 2
-    ledger = charge(Ledger({}, cloud.now), loop.desired, observed, cloud.now + 3600)
-    assert ledger.pools["small"].hours == pytest.approx(2)
-    assert plan(loop.desired, observed, cloud.now).actions == ()
-
-
-def test_a_clock_that_is_behind_the_clouds_charges_all_the_same(cloud):
-    loop = Loop(cloud, desired(pool(count=2)))
-    loop.jump(-7200)
-    loop.run(600)
-    begun = Ledger({}, loop.now - 600)
-    ledger = charge(begun, loop.desired, loop.observed(), loop.now + 900)
-    assert ledger.pools["small"].hours == pytest.approx(2 * 1500 / 3600)
-    assert charge(Ledger(), loop.desired, loop.observed(), loop.now).dollars == 0
-    loop.memory = Memory()  # a keeper that has not seen them come
-    loop.tick()
-    cloud.advance(3600)
-    cloud.preempt((A, "v2-usc1f-0"))
-    loop.tick()
-    assert "took it away after 1.0 h" in loop.events[-1].text
-    assert not any(each.failures for each in loop.memory.places.values()), "the zone is as good as it was"
-
-
-def test_what_went_while_nobody_looked_was_there_and_is_paid_for_once(cloud):
-    loop = Loop(cloud, desired(pool(count=2)))
-    loop.run(600)
-    ledger = charge(Ledger(), loop.desired, loop.observed(), loop.now)
-    cloud.advance(3600)
-    cloud.preempt((A, "v2-usc1f-0"))
-    loop.memory = Memory()  # of a keeper on another computer
-    loop.tick()
-    assert [each.kind for each in loop.events if each.machine == "v2-usc1f-0"][-1] == "preempted"
-    assert not any(each.failures for each in loop.memory.places.values()), "the zone refused nothing"
-    later = charge(ledger, loop.desired, loop.observed(), loop.now)
-    assert later.pools["small"].hours - ledger.pools["small"].hours == pytest.approx(2 * (loop.now - ledger.at) / 3600)
-    cloud.advance(10)
-    loop.tick()
-    last = charge(later, loop.desired, loop.observed(), loop.now)
-    assert last.pools["small"].hours - later.pools["small"].hours == pytest.approx(10 / 3600)
-
-
-def test_hours_that_nobody_saw_end_no_fleet(cloud):
-    loop = Loop(cloud, desired(pool(count=2)))
-    loop.run(600)
-    ledger = charge(Ledger(), loop.desired, loop.observed(), loop.now)
-    cloud.preempt((A, "v2-usc1f-0"))
-    cloud.advance(72 * 3600)
-    loop.memory = Memory()  # of a keeper that was away for three days
-    loop.tick()
-    later = charge(ledger, loop.desired, loop.observed(), loop.now)
-    unseen = loop.now - ledger.at
-    assert later.pools["small"].hours - ledger.pools["small"].hours == pytest.approx((unseen + UNSEEN) / 3600)
-
-
-def test_no_budget_has_an_unknown_price(cloud):
-    unknown = pool(type_="v6e-8", zones=("asia-east1-c",))
-    loop = Loop(cloud, replace(desired(unknown), budget=Budget(per_hour=1e6)))
-    loop.run(300)
-    assert cloud.there == {} and "nobody says what a v6e-8 costs there" in loop.waits[0].why
+def test_budget_allows_no_unknown_price(cloud):
+    loop = started(cloud, pool(type_="v6e-8", zones=("asia-east1-c",)), budget=Budget(per_hour=1e6), seconds=300)
+    assert cloud.existing == {} and "nobody says what a v6e-8 costs there" in loop.waits[0].why
 
 
 @pytest.mark.parametrize(
     ("when", "work", "why"),
     [
-        (DownWhen(at=1_800_003_000.0), {}, "its date has come"),
+        (DownWhen(at=NOW + 3000), {}, "its date has come"),
         (DownWhen(done=True), {"done": True}, "the work is done"),
-        (DownWhen(idle_s=1800.0), {"busy_at": 1_800_000_900.0}, "nothing has run for 30 min"),
+        (DownWhen(idle_s=1800.0), {"busy_at": NOW + 900}, "nothing has run for 30 min"),
     ],
 )
-def test_down_when(cloud, when, work, why):
-    loop = Loop(cloud, replace(desired(pool(count=2)), down_when=when))
-    loop.run(1200)
-    assert len(names(cloud, "ready")) == 2
-    loop.work = replace(loop.work, **work)
+def test_fleet_comes_down_when_its_condition_holds(cloud, when, work, why):
+    loop = started(cloud, pool(count=2), down_when=when, seconds=1200)
+    assert len(cloud.names("ready")) == 2
+    loop.work = Work(**work)
     loop.run(2400)
-    assert cloud.there == {} and why in (loop.desired.down or "")
+    assert cloud.existing == {} and why in (loop.desired.down or "")
+
+
+@pytest.fixture
+def running(cloud) -> Loop:
+    """Two machines that run since some minutes."""
+    loop = started(cloud, pool(count=2))
+    return loop
+
+
+def hours(ledger: Ledger) -> float:
+    return ledger.pools["small"].hours
+
+
+def test_partly_listed_zone_is_charged_once(cloud, running):
+    listing = running.listing._replace(unreachable=frozenset({A}))
+    memory, _ = remember(running.memory, running.desired, listing, [], cloud.now)
+    observed = Observed(listing, memory)
+    assert len(observed.machines) == 2
+    ledger = charge(Ledger({}, cloud.now), running.desired, observed, cloud.now + 3600)
+    assert hours(ledger) == pytest.approx(2)
+    assert plan(running.desired, observed, cloud.now).actions == ()
+
+
+def test_late_clock_charges_all_hours(cloud):
+    loop = Loop(cloud, desired(pool(count=2)))
+    loop.jump_clock(-7200)
+    loop.run(600)
+    ledger = charge(Ledger({}, loop.now - 600), loop.desired, loop.observed(), loop.now + 900)
+    assert hours(ledger) == pytest.approx(2 * 1500 / 3600)
+    assert charge(Ledger(), loop.desired, loop.observed(), loop.now).dollars == 0
+    loop.memory = Memory()  # of a keeper that did not see them come
+    loop.tick()
+    cloud.advance(3600)
+    cloud.preempt((A, "v2-usc1f-0"))
+    loop.tick()
+    assert "took it away after 1.0 h" in loop.events[-1].text
+    assert not any(place.failures for place in loop.memory.places.values())
+
+
+def test_machine_preempted_while_no_keeper_ran_is_charged_once_and_blames_no_zone(cloud, running):
+    first = charge(Ledger(), running.desired, running.observed(), running.now)
+    cloud.advance(3600)
+    cloud.preempt((A, "v2-usc1f-0"))
+    running.memory = Memory()  # of a keeper on another computer
+    running.tick()
+    assert [event.kind for event in running.events if event.machine == "v2-usc1f-0"][-1] == "preempted"
+    assert not any(place.failures for place in running.memory.places.values())
+    second = charge(first, running.desired, running.observed(), running.now)
+    assert hours(second) - hours(first) == pytest.approx(2 * (running.now - first.at) / 3600)
+    cloud.advance(10)
+    running.tick()
+    third = charge(second, running.desired, running.observed(), running.now)
+    assert hours(third) - hours(second) == pytest.approx(10 / 3600)
+
+
+def test_only_some_unobserved_hours_of_a_dead_machine_are_charged(cloud, running):
+    ledger = charge(Ledger(), running.desired, running.observed(), running.now)
+    cloud.preempt((A, "v2-usc1f-0"))
+    cloud.advance(72 * 3600)
+    running.memory = Memory()  # of a keeper that was away for three days
+    running.tick()
+    later = charge(ledger, running.desired, running.observed(), running.now)
+    assert hours(later) - hours(ledger) == pytest.approx((running.now - ledger.at + UNSEEN) / 3600)

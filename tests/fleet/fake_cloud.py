@@ -1,0 +1,290 @@
+"""An in-memory cloud whose clock and faults are under the test's control."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tpuswarm.cloud.errors import Changed, CloudError, Invalid, NoCapacity, NoQuota, NotFound, Taken, Unreachable
+from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, Outcome, Spec, Stored, TpuSpec, Worker
+from tpuswarm.fleet.core.money import lot
+
+BOOT_S, STOP_S = 180.0, 60.0
+UNLIMITED = 10**9
+START = 1_800_000_000.0
+
+Key = tuple[str, str]
+"""Zone and name of a machine."""
+
+
+class Killed(BaseException):
+    """The process is killed: nothing catches it."""
+
+
+@dataclass
+class KillSwitch:
+    """Kill the process before or after the n-th side effect from now on."""
+
+    remaining: int | None = None
+    after: bool = False
+    count: int = 0
+
+    def before_effect(self) -> None:
+        self.count += 1
+        self._step(not self.after)
+
+    def after_effect(self) -> None:
+        self._step(self.after)
+
+    def _step(self, counts: bool) -> None:
+        if self.remaining is not None and counts:
+            self.remaining -= 1
+            if self.remaining < 0:
+                self.remaining = None
+                raise Killed
+
+
+@dataclass
+class FakeBucket:
+    """Objects with generations."""
+
+    kill_switch: KillSwitch
+    objects: dict[str, Stored] = field(default_factory=dict)
+    is_reachable: bool = True
+
+    def read(self, path: str) -> Stored | None:
+        self._connect()
+        return self.objects.get(path)
+
+    def write(self, path: str, data: bytes, generation: int) -> int:
+        self._connect()
+        self.kill_switch.before_effect()
+        current = self.objects[path].generation if path in self.objects else 0
+        if current != generation:
+            raise Changed(f"{path} is generation {current}, not {generation}")
+        self.objects[path] = Stored(data, current + 1)
+        self.kill_switch.after_effect()
+        return current + 1
+
+    def delete(self, path: str) -> None:
+        self._connect()
+        self.objects.pop(path, None)
+
+    def _connect(self) -> None:
+        if not self.is_reachable:
+            raise Unreachable("the bucket does not answer")
+
+
+class FakeCloud:
+    """A project with machines and buckets; implements `Provider`."""
+
+    project = "model"
+
+    def __init__(self, now: float = START):
+        self.now = now
+        self.existing: dict[Key, Machine] = {}
+        """Iterate over a copy: requests come from several threads."""
+        self.transitions: dict[Key, float] = {}
+        """When a machine's current transition ends."""
+        self.operations: dict[str, Key | CloudError] = {}
+        self.capacity: dict[str, int] = {}
+        """The most machines in a zone; a missing zone is unlimited."""
+        self.quota: dict[object, int] = {}
+        self.unreachable: set[str] = set()
+        self.listing_lag_s = 0.0
+        self.listed_from: dict[Key, float] = {}
+        self.lost_responses = 0
+        """How many of the next requests are carried out without a response."""
+        self.refuses_late = True
+        """Whether lack of capacity fails the operation rather than the request."""
+        self.requests: list[str] = []
+        self.deleted: list[Machine] = []
+        """Machines as they were when their deletion was requested."""
+        self.kill_switch = KillSwitch()
+        self.buckets: dict[str, FakeBucket] = {}
+        self.create_error: CloudError | None = None
+        self._number = itertools.count()
+
+    # The provider's interface.
+
+    def machines(self, zones: Iterable[str]) -> Listing:
+        self.requests.append("machines")
+        self.advance(0)
+        listed = tuple(
+            machine
+            for key, machine in list(self.existing.items())
+            if machine.zone not in self.unreachable and self.listed_from.get(key, 0.0) <= self.now
+        )
+        return Listing(listed, frozenset(self.unreachable))
+
+    def create(self, spec: Spec) -> str:
+        self.requests.append(f"create {spec.name}")
+        self.kill_switch.before_effect()
+        key = (spec.zone, spec.name)
+        if self.create_error is not None:
+            raise self.create_error
+        self._connect(spec.zone)
+        if key in self.existing:
+            raise Taken(f"{spec.name} exists already in {spec.zone}")
+        if self._exceeds_quota(spec):
+            raise NoQuota(f"quota of {spec.type} in {spec.zone} is used up", "TPUS")
+        full = self._is_full(spec.zone)
+        if full and not self.refuses_late and not self._is_queued(spec):
+            raise NoCapacity(f"no more capacity in the zone {spec.zone}")
+        operation = f"operation-{next(self._number)}"
+        self.existing[key] = self._new_machine(spec)
+        self.transitions[key] = self.now + (20.0 if full else BOOT_S)
+        self.listed_from[key] = self.now + self.listing_lag_s
+        self.operations[operation] = key
+        self._respond()
+        return operation
+
+    def delete(self, machine: Machine) -> str:
+        self.requests.append(f"delete {machine.name}")
+        self.kill_switch.before_effect()
+        key = (machine.zone, machine.name)
+        self._connect(machine.zone)
+        if key not in self.existing:
+            raise NotFound(f"there is no {machine.name}")
+        self.deleted.append(self.existing[key])
+        self._begin(key, "deleting")
+        self._respond()
+        return "deletion"
+
+    def stop(self, machine: Machine) -> str:
+        return self._switch(machine, "ready", "stopping")
+
+    def start(self, machine: Machine) -> str:
+        return self._switch(machine, "stopped", "starting")
+
+    def outcome(self, operation: str) -> Outcome:
+        self.requests.append("outcome")
+        target = self.operations[operation]
+        if isinstance(target, CloudError):
+            return Outcome(True, target)
+        machine = self.existing.get(target)
+        return Outcome(machine is None or machine.state == "ready", None)
+
+    def types(self, zone: str) -> Sequence[str]:
+        return ()
+
+    runtimes = types
+
+    def set_metadata(self, machine: Machine, metadata: Mapping[str, str]) -> str:
+        return "metadata"
+
+    def guest_attributes(self, machine: Machine, worker: int, path: str) -> Mapping[str, str]:
+        return {}
+
+    def bucket(self, name: str) -> FakeBucket:
+        return self.buckets.setdefault(name, FakeBucket(self.kill_switch))
+
+    # Controls for tests.
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass and finish the transitions that are due."""
+        self.now += seconds
+        for key in [key for key, at in self.transitions.items() if at <= self.now]:
+            machine = self.existing[key]
+            del self.transitions[key]
+            if machine.state == "creating" and self._is_full(machine.zone, ("ready", "repairing", "starting")):
+                self._fail(key)
+            elif machine.state in ("creating", "starting"):
+                self.update(key, state="ready", said="READY", healthy=True, workers=(Worker("10.0.0.2", None),))
+            elif machine.state == "stopping":
+                self.update(key, state="stopped", said="STOPPED", healthy=None)
+            elif machine.state == "deleting":
+                del self.existing[key]
+        for key, machine in list(self.existing.items()):
+            if machine.state == "waiting" and not self._is_full(machine.zone):
+                self.update(key, state="creating", said="PROVISIONING")
+                self.transitions[key] = self.now + BOOT_S
+
+    def preempt(self, key: Key, status: str = "PREEMPTED") -> None:
+        """Take a machine away; with status `404` nothing of it remains."""
+        self.transitions.pop(key, None)
+        if status == "404":
+            del self.existing[key]
+        else:
+            self.update(key, state="dead", said=status, healthy=None, workers=())
+
+    def update(self, key: Key, **changes: object) -> None:
+        self.existing[key] = replace(self.existing[key], **changes)  # type: ignore[arg-type]
+
+    def add_foreign(self, name: str, zone: str, type_: str = "v2-8", **fields: object) -> Machine:
+        """Add somebody else's machine."""
+        machine = Machine(name, zone, "tpu", type_, "ready", "READY", healthy=True, created=self.now, **fields)  # type: ignore[arg-type]
+        self.existing[zone, name] = machine
+        return machine
+
+    def names(self, *states: str) -> list[str]:
+        """Return the names of machines in these states; without states, of all."""
+        return sorted(machine.name for machine in self.existing.values() if not states or machine.state in states)
+
+    def live_machines(self, fleet: str, pool: str | None = None) -> list[Machine]:
+        """Return a fleet's machines that are neither dead nor being deleted."""
+        return [
+            machine
+            for machine in list(self.existing.values())
+            if machine.fleet == fleet and pool in (None, machine.pool) and machine.state not in ("dead", "deleting")
+        ]
+
+    def _new_machine(self, spec: Spec) -> Machine:
+        labels = {**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool}
+        kind, status = ("tpu", "CREATING") if isinstance(spec, TpuSpec) else ("vm", "STAGING")
+        machine = Machine(
+            spec.name, spec.zone, kind, spec.type, "creating", status, how=spec.how, created=self.now, labels=labels
+        )
+        if self._is_queued(spec):
+            return replace(machine, state="waiting", said="WAITING_FOR_RESOURCES", request=f"{spec.name}-q")
+        return machine
+
+    def _is_queued(self, spec: Spec) -> bool:
+        return isinstance(spec, TpuSpec) and spec.how == "queued" and self._is_full(spec.zone)
+
+    def _is_full(
+        self, zone: str, states: Sequence[str] = ("creating", "ready", "repairing", "stopping", "stopped", "starting")
+    ) -> bool:
+        if zone not in self.capacity:
+            return False
+        used = sum(machine.zone == zone and machine.state in states for machine in list(self.existing.values()))
+        return used >= self.capacity[zone]
+
+    def _exceeds_quota(self, spec: Spec) -> bool:
+        if not isinstance(spec, TpuSpec):
+            return False
+        wanted = lot(spec.type, spec.zone, spec.how == "spot")
+        tpus = [machine for machine in list(self.existing.values()) if machine.kind == "tpu"]
+        used = sum(lot(machine.type, machine.zone, machine.spot) == wanted for machine in tpus)
+        return used >= self.quota.get(wanted, UNLIMITED)
+
+    def _fail(self, key: Key) -> None:
+        error = NoCapacity(f"There is no more capacity in the zone {key[0]!r}")
+        for operation, target in self.operations.items():
+            if target == key:
+                self.operations[operation] = error
+        del self.existing[key]
+
+    def _begin(self, key: Key, state: str) -> None:
+        self.update(key, state=state, said=state.upper(), healthy=None)
+        self.transitions[key] = self.now + STOP_S
+
+    def _switch(self, machine: Machine, required: str, state: str) -> str:
+        self.kill_switch.before_effect()
+        key = (machine.zone, machine.name)
+        if key not in self.existing:
+            raise NotFound(f"there is no {machine.name}")
+        if self.existing[key].state != required or machine.spot:
+            raise Invalid(f"{machine.name} is {self.existing[key].said}")
+        self._begin(key, state)
+        self.kill_switch.after_effect()
+        return state
+
+    def _connect(self, zone: str) -> None:
+        if zone in self.unreachable:
+            raise Unreachable(f"{zone} does not answer")
+
+    def _respond(self) -> None:
+        self.kill_switch.after_effect()
+        if self.lost_responses:
+            self.lost_responses -= 1
+            raise Unreachable("the connection was lost")

@@ -1,0 +1,247 @@
+"""What a computer stores about fleets: private, bounded, and separate for each fleet and person."""
+
+import errno
+import io
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fleet.fake_cloud import FakeCloud
+from tests.fleet.loop import KeptFleet
+from tpuswarm.cli.runs import make_console
+from tpuswarm.cli.watching import Watching
+from tpuswarm.cloud.errors import Changed
+from tpuswarm.errors import InputError
+from tpuswarm.fleet import asked
+from tpuswarm.fleet.core.actions import Event
+from tpuswarm.fleet.core.desired import Desired
+from tpuswarm.fleet.core.jobs import Job, Seat
+from tpuswarm.fleet.core.memory import Memory
+from tpuswarm.fleet.keeping import fleets, history
+from tpuswarm.fleet.keeping.clock import Clock
+from tpuswarm.fleet.keeping.document import (
+    KEPT_JOBS,
+    Document,
+    KeeperLease,
+    LocalBucket,
+    own_mark,
+    state_folder,
+    with_job,
+)
+from tpuswarm.fleet.keeping.fleets import Fleet
+from tpuswarm.fleet.keeping.keeper import Keeper
+from tpuswarm.fleet.keeping.log import shorten
+from tpuswarm.train.process.computer import this_computer
+
+start_process = subprocess.Popen
+
+
+@pytest.fixture
+def background_keepers(tmp_path, monkeypatch) -> list[list[str]]:
+    """The command lines of background keepers, none of which is really started."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    started: list[list[str]] = []
+    monkeypatch.setattr(fleets.subprocess, "Popen", lambda words, **_: started.append(words))
+    return started
+
+
+def test_background_keeper_is_started_unless_one_leads(tmp_path, background_keepers):
+    kept = KeptFleet(tmp_path)
+    fleet = Fleet("gpt2", "google", "model", None)
+
+    def detach(pid: int) -> bool:
+        """Return whether a keeper was started while a process of this id leads."""
+        before = len(background_keepers)
+        kept.change_document(lease=KeeperLease("x", "here", pid, 1, kept.cloud.now, this_computer()))
+        fleets.detach(fleet, kept.store, None)
+        return len(background_keepers) > before
+
+    for command, in_background, expected in (("up", False, True), ("keep", False, True), ("keep", True, False)):
+        words = ["sh", "-c", "read line", command]
+        with start_process(words, stdin=subprocess.PIPE, start_new_session=in_background) as process:
+            assert detach(process.pid) == expected
+            process.stdin.close()
+    assert detach(process.pid), "the keeper has ended"
+
+
+def test_fleets_of_one_name_in_two_projects_are_distinguished(background_keepers):
+    rehearsed, paid = Fleet("a", "rehearsal", "rehearsal", None), Fleet("a", "google", "mine", None)
+    for fleet in (rehearsed, paid):
+        fleet.remember()
+    with pytest.raises(InputError, match=r"there are 2 fleets: name one of mine/a, rehearsal/a"):
+        fleets.find("a")
+    assert (fleets.find("mine/a")[0], fleets.find("rehearsal/a")[0]) == (paid, rehearsed)
+    fleets.detach(paid, paid.store(FakeCloud()), None)
+    assert background_keepers[0][-2:] == ["keep", "mine/a"]
+
+
+def test_state_folder_is_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    LocalBucket(state_folder() / "documents").write("a.json", b"lines of jobs", 0)
+    assert (tmp_path / "state/tpuswarm").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "state/tpuswarm").chmod(0o755)
+    assert state_folder().stat().st_mode & 0o777 == 0o700
+
+
+def test_local_folder_works_as_a_bucket(tmp_path):
+    bucket = LocalBucket(tmp_path)
+    assert bucket.read("a/b.json") is None
+    assert bucket.write("a/b.json", b"one\ntwo", 0) == 1
+    with pytest.raises(Changed):
+        bucket.write("a/b.json", b"other", 0)
+    assert bucket.write("a/b.json", b"three", 1) == 2
+    assert bucket.read("a/b.json") == (b"three", 2)
+    bucket.delete("a/b.json")
+    assert bucket.read("a/b.json") is None
+
+
+def test_old_finished_jobs_are_forgotten_but_not_their_run_numbers():
+    def job(name: str, run: int, phase="done") -> Job:
+        return Job(name, "small", "true", "preempted", (Seat("small", run=run, phase=phase),))
+
+    document = with_job(Document("a", "google", "p", Desired("a-1", ()), ()), job("long", 3, "running"))
+    for number in range(KEPT_JOBS + 5):
+        document = with_job(document, job(f"job-{number}", 40 - number if number < 5 else 1))
+    names = [job.name for job in document.jobs]
+    assert names[0] == "long" and "job-0" not in names and f"job-{KEPT_JOBS + 4}" in names
+    assert len(names) == KEPT_JOBS + 2 and document.last_run == 40
+    replaced = with_job(document, replace(document.jobs[1], line="false"))
+    assert len(replaced.jobs) == len(names)
+
+
+def test_oldest_events_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "MOST", 10)
+    stored = history.History(tmp_path / "history.db")
+    for number in range(25):
+        stored.keep(Memory(), [Event(float(number), "small", "m", "asked", "why")], float(number))
+    assert [event.at for event in stored.events()] == [float(number) for number in range(15, 25)]
+
+
+def test_keeper_moves_a_long_log_aside_and_touches_no_other_file(tmp_path, monkeypatch):
+    log, other = tmp_path / "keeper.log", tmp_path / "other.log"
+    other.write_text("y" * 500)
+    with log.open("a", buffering=1) as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        for _ in range(6):
+            print("x" * 40)
+            shorten(log, 100)
+            shorten(other, 100)
+    assert log.stat().st_size <= 100 and other.stat().st_size == 500
+    assert (tmp_path / "keeper.log.1").read_text() == ("x" * 40 + "\n") * 3
+
+
+class Disk(io.StringIO):
+    is_full = True
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_full_disk_loses_a_keepers_output_but_not_the_keeper(monkeypatch):
+    disk = Disk()
+    monkeypatch.setattr(sys, "stdout", disk)
+    watching = Watching(make_console())
+    for _ in range(5):
+        watching.say("x" * 40)
+    disk.is_full = False
+    watching.say("y")
+    assert disk.getvalue() == "y\n"
+
+
+class Person:
+    """Somebody with a computer of their own, who creates a TPU without a swarm.toml."""
+
+    def __init__(self, name: str, folder: Path, cloud: FakeCloud, monkeypatch):
+        self.name, self.folder, self.cloud, self._monkeypatch = name, folder / name, cloud, monkeypatch
+
+    def log_in(self) -> None:
+        self._monkeypatch.setenv("XDG_STATE_HOME", str(self.folder / "state"))
+        self._monkeypatch.setattr(fleets, "me", lambda: f"{self.name}@laptop")
+
+    def up(self, adopt: str | None = None, bucket: str | None = None) -> tuple[fleets.Held, str]:
+        """Do what `up --type v2-8` does; return the document's store and the note for the person."""
+        self.log_in()
+        file, _ = asked.asked(None, "v2-8", ["us-central1-f"], None, False, "google")
+        fleet = Fleet(file.name, "google", "shared", bucket)
+        store = fleet.store(self.cloud)
+        document, _, note = fleets.look_at(fleet, store, self.cloud, file, adopt)
+        before = document.desired if document else None
+        fleets.store_wanted(fleet, store, file, fleets.merged(file, fleet.mark, before, True, None), before)
+        clock = Clock(wall=lambda: self.cloud.now, steady=lambda: self.cloud.now)
+        keeper = Keeper(self.cloud, store, history.History(self.folder / "history.db"), clock, threads=1)
+        for _ in range(40):
+            keeper.tick()
+            self.cloud.advance(10)
+        return store, note
+
+
+@pytest.fixture
+def ann(tmp_path, cloud, monkeypatch) -> Person:
+    return Person("ann", tmp_path, cloud, monkeypatch)
+
+
+@pytest.fixture
+def bob(tmp_path, cloud, monkeypatch) -> Person:
+    return Person("bob", tmp_path, cloud, monkeypatch)
+
+
+def test_machines_of_another_person_are_taken_over_only_by_their_id(cloud, ann, bob):
+    ann.up()
+    (machine,) = cloud.existing.values()
+    with pytest.raises(InputError, match=f"by somebody else: take another name.*--adopt {machine.fleet}"):
+        bob.up()
+    with pytest.raises(InputError, match="no machine carries the id v2-8-zzz"):
+        bob.up(adopt="v2-8-zzz")
+    assert list(cloud.existing.values()) == [machine] and not cloud.deleted
+    store, _ = bob.up(adopt=machine.fleet)
+    assert store.load().desired.fleet == machine.fleet and len(cloud.existing) == 1
+    with pytest.raises(InputError, match="only what has none is adopted"):
+        bob.up(adopt="v2-8-zzz")
+
+
+def test_lost_document_is_restored_from_the_machines(cloud, ann):
+    store, _ = ann.up()
+    (fleet,) = {machine.fleet for machine in cloud.existing.values()}
+    Path(store.where).unlink()
+    store, note = ann.up()
+    assert "is lost: it is made again" in note and store.load().desired.fleet == fleet and len(cloud.existing) == 1
+
+
+def test_fleet_in_a_shared_bucket_names_who_changed_it_last(ann, bob):
+    assert ann.up(bucket="shared")[1] == "" and ann.up(bucket="shared")[1] == ""
+    assert "was last changed by ann@laptop, 0 s ago: it may be in use" in bob.up(bucket="shared")[1]
+
+
+def test_change_made_while_a_command_waits_for_confirmation_is_not_undone(ann):
+    """Another computer's key merges; any other change, such as the keeper's `down` at a limit, stops the command."""
+
+    def with_key(wanted: Desired, key: str) -> Desired:
+        return replace(wanted, pools=tuple(asked.with_key(pool, key) for pool in wanted.pools))
+
+    store, _ = ann.up()
+    shown = store.load().desired
+    store.change(lambda found: replace(found, desired=with_key(found.desired, "ssh-ed25519 BBBB")))
+    fleets.change(store, replace(with_key(shown, "ssh-ed25519 AAAA"), revision=2), shown)
+    keys = store.load().desired.pools[0].spec.metadata["ssh-keys"]
+    assert "AAAA" in keys and "BBBB" in keys
+    with pytest.raises(InputError, match="was changed while this command asked: give it again"):
+        fleets.change(store, replace(shown, revision=2), shown)
+    shown = store.load().desired
+    store.change(lambda found: replace(found, desired=replace(found.desired, down="dollars are spent")))
+    with pytest.raises(InputError, match="was changed while this command asked: give it again"):
+        fleets.change(store, replace(shown, revision=3), shown)
+    assert store.load().desired.down == "dollars are spent"
+
+
+def test_each_home_has_its_own_mark_in_fleet_ids(ann, bob):
+    marks = []
+    for person in (ann, bob, ann):
+        person.log_in()
+        marks.append((own_mark(), Fleet("v2-8", "google", "shared", None).mark))
+    assert marks[0] == marks[2] != marks[1] and marks[0][1] != marks[1][1]

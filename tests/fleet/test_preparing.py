@@ -1,0 +1,199 @@
+"""Set up machines beside a keeper, lead routers to them, and carry out jobs, whatever goes wrong."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import asyncssh
+import pytest
+
+from tests.fleet.loop import desired, machine, pool, vm
+from tpuswarm.cloud.errors import Unreachable
+from tpuswarm.cloud.protocol import Listing, Machine, Worker
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.fleet import routers, setting_up
+from tpuswarm.fleet.keeping import jobs
+from tpuswarm.fleet.keeping.jobs import Carrying
+from tpuswarm.fleet.setting_up import Beginning, Prepared, Preparing
+
+FULL = "b/0: packages: no space left on device"
+
+
+def test_job_thread_survives_errors_and_is_restarted_when_it_ends(tmp_path, monkeypatch):
+    key = tmp_path / "key"
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(key))
+    rounds, logged, enough = [], [], threading.Event()
+
+    async def carry_out(connections, listing, now):
+        rounds.append(threading.current_thread())
+        if len(rounds) in (2, 3):
+            raise FileNotFoundError("objects/abc")  # a `sync` has just deleted it
+        if len(rounds) == 4:
+            raise SystemExit
+        if len(rounds) == 6:
+            enough.set()
+        return None, True
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(jobs, "MOVING", 0.1)
+    carrying = Carrying(lambda: SimpleNamespace(key=key, round=carry_out, pause=0.0), logged.append)
+    while not enough.wait(0.01):
+        carrying.look(Listing((), frozenset()), True)
+    carrying.stop()
+    assert logged == ["jobs: FileNotFoundError: objects/abc; tried again"]
+    assert len(set(rounds)) == 2
+
+
+class Setup:
+    """Set-ups of machines that the test finishes, beside a fleet with a [setup] table."""
+
+    def __init__(self, monkeypatch):
+        self.table = "one"
+        self.started: list[str] = []
+        self.running: dict[str, asyncio.Future[Prepared]] = {}
+        stored = SimpleNamespace(table=lambda: SimpleNamespace(model_dump_json=lambda: self.table))
+        monkeypatch.setattr(setting_up, "prepare", self._prepare)
+        monkeypatch.setattr(setting_up, "KeptSetup", lambda fleet: stored)
+        monkeypatch.setattr(setting_up, "AGAIN_S", -1.0)
+        self.preparing = Preparing(SimpleNamespace(fleet=None))
+
+    async def _prepare(self, reach, name: str) -> Prepared:
+        self.started.append(name)
+        self.running[name] = asyncio.get_running_loop().create_future()
+        return await self.running[name]
+
+    async def look(self, name: str = "a", runs: int | None = 0, created: float = 1.0, answers: str = "a") -> str:
+        """Return why a machine is not ready; empty: it is."""
+        found = self.preparing.look({name: Beginning(created, runs)}, answers).get(name, "")
+        await asyncio.sleep(0)  # what was started runs until it waits
+        return found
+
+    async def finish(self, name: str, error: Exception | None = None) -> None:
+        if isinstance(error, InputError):
+            self.running.pop(name).set_exception(error)
+        else:
+            self.running.pop(name).set_result(Prepared({f"{name}/0": error} if error else {}))
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def prepare(self, name: str, error: Exception | None, answers: str, tries: int) -> None:
+        for _ in range(tries):
+            await self.look(name, answers=answers)
+            await self.finish(name, error)
+            await self.look(name, answers=answers)
+
+
+@pytest.fixture
+def setups(monkeypatch) -> Setup:
+    return Setup(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("others", "answers", "error", "tries", "is_bad"),
+    [
+        ("a", "a", RunFailed(FULL), 2, True),
+        ("a", "a", RunFailed(FULL), 1, False),
+        ("", "a", RunFailed(FULL), 3, False),  # no machine can be set up
+        ("a", "", RunFailed(FULL), 3, False),  # the network to all of them is down
+        ("a", "b", RunFailed(FULL), 3, False),
+        ("a", "a", InputError("A_TOKEN is not set"), 3, False),  # the keeper can set up none
+    ],
+)
+def test_machine_that_fails_setup_twice_is_bad_where_others_succeed(setups, others, answers, error, tries, is_bad):
+    async def check() -> None:
+        for name in others:
+            await setups.prepare(name, None, answers, 1)
+        await setups.prepare("b", error, answers, tries)
+        created = {"a": 1.0, "b": 1.0}
+        assert setups.preparing.spoilt(created) == ({"b": (1.0, FULL)} if is_bad else {})
+        assert setups.preparing.spoilt({**created, "b": 2.0}) == {}, "another machine of that name"
+        setups.table = "two"
+        await setups.prepare("b", error, answers, 2)
+        assert setups.preparing.spoilt(created) == {}, "the new [setup] may be wrong"
+
+    asyncio.run(check())
+
+
+def test_machine_is_set_up_once_at_a_time_and_again_after_a_reboot(setups):
+    async def check() -> None:
+        for runs in (3, None, 3, 4):
+            assert await setups.look(runs=runs) == "a is being set up"
+        assert setups.started == ["a"]
+        await setups.finish("a")
+        assert await setups.look(runs=None) == "", "silence is no reboot"
+        assert await setups.look(runs=4) == "a is being set up"
+        assert setups.started == ["a", "a"]
+        await setups.finish("a")
+        assert await setups.look(runs=4) == ""
+
+    asyncio.run(check())
+
+
+def test_failed_setup_is_retried_until_it_succeeds(setups):
+    async def check() -> None:
+        assert await setups.look() == "a is being set up"
+        await setups.finish("a", RunFailed("a/0: packages: no network"))
+        for _ in range(3):  # the retry may take longer than the pause before it
+            assert await setups.look() == "a/0: packages: no network"
+        await setups.finish("a")
+        assert await setups.look() == "" and setups.started == ["a", "a"]
+
+    asyncio.run(check())
+
+
+def with_address(name: str, address: str, pool: str = "small") -> Machine:
+    kind = "vm" if pool == "door" else "tpu"
+    return replace(machine(name, pool=pool, kind=kind), workers=(Worker(address, None),))
+
+
+ROUTED = desired(pool(count=2), vm("door", routes=True))
+DOOR = with_address("gpt2-door", "10.0.0.9", "door")
+ZERO, ONE = with_address("v2-usc1f-0", "10.0.0.1"), with_address("v2-usc1f-1", "10.0.0.2")
+
+
+@pytest.fixture
+def routing(monkeypatch):
+    """Return how often the routers were updated, after a look at these machines."""
+    logged: list[str] = []
+    updates: list[object] = []
+    errors: list[Exception] = []
+
+    async def route(reach, hosts):
+        updates.append(hosts)
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(routers, "route", route)
+    monkeypatch.setattr(routers, "router_hosts", lambda reach: ["gpt2-door/0"])
+    monkeypatch.setattr(routers, "AGAIN_S", -1.0)
+    made = routers.Routing(lambda: None, logged.append)
+
+    def look(*machines: Machine, desired=ROUTED) -> int:
+        made.look(desired, Listing(machines, frozenset()))
+        for thread in threading.enumerate():
+            if thread.name == "routing":
+                thread.join()
+        return len(updates)
+
+    look.logged, look.errors = logged, errors
+    return look
+
+
+def test_routers_are_updated_for_new_machines_but_not_for_lost_ones(routing):
+    assert routing(ZERO) == 0, "its router is not ready"
+    assert routing(DOOR) == 0, "no machine to route to"
+    assert routing(DOOR, ZERO) == routing(DOOR, ZERO) == 1
+    assert routing(DOOR, ZERO, ONE) == 2
+    assert routing(DOOR, ONE) == 2, "the lost one may come back"
+    moved = with_address("v2-usc1f-0", "10.0.0.7")
+    assert routing(DOOR, moved, ONE) == 3, "another machine of that name"
+    assert routing(replace(DOOR, created=2.0), moved, ONE) == 4, "a new router"
+    assert routing(DOOR, ZERO, desired=replace(ROUTED, down="requested")) == 4
+    assert routing(ZERO, ONE, desired=replace(ROUTED, pools=ROUTED.pools[:1])) == 4
+
+
+def test_failed_router_update_is_retried(routing):
+    routing.errors.append(Unreachable("gpt2-door/0 does not answer"))
+    assert routing(DOOR, ZERO) == 1 and routing.logged == ["the routers: gpt2-door/0 does not answer; tried again"]
+    assert routing(DOOR, ZERO) == routing(DOOR, ZERO) == 2

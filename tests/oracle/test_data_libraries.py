@@ -1,4 +1,4 @@
-"""Data of other libraries, with the libraries themselves: what is trained on, and a run that resumes exactly."""
+"""Data of torch, torchdata, Hugging Face and Grain: every row once an epoch, and runs that resume exactly."""
 
 import json
 from contextlib import closing
@@ -15,7 +15,7 @@ datasets, grain, torch = (pytest.importorskip(name) for name in ("datasets", "gr
 DataLoader = torch.utils.data.DataLoader
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
-COUNT, BATCH, STEPS, LEFT = 60, 8, 20, 9
+COUNT, BATCH, STEPS, STOP = 60, 8, 20, 9
 X = np.random.default_rng(0).normal(size=(COUNT, 3)).astype(np.float32)
 Y = (X @ np.float32([1, -2, 3])).astype(np.float32)
 NAMES = ("x", "y")
@@ -73,7 +73,7 @@ def losses(run):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_an_epoch_is_every_row_once(name):
+def test_epoch_has_every_row_once(name):
     source = SOURCES[name]()
     batches = [source.rows(start, 6) for start in range(0, COUNT, 6)]
     order = np.lexsort(X.T)
@@ -84,11 +84,11 @@ def test_an_epoch_is_every_row_once(name):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_run_that_was_left_goes_on_exactly(tmp_path, name):
+def test_stopped_run_resumes_exactly(tmp_path, name):
     Trainer().fit(recipe(SOURCES[name]()), steps=STEPS, batch=BATCH, run=tmp_path / "whole")
-    with closing(Trainer().steps(recipe(SOURCES[name]()), steps=STEPS, batch=BATCH, run=tmp_path / "left")) as loop:
-        next(step for step in loop if step.row["step"] == LEFT)
-    positions = list((tmp_path / "left" / "checkpoints").glob("*/position.json"))
+    with closing(Trainer().steps(recipe(SOURCES[name]()), steps=STEPS, batch=BATCH, run=tmp_path / "stopped")) as loop:
+        next(step for step in loop if step.row["step"] == STOP)
+    positions = list((tmp_path / "stopped" / "checkpoints").glob("*/position.json"))
     assert bool(positions) == (name in HAVE_POSITIONS)
-    Trainer().fit(recipe(SOURCES[name]()), steps=STEPS, batch=BATCH, run=tmp_path / "left")
-    assert losses(tmp_path / "left") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == STEPS
+    Trainer().fit(recipe(SOURCES[name]()), steps=STEPS, batch=BATCH, run=tmp_path / "stopped")
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == STEPS

@@ -1,9 +1,15 @@
-"""Modules of PyTorch, small, with their losses and rows, and what torch itself finds of them."""
+"""Small modules of PyTorch with their losses and rows, their exports, and their results in torch."""
 
 import inspect
+from functools import cache
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from tpuswarm.torch.graph import Exported
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -34,37 +40,25 @@ def squared(outputs, batch):
     return (outputs**2).mean()
 
 
-class Of(nn.Module):
-    """A model of transformers, whose answer is an object, with arguments of ours."""
-
-    def __init__(self, model, pixels=False, **more):
-        super().__init__()
-        self.model, self.pixels, self.more = model, pixels, more
-
-    def forward(self, given):
-        found = self.model(**{"pixel_values" if self.pixels else "input_ids": given}, **self.more)
-        return found.logits
-
-
-class OfIds(Of):
-    def forward(self, ids):
-        return super().forward(ids)
-
-
-class OfPixels(Of):
-    def forward(self, pixels):
-        return super().forward(pixels)
-
-
-class Pair(nn.Module):
-    """T5 reads and writes."""
+class OfIds(nn.Module):
+    """The logits of a language model of transformers."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
     def forward(self, ids):
+        return self.model(input_ids=ids).logits
+
+
+class EncoderDecoder(OfIds):
+    def forward(self, ids):
         return self.model(input_ids=ids, decoder_input_ids=ids).logits
+
+
+class OfPixels(OfIds):
+    def forward(self, pixels):
+        return self.model(pixel_values=pixels).logits
 
 
 class Recurrent(nn.Module):
@@ -77,7 +71,7 @@ class Recurrent(nn.Module):
 
 
 class UNetBlock(nn.Module):
-    """Down, attention over places, up, joined: what diffusion models are made of."""
+    """A block of a diffusion model."""
 
     def __init__(self):
         super().__init__()
@@ -94,8 +88,6 @@ class UNetBlock(nn.Module):
 
 
 class Adversaries(nn.Module):
-    """A generator and what judges it, in one objective."""
-
     def __init__(self):
         super().__init__()
         self.generator = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.LeakyReLU(0.2), nn.Linear(32, 8))
@@ -119,10 +111,9 @@ def convolutional():
 
 
 def of(name, config, **more):
-    kind = OfPixels if "Image" in name else OfIds
-    wants = {"num_labels": 5} if "Image" in name else {"vocab_size": 50}
-    made = getattr(transformers, name)(getattr(transformers, config)(**wants, **more))
-    return kind(made, "Image" in name)
+    kind, sizes = (OfPixels, {"num_labels": 5}) if "Image" in name else (OfIds, {"vocab_size": 50})
+    kind = EncoderDecoder if name.startswith("T5") else kind
+    return kind(getattr(transformers, name)(getattr(transformers, config)(**sizes, **more)))
 
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -164,32 +155,59 @@ MODELS = {
     ),
     "bert": (lambda: of("BertForMaskedLM", "BertConfig", **SMALL, **NO_DROPOUT), next_token, "ids"),
     "t5": (
-        lambda: Pair(transformers.T5ForConditionalGeneration(transformers.T5Config(
-            num_layers=1, d_model=32, d_kv=8, d_ff=64, num_heads=4, vocab_size=50, dropout_rate=0.0, use_cache=False))),
+        lambda: of("T5ForConditionalGeneration", "T5Config", num_layers=1, d_model=32, d_kv=8, d_ff=64, num_heads=4,
+                   dropout_rate=0.0, use_cache=False),
         next_token, "ids",
     ),
 }  # fmt: skip
 
 
-def first_argument(module, names):
-    """Of a Sequential it is called `input`."""
-    rows = {name: ROWS[name] for name in names.split()}
+class Traced(NamedTuple):
+    """A module that is exported once for all tests: do not change it."""
+
+    module: nn.Module
+    loss: object
+    rows: dict
+    exported: Exported
+
+    @property
+    def arrays(self):
+        return jax.tree.map(jnp.asarray, dict(self.exported.arrays))
+
+
+@cache
+def trace(name) -> Traced:
+    from tpuswarm.torch.export import export
+
+    module, loss, rows = build(name)
+    return Traced(module, loss, rows, export(module, loss, rows))
+
+
+def build(name):
+    """A module, its loss, and rows by the names of its arguments: the first of a Sequential is called `input`."""
+    torch.manual_seed(0)
+    make, loss, names = MODELS[name]
+    module, rows = make(), {name: ROWS[name] for name in names.split()}
     if "input" in inspect.signature(module.forward).parameters:
         rows["input"] = rows.pop(names.split()[0])
-    return rows
+    return module, loss, rows
+
+
+def loss_in_torch(module, loss, rows):
+    batch = {name: torch.from_numpy(array) for name, array in rows.items()}
+    batch = {name: array.long() if array.dtype == torch.int32 else array for name, array in batch.items()}
+    inputs = {name: batch[name] for name in rows if name in inspect.signature(module.forward).parameters}
+    found = loss(module(**inputs), batch)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def in_torch(module, loss, rows):
-    """Loss, gradients and buffers afterwards, which are put back."""
-    batch = {name: torch.from_numpy(each) for name, each in rows.items()}
-    batch = {name: each.long() if each.dtype == torch.int32 else each for name, each in batch.items()}
-    before = {name: each.clone() for name, each in module.state_dict().items()}
+    """Loss, gradients and buffers afterwards; the module is left as it was."""
+    before = {name: array.clone() for name, array in module.state_dict().items()}
     module.zero_grad()
-    inputs = {name: batch[name] for name in rows if name in inspect.signature(module.forward).parameters}
-    found = loss(module(**inputs), batch)
-    found = found[0] if isinstance(found, tuple) else found
+    found = loss_in_torch(module, loss, rows)
     found.backward()
-    grads = {name: each.grad.numpy().copy() for name, each in module.named_parameters() if each.grad is not None}
-    buffers = {name: each.numpy().copy() for name, each in module.named_buffers()}
+    grads = {name: param.grad.numpy().copy() for name, param in module.named_parameters() if param.grad is not None}
+    buffers = {name: buffer.numpy().copy() for name, buffer in module.named_buffers()}
     module.load_state_dict(before)
     return float(found.detach()), grads, buffers

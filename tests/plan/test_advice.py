@@ -10,7 +10,7 @@ from tpuswarm.train.program import compiled
 
 
 @pytest.mark.parametrize(
-    ("tpu", "gib", "of_state", "rows", "said"),
+    ("tpu", "gib", "state_gib", "rows", "words"),
     [
         ("v5e-8", 21, 1, 1, "needs 21.00 GiB per device, 5.25 more than the 15.75 available"),
         ("v5e-8", 21, 1, 2, "more chips, at least v5e-16 (estimate; check with --on v5e-16)"),
@@ -22,19 +22,17 @@ from tpuswarm.train.program import compiled
         ("v5e-8", 21, 1, 4, "fewer than 4 rows per device at a time (a larger --accumulate or a smaller --batch)"),
     ],
 )
-def test_more_chips_split_the_state_and_the_rows_but_no_row(tpu, gib, of_state, rows, said):
-    needs = Found(False, needed=gib * GIB, held=of_state * GIB, smallest="sharded", spread=True, rows=rows)
-    assert said in advice(catalog.find(tpu), needs)
+def test_more_chips_split_the_state_and_the_rows_but_no_row(tpu, gib, state_gib, rows, words):
+    needs = Found(False, needed=gib * GIB, held=state_gib * GIB, smallest="sharded", spread=True, rows=rows)
+    assert words in advice(catalog.find(tpu), needs)
 
 
-def test_a_state_that_was_to_be_whole_on_each_device():
-    """Other chips do not help a replicated state that a device of these does not hold."""
+def test_replicated_state_that_is_too_large_can_be_split():
     needs = Found(False, needed=18 * GIB, held=17 * GIB, smallest="replicated")
-    said = advice(catalog.find("v3-8"), needs)
-    assert "splitting the state over the devices (drop --shard); chips with more memory" in said
+    expected = "splitting the state over the devices (drop --shard); chips with more memory"
+    assert expected in advice(catalog.find("v3-8"), needs)
 
 
-def test_a_refusal_is_read_in_every_unit():
-    """The compiler's own sentence, for 8 TiB."""
+def test_needed_memory_is_read_in_tebibytes():
     refusal = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (8.00T) "
     assert compiled.needed_bytes(refusal + "exceeds available HBM (15.75G).") == 8 * 2**40

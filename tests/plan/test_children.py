@@ -1,6 +1,5 @@
 """Compilations in processes of their own: what they answer, how they may end, and how long an answer holds."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -33,26 +32,27 @@ def make(end: str = "well", width: int = WIDTH):
         raise RunFailed("the cache could not be written: the disk is full; make room")
     if end == "interrupted":
         raise KeyboardInterrupt
-    if end == "never":
-        time.sleep(600)
-    rows = len(np.loadtxt("rows.txt")) if os.path.exists("rows.txt") else 8
+    if end == "edits":
+        open("notes.txt", "w").close()
+        open("notes.txt").close()
     return supervised(
         lambda key: {"w": jnp.zeros((width, width))},
         lambda params, batch, key: jnp.mean((batch["x"] @ params["w"]) ** 2),
         optax.sgd(0.1),
-        {"x": np.ones((rows, width), np.float32)},
+        {"x": np.ones((len(np.loadtxt("rows.txt")), width), np.float32)},
     )
 """
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with a recipe, a module beside it and a file of data."""
+    """A working folder with a recipe, a module beside it, a file of data, and a name of Python's library."""
     pytest.importorskip("libtpu", reason="the plan extra is not installed")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.py").write_text(RECIPE)
     (tmp_path / "beside.py").write_text("WIDTH = 128\n")
     (tmp_path / "rows.txt").write_text("1\n" * 16)
+    (tmp_path / "random.py").write_text("raise SystemError('not the one that is meant')\n")
     return tmp_path
 
 
@@ -60,106 +60,93 @@ def order(end: str = "well", tpu: str = "v5e-1") -> Order:
     return Order(Asked("recipe.py:make", {"end": end}, batch=16), described(catalog.find(tpu)))
 
 
-def silent(order, text):
-    pass
+def compiling(cache: Path, seconds: float = children.SECONDS) -> Children:
+    return Children(Cache(cache), lambda order, text: None, seconds)
 
 
-def kept(asked: Order | None = None, **settings: str) -> Found | None:
+def cached(wanted: Order | None = None, **settings: str) -> Found | None:
     """The answer that the cache in the working folder still gives."""
-    asked = asked or order()
-    return Cache(Path("cache")).get(question(asked, children._environment(asked) | settings))
+    wanted = wanted or order()
+    return Cache(Path("cache")).get(question(wanted, children._environment(wanted) | settings))
 
 
-def test_a_process_that_ends_badly_is_one_row_and_the_others_stand(folder):
-    compiling = Children(Cache(folder / "cache"), silent)
-    answers = compiling.answers([order(end) for end in ("killed", "exit", "full", "interrupted", "well")])
+def test_failed_process_is_one_row_and_good_answers_hold_until_a_file_changes(folder):
+    ends = ("killed", "exit", "full", "interrupted", "edits", "well")
+    answers = compiling(folder / "cache").answers([order(end) for end in ends])
     found = {answered.asked.options["end"]: answer for answered, answer in answers}
     assert found["well"].fits and found["well"].program.batch == 16
-    assert "killed (signal 9)" in found["killed"].problem and "memory" in found["killed"].problem
-    assert "status 3" in found["exit"].problem and "the disk is on fire" in found["exit"].problem
-    assert found["full"].problem == "the cache could not be written: the disk is full; make room"
-    assert "memory" not in found["interrupted"].problem and "KeyboardInterrupt" in found["interrupted"].problem
-    assert found["killed"].fits is None
-    assert kept(order("killed")) is None
-    assert kept() == found["well"]
-    assert kept(order(tpu="v6e-1")) is None
-    assert kept(LIBTPU_INIT_ARGS="--other") is None and kept(PYTHONPATH="/elsewhere") is None
+    for end, words in (
+        ("killed", ["killed (signal 9)", "memory"]),
+        ("exit", ["status 3", "the disk is on fire"]),
+        ("full", ["the cache could not be written: the disk is full; make room"]),
+        ("interrupted", ["KeyboardInterrupt"]),
+    ):
+        assert found[end].fits is None and all(word in found[end].problem for word in words)
+    assert "memory" not in found["interrupted"].problem
+
+    assert cached() == found["well"] and cached(order("killed")) is None
+    assert found["edits"].fits and cached(order("edits")) is None, "a file changed while it was read"
+    assert cached(order(tpu="v6e-1")) is None
+    assert cached(LIBTPU_INIT_ARGS="--other") is None and cached(PYTHONPATH="/elsewhere") is None
     for name, text in (("recipe.py", RECIPE + "\n"), ("beside.py", "WIDTH = 256\n"), ("rows.txt", "1\n" * 24)):
-        before = (folder / name).stat()
-        text_before = (folder / name).read_text()
+        before, text_before = (folder / name).stat(), (folder / name).read_text()
         (folder / name).write_text(text)
-        assert kept() is None, f"{name} changed"
+        assert cached() is None, f"{name} changed"
         (folder / name).write_text(text_before)
         os.utime(folder / name, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert kept() == found["well"]
+        assert cached() == found["well"]
 
 
-def test_the_answer_of_another_folder_is_of_other_files(folder, tmp_path_factory, monkeypatch):
-    """The recipe reads `rows.txt` of the folder that it is asked for from."""
-    here = Order(Asked(f"{folder}/recipe.py:make", {"end": "well"}, batch=16), order().place)
-    key = question(here, {})
-    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert question(here, {}) != key
+def test_answer_depends_on_the_folder_unless_the_recipe_is_built_in(folder, tmp_path_factory, monkeypatch):
+    """A recipe of the user's may read files of the working folder."""
+    theirs = Order(Asked(f"{folder}/recipe.py:make", {"end": "well"}, batch=16), order().place)
     ours = Order(Asked("tpuswarm.recipes.gpt2:make"), order().place)
-    key = question(ours, {})
-    monkeypatch.chdir(folder)
-    assert question(ours, {}) == key
+    before = question(theirs, {}), question(ours, {})
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert question(theirs, {}) != before[0] and question(ours, {}) == before[1]
 
 
-def test_a_file_that_is_named_is_known_by_what_is_in_it(folder):
+def test_answer_depends_on_the_contents_of_named_files(folder):
     """A recipe may have what it made of the file in a cache of its own, and open only that."""
     named = Order(Asked("recipe.py:make", {"data": "rows.txt", "more": "texts"}), order().place)
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("a")
-    asked = {question(named, {})}
+    questions = {question(named, {})}
     for name in ("rows.txt", "texts/a.txt", "texts/b.txt"):
         (folder / name).write_text(f"another text of {name}")
-        asked.add(question(named, {}))
-    assert len(asked) == 4
+        questions.add(question(named, {}))
+    assert len(questions) == 4
 
 
-def test_an_answer_to_a_recipe_that_changed_meanwhile_is_not_kept(folder):
-    (folder / "recipe.py").write_text(RECIPE + "open('beside.py', 'a').close()\nos.utime('beside.py')\n")
-    [(_, found)] = Children(Cache(folder / "cache"), silent).answers([order()])
-    assert found.fits
-    assert kept() is None
-
-
-def test_what_lies_beside_a_recipe_is_no_library(folder):
-    (folder / "random.py").write_text("raise SystemError('not the one that is meant')\n")
-    [(_, found)] = Children(Cache(folder / "cache"), silent).answers([order()])
-    assert found.fits
-
-
-def test_a_kept_answer_is_of_the_same_versions_and_whole(folder):
-    cache, here = Cache(folder / "cache"), question(order(), {})
+def test_cached_answer_holds_for_the_same_packages_and_only_whole(folder):
+    cache, key = Cache(folder / "cache"), question(order(), {})
     found = replace(Found(True), seconds=3.0)
-    cache.put(here, found, {"files": {}, "packages": {"numpy": "0.1"}})
-    assert cache.get(here) is None
-    cache.put(here, found, {"files": {}, "packages": {"no-such-package": ""}})
-    assert cache.get(here) == found
+    cache.put(key, found, {"files": {}, "packages": {"numpy": "0.1"}})
+    assert cache.get(key) is None
+    cache.put(key, found, {"files": {}, "packages": {"no-such-package": ""}})
+    assert cache.get(key) == found
     [path] = (folder / "cache").iterdir()
-    path.write_text(path.read_text()[:-20])
-    assert cache.get(here) is None
-    path.write_text(json.dumps({"found": {"fits": True}, "rests": {"files": {}, "packages": {}}}))
-    assert cache.get(here) is None
+    for damaged in (path.read_text()[:-20], '{"found": {"fits": true}, "rests": {"files": {}, "packages": {}}}'):
+        path.write_text(damaged)
+        assert cache.get(key) is None
 
 
-def test_one_that_hangs_is_stopped(folder):
-    compiling = Children(Cache(folder / "cache"), silent, seconds=6)
-    [(_, found)] = compiling.answers([order("never")])
-    assert found.fits is None and found.problem == "the compiler was stopped after 6 s"
-    assert not compiling._running
+def test_hung_compilation_is_stopped(folder):
+    compilation = compiling(folder / "cache", seconds=1)  # it takes longer to start
+    [(_, found)] = compilation.answers([order()])
+    assert found.fits is None and found.problem == "the compiler was stopped after 1 s"
+    assert not compilation._running
 
 
-def test_what_is_wrong_with_all_of_them_ends_all(folder):
+def test_recipe_that_cannot_be_imported_ends_all_compilations(folder):
     (folder / "beside.py").write_text("WIDTH = 1 / 0\n")
     with pytest.raises(InputError, match=r"recipe.py cannot be imported: ZeroDivisionError.*beside.py:1\)"):
-        list(Children(Cache(folder / "cache"), silent).answers([order(), order(tpu="v6e-1")]))
+        list(compiling(folder / "cache").answers([order(), order(tpu="v6e-1")]))
 
 
-FULL = """
+FULL_DISK = """
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from tpuswarm import catalog
 from tpuswarm.plan.cache import Cache
@@ -169,7 +156,6 @@ disk = Path(sys.argv[1])
 (disk / "fill").write_bytes(b"0" * (4 * 2**20 - 8192))
 class Answers(Children):
     def _listen(self, process, order):
-        from dataclasses import asdict
         return {"found": asdict(Found(True)), "rests": {"files": {str(n): "x" * 99 for n in range(99)}, "packages": {}}}
 compiling = Answers(Cache(disk / "plan"), lambda order, text: None)
 order = Order(Asked("x:y"), described(catalog.find("v5e-1")))
@@ -178,44 +164,37 @@ print([path.name for path in disk.rglob("*.part")])
 """
 
 
-def test_without_room_for_the_cache_the_answer_is_given_and_the_reason_said(on_small_disk):
-    said, left = on_small_disk(FULL)
-    assert said.startswith("[True]|the answers could not be cached: ") and "No space left" in said
+def test_full_disk_does_not_lose_the_answer(on_small_disk):
+    answer, left = on_small_disk(FULL_DISK)
+    assert answer.startswith("[True]|the answers could not be cached: ") and "No space left" in answer
     assert left == "[]"
 
 
-def test_another_libtpu_than_jax_asks_for_is_named(monkeypatch):
+def test_libtpu_of_another_version_than_jax_needs_is_named(monkeypatch):
     versions = {"libtpu": "0.0.42.1", "jax": "0.10.2"}
     monkeypatch.setattr("importlib.metadata.version", versions.get)
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["scipy", 'libtpu==0.0.42.*; extra == "tpu"'])
     assert other_libtpu() == ""
-    versions["libtpu"] = "0.0.51"
-    assert "libtpu 0.0.51 is installed but jax 0.10.2 needs 0.0.42.*" in other_libtpu()
-    assert "pip install 'libtpu==0.0.42.*'" in other_libtpu()
-    versions["libtpu"] = "0.0.421"
-    assert "0.0.421" in other_libtpu()
+    for other in ("0.0.51", "0.0.421"):
+        versions["libtpu"] = other
+        assert f"libtpu {other} is installed but jax 0.10.2 needs 0.0.42.*" in other_libtpu()
+        assert "pip install 'libtpu==0.0.42.*'" in other_libtpu()
 
 
-def test_the_compiler_is_missed_in_words(monkeypatch):
+@pytest.mark.parametrize(
+    ("system", "machine", "words"),
+    [("linux", "x86_64", "pip install 'tpuswarm[plan]'"), ("darwin", "arm64", "does not exist for Darwin on arm64")],
+)
+def test_missing_compiler_is_explained(monkeypatch, system, machine, words):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert "pip install 'tpuswarm[plan]'" in children.no_compiler()
-    monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr("platform.system", lambda: "Darwin")
-    monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert "does not exist for Darwin on arm64" in children.no_compiler()
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr("platform.system", system.capitalize)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert words in children.no_compiler()
 
 
-def test_as_many_at_a_time_as_there_is_memory(monkeypatch):
+@pytest.mark.parametrize(("gib", "orders", "expected"), [(24, 100, 8), (24, 3, 3), (6, 100, 2), (1, 100, 1)])
+def test_free_memory_limits_parallel_compilations(monkeypatch, gib, orders, expected):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64))
-
-    def meminfo(gib):
-        monkeypatch.setattr("pathlib.Path.read_text", lambda path: f"MemAvailable: {gib * 2**20} kB\n")
-
-    meminfo(24)
-    assert workers(100) == 8 and workers(3) == 3
-    meminfo(6)
-    assert workers(100) == 2
-    meminfo(1)
-    assert workers(100) == 1
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path: f"MemAvailable: {gib * 2**20} kB\n")
+    assert workers(orders) == expected

@@ -14,24 +14,19 @@ import pytest
 from tpuswarm.plan.hlo import OTHER, PARAMETER, collectives, gradient_sizes, made_of
 
 PLANTED = Path(__file__).with_name("planted.py")
-
-
 ALL_REDUCE = "  %sum.1 = f32[512,512]{1,0:T(8,128)} all-reduce(%y), channel_id=1, to_apply=%add"
 
 
-def test_a_program_of_one_device_has_no_collectives_and_a_replicated_one_only_its_gradients():
+def test_only_gradients_may_travel_between_replicas():
     gradients = gradient_sizes([(4, 512, 512), (512,)], devices=4)
-    assert (
-        "1.0 MiB between devices in every step, although the program is for one device"
-        in collectives(ALL_REDUCE, ())[0].sentence
-    )
+    assert "1.0 MiB between devices in every step, although" in collectives(ALL_REDUCE, ())[0].sentence
     assert collectives(ALL_REDUCE, gradients) == []  # the gradient of one layer of a stack
     assert collectives(ALL_REDUCE.replace("512,512", "512,511"), gradients)
     assert collectives(ALL_REDUCE.replace("512,512", "64"), ()) == []  # a norm
 
 
-def test_gradients_are_also_summed_in_other_forms_of_the_parameters():
-    """In loops and branches too; never what has to do with a batch, were it a parameter's, once for each row."""
+def test_shapes_made_of_parameters_are_found_in_loops_and_branches():
+    """Never what has to do with a batch, were it a parameter's, once for each row."""
 
     def step(w, x):
         def layer(x, w):
@@ -57,8 +52,8 @@ def found():
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-def marks():
-    """Function of planted.py → kind and line of the hazard it is marked with."""
+def planted_hazards():
+    """Function of planted.py → kind and line of its hazard."""
     name, found = "", {}
     for number, line in enumerate(PLANTED.read_text().splitlines(), 1):
         if line.startswith("def "):
@@ -68,14 +63,14 @@ def marks():
     return found
 
 
-@pytest.mark.parametrize("case", marks())
-def test_a_planted_hazard_is_found_with_its_line(found, case):
-    kind, line = marks()[case]
+@pytest.mark.parametrize("case", planted_hazards())
+def test_planted_hazard_is_found_with_its_line(found, case):
+    kind, line = planted_hazards()[case]
     first = found[case][0]
     assert (first[0], first[2]) == (kind, [str(PLANTED), line]), found[case]
-    assert {each[0] for each in found[case]} == {kind}, found[case]
+    assert {hazard[0] for hazard in found[case]} == {kind}, found[case]
 
 
 @pytest.mark.parametrize("case", ["clean", "scans", "repeats_little", "clean on four", "gpt2 on four"])
-def test_nothing_is_found_where_nothing_is_wrong(found, case):
+def test_clean_program_has_no_hazard(found, case):
     assert found[case] == []

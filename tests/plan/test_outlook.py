@@ -1,4 +1,4 @@
-"""What machines get done although some are taken away."""
+"""What machines train although some are preempted."""
 
 from math import exp
 
@@ -10,28 +10,27 @@ from tpuswarm.plan.roofline import Range
 
 NOW = 1_900_000_000.0
 SPEEDS = {"v2-8": Range(1_000.0, 2_000.0), "v3-8": Range(3_000.0, 4_000.0)}
-KEPT = 300.0
+CHECKPOINT_S = 300.0
 
 
-def seen(*groups: MachineGroup, tokens: int | None = None, kept: float = KEPT) -> Outlook:
-    return outlook(groups, SPEEDS, kept, tokens, NOW)
+def predict(*groups: MachineGroup, tokens: int | None = None, checkpoint_s: float = CHECKPOINT_S) -> Outlook:
+    return outlook(groups, SPEEDS, checkpoint_s, tokens, NOW)
 
 
-def test_a_spot_machine_trains_as_long_as_the_theory_of_renewals_says():
-    """Uptimes that know no age, in whole parts of `kept`: kept / (exp(kept / between) - 1) of each one counts."""
-    shares = []
-    for each in kept_spot_tpus():
-        between, kept = each.hours_between, 2.0
-        shares.append(kept / (exp(kept / between) - 1) / (between + each.hours_away))
-    [fared] = seen(
-        MachineGroup("v2-8", "us-central1-f", "spot", 50), tokens=50 * 1_000 * 3600 * 24 * 60, kept=7200
-    ).groups
-    assert min(shares) - 0.01 < fared.share.low < fared.share.high < max(shares) + 0.01
-    assert fared.share.high - fared.share.low > 0.8 * (max(shares) - min(shares))
+def test_spot_machines_train_their_share_by_renewal_theory():
+    """Of exponential uptimes, whole checkpoint intervals count: interval / (exp(interval / between) - 1)."""
+    interval, shares = 2.0, []
+    for spot in kept_spot_tpus():
+        uptime = interval / (exp(interval / spot.hours_between) - 1)
+        shares.append(uptime / (spot.hours_between + spot.hours_away))
+    machines = MachineGroup("v2-8", "us-central1-f", "spot", 50)
+    [group] = predict(machines, tokens=50 * 1_000 * 3600 * 24 * 60, checkpoint_s=7200).groups
+    assert min(shares) - 0.01 < group.share.low < group.share.high < max(shares) + 0.01
+    assert group.share.high - group.share.low > 0.8 * (max(shares) - min(shares))
 
 
-def test_only_spot_machines_are_lost_and_all_of_them_add_up():
-    found = seen(
+def test_only_spot_machines_are_preempted_and_all_speeds_add_up():
+    found = predict(
         MachineGroup("v2-8", "us-central1-f", "spot", 10),
         MachineGroup("v3-8", "europe-west4-a", "on-demand", 2),
         tokens=10**9,
@@ -44,36 +43,37 @@ def test_only_spot_machines_are_lost_and_all_of_them_add_up():
     assert found.hours.high == pytest.approx(1e9 / found.tokens_per_s.low / 3600)
 
 
-def test_what_is_paid_for_is_paid_until_it_ends_or_all_is_done():
-    staying = MachineGroup("v3-8", "europe-west4-a", "on-demand", 1, dollars=8.0)
-    leaving = MachineGroup("v3-8", "us-central1-a", "on-demand", 1, dollars=2.0, ends=NOW + 36_000)
-    found = seen(staying, leaving, tokens=3_000 * 36_000 * 3)
+def test_machines_are_paid_until_they_end_or_training_is_done():
+    permanent = MachineGroup("v3-8", "europe-west4-a", "on-demand", 1, dollars=8.0)
+    temporary = MachineGroup("v3-8", "us-central1-a", "on-demand", 1, dollars=2.0, ends=NOW + 36_000)
+    found = predict(permanent, temporary, tokens=3_000 * 36_000 * 3)
     assert found.hours == Range(pytest.approx(12.5), pytest.approx(20.0))  # ten hours of both, then of one
     assert found.dollars == Range(pytest.approx(12.5 * 8 + 20), pytest.approx(20 * 8 + 20))
     assert found.ends is None and found.until_then is None
-    unpriced = seen(MachineGroup("v3-8", "us-central1-a", "on-demand", 1, dollars=None), tokens=10**6)
+    unpriced = predict(MachineGroup("v3-8", "us-central1-a", "on-demand", 1, dollars=None), tokens=10**6)
     assert unpriced.dollars is None and unpriced.document()["dollars"] == "unknown"
     assert "for unknown dollars" in sentences(unpriced, "tokens")[1]
-    assert seen(staying).document()["dollars"] is None, "nobody asked for a number of tokens"
+    assert predict(permanent).document()["dollars"] is None, "no number of tokens was given"
 
 
-def test_a_grant_that_ends_says_how_far_it_goes():
+def test_grant_that_ends_shows_how_far_it_reaches():
     week = MachineGroup("v3-8", "us-central1-a", "on-demand", 1, ends=NOW + 7 * 86_400)
-    found = seen(week, tokens=10**12)
+    found = predict(week, tokens=10**12)
     assert found.hours is None and found.ends == week.ends
     assert found.until_then == Range(pytest.approx(3_000 * 7 * 86_400), pytest.approx(4_000 * 7 * 86_400))
     until = "1.8B to 2.4B tokens until the last grant ends on 2030-03-24"
     assert sentences(found, "tokens")[-1] == f"{until}: perhaps fewer than the 1,000,000,000,000 asked for"
-    assert "3.5 to 4.6 h, free of charge; traffic comes on top" in sentences(seen(week, tokens=50_000_000), "tokens")[1]
-    over = seen(MachineGroup("v3-8", "us-central1-a", "spot", 1, ends=NOW - 1), tokens=10**6)
+    assert (
+        "3.5 to 4.6 h, free of charge; traffic comes on top" in sentences(predict(week, tokens=50_000_000), "tokens")[1]
+    )
+    over = predict(MachineGroup("v3-8", "us-central1-a", "spot", 1, ends=NOW - 1), tokens=10**6)
     assert over.hours is None and over.until_then == Range(0.0, 0.0)
 
 
-def test_machines_without_a_known_speed_are_left_out_by_name():
-    found = seen(
-        MachineGroup("v4-8", "us-central2-b", "spot", 3), MachineGroup("v2-8", "us-central1-f", "spot", 1), tokens=10**6
-    )
-    assert found.left_out == ("v4-8",) and [each.group.type for each in found.groups] == ["v2-8"]
+def test_machines_of_unknown_speed_are_named_and_left_out():
+    unknown, known = (MachineGroup(type, "us-central2-b", "spot", 3) for type in ("v4-8", "v2-8"))
+    found = predict(unknown, known, tokens=10**6)
+    assert found.left_out == ("v4-8",) and [group.group.type for group in found.groups] == ["v2-8"]
     assert "v4-8" in sentences(found, "tokens")[0]
-    nothing = seen(MachineGroup("v4-8", "us-central2-b", "spot", 3), tokens=10**6)
+    nothing = predict(unknown, tokens=10**6)
     assert nothing.groups == () and nothing.hours is None and nothing.ends is None

@@ -14,7 +14,7 @@ from tpuswarm.train.program.request import usual_request
 GPT2_124M = Exchanged(124_475_904, step_seconds=1.0, cycle=100, form="int8")
 
 
-def test_a_real_swarm_sends_and_receives_what_is_predicted(devices):
+def test_real_swarm_sends_and_receives_as_predicted(devices):
     """Four members with real programs, counted at the member; pushes at the end of the run are for shorter cycles."""
     recipe = GPT2(data="fake", layers=1, heads=1, width=64, context=16)
     swarm = Swarm(recipe, compile_step(recipe, usual_request(recipe), devices[:1]), "int8", 5, 4)
@@ -32,15 +32,11 @@ def test_a_real_swarm_sends_and_receives_what_is_predicted(devices):
     [("us-central1-a", 0.02), ("us-central2-b", 0.02), ("europe-west4-a", 0.02), ("asia-northeast1-b", 0.08)],
 )
 def test_paid_traffic_by_distance(place, nearby):
-    """GPT-2 124M: 864 exchanges of 0.118 GiB a day, and data read.
-
-    All distances, also where no other zone of the region or region of the continent has TPUs. Of data read from
-    another continent no source has the price: never a guess, and no reason to hide what is known.
-    """
+    """GPT-2 124M: 864 exchanges of 0.118 GiB a day, and data. No source has the price of data of another continent."""
     member = traffic(replace(GPT2_124M, data_bytes=2 * 65_536))
     assert member.sent["contributions"] / GIB == pytest.approx(864 * 124_475_904 * (1 + 1 / 64) / GIB)
     assert member.data == 65_536 * 2 * DAY
-    found = {each.relation: each for each in bills(member, place)}
+    found = {bill.relation: bill for bill in bills(member, place)}
     assert list(found) == ["same zone", "same region", "same continent", "other continent", "internet"]
     down, up = sum(member.received.values()) / GIB, sum(member.sent.values()) / GIB
     for relation, price, read in (
@@ -54,33 +50,33 @@ def test_paid_traffic_by_distance(place, nearby):
     assert found["internet"].parts == {"exchange": pytest.approx(0.12 * up), "data": 0.0}
 
 
-def test_a_member_that_has_its_data_pays_for_no_reads():
+def test_member_with_local_data_pays_for_no_reads():
     [_, _, _, far, _] = bills(traffic(GPT2_124M), "europe-west4-a")
     assert far.data == 0.0 and far.exchange > 0
     [_, _, near, far, _] = bills(traffic(GPT2_124M), "me-west1-a")
     assert near.exchange is None and far.exchange > 0
 
 
-def test_the_head_grows_with_its_swarm_and_runs_where_it_has_room():
+def test_head_grows_with_its_swarm_and_runs_where_it_has_room():
     slice_ = catalog.find("v3-8")
     member = traffic(GPT2_124M)
     small, large = (head(members, GPT2_124M, member, "nesterov") for members in (4, 400))
     assert small.memory_bytes < 16 * GIB < large.memory_bytes and small.cores == 2 < large.cores
     assert large.mbit_in == pytest.approx(100 * small.mbit_in)
-    state = 4 * 124_475_904  # what stays of a version; its momentum, buffer and what was not sent go with it
+    state = 4 * 124_475_904  # of a version, without its momentum and buffers
     assert small.disk_bytes > 20 * 4 * state and small.disk_bytes_a_day > 864 / 50 * state
     found = holders(small, slice_, GPT2_124M, "us-central1-a")
     assert found[0].own and found[0].name == "a host of v3-8"
-    prices = [each.price.on_demand for each in found[1:]]
+    prices = [holder.price.on_demand for holder in found[1:]]
     assert prices == sorted(prices) and len(prices) == 3
-    by_name = {each.name: each for each in catalog.machines()}
-    assert all(by_name[each.name].memory_gib * GIB >= small.memory_bytes for each in found[1:])
+    by_name = {machine.name: machine for machine in catalog.machines()}
+    assert all(by_name[holder.name].memory_gib * GIB >= small.memory_bytes for holder in found[1:])
     busy = replace(small, cores=96)  # of its 96, a member wants some
-    assert not any(each.own for each in holders(busy, slice_, GPT2_124M, "us-central1-a"))
+    assert not any(holder.own for holder in holders(busy, slice_, GPT2_124M, "us-central1-a"))
     assert not found[0].network_known  # no source says what network a v3-8 has; of a v6e-1, 100 Gbit/s
     [known, *_] = holders(small, catalog.find("v6e-1"), GPT2_124M, "us-central1-b")
     assert known.own and known.network_known
-    torrent = replace(small, mbit_out=60_000.0)
-    assert not any(each.own for each in holders(torrent, catalog.find("v6e-1"), GPT2_124M, "us-central1-b"))
+    flooded = replace(small, mbit_out=60_000.0)
+    assert not any(holder.own for holder in holders(flooded, catalog.find("v6e-1"), GPT2_124M, "us-central1-b"))
     huge = head(4000, GPT2_124M, member, "nesterov")
-    assert not any(each.own for each in holders(huge, slice_, GPT2_124M, "us-central1-a"))
+    assert not any(holder.own for holder in holders(huge, slice_, GPT2_124M, "us-central1-a"))

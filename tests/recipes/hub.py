@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback: as much of its HTTP interface as fetching files needs, and its faults."""
+"""A Hugging Face hub on loopback: what fetching files needs of its HTTP interface, and faults."""
 
 import hashlib
 from collections.abc import Iterator
@@ -13,21 +13,20 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves the folders `root/ORG/NAME` as repositories, each with one commit, under /ORG/NAME/resolve/REVISION/FILE.
-
-    - cuts: file → how many more answers break off half-way through what was asked.
-    - slow: seconds that an answer takes to begin.
-    - broken: every request is answered 503.
-    - seen: (method, file, Range) of all requests.
-    """
+    """Serves the folders `root/ORG/NAME` as repositories of one commit, under /ORG/NAME/resolve/REVISION/FILE."""
 
     daemon_threads = True
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.root, self.seen = root, list[tuple[str, str, str | None]]()
-        self.cuts: dict[str, int] = {}
-        self.slow, self.broken = 0.0, False
+        self.root = root
+        self.requests: list[tuple[str, str, str | None]] = []
+        """Method, file and Range of each."""
+        self.cut_answers: dict[str, int] = {}
+        """File → how many more answers break off half-way."""
+        self.delay_s = 0.0
+        self.is_down = False
+        """Answers every request with 503."""
 
     @property
     def url(self) -> str:
@@ -58,12 +57,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bool) -> None:
         repository, _, rest = self.path.removeprefix("/").partition("/resolve/")
         revision, _, file = rest.partition("/")
-        if not file:  # what the client asks besides is no part of fetching a file
+        if not file:  # not a request for a file
             return self._end(404, {})
-        self.server.seen.append((self.command, file, self.headers["Range"]))
-        sleep(self.server.slow)
+        self.server.requests.append((self.command, file, self.headers["Range"]))
+        sleep(self.server.delay_s)
         path = self.server.root / repository / file
-        if self.server.broken:
+        if self.server.is_down:
             return self._end(503, {})
         if not path.parent.is_dir():
             return self._end(401, {"X-Error-Code": "RepoNotFound"})
@@ -77,10 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        rest = data[start:]
-        sent = rest
-        if body and self.server.cuts.get(file):
-            self.server.cuts[file] -= 1
+        sent = rest = data[start:]
+        if body and self.server.cut_answers.get(file):
+            self.server.cut_answers[file] -= 1
             sent = rest[: len(rest) // 2] if not start else b""
             self.close_connection = True
         return self._end(206 if start else 200, headers, rest, sent if body else b"")

@@ -1,4 +1,4 @@
-"""What becomes of the documents of a text: what is between them, where lines hold their text, how much is held out."""
+"""Documents of a text: separators between them, JSON lines that hold them, and the part that is held out."""
 
 import json
 from pathlib import Path
@@ -17,31 +17,30 @@ FIRST, SECOND = "The first of them.\n" * 20, "  And another one. " * 20
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two files, in whose middle a piece ends."""
+    """Two files of several pieces."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text(FIRST)
     (tmp_path / "data" / "b.txt").write_text(SECOND)
     return tmp_path / "data"
 
 
-def lines(path: Path, *documents: str, field: str = "text") -> str:
+def json_lines(path: Path, *documents: str, field: str = "text") -> str:
     path.write_text("".join(json.dumps({field: document, "id": 7}) + "\n" for document in documents))
     return str(path)
 
 
 def text_of(recipe: GPT2) -> str:
-    """What the whole of its data reads as."""
     return recipe.tokenizer.decode(recipe._tokens.array.tolist())
 
 
 @pytest.mark.parametrize("piece", [7, 2**22])
-def test_between_files_is_one_token_where_the_tokenizer_has_it(folder, monkeypatch, piece):
+def test_separator_between_files_is_one_token_of_the_tokenizer(folder, monkeypatch, piece):
     monkeypatch.setattr(texts, "PIECE", piece)
     recipe = GPT2(data=str(folder), tokenizer=MODEL)
     tokens, end = recipe._tokens.array.tolist(), recipe.tokenizer.end
@@ -52,30 +51,30 @@ def test_between_files_is_one_token_where_the_tokenizer_has_it(folder, monkeypat
     assert joined.options()["separator"] == "none" and text_of(GPT2(data=str(folder))) == FIRST + SECOND
 
 
-def test_a_tokenizer_trained_on_them_has_seen_no_separator(folder):
+def test_separator_is_not_part_of_what_a_tokenizer_is_trained_on(folder):
     recipe = GPT2(data=str(folder), tokenizer="bpe", vocab=300)
     assert recipe._tokens.array.tolist().count(recipe.tokenizer.end) == 1
     assert not any("endof" in token or "|>" in token for token in recipe.tokenizer._library.get_vocab() if token != END)
 
 
 @pytest.mark.parametrize("piece", [16, 2**22])
-def test_the_text_in_lines_is_read_and_nothing_else_of_them(tmp_path, monkeypatch, piece):
+def test_json_lines_are_read_by_their_text_field(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(texts, "PIECE", piece)
     documents = ["Äpfel\nund Birnen", "", "more " * 30, "the last"]
-    path = Path(lines(tmp_path / "a.jsonl", *documents))
+    path = Path(json_lines(tmp_path / "a.jsonl", *documents))
     path.write_text(path.read_text() + "\n")
-    there = [each for each in documents if each]
-    assert text_of(GPT2(data=str(path), tokenizer=MODEL)) == END.join(there)
+    expected = [document for document in documents if document]
+    assert text_of(GPT2(data=str(path), tokenizer=MODEL)) == END.join(expected)
     for tokenizer in ("characters", "bytes"):
-        assert text_of(GPT2(data=str(path), tokenizer=tokenizer)) == "\n".join(there)
+        assert text_of(GPT2(data=str(path), tokenizer=tokenizer)) == "\n".join(expected)
     raw = GPT2(data=str(path), json_field="none")
     assert text_of(raw) == path.read_text()
-    body = GPT2(data=lines(tmp_path / "b.jsonl", *documents, field="body"), json_field="body")
-    assert text_of(body) == "\n".join(there) and GPT2(**body.options()).options() == body.options()
+    body = GPT2(data=json_lines(tmp_path / "b.jsonl", *documents, field="body"), json_field="body")
+    assert text_of(body) == "\n".join(expected) and GPT2(**body.options()).options() == body.options()
 
 
-def test_lines_and_files_in_one_folder(folder):
-    lines(folder / "ab.jsonl", "one", "two")
+def test_folder_may_mix_json_lines_and_text(folder):
+    json_lines(folder / "ab.jsonl", "one", "two")
     assert text_of(GPT2(data=str(folder), tokenizer=MODEL)) == END.join([FIRST, "one", "two", SECOND])
     assert text_of(GPT2(data=str(folder))) == "\n".join([FIRST, "one", "two", SECOND])
 
@@ -93,14 +92,14 @@ def test_lines_and_files_in_one_folder(folder):
         ('{"text": "\\ud800"}\n', r"a\.jsonl:1 is not Unicode text \(surrogates not allowed\); mend or remove"),
     ],
 )
-def test_lines_that_cannot_be_read_are_named(tmp_path, content, words):
+def test_unreadable_json_line_is_named(tmp_path, content, words):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(InputError, match=words):
         GPT2(data=str(tmp_path / "a.jsonl")).data("train")
     assert not list((tmp_path / "cache" / "tokens").iterdir())
 
 
-def test_how_much_is_held_out(tmp_path):
+def test_held_out_part_follows_its_option(tmp_path):
     (tmp_path / "a.txt").write_text("abcdefghij" * 100)
 
     def lengths(**options):
@@ -115,7 +114,7 @@ def test_how_much_is_held_out(tmp_path):
         whole.data("validation")
 
 
-def test_of_a_short_text_nothing_is_held_out_but_where_it_was_asked_for(tmp_path):
+def test_short_text_has_no_held_out_part_unless_requested(tmp_path):
     (tmp_path / "a.txt").write_text("abcdefghij" * 10)
     with pytest.raises(NoSuchSplit, match=r"the validation part of .* has 10 tokens, fewer than one row of 10"):
         GPT2(data=str(tmp_path / "a.txt"), context=10).data("validation")
@@ -132,22 +131,19 @@ def test_of_a_short_text_nothing_is_held_out_but_where_it_was_asked_for(tmp_path
         ({"separator": "endoftext"}, r"characters have no <\|endoftext\|>; use --tokenizer bpe or gpt2, or --sep"),
     ],
 )
-def test_options_that_cannot_be(options, words):
+def test_impossible_option_is_refused(options, words):
     with pytest.raises(InputError, match=words):
         GPT2(**options)
 
 
-def test_the_large_sizes_read_text_with_gpt2s_tokenizer(tmp_path, monkeypatch):
-    """And need it only for text: a plan fetches nothing."""
+def test_large_sizes_need_gpt2s_tokenizer_only_for_text(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(FIRST * 100)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     recipe = GPT2(size="124m", data=str(tmp_path / "a.txt"))
     assert recipe.config.vocab == 50257
-    with pytest.raises(
-        InputError,
-        match=r"^gpt2-124m reads text with GPT-2's tokenizer: .*HF_HUB_OFFLINE is set.*; or use --tokenizer bpe, which",
-    ):
+    words = r"^gpt2-124m reads text with GPT-2's tokenizer: .*HF_HUB_OFFLINE is set.*; or use --tokenizer bpe, which"
+    with pytest.raises(InputError, match=words):
         recipe.data("train")
     assert GPT2(size="124m", data="fake", vocab=300).config.vocab == 300
     assert np.max(GPT2(size="124m", data=recipe._data, tokenizer="bytes").data("train").rows(0, 1)["tokens"]) < 256

@@ -1,3 +1,5 @@
+"""GPT-2's model, loss and sampling; test_pretrained.py compares their numbers with transformers'."""
+
 import re
 from dataclasses import replace
 from functools import partial
@@ -7,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.recipes import oracle
 from tpuswarm.errors import InputError
 from tpuswarm.recipes import find
 from tpuswarm.recipes.gpt2 import attention, loss, model, sample
@@ -33,77 +34,52 @@ def params():
     return jax.tree.unflatten(structure, noisy)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def ours(params, options=Options(), config=CONFIG, key=None):  # noqa: B008  # frozen
+def loss_of(params, options=Options(), config=CONFIG, key=None):  # noqa: B008  # frozen
     x_BxTxD = model.hidden(params, TOKENS[:, :-1], config, options, key)
     return loss.mean_loss(x_BxTxD, params["wte"], TOKENS[:, 1:], config), x_BxTxD
 
 
-def test_the_124m_step_lowers_for_cuda_unrolled_with_cudnns_attention_and_8192_tokens_a_chunk(monkeypatch):
-    """Lowering alone: no GPU has compiled it."""
+def loss_and_gradients(params, options=Options()):  # noqa: B008  # frozen
+    return jax.jit(jax.value_and_grad(lambda params: loss_of(params, options)[0]))(params)
+
+
+@pytest.fixture(scope="module")
+def plain(params):
+    return loss_and_gradients(params)
+
+
+def clock(step):
+    return Clock(jax.random.key(0), np.int32(step), np.float32(0))
+
+
+def test_124m_step_lowers_for_cuda_with_cudnn_attention_and_unrolled_layers(monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91_300)  # asked of the GPU's library, which is not here
     recipe = GPT2(size="124m", data="fake")
     program = recipe.program(usual_request(recipe).options("gpu", "NVIDIA H200"))
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    state, clock = jax.eval_shape(program.init, key), Clock(key, np.int32(0), np.float32(0))
-    traced = jax.jit(program.step).trace(state, dict(program.batch_spec(64)), clock)
+    state = jax.eval_shape(program.init, jax.eval_shape(lambda: jax.random.key(0)))
+    traced = jax.jit(program.step).trace(state, dict(program.batch_spec(64)), clock(0))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
         layer = next(part for part in text.split("func.func ") if f"custom_call @{call}(" in part)
         name = re.search(r"@(\w+)\(", layer)[1]
         assert len(re.findall(rf"call @{name}\(", text)) == recipe.config.layers
-    assert "tensor<64x128x50304xf32>" in text and text.count("stablehlo.while") == 2, (
-        "loops over the head's chunks only"
-    )
+    assert "tensor<64x128x50304xf32>" in text, "8192 tokens a chunk"
+    assert text.count("stablehlo.while") == 2, "only the chunks of the head are loops"
 
 
-def in_double(params):
-    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-
-
-def test_logits_and_loss_are_the_oracles(params):
-    wanted = oracle.logits(in_double(params), TOKENS[:, :-1], CONFIG.heads, CONFIG.vocab)
-    value, x_BxTxD = ours(params)
-    got = loss.logits(x_BxTxD, params["wte"], CONFIG.vocab)
-    np.testing.assert_allclose(got[..., : CONFIG.vocab], wanted, rtol=1e-4, atol=1e-4)
-    assert (got[..., CONFIG.vocab :] < -1e29).all()  # the padding is never likely
-    np.testing.assert_allclose(value, oracle.mean_loss(wanted, TOKENS[:, 1:]), rtol=1e-5)
-
-
-def test_gradients_are_those_of_finite_differences(params):
-    grads = jax.jit(jax.grad(lambda params: ours(params)[0]))(params)
-    double = in_double(params)
-    random = np.random.default_rng(2)
-
-    def loss_at(tree):
-        return oracle.mean_loss(oracle.logits(tree, TOKENS[:, :-1], CONFIG.heads, CONFIG.vocab), TOKENS[:, 1:])
-
-    direction = jax.tree.map(lambda leaf: random.normal(size=leaf.shape), double)
-    moved = [jax.tree.map(lambda leaf, d, s=s: leaf + s * 1e-5 * d, double, direction) for s in (1, -1)]
-    slope = (loss_at(moved[0]) - loss_at(moved[1])) / 2e-5
-    ours_slope = sum(float((g * d).sum()) for g, d in zip(*map(jax.tree.leaves, (grads, direction)), strict=True))
-    np.testing.assert_allclose(ours_slope, slope, rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "change", [{"loop": "unroll"}, {"remat": "dots"}, {"remat": "full"}, {"loop": "unroll", "remat": "dots"}]
-)
-def test_loop_and_recomputation_change_nothing(params, change):
-    plain = jax.jit(jax.value_and_grad(lambda p: ours(p)[0]))(params)
-    other = jax.jit(jax.value_and_grad(lambda p: ours(p, Options(**change))[0]))(params)
+@pytest.mark.parametrize("change", [{"loop": "unroll"}, {"remat": "full"}, {"loop": "unroll", "remat": "dots"}])
+def test_unrolled_and_recomputed_layers_have_the_same_gradients(params, plain, change):
+    other = loss_and_gradients(params, Options(**change))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_chunks_of_tokens_have_the_loss_of_the_whole(params, monkeypatch):
-    whole = jax.jit(jax.value_and_grad(lambda p: ours(p)[0]))(params)
+def test_chunks_of_tokens_have_the_same_gradients(params, plain, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_BYTES", 3 * 4 * 128 * 4)
-    jax.clear_caches()
     assert loss.chunk_count(3, 16, 128) == 4
-    chunked = jax.jit(jax.value_and_grad(lambda p: ours(p)[0]))(params)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(loss_and_gradients(params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -115,8 +91,8 @@ def test_chunks_add_no_rounding_to_the_gradient_of_the_head():
     wte_VxD = jnp.asarray(numbers.normal(size=(256, 64)) * 0.1, jnp.float32)
 
     def gradient(dtype, chunks):
-        of = partial(loss.mean_loss, jnp.asarray(x_BxTxD, dtype), targets_BxT=targets_BxT, config=config)
-        grad = jax.grad(lambda w: of(w, chunk_bytes=32 * 64 // chunks * 256 * 4))
+        of_chunks = partial(loss.mean_loss, jnp.asarray(x_BxTxD, dtype), targets_BxT=targets_BxT, config=config)
+        grad = jax.grad(lambda wte_VxD: of_chunks(wte_VxD, chunk_bytes=32 * 64 // chunks * 256 * 4))
         return np.asarray(jax.jit(grad)(wte_VxD), np.float64)
 
     exact = gradient(jnp.float32, 1)
@@ -124,7 +100,7 @@ def test_chunks_add_no_rounding_to_the_gradient_of_the_head():
     assert errors[1] < 1.1 * errors[0] < 0.003 * np.linalg.norm(exact)
 
 
-def test_the_embedding_is_gathered_in_bf16_for_both_of_its_uses(devices):
+def test_embedding_is_gathered_in_bf16_for_both_uses(devices):
     """In float32 it was twice the bytes, under fsdp the largest thing that travels."""
     recipe = GPT2(data="fake", width=256, layers=1, heads=2, vocab=512, context=32)
     choice = Choice("fsdp", remat="none", accumulate=1, why="")
@@ -134,13 +110,11 @@ def test_the_embedding_is_gathered_in_bf16_for_both_of_its_uses(devices):
     assert sorted(found) == ["bf16", "bf16", "f32", "f32"], "two uses; their gradients are not rounded"
 
 
-def test_the_compiled_step_never_holds_all_logits_in_float32():
+def test_compiled_step_never_holds_all_logits_in_float32():
     recipe = GPT2(data="fake", context=512, vocab=16384, layers=1, heads=1, width=32)
     program = recipe.program(Options(precision="bf16"))
     state = jax.eval_shape(program.init, jax.random.key(0))
-    batch = program.batch_spec(16)
-    clock = Clock(jax.random.key(0), np.int32(0), np.float32(0))
-    compiled = jax.jit(program.step).lower(state, batch, clock).compile()
+    compiled = jax.jit(program.step).lower(state, program.batch_spec(16), clock(0)).compile()
     everything = 16 * 512 * 16384 * 4
     arrays = [np.prod([int(n) for n in m.split(",")]) * 4 for m in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())]
     assert max(arrays) <= loss.CHUNK_BYTES < everything / 3
@@ -149,7 +123,7 @@ def test_the_compiled_step_never_holds_all_logits_in_float32():
 @pytest.mark.parametrize(
     ("size", "count"), [("124m", 124_439_808), ("355m", 354_823_168), ("774m", 774_030_080), ("1558m", 1_557_611_200)]
 )
-def test_parameter_counts_are_those_of_the_released_models(size, count):
+def test_sizes_have_the_parameters_of_the_released_models(size, count):
     """Counts of openai-community/gpt2, -medium, -large and -xl; our vocabulary's padding taken off."""
     recipe = GPT2(size=size, data="fake")
     params = jax.eval_shape(lambda key: model.init(key, recipe.config), jax.random.key(0))
@@ -159,88 +133,88 @@ def test_parameter_counts_are_those_of_the_released_models(size, count):
 
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
-def test_model_and_loss_pass_strict_promotion_and_keep_their_dtypes(params, precision):
-    config = replace(CONFIG, dropout=0.1)
+def test_model_keeps_its_dtypes_under_strict_promotion(params, plain, precision):
+    options = Options(precision=precision)
     with jax.numpy_dtype_promotion("strict"):
-        value, x_BxTxD = ours(params, Options(precision=precision), config, jax.random.key(0))
-        jax.eval_shape(jax.grad(lambda p: ours(p, Options(precision=precision), config, jax.random.key(0))[0]), params)
+        config = replace(CONFIG, dropout=0.1)
+        value, x_BxTxD = jax.eval_shape(lambda params: loss_of(params, options, config, jax.random.key(0)), params)
+        jax.eval_shape(jax.grad(lambda params: loss_of(params, options, config, jax.random.key(0))[0]), params)
     assert value.dtype == jnp.float32 and x_BxTxD.dtype == (jnp.bfloat16 if precision == "bf16" else jnp.float32)
-    exact, _ = ours(params, config=CONFIG)
-    assert abs(float(ours(params, Options(precision=precision))[0]) - float(exact)) < 0.02 * float(exact)
+    assert float(jax.jit(loss_of, static_argnums=1)(params, options)[0]) == pytest.approx(float(plain[0]), rel=0.02)
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean():
-    kept = attention.dropout(jnp.ones((200, 200)), 0.25, jax.random.key(0))
-    assert set(np.unique(kept).round(4)) == {0.0, np.float32(1 / 0.75).round(4)}
-    np.testing.assert_allclose(kept.mean(), 1.0, atol=0.02)
+    dropped = attention.dropout(jnp.ones((200, 200)), 0.25, jax.random.key(0))
+    assert set(np.unique(dropped).round(4)) == {0.0, np.float32(1 / 0.75).round(4)}
+    np.testing.assert_allclose(dropped.mean(), 1.0, atol=0.02)
     assert (attention.dropout(jnp.ones(5), 0.25, None) == 1).all()
 
 
-def test_dropout_reaches_training_and_not_evaluation():
+def test_dropout_is_used_in_training_and_not_in_evaluation():
     recipe = GPT2(data="fake", dropout=0.5, layers=1, heads=2, width=32, context=16)
     program = recipe.program(Options())
     state = jax.jit(program.init)(jax.random.key(0))
     state = replace(state, params=jax.tree.map(lambda p: p + 0.1, state.params))
     rows = recipe.data("train").rows(0, 4)
-    step = jax.jit(program.step)
-    losses = {float(step(state, rows, Clock(jax.random.key(0), np.int32(n), np.float32(0)))[1]["loss"]) for n in (0, 1)}
-    assert len(losses) == 2
-    evaluate = jax.jit(program.evaluate)
+    step, evaluate = jax.jit(program.step), jax.jit(program.evaluate)
+    assert step(state, rows, clock(0))[1]["loss"] != step(state, rows, clock(1))[1]["loss"]
     assert evaluate(state, rows)["loss"] == evaluate(state, rows)["loss"]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "config", "precision", "form"),
+    ("wanted", "change", "precision", "form"),
     [
-        ("cudnn", CONFIG, "bf16", "cudnn"),
-        ("cudnn", CONFIG, "f32", "xla"),
-        ("cudnn", replace(CONFIG, dropout=0.1), "bf16", "xla"),
-        ("splash", CONFIG, "bf16", "xla"),
-        ("splash", replace(CONFIG, context=256), "bf16", "splash"),
-        ("splash", replace(CONFIG, context=256, dropout=0.1), "bf16", "xla"),
+        ("cudnn", {}, "bf16", "cudnn"),
+        ("cudnn", {}, "f32", "xla"),
+        ("cudnn", {"dropout": 0.1}, "bf16", "xla"),
+        ("splash", {}, "bf16", "xla"),
+        ("splash", {"context": 256}, "bf16", "splash"),
+        ("splash", {"context": 256, "dropout": 0.1}, "bf16", "xla"),
     ],
 )
-def test_a_kernel_is_used_only_where_it_can_do_the_model(wanted, config, precision, form):
-    assert attention.form_of(config, Options(precision=precision, attention=wanted)) == form
+def test_attention_kernel_is_used_only_if_it_supports_the_model(wanted, change, precision, form):
+    assert attention.form_of(replace(CONFIG, **change), Options(precision=precision, attention=wanted)) == form
+
+
+def logits_of(params, tokens):
+    """Logits of the whole context, without a cache."""
+    x_BxTxD = model.hidden(params, tokens, CONFIG, Options(), None)
+    return np.asarray(loss.logits(x_BxTxD, params["wte"], CONFIG.vocab))[..., : CONFIG.vocab]
 
 
 @pytest.mark.parametrize("length", [1, 5, 15])
 def test_cached_decoding_has_the_logits_of_the_whole_context(params, length):
-    options = Options()
     padded = np.zeros((1, 16), np.int32)
     padded[0, :length] = TOKENS[0, :length]
-    cache, first = sample.prefill(params, padded, np.int32(length), CONFIG, options)
+    cache, first = sample.prefill(params, padded, np.int32(length), CONFIG, Options())
     decode = jax.jit(sample.decode, static_argnums=(4, 5))
     found = [first[0]]
     for position in range(length, 16):
-        cache, next_logits = decode(params, cache, TOKENS[:1, position], jnp.int32(position), CONFIG, options)
+        cache, next_logits = decode(params, cache, TOKENS[:1, position], jnp.int32(position), CONFIG, Options())
         found.append(next_logits[0])
-    wanted = oracle.logits(in_double(params), TOKENS[:1, :16], CONFIG.heads, CONFIG.vocab)[0, length - 1 :]
+    wanted = logits_of(params, TOKENS[:1, :16])[0, length - 1 :]
     np.testing.assert_allclose(np.stack(found)[:, : CONFIG.vocab], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_greedy_sampling_follows_the_oracle_past_the_end_of_the_context(params):
+def test_greedy_sampling_goes_on_past_the_end_of_the_context(params):
     prompt = TOKENS[0, :3].tolist()
-    got = sample.generate(params, prompt, 20, 0.0, 0, CONFIG, Options())
-    double, tokens, window = in_double(params), list(prompt), list(prompt)
+    window, expected = list(prompt), []
     for _ in range(20):
         if len(window) == 16:
             window = window[-8:]
-        best = int(oracle.logits(double, np.array([window]), CONFIG.heads, CONFIG.vocab)[0, -1].argmax())
-        tokens.append(best)
-        window.append(best)
-    assert got == tokens[3:]
+        padded = np.zeros((1, 16), np.int32)
+        padded[0, : len(window)] = window
+        expected.append(int(logits_of(params, padded)[0, len(window) - 1].argmax()))
+        window.append(expected[-1])
+    assert sample.generate(params, prompt, 20, 0.0, 0, CONFIG, Options()) == expected
 
 
-def test_temperature_and_seed(params):
-    draws = {seed: sample.generate(params, [1], 12, 1.0, seed, CONFIG, Options()) for seed in range(3)}
-    assert draws[0] == sample.generate(params, [1], 12, 1.0, 0, CONFIG, Options())
-    assert len({tuple(draw) for draw in draws.values()}) == 3
-    assert all(0 <= token < CONFIG.vocab for draw in draws.values() for token in draw)
-    logits = jnp.log(jnp.array([[0.7, 0.2, 0.1]]))
-    drawn = jax.vmap(lambda key: sample.draw(logits, jnp.float32(1.0), key)[0])(
-        jax.random.split(jax.random.key(0), 4000)
-    )
+def test_samples_follow_temperature_and_seed(params):
+    draws = [tuple(sample.generate(params, [1], 12, 1.0, seed, CONFIG, Options())) for seed in (0, 0, 1, 2)]
+    assert draws[0] == draws[1] and len(set(draws)) == 3
+    assert all(0 <= token < CONFIG.vocab for draw in draws for token in draw)
+    logits, keys = jnp.log(jnp.array([[0.7, 0.2, 0.1]])), jax.random.split(jax.random.key(0), 4000)
+    drawn = jax.vmap(lambda key: sample.draw(logits, jnp.float32(1.0), key)[0])(keys)
     np.testing.assert_allclose(np.bincount(drawn) / 4000, [0.7, 0.2, 0.1], atol=0.03)
 
 
@@ -256,7 +230,7 @@ def test_temperature_and_seed(params):
         ("gpt2-1558m", "1558m"),
     ],
 )
-def test_real_counts_and_openais_labels(name, size):
+def test_size_has_its_parameter_count_and_openais_label(name, size):
     target, preset = find(name)
     assert preset == {"size": size} and find_maker(target) is GPT2
 
@@ -273,17 +247,12 @@ def test_real_counts_and_openais_labels(name, size):
         ({"size": "125m"}, "unknown size '125m'; did you mean 124m"),
     ],
 )
-def test_shapes_that_cannot_be(options, words):
+def test_impossible_shape_is_refused(options, words):
     with pytest.raises(InputError, match=words):
         GPT2(data="fake", **options)
 
 
-def test_the_schedule_warms_up_and_ends_where_it_should():
+def test_schedule_warms_up_and_decays_to_its_end():
     recipe = GPT2(data="fake", lr=1.0, lr_end=0.1, warmup=0.1)
-    rates = [float(recipe.schedule(jnp.float32(p))) for p in (0.0, 0.05, 0.1, 0.55, 1.0)]
+    rates = [float(recipe.schedule(jnp.float32(progress))) for progress in (0.0, 0.05, 0.1, 0.55, 1.0)]
     np.testing.assert_allclose(rates, [0.01, 0.5, 1.0, 0.55, 0.1], rtol=1e-5)
-
-
-def test_unknown_recipes_name_the_nearest():
-    with pytest.raises(InputError, match="unknown recipe 'gpt2-tny'; did you mean gpt2-tiny"):
-        find("gpt2-tny")

@@ -35,92 +35,79 @@ def rows(recipe, step):
     return recipe.data("train").rows(step * BATCH, BATCH)
 
 
-def trained(recipe, compiled, steps, state=None, first=0):
-    state = compiled.init(jax.random.key(1)) if state is None else state
-    seen = []
-    for step in range(first, steps):
+def train(recipe, compiled, state, steps):
+    """Take the steps; return a copy of the state after each, and its metrics."""
+    states, history = [], []
+    for step in steps:
         state, metrics = compiled.step(state, rows(recipe, step), clock(step))
-        seen.append(jax.device_get(metrics))
-    return state, seen
+        states.append(jax.tree.map(np.array, state))
+        history.append(jax.device_get(metrics))
+    return states, history
 
 
 @pytest.fixture(scope="module")
-def eighteen(recipe, one):
-    return trained(recipe, one, 18)
+def fresh(one):
+    return jax.tree.map(np.array, one.init(jax.random.key(1)))
 
 
-def test_regularisers_have_their_turn_at_their_intervals(eighteen):
-    _, seen = eighteen
+@pytest.fixture(scope="module")
+def trained(recipe, one, fresh):
+    """The states and metrics of 18 steps."""
+    return train(recipe, one, fresh, range(18))
+
+
+def test_regularisers_take_their_turn_at_their_intervals(trained):
+    _, history = trained
     changed = {
-        name: [step for step in range(1, 18) if seen[step][name] != seen[step - 1][name]]
+        name: [step for step in range(1, 18) if history[step][name] != history[step - 1][name]]
         for name in ("r1", "path_mean")
     }
     assert changed == {"r1": [16], "path_mean": [4, 8, 12, 16]}
-    assert seen[0]["r1"] > 0 and seen[0]["path_mean"] > 0
-    assert seen[4]["path_mean"] == pytest.approx(seen[0]["path_mean"], rel=0.2), "it begins with the first length"
-    assert all(np.isfinite(list(metrics.values())).all() for metrics in seen)
+    first, fifth = history[0], history[4]
+    assert first["r1"] > 0 and first["path_mean"] > 0
+    assert fifth["path_mean"] == pytest.approx(first["path_mean"], rel=0.2), "it begins with the first length"
+    assert all(np.isfinite(list(metrics.values())).all() for metrics in history)
 
 
-def test_the_strength_follows_the_mean_sign_whichever_steps_a_member_has(recipe):
+def test_strength_follows_the_mean_sign_for_any_steps_of_a_member(recipe):
     """In a swarm of four with cycles of 5 a member has 5 of 20 steps; a mean sign of 0.5 is under the target of 0.6."""
     program = recipe.program(Options())
     program._score = lambda params, x: np.float32([1, 1, 1, -1] * (len(x) // 4)) + 0 * x.mean((1, 2, 3))
     step, state = jax.jit(program.step), program.init(jax.random.key(0))
-    for number in [round + each for round in range(0, 60, 20) for each in range(5)]:
+    for number in [start + step for start in range(0, 60, 20) for step in range(5)]:
         state, metrics = step(state, rows(recipe, 0), clock(number))
         assert metrics["strength"] == 0
 
 
-def test_the_moving_average_lies_between_where_it_was_and_the_generator(recipe, one):
-    state = jax.device_get(one.init(jax.random.key(1)))
-    after, _ = trained(recipe, one, 1)
+def test_moving_average_lies_between_its_last_value_and_the_generator(fresh, trained):
+    after = trained[0][0]
     decay = 0.5 ** (1 / 0.05)  # its half-life is 0.05 of the pictures there were, which are one batch
-    for old, new, mean in zip(*map(jax.tree.leaves, (state.average, after.generator, after.average)), strict=True):
+    for old, new, mean in zip(*map(jax.tree.leaves, (fresh.average, after.generator, after.average)), strict=True):
         np.testing.assert_allclose(mean, new + (old - new) * decay, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stop", [1, 3, 4, 5, 8, 15, 16, 17])
-def test_a_state_continues_bit_for_bit(recipe, one, eighteen, stop):
-    """Before and after every regularisation and adjustment of the augmentation, of both networks."""
-    before, _ = trained(recipe, one, stop)
-    resumed, _ = trained(recipe, one, 18, jax.device_get(before), stop)
-    assert all(map(np.array_equal, jax.tree.leaves(resumed), jax.tree.leaves(eighteen[0])))
+def test_every_saved_state_continues_bit_for_bit(recipe, one, trained):
+    states, _ = trained
+    for step in range(1, 18):
+        [resumed], _ = train(recipe, one, states[step - 1], [step])
+        assert all(map(np.array_equal, jax.tree.leaves(resumed), jax.tree.leaves(states[step])))
 
 
 @pytest.mark.parametrize("broken", ["generator", "discriminator"])
-def test_a_network_that_breaks_shows_in_the_loss(recipe, one, broken):
-    """Which is what ends a run."""
-    state = one.init(jax.random.key(1))
-    state = dataclasses.replace(state, **{broken: jax.tree.map(lambda leaf: leaf * np.nan, getattr(state, broken))})
-    _, (seen,) = trained(recipe, one, 1, state)
-    assert np.isnan(seen["loss"])
+def test_broken_network_makes_the_loss_nan(recipe, one, fresh, broken):
+    network = jax.tree.map(lambda leaf: leaf * np.nan, getattr(fresh, broken))
+    _, [metrics] = train(recipe, one, dataclasses.replace(fresh, **{broken: network}), [0])
+    assert np.isnan(metrics["loss"])
 
 
-@pytest.mark.slow
-def test_eight_devices_learn_what_one_does(recipe, eighteen):
-    """Each device has whole groups, so that minibatch deviation is taken over the same pictures."""
-    wide = compile_step(recipe, Request(batch=2 * BATCH), jax.devices()[:8])
-    narrow = compile_step(recipe, Request(batch=2 * BATCH), jax.devices()[:1])
-    found = []
-    for compiled in (wide, narrow):
-        state = compiled.init(jax.random.key(1))
-        for step in range(3):
-            state, metrics = compiled.step(state, recipe.data("train").rows(step * 2 * BATCH, 2 * BATCH), clock(step))
-        found.append((jax.device_get(state.average), jax.device_get(metrics)))
-    (of_wide, metrics), (of_narrow, others) = found
-    for name in metrics:
-        assert metrics[name] == pytest.approx(others[name], rel=2e-3, abs=1e-5), name
-    for a, b in zip(jax.tree.leaves(of_wide), jax.tree.leaves(of_narrow), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-2, atol=2e-3)
-
-
-def test_a_swarm_shares_both_networks_and_the_mean_code(one, eighteen):
-    state = eighteen[0]
+def test_swarm_shares_both_networks_and_the_mean_code(one, trained):
+    state = trained[0][-1]
     program = one.program
     shared = program.exchange().get(state)
-    names = [each.path for each in program.parameters(state)]
+    parameters = program.parameters(state)
+    names = [parameter.path for parameter in parameters]
     assert len(names) == len(jax.tree.leaves(shared)) and "w_mean" in names
-    assert [each.path for each in program.parameters(state) if each.statistic] == ["w_mean"]
+    assert [parameter.path for parameter in parameters if parameter.statistic] == ["w_mean"]
     assert {name.split("/")[0] for name in names} == {"discriminator", "generator", "w_mean"}
     fresh = program.init(jax.random.key(3), shared)
     for mean, given in zip(jax.tree.leaves(fresh.average), jax.tree.leaves(shared["generator"]), strict=True):
@@ -137,7 +124,7 @@ def test_digits_are_digits():
     assert first[3:5, 3:5].max() < 60 < first[1:7, 2:6].max()
 
 
-def test_a_recipe_is_made_again_from_its_options(recipe):
+def test_recipe_is_rebuilt_from_its_options(recipe):
     again = StyleGAN2(**recipe.options())
     assert again.config == recipe.config and again.options() == recipe.options()
     assert again.data("validation").rows_per_epoch == 179
@@ -145,7 +132,7 @@ def test_a_recipe_is_made_again_from_its_options(recipe):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"resolution": 48}, "a resolution is a power of two from 8 on, not 48"),
         ({"resolution": 4}, "a resolution is a power of two from 8 on, not 4"),
@@ -154,24 +141,21 @@ def test_a_recipe_is_made_again_from_its_options(recipe):
         ({"group": 1}, "group must be at least 2, not 1"),
     ],
 )
-def test_a_wrong_option_is_said_in_a_sentence(options, said):
+def test_wrong_option_is_one_sentence(options, message):
     with pytest.raises(InputError) as caught:
         StyleGAN2(**options)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
-def test_a_batch_that_does_not_divide_into_groups_is_refused(recipe):
+def test_unsupported_requests_are_refused(recipe):
     with pytest.raises(InputError, match="a batch of 7 does not divide into the groups of 2 pictures"):
         compile_step(recipe, Request(batch=7), jax.devices()[:1])
-
-
-def test_what_it_does_not_support_is_refused(recipe):
     with pytest.raises(InputError, match="stylegan2 does not support accumulate"):
         recipe.program(Options(accumulate=2))
 
 
-def test_a_grid_is_the_averaged_generators_and_follows_seed_and_truncation(recipe, eighteen):
-    state = eighteen[0]
+def test_grid_shows_the_averaged_generator_and_follows_seed_and_truncation(recipe, trained):
+    state = trained[0][-1]
 
     def grid(truncation=1.0, seed=0):
         return next(recipe.grids(state, 2, 3, truncation=truncation, seed=seed))
@@ -186,5 +170,5 @@ def test_a_grid_is_the_averaged_generators_and_follows_seed_and_truncation(recip
     closed = np.stack([*walk, walk[0]]).astype(int)
     steps = np.abs(np.diff(closed, axis=0)).mean((1, 2, 3))
     across = np.abs(walk[0].astype(int) - walk[4].astype(int)).mean()
-    assert len(walk) == 8 and 0 < steps.max() < across, "it goes on in small steps, and comes back"
+    assert len(walk) == 8 and 0 < steps.max() < across, "a walk of small steps that comes back"
     np.testing.assert_array_equal(next(recipe.grids(other, 2, 3, truncation=1.0, seed=0)), grid())

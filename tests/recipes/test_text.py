@@ -1,3 +1,5 @@
+"""Text as tokens: from files, folders, URLs and buckets, prepared once, in rows that cover it."""
+
 import hashlib
 import shutil
 import subprocess
@@ -25,12 +27,20 @@ PLAY = "To be, or not to be: that is the question.\n" * 30
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tokens"
+
+
+@pytest.fixture
+def play(tmp_path):
+    path = tmp_path / "play.txt"
+    path.write_text(PLAY)
+    return path
 
 
 @given(st.text(min_size=1))
-def test_tokenizers_give_back_the_text(text):
+def test_decoding_restores_the_text(text):
     text = text.encode(errors="replace").decode()
     for tokenizer in (Bytes(), Characters("".join(sorted(set(text))))):
         numbers = tokenizer.encode(text)
@@ -45,47 +55,40 @@ def test_unknown_characters_are_named():
         Characters("abc").encode("abczzé")
 
 
-def test_a_file_becomes_tokens_and_back(tmp_path):
-    (tmp_path / "play.txt").write_text(PLAY)
-    tokens = prepare_tokens(str(tmp_path / "play.txt"), "characters")
+def test_file_becomes_tokens_and_damaged_tokens_are_refused(play):
+    tokens = prepare_tokens(str(play), "characters")
     assert tokens.array.dtype == np.uint16 and tokens.tokenizer.alphabet == "".join(sorted(set(PLAY)))
     assert tokens.tokenizer.decode(tokens.array.tolist()) == PLAY
     assert tokens.digest == hashlib.sha256(tokens.array.tobytes()).hexdigest()
 
-
-def test_tokens_that_are_not_what_was_written_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "play.txt").write_text(PLAY)
-    made = prepare_tokens(str(tmp_path / "play.txt"), "characters").folder
-    (made / "tokens.bin").write_bytes(bytes((made / "tokens.bin").stat().st_size))
+    file = tokens.folder / "tokens.bin"
+    file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(InputError, match=r"tokens.bin is not what was written there: its digest is .*; delete .* and"):
-        prepare_tokens(str(tmp_path / "play.txt"), "characters")
-    shutil.rmtree(made)
-    prepare_tokens(str(tmp_path / "play.txt"), "characters")
+        prepare_tokens(str(play), "characters")
+    shutil.rmtree(tokens.folder)
+    assert prepare_tokens(str(play), "characters").digest == tokens.digest
 
 
-def test_small_pieces_make_the_same_tokens(tmp_path, monkeypatch):
-    """Multi-byte characters that a piece's end cuts in two."""
-    (tmp_path / "play.txt").write_text("äöü€𝄞" * 50)
-    whole = prepare_tokens(str(tmp_path / "play.txt"), "characters")
+def test_pieces_that_cut_characters_make_the_same_tokens(play, tmp_path, monkeypatch):
+    play.write_text("äöü€𝄞" * 50)
+    whole = prepare_tokens(str(play), "characters")
     monkeypatch.setattr(texts, "PIECE", 3)
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "other"))
-    cut = prepare_tokens(str(tmp_path / "play.txt"), "characters")
+    cut = prepare_tokens(str(play), "characters")
     assert cut.digest == whole.digest and cut.tokenizer.key == whole.tokenizer.key
 
 
-def test_a_folder_is_its_files_in_order_without_the_hidden(tmp_path):
+def test_folder_is_its_files_in_order_without_hidden_ones(tmp_path):
     for name, content in (("b.txt", "second "), ("a/deep.txt", "first "), (".hidden", "no"), ("empty.txt", "")):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_text(content)
     assert "".join(open_text(str(tmp_path / "data")).pieces()) == "first second "
 
 
-def test_a_url_is_read(tmp_path):
-    (tmp_path / "play.txt").write_text(PLAY)
-    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+def test_url_is_read(play):
+    handler = partial(SimpleHTTPRequestHandler, directory=str(play.parent))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     try:
         tokens = prepare_tokens(f"http://127.0.0.1:{server.server_port}/play.txt", "bytes")
     finally:
@@ -93,38 +96,27 @@ def test_a_url_is_read(tmp_path):
     assert bytes(tokens.array.astype(np.uint8)).decode() == PLAY
 
 
-def test_without_data_it_is_pythons_own_source():
+def test_default_text_is_pythons_own_source():
     text = open_text(None)
     assert any(file.endswith("/ast.py") for file in text.files) and sum(text.sizes) > 10**6
 
 
-def test_changed_data_is_read_again(tmp_path):
-    path = tmp_path / "play.txt"
-    path.write_text(PLAY)
-    first = prepare_tokens(str(path), "bytes")
-    path.write_text(PLAY.upper())
-    second = prepare_tokens(str(path), "bytes")
-    assert first.digest != second.digest
+def test_changed_data_is_read_again(play):
+    first = prepare_tokens(str(play), "bytes")
+    play.write_text(PLAY.upper())
+    assert prepare_tokens(str(play), "bytes").digest != first.digest
 
 
 PREPARE = "import sys;from tpuswarm.recipes.gpt2.tokens import *;print(prepare_tokens(sys.argv[1],'characters').digest)"
 
 
-def test_processes_that_prepare_at_once_agree(tmp_path):
-    path = tmp_path / "play.txt"
-    path.write_text(PLAY * 5000)
-    command = [sys.executable, "-c", PREPARE, str(path)]
+def test_processes_that_prepare_at_once_agree(play, cache):
+    play.write_text(PLAY * 5000)
+    command = [sys.executable, "-c", PREPARE, str(play)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     digests = {process.communicate(timeout=120)[0] for process in running}
     assert len(digests) == 1 and len(digests.pop().strip()) == 64
-    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
-
-
-def test_a_failure_half_way_leaves_nothing(tmp_path):
-    (tmp_path / "bad.txt").write_bytes(b"good text " * 100 + b"\xff\xfe")
-    with pytest.raises(InputError, match="not UTF-8 text"):
-        prepare_tokens(str(tmp_path / "bad.txt"), "characters")
-    assert not list((tmp_path / "cache" / "tokens").iterdir())
+    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,68 +125,68 @@ def test_a_failure_half_way_leaves_nothing(tmp_path):
         (b"", "is empty"),
         (b"PNG\0\0\1\2", "is binary, not text; use --tokenizer bytes"),
         (b"too short", "9 tokens|fewer than one row of context 64"),
+        (b"good text " * 100 + b"\xff\xfe", "not UTF-8 text"),
     ],
 )
-def test_data_that_cannot_be_used(tmp_path, content, words):
-    (tmp_path / "data").write_bytes(content)
+def test_unusable_data_is_reported(play, cache, content, words):
+    play.write_bytes(content)
     with pytest.raises(InputError, match=words):
-        GPT2(data=str(tmp_path / "data")).data("train")
+        GPT2(data=str(play)).data("train")
+    assert content == b"too short" or not (cache.exists() and list(cache.iterdir())), "half a preparation is left"
 
 
-@pytest.mark.parametrize("place", ["no/such/file.txt", "nosuchprotocol://x/y", "/tmp/none/*.txt"])
-def test_data_that_is_not_there(place):
-    with pytest.raises(InputError, match=r"there is no file|cannot be read"):
-        open_text(place)
-
-
-def test_an_empty_folder(tmp_path):
+def test_missing_data_is_reported(play):
+    for place in ("no/such/file.txt", "nosuchprotocol://x/y", "/tmp/none/*.txt"):
+        with pytest.raises(InputError, match=r"there is no file|cannot be read"):
+            open_text(place)
+    text = open_text(str(play))
+    play.unlink()
+    with pytest.raises(InputError, match=r"there is no file or folder .*play\.txt; --data takes"):
+        list(text.pieces())
     with pytest.raises(InputError, match="is empty"):
-        open_text(str(tmp_path))
+        open_text(str(play.parent))
 
 
 @given(st.integers(9, 400), st.integers(1, 8), st.integers(0, 3), st.integers(0, 5))
-def test_an_epoch_reads_disjoint_windows_that_cover_the_text(length, context, seed, epoch):
+def test_epoch_reads_disjoint_windows_that_cover_the_text(length, context, seed, epoch):
     source = TokenSource(np.arange(length, dtype=np.uint16), context, seed, "", "text")
     n = source.rows_per_epoch
     rows = source.rows(epoch * n, n)["tokens"]
     assert rows.dtype == np.int32 and rows.shape == (n, context + 1)
     assert (np.diff(rows, axis=1) == 1).all()
     targets = rows[:, 1:].ravel()
-    assert len(set(targets)) == len(targets)  # each token at most once
-    assert length - len(targets) <= 2 * context  # and all but a rest at the ends
+    assert len(set(targets)) == len(targets), "each token at most once"
+    assert length - len(targets) <= 2 * context, "all but a rest at the ends"
 
 
 def test_epochs_start_at_different_places():
     source = TokenSource(np.arange(1000, dtype=np.uint16), 10, 0, "", "text")
-    shifts = {
-        int(source.rows(epoch * source.rows_per_epoch, source.rows_per_epoch)["tokens"].min()) for epoch in range(30)
-    }
-    assert len(shifts) > 5
+    n = source.rows_per_epoch
+    assert len({int(source.rows(epoch * n, n)["tokens"].min()) for epoch in range(30)}) > 5
 
 
-def test_the_last_tenth_is_held_out():
+def test_last_tenth_is_held_out():
     array = np.arange(1005)
     assert split_tokens(array, "train").max() < split_tokens(array, "validation").min()
     assert len(split_tokens(array, "validation")) == 100 and len(split_tokens(array, "all")) == 1005
 
 
-def test_an_alphabet_of_its_own_is_kept_and_checked(tmp_path):
-    (tmp_path / "play.txt").write_text(PLAY)
-    recipe = GPT2(data=str(tmp_path / "play.txt"))
+def test_alphabet_is_stored_in_the_options_and_checked(play, tmp_path, cache):
+    recipe = GPT2(data=str(play))
     again = GPT2(**recipe.options())
     assert again.data("train").digest == recipe.data("train").digest
-    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1  # not made a second time for the known alphabet
+    assert len(list(cache.iterdir())) == 1, "not prepared a second time for the known alphabet"
     assert again.options() == recipe.options() and again.config == recipe.config
     (tmp_path / "other.txt").write_text(PLAY + "ß")
     with pytest.raises(InputError, match="'ß'"):
         GPT2(**{**recipe.options(), "data": str(tmp_path / "other.txt")}).data("all")
     with pytest.raises(InputError, match="needs a vocabulary of"):
-        GPT2(data=str(tmp_path / "play.txt"), vocab=5).config
+        GPT2(data=str(play), vocab=5).config
 
 
-def test_text_in_a_bucket(tmp_path, monkeypatch):
-    with bucket("data", tmp_path) as made:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.endpoint)
+def test_text_in_a_bucket_is_read(tmp_path, monkeypatch):
+    with bucket("data", tmp_path) as storage:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", storage.endpoint)
         Store("gs://data/text").create("a.txt", b"first ")
         Store("gs://data/text").create("b.txt", b"second")
         for place, words in (("gs://data/text", "first second"), ("gs://data/text/b.txt", "second")):
@@ -204,15 +196,15 @@ def test_text_in_a_bucket(tmp_path, monkeypatch):
                 open_text(place)
 
 
-def test_storage_that_is_not_to_be_reached_is_not_tried_for_a_minute(monkeypatch):
+def test_unreachable_storage_is_reported_at_once(monkeypatch):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
     monkeypatch.setattr("tpuswarm.recipes.gpt2.text.google_storage", None)
     with pytest.raises(InputError, match=r"^gs://nowhere/text cannot be read: 127\.0\.0\.1 does not answer \(Conn"):
         open_text("gs://nowhere/text")
 
 
-def test_a_place_that_does_not_answer_is_named_while_it_is_waited_for(monkeypatch):
-    """And what the library behind it then raises, whatever its type, is a sentence."""
+def test_slow_place_is_named_while_it_is_waited_for(monkeypatch):
+    """Whatever the library behind it then raises is one sentence."""
     waited_for = []
 
     @contextmanager
@@ -231,12 +223,3 @@ def test_a_place_that_does_not_answer_is_named_while_it_is_waited_for(monkeypatc
     monkeypatch.setattr("tpuswarm.recipes.gpt2.text.waiting", waiting)
     with pytest.raises(InputError, match=r"^far://text cannot be read: no answer from far$"):
         open_text("far://text")
-
-
-def test_what_fails_while_it_is_read_is_no_fault_of_the_disk(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(PLAY)
-    text = open_text(str(path))
-    path.unlink()
-    with pytest.raises(InputError, match=r"there is no file or folder .*text\.txt; --data takes"):
-        list(text.pieces())

@@ -1,10 +1,12 @@
-"""A module of PyTorch planned from its file: what `python -m benchmarks torch_plan` shows of large ones, in small."""
+"""Whole models for two generations: GPT-2 124M, and a module of PyTorch from its file."""
 
 import numpy as np
 import pytest
 
-from tests.plan.test_sizes import plan
+from tests.plan.test_sizes import check_fit, plan
 from tpuswarm.torch.graph import Exported, Graph, Node, Ref, shape_alone, write
+
+pytestmark = pytest.mark.slow
 
 RECIPE = """
 import numpy as np
@@ -17,9 +19,12 @@ def make():
 """
 
 
-@pytest.mark.slow
-def test_layers_and_attention_take_the_form_of_the_generation(tmp_path):
-    """Splash on a v5e; plain attention in recomputed layers on a v3. The file has no weights, and names its lines."""
+def test_gpt2_124m_fits_as_before():
+    check_fit("gpt2-124m", ("v2-8", "v5e-8"))  # recomputed layers; splash attention
+
+
+def test_torch_module_gets_the_attention_and_layers_of_the_generation(tmp_path):
+    """Splash on a v5e; plain attention in recomputed layers on a v3. The file has no weights."""
     nodes = [Node("rows", "sym_size", (Ref("x"), 0), {})]
     before = "x"
     for layer in ("layers.0", "layers.1"):

@@ -1,4 +1,4 @@
-"""Runs that end before their last step: numbers that are none, data that breaks, a stop that waits for nothing."""
+"""Runs that end before their last step: non-finite numbers, broken data, stops that must not wait."""
 
 import math
 import os
@@ -18,35 +18,34 @@ from tpuswarm.train.run.checkpoint import checkpoint_folders
 from tpuswarm.train.run.listing import status
 
 
-def poisoned(split):
+def data_with_nan(split):
     data = toy.data()
     if split == "train":
-        data["x"] = data["x"].copy()
-        data["x"][:] = np.where(np.arange(64)[:, None] == 60, np.nan, data["x"])
+        data["x"][60] = np.nan
     return data
 
 
-def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), poisoned)
+def test_nan_fails_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), data_with_nan)
     with pytest.raises(RunFailed) as error:
         trainer(save_every=2, eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
     updates = rows(tmp_path / "run")
     bad = updates[-1]["step"] + 1
     assert f"at step {bad} (loss nan" in str(error.value) and "layer/b, layer/w" in str(error.value)
-    assert "unused" not in str(error.value) or "0 *" in str(error.value)
     assert all(math.isfinite(row["loss"]) for row in updates)
-    newest = checkpoint_folders(tmp_path / "run" / "checkpoints")[0]
-    assert int(newest.name) == (bad - 1) // 2 * 2 and f"step {int(newest.name)} is safe" in str(error.value)
+    newest = int(checkpoint_folders(tmp_path / "run" / "checkpoints")[0].name)
+    assert newest == (bad - 1) // 2 * 2 and f"step {newest} is safe" in str(error.value)
     assert status(tmp_path / "run").state == "failed"
 
 
-def test_parameters_that_broke_behind_a_finite_loss_are_not_saved(tmp_path):
+def test_non_finite_parameters_behind_a_finite_loss_are_not_saved(tmp_path):
+    def init(key):
+        return {"good": jnp.ones(2), "w": jnp.zeros(2)}
+
     def loss(params, batch, key):
         return jnp.sqrt(jnp.square(params["w"]).sum()) + 0 * batch["x"].sum() + params["good"].sum()
 
-    recipe = supervised(
-        lambda key: {"good": jnp.ones(2), "w": jnp.zeros(2)}, loss, optax.sgd(0.1), {"x": np.ones((8, 1))}
-    )
+    recipe = supervised(init, loss, optax.sgd(0.1), {"x": np.ones((8, 1))})
     with pytest.raises(RunFailed, match=r"step 1 \(loss 2.0, gradient norm nan; parameters not finite: w\)"):
         trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
     assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
@@ -65,20 +64,20 @@ def test_data_that_breaks_midway_ends_the_run_with_its_own_line(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def stop_when_saved(folder):
-    """SIGTERM once the first save is over: what a save takes is known from then on."""
-    end = time.monotonic() + 60
+def terminate_after_first_save(folder):
+    """From then on the run knows how long a save takes."""
+    deadline = time.monotonic() + 300
     while not (folder / "checkpoints" / "00000000" / "manifest.json").exists():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_an_evaluation_does_not_keep_a_stop_waiting(tmp_path, monkeypatch):
+def test_evaluation_ends_early_at_a_stop_and_is_repeated_on_resume(tmp_path, monkeypatch):
     class Slow(ArraySource):
         def rows(self, start, count):
             if start == 16:
-                stop_when_saved(tmp_path / "run")
+                terminate_after_first_save(tmp_path / "run")
             assert start <= 24, "evaluated on after the signal"
             return super().rows(start, count)
 
@@ -86,7 +85,7 @@ def test_an_evaluation_does_not_keep_a_stop_waiting(tmp_path, monkeypatch):
         return Slow(toy.data()) if split == "validation" else toy.data()
 
     recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), splits)
-    result = trainer(save_every=100).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    result = trainer(save_every=100, grace=1000).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
     assert (result.ended, result.signal, result.step) == ("stopped", signal.SIGTERM, 5)
     assert "saved at step 5" in result.message
     monkeypatch.setattr(Slow, "rows", ArraySource.rows)
@@ -94,18 +93,20 @@ def test_an_evaluation_does_not_keep_a_stop_waiting(tmp_path, monkeypatch):
     assert [row["step"] for row in rows(tmp_path / "run") if "eval_loss" in row] == [5, 10, 15, 20]
 
 
-def test_slow_data_does_not_keep_a_stop_waiting(tmp_path):
-    release = threading.Event()
+def test_blocked_data_does_not_delay_a_stop(tmp_path):
+    release, timeouts = threading.Event(), []
 
-    class Stuck(ArraySource):
+    class Blocked(ArraySource):
         def rows(self, start, count):
             if start >= 40:
-                stop_when_saved(tmp_path / "run")
-                release.wait(60)
+                terminate_after_first_save(tmp_path / "run")
+                if not release.wait(300):
+                    timeouts.append(start)
             return super().rows(start, count)
 
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), Stuck(toy.data()))
-    result = trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), Blocked(toy.data()))
+    result = trainer(eval_every=None, grace=1000).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    assert not timeouts
     release.set()
     assert result.ended == "stopped" and f"saved at step {result.step}" in result.message
     assert 1 <= result.step <= 5  # the feed reads ahead of the loop

@@ -1,12 +1,10 @@
-"""The trainer as a library, on the toy recipe: every promise about a run that needs no second process."""
+"""The trainer as a library, on the toy recipe: what a run promises that needs no second process."""
 
-import json
-import math
-import os
 import shutil
 import struct
 import threading
 from itertools import islice
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -18,174 +16,177 @@ from tensorboardX.proto import event_pb2
 
 from tests.train import toy
 from tests.train.toy import TIMES, rows, trainer
-from tpuswarm import InputError, RunFailed, Trainer, load, supervised
+from tpuswarm import EarlyStopping, Every, InputError, RunFailed, Trainer, load, supervised
 from tpuswarm.train.run.checkpoint import MANIFEST, checkpoint_folders
-from tpuswarm.train.run.directory import Run, read_rows
+from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
 from tpuswarm.train.run.listing import status
+from tpuswarm.train.user_code import build_recipe
 
 
-def curves(folder):
-    """Steps of two curves as TensorBoard's files hold them, read with the protobuf messages of its format."""
-    found = {"loss": [], "eval_loss": []}
-    for path in sorted((folder / "tensorboard").glob("events.out.tfevents.*")):
-        data, place = path.read_bytes(), 0
-        while place < len(data):
-            (size,) = struct.unpack_from("<Q", data, place)
-            event = event_pb2.Event.FromString(data[place + 12 : place + 12 + size])
-            place += 12 + size + 4
-            for value in event.summary.value:
-                if value.tag in found:
-                    found[value.tag].append(event.step)
-    return found
+def fit(folder, **options):
+    return trainer(**options).fit(toy.recipe(), steps=20, batch=8, run=folder)
+
+
+def saved_steps(folder):
+    """Newest first."""
+    return [int(path.name) for path in checkpoint_folders(folder / "checkpoints")]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An uninterrupted run of 20 steps."""
+    """An uninterrupted run of 20 steps, and its result."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    result = trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
-    return folder, result
+    return folder, fit(folder)
 
 
-def test_a_run_leaves_what_it_promises(whole):
+@pytest.fixture(scope="module")
+def stopped_original(tmp_path_factory):
+    """The same run, left after its row 9."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    loop = trainer().steps(toy.recipe(), steps=20, batch=8, run=folder)
+    list(islice(loop, 9))
+    loop.close()
+    assert status(folder).state == "stopped"
+    return folder
+
+
+@pytest.fixture
+def stopped(stopped_original, tmp_path):
+    """A copy of the stopped run, to resume or to damage."""
+    return Path(shutil.copytree(stopped_original, tmp_path / "run"))
+
+
+def tensorboard_steps(folder):
+    """Steps of two curves in TensorBoard's files, read with the protobuf messages of that format."""
+    steps = {"loss": [], "eval_loss": []}
+    for path in sorted((folder / "tensorboard").glob("events.out.tfevents.*")):
+        data, offset = path.read_bytes(), 0
+        while offset < len(data):
+            (size,) = struct.unpack_from("<Q", data, offset)
+            event = event_pb2.Event.FromString(data[offset + 12 : offset + 12 + size])
+            offset += 12 + size + 4
+            for value in event.summary.value:
+                if value.tag in steps:
+                    steps[value.tag].append(event.step)
+    return steps
+
+
+def test_run_writes_metrics_checkpoints_and_report(whole):
     folder, result = whole
     assert (result.ended, result.step, result.steps, result.run) == ("finished", 20, 20, folder)
-    updates = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    updates = [row for row in read_rows(folder / METRICS) if "loss" in row]
     assert [row["step"] for row in updates] == list(range(1, 21))
     assert [row["tokens"] for row in updates] == [8 * step for step in range(1, 21)]
     assert {"loss", "lr", "grad_norm", "worst", *TIMES} <= updates[0].keys()
     np.testing.assert_allclose([row["lr"] for row in updates], [0.05 * (1 - n / 20) for n in range(20)], rtol=1e-6)
-    evaluations = [row for row in read_rows(folder / "metrics.jsonl") if "eval_loss" in row]
+    evaluations = [row for row in read_rows(folder / METRICS) if "eval_loss" in row]
     assert [row["step"] for row in evaluations] == [5, 10, 15, 20]
     assert not any("loss" in row for row in evaluations)
-    assert (
-        result.metrics["worst"] == updates[-1]["worst"]
-        and result.metrics["eval_worst"] == evaluations[-1]["eval_worst"]
-    )
+    assert result.metrics["worst"] == updates[-1]["worst"]
+    assert result.metrics["eval_worst"] == evaluations[-1]["eval_worst"]
     names = {path.name for path in folder.iterdir()}
     assert {"config.toml", "events.jsonl", "checkpoints", "report.html", "loss.png", "tensorboard"} <= names
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    assert curves(folder) == {"loss": [1, 11], "eval_loss": [5, 10, 15, 20]}
+    assert tensorboard_steps(folder) == {"loss": [1, 11], "eval_loss": [5, 10, 15, 20]}
     assert status(folder).state == "finished"
 
 
-def test_the_losses_are_those_of_a_bare_loop(whole):
-    """Oracle: the same descent written out with optax alone."""
-    folder, _ = whole
+def test_losses_equal_those_of_a_bare_optax_loop(whole):
     source = toy.recipe().data("train")
     params = jax.jit(toy.init)(jax.random.split(jax.random.key(0))[0])
-    nothing = jax.tree.map(lambda _: False, params)
-    state = toy.adam(0.0, nothing).init(params)
-    for row in (row for row in rows(folder) if "loss" in row):
+    no_decay = jax.tree.map(lambda _: False, params)
+    state = toy.adam(0.0, no_decay).init(params)
+    gradient = jax.jit(jax.value_and_grad(toy.loss, has_aux=True))
+    for row in (row for row in rows(whole[0]) if "loss" in row):
         step = row["step"] - 1
-        batch = source.rows(step * 8, 8)
-        (loss, _), grads = jax.value_and_grad(toy.loss, has_aux=True)(params, batch, None)
-        updates, state = toy.adam(0.05 * (1 - step / 20), nothing).update(grads, state, params)
+        (loss, _), grads = gradient(params, source.rows(step * 8, 8), None)
+        updates, state = toy.adam(0.05 * (1 - step / 20), no_decay).update(grads, state, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(row["loss"], loss, rtol=1e-4)
 
 
-def test_training_again_is_the_same_bit_for_bit(whole, tmp_path):
-    trainer().fit(toy.recipe(), steps=20, batch=8, run=tmp_path / "run")
+def test_same_run_on_another_thread_is_equal_bit_for_bit(whole, tmp_path):
+    thread = threading.Thread(target=fit, args=[tmp_path / "run"])
+    thread.start()
+    thread.join()
     assert rows(tmp_path / "run") == rows(whole[0])
 
 
-@pytest.mark.parametrize("left_after", [1, 2, 4, 5, 6, 7, 8, 13, 19])
-def test_a_loop_left_anywhere_goes_on_bit_for_bit(whole, tmp_path, left_after):
+def test_loop_left_anywhere_resumes_bit_for_bit(whole, tmp_path):
+    """Before and after the evaluations of every 5 steps, the saves of every 7, and the last step."""
     folder = tmp_path / "run"
-    loop = trainer().steps(toy.recipe(), steps=20, batch=8, run=folder)
-    seen = [row for row, _ in islice(loop, left_after)]
-    assert seen[-1]["step"] <= left_after
-    loop.close()
-    assert status(folder).state == "stopped"
-    result = trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
-    assert result.ended == "finished"
+    for rows_until_left in (1, 2, 1, 1, 3, 5, 2, 4):
+        loop = trainer().steps(toy.recipe(), steps=20, batch=8, run=folder)
+        list(islice(loop, rows_until_left))
+        loop.close()
+    stops = [event["step"] for event in read_rows(folder / EVENTS) if event["event"] == "stopped"]
+    assert stops == [2, 5, 5, 7, 10, 14, 15, 20]
+    assert fit(folder).ended == "finished"
     assert rows(folder) == rows(whole[0])
 
 
-def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
+def test_finished_run_reports_it_and_changes_nothing(whole, capsys):
     folder, first = whole
-    before = (folder / "metrics.jsonl").read_bytes()
+    before = (folder / METRICS).read_bytes()
     with mock.patch("tpuswarm.train.loop.session.compile_step", side_effect=AssertionError("it compiles")):
-        again = trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
+        again = fit(folder)
     assert "finished; nothing left to do" in capsys.readouterr().err
-    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert (folder / METRICS).read_bytes() == before
     assert again.metrics == first.metrics
-    for got, want in zip(jax.tree.leaves(again.state), jax.tree.leaves(first.state), strict=True):
-        np.testing.assert_array_equal(got, want)
+    jax.tree.map(np.testing.assert_array_equal, again.state, first.state)
 
 
-def stopped_run(folder, **options):
-    loop = trainer(**options).steps(toy.recipe(), steps=20, batch=8, run=folder)
-    list(islice(loop, 9))
-    loop.close()
-
-
-def test_devices_shard_saving_and_evaluating_may_change(whole, tmp_path):
-    stopped_run(tmp_path / "run")
-    other = trainer(devices=8, shard="fsdp", save_every="1h", eval_every=4, keep=1)
-    other.fit(toy.recipe(), steps=20, batch=8, run=tmp_path / "run")
-    got = {row["step"]: row["loss"] for row in rows(tmp_path / "run") if "loss" in row}
-    want = {row["step"]: row["loss"] for row in rows(whole[0]) if "loss" in row}
-    np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-4)
-    assert len(checkpoint_folders(tmp_path / "run" / "checkpoints")) == 1
+def test_devices_sharding_saving_and_evaluating_may_change(whole, stopped):
+    fit(stopped, devices=8, shard="fsdp", save_every="1h", eval_every=4, keep=1)
+    resumed, expected = ([row["loss"] for row in rows(folder) if "loss" in row] for folder in (stopped, whole[0]))
+    np.testing.assert_allclose(resumed, expected, rtol=1e-4)
+    assert saved_steps(stopped) == [20]
 
 
 @pytest.mark.parametrize(
     ("options", "fit_options", "words"),
     [
         ({"seed": 3}, {}, "seed was 0, now 3"),
-        ({"clip": 1.0}, {}, "clip was none, now 1.0"),
-        ({"precision": "bf16", "ema": 0.9}, {}, "precision was f32, now bf16; ema was none"),
+        ({"precision": "bf16", "ema": 0.9}, {}, "precision was f32, now bf16; ema was none, now 0.9"),
         ({}, {"steps": 30}, "steps was 20, now 30, and a run can only become longer, .* no schedule; .* --init-from"),
         ({}, {"batch": 16}, "batch was 8, now 16"),
     ],
 )
-def test_nothing_else_may_change(tmp_path, options, fit_options, words):
-    stopped_run(tmp_path / "run")
-    before = sorted(path.name for path in tmp_path.rglob("*"))
+def test_other_settings_may_not_change(stopped, options, fit_options, words):
+    before = sorted(stopped.rglob("*"))
     with pytest.raises(InputError, match=words):
-        trainer(**options).fit(toy.recipe(), run=tmp_path / "run", **{"steps": 20, "batch": 8, **fit_options})
-    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        trainer(**options).fit(toy.recipe(), run=stopped, **{"steps": 20, "batch": 8, **fit_options})
+    assert sorted(stopped.rglob("*")) == before
 
 
-def test_a_finished_run_without_a_schedule_may_be_made_longer(tmp_path):
-    def fit(steps, folder):
+def test_settings_stay_as_given_and_run_without_schedule_can_grow(tmp_path):
+    def fit(steps, run="run", **options):
         recipe = supervised(toy.init, toy.loss, optax.adam(0.1), toy.splits)
-        return trainer().fit(recipe, steps=steps, batch=8, run=tmp_path / folder)
+        return Trainer(devices=1, **options).fit(recipe, steps=steps, batch=8, run=tmp_path / run)
 
-    assert fit(6, "run").step == 6
-    longer, whole = fit(9, "run"), fit(9, "whole")
-    assert longer.step == 9 and longer.metrics["loss"] == whole.metrics["loss"]
-    with pytest.raises(InputError, match="steps was 9, now 6"):
-        fit(6, "run")
+    def saved_and_evaluated():
+        evaluated = [row["step"] for row in rows(tmp_path / "run") if "eval_loss" in row]
+        return saved_steps(tmp_path / "run")[::-1], evaluated
 
-
-def test_what_is_not_asked_is_taken_from_the_run(tmp_path):
-    stopped_run(tmp_path / "run", clip=0.7, seed=5)
-    result = trainer().fit(toy.recipe(), run=tmp_path / "run")
-    assert result.step == 20
-    assert json.dumps(Run(tmp_path / "run").config()["train"]["clip"]) == "0.7"
-
-
-def test_saving_and_evaluating_stay_as_the_run_was_told(tmp_path):
-    def fit(steps, **options):
-        recipe = supervised(toy.init, toy.loss, optax.adam(0.1), toy.splits)
-        Trainer(devices=1, **options).fit(recipe, steps=steps, batch=8, run=tmp_path / "run")
-        saved = [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")]
-        return sorted(saved), [row["step"] for row in rows(tmp_path / "run") if "eval_loss" in row]
-
-    assert fit(4, save_every=2, keep=9, eval_every=2) == ([0, 2, 4], [2, 4])
-    assert fit(8) == ([0, 2, 4, 6, 8], [2, 4, 6, 8])
-    assert fit(10, keep=1) == ([10], [2, 4, 6, 8, 10])
+    assert fit(4, clip=0.7, seed=5, save_every=2, keep=9, eval_every=2).step == 4
+    assert saved_and_evaluated() == ([0, 2, 4], [2, 4])
+    longer = fit(8)
+    assert saved_and_evaluated() == ([0, 2, 4, 6, 8], [2, 4, 6, 8])
+    fixed = Run(tmp_path / "run").config()["train"]
+    assert (fixed["clip"], fixed["seed"]) == (0.7, 5)
+    assert longer.metrics["loss"] == fit(8, "whole", clip=0.7, seed=5).metrics["loss"]
+    fit(10, keep=1)
+    assert saved_and_evaluated() == ([10], [2, 4, 6, 8, 10])
+    with pytest.raises(InputError, match="steps was 10, now 6, and a run can only become longer"):
+        fit(6)
 
 
-def test_a_command_that_names_nothing_changes_nothing(typed, tmp_path):
-    """Whatever its own defaults are; a batch of evaluations that other devices do not divide is rounded up."""
+def test_command_without_options_keeps_settings_of_the_run(typed, tmp_path):
+    """An evaluation batch that the new devices do not divide is rounded up."""
     (tmp_path / "made.py").write_text("from tests.train.toy import toy as recipe\n")
     run = ["train", f"{tmp_path}/made.py:recipe", "--batch", "8", "--run", f"{tmp_path}/run"]
-    told = ["--save-every", "2", "--keep", "9", "--keep-best", "eval_loss", "--eval-batch", "6", "--steps", "4"]
-    assert typed(*run, *told, "--devices", "2")[0] == 0
+    given = ["--save-every", "2", "--keep", "9", "--keep-best", "eval_loss", "--eval-batch", "6", "--steps", "4"]
+    assert typed(*run, *given, "--devices", "2")[0] == 0
     before = Run(tmp_path / "run").config()["may_change"]
     (tmp_path / "run" / "checkpoints" / "00000004" / MANIFEST).unlink()
     assert typed(*run, "--devices", "4")[0] == 0
@@ -194,155 +195,110 @@ def test_a_command_that_names_nothing_changes_nothing(typed, tmp_path):
     assert code == 2 and "use --eval-batch 8" in " ".join(err.split())
 
 
-def test_a_damaged_checkpoint_is_passed_over_aloud(whole, tmp_path, capsys):
-    folder = tmp_path / "run"
-    stopped_run(folder)
-    last = checkpoint_folders(folder / "checkpoints")[0]
-    (last / MANIFEST).unlink()
-    trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
-    said = capsys.readouterr().err
-    assert f"checkpoint {last.name} is damaged" in said and "resumed from the checkpoint of step 7" in said
-    assert rows(folder) == rows(whole[0])
+def test_damaged_checkpoint_is_reported_and_the_one_before_resumed(whole, stopped, capsys):
+    newest = saved_steps(stopped)[0]
+    (stopped / "checkpoints" / f"{newest:08}" / MANIFEST).unlink()
+    fit(stopped)
+    printed = capsys.readouterr().err
+    assert f"checkpoint {newest:08} is damaged" in printed and "resumed from the checkpoint of step 7" in printed
+    assert rows(stopped) == rows(whole[0])
 
 
-def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(whole, tmp_path, capsys):
-    folder = tmp_path / "run"
-    stopped_run(folder)
-    *others, first = checkpoint_folders(folder / "checkpoints")
-    for each in others:
-        shutil.rmtree(each)
+def test_run_killed_before_its_first_checkpoint_starts_over(whole, stopped, capsys):
+    *others, first = checkpoint_folders(stopped / "checkpoints")
+    for folder in others:
+        shutil.rmtree(folder)
     (first / MANIFEST).unlink()
-    lines = len(rows(folder))
-    trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
-    assert rows(folder) == rows(whole[0])
+    lines = len(rows(stopped))
+    fit(stopped)
+    assert rows(stopped) == rows(whole[0])
     assert f"starting over: no checkpoint was finished; {lines} rows of metrics cut" in capsys.readouterr().err
 
 
-def test_a_resumed_deterministic_run_is_deterministic(tmp_path, monkeypatch):
-    with mock.patch.dict(os.environ):
-        stopped_run(tmp_path / "run", deterministic=True)
-    asked = []
-    monkeypatch.setattr(
-        "tpuswarm.train.process.platform.prepare", lambda deterministic=False: asked.append(deterministic)
-    )
-    trainer().fit(toy.recipe(), run=tmp_path / "run")
-    assert asked[0] is True
-
-
 @pytest.mark.parametrize("lost", ["state/_METADATA", MANIFEST])
-def test_when_every_checkpoint_is_damaged_nothing_is_lost(tmp_path, lost):
-    folder = tmp_path / "run"
-    stopped_run(folder)
-    for each in checkpoint_folders(folder / "checkpoints"):
-        (each / lost).unlink()
-    before = (folder / "metrics.jsonl").read_bytes()
+def test_run_with_every_checkpoint_damaged_is_left_as_it_is(stopped, lost):
+    for folder in checkpoint_folders(stopped / "checkpoints"):
+        (folder / lost).unlink()
+    before = (stopped / METRICS).read_bytes()
     with pytest.raises(RunFailed, match="every checkpoint"):
-        trainer().fit(toy.recipe(), steps=20, batch=8, run=folder)
-    assert (folder / "metrics.jsonl").read_bytes() == before
+        fit(stopped)
+    assert (stopped / METRICS).read_bytes() == before
 
 
-def test_off_the_main_thread(whole, tmp_path):
-    found = []
+def test_resumed_deterministic_run_is_deterministic(stopped, monkeypatch):
+    config = stopped / "config.toml"
+    config.write_text(config.read_text().replace("deterministic = false", "deterministic = true"))
 
-    def work():
-        found.append(trainer().fit(toy.recipe(), steps=20, batch=8, run=tmp_path / "run"))
+    def prepare(deterministic=False):
+        raise InterruptedError(deterministic)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found[0].ended == "finished" and rows(tmp_path / "run") == rows(whole[0])
+    monkeypatch.setattr("tpuswarm.train.process.platform.prepare", prepare)
+    with pytest.raises(InterruptedError, match="True"):
+        trainer().fit(toy.recipe(), run=stopped)
 
 
-def test_parameters_of_another_run(whole, tmp_path):
-    maker = tmp_path / "made.py"
+def test_run_starts_from_parameters_of_a_run_of_a_recipe_file(tmp_path):
+    maker, parent_run = tmp_path / "made.py", tmp_path / "parent"
     maker.write_text("from tests.train.toy import toy\n")
-    from tpuswarm.train.user_code import build_recipe
-
-    parent = trainer().fit(build_recipe(f"{maker}:toy", {}), steps=20, batch=8, run=tmp_path / "parent")
-    loop = trainer().steps(
-        toy.recipe(rate=1e-9), steps=2, batch=8, run=tmp_path / "child", init_from=tmp_path / "parent"
-    )
+    parent = trainer().fit(build_recipe(f"{maker}:toy", {}), steps=2, batch=8, run=parent_run)
+    loop = trainer().steps(toy.recipe(rate=1e-9), steps=2, batch=8, run=tmp_path / "child", init_from=parent_run)
     _, state = next(loop)
     np.testing.assert_allclose(state.params["layer"]["w"], parent.state.params["layer"]["w"], atol=1e-6)
     loop.close()
-
-    def wider(key):
-        return {"layer": {"w": jnp.zeros(7), "b": jnp.zeros(())}, "unused": jnp.ones(3)}
-
-    def loss(params, batch, key):
-        return params["layer"]["w"].sum()
-
-    other = supervised(wider, loss, optax.sgd(0.1), toy.data())
-    with pytest.raises(
-        InputError, match=r"a different model: 1 parameters differ, the first layer/w \(\(5,\) there, \(7,\) here"
-    ):
-        trainer(eval_every=None).fit(other, steps=2, batch=8, run=tmp_path / "other", init_from=tmp_path / "parent")
+    words = r"a different model: 1 parameters differ, the first layer/w \(\(5,\) there, \(7,\) here"
+    with pytest.raises(InputError, match=words):
+        wider_run(tmp_path / "other", parent_run, b=jnp.zeros(()))
 
 
-def test_parameters_of_a_run_whose_recipe_was_built_in_a_program(whole, tmp_path):
-    """It ran with Adam's moments and without an average; this one has no moments, an average, and frozen leaves."""
+def test_run_starts_from_parameters_of_a_run_of_a_program(whole, tmp_path):
+    """The parent has Adam's moments and no average; the child has no moments, an average, and frozen leaves."""
     folder, first = whole
-    made = supervised(toy.init, toy.loss, optax.sgd(0.0), toy.splits)
-    child = trainer(ema=0.9, freeze="unused").fit(made, steps=1, batch=8, run=tmp_path / "child", init_from=folder)
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.0), toy.splits)
+    child = trainer(ema=0.9, freeze="unused").fit(recipe, steps=1, batch=8, run=tmp_path / "child", init_from=folder)
     jax.tree.map(np.testing.assert_array_equal, child.state.params["layer"], first.state.params["layer"])
     jax.tree.map(np.testing.assert_allclose, child.state.ema["layer"], first.state.params["layer"])
-
-    def wider(key):
-        return {"layer": {"w": jnp.zeros(7)}, "unused": jnp.ones(3)}
-
-    made = supervised(wider, lambda params, batch, key: params["layer"]["w"].sum(), optax.sgd(0.1), toy.data())
     words = r"a different model: 2 parameters differ, the first params/layer/b \(\(\) there, missing here\)"
     with pytest.raises(InputError, match=words):
-        trainer(eval_every=None).fit(made, steps=2, batch=8, run=tmp_path / "other", init_from=folder)
+        wider_run(tmp_path / "other", folder)
 
 
-def test_a_runs_arrays_without_its_recipe(whole, tmp_path):
+def wider_run(folder, parent, **more):
+    recipe = supervised(
+        lambda key: {"layer": {"w": jnp.zeros(7), **more}, "unused": jnp.ones(3)},
+        lambda params, batch, key: params["layer"]["w"].sum(),
+        optax.sgd(0.1),
+        toy.data(),
+    )
+    trainer(eval_every=None).fit(recipe, steps=2, batch=8, run=folder, init_from=parent)
+
+
+def test_arrays_of_a_run_load_without_its_recipe(whole, tmp_path):
     folder, first = whole
     loaded = load(folder)
+    assert loaded.keys() == {"params", "opt"}
     jax.tree.map(np.testing.assert_array_equal, loaded["params"], first.state.params)
     again = load(folder, like=jax.eval_shape(lambda: first.state))
     jax.tree.map(np.testing.assert_array_equal, again, first.state)
     assert jax.tree.structure(again) == jax.tree.structure(first.state)
     with pytest.raises(InputError, match=r"it has no config\.toml"):
         load(tmp_path)
+    with pytest.raises(InputError, match="run has no checkpoint of its best evaluation: train with keep_best"):
+        load(folder, best=True)
 
 
-def test_the_recipes_batch_is_rounded_up_to_the_devices(tmp_path, capsys):
-    recipe = toy.recipe()
-    recipe.defaults = {"batch": 12, "steps": 2}
-    Trainer(save_every="1h").fit(recipe, run=tmp_path / "run")
+def test_recipes_batch_is_rounded_up_to_the_devices(tmp_path, capsys):
+    recipe = toy.recipe(defaults={"batch": 12, "steps": 2})
+    assert next(Trainer().steps(recipe, run=tmp_path / "run")).row["tokens"] == 16
     assert "batch 16, a multiple of 8 devices" in capsys.readouterr().err
-    assert [row["tokens"] for row in rows(tmp_path / "run") if "loss" in row] == [16, 32]
 
 
-@pytest.mark.parametrize(
-    ("options", "fit_options", "words"),
-    [
-        ({"devices": 9}, {}, "9 devices were asked for"),
-        ({"devices": [8]}, {}, "devices: index 8 is out of range"),
-        ({"precision": "fp8"}, {}, "precision is bf16, f32 or highest, not 'fp8'"),
-        ({"keep": 0}, {}, "keep must be at least 1"),
-        ({"save_every": "often"}, {}, "save_every"),
-        ({"freeze": "nope"}, {}, "matches none"),
-        ({"devices": 8}, {"batch": 12}, "does not divide evenly over devices \\(8\\)"),
-        ({}, {"steps": -1}, "steps must be at least 1"),
-        ({}, {"epochs": math.nan}, "epochs must be above 0"),
-        ({}, {"steps": 5, "epochs": 1}, "one of steps, tokens and epochs"),
-    ],
-)
-def test_wrong_input_leaves_no_run_behind(tmp_path, options, fit_options, words):
-    with pytest.raises(InputError, match=words):
-        trainer(**options).fit(toy.recipe(), run=tmp_path / "run", **fit_options)
-    assert not (tmp_path / "run" / "config.toml").exists()
-    Run(tmp_path / "run").close()  # and it is not held
-
-
-def test_evaluating_without_held_out_data_is_refused_when_asked_for(tmp_path):
+def test_run_without_held_out_data_trains_unless_evaluations_are_requested(tmp_path):
     recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), toy.data())
     with pytest.raises(InputError, match="no validation data"):
         trainer().fit(recipe, steps=2, batch=8, run=tmp_path / "run")
-    result = trainer(eval_every=None).fit(recipe, steps=2, batch=8, run=tmp_path / "run")
-    assert "eval_loss" not in result.metrics
+    hooks = [Every("evaluation", EarlyStopping("worst"))]  # a figure of steps
+    result = trainer(eval_every=None, hooks=hooks).fit(recipe, steps=2, batch=8, run=tmp_path / "run")
+    assert result.step == 2 and "eval_loss" not in result.metrics
 
 
 def test_options_that_toml_cannot_hold_are_refused(tmp_path):
@@ -350,3 +306,33 @@ def test_options_that_toml_cannot_hold_are_refused(tmp_path):
     recipe.options = lambda: {"model": object()}
     with pytest.raises(InputError, match="must be plain values"):
         trainer().fit(recipe, steps=2, batch=8, run=tmp_path / "run")
+
+
+def test_fast_dev_run_exercises_everything_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger, hook = mock.Mock(), mock.Mock(return_value=None)
+    options = {"eval_batch": 16, "keep_best": "eval_loss", "hooks": [Every(1000, lambda step: hook(step.row["step"]))]}
+    trainer = Trainer(devices=1, fast_dev_run=True, loggers=[logger], **options)
+    result = trainer.fit(toy.recipe(), steps=10**6, batch=8, run=tmp_path / "run")
+    assert (result.ended, result.step, result.steps) == ("finished", 2, 2)
+    logged = [call.args[0] for call in logger.write.call_args_list]
+    assert [row["step"] for row in logged] == [1, 2, 2] and logged[-1]["eval_rows"] == 16  # of 64
+    hook.assert_called_once_with(2)
+    logger.close.assert_called_once_with()
+    assert not result.run.exists() and not list(tmp_path.iterdir())
+
+
+def test_overfit_batches_are_learnt_by_heart(tmp_path):
+    """Labels that are noise cannot be learnt, but a few of them can be learnt by heart; evaluations use them too."""
+    random = np.random.default_rng(0)
+    data = {"x": random.normal(size=(64, 5)).astype(np.float32), "y": random.normal(size=64).astype(np.float32)}
+    recipe = supervised(toy.init, toy.loss, optax.adam(0.1), data)
+
+    def fit(**options):
+        return Trainer(devices=1, **options).fit(recipe, steps=120, batch=2, run=tmp_path / "run")
+
+    result = fit(overfit_batches=2)
+    assert result.metrics["eval_loss"] < 1e-3 and result.metrics["eval_rows"] == 4
+    assert fit().step == 120  # the setting is stored in the run
+    with pytest.raises(InputError, match="overfit_batches was 2, now 3"):
+        fit(overfit_batches=3)

@@ -1,4 +1,4 @@
-"""The FLOPs of a step, counted by hand."""
+"""The FLOPs of a step of StyleGAN2."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ BATCH = 8
 
 
 def by_hand(c):
-    """Of one picture in a step in which both regularisers have their turn.
+    """Count the FLOPs of one picture in a step with both regularisers.
 
     A kernel of 3 x 3 around R pixels meets (3 R - 2)² pairs of pixels and taps; one that doubles or halves the size
     meets 9 for each pixel of the smaller size. Two FLOPs for each pair of channels.
@@ -48,8 +48,8 @@ def by_hand(c):
     return of_discriminator + of_generator + r1 + path
 
 
-@pytest.mark.parametrize(("side", "precision"), [(32, "f32"), (32, "bf16"), (256, "bf16")])
-def test_a_step_has_the_flops_of_a_count_by_hand(side, precision):
+@pytest.mark.parametrize(("side", "precision"), [(32, "f32"), (64, "bf16")])
+def test_step_has_the_flops_counted_by_hand(side, precision):
     recipe = StyleGAN2(resolution=side, data="fake")
     program = recipe.program(Options(precision, platform="tpu" if precision == "bf16" else "cpu"))
     state = jax.eval_shape(program.init, jax.random.key(0))

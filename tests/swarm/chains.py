@@ -1,18 +1,22 @@
-"""Runs made up at random: headers as members might send them, verdicts by CHOOSE, states by the outer optimizer."""
+"""Random runs with the product's own ledger, verdicts and arithmetic, but without members."""
 
 import hashlib
+import json
+import uuid
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
 
+from tests.swarm.exact import TERMS, genesis
 from tpuswarm.swarm.core.arithmetic.merge import CHUNK
 from tpuswarm.swarm.core.arithmetic.outer import Average, Outer, advance, commit, first_state, state_rows
 from tpuswarm.swarm.core.arithmetic.quantize import encode
 from tpuswarm.swarm.core.choose import Staleness, choose, effective
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
+from tpuswarm.swarm.core.values import Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
@@ -20,14 +24,19 @@ from tpuswarm.swarm.storage.replay import contribution
 from tpuswarm.swarm.storage.store import Store
 
 PER_ROW = 8
-"""Tokens."""
+"""Tokens of a row."""
 SIZES = (300, 0, CHUNK + 5)
 """Elements of each fragment."""
 FORMS = {"plain": None, "int8": 8, "int4": 4}
+FATES = ("applied", "returned", "dropped", "void")
+
+
+def memory_store() -> Store:
+    return Store(f"memory://{uuid.uuid4()}/run")
 
 
 class Run:
-    """A run and its storage, grown commit by commit; without `arrays` its state is made up of names only."""
+    """A run in a store, grown commit by commit. Without `arrays`, states are random digests and nothing else."""
 
     def __init__(
         self, store: Store, random: Random, *, rule: str = "average", downlink: str = "plain", arrays: bool = True,
@@ -45,29 +54,27 @@ class Run:
         self.pending: list[Header] = []
         self.headers: list[Header] = []
         state = [self.numbers.standard_normal(size).astype(np.float32) for size in SIZES]
-        outer = [first for each in state if (first := first_state(self.outer, each)) is not None]
-        genesis = Record(
-            run="run", version=0, epoch=1, parent="", state=self.put(state), outer=self.put(outer), decisions=(),
-            rule=rule, rate=0.0, momentum=self.outer.momentum, share=0.0, gathered=0.0, tokens=0, changes=0,
-            processed=(), digests=Digests("layout", "config", "data", "code"), time=0.0, downlink=downlink,
-            kept=None if average is None else 1.0,
+        outer = [rows for fragment in state if (rows := first_state(self.outer, fragment)) is not None]
+        first = genesis(
+            TERMS, state=self.put(state), outer=self.put(outer), rule=rule, rate=0.0, share=0.0,
+            momentum=self.outer.momentum, downlink=downlink, kept=None if average is None else 1.0,
         )  # fmt: skip
-        assert self.ledger.append(genesis) in ("created", "same")
-        self.records = [genesis]
-        self.view = View.of(genesis)
+        assert self.ledger.append(first) in ("created", "same")
+        self.records = [first]
+        self.view = View.of(first)
 
     def put(self, arrays: list[np.ndarray]) -> tuple[str, ...]:
-        """Digests of arrays, stored."""
+        """Store arrays; return their digests."""
         if self.arrays:
             return tuple(self.objects.put_array(array) for array in arrays)
         return tuple(hashlib.sha256(self.random.randbytes(8)).hexdigest() for _ in arrays)
 
     def state(self, version: int) -> list[np.ndarray]:
-        """The exchanged state of a version."""
+        """Return the fragments of a version."""
         return [self.objects.get_array(digest) for digest in self.records[version].state]
 
     def push(self, member: Incarnation, base: int | None = None, *, finite: bool = True, late: bool = False) -> Header:
-        """A contribution of a member, accepted. late: a row of it was lent before, and is decided or soon will be."""
+        """Store a contribution of a member. late: it repeats row 0, which an earlier push may have had."""
         random, form = self.random, self.random.choice(list(FORMS))
         self.sequences[member] += 1
         start, length = self.next_row, random.randint(1, 5)
@@ -82,8 +89,8 @@ class Run:
         if self.arrays:
             anchors = self.state(base)
             deltas = [self.numbers.standard_normal(anchor.size).astype(np.float32) for anchor in anchors]
-            payloads = [_payload(*each, FORMS[form]) for each in zip(anchors, deltas, strict=True)]
-            digests = tuple(self.objects.put_payload(identity, number, each) for number, each in enumerate(payloads))
+            payloads = [_payload(*pair, FORMS[form]) for pair in zip(anchors, deltas, strict=True)]
+            digests = tuple(self.objects.put_payload(identity, *numbered) for numbered in enumerate(payloads))
             norm = float(np.sqrt(sum(float((delta**2).sum()) for delta in deltas)))
         tokens = len(rows) * PER_ROW
         self.processed[member] += tokens
@@ -94,13 +101,14 @@ class Run:
         return header
 
     def commit(self, lost: set[Identity] = frozenset()) -> Record:
-        """A verdict on everything accepted."""
+        """Decide on all pending contributions."""
         decisions = choose(self.view, self.pending, lost, self.staleness)
         self.pending = []
-        newest, weights = self.view.newest, [each.weight for each in decisions if each.fate == "applied"]
+        applied = [decision for decision in decisions if decision.fate == "applied"]
+        newest, weights = self.view.newest, [decision.weight for decision in applied]
         rate = self.outer.rate_for(effective(weights)) if weights else 0.0
         share, gathered = advance(self.outer, newest.gathered, len(weights), quorum=2)
-        tokens = sum(each.tokens for each in decisions if each.fate == "applied")
+        tokens = sum(decision.tokens for decision in applied)
         kept = newest.kept
         if self.outer.average and tokens:
             kept = self.outer.average.kept(tokens, newest.tokens + tokens)
@@ -123,12 +131,12 @@ class Run:
         return record
 
     def grow(self, commits: int) -> "Run":
-        """Commits of what members might do, odd things included."""
+        """Add commits with random pushes: stale, not finite, late, and some with lost payloads."""
         for _ in range(commits):
             for member in self.random.sample(self.members, self.random.randint(1, len(self.members))):
                 base = max(0, self.view.version - self.random.choice([0, 0, 0, 1, 2, 6]))
                 self.push(member, base, finite=self.random.random() > 0.1, late=self.random.random() < 0.1)
-            lost = {each.identity for each in self.pending if self.random.random() < 0.1}
+            lost = {header.identity for header in self.pending if self.random.random() < 0.1}
             self.commit(lost)
         return self
 
@@ -139,12 +147,12 @@ class Run:
         for number, theta in enumerate(self.state(newest.version)):
             contributions = [
                 contribution(
-                    each,
-                    self.state(each.base)[number],
-                    self.objects.get_payload(each.identity, number, known[each.identity].digests[number]),
+                    decision,
+                    self.state(decision.base)[number],
+                    self.objects.get_payload(decision.identity, number, known[decision.identity].digests[number]),
                 )
-                for each in record.decisions
-                if each.fate == "applied"
+                for decision in record.decisions
+                if decision.fate == "applied"
             ]
             before = self.objects.get_array(newest.outer[number]) if newest.outer else None
             rows = state_rows(self.outer, record.gathered)
@@ -168,3 +176,35 @@ def _payload(anchor: np.ndarray, delta: np.ndarray, bits: int | None) -> dict[st
         return {"s": anchor - delta}
     codes, scales = encode(delta, bits)
     return {"codes": codes, "scales": scales}
+
+
+def counted_naively(records: list[Record]) -> dict:
+    """Return what the records count, from Python sets of rows."""
+    books: dict = {"counted": set(), "skipped": set(), "members": {}, "tokens": dict.fromkeys(FATES, 0), "changes": 0}
+    for record in records:
+        books["changes"] += any(decision.fate == "applied" for decision in record.decisions)
+        for decision in record.decisions:
+            rows = {row for start, stop in decision.rows.ranges for row in range(start, stop)}
+            if decision.fate == "applied":
+                assert not rows & (books["counted"] | books["skipped"])
+                books["counted"] |= rows
+            elif decision.fate == "dropped":
+                books["skipped"] |= rows
+            books["tokens"][decision.fate] += len(rows) * PER_ROW
+            name = decision.identity.incarnation.member
+            member = books["members"].setdefault(name, dict.fromkeys(("n", *FATES), 0))
+            member["n"] += 1
+            member[decision.fate] += len(rows) * PER_ROW
+    return books
+
+
+def sealed(value: dict) -> bytes:
+    """Return a ledger file with this content and the right digest."""
+    body = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return b'{"record":' + body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)

@@ -1,11 +1,21 @@
-"""Places to store in: a folder, memory, a bucket on loopback."""
+"""Places to store a run in: a folder, memory, a bucket on loopback."""
 
+import os
 import uuid
 
 import pytest
 
 from tests.swarm.bucket import bucket
+from tests.swarm.chains import memory_store
 from tpuswarm.swarm.storage.store import Store
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_fsync():
+    """Skip os.fsync: on a busy disk it takes most of the time of tests that store arrays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +26,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture
 def loopback(served, monkeypatch):
-    """A bucket of the name `bucket`."""
+    """A bucket named `bucket`."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", served.endpoint)
     return served
 
@@ -27,6 +37,6 @@ def store(request, tmp_path):
     if request.param == "folder":
         return Store(tmp_path / "run")
     if request.param == "memory":
-        return Store(f"memory://{uuid.uuid4()}/run")
+        return memory_store()
     request.getfixturevalue("loopback")
     return Store(f"gs://bucket/{uuid.uuid4()}")

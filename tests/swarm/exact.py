@@ -1,16 +1,17 @@
-"""What is exact in a swarm of fractions (world.py): parameters, the ledger's storage, shards, the arrays of a member.
+"""Exact stand-ins for arrays and storage, for the simulated swarm in world.py.
 
 Parameters are sparse vectors of fractions over (row, incarnation): training a row adds its element with coefficient 1.
-There are two fragments, each with a shard: the even rows and the odd ones.
+There are two fragments, each with a shard: the even rows and the odd rows.
 """
 
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.messages import Accepted, Lost, Merge, Part, Terms
 from tpuswarm.swarm.core.rows import Rows
@@ -21,9 +22,12 @@ from tpuswarm.swarm.storage.bookmark import Bookmark, bookmark, opened
 
 Vector = dict[tuple[int, Incarnation], Fraction]
 DIGESTS = Digests("layout", "config", "data", "code")
+TERMS = Terms(
+    "run", DIGESTS, batch=1, tokens_per_row=10, horizon=100, cycle=4, members=("a", "b"), outer=Outer("average")
+)
 SHARDS = 2
 NAN = -1
-"""The row number whose element stands for a NaN."""
+"""The row whose element stands for a NaN."""
 
 
 def combine(*terms: tuple[Fraction | int, Vector]) -> Vector:
@@ -69,11 +73,11 @@ class MemoryLedger:
         return whole
 
     def verdicts(self) -> dict[Identity, Decision]:
-        return {each.identity: each for record in self.records for each in record.decisions}
+        return {decision.identity: decision for record in self.records for decision in record.decisions}
 
     def headers(self, view: View) -> list[Header]:
-        known = self.records[: view.version + 1]  # another coordinator may have made one since
-        decided = {each.identity for record in known for each in record.decisions}
+        known = self.records[: view.version + 1]  # another coordinator may have added one since
+        decided = {decision.identity for record in known for decision in record.decisions}
         assert all(view.has_decided(identity) == (identity in decided) for identity in self.stored)
         return [header for identity, header in self.stored.items() if identity not in decided]
 
@@ -100,7 +104,7 @@ class MemoryLedger:
 
 @dataclass
 class Shift:
-    """What a fragment was moved by; some arrive wrong."""
+    """The change of a fragment between two versions; some arrive damaged."""
 
     by: Vector
     digest: str
@@ -112,14 +116,14 @@ class Shift:
 
 @dataclass
 class Shard:
-    """A shard that computes with fractions; its storage is the run's, its process can die."""
+    """An aggregator that computes with fractions. Its storage outlives its process."""
 
     index: int
     ledger: MemoryLedger
     payloads: dict[tuple[Identity, int], Vector]
     objects: dict[str, Vector]
     sent: dict[tuple[Identity, int], Vector]
-    """All payloads that ever arrived, for the checks."""
+    """All payloads that ever arrived, for World.check_ledger."""
     rnd: random.Random
 
     def put(self, identity: Identity, number: int, arrays: dict[str, Vector], name: str) -> Accepted:
@@ -134,7 +138,7 @@ class Shard:
 
     def updates(self, number: int, base: int, version: int) -> Shift | None:
         assert number == self.index
-        before, after = (self.ledger.records[each].state[number] for each in (base, version))
+        before, after = (self.ledger.records[at].state[number] for at in (base, version))
         by = combine((1, self.objects[after]), (-1, self.objects[before]))
         wrong = self.rnd.random() < 0.2
         return None if self.rnd.random() < 0.2 else Shift(combine((2 if wrong else 1, by)), after)
@@ -144,19 +148,16 @@ class Shard:
 
     def merge(self, newest: Record, merge: Merge) -> Part | Lost:
         number = self.index
-        applied = [each for each in merge.decisions if each.fate == "applied"]
-        gone = {each.identity for each in applied if (each.identity, number) not in self.payloads}
-        if gone:
-            return Lost(frozenset(gone))
+        applied = [decision for decision in merge.decisions if decision.fate == "applied"]
+        lost = {decision.identity for decision in applied if (decision.identity, number) not in self.payloads}
+        if lost:
+            return Lost(frozenset(lost))
         theta = self.objects[newest.state[number]]
-        if applied:
-            whole = sum(Fraction(each.weight) for each in applied)
-            terms = []
-            for each in applied:
-                base = self.objects[self.ledger.records[each.base].state[number]]
-                delta = combine((1, self.payloads[each.identity, number]), (-1, base))
-                terms.append((Fraction(each.weight) / whole, delta))
-            theta = combine((1, theta), *terms)
+        total = sum(Fraction(decision.weight) for decision in applied)
+        for decision in applied:
+            base = self.objects[self.ledger.records[decision.base].state[number]]
+            delta = combine((1, self.payloads[decision.identity, number]), (-1, base))
+            theta = combine((1, theta), (Fraction(decision.weight) / total, delta))
         self.objects[digest(theta)] = theta
         quantized = applied and merge.outer.downlink != "plain"
         return Part({number: digest(theta)}, {}, {number: "update"} if quantized else {})
@@ -168,12 +169,12 @@ class ExactHolder:
     theta: Vector
     anchor: Vector
     poison: set[int]
-    """Rows that give a NaN to whoever trains them first; shared by all."""
+    """Rows that give a NaN to the first member that trains them; shared by all members."""
     processed: dict[Incarnation, int]
     sent: Vector = field(default_factory=dict)
 
     def train(self, rows: Rows, progress: tuple[int, int], ahead: Rows) -> int:
-        assert len(rows.ranges) == 1, "a batch is read in one piece"
+        assert len(rows.ranges) == 1, "a batch is one range of rows"
         self.theta = combine((1, self.theta), (1, trained_rows(rows, self.incarnation)))
         self.processed[self.incarnation] = self.processed.get(self.incarnation, 0) + len(rows)
         if bad := {row for row in self.poison for start, stop in rows.ranges if start <= row < stop}:
@@ -194,10 +195,10 @@ class ExactHolder:
         return combine(*((1, fragment) for fragment in fragments))
 
     def ramp(self) -> None:
-        """Steps are counted here, whatever their size."""
+        pass
 
     def adopt(self, adopt: Adopt, new: Vector, keep: float) -> None:
-        """By adding, where members mix: coefficients stay whole, and say what was lost or doubled."""
+        """Add where real members mix: coefficients stay whole, and show lost and doubled rows."""
         if adopt.how == "snapshot":
             self.theta = combine((1, self.theta), (1, new), (-1, self.sent))
         elif adopt.how == "anchor":
@@ -207,9 +208,11 @@ class ExactHolder:
         self.anchor = new
 
 
-def genesis(terms: Terms) -> Record:
-    return Record(
+def genesis(terms: Terms, **changes: Any) -> Record:
+    """Return a run's first record, or with some changes another record."""
+    first = Record(
         run=terms.run, version=0, epoch=1, parent="", state=digests({}), outer=(), decisions=(), rule="average",
         rate=1.0, momentum=0.0, share=1.0, gathered=0.0, tokens=0, changes=0, processed=(), digests=terms.digests,
         time=0.0,
     )  # fmt: skip
+    return replace(first, **changes)

@@ -1,4 +1,4 @@
-"""One host of a member; host 0 is also coordinator and aggregator of its swarm."""
+"""One host of a member of two hosts. Host 0 is also the coordinator and aggregator of its swarm."""
 
 import json
 import sys
@@ -31,13 +31,13 @@ from tpuswarm.train.program.request import Request
 
 
 def main() -> None:
-    index, about = int(sys.argv[1]), json.loads(sys.argv[2])
+    index, options = int(sys.argv[1]), json.loads(sys.argv[2])
     mesh.MIN_SHARDED_BYTES = SHARDED_BYTES
-    store = Store(str(Path(about["folder"]) / "swarm"))
-    with rendezvous.initialize(about["address"], 2, index, SECRET, 60) as group:
+    store = Store(str(Path(options["folder"]) / "swarm"))
+    with rendezvous.initialize(options["address"], 2, index, SECRET, 60) as group:
         made, losses = [], []
         source = recipe().data("train")
-        compiled = compile_step(recipe(), Request(batch=BATCH, shard=about["shard"]), jax.devices())
+        compiled = compile_step(recipe(), Request(batch=BATCH, shard=options["shard"]), jax.devices())
         layout = layout_of(compiled, 2)
         group.agree({"data": source.digest, "layout": layout.digest})
         init_key, step_key = jax.random.split(jax.random.key(0))
@@ -46,7 +46,7 @@ def main() -> None:
             state = compiled.init(init_key, placed(compiled, layout, fragments))
             made.append(
                 ProgramHolder(
-                    compiled, source, layout, about["form"], step_key, state, fragments,
+                    compiled, source, layout, options["form"], step_key, state, fragments,
                     lambda number, metrics: losses.append(metrics["loss"]),
                 )
             )  # fmt: skip
@@ -54,30 +54,29 @@ def main() -> None:
 
         def begin():
             state = compiled.init(init_key)  # a program over both hosts
-            fresh = placing.to_host(compiled.program.exchange().get(state))
-            return layout.split(fresh)
+            return layout.split(placing.to_host(compiled.program.exchange().get(state)))
 
         if index:
             follow(group, make_holder, begin)
         else:
             lead = Lead(group, make_holder, begin)
-            found = run(lead, lead.begin(), store, layout, losses, about)
-            (Path(about["folder"]) / "found.json").write_text(json.dumps(found))
+            found = run(lead, lead.begin(), store, layout, losses, options)
+            (Path(options["folder"]) / "found.json").write_text(json.dumps(found))
         check(made[0], store)
 
 
-def run(lead, anchor, store, layout, losses, about) -> dict:
-    """A swarm of this one member, to its end; a second life, if asked for."""
+def run(lead, anchor, store, layout, losses, options) -> dict:
+    """Run a swarm of this one member to its end, and its second life if options say so."""
     ledger, objects, engine = Ledger(store), Objects(store), Threads()
     terms = Terms(
         run="run", digests=Digests(layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
-        horizon=about["steps"] * BATCH, cycle=2 * BATCH, members=("m0",), outer=Outer("average"),
+        horizon=options["steps"] * BATCH, cycle=2 * BATCH, members=("m0",), outer=Outer("average"),
     )  # fmt: skip
     for fragment in anchor:
         objects.put_array(fragment)
     ledger.append(genesis(terms, anchor))
     holder = lead.holder(anchor)
-    books = Member(terms, about["form"], True, Incarnation("m0", "0" * 32), 0, 0)
+    books = Member(terms, options["form"], True, Incarnation("m0", "0" * 32), 0, 0)
     member = MemberProcesses(books, holder, "coordinator", ["shard"], lambda: engine.now)
     engine.spawn("m0", member.train())
     engine.spawn("m0", member.exchange())
@@ -93,11 +92,11 @@ def run(lead, anchor, store, layout, losses, about) -> dict:
     newest = ledger.view().newest
     fragments = [objects.get_array(digest) for digest in newest.state]
     holder.adopt(Adopt("take", None, newest.version, newest.state), holder.place(fragments), 0.0)
-    return second_life(lead, holder, fragments, losses) if about["lives"] == 2 else {}
+    return second_life(lead, holder, fragments, losses) if options["lives"] == 2 else {}
 
 
 def second_life(lead, first, fragments, losses) -> dict:
-    """Losses of the same steps from one version: on the holder that made it, and on one that begins with it."""
+    """Return the losses of the same steps from one version: on the holder that made it, and on one that loads it."""
     steps = [Rows(((number * BATCH, (number + 1) * BATCH),)) for number in (50, 51, 52)]
     del losses[:]
     for rows in steps:
@@ -107,12 +106,12 @@ def second_life(lead, first, fragments, losses) -> dict:
     for rows in steps:
         second.train(rows, (1, 2), NOTHING)
     second.settle()
-    found = [float(loss) for loss in losses]
-    return {"first": found[:3], "second": found[3:]}
+    values = [float(loss) for loss in losses]
+    return {"first": values[:3], "second": values[3:]}
 
 
 def check(holder, store) -> None:
-    """This host holds, in its own shards, the bits of the ledger's newest version (invariant 7)."""
+    """Check that this host holds its shards of the ledger's newest version bit for bit (invariant 7)."""
     newest = Ledger(store).view().newest
     fragments = [Objects(store).get_array(digest) for digest in newest.state]
     for anchor, fragment in zip(holder._anchor, fragments, strict=True):

@@ -1,6 +1,6 @@
-"""A swarm with exact parameters: who trained which row, and where that work ends up.
+"""A simulated swarm with exact parameters: every trained row shows in the state, with its coefficient.
 
-A row counted twice, lost, or claimed without being in the state shows as a wrong coefficient. The processes, state
+A row that is lost, doubled, or claimed without being in the state shows as a wrong coefficient. The processes, state
 machines and engine are the product's; the arrays, the ledger's storage and the shards are those of exact.py.
 """
 
@@ -37,7 +37,7 @@ from tpuswarm.swarm.processes.effects import Over
 
 @dataclass
 class World:
-    """Members, shards, a coordinator, each restarted some time after it died."""
+    """Members, shards and a coordinator; each restarts some time after it died."""
 
     seed: int
     members: int = 3
@@ -45,22 +45,22 @@ class World:
     cycle: int = 2
     batch: int = 1
     own: tuple[int, ...] = ()
-    """Batches of members, which divide that of the run; none: they have that."""
+    """The batch of each member, a divisor of the run's; empty: all have the run's."""
     overlap: bool = True
     faults: Faults = field(default_factory=Faults)
     poison: set[int] = field(default_factory=set)
     kill_at: int | None = None
-    """The effect boundary, counted from 0, at which the node that reached it dies."""
+    """The effect boundary, counted from 0, that kills the node which reaches it."""
     stop_at: int | None = None
-    """The effect boundary at which the node that reached it stands still for a minute."""
+    """The effect boundary that stops the node which reaches it for a minute."""
     random_kills: int = 0
     lost_payloads: int = 0
-    """Payloads destroyed at random moments, accepted ones included."""
+    """Payloads deleted at random moments, accepted ones too."""
     race_at: float | None = None
-    """When a second coordinator starts beside the first, and half of the members turn to it."""
+    """When a second coordinator starts, and half of the members switch to it."""
     staleness: Staleness = field(default_factory=Staleness)
     downlink: bool = False
-    """Members are sent what a version changed."""
+    """Members receive the change of a version instead of the version."""
 
     def __post_init__(self) -> None:
         self.rnd = random.Random(self.seed)
@@ -72,16 +72,10 @@ class World:
         self.sent: dict[tuple[Identity, int], Vector] = {}
         self.objects: dict[str, Vector] = {digest({}): {}}
         self.terms = Terms(
-            run="run",
-            digests=DIGESTS,
-            batch=self.batch,
-            tokens_per_row=10,
-            horizon=self.horizon,
-            cycle=self.cycle,
-            members=tuple(f"m{n}" for n in range(self.members)),
+            run="run", digests=DIGESTS, batch=self.batch, tokens_per_row=10, horizon=self.horizon, cycle=self.cycle,
+            members=tuple(f"m{n}" for n in range(self.members)), staleness=self.staleness,
             outer=Outer("average", downlink="int8" if self.downlink else "plain"),
-            staleness=self.staleness,
-        )
+        )  # fmt: skip
         self.ledger.records.append(genesis(self.terms))
         self.shards = [f"shard-{n}" for n in range(SHARDS)]
         self.processes: dict[str, MemberProcesses] = {}
@@ -90,7 +84,7 @@ class World:
         self.lives = 0
         self.kills = self.stops = 0
         self.processed: dict[Incarnation, int] = {}
-        """Rows trained, counted apart from the product's books."""
+        """Rows trained, counted independently of the product."""
         self.coordinators: dict[str, Coordinator] = {}
         self.addresses = {f"m{n}": "coordinator" for n in range(self.members)}
         self.start_coordinator(founded=True)
@@ -121,7 +115,7 @@ class World:
         self.engine.spawn(node, made.open(self.terms, founded=founded), opened)
 
     def lose_payload(self) -> None:
-        undecided = [each for each in self.payloads if each[0] not in self.ledger.verdicts()]
+        undecided = [key for key in self.payloads if key[0] not in self.ledger.verdicts()]
         if undecided:
             del self.payloads[self.rnd.choice(sorted(undecided))]
 
@@ -154,19 +148,13 @@ class World:
             terms=self.terms, form="plain", overlap=self.overlap, incarnation=incarnation,
             base=newest.version, tokens=newest.tokens, batch=self.own[int(name[1:])] if self.own else None,
         )  # fmt: skip
-        made = MemberProcesses(
-            books,
-            ExactHolder(incarnation, theta, theta, self.poison, self.processed),
-            self.addresses[name],
-            self.shards,
-            lambda: self.engine.now,
-            anchor=split(theta),
+        holder = ExactHolder(incarnation, theta, theta, self.poison, self.processed)
+        made = self.processes[name] = MemberProcesses(
+            books, holder, self.addresses[name], self.shards, lambda: self.engine.now, anchor=split(theta),
             say=self.said.append,
-        )
-        self.processes[name] = made
-        self.engine.spawn(name, made.train())
-        self.engine.spawn(name, made.exchange())
-        self.engine.spawn(name, made.heartbeats())
+        )  # fmt: skip
+        for process in (made.train(), made.exchange(), made.heartbeats()):
+            self.engine.spawn(name, process)
 
     def watch(self, node: str, name: str, when: str) -> None:
         if when == "before":
@@ -187,7 +175,7 @@ class World:
         self.restart(node, 0.1)
 
     def restart(self, node: str, after: float) -> None:
-        """The machine's supervisor: another life of what died; of two coordinators only one comes back."""
+        """Start a dead node again, as a supervisor does; of two coordinators only one comes back."""
         self.processes.pop(node, None)
         self.coordinators.pop(node, None)
         if node.startswith("coordinator") and self.race_at is not None and self.engine.now > self.race_at:
@@ -202,41 +190,43 @@ class World:
         self.engine.at(self.engine.now + after, start.get(node, lambda: self.start_member(node)))
 
     def run(self, limit: float = 5000.0) -> View:
-        """To the end; every invariant is checked on the way."""
+        """Run to the end; check every invariant on the way."""
         assert self.engine.run(lambda: self.ended(), limit), f"no clean end by {self.engine.now:.0f} s"
         self.check_ledger()
         return self.ledger.view()
 
     def ended(self) -> bool:
-        return any(each.state.ended for each in self.coordinators.values())
+        return any(coordinator.state.ended for coordinator in self.coordinators.values())
 
     def check(self) -> None:
-        """Of every living member, at every moment: its parameters hold exactly what its books say is outstanding."""
+        """Check that the parameters of every living member hold exactly the rows that its books call outstanding."""
         for name, made in self.processes.items():
             if self.engine.stands_still(name):
-                continue  # perhaps between a change of its parameters and the line in its books
+                continue  # it may have changed its parameters and not yet its books
             holder, books = made.holder, made.books
             assert isinstance(holder, ExactHolder)
             own = combine((1, holder.theta), (-1, self.theta(books.base)))
             rows = {basis: value for basis, value in own.items() if basis[0] != NAN}
             assert rows == trained_rows(books.outstanding, books.incarnation)
             assert holder.anchor == self.theta(books.base)
-            assert (
-                list(made.anchor) == split(self.theta(made._anchored)) and made._anchored >= books.base * self.downlink
-            )
+            assert list(made.anchor) == split(self.theta(made._anchored))
+            assert made._anchored >= books.base * self.downlink
 
     def check_ledger(self) -> None:
-        """What the ledger alone shows."""
+        """Check that every row is counted once, and that the ledger replays to each version."""
         view = self.ledger.view()
         assert len(view.counted) == self.horizon
         assert sum(self.processed.values()) >= len(view.counted) + len(view.skipped)
+        for record in self.ledger.records:
+            assert view.changes(record.version) == record.changes
         theta: Vector = {}
         for record in self.ledger.records[1:]:
-            applied = [each for each in record.decisions if each.fate == "applied"]
-            whole = sum(Fraction(each.weight) for each in applied)
-            for each in applied:
-                sent = [(1, self.sent[each.identity, number]) for number in range(SHARDS)]
-                delta = combine(*sent, (-1, self.theta(each.base)))
-                assert delta == trained_rows(each.rows, each.identity.incarnation), "the header lists other rows"
-                theta = combine((1, theta), (Fraction(each.weight) / whole, delta))
+            applied = [decision for decision in record.decisions if decision.fate == "applied"]
+            total = sum(Fraction(decision.weight) for decision in applied)
+            for decision in applied:
+                sent = [(1, self.sent[decision.identity, number]) for number in range(SHARDS)]
+                delta = combine(*sent, (-1, self.theta(decision.base)))
+                expected = trained_rows(decision.rows, decision.identity.incarnation)
+                assert delta == expected, "the header lists other rows"
+                theta = combine((1, theta), (Fraction(decision.weight) / total, delta))
             assert theta == self.theta(record.version), f"version {record.version} is not the replay of the ledger"

@@ -1,45 +1,42 @@
 """Which contributions count, and how much."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.swarm.exact import DIGESTS, genesis
-from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tests.swarm.exact import TERMS, genesis
 from tpuswarm.swarm.core.choose import Staleness, choose, clipping, effective
-from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Decision, Header, Identity, Incarnation, Record
+from tpuswarm.swarm.core.values import Decision, Header, Identity, Incarnation
 from tpuswarm.swarm.core.view import Broken, View
 
-TERMS = Terms(
-    run="run", digests=DIGESTS, batch=1, tokens_per_row=1, horizon=100, cycle=2, members=(), outer=Outer("average")
-)
 
-
-def header(member: str, rows: tuple[int, int], base: int = 0, norm: float = 1.0, finite: bool = True) -> Header:
+def header(member: str, rows: tuple[int, int], base: int = 3, norm: float = 1.0, finite: bool = True) -> Header:
     identity = Identity(Incarnation(member, "0"), rows[0] + 1)
     tokens = rows[1] - rows[0]
     return Header(identity, "run", base, Rows.of(rows), tokens, tokens, "plain", norm, finite, ("d",))
 
 
 def after(view: View, decisions: list[Decision]) -> View:
-    applied = [each for each in decisions if each.fate == "applied"]
-    tokens = view.tokens + sum(each.tokens for each in applied)
-    state = (f"state {view.version + 1}",) if applied else view.newest.state
+    tokens = [decision.tokens for decision in decisions if decision.fate == "applied"]
     return view.after(
-        Record(
-            "run", view.version + 1, 1, "", state, (), tuple(decisions), "average", 1.0, 0.0, 1.0, 0.0, tokens,
-            view.newest.changes + bool(applied), (), DIGESTS, 0.0,
+        genesis(
+            TERMS,
+            version=view.version + 1,
+            state=(f"state {view.version + 1}",) if tokens else view.newest.state,
+            decisions=tuple(decisions),
+            tokens=view.tokens + sum(tokens),
+            changes=view.newest.changes + bool(tokens),
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
 def view() -> View:
-    """Three versions, which counted rows 0, 1 and 2."""
+    """Version 3: rows 0, 1 and 2 are counted."""
     made = View.of(genesis(TERMS))
     for row in range(3):
         made = after(made, choose(made, [header("z", (row, row + 1), base=row)], (), Staleness()))
@@ -47,36 +44,36 @@ def view() -> View:
 
 
 def test_weights_are_tokens_times_freshness(view):
-    given = [header("a", (10, 14), base=3), header("b", (14, 16), base=1)]
-    found = choose(view, given, (), Staleness(limit=4, discount=0.5))
-    assert [(each.fate, each.weight) for each in found] == [("applied", 0.8), ("applied", 0.2)]
+    decisions = choose(view, [header("a", (10, 14)), header("b", (14, 16), base=1)], (), Staleness(4, 0.5))
+    assert [(decision.fate, decision.weight) for decision in decisions] == [("applied", 0.8), ("applied", 0.2)]
 
 
 def test_every_reason_not_to_count(view):
-    lost = header("c", (30, 32), base=3)
-    given = [
-        header("a", (10, 12), base=3, finite=False, norm=0.0),
-        header("b", (20, 22), base=0),
-        lost,
-        header("d", (2, 4), base=3),
-        header("e", (40, 41), base=3),
-    ]
-    found = choose(view, given, {lost.identity}, Staleness(limit=2))
-    assert [each.fate for each in found] == ["dropped", "dropped", "returned", "void", "applied"]
-    assert [each.weight for each in found] == [0, 0, 0, 0, 1]
-    assert "3 commits stale" in found[1].reason and "2 to 3" in found[3].reason
-    assert after(view, found).skipped == Rows.of((10, 12), (20, 22))
+    lost = header("c", (30, 32))
+    given = [header("a", (10, 12), finite=False, norm=0.0), header("b", (20, 22), base=0), lost]
+    given += [header("d", (2, 4)), header("e", (40, 41))]
+    decisions = choose(view, given, {lost.identity}, Staleness(limit=2))
+    assert [decision.fate for decision in decisions] == ["dropped", "dropped", "returned", "void", "applied"]
+    assert [decision.weight for decision in decisions] == [0, 0, 0, 0, 1]
+    assert "3 commits stale" in decisions[1].reason and "2 to 3" in decisions[3].reason
+    assert after(view, decisions).skipped == Rows.of((10, 12), (20, 22))
 
 
-def test_of_two_with_the_same_rows_the_first_counts(view):
-    found = choose(view, [header("b", (10, 12), base=3), header("a", (11, 13), base=3)], (), Staleness())
-    assert [(each.identity.incarnation.member, each.fate) for each in found] == [("a", "applied"), ("b", "void")]
+def test_of_two_contributions_with_the_same_rows_the_first_counts(view):
+    decisions = choose(view, [header("b", (10, 12)), header("a", (11, 13))], (), Staleness())
+    fates = [(decision.identity.incarnation.member, decision.fate) for decision in decisions]
+    assert fates == [("a", "applied"), ("b", "void")]
 
 
 def test_versions_without_contributors_make_nothing_stale(view):
-    dropped = choose(view, [header("a", (10, 11), base=3, finite=False)], (), Staleness())
-    view = after(view, dropped)
+    view = after(view, choose(view, [header("a", (10, 11), finite=False)], (), Staleness()))
     assert view.version == 4 and view.staleness(3) == 0
+
+
+def test_staleness_of_an_unknown_version_is_an_error(view):
+    """Its version is lost, as after an older copy of the storage was restored."""
+    with pytest.raises(Broken, match="there is no version 4: the newest is 3"):
+        view.staleness(4)
 
 
 def test_clipping():
@@ -86,23 +83,22 @@ def test_clipping():
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20))
 def test_effective_contributors(tokens):
-    exact = Fraction(sum(tokens)) ** 2 / sum(Fraction(each) ** 2 for each in tokens)
-    assert effective([each / sum(tokens) for each in tokens]) == pytest.approx(float(exact))
-    assert effective([0.25] * 4) == 4
+    exact = Fraction(sum(tokens)) ** 2 / sum(Fraction(count) ** 2 for count in tokens)
+    assert effective([count / sum(tokens) for count in tokens]) == pytest.approx(float(exact))
 
 
-def test_records_that_do_not_follow(view):
-    record = after(view, []).newest
-    decision = choose(view, [header("a", (10, 12), base=3)], (), Staleness())
-    good = after(view, decision).newest
-    twice = choose(View.of(genesis(TERMS)), [header("b", (0, 1))], (), Staleness())
+def test_records_that_do_not_follow_are_refused(view):
+    good = after(view, choose(view, [header("a", (10, 12))], (), Staleness())).newest
+    twice = choose(View.of(genesis(TERMS)), [header("b", (0, 1), base=0)], (), Staleness())
+    [late] = view.newest.decisions
+    late = replace(late, fate="returned", weight=0.0, identity=replace(late.identity, sequence=2))
     for change, words in [
         ({"version": 9}, "does not follow"),
         ({"epoch": 0}, "epoch 0"),
         ({"tokens": 3}, "says 3 tokens"),
         ({"decisions": tuple(twice)}, "twice"),
         ({"decisions": (), "tokens": 3, "changes": 3}, "no contributors but a new state"),
+        ({"decisions": (late,), "tokens": 3, "changes": 3}, "decides push 2 of .*, of which push 3 was already"),
     ]:
         with pytest.raises(Broken, match=words):
-            view.after(Record(**{**vars(good), **change}))
-    assert view.after(record).version == 4
+            view.after(replace(good, **change))

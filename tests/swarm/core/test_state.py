@@ -1,63 +1,96 @@
-"""After a restart of the coordinator: whom a round waits for."""
+"""The coordinator's state: whom a round waits for, and the one place of every token, whatever happens."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.swarm.core.test_summary import TERMS, A, B, Desk
-from tests.swarm.exact import genesis
+from tests.swarm.exact import DIGESTS, TERMS, genesis
+from tests.swarm.world import World
 from tpuswarm.swarm.core import state as coordinator
 from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.messages import Beat, Refused, StoreHeader
-from tpuswarm.swarm.core.rows import NOTHING
+from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.state import Lease
-from tpuswarm.swarm.core.values import Header, Identity
+from tpuswarm.swarm.core.summary import Tokens, summary
+from tpuswarm.swarm.core.values import Header, Identity, Incarnation
 from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.engines.inproc import Faults
 
+A, B = Incarnation("a", "1" * 32), Incarnation("b", "2" * 32)
 JOINED = replace(TERMS, members=(), outer=Outer("nesterov"))
-"""A run whose members all joined it."""
+"""A run that starts without members; all of them joined later."""
 
 
-def restarted():
-    """Both contributed to the commit before it; of A another contribution is stored."""
-    desk = Desk(coordinator.start(JOINED, View.of(genesis(JOINED)), [], 0.0, founded=True))
+class Desk:
+    """A coordinator's state, and the messages of its members."""
+
+    def __init__(self, terms=TERMS, state=None):
+        self.state = state or coordinator.start(terms, View.of(genesis(terms)), [], 0.0, founded=True)
+
+    def beat(self, who, outstanding, processed, now, base=0):
+        undecided = next((key for key in self.state.pending if key.incarnation == who), None)
+        beat = Beat(who, DIGESTS, processed > 0, base, NOTHING, outstanding, undecided, 2.0, processed)
+        self.state, answer = coordinator.beat(self.state, beat, now)
+        return answer.rows
+
+    def push(self, who, rows, finite=True, now=1.0, sequence=1):
+        identity, base = Identity(who, sequence), self.state.view.version
+        header = Header(identity, "run", base, rows, 10 * len(rows), 1, "plain", 1.0, finite, ("d",))
+        self.state, _ = coordinator.push(self.state, header)
+        self.state = coordinator.stored(self.state, header, now)
+        return header
+
+    def tick(self, now):
+        self.state, merge, _ = coordinator.tick(self.state, now)
+        return merge
+
+    def commit(self, now):
+        merge = self.tick(now)
+        changed = any(decision.fate == "applied" for decision in merge.decisions)
+        state = ("d", "d") if changed else self.state.view.newest.state
+        record = coordinator.merged(self.state, "parent", state, (), (), now)
+        self.state = coordinator.committed(self.state, record)
+
+    def tokens(self, now):
+        return summary(self.state, now).tokens
+
+
+# After a restart of the coordinator.
+
+
+def test_restarted_round_waits_for_the_members_of_the_last_commit():
+    """For one lease time. A second contribution of A is stored before the restart."""
+    desk = Desk(JOINED)
     rows = {who: desk.beat(who, NOTHING, 0, 0.0) for who in (A, B)}
     for who in (A, B):
         desk.push(who, rows[who].first(4))
     desk.commit(1.0)
     stored = desk.push(A, (rows[A] - rows[A].first(4)).first(4), sequence=2)
-    return Desk(coordinator.start(JOINED, desk.state.view, [stored], 100.0, founded=False)), rows
-
-
-def test_one_stored_contribution_is_no_whole_quorum_of_a_new_epoch():
-    desk, rows = restarted()
-    _, merge, _ = coordinator.tick(desk.state, 101.0)
-    assert merge is None and desk.state.live == {"a", "b"}
+    restarted = coordinator.start(JOINED, desk.state.view, [stored], 100.0, founded=False)
+    desk = Desk(state=restarted)
+    assert desk.tick(101.0) is None and desk.state.live == {"a", "b"}
     desk.beat(B, NOTHING, 80, 102.0, base=1)
     desk.push(B, (rows[B] - rows[B].first(4)).first(4), now=103.0, sequence=2)
-    _, merge, _ = coordinator.tick(desk.state, 104.0)
-    assert merge is not None and (merge.share, len(merge.decisions)) == (1.0, 2)
-
-
-def test_who_does_not_come_back_is_awaited_for_one_lease_time():
-    desk, _ = restarted()
-    desk.state, merge, _ = coordinator.tick(desk.state, 100 + JOINED.lease_seconds - 1)
-    assert merge is None
-    desk.state, merge, _ = coordinator.tick(desk.state, 100 + JOINED.lease_seconds)
-    assert merge is not None and len(merge.decisions) == 1
+    merge = desk.tick(104.0)
+    assert (merge.share, len(merge.decisions)) == (1.0, 2)
+    desk = Desk(state=restarted)
+    assert desk.tick(100 + JOINED.lease_seconds - 1) is None
+    assert len(desk.tick(100 + JOINED.lease_seconds).decisions) == 1
 
 
 @pytest.mark.parametrize("decided", [0, 2])
-def test_a_push_before_its_turn_is_refused(decided):
-    """Its verdict would stand for the one left out, too: accepted later, that one would never be counted."""
-    desk = Desk(coordinator.start(JOINED, View.of(genesis(JOINED)), [], 0.0, founded=True))
+def test_push_out_of_order_is_refused(decided):
+    """Its verdict would also stand for the skipped push, which would never be counted."""
+    desk = Desk(JOINED)
     for sequence in range(1, decided + 1):
         rows = desk.beat(A, NOTHING, 0, float(sequence), base=desk.state.view.version)
         desk.push(A, rows.first(4), sequence=sequence)
         desk.commit(float(sequence))
     rows = desk.beat(A, NOTHING, 0, 3.0, base=desk.state.view.version)
-    next_one = Identity(A, decided + 1)
-    header = Header(next_one, "run", decided, rows.first(4), 40, 1, "plain", 1.0, True, ("d",))
+    following = Identity(A, decided + 1)
+    header = Header(following, "run", decided, rows.first(4), 40, 1, "plain", 1.0, True, ("d",))
     for sequence in (decided + 2, decided + 9):
         state, answer = coordinator.push(desk.state, replace(header, identity=Identity(A, sequence)))
         assert state == desk.state
@@ -65,15 +98,118 @@ def test_a_push_before_its_turn_is_refused(decided):
     assert coordinator.push(desk.state, header)[1] == StoreHeader(header)
 
 
-def test_the_more_members_the_less_each_says():
-    desk = Desk(coordinator.start(JOINED, View.of(genesis(JOINED)), [], 0.0, founded=True))
-    most = JOINED.lease_seconds / 2  # a new coordinator listens for one lease time: to each of them twice
-    for members, pause in ((1, 1 / 400), (400, 1.0), (4000, 10.0), (20_000, most)):
-        leases = {
-            replace(A, name=f"{number:032x}"): Lease(NOTHING, 20.0, 0, None, NOTHING) for number in range(members)
-        }
-        state = replace(desk.state, leases=leases)
-        said = Beat(next(iter(leases)), JOINED.digests, True, 0, NOTHING, NOTHING, None, None, 0)
-        state, answer = coordinator.beat(state, said, 1.0)
-        assert answer.pause == pytest.approx(pause)
-        assert state.leases[said.incarnation].until == 1.0 + max(JOINED.lease_seconds, 3 * answer.pause)
+@pytest.mark.parametrize(
+    ("members", "pause"), [(1, 1 / 400), (400, 1.0), (4000, 10.0), (20_000, JOINED.lease_seconds / 2)]
+)
+def test_more_members_send_fewer_heartbeats_each(members, pause):
+    """But at least two in a lease time: a new coordinator listens that long."""
+    leases = {replace(A, name=f"{number:032x}"): Lease(NOTHING, 20.0, 0, None, NOTHING) for number in range(members)}
+    beat = Beat(next(iter(leases)), JOINED.digests, True, 0, NOTHING, NOTHING, None, None, 0)
+    state, answer = coordinator.beat(replace(Desk(JOINED).state, leases=leases), beat, 1.0)
+    assert answer.pause == pytest.approx(pause)
+    assert state.leases[beat.incarnation].until == 1.0 + max(JOINED.lease_seconds, 3 * answer.pause)
+
+
+# The place of every token.
+
+
+def test_token_from_its_training_to_its_commit():
+    desk = Desk()
+    first = desk.beat(A, NOTHING, 0, 0.0).first(8)
+    second = desk.beat(B, NOTHING, 0, 0.0)
+    assert desk.tokens(0.0) == Tokens(0, 0, 0, 0, 0) and summary(desk.state, 0.0).phase == "waiting for pushes"
+    desk.beat(A, first.first(4), 40, 1.0)
+    assert desk.tokens(1.0) == Tokens(40, 0, 0, 40, 0)
+    desk.push(A, first.first(4))  # leased and contributed, but outstanding once
+    assert desk.tokens(1.0) == Tokens(40, 0, 0, 40, 0)
+    desk.beat(B, second.first(6), 60, 2.0)
+    seen = summary(desk.state, 3.0)
+    assert seen.tokens == Tokens(100, 0, 0, 100, 0) and "1 of 2 live members have pushed" in seen.phase
+    assert seen.leased == (A, B)
+    desk.commit(8.0)
+    assert desk.tokens(8.0) == Tokens(100, 40, 0, 60, 0)
+    desk.beat(A, NOTHING, 40, 15.0, base=1)
+    desk.tick(2.0 + TERMS.lease_seconds)  # B sends no heartbeat any more
+    seen = summary(desk.state, 22.0)
+    assert seen.tokens == Tokens(100, 40, 0, 0, 60) and seen.leased == (A,)
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_dropped_tokens_are_not_lost(reported):
+    """Also when a contribution arrives before its member's next report."""
+    desk = Desk()
+    rows = desk.beat(A, NOTHING, 0, 0.0)
+    desk.beat(B, NOTHING, 0, 0.0)
+    if reported:
+        desk.beat(A, rows.first(4), 40, 1.0)
+    desk.push(A, rows.first(4), finite=False)
+    assert desk.tokens(1.0) == Tokens(40, 0, 0, 40, 0)
+    desk.commit(8.0)
+    assert desk.tokens(8.0) == Tokens(40, 0, 40, 0, 0)
+
+
+def test_stored_contribution_of_a_dead_member_is_not_lost():
+    """The next coordinator finds its header."""
+    desk = Desk()
+    rows = desk.beat(B, NOTHING, 0, 0.0)
+    desk.beat(B, rows.first(6), 60, 1.0)
+    stored = desk.push(B, rows.first(4))
+    seen = summary(coordinator.start(TERMS, desk.state.view, [stored], 5.0, founded=False), 6.0)
+    assert seen.tokens == Tokens(40, 0, 0, 40, 0) and seen.leased == () and seen.recovering
+    assert seen.phase == f"recovering: members report what they hold, for another {TERMS.lease_seconds - 1:.0f} s"
+
+
+def test_summary_names_a_merge_under_way_and_the_end():
+    desk = Desk()
+    desk.beat(B, NOTHING, 0, 0.0)
+    desk.push(A, desk.beat(A, NOTHING, 0, 0.0).first(4))
+    merge = desk.tick(100.0)
+    assert summary(desk.state, 100.0).phase == f"merging commit 1: {merge.reason}"
+    world = World(seed=1)
+    world.run()
+    [made] = world.coordinators.values()
+    seen = summary(made.state, world.engine.now)
+    assert seen.phase == "all rows are counted" and seen.tokens.outstanding == 0
+    assert seen.version == len(world.ledger.records) - 1
+
+
+class CheckedWorld(World):
+    """A swarm whose coordinators are checked before every step of every process."""
+
+    def check(self):
+        for made in self.coordinators.values():
+            state, tokens = made.state, summary(made.state, self.engine.now).tokens
+            headers = [*(header for header, _ in state.pending.values()), *state.storing.values()]
+            held = Rows.union([holder.rows for holder in (*state.leases.values(), *headers)])
+            assert state.taken == held | state.view.spent
+            assert state.room == self.horizon - len(state.view.counted) - len(held - state.view.spent)
+            assert tokens.processed == tokens.applied + tokens.dropped + tokens.outstanding + tokens.lost
+            assert min(tokens.applied, tokens.dropped, tokens.outstanding, tokens.lost) >= 0
+            assert tokens.processed <= 10 * sum(self.processed.values())
+            records = self.ledger.records[: state.view.version + 1]
+            decisions = [decision for record in records for decision in record.decisions]
+            for fate, found in (("applied", tokens.applied), ("dropped", tokens.dropped)):
+                assert found == sum(decision.tokens for decision in decisions if decision.fate == fate)
+
+    def final_tokens(self) -> Tokens:
+        self.run()
+        [made] = self.coordinators.values()
+        return summary(made.state, self.engine.now).tokens
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**9), cycle=st.integers(1, 4), race_at=st.none() | st.floats(1, 30))
+def test_tokens_balance_and_taken_rows_have_an_owner_at_every_step(seed, cycle, race_at):
+    faults = Faults(lost=0.1, twice=0.2)
+    CheckedWorld(seed, cycle=cycle, faults=faults, random_kills=6, lost_payloads=2, race_at=race_at, poison={3}).run()
+
+
+def test_tokens_are_lost_only_by_faults():
+    assert CheckedWorld(seed=0, cycle=3, horizon=36).final_tokens() == Tokens(360, 360, 0, 0, 0)
+    lost = []
+    for seed in range(5):
+        world = CheckedWorld(seed=seed, random_kills=6, lost_payloads=2, faults=Faults(lost=0.1, twice=0.1))
+        tokens = world.final_tokens()
+        assert tokens.outstanding == 0 and tokens.lost <= 10 * sum(world.processed.values()) - tokens.applied
+        lost.append(tokens.lost)
+    assert max(lost) > 0

@@ -1,4 +1,4 @@
-"""Arrays on disk: the safetensors library reads them, damage is found, memory maps stay maps."""
+"""Arrays on disk: safetensors files by their digest, mapped into memory, with damage found."""
 
 import hashlib
 import mmap
@@ -6,8 +6,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.swarm.chains import flip_bit
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.quantize import Quantized, encode
 from tpuswarm.swarm.core.values import Identity, Incarnation
@@ -42,12 +44,6 @@ def objects(store):
     return Objects(store)
 
 
-def is_mapped(array: np.ndarray) -> bool:
-    while isinstance(array, np.ndarray):
-        array = array.base
-    return isinstance(array, mmap.mmap)
-
-
 arrays = st.builds(
     lambda shape, seed: np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32).view(np.float32),
     st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
@@ -57,22 +53,15 @@ arrays = st.builds(
 
 @given(st.dictionaries(st.sampled_from(["s", "scales", "array", "ä"]), arrays), st.binary(max_size=9))
 def test_bytes_are_those_of_the_safetensors_library(floats, codes):
-    these = {**floats, "codes": np.frombuffer(codes, np.uint8)}
-    data = tensors.encode(these)
-    assert data == safetensors.numpy.save(these)
-    assert tensors.digest(these) == hashlib.sha256(data).hexdigest()
+    given_arrays = {**floats, "codes": np.frombuffer(codes, np.uint8)}
+    data = tensors.encode(given_arrays)
+    assert data == safetensors.numpy.save(given_arrays)
+    assert tensors.digest(given_arrays) == hashlib.sha256(data).hexdigest()
     back = tensors.decode(data)
-    assert back.keys() == these.keys()
-    for name, array in these.items():
+    assert back.keys() == given_arrays.keys()
+    for name, array in given_arrays.items():
         assert (back[name].shape, back[name].dtype) == (array.shape, array.dtype)
         assert back[name].tobytes() == array.tobytes() and not back[name].flags.writeable
-
-
-def test_arrays_that_are_not_contiguous_are_stored_in_order(tmp_path):
-    array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    objects = Objects(Store(tmp_path))
-    for odd in (array.T, array[:, 1:3], array[::-1]):
-        np.testing.assert_array_equal(objects.get_array(objects.put_array(odd), odd.shape), odd)
 
 
 def test_arrays_come_back_by_their_digest(objects):
@@ -83,38 +72,22 @@ def test_arrays_come_back_by_their_digest(objects):
     back = objects.get_array(digest, (2, 5000))
     assert back.tobytes() == array.tobytes() and not back.flags.writeable
     assert objects.get_array(digest).shape == (2, 5000)
+    for strided in (array.T, array[:, 1:3], array[::-1]):
+        back = objects.get_array(objects.put_array(strided), strided.shape)
+        np.testing.assert_array_equal(back, strided)
 
 
-def test_local_arrays_are_maps_and_outlive_their_names(tmp_path):
-    objects = Objects(Store(tmp_path))
-    digest = objects.put_array(np.ones(9, np.float32))
-    back = objects.get_array(digest, (9,))
-    (payload,) = objects.get_payload(ME, 0, objects.put_payload(ME, 0, PAYLOADS[0])).values()
-    assert is_mapped(back) and is_mapped(payload)
-    objects.put_array(np.ones(9, np.float32))
-    (tmp_path / object_name(digest)).unlink()
-    assert back.sum() == 9
-
-
-def test_an_array_written_in_pieces_is_the_same_object(objects):
-    array = np.random.default_rng(1).standard_normal((2, 1000)).astype(np.float32)
-    with objects.writing_array((2, 1000)) as (out, finish):
-        for start in range(0, 1000, 300):
-            out[:, start : start + 300] = array[:, start : start + 300]
+@pytest.mark.parametrize("shape", [(2, 1000), (1,), (0,), (2, 0)])
+def test_array_written_in_pieces_is_the_same_object(objects, shape):
+    array = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    with objects.writing_array(shape) as (out, finish):
+        for start in range(0, shape[-1], 300):
+            out[..., start : start + 300] = array[..., start : start + 300]
         digest = finish()
         with pytest.raises(ValueError, match="read-only"):
-            out[0, 0] = 0
+            out[:] = 0
     assert digest == array_digest(array)
-    assert objects.get_array(digest, (2, 1000)).tobytes() == array.tobytes()
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 0), (1,)])
-def test_small_and_empty_arrays(objects, shape):
-    with objects.writing_array(shape) as (out, finish):
-        out[:] = 1
-        digest = finish()
-    assert digest == objects.put_array(np.ones(shape, np.float32))
-    assert objects.get_array(digest, shape).shape == shape
+    assert objects.get_array(digest, shape).tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -134,7 +107,21 @@ def test_codes_written_in_pieces_are_the_same_object(objects, bits):
         objects.get_update(objects.put_array(np.ones(3, np.float32)), 3)
 
 
-def test_what_is_not_finished_is_not_there(tmp_path):
+def test_arrays_in_a_folder_are_maps_that_outlive_their_files(tmp_path):
+    objects = Objects(Store(tmp_path))
+    digest = objects.put_array(np.ones(9, np.float32))
+    array = objects.get_array(digest, (9,))
+    (payload,) = objects.get_payload(ME, 0, objects.put_payload(ME, 0, PAYLOADS[0])).values()
+    for base in (array, payload):
+        while isinstance(base, np.ndarray):
+            base = base.base
+        assert isinstance(base, mmap.mmap)
+    objects.put_array(np.ones(9, np.float32))
+    (tmp_path / object_name(digest)).unlink()
+    assert array.sum() == 9
+
+
+def test_unfinished_array_leaves_no_file(tmp_path):
     objects = Objects(Store(tmp_path))
     with pytest.raises(KeyError), objects.writing_array((10,)) as (out, _):
         out[:] = 1
@@ -142,34 +129,25 @@ def test_what_is_not_finished_is_not_there(tmp_path):
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_payloads_come_back(objects, payload):
-    digest = objects.put_payload(ME, 2, payload)
-    assert digest == objects.put_payload(ME, 2, payload) == tensors.digest(payload)
-    back = objects.get_payload(ME, 2, digest)
-    assert back.keys() == payload.keys()
-    for name, array in payload.items():
-        assert back[name].dtype == array.dtype
-        np.testing.assert_array_equal(back[name], array)
-
-
-def test_another_payload_of_the_same_identity_is_refused(objects):
-    digest = objects.put_payload(ME, 0, PAYLOADS[0])
-    with pytest.raises(
-        Conflict, match=r"payloads/m-1.eu_west/(ab){16}/3-0.safetensors is already stored with other bytes"
-    ):
+def test_payloads_come_back_and_are_never_replaced(objects):
+    for number, payload in enumerate(PAYLOADS):
+        digest = objects.put_payload(ME, number, payload)
+        assert digest == objects.put_payload(ME, number, payload) == tensors.digest(payload)
+        back = objects.get_payload(ME, number, digest)
+        assert back.keys() == payload.keys()
+        for name, array in payload.items():
+            assert back[name].dtype == array.dtype
+            np.testing.assert_array_equal(back[name], array)
+    with pytest.raises(Conflict, match=r"payloads/m-1.eu_west/(ab){16}/3-0.safetensors is already stored with other"):
         objects.put_payload(ME, 0, {"s": np.zeros(7, np.float32)})
-    np.testing.assert_array_equal(objects.get_payload(ME, 0, digest)["s"], PAYLOADS[0]["s"])
-
-
-def test_what_is_missing_is_named(objects):
+    np.testing.assert_array_equal(objects.get_payload(ME, 0, tensors.digest(PAYLOADS[0]))["s"], PAYLOADS[0]["s"])
+    with pytest.raises(Missing, match=r"payloads/m-1.eu_west/(ab){16}/3-9.safetensors is missing"):
+        objects.get_payload(ME, 9, "0123")
     with pytest.raises(Missing, match=r"objects/0123\.safetensors is missing"):
         objects.get_array("0123", (1,))
-    with pytest.raises(Missing, match=r"payloads/m-1.eu_west/(ab){16}/3-1.safetensors is missing"):
-        objects.get_payload(ME, 1, "0123")
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int8, np.int32, bool])
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int8, bool])
 def test_other_dtypes_are_refused(tmp_path, dtype):
     objects = Objects(Store(tmp_path))
     with pytest.raises(ValueError, match="shares float32"):
@@ -183,13 +161,12 @@ def test_other_dtypes_are_refused(tmp_path, dtype):
     ("content", "words"),
     [
         ({"array": np.zeros(3, np.uint8)}, r"it holds array uint8\[3\], not float32\[3\]"),
-        ({"array": np.zeros((1, 3), np.float32)}, r"it holds array float32\[1, 3\], not float32\[3\]"),
         ({"other": np.zeros(3, np.float32)}, r"it holds other float32\[3\], not float32\[3\]"),
         ({"array": np.zeros(3, np.float32), "b": np.zeros(1, np.float32)}, "it holds array .*, b .*, not"),
         ({}, "it holds nothing, not"),
     ],
 )
-def test_other_arrays_than_expected_are_named(tmp_path, content, words):
+def test_unexpected_arrays_are_named(tmp_path, content, words):
     store = Store(tmp_path)
     digest = tensors.digest(content)
     store.put(object_name(digest), tensors.encode(content))
@@ -200,7 +177,8 @@ def test_other_arrays_than_expected_are_named(tmp_path, content, words):
         Objects(store).get_payload(ME, 0, digest)
 
 
-def test_what_this_process_wrote_or_read_is_hashed_once(tmp_path, monkeypatch):
+def test_process_hashes_each_file_once(tmp_path, monkeypatch):
+    """As long as the file cannot have changed since; what this process wrote is not hashed at all."""
     whole, hashed = hashlib.file_digest, []
     monkeypatch.setattr("hashlib.file_digest", lambda file, name: hashed.append(file.name) or whole(file, name))
     objects, array = Objects(Store(tmp_path)), np.arange(40, dtype=np.float32)
@@ -209,13 +187,13 @@ def test_what_this_process_wrote_or_read_is_hashed_once(tmp_path, monkeypatch):
         objects.get_array(digest), objects.get_payload(ME, 0, payload)
     assert hashed == []
     objects.check(digest)
-    assert len(hashed) == 1, "whoever verifies means it"
+    assert len(hashed) == 1, "check always hashes"
     other = Objects(Store(tmp_path))  # as after a restart
     for _ in range(2):
         other.get_array(digest)
     assert len(hashed) == 2
     file = tmp_path / object_name(digest)
-    file.write_bytes(file.read_bytes())  # somebody else's, of this moment: it may still change without a trace
+    os.utime(file, (time.time() + 3600,) * 2)  # as if just written by another process: it may still change unnoticed
     for count in (3, 4):
         other.get_array(digest)
         assert len(hashed) == count
@@ -225,41 +203,36 @@ def test_what_this_process_wrote_or_read_is_hashed_once(tmp_path, monkeypatch):
     assert len(hashed) == 5
 
 
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
-    objects = Objects(Store(tmp_path))
-    digest = objects.put_array(np.arange(40, dtype=np.float32))
-    payload = objects.put_payload(ME, 0, PAYLOADS[1])
-    reads: list[tuple[str, Callable]] = [
+def test_any_flipped_bit_and_torn_file_is_found(tmp_path):
+    objects, array = Objects(Store(tmp_path)), np.arange(40, dtype=np.float32)
+    digest, payload = objects.put_array(array), objects.put_payload(ME, 0, PAYLOADS[1])
+    for name, read in [
         (object_name(digest), lambda: objects.get_array(digest, (40,))),
         (payload_name(ME, 0), lambda: objects.get_payload(ME, 0, payload)),
-    ]
-    for name, read in reads:
+    ]:
         file = tmp_path / name
         whole = file.read_bytes()
-        for bit in random.Random(0).sample(range(len(whole) * 8), 300):
-            torn = bytearray(whole)
-            torn[bit // 8] ^= 1 << bit % 8
-            file.write_bytes(torn)
+        damages = [partial(flip_bit, file, bit) for bit in random.Random(0).sample(range(len(whole) * 8), 200)]
+        damages += [partial(file.write_bytes, whole[:length]) for length in (0, 5, 8, 40, 71, -1)]
+        for damage in damages:
+            damage()
             with pytest.raises(Corrupt, match=f"{name} in .* is damaged: its bytes have the digest"):
                 read()
-        file.write_bytes(whole)
+            file.write_bytes(whole)
         read()
-
-
-@pytest.mark.parametrize("length", [0, 5, 8, 40, 71, -1])
-def test_a_torn_file_is_found(tmp_path, length):
-    objects = Objects(Store(tmp_path))
-    digest = objects.put_array(np.arange(40, dtype=np.float32))
-    file = tmp_path / object_name(digest)
-    file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(Corrupt, match="its bytes have the digest"):
-        objects.get_array(digest, (40,))
-    objects.put_array(np.arange(40, dtype=np.float32))  # written again, it is whole again
+    (tmp_path / object_name(digest)).write_bytes(b"torn")
+    objects.put_array(array)
     assert objects.get_array(digest, (40,)).sum() == 780
 
 
 def header(text: bytes, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: bytes = b"F32", shape: bytes = b"[1]", end: bytes = b"4", data: bytes = b"1234") -> bytes:
+    """A file with one array, whose header is padded to a multiple of 8 bytes."""
+    text = b'{"a":{"dtype":"%s","shape":%s,"data_offsets":[0,%s]}}' % (dtype, shape, end)
+    return header(text + b" " * (-len(text) % 8), data)
 
 
 @pytest.mark.parametrize(
@@ -269,70 +242,39 @@ def header(text: bytes, data: bytes = b"") -> bytes:
         b"1234567",
         (2**63).to_bytes(8, "little") + b"{}",
         header(b" " * 2**17),
-        header(b"not json"),
         header(b"[]"),
         header(b"[" * 60000),
         header(b'{"a":1}  '),
-        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234"),  # not aligned
-        header(b'{"a":{"dtype":"F64","shape":[1],"data_offsets":[0,8]}}  ', b"12345678"),
-        header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}  ', b"1234"),
-        header(b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,-4]}}', b"1234"),
-        header(b'{"a":{"dtype":"F32","shape":[-1,-1],"data_offsets":[0,4]}}      ', b"1234"),
-        header(b'{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4.0]}}      ', b"1234"),
-        header(b'{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}       ', b"1234"),
-        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}  ', b"12345678"),
-        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}  ', b"123"),
-        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}  ', b"12345"),
-        header(b'{"a":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}  ', b"1234"),
         header(b'{"__metadata__":{"x":"y"}}      '),
+        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234"),  # not aligned
+        header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}  ', b"12345678"),
+        entry(dtype=b"F64", end=b"8", data=b"12345678"),
+        entry(shape=b"[2]"),
+        entry(shape=b"[-1]", end=b"-4"),
+        entry(shape=b"[-1,-1]"),
+        entry(shape=b"[1.0]", end=b"4.0"),
+        entry(shape=b"[true]"),
+        entry(data=b"12345"),
+        entry(shape=b"[1099511627776]", end=b"4398046511104"),
     ],
 )
-def test_bytes_that_are_no_arrays_are_refused_in_words(data):
+def test_other_bytes_are_refused(data):
     with pytest.raises(ValueError, match=r"^(it|its header) (is|has|none)"):
         tensors.decode(data)
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused(data):
+def test_random_bytes_are_read_or_refused(data):
     with suppress(ValueError):
         tensors.decode(header(data[:100], data[100:]))
 
 
-@pytest.mark.parametrize(
-    "member", ["", ".", "..", "../x", "a/b", "-a", ".a", "a b", "ä", "a\n", "a" * 65, "a#1", "a\0"]
-)
-def test_names_of_members_that_are_no_names_of_files_are_refused(tmp_path, member):
+@pytest.mark.parametrize("member", ["", ".", "..", "../x", "a/b", "-a", ".a", "a b", "ä", "a\n", "a" * 65, "a#1"])
+def test_member_names_that_are_no_file_names_are_refused(tmp_path, member):
     with pytest.raises(InputError, match="cannot be the name of a member: use 1 to 64 letters"):
         Objects(Store(tmp_path)).put_payload(Identity(Incarnation(member, "ab"), 1), 0, PAYLOADS[0])
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("member", ["a", "0", "v5e-16.us-east1_b", "A" * 64])
-def test_names_of_members(member):
-    assert checked_member(member) == member
-
-
-FULL = """
-import sys
-from pathlib import Path
-from tpuswarm.errors import RunFailed
-from tpuswarm.swarm.storage.objects import Objects
-from tpuswarm.swarm.storage.store import Store
-objects = Objects(Store(sys.argv[1]))
-try:
-    with objects.writing_array((2_000_000,)) as (out, finish):
-        out[:] = 1
-        finish()
-except RunFailed as error:
-    print(error)
-print(sum(path.is_file() for path in Path(sys.argv[1]).rglob("*")))
-"""
-
-
-def test_a_disk_that_fills_up_is_a_sentence_and_no_bus_error(on_small_disk):
-    message, left = on_small_disk(FULL)
-    assert "could not be written: the disk is full; make room" in message
-    assert left == "0"
+    assert checked_member("v5e-16.us-east1_b") and checked_member("A" * 64)
 
 
 LARGE = """
@@ -355,7 +297,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_memory_needed_for_reading_does_not_grow_with_the_array(tmp_path):
-    """A file of 256 MiB, nearly all hole, is checked and mapped within 8 MiB."""
+def test_reading_needs_little_memory_at_any_size(tmp_path):
+    """A sparse file of 256 MiB is checked and mapped within 8 MiB."""
     done = subprocess.run([sys.executable, "-c", LARGE, str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 8 * 1024

@@ -1,4 +1,4 @@
-"""Quantization: nearest codes, exact error feedback, and the same bits from NumPy and from JAX."""
+"""Quantization: nearest codes, exact error feedback, the same bits from NumPy and from JAX."""
 
 from fractions import Fraction
 from functools import partial
@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpuswarm.swarm.core.arithmetic.quantize import BLOCK, LEAST, Quantized, decode, encode, feedback
+from tpuswarm.swarm.core.arithmetic.quantize import BLOCK, LEAST, decode, encode, feedback
 
 all_bits = pytest.mark.parametrize("bits", [2, 4, 8])
 seeds = st.integers(0, 2**32 - 1)
-sizes = st.sampled_from([0, 1, 255, 256, 257, 1000])  # few, so that few programs are compiled
+sizes = st.sampled_from([0, 256, 1000])  # few, because each is compiled
 
 
 def vector(seed: int, size: int) -> np.ndarray:
-    """Of many magnitudes, with zeros of both signs, subnormal numbers and, in places, blocks of zeros."""
+    """Numbers of many magnitudes, zeros of both signs, subnormal numbers, sometimes only zeros."""
     random = np.random.default_rng(seed)
     x = random.standard_normal(size) * 10.0 ** random.uniform(-12, 6, size) * 10.0 ** random.uniform(-30, 6)
     x = np.where(random.random(size) < 0.1, random.choice([0.0, -0.0, 1e-40], size), x)
@@ -43,7 +43,7 @@ def same_bits(a, b) -> bool:
 @all_bits
 @given(seed=seeds, size=st.integers(0, 700))
 @settings(max_examples=25)
-def test_codes_are_the_nearest_ones_of_a_scale_of_16_bits(bits, seed, size):
+def test_codes_are_the_nearest_of_a_16_bit_scale(bits, seed, size):
     x = vector(seed, size)
     codes, scales = encode(x, bits)
     top, width = 2 ** (bits - 1) - 1, BLOCK * bits // 8
@@ -62,18 +62,16 @@ def test_codes_are_the_nearest_ones_of_a_scale_of_16_bits(bits, seed, size):
             code = stored - top
             assert abs(code) <= top
             # A quotient is rounded to float32 before it is rounded to a code.
-            assert abs(value / Fraction(scale) - code) <= Fraction(1, 2) + abs(code) * Fraction(1, 2**23) + Fraction(
-                1, 2**8
-            )
+            rounding = abs(code) * Fraction(1, 2**23) + Fraction(1, 2**8)
+            assert abs(value / Fraction(scale) - code) <= Fraction(1, 2) + rounding
             assert Fraction(float(decoded[block * BLOCK + at])) == code * Fraction(scale)
 
 
 @all_bits
 @given(seed=seeds, size=sizes)
 @settings(max_examples=25)
-def test_feedback_is_exact_and_no_compiler_changes_a_bit(bits, seed, size):
+def test_feedback_is_exact_and_the_compiler_changes_no_bit(bits, seed, size):
     x = vector(seed, size)
-
     codes, scales, decoded, rest = map(np.asarray, fused(x, bits))
     assert same_bits(decoded, decode(codes, scales, size, bits))
     assert same_bits(rest, feedback(x, codes, scales, bits))
@@ -82,43 +80,6 @@ def test_feedback_is_exact_and_no_compiler_changes_a_bit(bits, seed, size):
     assert np.array_equal(decoded.astype(np.float64) + rest, x)
     base = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
     assert same_bits(rebuilt(base, codes, scales, bits), base - decode(codes, scales, size, bits))
-
-
-@all_bits
-@given(seed=seeds)
-@settings(max_examples=20)
-def test_a_part_decodes_as_in_the_whole_and_a_repeat_has_the_same_bits(bits, seed):
-    x = vector(seed, 1000)
-    codes, scales = encode(x, bits)
-    again, scales_again = encode(x.copy(), bits)
-    assert same_bits(codes, again) and same_bits(scales, scales_again)
-    whole = decode(codes, scales, 1000, bits)
-    for start, stop in [(0, 256), (256, 1000), (512, 600), (768, 768)]:
-        room = np.empty(BLOCK * 4, np.float32)
-        assert same_bits(Quantized(codes, scales, bits).decode(start, stop, room), whole[start:stop])
-
-
-@all_bits
-def test_error_feedback_telescopes_and_without_it_small_deltas_are_lost(bits):
-    """Applied + residual = the sum of the true deltas, up to the rounding of delta + feedback."""
-    random = np.random.default_rng(bits)
-    pushes, size = 200, 600
-    deltas = (random.standard_normal((pushes, size)) * 1e-3).astype(np.float32)
-    deltas[:, ::BLOCK] = 1.0  # sets the scale of its block: all the others are below half a step
-    small = np.arange(size) % BLOCK != 0
-    if bits == 8:
-        deltas[:, small] = np.clip(deltas[:, small], -0.003, 0.003)
-    rest = np.zeros(size, np.float32)
-    applied, plain = np.zeros(size), np.zeros(size)
-    for delta in deltas:
-        x = delta + rest
-        codes, scales = encode(x, bits)
-        rest = feedback(x, codes, scales, bits)
-        applied += decode(codes, scales, size, bits)
-        plain += decode(*encode(delta, bits), size, bits)
-    true = deltas.sum(axis=0, dtype=np.float64)
-    np.testing.assert_allclose(applied + rest, true, rtol=0, atol=pushes * 2.0**-24)
-    assert not plain[small].any() and np.abs(true[small]).max() > 0.01
 
 
 def test_other_numbers_of_bits_are_refused():

@@ -1,4 +1,4 @@
-"""Arrays in and out, against NumPy and the addresses of the memory; torch itself: tests/oracle/test_torch_arrays.py."""
+"""Arrays in and out, against NumPy and memory addresses; with torch itself: tests/oracle/test_torch_arrays.py."""
 
 import sys
 
@@ -14,7 +14,7 @@ from tpuswarm.train.program.mesh import make_mesh
 
 
 class Foreign:
-    """An array of a library that shares nothing with NumPy but DLPack."""
+    """An array of a library that shares only DLPack with NumPy."""
 
     def __init__(self, array):
         self.array = array
@@ -27,44 +27,44 @@ class Foreign:
 
 
 class Tensor(Foreign):
-    """A torch tensor as seen from outside: it refuses to be exported while it follows gradients."""
+    """Like a torch tensor: it refuses to be exported while it requires gradients."""
 
-    def __init__(self, array, follows=True, device=(1, 0)):
+    def __init__(self, array, requires_grad=True, device=(1, 0)):
         super().__init__(array)
-        self.follows, self.device = follows, device
+        self.requires_grad, self.device = requires_grad, device
 
     def detach(self):
         return Tensor(self.array, False, self.device)
 
     def contiguous(self):
-        return Tensor(np.ascontiguousarray(self.array), self.follows, self.device)
+        return Tensor(np.ascontiguousarray(self.array), self.requires_grad, self.device)
 
     def cpu(self):
-        return Tensor(self.array, self.follows)
+        return Tensor(self.array, self.requires_grad)
 
     def __dlpack_device__(self):
         return self.device
 
     def __dlpack__(self, **options):
-        if self.follows:
+        if self.requires_grad:
             raise BufferError("can't export tensors that require gradient")
         assert self.device == (1, 0)
         return super().__dlpack__(**options)
 
 
-def aligned(shape, dtype=np.float32):
-    """An array at a multiple of 64 bytes, as torch's and memory maps are."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+def aligned(shape):
+    """float32 zeros at a multiple of 64 bytes, as torch's arrays and memory maps are."""
+    size = int(np.prod(shape)) * 4
     memory = np.zeros(size + 64, np.uint8)
     first = -memory.ctypes.data % 64
-    return memory[first : first + size].view(dtype).reshape(shape)
+    return memory[first : first + size].view(np.float32).reshape(shape)
 
 
 @pytest.mark.parametrize(
     "dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.int8, np.uint32, np.int32, bool, np.complex64]
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (5, 3)])
-def test_there_and_back_is_the_same_array(dtype, shape):
+def test_round_trip_returns_the_same_array(dtype, shape):
     array = np.arange(np.prod(shape), dtype=np.int32).reshape(shape).astype(dtype)
     there = to_jax({"a": [array, 1.5]})
     back = to_numpy(there)
@@ -73,35 +73,30 @@ def test_there_and_back_is_the_same_array(dtype, shape):
     np.testing.assert_array_equal(back["a"][0], array)
 
 
-def test_no_copy_where_memory_can_be_shared():
-    array = aligned((64, 3))
-    theirs = aligned((64, 3))
+def test_memory_is_shared_where_possible():
+    array, theirs = aligned((64, 3)), aligned((64, 3))
     taken = to_jax({"numpy": array, "dlpack": Foreign(theirs)})
     assert taken["numpy"].unsafe_buffer_pointer() == array.ctypes.data
     assert taken["dlpack"].unsafe_buffer_pointer() == theirs.ctypes.data
     assert to_numpy(taken)["numpy"].ctypes.data == array.ctypes.data
 
 
-@pytest.mark.parametrize(
-    "view",
-    [lambda a: a.T, lambda a: a[::2, 1:], lambda a: a[:, ::-1], lambda a: np.broadcast_to(a[0], (4, 6))],
-    ids=["transposed", "strided", "reversed", "broadcast"],
-)
-def test_views_keep_their_values(view):
-    array = view(np.arange(24, dtype=np.float32).reshape(4, 6))
-    np.testing.assert_array_equal(to_jax(array), array)
-    np.testing.assert_array_equal(to_jax(Tensor(array)), array)
+def test_views_keep_their_values():
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for view in (array.T, array[::2, 1:], array[:, ::-1], np.broadcast_to(array[0], (4, 6))):
+        np.testing.assert_array_equal(to_jax(view), view)
+        np.testing.assert_array_equal(to_jax(Tensor(view)), view)
 
 
-def test_what_was_taken_goes_to_the_devices_of_a_step(devices):
-    # jax.dlpack.from_dlpack alone binds the array to the first device, and this call is refused
-    mesh = make_mesh(devices)
-    split = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, PartitionSpec("data")))
-    taken = to_jax(Foreign(aligned((8,))))
-    np.testing.assert_array_equal(jax.jit(jnp.add)(taken, split), np.ones(8))
+def test_foreign_array_is_not_bound_to_the_first_device_and_sharded_one_is_put_together(devices):
+    """That of jax.dlpack.from_dlpack is bound: this call would be refused."""
+    split = jax.device_put(jnp.arange(16.0), NamedSharding(make_mesh(devices), PartitionSpec("data")))
+    added = jax.jit(jnp.add)(to_jax(Foreign(aligned((16,)))), split)
+    assert len(added.devices()) == 8
+    np.testing.assert_array_equal(to_numpy(added), np.arange(16.0))
 
 
-def test_donating_what_was_taken_leaves_the_source_alone():
+def test_donating_a_converted_array_leaves_the_source_unchanged():
     array = aligned((1024,))
     jax.jit(lambda x: x + 1, donate_argnums=0)(to_jax(array)).block_until_ready()
     np.testing.assert_array_equal(array, np.zeros(1024))
@@ -116,17 +111,17 @@ def test_numpy_views_are_read_only_and_writable_ones_are_copies():
     np.testing.assert_array_equal(array, np.arange(4.0))
 
 
-def test_a_sharded_array_is_put_together(devices):
-    split = jax.device_put(jnp.arange(16.0), NamedSharding(make_mesh(devices), PartitionSpec("data")))
-    np.testing.assert_array_equal(to_numpy(split), np.arange(16.0))
-
-
-def test_arrays_of_a_device_that_jax_does_not_have_come_over_the_host():
-    np.testing.assert_array_equal(to_jax(Tensor(np.arange(3.0, dtype=np.float32), device=(2, 0))), np.arange(3.0))
+@pytest.mark.parametrize(
+    "array",
+    [Tensor(np.array([1.5, -2.0], np.float32), device=(2, 0)), np.array([1.5, -2.0], ">f8")],
+    ids=["on a device that JAX does not have", "big-endian"],
+)
+def test_arrays_that_need_a_conversion_are_read(array):
+    assert to_jax(array).tolist() == [1.5, -2.0]
 
 
 @pytest.mark.parametrize("wrap", [np.asarray, Foreign, Tensor])
-def test_64_bits_are_narrowed_only_where_nothing_is_lost(wrap):
+def test_64_bits_are_narrowed_only_without_loss(wrap):
     assert to_jax(wrap(np.array([-(2**31), 2**31 - 1]))).tolist() == [-(2**31), 2**31 - 1]
     assert to_jax(wrap(np.array([0.1, np.inf]))).dtype == jnp.float32
     with pytest.raises(InputError, match=r"^ids/0 holds 2147483648, too large for int32.*JAX_ENABLE_X64=1"):
@@ -137,36 +132,28 @@ def test_64_bits_are_narrowed_only_where_nothing_is_lost(wrap):
         assert to_jax(wrap(np.array([2**40]))).tolist() == [2**40]
 
 
-def test_big_endian_files_are_read():
-    assert to_jax(np.array([1.5, -2.0], ">f8")).tolist() == [1.5, -2.0]
-
-
 @pytest.mark.parametrize(
-    ("leaf", "says"),
+    ("convert", "leaf", "words"),
     [
-        (np.array(["a"]), r"x \(ndarray, <U1\) is not an array of numbers"),
-        (np.array([None]), r"x \(ndarray, object\) is not an array"),
-        ("word", r"x \(str, <U4\) is not an array of numbers"),
-        (Tensor(np.array(["a"])), r"x \(Tensor\) cannot be read: "),
+        (to_jax, np.array(["a"]), r"^x \(ndarray, <U1\) is not an array of numbers"),
+        (to_jax, np.array([None]), r"^x \(ndarray, object\) is not an array"),
+        (to_jax, "word", r"^x \(str, <U4\) is not an array of numbers"),
+        (to_jax, Tensor(np.array(["a"])), r"^x \(Tensor\) cannot be read: "),
+        (to_numpy, jax.random.key(0), r"^x is a random key.*key_data"),
     ],
 )
-def test_what_is_no_array_of_numbers_is_refused_by_name(leaf, says):
-    with pytest.raises(InputError, match=says):
-        to_jax({"x": leaf})
+def test_leaf_that_is_no_array_of_numbers_is_refused_by_name(convert, leaf, words):
+    with pytest.raises(InputError, match=words):
+        convert({"x": leaf})
 
 
-def test_random_keys_are_not_numbers():
-    with pytest.raises(InputError, match=r"^key is a random key.*key_data"):
-        to_numpy({"key": jax.random.key(0)})
-
-
-def test_torch_is_asked_for_and_never_imported():
+def test_torch_has_to_be_imported_by_the_user():
     assert "torch" not in sys.modules
     with pytest.raises(InputError, match="import torch"):
         to_torch(jnp.ones(3))
 
 
-def test_shapes_of_a_tree_of_arrays_or_of_shapes():
+def test_shapes_describes_arrays_and_abstract_shapes():
     def init(key):
         return {"blocks": [{"w": jax.random.normal(key, (1024, 512))}], "b": jnp.zeros((), jnp.bfloat16)}
 
@@ -175,7 +162,7 @@ def test_shapes_of_a_tree_of_arrays_or_of_shapes():
     assert shapes(to_numpy(init(jax.random.key(0)))) == expected
 
 
-def test_keys_are_made_on_the_cpu_whatever_the_default_device_is(devices):
+def test_cpu_keys_are_made_on_the_cpu_whatever_the_default_device(devices):
     with jax.default_device(devices[3]):
         keys = cpu_keys(7)
         made = [next(keys) for _ in range(3)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tpuswarm import Trainer, supervised
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.source import ArraySource, shuffled
+from tpuswarm.train.data.source import ArraySource, Repeated, shuffled, training_rows
 
 
 def flat(*place):
@@ -18,36 +18,50 @@ def flat(*place):
 
 
 @given(st.integers(0, 500), st.integers(1, 60), st.integers(1, 60), st.integers(1, 40), st.integers(0, 5))
-def test_rows_do_not_depend_on_how_they_are_cut(start, first, second, size, seed):
+def test_rows_do_not_depend_on_the_size_of_batches(start, first, second, size, seed):
     parts = flat(start, first, size, seed) + flat(start + first, second, size, seed)
     assert flat(start, first + second, size, seed) == parts
 
 
 @given(st.integers(0, 20), st.integers(1, 40), st.integers(0, 5))
-def test_an_epoch_has_every_row_once(epoch, size, seed):
+def test_epoch_has_every_row_once(epoch, size, seed):
     [(which, rows)] = shuffled(epoch * size, size, size, seed)
     assert which == epoch and sorted(rows) == list(range(size))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = {tuple(flat(epoch * 50, 50, 50, seed)) for epoch in range(4) for seed in range(4)}
-    assert len(orders) == 16
+def test_each_epoch_and_seed_has_its_own_order():
+    assert len({tuple(flat(epoch * 50, 50, 50, seed)) for epoch in range(4) for seed in range(4)}) == 16
 
 
-def test_arrays_stay_together():
-    source = ArraySource({"x": np.arange(10), "y": np.arange(10) * 2})
-    rows = source.rows(7, 25)
+def test_rows_of_several_arrays_stay_together():
+    rows = ArraySource({"x": np.arange(10), "y": np.arange(10) * 2}).rows(7, 25)
     assert np.array_equal(rows["y"], rows["x"] * 2) and len(rows["x"]) == 25
 
 
 @pytest.mark.parametrize("arrays", [{}, {"x": np.zeros(0)}, {"x": np.zeros(3), "y": np.zeros(4)}])
-def test_arrays_that_do_not_fit_are_refused(arrays):
+def test_arrays_without_a_common_number_of_rows_are_refused(arrays):
     with pytest.raises(InputError, match="number of rows"):
         ArraySource(arrays)
 
 
-def test_the_digest_of_a_memory_map_is_that_of_what_it_maps(tmp_path, monkeypatch):
-    """And its file is read once for each state that it is in."""
+def test_repeated_rows_are_the_first_of_the_order():
+    source = ArraySource({"n": np.arange(10)}, seed=1)
+    first = source.rows(0, 4)["n"].tolist()
+    again = Repeated(source, 4)
+    assert again.rows(2, 7)["n"].tolist() == (first * 3)[2:9] and again.rows_per_epoch == 4
+
+
+def test_memory_map_is_read_row_by_row(tmp_path):
+    path = tmp_path / "x"
+    np.arange(16, dtype=np.float32).tofile(path)
+    mapped = np.memmap(path, np.float32, "r", shape=(8, 2))
+    source = ArraySource({"x": mapped, "n": list(range(8))})
+    rows = source.rows(0, 8)
+    np.testing.assert_array_equal(rows["x"][:, 0], 2.0 * rows["n"])
+    assert type(rows["x"]) is np.ndarray and not source.in_memory
+
+
+def test_file_of_a_memory_map_is_digested_once_for_each_state(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
     read = []
     real = hashlib.file_digest
@@ -68,18 +82,17 @@ def test_the_digest_of_a_memory_map_is_that_of_what_it_maps(tmp_path, monkeypatc
     assert digest() != first and len(read) == 2
 
 
-def test_the_seed_of_a_run_orders_arrays_that_have_none_of_their_own(tmp_path):
-    def trained(of_run, **own):
-        def loss(params, batch, key):
-            return params["w"] * 0.0, {"row": batch["x"][0]}
+def test_seed_of_a_run_orders_arrays_without_their_own(tmp_path):
+    def loss(params, batch, key):
+        return params["w"] * 0.0, {"row": batch["x"][0]}
 
+    def recipe(**own):
         arrays = {"x": np.arange(64, dtype=np.float32)}
         data = ArraySource(arrays, **own) if own else arrays
-        made = supervised(lambda key: {"w": jnp.zeros(())}, loss, optax.sgd(0.1), data)
-        trainer = Trainer(devices=1, seed=of_run)
-        return trainer.fit(made, steps=1, batch=4, run=tmp_path / f"{of_run}-{len(own)}").metrics["row"]
+        return supervised(lambda key: {"w": jnp.zeros(())}, loss, optax.sgd(0.1), data)
 
-    usual, other = trained(None), trained(3)
-    assert usual == ArraySource({"x": np.arange(64)}, seed=0).rows(0, 1)["x"][0]
-    assert other == ArraySource({"x": np.arange(64)}, seed=3).rows(0, 1)["x"][0] != usual
-    assert trained(4, seed=0) == usual
+    orders = [ArraySource({"x": np.arange(64)}, seed=seed).rows(0, 64)["x"].tolist() for seed in (0, 3)]
+    assert [training_rows(recipe(), seed).rows(0, 64)["x"].tolist() for seed in (0, 3)] == orders
+    assert training_rows(recipe(seed=0), 3).rows(0, 64)["x"].tolist() == orders[0] != orders[1]
+    step = next(Trainer(devices=1, seed=3).steps(recipe(), steps=2, batch=4, run=tmp_path / "run"))
+    assert step.row["row"] == orders[1][0]

@@ -1,39 +1,54 @@
-"""Evaluations count every held-out row once, whatever their number."""
+"""Evaluations count every held-out row once; what is wrong with them is reported before the first step."""
+
+from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from tests.train import toy
-from tpuswarm import ArraySource, InputError, Trainer, Weighted, supervised
-from tpuswarm.train.loop.evaluate import evaluate, parts
-from tpuswarm.train.program.compiled import compile_step
+from tpuswarm import ArraySource, EarlyStopping, Every, InputError, StreamSource, Weighted, supervised
+from tpuswarm.train.loop.evaluate import HeldOut, evaluate, parts, rehearse
+from tpuswarm.train.program.compiled import place
 from tpuswarm.train.program.request import Request
 
-INIT = {"w": np.arange(5, dtype=np.float32)}
+HELD_OUT = {name: array[:11] for name, array in toy.data(1).items()}
 
 
-def held_out(rows):
+def placed(devices, loss=toy.loss, data=None, init=toy.init, batch=8):
+    """A program whose step is never compiled."""
+    return place(supervised(init, loss, optax.sgd(0.1), data or toy.data()), Request(batch=batch), devices)
+
+
+def held_out_with_weights(rows):
     random = np.random.default_rng(rows)
     x = random.normal(size=(rows, 5)).astype(np.float32)
     return {"x": x, "y": x.sum(1) ** 2, "counts": (random.random(rows) < 0.3).astype(np.float32)}
 
 
-def loss(params, batch, key):
+def weighted_loss(params, batch, key):
     error = (batch["x"] @ params["w"] - batch["y"]) ** 2
     counted = Weighted((error * batch["counts"]).sum(), batch["counts"].sum())
     return error.mean(), {"counted": counted}
 
 
+@cache
+def weighted(count):
+    """A program and its state on so many devices, shared by all numbers of rows."""
+    found = placed(
+        jax.devices()[:count], weighted_loss, held_out_with_weights(64), lambda key: {"w": jnp.arange(5.0)}, batch=64
+    )
+    return found, found.init(jax.random.key(0))
+
+
 @pytest.mark.parametrize("rows", [1, 5, 8, 13, 64, 100, 130])
 @pytest.mark.parametrize("count", [1, 8])
-def test_every_row_counts_once(devices, rows, count):
-    data = held_out(rows)
-    made = supervised(lambda key: INIT, loss, optax.sgd(0.1), data)
-    compiled = compile_step(made, Request(batch=64), devices[:count])
-    values, counted = evaluate(compiled, compiled.init(jax.random.key(0)), ArraySource(data), 64)
-    error = (data["x"].astype(np.float64) @ INIT["w"] - data["y"]) ** 2
+def test_every_row_counts_once(rows, count):
+    data = held_out_with_weights(rows)
+    values, counted = evaluate(*weighted(count), ArraySource(data), 64)
+    error = (data["x"].astype(np.float64) @ np.arange(5) - data["y"]) ** 2
     assert counted == rows
     np.testing.assert_allclose(values["loss"], error.mean(), rtol=1e-5)
     total = data["counts"].sum()
@@ -42,7 +57,7 @@ def test_every_row_counts_once(devices, rows, count):
 
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("rows", [1, 7, 23, 24, 25, 71, 240])
-def test_parts_hold_all_rows_in_few_sizes_and_give_no_device_more_than_a_batch_does(rows, devices):
+def test_parts_cover_all_rows_in_few_sizes_within_the_batch_of_a_device(rows, devices):
     found = list(parts(rows, 24, devices))
     assert [row for part in found for row in range(part.first, part.first + part.rows)] == list(range(rows))
     assert len({(part.rows, part.split) for part in found}) <= 4
@@ -51,12 +66,72 @@ def test_parts_hold_all_rows_in_few_sizes_and_give_no_device_more_than_a_batch_d
         assert (part.rows // devices if part.split else part.rows) <= 24 // devices
 
 
-def test_an_evaluation_has_a_batch_of_its_own(tmp_path):
-    def trained(name, **options):
-        trainer = Trainer(devices=4, seed=0, **options)
-        return trainer.fit(toy.recipe(), steps=2, batch=8, run=tmp_path / name).metrics
+@pytest.mark.parametrize("count", [1, 4])
+def test_evaluation_does_not_trace_again_after_the_rehearsal(devices, count):
+    traced = []
 
-    usual, own = trained("usual"), trained("own", eval_batch=60)
-    np.testing.assert_allclose(own["eval_loss"], usual["eval_loss"], rtol=1e-6)
-    with pytest.raises(InputError, match=r"a batch of 6 rows does not divide evenly over devices \(4\)"):
-        trained("odd", eval_batch=6)
+    def loss(params, batch, key):
+        traced.append(len(batch["x"])) if key is None else None
+        return toy.loss(params, batch, key)
+
+    found, source = placed(devices[:count], loss), ArraySource(HELD_OUT)
+    state = found.init(jax.random.key(0))
+    traced.clear()
+    assert sorted(rehearse(found, "toy", HeldOut(source, 8))) == ["loss", "worst"]
+    sizes = {1: [8, 3], 4: [8, 2, 1]}[count]
+    assert traced == sizes
+    evaluate(found, state, source, 8)
+    assert traced == sizes
+
+
+@pytest.mark.parametrize(
+    ("group", "count", "batch", "words"),
+    [
+        (2, 1, 8, r"over 3 rows, left of 11 held-out ones by batches of 8: hold out a multiple, .*reshape"),
+        (2, 4, 8, r"over 1 rows, left of 11 held-out ones by batches of 8"),
+        (8, 1, 4, r"over a batch of 4 rows \(--eval-batch\).*reshape.*test_evaluate\.py:"),
+    ],
+)
+def test_loss_that_cannot_take_the_number_of_held_out_rows_is_refused(devices, group, count, batch, words):
+    def loss(params, batch, key):
+        return jnp.mean((batch["x"].reshape(-1, group, 5) @ params["layer"]["w"]).max(1)), {}
+
+    with pytest.raises(InputError, match=words) as refused:
+        rehearse(placed(devices[:count], loss), "toy", HeldOut(ArraySource(HELD_OUT), batch))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "words"),
+    [
+        ({"x": HELD_OUT["x"]}, r"validation data of toy has no y, and one of its training data float32\[\]: both"),
+        (HELD_OUT | {"x": HELD_OUT["x"][:, :4]}, r"has float32\[4\] x, and one of its training data float32\[5\]"),
+        (HELD_OUT | {"z": HELD_OUT["y"]}, r"has float32\[\] z, and one of its training data none"),
+    ],
+)
+def test_held_out_rows_unlike_the_training_rows_are_refused(devices, held_out, words):
+    with pytest.raises(InputError, match=words):
+        rehearse(placed(devices[:1]), "toy", HeldOut(ArraySource(held_out), 8))
+
+
+@pytest.mark.parametrize(
+    ("held_out", "options", "words"),
+    [
+        ((HELD_OUT["x"], HELD_OUT["y"]), {}, "the validation data of toy is a tuple: give a dict of arrays"),
+        (HELD_OUT | {"y": HELD_OUT["y"][:9]}, {}, "data of toy: data arrays need the same, .* {'x': 11, 'y': 9}"),
+        (StreamSource([HELD_OUT]), {}, "data of toy has no rows_per_epoch, so evaluation would never end; say"),
+        (StreamSource([HELD_OUT], rows_per_epoch=0), {}, "the validation data of toy has no rows; say"),
+        ({"x": HELD_OUT["x"]}, {}, "a row of the validation data of toy has no y"),
+        (HELD_OUT, {"keep_best": "eval_acc:max"}, "the evaluations have no eval_acc; they have .*eval_worst"),
+        (HELD_OUT, {"hooks": "eval_acc:max"}, "the evaluations have no eval_acc; they have .*eval_worst"),
+        (None, {"hooks": "eval_loss"}, "eval_loss is a figure of evaluations, and there are none: give validation"),
+        (None, {"keep_best": "eval_loss"}, "has no held-out rows: keep_best eval_loss has no meaning"),
+    ],
+)
+def test_run_whose_evaluations_cannot_work_does_not_start(tmp_path, held_out, options, words):
+    if metric := options.get("hooks"):
+        options = {"hooks": [Every("evaluation", EarlyStopping(metric))]}
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), {"train": toy.data(), "validation": held_out})
+    with pytest.raises(InputError, match=words):
+        toy.trainer(eval_every=None, **options).fit(recipe, steps=2, batch=8, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

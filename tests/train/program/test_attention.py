@@ -1,4 +1,4 @@
-"""Kernels of attention: what they give, interpreted here, beside plain softmax attention, and when they are taken."""
+"""Attention kernels, interpreted here, against plain softmax attention, and when they are used."""
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,11 @@ from jax.experimental.pallas import tpu as pltpu
 from tpuswarm.train.program.attention import kernel, usable_form
 
 
-@pytest.mark.parametrize(("causal", "keys", "groups"), [(True, 128, 2), (False, 256, 1)])
-def test_splash_is_attention_with_its_gradients(causal, keys, groups):
+@pytest.mark.parametrize(("causal", "keys", "heads", "groups"), [(True, 128, 1, 1), (False, 256, 2, 1)])
+def test_splash_and_its_gradients_equal_plain_attention(causal, keys, heads, groups):
     """Causal, and of two sequences; as many heads for keys as for queries, and fewer."""
     random = np.random.default_rng(0)
-    shapes = (1, 128, 2, 32), (1, keys, groups, 32), (1, keys, groups, 32)
+    shapes = (1, 128, heads, 32), (1, keys, groups, 32), (1, keys, groups, 32)
     q, k, v = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
 
     def splash(q, k, v):
@@ -24,10 +24,10 @@ def test_splash_is_attention_with_its_gradients(causal, keys, groups):
 
     with pltpu.force_tpu_interpret_mode():
         found, grads = jax.value_and_grad(splash, (0, 1, 2))(q, k, v)
-    expected, others = jax.value_and_grad(plain, (0, 1, 2))(q, k, v)
+    expected, expected_grads = jax.value_and_grad(plain, (0, 1, 2))(q, k, v)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    for mine, theirs in zip(grads, others, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-4 * np.abs(theirs).max())
+    for grad, other in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, other, atol=1e-4 * np.abs(other).max())
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_splash_is_attention_with_its_gradients(causal, keys, groups):
         ("xla", {}, "xla"),
     ],
 )
-def test_a_form_is_taken_only_where_its_kernel_can_do_the_sizes(wanted, sizes, form):
+def test_kernel_is_used_only_for_sizes_it_supports(wanted, sizes, form):
     assert usable_form(wanted, **{"bf16": True, "head_width": 64, "queries": 256, "keys": 128} | sizes) == form

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.placing import within_host
@@ -30,32 +29,27 @@ from tpuswarm.train.program.mesh import (
     ("which", "indices"),
     [("all", range(8)), ("8", range(8)), (3, range(3)), ("[5]", [5]), ([5], [5]), ("[0, 2]", [0, 2])],
 )
-def test_device_forms(which, indices, devices):
+def test_devices_are_selected_by_number_or_index(which, indices, devices):
     assert select_devices(which, devices) == [devices[index] for index in indices]
 
 
 @pytest.mark.parametrize("which", ["9", 0, "-1", "[8]", [8], [], "some", "[1,1]", "[a]", "5.5"])
-def test_devices_that_are_not_there(which, devices):
+def test_missing_devices_are_refused(which, devices):
     with pytest.raises(InputError, match="device"):
         select_devices(which, devices)
 
 
 @dataclass(frozen=True)
 class Device:
-    """One that is not there."""
+    """An imagined one."""
 
     id: int
     process_index: int = 0
 
 
-def of(count):
-    """A mesh of so many devices."""
-    return make_mesh([*map(Device, range(count))])
-
-
 @given(st.lists(st.integers(1, 2048), min_size=0, max_size=3).map(tuple), st.integers(1, 12))
-def test_fsdp_splits_large_leaves_evenly_along_one_axis_or_several(shape, count):
-    mesh = of(count)
+def test_fsdp_splits_large_leaves_evenly_along_one_or_several_axes(shape, count):
+    mesh = make_mesh([*map(Device, range(count))])
     sharding = leaf_sharding(shape, 4, mesh, "fsdp")
     parts = [length // part for length, part in zip(shape, sharding.shard_shape(shape), strict=True)]
     divisible = [length for length in shape if length % count == 0]
@@ -65,34 +59,34 @@ def test_fsdp_splits_large_leaves_evenly_along_one_axis_or_several(shape, count)
         roomy = [length for length in shape[:-1] if length % count == 0 and length // count >= MIN_PART]
         taken = max(roomy or divisible)
         assert parts[shape.index(taken)] == math.prod(parts) == count
-    else:  # as many parts as any way to share out the devices gives
-        most = max(math.prod(each) for each in itertools.product(range(1, count + 1), repeat=len(shape))
-                   if count % math.prod(each) == 0 and not any(map(operator.mod, shape, each)))  # fmt: skip
-        assert math.prod(parts) == most
+    else:  # as many parts as any distribution of the devices over the axes gives
+        splits = itertools.product(range(1, count + 1), repeat=len(shape))
+        possible = [math.prod(split) for split in splits if not any(map(operator.mod, shape, split))]
+        assert math.prod(parts) == max(number for number in possible if count % number == 0)
     assert leaf_sharding(shape, 4, mesh, "replicate").is_fully_replicated
 
 
-@pytest.mark.parametrize(("hosts", "there"), [(2, 4), (3, 2), (4, 3)])
-def test_within_a_host_all_is_there_and_split_as_far_as_it_goes(hosts, there):
-    mesh = make_mesh([Device(number, number % hosts) for number in range(hosts * there)])
+@pytest.mark.parametrize(("hosts", "devices_of_host"), [(2, 4), (3, 2), (4, 3)])
+def test_each_host_holds_all_parts_split_as_far_as_possible(hosts, devices_of_host):
+    mesh = make_mesh([Device(number, number % hosts) for number in range(hosts * devices_of_host)])
     shape = (2**5 * 3 * 19, 2**4 * 9 * 19)
     divided = within_host(leaf_sharding(shape, 4, mesh, "fsdp"))
     parts = divided.devices_indices_map(shape)
     for host in range(hosts):
         mine = {str(index) for device, index in parts.items() if device.process_index == host}
-        assert len(mine) == there == math.prod(shape) // math.prod(divided.shard_shape(shape))
+        assert len(mine) == devices_of_host == math.prod(shape) // math.prod(divided.shard_shape(shape))
 
 
-def test_a_large_model_is_split_over_more_devices_than_divide_one_of_its_axes():
+def test_large_model_is_split_over_more_devices_than_divide_one_axis():
     shapes = {"qkv": (48, 1600, 4800), "wte": (50304, 1600), "norm": (48, 1600)}
     state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    shardings = state_shardings(state, of(512), "fsdp")
+    shardings = state_shardings(state, make_mesh([*map(Device, range(512))]), "fsdp")
     parts = {name: math.prod(shape) // math.prod(shardings[name].shard_shape(shape)) for name, shape in shapes.items()}
     assert parts == {"qkv": 512, "wte": 512, "norm": 1}
 
 
 @pytest.mark.parametrize("count", [6, 8])
-def test_what_is_split_along_several_axes_computes_the_same(count, devices):
+def test_leaf_split_along_several_axes_computes_the_same(count, devices):
     mesh = make_mesh(devices[:count])
     weights = np.random.default_rng(0).standard_normal((1026, 1028)).astype(np.float32)  # 2 · 3³ · 19 and 2² · 257
     sharding = leaf_sharding(weights.shape, 4, mesh, "fsdp")
@@ -105,12 +99,9 @@ def test_what_is_split_along_several_axes_computes_the_same(count, devices):
     np.testing.assert_allclose(found, 2 * count * np.tile(weights.sum(0), (1026, 1)), rtol=1e-4, atol=1e-3)
 
 
-def test_bytes_per_device_are_what_the_devices_hold(devices):
-    mesh = make_mesh(devices)
+@pytest.mark.parametrize("shard", ["replicate", "fsdp"])
+def test_bytes_per_device_are_those_that_devices_hold(devices, shard):
     state = {"large": jnp.zeros((1024, 512)), "small": jnp.zeros(100)}
-    for shard in ("replicate", "fsdp"):
-        shardings = state_shardings(state, mesh, shard)
-        assert all(isinstance(each, NamedSharding) for each in jax.tree.leaves(shardings))
-        placed = jax.device_put(state, shardings)
-        held = sum(leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(placed))
-        assert held == bytes_per_device(placed)
+    placed = jax.device_put(state, state_shardings(state, make_mesh(devices), shard))
+    held = sum(leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(placed))
+    assert held == bytes_per_device(placed)

@@ -11,8 +11,9 @@ from tpuswarm.train.recipe import Clock, Options
 
 
 def planted(x, narrow, wide):
-    h = jnp.tanh(x @ narrow)
-    return jnp.square(h @ wide).mean()
+    """A library function, which JAX traces once, called from two lines."""
+    h = jnp.tanh(jnp.einsum("ab,bc->ac", x, narrow))
+    return jnp.square(jnp.einsum("ab,bc->ac", h, wide)).mean()
 
 
 def check(width, batch, unit=128, devices=1):
@@ -22,39 +23,35 @@ def check(width, batch, unit=128, devices=1):
     return underfilled(flops, unit, batch * devices, devices)
 
 
-def test_full_tiles_are_no_news():
-    assert not check(256, 128) and not check(256, 512, unit=256)
+@pytest.mark.parametrize(("width", "batch", "unit"), [(256, 128, 128), (256, 512, 256), (130, 1024, 256)])
+def test_tiles_filled_by_more_than_half_are_not_reported(width, batch, unit):
+    assert not check(width, batch, unit)
 
 
-@pytest.mark.parametrize(
-    ("width", "unit", "fill"), [(64, 128, 0.5), (32, 128, 0.25), (128, 256, 0.5), (130, 256, None)]
-)
-def test_a_narrow_layer_is_named_with_its_lines(width, unit, fill):
+@pytest.mark.parametrize(("width", "unit", "fill"), [(64, 128, 0.5), (32, 128, 0.25), (128, 256, 0.5)])
+def test_narrow_layer_is_reported_with_its_lines(width, unit, fill):
     found = check(width, 1024, unit)
-    if fill is None:  # more than half
-        assert not found
-        return
     line = planted.__code__.co_firstlineno
-    assert {str(each.place) for each in found} == {f"{__file__}:{line + 1}", f"{__file__}:{line + 2}"}
-    assert all(each.size == width and each.fill == fill for each in found)
-    assert sum(each.waste for each in found) == pytest.approx(1 - fill)
+    assert {str(finding.place) for finding in found} == {f"{__file__}:{line + 2}", f"{__file__}:{line + 3}"}
+    assert all(finding.size == width and finding.fill == fill for finding in found)
+    assert sum(finding.waste for finding in found) == pytest.approx(1 - fill)
     assert f"a dimension of {width} fills only {fill:.0%} of the {unit}x{unit} matrix unit" in str(found[0])
 
 
-def test_a_tiny_model_reads_neither_0_nor_100_percent():
+def test_batch_of_one_device_counts():
+    found = check(256, 32, devices=8)
+    assert found and all(finding.size == 32 and finding.fill == 0.25 for finding in found)
+
+
+def test_extreme_shares_read_neither_0_nor_100_percent():
     found = check(2, 4)
-    assert found and all("fills only 1/2,048 of the 128x128" in str(each) for each in found), list(map(str, found))
+    assert found and all("fills only 1/2,048 of the 128x128" in str(finding) for finding in found)
     whole = Underfilled(None, 2, 128, 1 / 2048, 1 - 1 / 2048)
     assert str(whole).endswith("and wastes nearly all of its time; use a multiple of 128")
     assert "products, nearly all FLOPs, although" in str(Float32(None, 0.997, ()))
 
 
-def test_the_batch_of_one_device_counts():
-    found = check(256, 32, devices=8)
-    assert found and all(each.size == 32 and each.fill == 0.25 for each in found)
-
-
-def test_small_products_make_no_noise():
+def test_small_products_are_not_reported():
     def both(x, large, small):
         return x @ large @ large, small @ small, jnp.vdot(x, x)
 
@@ -62,14 +59,12 @@ def test_small_products_make_no_noise():
     assert not underfilled(model_flops(jax.jit(both).trace(*args).jaxpr), 128, 512, 1)
 
 
-@pytest.mark.parametrize(("form", "unit", "fill"), [("xla", 128, 0.5), ("splash", 128, 0.5), ("xla", 256, 0.25)])
-def test_gpt2s_heads_of_64_fill_half_a_unit(form, unit, fill):
-    """Known of GPT-2, whatever runs it: heads are 64 wide; nothing else is found."""
+@pytest.mark.parametrize(("form", "unit", "fill"), [("xla", 128, 0.5), ("splash", 256, 0.25)])
+def test_only_the_heads_of_gpt2_are_narrow(form, unit, fill):
     program = GPT2(size="124m", data="fake").program(Options(attention=form, loop="scan"))
     state = jax.eval_shape(program.init, jax.random.key(0))
     clock = Clock(jax.random.key(0), np.int32(0), np.float32(0))
     flops = model_flops(jax.jit(program.step).trace(state, program.batch_spec(8), clock).jaxpr)
     found = underfilled(flops, unit, 8, 1)
-    assert {(each.size, round(each.fill, 2), each.place.file.rpartition("/")[2]) for each in found} == {
-        (64, fill, "attention.py")
-    }
+    described = {(narrow.size, round(narrow.fill, 2), narrow.place.file.rpartition("/")[2]) for narrow in found}
+    assert described == {(64, fill, "attention.py")}

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
     """Ray's context, of the cluster at an address or of a new one; RunFailed where there is none.
 
     dashboard: serve Ray's own, to this machine alone. It can be cut short: what Ray has started by then is ended.
+    A new cluster that does not start in time is started once more: Ray's raylet aborts if its agents need more than
+    15 s, as on a busy machine (Ray 2.60).
     """
     own: dict[str, Any] = {}
     if address is None:
@@ -41,14 +43,25 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
             "_temp_dir": str(_sessions()),
             "_metrics_export_port": ports.of("metrics") if ports else None,
         }
-    with _none_is_left(), _signals_are_ours(), _connected_as_a_whole(), _started_with(ports):
+    start = partial(_start_ray, address or "local", ports, own)
+    try:
         try:
-            context = ray.init(
-                address=address or "local", namespace=NAMESPACE, logging_level=logging.CRITICAL, log_to_driver=False,
-                configure_logging=False, **own,
-            )  # fmt: skip
+            return start()
         except Exception as error:  # Ray's own words for a machine too busy to start it have no type of their own
-            raise RunFailed(_no_cluster(address, error)) from error
+            if address or "timed out" not in str(error).lower():
+                raise
+        _remove_sessions(lambda pid: pid == os.getpid())
+        return start()
+    except Exception as error:
+        raise RunFailed(_no_cluster(address, error)) from error
+
+
+def _start_ray(address: str, ports: Ports | None, options: dict[str, Any]) -> Any:
+    with _none_is_left(), _signals_are_ours(), _connected_as_a_whole(), _started_with(ports):
+        context = ray.init(
+            address=address, namespace=NAMESPACE, logging_level=logging.CRITICAL, log_to_driver=False,
+            configure_logging=False, **options,
+        )  # fmt: skip
         _silence()
     return context
 
@@ -72,12 +85,16 @@ def _processors(ports: Ports | None) -> int:
 
 def _sessions() -> Path:
     """Where a run's Ray has its folder; what killed runs left there is removed."""
-    folder = private_folder() / "ray"
-    for session in folder.glob("session_*_*"):
+    _remove_sessions(lambda pid: not Path(f"/proc/{pid}").exists())
+    return private_folder() / "ray"
+
+
+def _remove_sessions(should_remove: Callable[[int], bool]) -> None:
+    """Remove folders of Ray's sessions; decide by the pid of the process that started each."""
+    for session in (private_folder() / "ray").glob("session_*_*"):
         pid = session.name.rpartition("_")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        if pid.isdigit() and should_remove(int(pid)):
             shutil.rmtree(session, ignore_errors=True)
-    return folder
 
 
 def _silence() -> None:

@@ -11,6 +11,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # which devices a member sees is not Ray's to say
     "RAY_worker_niceness": "0",  # training is what the machine is for; Ray's default is 15
+    "RAY_raylet_start_wait_time_s": "60",  # a busy machine needs longer than Ray's 30 s
+    "RAY_gcs_server_port_wait_time_s": "60",
 }
 """Of every process that imports Ray, and of every machine's node."""
 MEMBER = "tpuswarm-member"

@@ -7,6 +7,7 @@ machines and engine are the product's; the arrays, the ledger's storage and the 
 import random
 from dataclasses import dataclass, field
 from fractions import Fraction
+from operator import is_
 from typing import Any
 
 from tests.swarm.exact import (
@@ -82,6 +83,8 @@ class World:
         self.said: list[str] = []
         self.thetas: dict[int, Vector] = {}
         self.lives = 0
+        self.checked: dict[str, tuple[Any, ...]] = {}
+        """The parts of each member at its last check; they are replaced, never changed."""
         self.kills = self.stops = 0
         self.processed: dict[Incarnation, int] = {}
         """Rows trained, counted independently of the product."""
@@ -205,6 +208,10 @@ class World:
                 continue  # it may have changed its parameters and not yet its books
             holder, books = made.holder, made.books
             assert isinstance(holder, ExactHolder)
+            now = holder.theta, holder.anchor, books, made.anchor, made._anchored
+            if name in self.checked and all(map(is_, self.checked[name], now)):
+                continue
+            self.checked[name] = now
             own = combine((1, holder.theta), (-1, self.theta(books.base)))
             rows = {basis: value for basis, value in own.items() if basis[0] != NAN}
             assert rows == trained_rows(books.outstanding, books.incarnation)

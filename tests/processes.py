@@ -1,32 +1,117 @@
-"""Real `tpuswarm` processes, started, watched and killed by tests."""
+"""Real `tpuswarm` processes, started, watched and killed by tests.
 
+Most are forks of one process that has imported JAX and tpuswarm (tests/fork_server.py): each has its own process id,
+session, pipes and environment, but starts 3 seconds of processor time sooner. A test about how a program starts says
+`new=True`.
+"""
+
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tpuswarm.train.run.directory import METRICS, read_rows
 
+PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
 TIMES = ("tokens_per_s", "wait_s", "wall_s")
 ONE_DEVICE = {"XLA_FLAGS": "", "JAX_PLATFORMS": ""}
+READ_AT_IMPORT = ("JAX_", "MPL", "PYTHON", "TPUSWARM_ROOT")
+"""Prefixes of the variables that libraries read when they are imported."""
+
+# Children inherit ignored signals (pytest under nohup, or in the background of a script), but not handlers.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
+
+_servers: dict[tuple[tuple[str, str], ...], socket.socket] = {}
+
+
+def read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that libraries read when they are imported."""
+    return {name: env[name] for name in sorted(env) if name.startswith(READ_AT_IMPORT)}
+
+
+def fork_server(env: Mapping[str, str]) -> socket.socket:
+    """Return the socket of the fork server that has imported its libraries in this environment; start it if needed."""
+    variables = read_at_import(env)
+    key = tuple(variables.items())
+    if key not in _servers:
+        _servers[key], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        others = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_IMPORT)}
+        path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+        with theirs:
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                env={**others, **variables, **path, "XLA_FLAGS": ""}, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+    return _servers[key]
+
+
+class Forked(subprocess.Popen[Any]):
+    """A process of `tpuswarm …` or `FILE.py …` that a fork server makes; for its user a Popen like any other."""
+
+    def __init__(self, argv: Sequence[str], *, terminal: bool = False, **options: Any):
+        """terminal: whether standard input is a terminal that becomes the controlling one."""
+        self._terminal = terminal
+        super().__init__(argv, **options)
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:  # type: ignore[no-untyped-def]
+        _startupinfo, _creationflags, _shell, *fds = rest
+        stdio = [number if fd < 0 else fd for number, fd in enumerate((fds[0], fds[3], fds[5]))]
+        env = dict(os.environ if env is None else env)
+        job = {"argv": list(args), "cwd": str(cwd or Path.cwd()), "env": env, "terminal": self._terminal}
+        self._answers, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(fork_server(env), [json.dumps(job).encode()], [*stdio, theirs.fileno()])
+        self.pid = self._read_number()
+        self._child_created = True
+        self._close_pipe_fds(*fds[:6])  # type: ignore[attr-defined]
+
+    def _read_number(self) -> int:
+        text = b""
+        while not text.endswith(b"\n"):
+            part = self._answers.recv(1)
+            assert part, "the fork server has ended"
+            text += part
+        return int(text)
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        try:
+            return self._wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            if not select.select([self._answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = os.waitstatus_to_exitcode(self._read_number())
+            self._answers.close()
+        return self.returncode
 
 
 def start(
-    words: list[str], cwd: Path, program: list[str] | None = None, stdin: int | None = None
+    words: list[str], cwd: Path, program: list[str] | None = None, stdin: int | None = None, new: bool = False
 ) -> subprocess.Popen[str]:
-    """A process of the command line, in `cwd`, on the one device that a machine without accelerators has."""
-    command = program or [str(Path(sys.executable).with_name("tpuswarm"))]
-    return subprocess.Popen(
-        [*command, *words], cwd=cwd, env={**os.environ, **ONE_DEVICE}, text=True,
+    """Start a command in `cwd`, on the one device that a machine without accelerators has.
+
+    program: instead of tpuswarm. new: a new process, not a fork of one that has imported its libraries.
+    """
+    return (subprocess.Popen if new or program else Forked)(
+        [*(program or [PROGRAM]), *words], cwd=cwd, env={**os.environ, **ONE_DEVICE}, text=True,
         stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    """What a process printed on stdout and stderr; fails unless it ends with `code`."""
+    """Return what a process printed on stdout and stderr; fail unless it ends with `code`."""
     out, err = process.communicate(timeout=240)
     assert process.returncode == code, f"exit {process.returncode}, not {code}:\n{out}\n{err}"
     return out, err
@@ -38,24 +123,24 @@ def run(words: list[str], cwd: Path, code: int = 0) -> tuple[str, str]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Look until `condition` holds; fails if the process ends before."""
+    """Wait until `condition` holds; fail if the process ends before."""
     while not condition():
-        assert process.poll() is None, f"ended before its time:\n{process.communicate()}"
+        assert process.poll() is None, f"ended too early:\n{process.communicate()}"
         time.sleep(0.005)
 
 
 def updates(folder: Path) -> int:
-    """How many updates a run's metrics hold."""
+    """Return how many updates a run's metrics hold."""
     return sum("loss" in row for row in read_rows(folder / METRICS))
 
 
 def kill_after(process: subprocess.Popen[str], folder: Path, rows: int, number: signal.Signals) -> tuple[str, str]:
-    """Signal a process once its run has so many updates; what it printed."""
+    """Signal a process once its run has `rows` updates; return what it printed."""
     wait_for(lambda: updates(folder) >= rows, process)
     process.send_signal(number)
     return process.communicate(timeout=240)
 
 
 def rows_without_times(folder: Path) -> list[dict]:
-    """All rows of a run's metrics but for the clock."""
+    """Return all rows of a run's metrics without what the clock gives."""
     return [{name: v for name, v in row.items() if name not in TIMES} for row in read_rows(folder / METRICS)]

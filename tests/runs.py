@@ -1,4 +1,4 @@
-"""Finished runs that many tests look at: each is made once in a session of tests, by the first that asks for it."""
+"""Finished runs that many tests read: each is made once in a session, by the first test that needs it."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from tests import processes
 
 
 class Finished(NamedTuple):
-    """A run by `tpuswarm train … --json`. It is to look at: who changes something copies it first."""
+    """A run by `tpuswarm train … --json`, to read only: copy it before changing it."""
 
     run: Path
     result: dict[str, Any]
@@ -21,13 +21,13 @@ class Finished(NamedTuple):
 
 
 def finished_once(name: str, words: list[str]) -> Finished:
-    """The run of a command without its --run; the parallel workers of a session share it."""
+    """Return the run of a command given without --run; parallel workers of a session share it."""
     folder = Path(os.environ["TPUSWARM_CACHE"]) / "runs" / name
-    said = folder / "said.json"
+    printed = folder / "printed.json"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        if not said.exists():
+        if not printed.exists():
             command = processes.start([*words, "--run", "run", "--json"], folder)
-            said.write_text(json.dumps(processes.finish(command)))
-    out, err = json.loads(said.read_text())
+            printed.write_text(json.dumps(processes.finish(command)))
+    out, err = json.loads(printed.read_text())
     return Finished(folder / "run", json.loads(out), err)

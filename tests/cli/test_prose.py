@@ -1,4 +1,4 @@
-"""Sentences that commands print: wrapped between words on a terminal, one line each where a program reads them."""
+"""Sentences that commands print: wrapped on a terminal, one line each for programs."""
 
 import shutil
 import sys
@@ -7,7 +7,7 @@ from tests import processes
 from tests.terminal import SMALL, terminal
 
 FOLDER = "runs/a-name-that-is-not-short"
-SAYS = """
+PRINTS = """
 from tpuswarm.train.process.terminal import say, settle, take_over, at_once
 take_over()
 at_once("getting ready")
@@ -18,7 +18,7 @@ settle()
 """
 
 
-def test_no_sentence_is_broken_within_a_word(tmp_path, finished_run):
+def test_lines_wrap_between_words(tmp_path, finished_run):
     shutil.copytree(finished_run.run, tmp_path / FOLDER)
     wide = 0
     for words, code in (
@@ -39,13 +39,13 @@ def test_no_sentence_is_broken_within_a_word(tmp_path, finished_run):
     assert wide > 2
 
 
-def test_what_identifies_is_whole_and_the_label_has_a_colour(tmp_path):
-    with terminal([sys.executable, "-c", SAYS], tmp_path, SMALL) as opened:
+def test_paths_are_not_cut_and_labels_are_coloured(tmp_path):
+    with terminal([sys.executable, "-c", PRINTS], tmp_path, SMALL) as opened:
         opened.finish()
     assert opened.lines[0].startswith("error: a few words") and opened.lines[0].endswith(" a few")
     assert "/a/path/" + "that-is-long/" * 8 + "file," in opened.flowing
     assert b"\x1b[1;31merror:" in opened.written and b"\x1b[33mwarning:" in opened.written
     assert "…" not in opened.text
-    with terminal([sys.executable, "-c", SAYS], tmp_path, SMALL, {"NO_COLOR": "1"}) as opened:
+    with terminal([sys.executable, "-c", PRINTS], tmp_path, SMALL, {"NO_COLOR": "1"}) as opened:
         opened.finish()
     assert b"\x1b[3" not in opened.written and b"error:" in opened.written

@@ -21,6 +21,7 @@ from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.train.run.listing import status
 from tpuswarm.train.user_code import build_recipe
 
+pytestmark = pytest.mark.slow
 STEPS, SAVE = 100, 20
 TARGET = f"{wide.__file__}:wide"
 FOUR_DEVICES = {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"])}
@@ -44,70 +45,71 @@ class Hosts:
         ]  # fmt: skip
 
     def reach(self, step: int) -> "Hosts":
-        """Wait until the run has so many updates."""
+        """Wait until the run has that many updates."""
         wait_for(lambda: updates(self.folder) >= step, self.processes[0])
         return self
 
     def end(self, *codes: int) -> list[tuple[str, str]]:
-        """What each printed, once they have ended with these codes."""
+        """Wait until they end with these codes; return what each printed."""
         try:
-            said = [process.communicate(timeout=120) for process in self.processes]
+            outputs = [process.communicate(timeout=120) for process in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
-        assert [process.returncode for process in self.processes] == list(codes), said
-        return said
+        assert [process.returncode for process in self.processes] == list(codes), outputs
+        return outputs
 
 
 def losses(folder: Path) -> dict[str, list[float]]:
-    """Each column of a run, by step; every step has to be there once."""
+    """Return the losses of a run, which has to have each step once."""
     found = list(read_rows(folder / METRICS))
     assert [row["step"] for row in found if "loss" in row] == list(range(1, STEPS + 1))
     return {name: [row[name] for row in found if name in row] for name in ("loss", "eval_loss")}
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory):
+def expected(tmp_path_factory):
     """The losses of one process with eight devices that nobody disturbed."""
-    return losses(go_on(tmp_path_factory.mktemp("whole") / "run", shard="fsdp"))
+    return losses(train_here(tmp_path_factory.mktemp("whole") / "run", shard="fsdp"))
 
 
-def go_on(folder: Path, **options) -> Path:
+def train_here(folder: Path, **options) -> Path:
     """Train to the end in this process."""
     trainer = Trainer(save_every=SAVE, eval_every=30, **options)
     trainer.fit(build_recipe(TARGET, {}), steps=STEPS, batch=16, run=folder)
     return folder
 
 
-def check(folder: Path, wanted: dict[str, list[float]]) -> None:
-    """The losses are those wanted, up to the order of sums: within a process and between processes it differs."""
+def check(folder: Path, expected: dict[str, list[float]]) -> None:
+    """Compare losses up to the order of sums, which differs within a process and between processes."""
     for name, values in losses(folder).items():
-        np.testing.assert_allclose(values, wanted[name], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_host_that_is_killed_ends_the_other_and_the_run_goes_on_with_other_devices(tmp_path, wanted):
+def test_killed_host_ends_the_other_and_the_run_resumes_on_other_devices(tmp_path, expected):
     folder = tmp_path / "run"
     hosts = Hosts(folder).reach(SAVE + 10)
     hosts.processes[1].kill()
-    (_, said), _ = hosts.end(1, -signal.SIGKILL)
+    (_, printed), _ = hosts.end(1, -signal.SIGKILL)
     sentence = "host 1 is gone (connection closed), so this host stops too; start all hosts again"
-    assert said.endswith(f"{sentence}\n") and "Traceback" not in said
+    assert printed.endswith(f"{sentence}\n") and "Traceback" not in printed
     assert (status(folder).state, status(folder).message) == ("failed", sentence)
     assert not (folder / SECRET).exists()
     files = [path.name for path in (folder / f"checkpoints/{SAVE:08d}").rglob("ocdbt.process_*")]
     assert sorted(files) == ["ocdbt.process_0", "ocdbt.process_1"], "each host writes its part"
     for devices in (8, 4):
         shutil.copytree(folder, tmp_path / f"on-{devices}")
-        check(go_on(tmp_path / f"on-{devices}", devices=devices), wanted)
-    assert wanted["loss"][-1] < 0.5 * wanted["loss"][0] and len(wanted["eval_loss"]) == 4
+        check(train_here(tmp_path / f"on-{devices}", devices=devices), expected)
+    assert expected["loss"][-1] < 0.5 * expected["loss"][0] and len(expected["eval_loss"]) == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("asked", "number"), [((1,), signal.SIGTERM), ((0,), signal.SIGINT), ((1, 0), signal.SIGTERM)])
-def test_a_stop_at_any_host_stops_all_at_the_same_step_and_they_go_on(tmp_path, wanted, asked, number):
+@pytest.mark.parametrize(
+    ("stopped", "number"), [((1,), signal.SIGTERM), ((0,), signal.SIGINT), ((1, 0), signal.SIGTERM)]
+)
+def test_stop_at_any_host_stops_all_at_the_same_step(tmp_path, expected, stopped, number):
     folder = tmp_path / "run"
     hosts = Hosts(folder).reach(SAVE + 5)
-    for host in asked:
+    for host in stopped:
         hosts.processes[host].send_signal(number)
     ends = hosts.end(128 + number, 128 + number)
     zero, one = (json.loads(out) for out, _ in ends)
@@ -116,8 +118,8 @@ def test_a_stop_at_any_host_stops_all_at_the_same_step_and_they_go_on(tmp_path, 
     assert status(folder).state == "stopped"
     ends = Hosts(folder).end(0, 0)
     assert f"resumed from the checkpoint of step {zero['step']}" in ends[0][1]
-    check(folder, wanted)
-    if asked == (0,):  # once is enough
+    check(folder, expected)
+    if stopped == (0,):  # once is enough
         before = (folder / METRICS).read_bytes()
         Hosts(folder).end(0, 0)
         assert (folder / METRICS).read_bytes() == before, "a finished run is finished"

@@ -1,0 +1,205 @@
+"""Wrong input is answered in one sentence with exit code 2, leaves nothing, and waits for no library."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli import my_recipe
+from tests.journeys.documents import ROOT
+from tpuswarm.swarm.supervision import start
+from tpuswarm.train.run.directory import Run
+
+HEAVY = ("jax", "ray", "optax", "orbax", "matplotlib")
+"""Libraries that take a second or more to import, the first two alone or together."""
+MODEL = ROOT / "tests" / "recipes" / "golden" / "model"
+BAD_RUN = "does not exist; `tpuswarm status` lists the runs in ./runs"
+TOKEN = "--token-file token"
+HOSTS = f"join 127.0.0.1:1 {TOKEN} --hosts 2"
+LINE = "train my_recipe.py:line --steps 4 --batch 8"
+TINY = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --steps 4 --run new"
+
+AT_ONCE = [
+    ("trian gpt2-tiny", "Did you mean 'train'? See `tpuswarm --help`"),
+    ("ledger shwo", "Did you mean 'show'? See `tpuswarm ledger --help`"),
+    ("ledger", "missing command"),
+    ("train", "missing argument 'recipe'"),
+    ("train gpt2-tny", "unknown recipe 'gpt2-tny'; did you mean gpt2-tiny?"),
+    ("train gpt2-tny --detach", "unknown recipe 'gpt2-tny'; did you mean gpt2-tiny?"),
+    ("train my_recipe.py", "name the one you mean: my_recipe.py:NAME"),
+    ("train nowhere.py:line", "there is no recipe file nowhere.py"),
+    ("train nowhere.toml", "there is no file nowhere.toml"),
+    ("train wrong.toml", "wrong.toml, line 3: train has no key stepz; did you mean steps?"),
+    ("train --lr 1 gpt2-tiny", "the recipe comes first"),
+    ("train gpt2-tiny --stepz 5", "has an option --stepz; did you mean --steps?"),
+    ("train gpt2-tiny --learning-rate 1", "did you mean --lr?"),
+    ("train gpt2-tiny --batch-size 1", "did you mean --batch?"),
+    ("train gpt2-tiny --bogus 1", "has an option --bogus; `tpuswarm train gpt2-tiny --help` lists them"),
+    ("train gpt2-tiny --width", "--width needs a value"),
+    ("train gpt2-tiny --width wide", "width must be a whole number, not 'wide'"),
+    ("train gpt2-tiny 5", "unexpected argument '5'"),
+    ("train gpt2-tiny --steps -5", "steps must be a whole number above 0"),
+    ("train gpt2-tiny --steps 0 --detach", "steps must be a whole number above 0"),
+    ("train gpt2-tiny --steps many", "steps is a number such as 500, 20K or 10M"),
+    ("train gpt2-tiny --steps 5 --tokens 10K", "give one of steps, tokens and epochs, not steps and tokens"),
+    ("train gpt2-tiny --lr fast", "lr must be a number, not 'fast'"),
+    ("train gpt2-tiny --lr nan --dry-run", "lr must be a finite number, not nan"),
+    ("train gpt2-tiny --data nowhere.txt", "nowhere.txt; --data takes a path or URL"),
+    ("train gpt2-tiny --data nowhere.txt --dry-run", "nowhere.txt; --data takes a path or URL"),
+    ("train gpt2-tiny --data nowhere.txt --detach", "nowhere.txt; --data takes a path or URL"),
+    ("train gpt2-tiny --data empty.txt", "empty.txt is empty"),
+    ("train gpt2-tiny --heads 3", "a width of 128 does not divide evenly over 3 heads"),
+    ("train gpt2-tiny --save-every often", "save_every is steps such as 500, or a time such as 30s or 5m"),
+    ("train gpt2-tiny --precision fp61 --run a/b", "precision is bf16, f32 or highest, not 'fp61'"),
+    ("train gpt2-tiny --shard replikate", "shard is auto, replicate or fsdp, not 'replikate'"),
+    ("train gpt2-tiny --devices some", "devices is all, a number such as 8, or indices such as [5]"),
+    ("train gpt2-tiny --freeze (", "freeze '(' is not a regular expression"),
+    ("train gpt2-tiny --init-from nowhere", "nowhere is neither a run nor a published model"),
+    ("train gpt2-tiny --run token", "token is a file, not a run directory"),
+    ("train gpt2-tiny --run .", ". is not empty and is not a run"),
+    ("train gpt2-tiny --run s3://bucket/run", "takes a local directory or gs://BUCKET/FOLDER, not s3://bucket/run"),
+    ("train gpt2-tiny --run runs/used", "runs/used is in use by process"),
+    ("train gpt2-tiny --cycle 20", "--cycle needs --members"),
+    ("train gpt2-tiny --accept-code", "--accept-code needs --members"),
+    ("train gpt2-tiny --dashboard", "--dashboard needs --members"),
+    ("train gpt2-tiny --members -1", "members must be at least 0, not -1"),
+    ("train gpt2-tiny --members 2 --cycle 0", "cycle must be at least 1, not 0"),
+    ("train gpt2-tiny --members 2 --devices-per-member 0", "devices-per-member must be at least 1, not 0"),
+    ("train gpt2-tiny --members 2 --outer avrage", "outer is average or nesterov, not 'avrage'"),
+    ("train gpt2-tiny --members 2 --quantize int9", "quantize is int8 or int4, not 'int9'"),
+    ("train gpt2-tiny --members 2 --overlap 3", "overlap is auto or 0, not '3'"),
+    ("train gpt2-tiny --members 2 --profile", "--profile is for one process; to trace a member: `tpuswarm profile RUN"),
+    ("train gpt2-tiny --members 2 --fast-dev-run", "check a model in one process: leave --members out"),
+    ("train gpt2-tiny --members 2 --keep-best eval_loss", "--keep-best does not work with --members"),
+    ("train gpt2-tiny --members 2 --lr auto", "--lr auto looks in one process"),
+    ("train gpt2-tiny --hosts 2", "a run over 2 hosts also needs --host and --hosts-at"),
+    ("train gpt2-tiny --hosts 2 --host 0 --hosts-at localhost:1 --run new --detach", "exclude each other"),
+    ("plan gpt2-tny", "did you mean gpt2-tiny?"),
+    ("plan gpt2-tiny --on v77-8", "unknown TPU 'v77-8': did you mean v7x-8"),
+    ("plan gpt2-tiny --batch many", "batch is a number such as"),
+    ("plan gpt2-tiny --heads 3", "does not divide evenly over 3 heads"),
+    ("plan gpt2-tiny --hedas 2", "did you mean --heads?"),
+    ("sample nowhere", BAD_RUN),
+    ("sample nowhere --temperature nan", "temperature must be at least 0, not nan"),
+    ("sample new --grid 8", "grid is ROWSxCOLUMNS, each from 1 to 99, such as 8x8, not '8'"),
+    ("sample new --grid 0x8", "grid is ROWSxCOLUMNS, each from 1 to 99, such as 8x8, not '0x8'"),
+    ("sample new --grid 2x2 --truncation 2", "truncation must be at least 0 and at most 1, not 2.0"),
+    ("sample new --grid 2x2 --out grid.txt", "--out grid.txt ends in none of .png, .jpg, .webp"),
+    ("sample new --grid 2x2 --out nowhere/grid.png", "there is no folder nowhere for --out nowhere/grid.png"),
+    ("sample new --interpolate 1", "interpolate must be at least 2, not 1"),
+    ("sample new --interpolate 9 --out walk.jpg", "--out walk.jpg ends in none of .gif, .png, .webp"),
+    ("project new nowhere.png", "there is no picture nowhere.png"),
+    ("project new token --steps 0", "steps must be at least 1, not 0"),
+    ("project new token --out a.gif", "--out a.gif ends in none of .png, .jpg, .webp"),
+    ("evaluate nowhere", BAD_RUN),
+    ("evaluate .", ". is not a run"),
+    ("export nowhere out --format hf", BAD_RUN),
+    ("export nowhere .", ". already exists; use a new or empty folder"),
+    ("export nowhere gs://bucket/out --format hf", "gs:/bucket/out is not a local folder"),
+    ("export nowhere out --format onnx", "'onnx' is not one of 'hf'"),
+    ("export nowhere", "missing argument 'out'; see `tpuswarm export --help`"),
+    ("profile nowhere", BAD_RUN),
+    ("ledger verify nowhere", BAD_RUN),
+    ("ledger show nowhere", BAD_RUN),
+    ("ledger verify .", ". is not a run"),
+    ("doctor nowhere/run", BAD_RUN),
+    ("status nowhere", BAD_RUN),
+    ("status .", ". is not a run"),
+    ("status --jsn", "there is no option --jsn; did you mean --json?"),
+    ("status --watch --json", "use one of them"),
+    ("logs nowhere", BAD_RUN),
+    ("stop nowhere", BAD_RUN),
+    (f"join nowhere {TOKEN}", "prints is HOST:PORT, with a port up to 65535, not 'nowhere'"),
+    ("join 127.0.0.1:1 --token-file nowhere", "nowhere cannot be read"),
+    ("join 127.0.0.1:1 --token-file empty.txt", "empty.txt is empty"),
+    (f"join 127.0.0.1:1 {TOKEN}", "nothing answers at 127.0.0.1:1"),
+    (HOSTS, "also needs --host and --hosts-at"),
+    ("simulate nowhere.toml", "there is no file nowhere.toml"),
+    ("train gpt2-tiny --tokenizer words", "unknown tokenizer 'words'"),
+]  # fmt: skip
+
+ONCE_LOADED = [
+    (f"{HOSTS} --host 1", "also needs --hosts-at"),
+    (f"{HOSTS} --host 2 --hosts-at 127.0.0.1:9", "there is no host 2 of 2: hosts are numbered from 0"),
+    (f"{HOSTS} --host 1 --hosts-at nowhere", "the address of host 0 is HOST:PORT"),
+    (f"{HOSTS} --host 0 --hosts-at 192.0.2.1:9", "host 0 cannot listen on 192.0.2.1:9"),
+    (f"{HOSTS} --host 1 --hosts-at 127.0.0.1:9", "nothing answers at 127.0.0.1:1"),
+    ("train gpt2-tiny --data token --tokenizer bpe --vocab 100", "a BPE needs a vocabulary of at least 257, not 100"),
+    ("train gpt2-tiny --data token --context 100000", "fewer than one row of context 100000"),
+    ("train gpt2-tiny --data http://127.0.0.1:1/text.txt", "cannot be read"),
+    ("train my_recipe.py:lien", "has no lien; did you mean line"),
+    ("train my_recipe.py:exits", "fails to make a recipe: it ends the program with sys.exit ("),
+    ("train my_recipe.py:needs_width --steps 4", "missing a required argument: 'width'"),
+    ("train my_recipe.py:wrong_shapes --steps 4 --batch 8", "the loss of my_recipe fails: TypeError"),
+    ("train my_recipe.py:no_data --steps 4", "KeyError: 'no such table' ("),
+    (f"{LINE} --widht 5", "option --widht; did you mean --width"),
+    (f"{LINE} --data token", "takes no --data"),
+    (f"{LINE} --batch 12", "a batch of 12 rows does not divide evenly over devices (8)"),
+    (f"{LINE} --devices 9", "9 devices were asked for, this machine has 8 (cpu)"),
+    (f"{LINE} --devices [8]", "devices: index 8 is out of range"),
+    (f"{LINE} --freeze nothing", "freeze 'nothing' matches none of the parameters: w"),
+    (f"{LINE} --run token/run", "token/run cannot be a run directory: Not a directory"),
+    (f"{LINE} --run /proc/run", "/proc/run cannot be a run directory: No such file or directory"),
+    (f"{LINE} --init-from nowhere", "nowhere is not a tpuswarm run"),
+    (f"{TINY} --decay 0.1", "(its rate is --weight-decay)"),
+    (f"{TINY} --lr auto --batch auto", "--lr auto looks at the batch of the run"),
+    (f"{TINY} --members 2 --devices 4", "this machine has no TPU or GPU to share out"),
+    (f"{TINY} --members 2 --batch 12 --devices-per-member 5", "12 rows does not divide evenly over devices (5)"),
+    (f"{TINY} --members 2 --outer average --outer-lr 0.5", "--outer average takes no --outer-lr (0.5)"),
+    (f"{TINY} --members 2 --outer nesterov --outer-lr -1", "outer-lr must be above 0, not -1"),
+    (f"{TINY} --members 2 --eval-every 5m", "in a swarm --eval-every counts steps"),
+    (f"{TINY} --members 2 --init-from hf:{MODEL}", "is a different GPT-2: it has layers 2, heads 2, this one has"),
+    (f"{TINY} --members 2 --dashboard --ray-address auto", "--dashboard and --ray-address exclude each other"),
+    (f"{TINY} --members 2 --ray-address nowhere", "ray-address is HOST:PORT, with a port up to 65535"),
+    (f"{TINY} --members 2 --ray-address 127.0.0.1:99999", "ray-address is HOST:PORT, with a port up to 65535"),
+    (f"{TINY} --members 10000", "members need about"),
+    ("train my_recipe.py:running_mean --steps 4 --batch 4 --members 2 --quantize int8", "a variance below 0"),
+]
+
+ONE_AFTER_ANOTHER = f"""
+import contextlib, io, json, sys
+from tpuswarm.cli import main
+for line in json.loads(sys.argv[1]):
+    sys.argv[1:] = line.split()
+    with contextlib.redirect_stderr(io.StringIO()):
+        try: main()
+        except SystemExit: pass
+    print(json.dumps([line, [name for name in {HEAVY} if name in sys.modules]]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a few files and a run that is in use."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copyfile(my_recipe.__file__, "my_recipe.py")
+    Path("token").write_text("0" * 64)
+    Path("empty.txt").touch()
+    Path("wrong.toml").write_text("[train]\nrecipe = 'gpt2-tiny'\nstepz = 5\n")
+    held = Run(Path("runs/used"))
+    yield tmp_path
+    held.close()
+
+
+@pytest.mark.parametrize(("line", "words"), AT_ONCE + ONCE_LOADED)
+def test_one_sentence_and_nothing_left(folder, typed, monkeypatch, line, words):
+    monkeypatch.setattr(start, "Cluster", lambda *arguments: pytest.fail("a cluster was about to be started"))
+    before = sorted(folder.rglob("*"))
+    code, out, err = typed(*line.split())
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, err
+    assert words in err and sorted(folder.rglob("*")) == before
+
+
+def test_a_user_errs_before_anything_heavy_is_loaded(folder):
+    lines = [line for line, _ in AT_ONCE]
+    done = subprocess.run([sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps(lines)], capture_output=True, text=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[line, []] for line in lines], done.stderr
+
+
+def test_a_recipes_own_error_is_shown_at_its_line(folder, typed):
+    _, _, err = typed("train", "my_recipe.py:wrong_shapes", "--steps", "4", "--batch", "8")
+    lines = Path("my_recipe.py").read_text().splitlines()
+    assert f"my_recipe.py:{1 + next(n for n, line in enumerate(lines) if 'ones((7, 7))' in line)})" in err

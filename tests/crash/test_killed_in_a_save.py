@@ -1,0 +1,48 @@
+"""A process that dies at any point of a save: the run resumes, and its metrics equal those of one that did not die."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.crash import die_at
+from tests.processes import ONE_DEVICE, Forked, rows_without_times
+from tpuswarm.train.bucket.mirror import BEST
+from tpuswarm.train.run.best import kept_best
+from tpuswarm.train.run.listing import status
+
+
+def train(monkeypatch: pytest.MonkeyPatch, point: str, folder: Path, *goal: str) -> int:
+    for name, value in ONE_DEVICE.items():
+        monkeypatch.setenv(name, value)
+    return Forked([die_at.__file__, point, str(folder), *goal]).wait(240)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Metrics of a run that was never killed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert train(monkeypatch, "nowhere", folder) == 0
+    return rows_without_times(folder)
+
+
+@pytest.mark.parametrize("point", die_at.POINTS)
+def test_run_killed_at_this_point_resumes(monkeypatch, whole, tmp_path, point):
+    folder = tmp_path / "run"
+    assert train(monkeypatch, point, folder) == -signal.SIGKILL
+    assert status(folder).state == "killed"
+    assert train(monkeypatch, "nowhere", folder) == 0
+    assert rows_without_times(folder) == whole and status(folder).state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("point", "goal", "step"), [("next best half written", "eval_loss", 20), ("best not named", "eval_worst:max", 7)]
+)
+def test_best_checkpoint_survives_a_kill(monkeypatch, whole, tmp_path, point, goal, step):
+    folder = tmp_path / "run"
+    assert train(monkeypatch, point, folder, goal) == -signal.SIGKILL
+    if (folder / BEST).exists():
+        assert kept_best(folder).step == 7, "a checkpoint that is named is whole"
+    assert train(monkeypatch, "nowhere", folder, goal) == 0
+    assert rows_without_times(folder) == whole and kept_best(folder).step == step

@@ -1,4 +1,4 @@
-"""What checks make of facts, and what runs on a host: without a machine."""
+"""The findings of facts, and the programs for hosts, without a machine."""
 
 import json
 import os
@@ -23,39 +23,35 @@ from tpuswarm.watch import follow
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 
-def test_every_command_that_is_to_mend_something_exists():
+def test_every_command_that_mends_something_exists():
     from tpuswarm.cli.app import make_app
 
     root = typer.main.get_command(make_app())
-    said = [each.mend for each in (*CHECKS, *ACROSS)]
-    found = [each for text in said for each in re.findall(r"`(tpuswarm [^`]+)`", text.replace(r"\|", "|"))]
-    assert len(found) > 6
-    for each in found:
-        name, *words = shlex.split(each)[1:]
-        command = root.commands[name]
-        context = command.make_context(name, [*words], resilient_parsing=True)
-        assert name != "setup" or context.params["target"] is None, each
+    sentences = [check.mend.replace(r"\|", "|") for check in (*CHECKS, *ACROSS)]
+    commands = [command for sentence in sentences for command in re.findall(r"`(tpuswarm [^`]+)`", sentence)]
+    assert len(commands) > 6
+    for command in commands:
+        name, *words = shlex.split(command)[1:]
+        context = root.commands[name].make_context(name, words, resilient_parsing=True)
+        assert name != "setup" or context.params["target"] is None, command
 
 
 def test_root_sees_who_has_a_device_open():
-    """By the very line that is run with sudo, of a device that there is here."""
+    """By the line that is run with sudo, of a device of this computer."""
     line = SEEN_BY_ROOT.replace("/dev/accel[0-9]*", "/dev/zer[o]*")
     with open("/dev/zero", "rb") as file:  # noqa: PTH123
         done = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, text=True)
         assert done.returncode == 0 and f"/proc/{os.getpid()}/fd/{file.fileno()}" in done.stdout.split()
 
 
-def test_this_computer_is_looked_at_without_a_fleet(typed, tmp_path, monkeypatch):
+def test_this_computer_is_checked_and_fixed_without_a_fleet(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TPUSWARM_ROOT", str(tmp_path))
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / "libtpu_lockfile").touch(0o400)
     code, out, _ = typed("doctor")
-    assert (
-        code == 1
-        and out.startswith("here  lock: /tmp/libtpu_lockfile is your own, of mode 400, so ")
-        and out.endswith("\n1 host: 1 wrong\n")
-    )
+    assert code == 1 and out.startswith("here  lock: /tmp/libtpu_lockfile is your own, of mode 400, so ")
+    assert out.endswith("\n1 host: 1 wrong\n")
     code, out, _ = typed("doctor", "--fix")
     assert code == 0 and out.endswith("1 host: nothing is wrong\n") and not list((tmp_path / "tmp").iterdir())
 
@@ -75,51 +71,51 @@ def subject(label="a/3", skew_s=0.0, **facts) -> Subject:
     return Subject(label, {**WELL, **facts}, skew_s, "v4-32", 1, int(label[-1]))
 
 
-def disk(**facts) -> list[dict]:
-    return [{**WELL["disks"][0], **facts}]
+def changed(name: str, **facts) -> dict:
+    """A fact of a healthy host with some values changed."""
+    fact = WELL[name]
+    return {name: [{**fact[0], **facts}] if isinstance(fact, list) else {**fact, **facts}}
+
+
+READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
+FELL_BACK = {"job": "j", "mark": "Falling back to cpu", "line": "W0101 Falling back to cpu."}
+CREATES = {"name": "b", "lacks": ["storage.objects.create"], "why": ""}
 
 
 @pytest.mark.parametrize(
-    ("ill", "check", "says"),
+    ("facts", "check", "sentence"),
     [
-        (subject(skew_s=-300.0), "clock", "its clock is 300 s behind this computer's"),
-        (subject(disks=disk(free=1e9)), "disk", "the disk of /home/me has 0.9 of 93 GiB left"),
-        (subject(disks=disk(inodes=0)), "disk", "the disk of /home/me has no inodes left"),
-        (subject(disks=disk(refused="Read-only file system")), "disk", "nothing can be written in /home/me: Read-only"),
-        (subject(files=1024), "files", "a process may have 1,024 files open at most, fewer than 4,096"),
-        (subject(memory={**WELL["memory"], "MemAvailable": 1e9}), "memory", "0.9 of 279 GiB of memory are free"),
-        (subject(memory={**WELL["memory"], "SwapTotal": 9e9}), "memory", "8.4 GiB of memory are on the disk"),
+        ({"skew_s": -300.0}, "clock", "its clock is 300 s behind this computer's"),
+        (changed("disks", free=1e9), "disk", "the disk of /home/me has 0.9 of 93 GiB left"),
+        (changed("disks", inodes=0), "disk", "the disk of /home/me has no inodes left"),
+        (changed("disks", refused="Read-only"), "disk", "nothing can be written in /home/me: Read-only"),
+        ({"files": 1024}, "files", "a process may have 1,024 files open at most, fewer than 4,096"),
+        (changed("memory", MemAvailable=1e9), "memory", "0.9 of 279 GiB of memory are free"),
+        (changed("memory", SwapTotal=9e9), "memory", "8.4 GiB of memory are on the disk"),
         (
-            subject(head={"address": "10.0.0.2:6379", "why": "Connection refused"}),
+            {"head": {"address": "10.0.0.2:6379", "why": "Connection refused"}},
             "head",
             "the swarm's head (Ray, 10.0.0.2:6379) cannot be reached from here: Connection refused",
         ),
-        (subject(worker_id="0"), "worker", "it is worker 3, and TPU_WORKER_ID says '0'"),
-        (subject(metadata={**WELL["metadata"], "worker": "1"}), "worker", "it is worker 3, and its metadata says '1'"),
-        (subject(accelerator="v4-16"), "worker", "it is a v4-32, and TPU_ACCELERATOR_TYPE says 'v4-16'"),
-        (subject(metadata={**WELL["metadata"], "type": "v9"}), "worker", "it is a v4-32, and its metadata says 'v9'"),
+        ({"worker_id": "0"}, "worker", "it is worker 3, and TPU_WORKER_ID says '0'"),
+        (changed("metadata", worker="1"), "worker", "it is worker 3, and its metadata says '1'"),
+        ({"accelerator": "v4-16"}, "worker", "it is a v4-32, and TPU_ACCELERATOR_TYPE says 'v4-16'"),
+        (changed("metadata", type="v9"), "worker", "it is a v4-32, and its metadata says 'v9'"),
+        ({"bucket": CREATES}, "bucket", "in gs://b it may not do storage.objects.create"),
         (
-            subject(bucket={"name": "b", "lacks": ["storage.objects.create"], "why": ""}),
+            {**changed("metadata", scopes=READ_ONLY), "bucket": CREATES},
             "bucket",
-            "in gs://b it may not do storage.objects.create",
+            f"its access scopes let it write to no bucket: {READ_ONLY}",
         ),
-        (
-            subject(spoken=[{"job": "j", "mark": "Falling back to cpu", "line": "W0101 Falling back to cpu."}]),
-            "on-cpu",
-            "job j says: W0101 Falling back to cpu.",
-        ),
-        (subject(metadata={**WELL["metadata"], "preempted": "TRUE"}), "notice", "it is being preempted"),
-        (
-            subject(metadata={**WELL["metadata"], "maintenance": "MIGRATE"}),
-            "notice",
-            "its metadata announces a maintenance: MIGRATE",
-        ),
+        ({"spoken": [FELL_BACK]}, "on-cpu", "job j says: W0101 Falling back to cpu."),
+        (changed("metadata", preempted="TRUE"), "notice", "it is being preempted"),
+        (changed("metadata", maintenance="MIGRATE"), "notice", "its metadata announces a maintenance: MIGRATE"),
     ],
 )
-def test_what_cannot_be_planted_is_judged_by_its_facts(ill, check, says):
+def test_finding_of_facts(facts, check, sentence):
     assert judge([subject()]) == []
-    ((found),) = judge([ill])
-    assert (found.host, found.check) == ("a/3", check) and says in found.wrong.what
+    (found,) = judge([subject(**facts)])
+    assert (found.host, found.check) == ("a/3", check) and sentence in found.wrong.what
 
 
 PROBES = {
@@ -127,11 +123,11 @@ PROBES = {
     "locked": False, "preload": False, "disks": False, "memory": False, "files": False, "packages": False,
     "wanted_libtpu": False, "metadata": False, "spoken": False,
 }  # fmt: skip
-"""What looks at a host, and whether nobody knows without it that nothing runs there."""
+"""Each probe of a host, and whether `idle` depends on it."""
 
 
 @pytest.mark.parametrize("probe", PROBES)
-def test_a_probe_that_fails_is_lost_with_what_is_made_of_it_and_nothing_else_is(probe, monkeypatch):
+def test_failed_probe_costs_only_its_own_facts(probe, monkeypatch):
     def fails(*about):
         raise ValueError("odd")
 
@@ -140,28 +136,28 @@ def test_a_probe_that_fails_is_lost_with_what_is_made_of_it_and_nothing_else_is(
     assert WELL.keys() - found.keys() <= found["lost"].keys() and set(found["lost"].values()) == {"ValueError: odd"}
     well = {**WELL, "attended": False, "metadata": None}
     facts = {name: value for name, value in well.items() if name in found}
-    said = judge([Subject("a/0", {**facts, "lost": found["lost"]}, 0.0, "v4-32", 1, 0, age_s=1e6)])
-    assert {each.check for each in said} == ({"reach"} if PROBES[probe] else {"reach", "idle"})
-    assert any("idle" in each.wrong.mend for each in said if each.check == "reach") == PROBES[probe]
+    findings = judge([Subject("a/0", {**facts, "lost": found["lost"]}, 0.0, "v4-32", 1, 0, age_s=1e6)])
+    assert {finding.check for finding in findings} == ({"reach"} if PROBES[probe] else {"reach", "idle"})
+    assert any("idle" in finding.wrong.mend for finding in findings if finding.check == "reach") == PROBES[probe]
 
 
-def test_checks_that_were_not_made_are_named_and_what_the_half_of_one_has_found_is_said():
+def test_checks_without_their_facts_are_named_and_others_are_made():
     facts = {**WELL, "preload": {"/usr/lib/libtcmalloc.so.4": False}, "lost": {"spoken": "odd", "packages": "odd"}}
     alone = subject(**facts)
     del alone.facts["spoken"], alone.facts["packages"]
-    said = judge([alone])
-    assert [(each.check, each.wrong.mend.rpartition("; ")[2]) for each in said[:2]] == [
+    findings = judge([alone])
+    assert [(finding.check, finding.wrong.mend.rpartition("; ")[2]) for finding in findings[:2]] == [
         ("reach", "not made, or only in part: on-cpu, bad-node, preload, fork"),
         ("reach", "not made, or only in part: versions, libtpu"),
     ]
-    assert [each.check for each in said[2:]] == ["preload"]
+    assert [finding.check for finding in findings[2:]] == ["preload"]
     assert judge([alone], checks=(BUSY,)) == []
     del alone.facts["holders"]
     alone.facts["lost"]["holders"] = "odd"
-    assert [each.wrong.what for each in judge([alone], checks=(BUSY,))] == ["holders could not be looked at: odd"]
+    assert [finding.wrong.what for finding in judge([alone], checks=(BUSY,))] == ["holders could not be looked at: odd"]
 
 
-def test_a_process_may_have_any_bytes_for_a_name():
+def test_name_of_a_process_may_be_any_bytes():
     line = "import sys; open('/proc/self/comm', 'wb').write(b'\\xff) \\xfe'); print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -172,22 +168,22 @@ def test_a_process_may_have_any_bytes_for_a_name():
         process.communicate(b"")
 
 
-def test_a_host_with_other_versions_than_most_is_named():
-    hosts = [subject(f"a/{n}", metadata=None, packages={"jax": "0.9.0" if n == 2 else "0.10.2"}) for n in range(4)]
-    ((found),) = judge([Subject(each.label, each.facts) for each in hosts])
-    assert (found.host, found.check) == ("a/2", "versions")
-    assert found.wrong.what == "jax is 0.9.0 here, and 0.10.2 on most hosts"
+@pytest.mark.parametrize(
+    ("versions", "host", "sentence"),
+    [
+        (("0.10.2", "0.10.2", "0.9.0", "0.10.2"), "a/2", "jax is 0.9.0 here, and 0.10.2 on most hosts"),
+        (("0.10.2", "0.9.0"), "a/1", "jax is 0.9.0 here, and 0.10.2 on a/0"),
+    ],
+)
+def test_host_with_other_versions_is_named(versions, host, sentence):
+    hosts = [subject(f"a/{n}", packages={"jax": version}) for n, version in enumerate(versions)]
+    (found,) = judge([Subject(one.label, one.facts) for one in hosts])
+    assert (found.host, found.check, found.wrong.what) == (host, "versions", sentence)
 
 
-def test_of_two_hosts_that_differ_neither_is_most():
-    hosts = [subject(f"a/{n}", packages={"jax": version}) for n, version in enumerate(("0.10.2", "0.9.0"))]
-    ((found),) = judge([Subject(each.label, each.facts) for each in hosts])
-    assert (found.host, found.wrong.what) == ("a/1", "jax is 0.9.0 here, and 0.10.2 on a/0")
-
-
-def test_the_page_has_every_check_as_it_is():
-    cells = [(each.id, each.looks_at, each.why, each.mend) for each in (*CHECKS, *ACROSS)]
-    rows = "".join("| " + " | ".join(each.replace("|", "\\|") for each in row) + " |\n" for row in cells)
+def test_documentation_lists_every_check():
+    cells = [(check.id, check.looks_at, check.why, check.mend) for check in (*CHECKS, *ACROSS)]
+    rows = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in cells)
     head = "| check | looks at | why it matters | how it is mended |\n|---|---|---|---|\n"
     before, _, after = PAGE.read_text().partition(head)
     there, end, after = after.partition("\n## ")
@@ -198,20 +194,17 @@ def test_the_page_has_every_check_as_it_is():
 
 
 @pytest.mark.parametrize("python", [sys.executable, *Path("/usr/bin").glob("python3.[0-9]"), "/usr/bin/python3"])
-def test_what_runs_on_a_host_needs_python_alone(python, tmp_path):
+def test_programs_for_hosts_need_python_alone(python, tmp_path):
     if not Path(python).exists():
         pytest.skip(f"there is no {python}")
     words = [python, "-I", "-c", boot(MODULES[-1])]
     done = subprocess.run(words, input=sent(*MODULES), capture_output=True, env={"HOME": str(tmp_path)})
     assert json.loads(done.stdout)["user"] and not list(tmp_path.iterdir()), done.stderr
-    with subprocess.Popen(
-        [python, "-I", "-c", boot(follow.MODULES[-1]), "0.01"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={"HOME": str(tmp_path)},
-    ) as process:
+    words = [python, "-I", "-c", boot(follow.MODULES[-1]), "0.01"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, env={"HOME": str(tmp_path)}, **pipes) as process:
         process.stdin.write(sent(*follow.MODULES))
         process.stdin.flush()
-        said = [json.loads(process.stdout.readline()) for _ in range(2)]
+        samples = [json.loads(process.stdout.readline()) for _ in range(2)]
         process.stdout.close()  # nobody reads it: it ends
-    assert all({"duty", "used", "total", "owners", "chips"} <= each.keys() for each in said)
+    assert all({"duty", "used", "total", "owners", "chips"} <= sample.keys() for sample in samples)

@@ -1,12 +1,17 @@
-"""A local cloud with a fleet on it, and its hosts, for all tests of this folder."""
+"""Fleets on local clouds, made once in a session, and machines without a cloud, for all tests of this folder."""
 
+import asyncio
 import contextlib
 import io
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,56 +22,98 @@ from tests.local_cloud import local_cloud
 from tests.remote.machines import machines
 from tests.terminal import PROGRAM
 from tpuswarm.cli import main
+from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
+from tpuswarm.fleet.core.jobs import Job
+from tpuswarm.fleet.keeping.fleets import find
+from tpuswarm.fleet.keeping.jobs import Carrier
 from tpuswarm.fleet.reach import Reach, find_reach
+from tpuswarm.remote.connect import Connections
 from tpuswarm.train.process.stop import SIGNALS
 
-FILE = """\
-name = "trio"
-provider = "rehearsal"
+ONE, SLICE = "v2-usc1f-0", "v5e-usc1a-0"
+"""The machines of `fleet`; the second has four workers."""
+HOSTS = [f"{ONE}/0", *(f"{SLICE}/{worker}" for worker in range(4))]
 
-[storage]
-bucket = "rehearsal-trio"
-region = "us-central1"
 
-[[pool]]
-name = "one"
-type = "v2-8"
-zones = ["us-central1-f"]
-count = 1
-network = "tpuswarm-trio"
+def swarm_toml(name: str, region: str, *pools: str) -> str:
+    """A file with a bucket and these pools, each NAME TYPE ZONE COUNT and further lines."""
+    text = f'name = "{name}"\nprovider = "rehearsal"\n[storage]\nbucket = "rehearsal-{name}"\nregion = "{region}"\n'
+    for pool in pools:
+        first, *more = pool.split("\n")
+        called, type_, zone, count = first.split()
+        text += f'[[pool]]\nname = "{called}"\ntype = "{type_}"\nzones = ["{zone}"]\ncount = {count}\n'
+        text += "\n".join([f'network = "tpuswarm-{name}"', *more, ""])
+    return text
 
-[[pool]]
-name = "slice"
-type = "v5e-16"
-zones = ["us-central1-a"]
-count = 1
-network = "tpuswarm-trio"
-how = "on-demand"
+
+FILE = swarm_toml("trio", "us-central1", "one v2-8 us-central1-f 1", 'slice v5e-16 us-central1-a 1\nhow = "on-demand"')
+INTERVALS = {
+    "tpuswarm.cli.job_logs.ASKED_S": 1.0,
+    "tpuswarm.cli.job_logs.LOOK": 0.1,
+    "tpuswarm.fleet.core.jobs.FIRST": 0.2,
+    "tpuswarm.fleet.core.jobs.GONE_S": 0.5,
+    "tpuswarm.fleet.core.memory.FIRST": 0.2,
+    "tpuswarm.fleet.keeping.jobs.AGAIN_S": 0.2,
+    "tpuswarm.fleet.keeping.jobs.MOVING": 0.1,
+    "tpuswarm.fleet.keeping.jobs.SETTLED": 0.2,
+    "tpuswarm.fleet.keeping.keeper.MOVING": 0.1,
+    "tpuswarm.fleet.keeping.keeper.SETTLED": 0.2,
+}
+"""Seconds that commands of `Fleet.run`, and of `Fleet.start` if asked, wait between looks and before retries."""
+WITH_INTERVALS = """
+import importlib, json, sys
+for name, seconds in json.loads(sys.argv.pop(1)).items():
+    module, _, constant = name.rpartition(".")
+    setattr(importlib.import_module(module), constant, seconds)
+sys.argv[0] = "tpuswarm"
+from tpuswarm.cli import main
+main()
 """
 
 
 class Fleet:
-    """Machines v2-usc1f-0 and v5e-usc1a-0 (four workers), and commands about them."""
+    """Machines of a local cloud, and commands about them."""
 
     def __init__(self, folder: Path, place: Place):
         self.folder, self.place = folder, place
         self.environment = {**os.environ, VARIABLE: str(place.folder), "XDG_STATE_HOME": str(folder / "state"),
                             "HOME": str(folder)}  # fmt: skip
 
-    def start(self, *words: str, **about) -> subprocess.Popen[str]:
-        """A command under way; its output comes from pipes."""
+    @contextmanager
+    def inside(self, cwd: Path | None = None) -> Iterator[None]:
+        """The environment, folder and short intervals of its commands, for this process."""
+        with ExitStack() as stack:
+            stack.enter_context(patch.dict(os.environ, self.environment, clear=True))
+            stack.enter_context(contextlib.chdir(cwd or self.folder))
+            for name, seconds in INTERVALS.items():
+                stack.enter_context(patch(name, seconds))
+            yield
+
+    def enter(self, monkeypatch: pytest.MonkeyPatch) -> "Fleet":
+        """The same until the end of a test."""
+        for name in (VARIABLE, "XDG_STATE_HOME", "HOME"):
+            monkeypatch.setenv(name, self.environment[name])
+        monkeypatch.chdir(self.folder)
+        for name, seconds in INTERVALS.items():
+            monkeypatch.setattr(name, seconds)
+        return self
+
+    def start(self, *words: str, intervals: dict[str, float] | None = None, **options) -> subprocess.Popen[str]:
+        """Start a command with pipes; `intervals` changes constants of its modules."""
+        program = [PROGRAM] if intervals is None else [sys.executable, "-c", WITH_INTERVALS, json.dumps(intervals)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        about = {"cwd": self.folder, "env": self.environment, **pipes, **about}
-        return subprocess.Popen([PROGRAM, *words], text=True, **about)
+        options = {"cwd": self.folder, "env": self.environment, **pipes, **options}
+        return subprocess.Popen([*program, *words], text=True, **options)
 
     def run(self, *words: str, code: int = 0, cwd: Path | None = None) -> tuple[str, str]:
-        """What a command printed, typed in this process: it has imported already what a new one would import."""
+        """Run a command in this process, which has its imports already; return stdout and stderr."""
         out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-        before = {each: signal.getsignal(each) for each in SIGNALS}
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         with (
-            patch.dict(os.environ, self.environment, clear=True), patch.object(sys, "argv", ["tpuswarm", *words]),
-            contextlib.chdir(cwd or self.folder), patch.object(sys, "stdout", out), patch.object(sys, "stderr", err),
+            self.inside(cwd), patch.object(sys, "argv", ["tpuswarm", *words]),
+            patch.object(sys, "stdout", out), patch.object(sys, "stderr", err),
             Path(os.devnull).open() as nothing, patch.object(sys, "stdin", nothing), pytest.raises(SystemExit) as end,
         ):  # fmt: skip
             try:
@@ -74,55 +121,135 @@ class Fleet:
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
-        said = out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
-        assert end.value.code == code, f"exit {end.value.code}, not {code}:\n{said[0]}\n{said[1]}"
-        assert "Traceback" not in said[1], said[1]
-        return said
+        printed, complaints = out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
+        assert end.value.code == code, f"exit {end.value.code}, not {code}:\n{printed}\n{complaints}"
+        assert "Traceback" not in complaints, complaints
+        return printed, complaints
+
+    def run_json(self, *words: str, code: int = 0) -> dict:
+        """Run a command with --json; return what it printed."""
+        return json.loads(self.run(*words, "--json", code=code)[0])
 
     def finish(self, process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-        """Wait for its end, which has to be with `code`."""
+        """Wait for a command to exit with `code`; return stdout and stderr."""
         out, err = process.communicate(timeout=240)
         assert process.returncode == code, f"exit {process.returncode}, not {code}:\n{out}\n{err}"
         assert "Traceback" not in err, err
         return out, err
 
-    def home(self, host: str) -> Path:
-        """The folder of a host that stands for `/`: host is NAME-WORKER."""
-        (found,) = self.place.machines.glob(f"{host}-*")
+    def interrupt(self, process: subprocess.Popen[str]) -> str:
+        """End a command with Ctrl-C; return stderr."""
+        process.send_signal(signal.SIGINT)
+        return self.finish(process, 130)[1]
+
+    def exec(self, where: str, line: str) -> str:
+        """Run a line of shell on hosts; return stdout."""
+        return self.run("exec", where, "--", line)[0]
+
+    def detach(self, where: str, name: str, line: str, *options: str, prints: str = "") -> str:
+        """Start a job, and wait until its log has `prints`; return the command's stderr."""
+        err = self.run("exec", where, "--detach", "--name", name, *options, "--", line)[1]
+        until(lambda: not prints or prints in self.run("logs", name)[0], 120)
+        return err
+
+    def jobs(self) -> dict[str, list[dict]]:
+        """The seats of each job, as `tpuswarm jobs` lists them."""
+        return {job["name"]: job["seats"] for job in self.run_json("jobs")["jobs"]}
+
+    def carry_jobs(self, done: Callable[[dict[str, Job]], bool]) -> dict[str, Job]:
+        """Do in this process what a keeper does for jobs, until `done`; return the jobs."""
+
+        async def rounds() -> dict[str, Job]:
+            fleet = find(None)[0]
+            cloud = fleet.provider()
+            store = fleet.store(cloud)
+            carrier = Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
+            end = time.monotonic() + 120
+            async with Connections(carrier.key) as connections:
+                while True:
+                    listing = cloud.machines(store.load().zones)
+                    document, _ = await carrier.round(connections, listing, time.time())
+                    jobs = {job.name: job for job in document.jobs}
+                    if done(jobs):
+                        return jobs
+                    assert time.monotonic() < end, jobs
+                    await asyncio.sleep(0.1)
+
+        with self.inside():
+            return asyncio.run(rounds())
+
+    def machines(self) -> list[dict]:
+        """All machines, as the cloud has them."""
+        return ask(self.place, "status")["machines"]
+
+    def pids(self, word: str, machine: str = "") -> list[int]:
+        """Processes of machines that have a word in their command line."""
+        names = [folder.name for folder in self.place.machines.iterdir() if folder.name.startswith(machine)]
+        found = []
+        for pid in processes.find(names):
+            with contextlib.suppress(OSError):
+                if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
         return found
 
+    def wait_until_gone(self, word: str, machine: str = "") -> None:
+        """Wait until no process has that word in its command line."""
+        until(lambda: not self.pids(word, machine))
+
+    def home(self, host: str) -> Path:
+        """The folder of a host (NAME-WORKER) that stands for `/`."""
+        return max(self.place.machines.glob(f"{host}-*"), key=lambda folder: folder.stat().st_mtime)
+
     def user_home(self, host: str) -> Path:
-        """The home of whoever everything on it belongs to."""
+        """The home of the user who owns everything on a host."""
         root = self.home(host)
         homes = (root / "root", *root.glob("home/*"))
-        return until(lambda: next((each for each in homes if any(each.iterdir())), None))
+        return until(lambda: next((home for home in homes if any(home.iterdir())), None))
+
+
+@contextmanager
+def fleet_of(folder: Path, file: str) -> Iterator[Fleet]:
+    """Make a local cloud, and on it the fleet of a swarm.toml."""
+    (folder / "swarm.toml").write_text(file)
+    with local_cloud(folder / "cloud") as place:
+        fleet = Fleet(folder, place)
+        fleet.run("init", "--yes")
+        fleet.run("up", "--yes", "--paid")
+        yield fleet
 
 
 @pytest.fixture(scope="session")
 def session_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("remote")
-    (folder / "swarm.toml").write_text(FILE)
-    with local_cloud(folder / "cloud") as place:
-        found = Fleet(folder, place)
-        found.run("init", "--yes")
-        found.run("up", "--yes", "--paid")
-        yield found
+    with fleet_of(tmp_path_factory.mktemp("remote"), FILE) as fleet:
+        yield fleet
 
 
 @pytest.fixture
 def fleet(session_fleet, monkeypatch) -> Fleet:
-    """With its environment, for what runs in this process."""
-    for name in (VARIABLE, "XDG_STATE_HOME", "HOME"):
-        monkeypatch.setenv(name, session_fleet.environment[name])
-    monkeypatch.chdir(session_fleet.folder)
-    return session_fleet
+    """A v2-8 and a slice of four workers."""
+    return session_fleet.enter(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def spot_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A spot slice of four workers, which tests may have preempted; each leaves it ready."""
+    file = swarm_toml("quad", "us-central1", "slice v5e-16 us-central1-a 1")
+    with fleet_of(tmp_path_factory.mktemp("spot"), file) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="session")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A slice of two workers with Jupyter."""
+    file = swarm_toml("books", "us-central2", 'slice v4-16 us-central2-b 1\nhow = "on-demand"')
+    file += '[setup]\nnotebook = true\nenv = { GREETING = "hello" }\n'
+    with fleet_of(tmp_path_factory.mktemp("books"), file) as fleet:
+        yield fleet
 
 
 @pytest.fixture
 def reach(fleet) -> Reach:
-    """The way to its machines."""
-    from tpuswarm.fleet.keeping.fleets import find
-
+    """The routes to the machines of `fleet`."""
     return find_reach(find(None)[0])
 
 
@@ -133,36 +260,8 @@ def here(tmp_path):
         yield found
 
 
-BOOKS = """\
-name = "books"
-provider = "rehearsal"
-
-[storage]
-bucket = "rehearsal-books"
-region = "us-central2"
-
-[[pool]]
-name = "slice"
-type = "v4-16"
-zones = ["us-central2-b"]
-count = 1
-network = "tpuswarm-books"
-how = "on-demand"
-
-[setup]
-notebook = true
-env = { GREETING = "hello" }
-"""
-
-
-@pytest.fixture(scope="session")
-def books(tmp_path_factory) -> Iterator[Fleet]:
-    """A slice of two workers, set up."""
-    folder = tmp_path_factory.mktemp("books")
-    (folder / "swarm.toml").write_text(BOOKS)
-    with local_cloud(folder / "cloud") as place:
-        found = Fleet(folder, place)
-        found.run("init", "--yes")
-        out, _ = found.run("up", "--yes", "--paid")
-        assert "v4-usc2b-0/1: notebook: done" in out
-        yield found
+def free_port() -> int:
+    """A port of this computer that nobody listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]

@@ -25,8 +25,6 @@ T = TypeVar("T")
 
 
 class Machine(NamedTuple):
-    """One of them."""
-
     host: Host
     root: Path
     """The folder that stands for its `/`."""
@@ -38,38 +36,38 @@ class Machine(NamedTuple):
 
 
 class Here(NamedTuple):
-    """All of them, and the key that opens them."""
+    """All machines, and the key that opens them."""
 
     machines: list[Machine]
     key: Path
     loop: asyncio.AbstractEventLoop
     acceptors: dict[str, asyncssh.SSHAcceptor]
     listen: list[Callable[[str], Coroutine[Any, Any, asyncssh.SSHAcceptor]]]
-    """Of each machine: its server, at an address."""
+    """Of each machine: start its server at an address."""
 
     @property
     def hosts(self) -> list[Host]:
-        return [each.host for each in self.machines]
+        return [machine.host for machine in self.machines]
 
     def connections(self) -> Connections:
         return Connections(self.key)
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine of the servers' own loop returns."""
+        """Run a coroutine in the loop of the servers."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def cut(self, number: int) -> None:
-        """Every connection to a machine is lost; it takes new ones."""
+        """Break every connection to a machine; it accepts new ones."""
 
         async def close() -> None:
-            for each in list(CONNECTED.get(number, ())):
-                each.abort()
+            for connection in list(CONNECTED.get(number, ())):
+                connection.abort()
             CONNECTED.pop(number, None)
 
         self.ask(close())
 
     def move(self, number: int, address: str) -> None:
-        """A machine has another address from now on, and nobody answers at the old one."""
+        """Give a machine another address; nobody answers at the old one."""
         before = self.machines[number].host.address
         self.acceptors[address] = self.ask(self.listen[number](address))
         self.ask(_close(self.acceptors.pop(before)))
@@ -83,8 +81,8 @@ async def _close(acceptor: asyncssh.SSHAcceptor) -> None:
 CONNECTED: dict[int, set[asyncssh.SSHServerConnection]] = {}
 
 
-class Noted(served.Server):
-    """Knows its connections, so that a test can cut them."""
+class NotedServer(served.Server):
+    """Notes its connections, so that a test can cut them."""
 
     def __init__(self, keys: served.Keys, number: int):
         super().__init__(keys)
@@ -96,7 +94,7 @@ class Noted(served.Server):
 
 @contextmanager
 def machines(folder: Path, count: int) -> Iterator[Here]:
-    """`count` of them; at the end nothing of them runs."""
+    """Start machines; at the end kill everything on them."""
     place = Place(folder / "cloud")
     place.make()
     place.machines.mkdir()
@@ -112,29 +110,29 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
     thread.start()
     here = Here([], key_file, loop, {}, [])
     try:
-        for each in range(count):
+        for index in range(count):
             described = RehearsedHost(
-                f"m{each}-{folder.name}", "owner", each, f"127.{number}.1.{each + 1}", None, chips=4
+                f"m{index}-{folder.name}", "owner", index, f"127.{number}.1.{index + 1}", None, chips=4
             )
             root = Root(place, described)
             root.boot()
             ours = served.host_key(root)
             address = described.internal
-            server = partial(Noted, number=each)
+            server = partial(NotedServer, number=index)
             here.listen.append(partial(served.listen, root, key=ours, keys=lambda: allowed, storage="", server=server))
-            here.acceptors[address] = here.ask(here.listen[each](address))
+            here.acceptors[address] = here.ask(here.listen[index](address))
             public = " ".join(ours.export_public_key().decode().split()[:2])
-            alias, known = f"node-{each}.0", folder / "known_hosts"
+            alias, known = f"node-{index}.0", folder / "known_hosts"
             with known.open("a") as lines:
                 lines.write(f"{alias} {public}\n")
-            host = Host(f"node-{each}/0", address, SSH_PORT, USER, alias, (public,), known)
+            host = Host(f"node-{index}/0", address, SSH_PORT, USER, alias, (public,), known)
             here.machines.append(Machine(host, root.path, described.id))
             root.home(USER)
         yield here
     finally:
         for acceptor in here.acceptors.values():
             loop.call_soon_threadsafe(acceptor.close)
-        processes.kill([each.id for each in here.machines])
+        processes.kill([machine.id for machine in here.machines])
         here.ask(asyncio.sleep(0.05))
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -44,29 +44,29 @@ def tools(tmp_path, monkeypatch):
     return folder
 
 
-def test_an_environment_without_pip_has_uv_for_it(tools, tmp_path):
+def test_uv_downloads_where_there_is_no_pip(tools, tmp_path):
     made = bundle("3.12", tmp_path / "cache")
     with tarfile.open(made) as tar:
-        files = {each.name: each for each in tar if each.isfile()}
+        files = {entry.name: entry for entry in tar if entry.isfile()}
     assert files.keys() == {"./bin/uv", "./python/cpython/bin/python3"}
     assert files["./bin/uv"].mode & stat.S_IXUSR
     (tools / "uv").unlink()
     assert bundle("3.12", tmp_path / "cache") == made  # made once
 
 
-def test_without_both_the_way_out_is_named(tools, tmp_path, monkeypatch):
+def test_error_without_pip_and_uv_names_the_way_out(tools, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunFailed, match=r"uv cannot be downloaded here either: there is no uv; install uv on this"):
         bundle("3.12", tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_our_wheel_may_be_made_by_several_at_the_same_time(tmp_path):
+def test_wheel_may_be_built_by_several_processes_at_once(tmp_path):
     """A keeper's seat, a router and another command of one computer, before it was ever made."""
-    together = threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
     def make(_) -> Path:
-        together.wait()
+        barrier.wait()
         return wheel(tmp_path / "machines")
 
     with ThreadPoolExecutor(4) as pool:

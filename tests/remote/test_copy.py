@@ -23,13 +23,13 @@ from tpuswarm.remote.host import NoWay
         ("/tmp/x:y", (None, "/tmp/x:y")),
     ],
 )
-def test_a_colon_makes_it_a_machines_path(text, parts):
+def test_colon_makes_it_a_path_of_a_machine(text, parts):
     assert split(text) == parts
 
 
 @pytest.fixture
 def over(here):
-    """Does something over the connections to the machines."""
+    """Run a coroutine over connections to the machines."""
 
     def run(work, *args, **options):
         async def inside():
@@ -41,7 +41,7 @@ def over(here):
     return run
 
 
-def test_the_same_file_twice_at_once_arrives_as_it_is(here, tmp_path):
+def test_file_sent_twice_at_once_arrives_intact(here, tmp_path):
     """As where somebody gives the same command in two windows."""
     source = tmp_path / "large"
     source.write_bytes(os.urandom(12_000_000))
@@ -54,25 +54,25 @@ def test_the_same_file_twice_at_once_arrives_as_it_is(here, tmp_path):
             await begun.wait()
             return await asyncio.gather(one, put(second, host, source, "large"), return_exceptions=True)
 
-    for each in asyncio.run(both()):
-        assert each == 1 or isinstance(each, RunFailed), each
+    for copied in asyncio.run(both()):
+        assert copied == 1 or isinstance(copied, RunFailed), copied
     assert (here.machines[0].home / "large").read_bytes() == source.read_bytes()
 
 
-def test_a_host_cannot_choose_where_a_file_goes(tmp_path):
+def test_host_cannot_choose_where_a_file_goes(tmp_path):
     class Bad:
         async def readdir(self, folder):
             attributes = asyncssh.SFTPAttrs(permissions=0o100644, size=1, mtime=1)
             return [asyncssh.SFTPName("../../.ssh/authorized_keys", attrs=attributes)]
 
     async def names():
-        return [each async for each in _walk(Bad(), "runs")]
+        return [name async for name in _walk(Bad(), "runs")]
 
     with pytest.raises(RunFailed, match=r"a host names a file '\.\./\.\./\.ssh/authorized_keys' in runs/"):
         asyncio.run(names())
 
 
-def test_a_folder_goes_there_and_comes_back_as_it_was(here, over, tmp_path):
+def test_folder_is_copied_there_and_back(here, over, tmp_path):
     source = tmp_path / "data"
     (source / "deep").mkdir(parents=True)
     (source / "deep/run.sh").write_text("#!/bin/sh")
@@ -87,7 +87,7 @@ def test_a_folder_goes_there_and_comes_back_as_it_was(here, over, tmp_path):
     assert (tmp_path / "back/deep/run.sh").stat().st_mtime == int((source / "deep/run.sh").stat().st_mtime)
 
 
-def test_what_is_there_already_is_not_written_again(here, over, tmp_path):
+def test_identical_file_is_not_written_again(here, over, tmp_path):
     (tmp_path / "a").write_text("x")
     over(put, here.hosts[0], tmp_path / "a", "")
     before = (here.machines[0].home / "a").stat().st_ino
@@ -98,7 +98,7 @@ def test_what_is_there_already_is_not_written_again(here, over, tmp_path):
     assert (here.machines[0].home / "a").read_text() == "other"
 
 
-def test_a_broken_copy_leaves_no_half_file_and_goes_on(here, over, tmp_path):
+def test_broken_copy_leaves_no_half_file_and_continues(here, over, tmp_path):
     source = tmp_path / "big"
     source.write_bytes(os.urandom(20_000_000))
     machine, seen = here.machines[0], []
@@ -114,10 +114,10 @@ def test_a_broken_copy_leaves_no_half_file_and_goes_on(here, over, tmp_path):
     again = []
     over(put, machine.host, source, "big", told=again.append)
     assert again[0] >= 6 << 20 and (machine.home / "big").read_bytes() == source.read_bytes()
-    assert [each.name for each in machine.home.iterdir()] == ["big"]
+    assert [path.name for path in machine.home.iterdir()] == ["big"]
 
 
-def test_what_is_not_there_or_may_not_be_written_is_said_in_a_sentence(here, over, tmp_path):
+def test_missing_or_unwritable_path_is_one_sentence(here, over, tmp_path):
     with pytest.raises(InputError, match=r"^node-0/0 has no file or folder nowhere$"):
         over(get, here.hosts[0], "nowhere", tmp_path)
     (tmp_path / "a").touch()

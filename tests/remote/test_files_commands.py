@@ -16,7 +16,7 @@ def project(tmp_path):
     return root
 
 
-def test_sync_says_what_it_does_and_all_workers_have_it(fleet, project):
+def test_sync_shows_its_changes_and_makes_them_on_all_workers(fleet, project):
     out, _ = fleet.run("sync", "all", "--fleet", "trio", "--dry-run", cwd=project)
     assert "5 hosts: 1 file, 8 B: train.py" in out and "nothing was sent" in out
     out, _ = fleet.run("sync", "--fleet", "trio", cwd=project)
@@ -29,7 +29,7 @@ def test_sync_says_what_it_does_and_all_workers_have_it(fleet, project):
         assert "all 5 hosts have ~/project as it is here (1 file, 8 B); 4 had it already" in screen.finish()
 
 
-def test_sync_refuses_secrets_homes_and_asks_above_100_mb(fleet, project):
+def test_sync_refuses_secrets_and_homes_and_asks_above_100_mb(fleet, project):
     (project / ".env").write_text("TOKEN=x")
     _, err = fleet.run("sync", "--fleet", "trio", cwd=project, code=2)
     assert ".env would leave this computer" in err

@@ -22,25 +22,25 @@ from tpuswarm.remote.openssh import openssh
 GCLOUD = """\
 #!{python}
 import os, shutil, socket, sys, threading
-with open("{told}", "a") as told:
-    print(*sys.argv[1:], file=told)
+with open("{log}", "a") as log:
+    print(*sys.argv[1:], file=log)
 port = socket.create_connection(("{address}", {port}))
 threading.Thread(target=shutil.copyfileobj, args=(port.makefile("rb", 0), open(1, "wb", 0)), daemon=True).start()
 while data := os.read(0, 65536):
     port.sendall(data)
 """
-"""What stands for Google's tunnel: the machine's port at our standard input and output."""
+"""A stand-in for Google's tunnel: the machine's port at standard input and output."""
 
 
 def proxy(here, kind: str, jump: Host | None) -> str:
-    """The command that a fleet makes for a machine of that kind."""
+    """Return the proxy command of a machine of that kind."""
     machine = Machine("node-1", "us-central1-a", kind, "t", "ready", "READY", workers=(Worker("10.0.0.2", None),))  # type: ignore[arg-type]
     fleet = cast(Any, SimpleNamespace(key=here.key, _cloud=SimpleNamespace(project="mine")))
     return Reach._proxy(fleet, Target(machine, 0), jump)
 
 
-def goes(here, host: Host, tmp_path: Path) -> None:
-    """Commands and files by our connections, and a command by OpenSSH."""
+def check_route(here, host: Host, tmp_path: Path) -> None:
+    """Run a command and copy a file by our connections, and run a command by OpenSSH."""
     (tmp_path / "python.tar").write_bytes(os.urandom(300_000))
 
     async def work() -> str:
@@ -57,34 +57,34 @@ def goes(here, host: Host, tmp_path: Path) -> None:
     assert done.stdout.strip() == name, done.stderr
 
 
-def test_through_a_vm_of_the_fleet(here, tmp_path):
+def test_connection_through_a_vm_of_the_fleet(here, tmp_path):
     jump, target = here.hosts[:2]
-    goes(here, replace(target, proxy=proxy(here, "tpu", jump)), tmp_path)
+    check_route(here, replace(target, proxy=proxy(here, "tpu", jump)), tmp_path)
 
 
-def test_through_googles_tunnel(here, tmp_path, monkeypatch):
+def test_connection_through_googles_tunnel(here, tmp_path, monkeypatch):
     target = here.hosts[1]
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "gcloud").write_text(
-        GCLOUD.format(python=sys.executable, told=tmp_path / "told", address=target.address, port=target.port)
+        GCLOUD.format(python=sys.executable, log=tmp_path / "calls", address=target.address, port=target.port)
     )
     (folder / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     # Nobody listens at this address: the tunnel alone leads there.
-    goes(here, replace(target, address="127.255.255.254", proxy=proxy(here, "vm", None)), tmp_path)
-    said = (tmp_path / "told").read_text().splitlines()
-    assert set(said) == {
+    check_route(here, replace(target, address="127.255.255.254", proxy=proxy(here, "vm", None)), tmp_path)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert set(calls) == {
         f"compute start-iap-tunnel node-1 {target.port} --listen-on-stdin --zone us-central1-a --project mine"
     }
 
 
-def test_without_a_way_it_says_what_to_add(here):
+def test_fleet_without_a_route_says_what_to_add(here):
     with pytest.raises(InputError, match=r"^node-1 has no external address, and the fleet no \[\[vm\]\] or \[head\]"):
         proxy(here, "tpu", None)
 
 
-def test_a_proxy_that_fails_is_said(here):
+def test_failing_proxy_is_reported(here):
     host = replace(here.hosts[1], proxy="/bin/false")
 
     async def work() -> None:

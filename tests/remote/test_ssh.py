@@ -14,15 +14,15 @@ from tests.terminal import PROGRAM, Terminal, terminal
 
 
 def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_lost(screen: Terminal) -> bool:
-    """Whether it has said so; tmux has drawn over it since, perhaps."""
+    """Whether the loss was reported; tmux may have drawn over it since."""
     return b"is lost; it is made again" in b" ".join(screen.written.split())
 
 
-def test_a_command_and_its_exit_code(fleet):
+def test_command_returns_its_exit_code_and_reads_a_pipe(fleet):
     out, _ = fleet.finish(fleet.start("ssh", "v5e/2", "--", "echo $TPUSWARM_REHEARSAL_MACHINE; exit 7"), 7)
     assert out.startswith("v5e-usc1a-0-2-")
     done = subprocess.run(
@@ -33,7 +33,7 @@ def test_a_command_and_its_exit_code(fleet):
     assert "v5e-usc1a-0 has no worker '7'" in fleet.run("ssh", "v5e/7", code=2)[1]
 
 
-def test_a_lost_connection_comes_back_to_the_same_tmux(fleet):
+def test_shell_comes_back_to_the_same_tmux_after_a_lost_connection(fleet):
     with terminal(["ssh", "v2"], fleet.folder, env=fleet.environment) as shown:
         shown.wait("[tpuswarm]")
         shown.send(b"answer=$((41 + 1)); echo it is $answer\n")
@@ -49,7 +49,7 @@ def test_a_lost_connection_comes_back_to_the_same_tmux(fleet):
         shown.finish()
 
 
-def test_without_tmux_or_where_it_does_not_know_the_terminal_it_is_a_shell(fleet):
+def test_plain_shell_where_tmux_does_not_know_the_terminal(fleet):
     with terminal(["ssh", "v2"], fleet.folder, env={**fleet.environment, "TERM": "unheard-of"}) as shown:
         shown.wait(lambda screen: "unsuitable terminal" in screen.flowing)
         shown.send(b"echo a $((41 + 2))\n")
@@ -69,7 +69,7 @@ from tpuswarm.fleet.keeping import fleets
 from tpuswarm.remote.host import Host
 
 def hosts(name):
-    about = json.loads(Path("way.json").read_text())
+    about = json.loads(Path("route.json").read_text())
     return [Host(**{**about, "keys": tuple(about["keys"]), "known_hosts": Path(about["known_hosts"])})], ()
 
 fleets.find = lambda fleet: (None, None)
@@ -78,15 +78,14 @@ sys.exit(shell.log_in("node-0", [], None))
 """
 
 
-def test_the_same_tmux_at_another_address(tmp_path_factory):
-    """The way is what the cloud says at that moment; the rest is OpenSSH, tmux, and a server that moves."""
+def test_shell_comes_back_to_the_same_tmux_at_another_address(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("m")  # the path of a socket is at most 107 bytes long
     with machines(tmp_path, 1) as here:
         machine = here.machines[0]
 
         def at(address: str) -> None:
             about = dataclasses.asdict(replace(machine.host, address=address))
-            (tmp_path / "way.json").write_text(json.dumps(about, default=str))
+            (tmp_path / "route.json").write_text(json.dumps(about, default=str))
 
         at(machine.host.address)
         with terminal([sys.executable, "-c", LOGS_IN], tmp_path) as shown:

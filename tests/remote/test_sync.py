@@ -30,8 +30,8 @@ def project(tmp_path):
 
 
 @pytest.fixture
-def bring(here, tmp_path):
-    """Sends a folder to all machines."""
+def sync(here, tmp_path):
+    """Send a folder to all machines."""
 
     def run(root, hosts=None, **options):
         kept = KeptTree(tmp_path / "kept")
@@ -50,7 +50,7 @@ def files(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def test_what_git_tracks_or_does_not_ignore_is_listed(project):
+def test_files_that_git_does_not_ignore_are_listed(project):
     assert listed(project) == [".gitignore", "new.txt", "train.py"]
     (project / "train.py").unlink()
     inner = write(project / "inner", own_py="x")
@@ -58,12 +58,12 @@ def test_what_git_tracks_or_does_not_ignore_is_listed(project):
     assert listed(project) == [".gitignore", "inner/own.py", "new.txt"]
 
 
-def test_without_a_repository_everything_unignored_is_listed(tmp_path):
+def test_files_are_listed_without_a_repository(tmp_path):
     root = write(tmp_path / "plain", a_py="", _venv__x_py="", sub____pycache____a_pyc="", out__log_txt="")
     (root / ".gitignore").write_text("out/\n")
     (root / "__pycache__").mkdir()
     (root / "__pycache__" / "a.pyc").touch()
-    assert [each for each in listed(root) if "pyc" not in each or each == "__pycache__/a.pyc"] == [".gitignore", "a.py"]
+    assert [name for name in listed(root) if "pyc" not in name or name == "__pycache__/a.pyc"] == [".gitignore", "a.py"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_without_a_repository_everything_unignored_is_listed(tmp_path):
         (".git-credentials", "x"),
     ],
 )
-def test_secrets_are_refused_by_name_with_the_ways_out(project, tmp_path, name, text):
+def test_secrets_are_refused_with_the_ways_out(project, tmp_path, name, text):
     path = project / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
@@ -93,75 +93,66 @@ def test_secrets_are_refused_by_name_with_the_ways_out(project, tmp_path, name, 
     KeptTree(tmp_path / "kept").take(project, lambda total, new: None)
 
 
-def test_examples_of_secrets_and_certificates_are_no_secrets(project, tmp_path):
+def test_example_files_and_certificates_are_no_secrets(project, tmp_path):
     write(project, _env_example="A=", cert_pem="-----BEGIN CERTIFICATE-----\n")
     assert ".env.example" in KeptTree(tmp_path / "kept").take(project, lambda total, new: None).files
 
 
-def test_every_machine_gets_it_and_only_what_changed_is_sent_again(project, bring, here):
+def test_all_machines_get_the_folder_and_later_only_changes(project, sync, here):
     (project / "run.sh").write_text("#!/bin/sh\n")
     (project / "run.sh").chmod(0o755)
     (project / "link").symlink_to("train.py")
-    first = bring(project)
+    first = sync(project)
     assert len(first.changed) == 3 and not first.failed
-    for each in here.machines:
-        there = each.home / "project"
+    for machine in here.machines:
+        there = machine.home / "project"
         assert files(there) == {
             name: text for name, text in files(project).items() if name.split("/")[0] not in (".git", "data")
         }
         assert os.access(there / "run.sh", os.X_OK) and (there / "link").readlink() == Path("train.py")
-    assert len(bring(project).same) == 3
+    assert len(sync(project).same) == 3
 
     (project / "train.py").write_text("print(2)")
-    changes = bring(project).changed
+    changes = sync(project).changed
     assert {change.send for change in changes.values()} == {("train.py",)}
     assert (here.machines[2].home / "project/train.py").read_text() == "print(2)"
 
 
-def test_what_it_brought_it_deletes_and_what_was_made_there_stays(project, bring, here):
+def test_deleted_file_is_deleted_there_and_files_made_there_stay(project, sync, here):
     write(project, sub__old_py="x")
-    bring(project)
+    sync(project)
     made = here.machines[0].home / "project/runs/metrics.jsonl"
     made.parent.mkdir()
     made.write_text("{}")
     (project / "sub/old.py").unlink()
     said = []
-    outcome = bring(project, agree=said.append)
-    assert {each.delete for each in said[0].values()} == {("sub/old.py",)} and not outcome.failed
+    outcome = sync(project, agree=said.append)
+    assert {change.delete for change in said[0].values()} == {("sub/old.py",)} and not outcome.failed
     assert made.exists() and not (here.machines[0].home / "project/sub").exists()
 
 
-def test_a_file_that_was_changed_there_is_named_and_overwritten(project, bring, here):
-    bring(project)
-    there = here.machines[1].home / "project/train.py"
-    there.write_text("print('edited')")
-    changes = bring(project).changed
-    assert [(host.label, change.edited) for host, change in changes.items()] == [("node-1/0", ("train.py",))]
-    assert there.read_text() == "print(1)"
-
-
-def test_a_file_that_was_made_there_is_named_or_left_also_where_the_list_is_lost(project, bring, here):
-    bring(project)
-    homes = [each.home for each in here.machines]
+def test_file_made_there_is_left_or_named_also_without_the_list(project, sync, here):
+    sync(project)
+    homes = [machine.home for machine in here.machines]
     (homes[0] / "project/results.txt").write_text("made there")
     (homes[1] / ".tpuswarm/trees/project.tree").unlink()
     (homes[1] / "project/train.py").write_text("print('edited')")
     (project / "results.txt").write_text("of here")
-    left = bring(project, leaves=True)
+    left = sync(project, leaves=True)
     assert {host.label: paths for host, paths in left.left.items()} == {
         "node-0/0": ("results.txt",), "node-1/0": ("train.py",)
     }  # fmt: skip
     assert (homes[0] / "project/results.txt").read_text() == "made there"
     assert (homes[1] / "project/train.py").read_text() == "print('edited')"
-    assert [(homes[each] / "project/results.txt").read_text() for each in (1, 2)] == ["of here"] * 2
-    told = bring(project).changed  # a person is told, and it is overwritten
+    assert [(home / "project/results.txt").read_text() for home in homes[1:]] == ["of here"] * 2
+    told = sync(project).changed  # a person is told, and it is overwritten
     assert {host.label: change.edited for host, change in told.items()} == {
         "node-0/0": ("results.txt",), "node-1/0": ("train.py",)
     }  # fmt: skip
-    assert len(bring(project).same) == 3 and (homes[0] / "project/results.txt").read_text() == "of here"
+    assert len(sync(project).same) == 3 and (homes[0] / "project/results.txt").read_text() == "of here"
 
 
-def test_nothing_is_sent_where_a_person_says_no(project, bring, here):
+def test_nothing_is_sent_after_a_no(project, sync, here):
     class No(Exception):
         pass
 
@@ -169,11 +160,11 @@ def test_nothing_is_sent_where_a_person_says_no(project, bring, here):
         raise No
 
     with pytest.raises(No):
-        bring(project, agree=refuse)
+        sync(project, agree=refuse)
     assert not (here.machines[0].home / "project").exists()
 
 
-def test_a_lost_connection_leaves_whole_files_and_the_next_time_goes_on(project, bring, here):
+def test_lost_connection_leaves_whole_files_and_the_next_sync_continues(project, sync, here):
     for number in range(30):
         (project / f"{number:02}.bin").write_bytes(os.urandom(1 << 18))
     lost = here.machines[0]
@@ -182,22 +173,22 @@ def test_a_lost_connection_leaves_whole_files_and_the_next_time_goes_on(project,
         if host == lost.host and len(list((lost.home / "project").glob("*.bin"))) >= 3:
             here.cut(0)
 
-    outcome = bring(project, told=cut)
+    outcome = sync(project, told=cut)
     assert [host.label for host in outcome.failed] == ["node-0/0"] and len(outcome.changed) == 2
     assert "the same command goes on" in str(outcome.failed[lost.host])
     arrived = {path.name for path in (lost.home / "project").glob("*.bin")}
     assert 0 < len(arrived) < 30
     assert all((lost.home / "project" / name).read_bytes() == (project / name).read_bytes() for name in arrived)
-    (again,) = bring(project).changed.values()
+    (again,) = sync(project).changed.values()
     assert len(again.send) <= 33 - len(arrived) and files_equal(project, lost.home / "project")
 
 
 def files_equal(ours: Path, theirs: Path) -> bool:
-    return all((theirs / each).read_bytes() == (ours / each).read_bytes() for each in listed(ours))
+    return all((theirs / name).read_bytes() == (ours / name).read_bytes() for name in listed(ours))
 
 
-def test_a_machine_that_comes_later_gets_what_was_sent_not_what_was_edited_since(project, bring, here, tmp_path):
-    bring(project, hosts=here.hosts[:1])
+def test_later_machine_gets_what_was_sent_before(project, sync, here, tmp_path):
+    sync(project, hosts=here.hosts[:1])
     (project / "train.py").write_text("print('half an edit')")
     kept = KeptTree(tmp_path / "kept")
 
@@ -207,13 +198,3 @@ def test_a_machine_that_comes_later_gets_what_was_sent_not_what_was_edited_since
 
     assert len(asyncio.run(later()).changed) == 2
     assert (here.machines[2].home / "project/train.py").read_text() == "print(1)"
-
-
-def test_one_that_is_gone_does_not_hold_up_the_others(project, bring, here):
-    here.ask(close(here, 1))
-    outcome = bring(project)
-    assert [host.label for host in outcome.failed] == ["node-1/0"] and len(outcome.changed) == 2
-
-
-async def close(here, number):
-    here.acceptors[here.machines[number].host.address].close()

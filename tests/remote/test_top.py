@@ -1,17 +1,17 @@
-"""`top`: figures of libtpu's own protocol, from real processes on machines of a local cloud."""
+"""`top`: figures of libtpu's own protocol, from real processes on machines."""
 
 import asyncio
-import json
 import os
 import re
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.cloud.rehearsal.conftest import until
+from tests.remote.conftest import HOSTS, ONE
 from tests.terminal import CTRL_C, SMALL, terminal
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import Machine
@@ -27,99 +27,97 @@ BURNS = (
     'exec 9<>"$TPUSWARM_ROOT/dev/accel0"; '
     "TPU_LOAD_LIBRARY=1 exec python3 -c \"x = bytearray(200 << 20)\nprint('begun', flush=True)\nwhile True: pass\""
 )
+TRAINS = """\
+exec 9<>"$TPUSWARM_ROOT/dev/accel0"
+exec {python} -c "
+import pathlib, time
+from tpuswarm.train.run.directory import Run
+run = Run(pathlib.Path('mine').absolute())
+for step in range(1, 4):
+    run.write_metrics(dict(step=step, loss=5.0 / step))
+print('begun', flush=True)
+time.sleep(1e6)"
+"""
+"""Writes what a trainer writes, as it does."""
 NOW = 1e9
 
 
 def shown(fleet, *words: str) -> dict[str, dict]:
-    found = json.loads(fleet.run("top", *words, "--json")[0])["hosts"]
-    return {each["host"]: each for each in found}
+    return {host["host"]: host for host in fleet.run_json("top", *words)["hosts"]}
 
 
-def test_who_has_the_chips_how_busy_and_how_full(fleet):
+def test_owner_load_and_memory_of_chips(fleet):
     idle = shown(fleet)
-    assert len(idle) == 5 and {each["state"] for each in idle.values()} == {"idle"}
-    assert all(not each["chips"] and not each["owners"] for each in idle.values())
-    fleet.run("exec", "v2", "--detach", "--name", "burns", "--", BURNS)
+    assert len(idle) == 5 and {host["state"] for host in idle.values()} == {"idle"}
+    assert all(not host["chips"] and not host["owners"] for host in idle.values())
+    fleet.detach("v2", "burns", BURNS, prints="begun")
     try:
-        end = time.monotonic() + 120
-        while "begun" not in fleet.run("logs", "burns")[0]:
-            assert time.monotonic() < end
         with terminal(["top"], fleet.folder, SMALL, fleet.environment) as opened:
-            # A second look at it: how busy it is between two.
+            # The load is measured between two samples.
             screen = opened.wait(
-                lambda each: (
-                    re.search(r"v2-usc1f-0/0 +busy +[▁▂▃▄▅▆▇█]{8} [1-9]\d*%", each.screen)
-                    and "libtpu:" in each.screen
-                    and "5 hosts: 4 idle, 1 busy" in each.screen
+                lambda opened: (
+                    re.search(r"v2-usc1f-0/0 +busy +[▁▂▃▄▅▆▇█]{8} [1-9]\d*%", opened.screen)
+                    and "libtpu:" in opened.screen
+                    and "5 hosts: 4 idle, 1 busy" in opened.screen
                 )
             )
             opened.send(CTRL_C)
             opened.finish(130)
-        assert screen.index("v5e-usc1a-0/0") < screen.index("v2-usc1f-0/0"), "who does nothing is shown first"
+        assert screen.index("v5e-usc1a-0/0") < screen.index(HOSTS[0]), "idle hosts come first"
         assert screen.count("no program") == 4 and "libtpu: TPU_LOAD_LIBRARY=1" in screen
-        host = shown(fleet, "v2")["v2-usc1f-0/0"]
-        assert host["state"] == "busy" and [each["device"] for each in host["chips"]] == list(range(8))
+        host = shown(fleet, "v2")[HOSTS[0]]
+        assert host["state"] == "busy" and [chip["device"] for chip in host["chips"]] == list(range(8))
         total = find("v2-8").generation.hbm_bytes_per_device
-        assert {each["hbm_total_bytes"] for each in host["chips"]} == {total}
-        used = sum(each["hbm_used_bytes"] for each in host["chips"])
+        assert {chip["hbm_total_bytes"] for chip in host["chips"]} == {total}
+        used = sum(chip["hbm_used_bytes"] for chip in host["chips"])
         assert 200 * 2**20 < used < 600 * 2**20
         (owner,) = host["owners"]
         assert "bytearray" in owner["command"] and owner["libtpu"]["TPU_LOAD_LIBRARY"] == "1"
-        assert all(0 <= each["duty_percent"] <= 100 for each in host["chips"])
+        assert all(0 <= chip["duty_percent"] <= 100 for chip in host["chips"])
     finally:
         fleet.run("stop", "burns")
-    end = time.monotonic() + 60
-    while shown(fleet, "v2")["v2-usc1f-0/0"]["state"] != "idle":
-        assert time.monotonic() < end
+    until(lambda: shown(fleet, "v2")[HOSTS[0]]["state"] == "idle")
 
 
-def test_a_run_of_ones_own_has_its_step_and_a_machine_alone_a_row_for_each_device(fleet):
-    """A real trainer that has the first chip open: what it writes down is what is shown."""
-    train = f"{sys.executable} -m tpuswarm train gpt2-tiny --steps 100K --batch 8 --layers 1 --run"
-    line = f'exec 9<>"$TPUSWARM_ROOT/dev/accel0"; exec {train} ~/mine'
-    fleet.run("exec", "v2", "--detach", "--name", "mine", "--", line)
+def test_run_on_a_machine_has_its_step_and_a_single_machine_a_row_for_each_device(fleet):
+    fleet.detach("v2", "mine", TRAINS.format(python=sys.executable), prints="begun")
     try:
-        end = time.monotonic() + 240
-        while (host := shown(fleet, "v2")["v2-usc1f-0/0"])["step"] is None:
-            assert time.monotonic() < end and '"running"' in fleet.run("jobs", "--json")[0], fleet.run("logs", "mine")
-        rows = (fleet.user_home("v2-usc1f-0-0") / "mine" / "metrics.jsonl").read_text().split("\n")[:-1]
-        written = {row["step"]: row for row in map(json.loads, rows) if "loss" in row}
-        assert host["loss"] == written[host["step"]]["loss"]
-        alone = fleet.run("top", "v2-usc1f-0", "--once")[0].splitlines()
-        assert len([each for each in alone if re.match(r"  device [0-7] +[▁▂▃▄▅▆▇█] \d+%", each)]) == 8
-        assert not any("device" in each for each in fleet.run("top", "all", "--once")[0].splitlines())
+        host = shown(fleet, "v2")[HOSTS[0]]
+        assert (host["step"], host["loss"]) == (3, 5.0 / 3)
+        lines = fleet.run("top", ONE, "--once")[0].splitlines()
+        assert len([line for line in lines if re.match(r"  device [0-7] +[▁▂▃▄▅▆▇█] \d+%", line)]) == 8
+        assert "device" not in fleet.run("top", "all", "--once")[0]
     finally:
         fleet.run("stop", "mine")
 
 
-def test_a_host_that_is_lost_says_why_and_the_others_go_on(here):
+def test_lost_host_is_reported_and_others_go_on(here):
     async def work():
         async with here.connections() as connections:
             follower = Follower(connections)
             follower.follow(here.hosts)
             try:
-                while len(follower.samples) < 3 or not all(each.said for each in follower.samples.values()):
+                while len(follower.samples) < 3 or not all(sample.said for sample in follower.samples.values()):
                     await asyncio.sleep(0.05)
                 first = here.machines[0]
-                assert processes.send([first.id], signal.SIGKILL, runs_chips) == 1
+                assert processes.send([first.id], signal.SIGKILL, is_chips) == 1
                 while follower.samples[first.host.label].said:
                     await asyncio.sleep(0.05)
                 lost = follower.samples[first.host.label]
-                assert all(follower.samples[each.label].said for each in here.hosts[1:])
+                assert all(follower.samples[host.label].said for host in here.hosts[1:])
                 follower.follow(here.hosts[1:])
-                assert set(follower.samples) == {each.label for each in here.hosts[1:]}
+                assert set(follower.samples) == {host.label for host in here.hosts[1:]}
             finally:
                 await follower.close()
             return lost
 
     lost = asyncio.run(asyncio.wait_for(work(), 240))
     assert lost.why.endswith(" says nothing: its program was ended")
-    end = time.monotonic() + 60
-    while any(runs_chips(pid) for pid in processes.find([each.id for each in here.machines])):
-        assert time.monotonic() < end, "it goes on though nobody reads it"
+    # Its programs end, as nobody reads them.
+    until(lambda: not any(is_chips(pid) for pid in processes.find([machine.id for machine in here.machines])))
 
 
-def runs_chips(pid: int) -> bool:
+def is_chips(pid: int) -> bool:
     try:
         return b"tpuswarm.watch.chips" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -135,20 +133,21 @@ def sample(**about) -> Sample:
     return Sample(about.pop("at", NOW), {**said, "owners": [], "chips": 2, **about})
 
 
-def test_a_chips_duty_is_that_of_both_of_its_devices():
-    """As tpu-info says of v2 and v3: memory is of a device, duty of a chip."""
+def test_duty_of_a_chip_is_that_of_both_its_devices():
+    """On v2 and v3 memory is of a device and duty of a chip, as tpu-info has it."""
     said = {"duty": {"0": 90.0, "1": 10.0}, "used": dict.fromkeys("0123", 1e9), "total": dict.fromkeys("0123", 8e9)}
     (row,) = rows_of([machine("a")], {"a": sample(**said)})
-    assert [each.duty_percent for each in row.chips] == [90.0, 90.0, 10.0, 10.0]
+    assert [chip.duty_percent for chip in row.chips] == [90.0, 90.0, 10.0, 10.0]
 
 
 def rows_of(machines, samples, members=(), away=()):
-    hosts = [Host(f"{each.name}/0", "127.0.0.1", 22, "me", each.name, (), Path("known")) for each in machines]
-    reached = Reached(hosts, away, True, {f"{each.name}/0": each for each in machines})
-    return top.rows(reached, {f"{name}/0": each for name, each in samples.items()}, members, NOW)
+    names = [machine.name for machine in machines]
+    hosts = [Host(f"{name}/0", "127.0.0.1", 22, "me", name, (), Path("known")) for name in names]
+    reached = Reached(hosts, away, True, {f"{machine.name}/0": machine for machine in machines})
+    return top.rows(reached, {f"{name}/0": sample for name, sample in samples.items()}, members, NOW)
 
 
-def test_what_needs_a_look_is_first():
+def test_hosts_that_need_attention_come_first():
     machines = [machine(name, created=NOW - 7200) for name in ("a-2", "a-10", "ill", "old", "none", "new", "held")]
     machines[2] = replace(machines[2], healthy=False, why="a link is down")
     samples = {
@@ -158,28 +157,28 @@ def test_what_needs_a_look_is_first():
     for name in ("duty", "used", "total"):
         samples["none"].said[name] = samples["held"].said[name] = {}
     found = rows_of(machines, samples, away=("gone/0 is being made",))
-    assert [(each.host, each.state) for each in found] == [
+    assert [(row.host, row.state) for row in found] == [
         ("gone/0", "away"), ("ill/0", "ill"), ("new/0", "silent"), ("old/0", "silent"), ("none/0", "idle"),
         ("a-2/0", "busy"), ("a-10/0", "busy"), ("held/0", "busy"),
     ]  # fmt: skip
-    why = {each.host: each.why for each in found}
+    why = {row.host: row.why for row in found}
     assert why["gone/0"] == "is being made" and why["ill/0"] == "a link is down" and "1 min" in why["old/0"]
     assert why["none/0"] == "shows no chips" and why["held/0"] == "no metrics of libtpu"
 
 
-def test_what_nobody_says_is_a_dash_and_not_a_zero():
-    told = MemberStatus("j-a", "alive", 1, "i", 12, 0, 41_234.0, 2.5, None, 0)
+def test_unknown_figure_is_a_dash_and_not_a_zero():
+    member = MemberStatus("j-a", "alive", 1, "i", 12, 0, 41_234.0, 2.5, None, 0)
     half = sample(used={}, total={})
-    rows = rows_of([machine("a"), machine("b")], {"a": half}, [told])
-    busy = next(each for each in rows if each.host == "a/0")
+    rows = rows_of([machine("a"), machine("b")], {"a": half}, [member])
+    busy = next(row for row in rows if row.host == "a/0")
     assert (busy.tokens_per_s, busy.loss, busy.version) == (41_234.0, 2.5, 12)
-    assert [each.hbm_used_bytes for each in busy.chips] == [None, None]
+    assert [chip.hbm_used_bytes for chip in busy.chips] == [None, None]
     for width in (80, 120):
         lines = drawn(rows, width)
-        line = next(each for each in lines if each.startswith("a/0"))
+        line = next(line for line in lines if line.startswith("a/0"))
         assert "█▁ 50%" in line and " – " in line and "41,234" in line and max(map(len, lines)) <= width
-        said = next(each for each in lines if each.startswith("b/0")).split()
-        assert said.count("–") >= 5 and "0%" not in said, "speed, loss and commit too"
+        words = next(line for line in lines if line.startswith("b/0")).split()
+        assert words.count("–") >= 5 and "0%" not in words, "speed, loss and commit too"
 
 
 def drawn(rows, width: int, height: int | None = None) -> list[str]:
@@ -192,12 +191,12 @@ def drawn(rows, width: int, height: int | None = None) -> list[str]:
 
 def test_sixty_four_hosts_fit_a_small_screen():
     machines = [machine(f"m-{number}") for number in range(64)]
-    lines = drawn(rows_of(machines, {each.name: sample() for each in machines}), 80, 23)
+    lines = drawn(rows_of(machines, {machine.name: sample() for machine in machines}), 80, 23)
     assert len(lines) <= 23 and any("more" in line for line in lines) and "64 hosts: 64 busy" in lines[-1]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x0a", b"\xff" * 9, b"\x0a\x04\x1a\x02\x12\x00"])
-def test_what_is_no_answer_of_libtpu_has_no_figures(data):
+def test_wrong_answer_of_libtpu_has_no_figures(data):
     try:
         assert gauges(data) == {}
     except (IndexError, ValueError):  # which the caller takes for no answer

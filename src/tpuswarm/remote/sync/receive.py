@@ -61,6 +61,7 @@ def main() -> None:
             wanted = json.loads(line)
         os.makedirs(root, exist_ok=True)
         tree, part, done, where = None, os.path.join(root, PART), 0, root
+        answer: dict[str, Any] | None = None
         try:
             for path in wanted["delete"]:
                 where = path
@@ -79,20 +80,18 @@ def main() -> None:
                 else:
                     files.pop(path, None)
             tree = None if wanted["leave"] else asked
-            say(done=done)
+            answer = {"done": done}
         except OSError as error:
-            say(
-                error=error.strerror or str(error),
-                full=error.errno in (errno.ENOSPC, errno.EDQUOT),
-                path=where,
-                done=done,
-            )
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            answer = {"error": error.strerror or str(error), "full": full, "path": where, "done": done}
         except Stopped:
             pass
         finally:
             if os.path.lexists(part):
                 os.unlink(part)
             write(index, tree, files)
+        if answer is not None:  # after the list is written: whoever is answered may look for it, or sync again
+            say(**answer)
 
 
 def taken(lock: IO[str]) -> bool:

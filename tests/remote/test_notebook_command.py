@@ -1,0 +1,70 @@
+"""`tpuswarm notebook` before it begins: wrong words, a taken port, and chips that another process holds."""
+
+import re
+import socket
+from multiprocessing import Pipe
+
+import pytest
+
+from tests.remote.conftest import ONE, SLICE
+from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.doctor.examine import MODULES
+from tpuswarm.errors import RunFailed
+from tpuswarm.remote.modules import sent
+from tpuswarm.remote.notebook import worker
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("all", f"2 machines: name one, such as {ONE}"),
+        (f"{SLICE}/7", f"of a whole machine, not of a worker: `tpuswarm notebook {SLICE}`"),
+    ],
+)
+def test_notebook_needs_one_whole_machine(fleet, name, sentence):
+    assert sentence in fleet.run("notebook", name, code=2)[1]
+
+
+def test_taken_port_is_refused_and_a_free_one_is_named(fleet):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _, err = fleet.run("notebook", ONE, "--port", str(port), code=2)
+    assert f"port {port} of this computer is taken" in err and f"notebook {ONE} --port" in err
+
+
+def test_process_that_holds_the_tpu_is_named(fleet):
+    ask(fleet.place, "break", name=ONE, fault="holder")
+    try:
+        _, err = fleet.run("notebook", ONE, code=1)
+    finally:
+        ask(fleet.place, "break", name=ONE, fault="holder", mend=True)
+    assert re.search(rf"{ONE}/0: process \d+ of \S+ holds /dev/accel0.*python3 train.py.*; .*kill \d+", err)
+    fleet.detach(ONE, "trains", 'exec 9<>"$TPUSWARM_ROOT/dev/accel0"; echo begun; sleep infinity', prints="begun")
+    try:
+        _, err = fleet.run("notebook", ONE, code=1)
+    finally:
+        fleet.run("stop", "trains")
+    assert re.search(rf"{ONE}/0: job trains \(process \d+ of \S+\) holds /dev/accel0.*`tpuswarm stop trains`", err)
+
+
+def test_unknown_holder_of_the_tpu_is_a_warning(fleet, monkeypatch):
+    program = sent(*MODULES)
+    broken = program.replace(b"    wanted = {}", b"    raise ValueError(7)")
+    assert broken != program
+
+    async def stops(*about):
+        raise RunFailed("it would begin")
+
+    monkeypatch.setattr("tpuswarm.doctor.examine.sent", lambda *names: broken)
+    monkeypatch.setattr("tpuswarm.cli.notebook._begin", stops)
+    _, err = fleet.run("notebook", ONE, code=1)
+    why = f"warning: nobody knows who has the chips of {ONE}/0: holders could not be looked at: ValueError: 7"
+    assert err.splitlines()[-2:] == [why, "error: it would begin"], err
+
+
+def test_silent_connection_to_a_worker_is_closed(monkeypatch):
+    monkeypatch.setattr(worker, "PROVES_S", 0.1)
+    ours, theirs = Pipe()
+    worker.serve(theirs, b"secret", "127.0.0.1")
+    assert theirs.closed
+    ours.close()

@@ -1,0 +1,120 @@
+"""Machines taken away, gone, made again, or in a zone that does not answer: what commands say, whom they trust."""
+
+import subprocess
+from typing import NamedTuple
+
+import pytest
+
+from tests.cloud.rehearsal.conftest import until
+from tests.remote.conftest import HOSTS, ONE, SLICE
+from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, TpuSpec, Worker
+from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.core.desired import Desired, Wanted
+from tpuswarm.fleet.keeping.fleets import find
+from tpuswarm.fleet.reach import find_reach
+from tpuswarm.fleet.targets import find_meant, find_targets
+from tpuswarm.remote.host import Host
+
+ZONE = "us-central1-f"
+
+
+def doctor(fleet, *words: str, code: int = 1) -> dict[str, tuple[str, str]]:
+    found = fleet.run_json("doctor", *words, code=code)["found"]
+    return {finding["host"]: (finding["check"], finding["what"]) for finding in found}
+
+
+def ssh(fleet, *words: str) -> subprocess.CompletedProcess[str]:
+    config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
+    command = ["ssh", "-F", config, *words]
+    return subprocess.run(command, env=fleet.environment, capture_output=True, text=True, timeout=120)
+
+
+def test_zone_that_does_not_answer_is_a_finding_and_other_machines_are_checked(fleet, monkeypatch):
+    monkeypatch.setattr("tpuswarm.cloud.google.access.PATIENCE", 0.2)
+    fleet.run("rehearsal", "break", ZONE, "unreachable")
+    try:
+        dark = "does not answer: which machines are there nobody knows"
+        assert doctor(fleet, "all") == {ZONE: ("reach", dark)}
+        assert doctor(fleet, ONE) == {ONE: ("reach", f"is not seen: {ZONE} does not answer")}
+    finally:
+        fleet.run("rehearsal", "break", ZONE, "unreachable", "--mend")
+    assert doctor(fleet, "all", code=0) == {}
+
+
+class Replaced(NamedTuple):
+    """What was seen while a machine was preempted and another one gone, and after `up`."""
+
+    before: Host
+    old_folder: str
+    findings: dict[str, dict[str, tuple[str, str]]]
+    exec_error: str
+    after: Host
+
+
+@pytest.fixture(scope="module")
+def replaced(session_fleet) -> Replaced:
+    fleet = session_fleet
+    with fleet.inside():
+        reach = find_reach(find(None)[0])
+        fleet.run("ssh-config")
+        assert ssh(fleet, ONE, "true").returncode == 0
+        config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
+        config.write_text(config.read_text().replace(f"Host {HOSTS[0]} ", "Host v2-usc1f-9/0 "))  # of an older machine
+        (before,), _ = reach.hosts(ONE)
+        old_folder = fleet.home(f"{ONE}-0").name
+        ask(fleet.place, "preempt", name=ONE, ending="preempted")
+        ask(fleet.place, "preempt", name=SLICE, ending="gone")
+        until(lambda: doctor(fleet, "all").keys() == {ONE, "slice"})  # before, their notices are found
+        findings = {where: doctor(fleet, where) for where in ("all", ONE, SLICE)}
+        exec_error = fleet.run("exec", "all", "--", "true", code=2)[1]
+        fleet.run("up", "--yes", "--paid")
+        (after,), _ = reach.hosts(ONE)
+        return Replaced(before, old_folder, findings, exec_error, after)
+
+
+def test_preempted_and_deleted_machines_are_findings_and_cannot_be_reached(replaced):
+    preempted = ("reach", "is preempted, not ready")
+    assert replaced.findings == {
+        "all": {ONE: preempted, "slice": ("reach", "1 v5e-16 not there: asked for in us-central1-a")},
+        ONE: {ONE: preempted},
+        SLICE: {SLICE: ("reach", "is gone: the cloud does not list it any more")},
+    }
+    assert f"no machine of the fleet can be reached: {ONE} is preempted, not ready" in replaced.exec_error
+
+
+def test_machine_made_again_has_new_keys_and_the_old_ones_are_forgotten(replaced):
+    before, after = replaced.before, replaced.after
+    assert after.alias != before.alias and after.keys != before.keys
+    assert before.alias not in after.known_hosts.read_text()
+
+
+def test_openssh_knows_a_machine_made_again(replaced, fleet):
+    done = ssh(fleet, ONE, "echo $TPUSWARM_REHEARSAL_MACHINE")
+    assert done.returncode == 0 and done.stdout.strip() not in ("", replaced.old_folder), done.stderr
+    config = (fleet.folder / ".ssh/tpuswarm.d/trio.config").read_text()
+    assert "Host v2-usc1f-0/0 v2-usc1f-0.0 v2-usc1f-0\n" in config and "v2-usc1f-9" not in config
+
+
+def machine(name: str, pool: str) -> Machine:
+    labels = {FLEET_LABEL: "f", POOL_LABEL: pool}
+    return Machine(name, ZONE, "tpu", "v2-8", "ready", "READY", workers=(Worker("10.0.0.2", None),), labels=labels)
+
+
+def test_machine_of_no_pool_or_of_a_dark_zone_hides_no_other():
+    other = "v2-usc1f-1"
+    spec = TpuSpec("", ZONE, "v2-8", "spot", "f", "one", "tpu-ubuntu2204-base")
+    desired = Desired("f", (Wanted("one", spec, (ZONE, "us-west4-a"), 2),))
+    listing = Listing((machine(ONE, "one"), machine(other, "old")), frozenset({"us-west4-a", "me-west1-a"}))
+    for look in (find_meant, find_targets):
+        found = look("all", desired, listing)
+        assert [target.label for target in found.targets] == [HOSTS[0]]
+        assert found.away == (
+            f"{other} is of no pool of the fleet any more",
+            "us-west4-a does not answer: which machines are there nobody knows",
+        )
+    with pytest.raises(InputError, match=f"{other} is of no pool of the fleet any more: `tpuswarm list` shows it"):
+        find_targets(other, desired, listing)
+    assert find_meant("v2-usw4a-3", desired, listing).away == ("v2-usw4a-3 is not seen: us-west4-a does not answer",)
+    with pytest.raises(InputError, match="there is no machine 'v9'"):
+        find_meant("v9", desired, listing, gone=["v2-usc1f-7"])

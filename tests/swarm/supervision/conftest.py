@@ -1,11 +1,11 @@
-"""What the tests of a supervisor share."""
+"""Runs a supervisor against a fake cluster."""
 
 import json
 from itertools import chain
 
 import pytest
 
-from tests.swarm.supervision.played import PLAN, Cluster
+from tests.swarm.supervision.fake_cluster import PLAN, FakeCluster
 from tpuswarm.swarm.supervision import supervisor as module
 from tpuswarm.swarm.supervision import telling
 from tpuswarm.swarm.supervision.supervisor import Supervisor
@@ -14,11 +14,11 @@ from tpuswarm.train.run.directory import Run
 
 
 @pytest.fixture
-def play(tmp_path, monkeypatch):
-    """Let a supervisor live until its run ends; the test's generator goes on to its next `yield` at each look."""
+def supervise(tmp_path, monkeypatch):
+    """Supervises a run to its end; the test's generator goes on to its next `yield` in each round."""
     for place, name in ((module, "LOOK"), (module, "BACKOFF"), (telling, "STATUS")):
         monkeypatch.setattr(place, name, 0.0)
-    cluster = Cluster()
+    cluster = FakeCluster()
 
     def run(script, plan=PLAN):
         steps = None
@@ -28,15 +28,15 @@ def play(tmp_path, monkeypatch):
             steps = steps or chain(script(supervisor, cluster), range(5))
             assert next(steps, None) != 4, "the script is over and the run is not"
 
-        held = Run(tmp_path / "run")
+        folder = Run(tmp_path / "run")
         try:
-            return Supervisor(held, plan, cluster, Screen(), lambda number: {}, watch).go()
+            return Supervisor(folder, plan, cluster, Screen(), lambda number: {}, watch).go()
         finally:
-            held.close()
+            folder.close()
 
-    run.events = lambda kind: [
-        event
-        for event in map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
-        if event["event"] == kind
-    ]
+    def events(kind):
+        rows = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+        return [row for row in rows if row["event"] == kind]
+
+    run.events = events
     return run

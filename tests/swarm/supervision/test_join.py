@@ -27,131 +27,130 @@ from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, LOST, TAKEN, WRONG
 
 @pytest.fixture
 def swarm(tmp_path, monkeypatch):
-    """An address that answers until it is closed, in the place of a swarm."""
+    """A server in the place of a swarm; it answers until it is closed."""
     monkeypatch.setattr(node, "PAUSE", 0.05)
     monkeypatch.setattr(node, "CUT", 0.2)
     monkeypatch.setattr(node, "private_folder", lambda: tmp_path / "private")
     monkeypatch.setattr(joining, "PAUSE", 0.0)
     for name in ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"):
-        monkeypatch.setenv(name, "")  # set by joining, and to be as before afterwards
+        monkeypatch.setenv(name, "")  # joining sets it; restored after the test
     (tmp_path / "private").mkdir()
     (tmp_path / "token").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
 
-def address(server: socket.socket) -> str:
-    return f"127.0.0.1:{server.getsockname()[1]}"
+@pytest.fixture
+def join_swarm(swarm, tmp_path):
+    """Joins the swarm; returns what it printed."""
+    address = f"127.0.0.1:{swarm.getsockname()[1]}"
+
+    def run(on_line=lambda text: None, group=None, **options) -> list[str]:
+        lines = []
+
+        def say(text):
+            lines.append(text)
+            on_line(text)
+
+        join(address, None, group, tmp_path / "token", say, **options)
+        return lines
+
+    return run
 
 
-def ray_start(monkeypatch, script: str) -> list[subprocess.Popen]:
-    """A shell's script in the place of `ray start`; the processes that were started."""
+@pytest.fixture
+def ray_start(monkeypatch):
+    """Runs a shell script in the place of `ray start`; returns the list of started processes."""
     started = []
 
-    def start(address, parent, name, environment, output, ports):
-        command = ["sh", "-c", script, str(parent)]
-        started.append(subprocess.Popen(command, stdout=output, start_new_session=True))
-        return started[-1]
+    def replace_with(script: str) -> list[subprocess.Popen]:
+        def start(address, parent, name, environment, output, ports):
+            command = ["sh", "-c", script, str(parent)]
+            started.append(subprocess.Popen(command, stdout=output, start_new_session=True))
+            return started[-1]
 
-    monkeypatch.setattr(node, "_start", start)
-    return started
+        monkeypatch.setattr(node, "_start", start)
+        return started
+
+    return replace_with
 
 
-def test_a_machine_s_own_batch_reaches_its_members(swarm, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(joining, "be_node", lambda at, token, name, environment, say, ports: told.append(environment))
+def test_batch_of_a_machine_reaches_its_members(join_swarm, monkeypatch):
+    environments = []
+    monkeypatch.setattr(joining, "be_node", lambda at, token, name, environment, *_: environments.append(environment))
     for batch in (8, None):
-        join(address(swarm), None, None, tmp_path / "token", lambda text: None, batch=batch)
-    assert told == [{BATCH: "8"}, {}]
+        join_swarm(batch=batch)
+    assert environments == [{BATCH: "8"}, {}]
 
 
-def test_a_node_that_ends_is_started_again_while_the_swarm_lives(swarm, tmp_path, monkeypatch):
-    started = ray_start(monkeypatch, "echo Ray runtime started")
-    said = []
-
-    def say(text: str) -> None:
-        said.append(text)
-        if len(started) == 3:
-            swarm.close()
-
-    join(address(swarm), None, None, tmp_path / "token", say)
-    again = "this machine dropped out, but the swarm is alive; rejoining in"
-    assert [text.startswith(again) for text in said] == [False, True, True, True, False]
-    assert (len(started), said[-1]) == (4, "the swarm has ended")
-
-
-def test_a_machine_that_is_too_busy_to_start_ray_tries_again(swarm, tmp_path, monkeypatch):
-    started = ray_start(monkeypatch, "echo Exception: The current node timed out during startup.; exit 1")
-    said = []
-
-    def say(text: str) -> None:
-        said.append(text)
-        if len(started) == 2:
-            swarm.close()
-
-    join(address(swarm), None, None, tmp_path / "token", say)
-    again = "this machine was too busy to start Ray, but the swarm is alive; trying again in 0 s"
-    assert said[1:] == [again, again, "the swarm has ended"] and len(started) == 3
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("echo Ray runtime started", "this machine dropped out, but the swarm is alive; rejoining in"),
+        (
+            "echo Exception: The current node timed out during startup.; exit 1",
+            "this machine was too busy to start Ray, but the swarm is alive; trying again in",
+        ),
+    ],
+)
+def test_node_is_started_again_while_the_swarm_lives(swarm, join_swarm, ray_start, script, sentence):
+    started = ray_start(script)
+    _, *repeated, last = join_swarm(lambda text: swarm.close() if len(started) == 3 else None)
+    assert len(repeated) == 3 and all(text.startswith(sentence) for text in repeated)
+    assert (len(started), last) == (4, "the swarm has ended")
 
 
-def test_a_node_that_never_came_up_is_not_tried_again(swarm, tmp_path, monkeypatch):
-    started = ray_start(monkeypatch, "echo Ray is too old here")
+def test_node_that_never_came_up_is_not_tried_again(join_swarm, ray_start):
+    started = ray_start("echo Ray is too old here")
     with pytest.raises(RunFailed, match=r"could not join .*: Ray is too old here"):
-        join(address(swarm), None, None, tmp_path / "token", lambda text: None)
+        join_swarm()
     assert len(started) == 1
 
 
 @pytest.mark.parametrize(("how", "error"), [("wrong", InputError), ("failed", RunFailed)])
-def test_a_machine_that_is_dismissed_is_told_why(swarm, tmp_path, monkeypatch, how, error):
+def test_dismissed_machine_shows_the_reason(join_swarm, tmp_path, ray_start, how, error):
     letter = f'{{"how": "{how}", "reason": "j0 cannot join: other data"}}'
-    script = f"mkdir $0/$$; echo '{letter}' > $0/part; mv $0/part $0/$$/{DISMISSED}; exec sleep 60"
-    started = ray_start(monkeypatch, script)
+    started = ray_start(f"mkdir $0/$$; echo '{letter}' > $0/part; mv $0/part $0/$$/{DISMISSED}; exec sleep 60")
     with pytest.raises(error, match="j0 cannot join: other data"):
-        join(address(swarm), None, None, tmp_path / "token", lambda text: None)
-    assert [each.poll() is not None for each in started] == [True]
+        join_swarm()
+    assert [process.poll() is not None for process in started] == [True]
     assert list((tmp_path / "private").iterdir()) == []
 
 
-def test_what_a_killed_node_left_is_removed_and_no_other_folder(swarm, tmp_path, monkeypatch):
+def test_leftovers_of_a_killed_node_are_removed(swarm, tmp_path, ray_start):
     private = tmp_path / "private"
     dead = subprocess.Popen(["true"])
     dead.wait()
     for name in (str(dead.pid), str(os.getpid()), "ray"):
         (private / name).mkdir()
-    ray_start(monkeypatch, "echo Ray runtime started")
+    ray_start("echo Ray runtime started")
     node.be_node("127.0.0.1:1", tmp_path / "token", None, {}, lambda text: None)
     assert {path.name for path in private.iterdir()} == {str(os.getpid()), "ray"}
 
 
-def test_ray_gets_a_folder_named_by_its_own_pid(tmp_path, monkeypatch):
+def test_ray_start_gets_its_token_ports_and_a_folder_named_by_its_pid(tmp_path, monkeypatch):
     ray = tmp_path / "ray"
-    ray.write_text('#!/bin/sh\necho "$$ $@"\n')
+    ray.write_text('#!/bin/sh\necho "$RAY_AUTH_MODE $RAY_USAGE_STATS_ENABLED $$ $@"\n')
     ray.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for name in ENVIRONMENT:  # set here if this process has imported Ray
+        monkeypatch.delenv(name, raising=False)
     with (tmp_path / "out").open("w+") as out:
-        process = node._start("127.0.0.1:1", tmp_path / "private", None, {}, out.fileno())
+        process = node._start(
+            "127.0.0.1:1", tmp_path / "private", None, {}, out.fileno(), Ports(20_000, 20_099)
+        )  # fmt: skip
         assert process.wait(20) == 0
-    said = (tmp_path / "out").read_text()
-    assert said.startswith(f"{process.pid} start --address 127.0.0.1:1 --block")
-    assert said.endswith(f" --temp-dir {tmp_path}/private/{process.pid}\n")
+    printed = (tmp_path / "out").read_text()
+    assert printed.startswith(f"token 0 {process.pid} start --address 127.0.0.1:1 --block")
+    assert printed.endswith(f" --temp-dir {tmp_path}/private/{process.pid}\n")
+    ports = {word: int(after) for word, after in pairwise(printed.split()) if word.endswith("-port")}
+    assert len(ports) == len(set(ports.values())) == 8
+    assert all(20_000 < port <= 20_099 for port in ports.values())
+    assert ports["--max-worker-port"] - ports["--min-worker-port"] == 92
 
 
-def test_ray_listens_on_ports_of_its_range_alone(tmp_path, monkeypatch):
-    ray = tmp_path / "ray"
-    ray.write_text('#!/bin/sh\necho "$@"\n')
-    ray.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with (tmp_path / "out").open("w+") as out:
-        node._start("127.0.0.1:1", tmp_path / "private", None, {}, out.fileno(), Ports(20_000, 20_099)).wait(20)
-    words = (tmp_path / "out").read_text().split()
-    given = {word: int(after) for word, after in pairwise(words) if word.endswith("-port")}
-    assert len(given) == len(set(given.values())) == 8
-    assert all(20_000 < port <= 20_099 for port in given.values())
-    assert given["--max-worker-port"] - given["--min-worker-port"] == 92
-
-
-def test_a_node_outlives_the_notice_of_a_preemption_but_not_a_join_that_is_killed(tmp_path):
-    """The notice is SIGTERM to all processes of a machine: the member has work to hand in through its node."""
+def test_node_outlives_the_notice_of_a_preemption_but_not_a_killed_join(tmp_path):
+    """The notice is SIGTERM to all processes of a machine; the member still has to push its work through the node."""
     ray = tmp_path / "ray"
     ray.write_text(f"#!{sys.executable}\nimport os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     ray.chmod(0o700)  # a shell would let signals in while it waits
@@ -173,7 +172,7 @@ def test_a_node_outlives_the_notice_of_a_preemption_but_not_a_join_that_is_kille
             return ""
 
     pending = re.search(r"ShdPnd:\s+(\w+)", state())
-    assert pending and int(pending[1], 16) & (1 << signal.SIGTERM - 1), "it would take the signal"
+    assert pending and int(pending[1], 16) & (1 << signal.SIGTERM - 1), "the signal is not blocked"
     joined.kill()
     joined.wait()
     end = time.monotonic() + 60
@@ -182,20 +181,8 @@ def test_a_node_outlives_the_notice_of_a_preemption_but_not_a_join_that_is_kille
         time.sleep(0.01)
 
 
-def test_a_node_shows_its_token_whatever_this_process_has_imported(tmp_path, monkeypatch):
-    ray = tmp_path / "ray"
-    ray.write_text('#!/bin/sh\necho "$RAY_AUTH_MODE $RAY_USAGE_STATS_ENABLED"\n')
-    ray.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    with (tmp_path / "out").open("w+") as out:
-        node._start("127.0.0.1:1", tmp_path / "private", None, {}, out.fileno()).wait(20)
-    assert (tmp_path / "out").read_text() == "token 0\n"
-
-
-@pytest.mark.parametrize(("phase", "said"), [(FINISHED, "is finished"), (STOPPED, "was stopped")])
-def test_a_run_that_is_over_lets_its_members_go(tmp_path, monkeypatch, phase, said):
+@pytest.mark.parametrize(("phase", "words"), [(FINISHED, "is finished"), (STOPPED, "was stopped")])
+def test_join_ends_when_the_run_is_over(tmp_path, monkeypatch, phase, words):
     class Bucket:
         def __init__(self, url):
             pass
@@ -205,10 +192,10 @@ def test_a_run_that_is_over_lets_its_members_go(tmp_path, monkeypatch, phase, sa
             return TypeAdapter(SwarmStatus).dump_json(replace(status, phase=phase))
 
     monkeypatch.setattr(joining, "Bucket", Bucket)
-    monkeypatch.setenv(COMPILED, "")  # set by joining, and to be as before afterwards
-    heard = []
-    joining.join_run("gs://some/runs/all", None, None, tmp_path / "token", heard.append)
-    assert heard == [f"gs://some/runs/all {said}"]
+    monkeypatch.setenv(COMPILED, "")  # joining sets it; restored after the test
+    lines = []
+    joining.join_run("gs://some/runs/all", None, None, tmp_path / "token", lines.append)
+    assert lines == [f"gs://some/runs/all {words}"]
     assert os.environ[COMPILED] == "gs://some/runs/all/compiled"
 
 
@@ -234,42 +221,17 @@ FAREWELL = _Life(LEFT, "", True)
         ([STEPPED, _Life(FAILED, "the disk is full", False)], RunFailed, "the disk is full"),
     ],
 )
-def test_a_host_lives_until_it_is_left_refused_or_gets_nowhere(swarm, tmp_path, monkeypatch, lives, error, words):
-    left, said = list(lives), []
+def test_host_is_started_again_until_it_leaves_is_refused_or_makes_no_step(
+    join_swarm, tmp_path, monkeypatch, lives, error, words
+):
+    left = list(lives)
     monkeypatch.setattr(joining, "_live", lambda group, stop, say: left.pop(0))
-    token = tmp_path / "token"
-    group = Group("127.0.0.1:9", 2, 1, str(token))
+    group = Group("127.0.0.1:9", 2, 1, str(tmp_path / "token"))
     if error:
         with pytest.raises(error, match=words):
-            join(address(swarm), None, group, token, said.append)
+            join_swarm(group=group)
     else:
-        join(address(swarm), None, group, token, said.append)
-        assert said[-1].startswith(words)
-    assert left == [] and sum("does not answer" in text for text in said) == (ALONE in lives and error is None)
-
-
-def test_a_dashboard_listens_on_this_machine_alone_and_only_where_it_was_asked_for(tmp_path, monkeypatch):
-    from tpuswarm.swarm.engines import ray as engine
-
-    def told(**options):
-        raise Exception(f"{options['include_dashboard']} at {options['dashboard_host']}")
-
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")  # put back afterwards
-    monkeypatch.setattr(engine.ray, "init", told)
-    for asked in (False, True):
-        cluster = engine.Cluster("run", tmp_path / "token", None, dashboard=asked)
-        with pytest.raises(RunFailed, match=f"{asked} at 127.0.0.1"), cluster:
-            pass
-
-
-def test_a_machine_too_busy_to_start_ray_says_so(tmp_path, monkeypatch):
-    from tpuswarm.swarm.engines import ray as engine
-
-    def slow(**options):
-        raise Exception("The current node timed out during startup. This could happen because")
-
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")  # put back afterwards
-    monkeypatch.setattr(engine.ray, "init", slow)
-    cluster = engine.Cluster("run", tmp_path / "token", None)
-    with pytest.raises(RunFailed, match="Ray does not start on this machine: The current node timed out"), cluster:
-        pass
+        lines = join_swarm(group=group)
+        assert lines[-1].startswith(words)
+        assert any("does not answer" in line for line in lines) == (ALONE in lives)
+    assert left == []

@@ -1,28 +1,25 @@
-"""What a supervisor makes of requests for traces, and of what members hand over."""
+"""What a supervisor does with requests for traces, and with the traces that members send."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.train.look.test_profile import told
 from tpuswarm.swarm.member.trace import Traced
 from tpuswarm.swarm.supervision import traces as module
 from tpuswarm.swarm.supervision.kept import KeptProcess
 from tpuswarm.swarm.supervision.traces import Traces
-from tpuswarm.train.look.profile import BOARD, request
+from tpuswarm.train.look.profile import BOARD, TRACE, request
 from tpuswarm.train.run.directory import append_event, read_rows
 
 XPLANE = "plugins/profile/now/host.xplane.pb"
 
 
-class Process:
-    """A member's, which does as it is told."""
-
+class FakeProcess:
     def __init__(self):
-        self.asked = []
+        self.requested_steps = []
 
     def trace(self, steps):
-        self.asked.append(steps)
+        self.requested_steps.append(steps)
 
 
 class Swarm:
@@ -30,10 +27,10 @@ class Swarm:
 
     def __init__(self, folder):
         self.folder = folder
-        self.member = KeptProcess("m1", "entry:member", {}, process=Process(), seen={"incarnation": "a"})
+        self.member = KeptProcess("m1", "entry:member", {}, process=FakeProcess(), seen={"incarnation": "a"})
         self.traces = Traces(folder, lambda event, **facts: append_event(folder, event, **facts))
 
-    def ask(self, steps):
+    def request(self, steps):
         """Returns the request's id."""
         made = request(self.folder, steps, "m1")
         self.keep()
@@ -42,19 +39,22 @@ class Swarm:
     def keep(self):
         self.traces.keep({"m1": self.member})
 
-    def hand_over(self, files, steps=3, problem=""):
-        """All of a trace, two bytes at a time. What came of it, in words."""
+    def send(self, files, steps=3, problem=""):
+        """Send a whole trace, two bytes at a time; returns the message about it."""
         for name, data in files.items():
             for at in range(0, len(data), 2):
                 self.traces.took(self.member, Traced(steps, "", name, data[at : at + 2], last=False))
                 self.keep()
         self.traces.took(self.member, Traced(steps, problem))
-        return told(self.folder)[-1]
+        return self.messages()[-1]
+
+    def messages(self):
+        return [row["message"] for row in read_rows(self.folder / "events.jsonl") if row["event"] == TRACE]
 
 
 @pytest.fixture
 def swarm(tmp_path, monkeypatch):
-    """Its run's folder is as somebody types it who stands beside it."""
+    """Its run's folder is a relative path with `..`."""
     monkeypatch.setattr(module, "LOOK", 0.0)
     (tmp_path / "runs").mkdir()
     (tmp_path / "here").mkdir()
@@ -62,59 +62,59 @@ def swarm(tmp_path, monkeypatch):
     return Swarm(Path("../runs"))
 
 
-def test_files_come_to_the_boards_folder_and_nowhere_else(swarm, tmp_path):
+def test_trace_is_written_to_the_boards_folder_and_nowhere_else(swarm, tmp_path):
     outside = {"../../out": b"x", str(tmp_path / "out"): b"x", "a/../../../out": b"x"}
-    swarm.ask(3)
-    assert swarm.hand_over({XPLANE: b"trace", **outside}) == "trace of 3 steps of m1"
-    made = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "events.jsonl"]
-    assert made == [tmp_path / "runs" / BOARD / "m1" / XPLANE] and made[0].read_bytes() == b"trace"
+    swarm.request(3)
+    assert swarm.send({XPLANE: b"trace", **outside}) == "trace of 3 steps of m1"
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "events.jsonl"]
+    assert files == [tmp_path / "runs" / BOARD / "m1" / XPLANE] and files[0].read_bytes() == b"trace"
 
 
 @pytest.mark.parametrize(
-    ("files", "problem", "why"),
+    ("files", "problem", "reported"),
     [
         ({}, "could not begin: in use", "could not begin: in use"),
         ({"../out": b"x"}, "", "came without a file"),
         ({}, "", "came without a file"),
     ],
 )
-def test_without_a_file_there_is_no_trace(swarm, files, problem, why):
-    swarm.ask(3)
-    assert swarm.hand_over(files, 0, problem) == f"the trace of m1 {why}; training continues without it"
+def test_trace_without_a_file_is_reported(swarm, files, problem, reported):
+    swarm.request(3)
+    assert swarm.send(files, 0, problem) == f"the trace of m1 {reported}; training continues without it"
 
 
-def test_of_a_trace_that_finds_no_room_nothing_is_left(swarm, monkeypatch):
+def test_full_disk_leaves_nothing_of_a_trace(swarm, monkeypatch):
     write = module.Path.write_bytes
 
-    def full(path, data):
+    def write_to_full_disk(path, data):
         write(path, data[:1])
         if path.name.endswith(".pb"):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.Path, "write_bytes", full)
-    swarm.ask(3)
-    message = swarm.hand_over({"plugins/profile/now/host.trace.json.gz": b"1", XPLANE: b"trace"})
+    monkeypatch.setattr(module.Path, "write_bytes", write_to_full_disk)
+    swarm.request(3)
+    message = swarm.send({"plugins/profile/now/host.trace.json.gz": b"1", XPLANE: b"trace"})
     assert message == "the trace of m1 could not be written: No space left on device; training continues without it"
     assert not [path for path in (swarm.folder / BOARD).rglob("*") if path.is_file()]
 
 
-def test_who_asks_while_one_is_awaited_is_refused_and_nobody_else(swarm):
-    first, second = swarm.ask(3), swarm.ask(4)
-    assert swarm.member.process.asked == [3]
-    swarm.hand_over({XPLANE: b"trace"})
+def test_request_during_a_trace_is_refused(swarm):
+    first, second = swarm.request(3), swarm.request(4)
+    assert swarm.member.process.requested_steps == [3]
+    swarm.send({XPLANE: b"trace"})
     answers = {row["request"]: row["message"] for row in read_rows(swarm.folder / "events.jsonl")}
     assert answers == {
         first: "trace of 3 steps of m1",
         second: "m1 is traced already; ask again once that trace is there",
     }
-    swarm.ask(5)
-    assert swarm.member.process.asked == [3, 5]
+    swarm.request(5)
+    assert swarm.member.process.requested_steps == [3, 5]
 
 
-def test_a_member_that_is_another_process_by_now_has_no_trace_to_give(swarm):
-    swarm.ask(3)
-    swarm.member.process = Process()
+def test_trace_ends_with_the_process_of_its_member(swarm):
+    swarm.request(3)
+    swarm.member.process = FakeProcess()
     swarm.keep()
-    assert told(swarm.folder) == ["m1 ended before its trace was taken; ask again once it trains"]
-    swarm.ask(3)
-    assert swarm.member.process.asked == [3]
+    assert swarm.messages() == ["m1 ended before its trace was taken; ask again once it trains"]
+    swarm.request(3)
+    assert swarm.member.process.requested_steps == [3]

@@ -135,7 +135,7 @@ def test_every_figure_has_source_and_date():
         assert isinstance(source.read, date)
 
 
-def test_earlier_values_of_a_figure_are_kept():
+def test_figure_has_its_earlier_values():
     bandwidth = catalog.find("v6e-8").generation.figures["bandwidth"]
     assert [figure.value for figure in with_alternatives([bandwidth])] == [1638e9, 1600e9, 1640e9]
 

@@ -11,19 +11,8 @@ from tpuswarm import catalog
 pytest.importorskip("libtpu", reason="libtpu is for Linux on x86-64")
 
 TYPES = [
-    "v2-8",
-    "v3-32",
-    "v4-8",
-    "v4-32",
-    "v5e-1",
-    "v5e-8",
-    "v5e-16",
-    "v5p-8",
-    "v6e-8",
-    "v6e-16",
-    "tpu7x-2",
-    "tpu7x-16",
-]
+    "v2-8", "v3-32", "v4-8", "v4-32", "v5e-1", "v5e-8", "v5e-16", "v5p-8", "v6e-8", "v6e-16", "tpu7x-2", "tpu7x-16",
+]  # fmt: skip
 """A single host and several, of each generation."""
 
 COMPILE = """

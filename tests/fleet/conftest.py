@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet.fake_cloud import FakeCloud
+from tests.fleet.loop import ManagedFleet
 from tests.local_cloud import local_cloud
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.fleet.keeping.clock import Clock
@@ -21,6 +22,11 @@ FAULTS = {"unpaid-1": "no-billing", "fresh-1": "no-apis", "login-1": "os-login",
 @pytest.fixture
 def cloud() -> FakeCloud:
     return FakeCloud()
+
+
+@pytest.fixture
+def fleet(tmp_path) -> ManagedFleet:
+    return ManagedFleet(tmp_path)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """An in-memory cloud whose clock and faults are under the test's control."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpuswarm.cloud.errors import Changed, CloudError, Invalid, NoCapacity, NoQuota, NotFound, Taken, Unreachable
@@ -64,10 +64,6 @@ class FakeBucket:
         self.objects[path] = Stored(data, current + 1)
         self.kill_switch.after_effect()
         return current + 1
-
-    def delete(self, path: str) -> None:
-        self._connect()
-        self.objects.pop(path, None)
 
     def _connect(self) -> None:
         if not self.is_reachable:
@@ -163,17 +159,6 @@ class FakeCloud:
             return Outcome(True, target)
         machine = self.existing.get(target)
         return Outcome(machine is None or machine.state == "ready", None)
-
-    def types(self, zone: str) -> Sequence[str]:
-        return ()
-
-    runtimes = types
-
-    def set_metadata(self, machine: Machine, metadata: Mapping[str, str]) -> str:
-        return "metadata"
-
-    def guest_attributes(self, machine: Machine, worker: int, path: str) -> Mapping[str, str]:
-        return {}
 
     def bucket(self, name: str) -> FakeBucket:
         return self.buckets.setdefault(name, FakeBucket(self.kill_switch))

@@ -148,13 +148,13 @@ def started(cloud: FakeCloud, *pools: Wanted, seconds: float = 600.0, every: flo
     return loop
 
 
-KEPT_FLEET = desired(pool("small", 2, (A, B)), pool("line", 1, (B,), "queued"), vm("head"))
+MANAGED_FLEET = desired(pool("small", 2, (A, B)), pool("line", 1, (B,), "queued"), vm("head"))
 
 
-class KeptFleet:
+class ManagedFleet:
     """A fleet whose document lies in a bucket of a fake cloud, for keepers on one or several computers."""
 
-    def __init__(self, folder: Path, wanted: Desired = KEPT_FLEET, **fields: object):
+    def __init__(self, folder: Path, wanted: Desired = MANAGED_FLEET, **fields: object):
         self.cloud, self.folder, self.clock_offset_s = FakeCloud(), folder, 0.0
         self.clock = Clock(wall=lambda: self.cloud.now + self.clock_offset_s, steady=lambda: self.cloud.now)
         self.store = self.new_store()

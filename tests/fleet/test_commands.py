@@ -173,16 +173,6 @@ def test_damaged_or_lost_document_is_restored_from_the_file_and_labels(cli):
     assert len(cli.cloud.existing) == 6
 
 
-def test_command_waiting_for_a_job_ends_when_the_fleet_comes_down(cli):
-    cli.run("up --yes")
-    job = Job("main", "small", "true", "preempted", (Seat("small"),))
-    FLEET_OF_FILE.store(cli.cloud).change(
-        lambda found: replace(found, jobs=(job,), desired=replace(found.desired, down="its money is spent"))
-    )
-    with pytest.raises(RunFailed, match="gpt2 comes down"):
-        carry(FLEET_OF_FILE, "main", lambda job: job.over)
-
-
 def test_fleet_that_ended_by_itself_comes_up_again_without_its_old_jobs(cli):
     cli.write(SWARM.replace('"idle 30m"', '"done"'))
     cli.run("up --yes")
@@ -194,6 +184,8 @@ def test_fleet_that_ended_by_itself_comes_up_again_without_its_old_jobs(cli):
         return replace(found, jobs=(job,), work=Work(done=True), desired=wanted)
 
     store.change(end)
+    with pytest.raises(RunFailed, match="gpt2 comes down"):
+        carry(FLEET_OF_FILE, "main", lambda job: job.over)
     cli.run("keep")
     assert cli.cloud.existing == {}
     cli.run("up --yes")

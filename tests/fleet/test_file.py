@@ -5,69 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.fleet.conftest import GOLDEN
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.checks import check
 from tpuswarm.fleet.file import read_swarm
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
-WHOLE = """\
-name = "gpt2"
-provider = "google"
-project = "my-project-1"
-down_when = "idle 30m"
-
-[[pool]]
-name = "small"
-type = "v2-8"
-zones = ["us-central1-f", "us-central1-b"]
-count = 100
-how = "spot"
-runtime = "tpu-ubuntu2204-base"
-tags = ["tpu"]
-labels = { owner = "me" }
-
-[[pool]]
-name = "slice"
-type = "v3-32"
-zones = ["europe-west4-a"]
-count = 1
-how = "on-demand"
-
-[[grant]]
-type = "v2-8"
-zone = "us-central1-f"
-how = "spot"
-count = 100
-expires = 2027-01-01
-
-[head]
-type = "n2-highmem-8"
-zone = "us-central1-f"
-disk_gib = 200
-
-[[vm]]
-name = "router"
-type = "e2-standard-4"
-zone = "us-central1-f"
-role = "router"
-ip_forward = true
-
-[budget]
-per_hour = 40.0
-total = 1000.0
-
-[storage]
-bucket = "gs://my-bucket"
-
-[setup]
-python = "3.12"
-pip = ["numpy"]
-secrets = ["HF_TOKEN"]
-
-[[setup.run]]
-name = "swap"
-do = "true"
-"""
+WHOLE = (GOLDEN / "whole.toml").read_text()
 TWO_ZONES = '["us-central1-f", "us-central1-b"]'
 
 
@@ -98,9 +42,7 @@ def test_correct_file_is_read_without_warnings(tmp_path):
     [
         ("count = 100", "cuont = 100", 10, "pool 1 has no key cuont; did you mean count?"),
         ("count = 100\n", "", 6, "pool 1 needs count"),
-        ("disk_gib = 200", "disk_gb = 200", 33, "head has no key disk_gb; did you mean disk_gib?"),
         ('do = "true"', 'does = "true"', 56, "setup.run 1 has no key does; did you mean do?"),
-        ("[[pool]]", "[[pools]]", 6, "the file has no key pools; did you mean pool?"),
         ("total = 1000.0", "traffic_per_week = 3.0", 44, "budget has no key traffic_per_week"),
         ("[budget]", "[buget]", 42, "the file has no key buget; did you mean budget?"),
         ('name = "gpt2"', 'name = "GPT 2"', 1, "name: small letters, digits and -"),
@@ -118,7 +60,6 @@ def test_correct_file_is_read_without_warnings(tmp_path):
         ("count = 100\nhow", "count = 0\nhow", 10, "1 to 1,000 machines, not 0; leave the pool out for none"),
         ("count = 100\nhow", "count = 10_000\nhow", 10, "1 to 1,000 machines, not 10,000; make several pools for more"),
         ("count = 100\nhow", 'count = "many"\nhow', 10, "must be a whole number, not 'many'"),
-        ("count = 100\nhow", "count = true\nhow", 10, "must be a whole number, not True"),
         ('"spot"\nruntime', '"free"\nruntime', 11, "must be 'spot', 'on-demand', 'queued' or 'reserved'"),
         ('"spot"\nruntime', '"reserved"\nruntime', 6, 'how = "reserved" and a reservation go together'),
         ('how = "spot"\nruntime', 'wait = "4h"\nruntime', 6, 'wait is for how = "queued", and this pool is spot'),

@@ -29,6 +29,13 @@ OTHER_LABELS = {FLEET_LABEL: "other-xyz789", POOL_LABEL: "small"}
 HEAD_PRICE = 0.6
 zones = st.sampled_from(ZONES)
 indices = st.integers(0, 50)
+FAULTS = {
+    "listing_lag_s": st.sampled_from([0.0, 30.0, 200.0]),
+    "unreachable": st.sets(zones),
+    "lost_responses": st.integers(1, 3),
+    "refuses_late": st.booleans(),
+    "create_error": st.just(Denied("you lack tpu.nodes.create")),
+}
 
 
 def hourly_cost(machines: list[Machine], granted: int) -> float:
@@ -50,6 +57,9 @@ class CheckedLoop(Loop):
     """Check each action against the cloud's real state as it is carried out."""
 
     granted = 0
+
+    def advance(self, seconds: float) -> None:
+        self.cloud.advance(seconds)  # no rule depends on what was spent
 
     def act(self, action: Action) -> None:
         if isinstance(action, Create):
@@ -107,25 +117,19 @@ class Histories(RuleBasedStateMachine):
         self.loop.every = every
         self.loop.run(ticks * every)
 
-    @rule(seconds=st.sampled_from([0.0, 30.0, 200.0]))
-    def listings_lag(self, seconds: float) -> None:
-        self.cloud.listing_lag_s = seconds
+    @rule(faults=st.fixed_dictionaries({}, optional=FAULTS))
+    def cloud_has_faults(self, faults: dict[str, object]) -> None:
+        vars(self.cloud).update(faults)
 
-    @rule(zone=zones, machines=st.integers(0, 3))
-    def capacity_shrinks(self, zone: str, machines: int) -> None:
-        self.cloud.capacity[zone] = machines
-
-    @rule(zone=zones)
-    def capacity_returns(self, zone: str) -> None:
+    @rule(zone=zones, machines=st.integers(0, 3) | st.none())
+    def capacity_changes(self, zone: str, machines: int | None) -> None:
         self.cloud.capacity.pop(zone, None)
+        if machines is not None:
+            self.cloud.capacity[zone] = machines
 
     @rule(zone=zones, machines=st.integers(0, 2))
     def quota_shrinks(self, zone: str, machines: int) -> None:
         self.cloud.quota[lot("v2-8", zone, True)] = machines
-
-    @rule(zones=st.sets(zones))
-    def zones_become_unreachable(self, zones: set[str]) -> None:
-        self.cloud.unreachable = zones
 
     @rule(index=indices, status=st.sampled_from(["PREEMPTED", "TERMINATED", "FAILED", "404"]))
     def machine_is_preempted(self, index: int, status: str) -> None:
@@ -143,18 +147,6 @@ class Histories(RuleBasedStateMachine):
             else:
                 self.cloud.update(key, state=change, said=change.upper(), healthy=None)
                 self.cloud.transitions[key] = inf
-
-    @rule(count=st.integers(1, 3))
-    def responses_are_lost(self, count: int) -> None:
-        self.cloud.lost_responses = count
-
-    @rule(late=st.booleans())
-    def lack_of_capacity_shows_now_or_later(self, late: bool) -> None:
-        self.cloud.refuses_late = late
-
-    @rule()
-    def permission_is_revoked(self) -> None:
-        self.cloud.create_error = Denied("you lack tpu.nodes.create")
 
     @rule()
     def person_fixes_errors_and_retries(self) -> None:
@@ -194,7 +186,7 @@ class Histories(RuleBasedStateMachine):
             if machine.fleet == FLEET and machine.state == "ready":
                 cloud.update(key, healthy=True)
         loop.change(paid=True, budget=Budget())
-        loop.every = 60.0
+        loop.every = 240.0
         loop.run(2.5 * 3600 + PATIENCE)  # on-demand machines that hang may take so long to be repaired
         ours = [machine for machine in cloud.existing.values() if machine.fleet == FLEET]
         assert all(machine.state == "ready" for machine in ours), f"left over: {ours}"

@@ -12,10 +12,7 @@ from tpuswarm.cloud.rehearsal.client import environment
 from tpuswarm.cloud.rehearsal.connect import connect
 from tpuswarm.cloud.rehearsal.place import Place
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")]
 
 
 def test_printed_gcloud_commands_do_what_the_steps_do(init, cloud_folder):

@@ -6,19 +6,7 @@ import pytest
 
 from tests.fleet.loop import FLEET, ZONE, desired, machine, pool
 from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.jobs import (
-    GONE_S,
-    End,
-    Job,
-    Report,
-    Seat,
-    Start,
-    Stray,
-    next_of,
-    scaled,
-    seats_for,
-    strays,
-)
+from tpuswarm.fleet.core.jobs import GONE_S, End, Job, Report, Seat, Start, Stray, next_of, scaled, seats_for, strays
 
 NOW = 1_000.0
 RUNNING, OK, FAILED = Report(1, "running"), Report(1, "ended", 0), Report(1, "ended", 1)

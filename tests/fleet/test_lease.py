@@ -4,17 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fleet.loop import A, B, KeptFleet, desired, pool
+from tests.fleet.loop import A, B, ManagedFleet, desired, pool
 from tpuswarm.cloud.errors import Unreachable
 from tpuswarm.fleet.keeping.history import History
 from tpuswarm.fleet.keeping.keeper import HERE, TERM
 
 UNUSED_PID = 2**22 + 1
-
-
-@pytest.fixture
-def fleet(tmp_path) -> KeptFleet:
-    return KeptFleet(tmp_path)
 
 
 def test_second_keeper_takes_over_once_the_lease_expires(fleet):
@@ -35,7 +30,7 @@ def test_second_keeper_takes_over_once_the_lease_expires(fleet):
 
 @pytest.mark.parametrize("request_", ["machines", "delete"])
 def test_keeper_that_slept_during_a_request_deletes_nothing_its_successor_created(tmp_path, request_):
-    fleet = KeptFleet(tmp_path, desired(pool(count=2)))
+    fleet = ManagedFleet(tmp_path, desired(pool(count=2)))
     cloud, first, second = fleet.cloud, fleet.keeper("first"), fleet.keeper("second")
     fleet.run(first, 600)
     second.tick()
@@ -55,29 +50,25 @@ def test_keeper_that_slept_during_a_request_deletes_nothing_its_successor_create
     assert len(fleet.ready) == 2
 
 
-@pytest.mark.parametrize("same_computer", [True, False])
-def test_lease_of_a_dead_process_is_free_at_once_on_the_same_computer_only(fleet, same_computer):
+def test_lease_is_free_at_once_when_its_process_is_dead_or_released_it(fleet):
     first, second = fleet.keeper("first"), fleet.keeper("second")
     first._pid = UNUSED_PID
-    if not same_computer:
-        first._computer, second._computer = "one", "other"  # of the same host name
+    assert first.tick().leads and second.tick().leads
+    second.release()
+    assert fleet.keeper("third").tick().leads
+
+
+def test_lease_is_not_taken_from_another_computer_of_the_same_host_name(fleet):
+    first, second = fleet.keeper("first"), fleet.keeper("second")
+    for keeper, computer in ((first, "one"), (second, "other")):
+        keeper._computer, keeper._pid = computer, UNUSED_PID
     for _ in range(6):
-        assert first.tick().leads
-        assert second.tick().leads == same_computer
-        if same_computer:
-            break
+        assert first.tick().leads and not second.tick().leads
         fleet.cloud.advance(10)
 
 
-def test_released_lease_is_free_at_once(fleet):
-    first = fleet.keeper("first")
-    assert first.tick().leads
-    first.release()
-    assert fleet.keeper("second").tick().leads
-
-
 def test_event_is_reported_once_though_another_command_writes_the_document(tmp_path):
-    fleet = KeptFleet(tmp_path, desired(pool()))
+    fleet = ManagedFleet(tmp_path, desired(pool()))
     keeper, machines = fleet.keeper(), fleet.cloud.machines
     fleet.run(keeper, 600)
     fleet.cloud.preempt((A, "v2-usc1f-0"))
@@ -109,7 +100,7 @@ def test_keeper_that_cannot_renew_its_lease_stops_acting(fleet):
 
 
 def test_keeper_elsewhere_takes_over_from_a_lost_head_and_returns_the_lease_to_the_next(tmp_path, monkeypatch):
-    fleet = KeptFleet(tmp_path, kept_on="head")
+    fleet = ManagedFleet(tmp_path, kept_on="head")
     first = fleet.keeper("first")
     fleet.run(first, 600)
     first.stand_back()

@@ -66,22 +66,21 @@ def test_rate_counts_unknown_prices():
     assert Rate().hour == "$0.00"
 
 
-def test_only_granted_machines_are_created_until_paying_is_allowed(cloud):
-    loop = started(cloud, pool(count=4, zones=(A, B)), grants=(grant(),), paid=False, seconds=900)
-    assert cloud.names("ready") == ["v2-usc1f-0", "v2-usc1f-1"]
+def test_only_granted_machines_are_created_unless_paying_is_allowed(cloud):
+    cloud.add_foreign("theirs", A, how="spot")  # uses the same grant
+    cloud.advance(10)
+    loop = started(cloud, pool(count=4, zones=(A, B)), grants=(grant(count=3),), paid=False, seconds=900)
+    assert cloud.names("ready") == ["theirs", "v2-usc1f-0", "v2-usc1f-1"]
     assert loop.waits[0].missing == 2 and loop.waits[0].why.startswith(
         f"{A}: no grant covers a further v2-8, which costs $1.35 an hour: `tpuswarm up --paid`; {B}: no grant"
     )
     loop.change(paid=True)
     loop.run(900)
-    assert len(cloud.names("ready")) == 4
-
-
-def test_machines_of_others_use_up_the_same_grant(cloud):
-    cloud.add_foreign("theirs", A, how="spot")
-    cloud.advance(10)
-    started(cloud, pool(count=2), grants=(grant(),), paid=False, seconds=900)
-    assert cloud.names("ready") == ["theirs", "v2-usc1f-0"]
+    assert len(cloud.names("ready")) == 5
+    loop.change(paid=False)
+    loop.run(60)
+    assert len(cloud.names("ready")) == 5 and loop.waits[0].of == "pool small"
+    assert loop.waits[0].why.startswith("2 of its machines cost $2.70 an hour, as no grant covers them")
 
 
 def test_machines_are_deleted_before_their_grant_ends(cloud):
@@ -95,10 +94,12 @@ def test_machines_are_deleted_before_their_grant_ends(cloud):
     assert cloud.names() == []
 
 
-def test_hourly_budget_limits_the_number_of_machines(cloud):
-    loop = started(cloud, pool(count=5), budget=Budget(per_hour=4.0), seconds=900)
-    assert len(cloud.names("ready")) == 2, "at $1.35 each"
+def test_hourly_budget_limits_machines_and_allows_no_unknown_price(cloud):
+    unknown = pool("unknown", type_="v6e-8", zones=("asia-east1-c",))
+    loop = started(cloud, pool(count=5), unknown, budget=Budget(per_hour=4.0), seconds=900)
+    assert cloud.names() == ["v2-usc1f-0", "v2-usc1f-1"], "at $1.35 each"
     assert loop.waits[0].why == f"{A}: $4.05 an hour would be above the budget's $4.00"
+    assert "nobody says what a v6e-8 costs there" in loop.waits[1].why
 
 
 def test_fleet_comes_down_before_its_total_budget_is_exceeded(cloud):
@@ -133,19 +134,6 @@ def test_queued_request_takes_no_grant_from_a_running_machine(cloud):
     loop.change(pools=(pool(how="on-demand"), pool("line", 3, how="queued")))
     loop.run(7200)
     assert len(cloud.names("waiting")) == 3 and loop.spent == 0 and loop.desired.down is None
-
-
-def test_running_machines_without_a_grant_are_reported(cloud):
-    loop = started(cloud, pool(count=3))
-    loop.change(grants=(grant(count=1),), paid=False)
-    loop.run(60)
-    assert len(cloud.names("ready")) == 3 and loop.waits[0].of == "pool small"
-    assert loop.waits[0].why.startswith("2 of its machines cost $2.70 an hour, as no grant covers them")
-
-
-def test_budget_allows_no_unknown_price(cloud):
-    loop = started(cloud, pool(type_="v6e-8", zones=("asia-east1-c",)), budget=Budget(per_hour=1e6), seconds=300)
-    assert cloud.existing == {} and "nobody says what a v6e-8 costs there" in loop.waits[0].why
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet.fake_cloud import FakeCloud
-from tests.fleet.loop import KeptFleet
+from tests.fleet.loop import ManagedFleet
 from tpuswarm.cli.runs import make_console
 from tpuswarm.cli.watching import Watching
 from tpuswarm.cloud.errors import Changed
@@ -50,14 +50,14 @@ def background_keepers(tmp_path, monkeypatch) -> list[list[str]]:
 
 
 def test_background_keeper_is_started_unless_one_leads(tmp_path, background_keepers):
-    kept = KeptFleet(tmp_path)
+    managed = ManagedFleet(tmp_path)
     fleet = Fleet("gpt2", "google", "model", None)
 
     def detach(pid: int) -> bool:
         """Return whether a keeper was started while a process of this id leads."""
         before = len(background_keepers)
-        kept.change_document(lease=KeeperLease("x", "here", pid, 1, kept.cloud.now, this_computer()))
-        fleets.detach(fleet, kept.store, None)
+        managed.change_document(lease=KeeperLease("x", "here", pid, 1, managed.cloud.now, this_computer()))
+        fleets.detach(fleet, managed.store, None)
         return len(background_keepers) > before
 
     for command, in_background, expected in (("up", False, True), ("keep", False, True), ("keep", True, False)):
@@ -203,14 +203,6 @@ def test_machines_of_another_person_are_taken_over_only_by_their_id(cloud, ann, 
     assert store.load().desired.fleet == machine.fleet and len(cloud.existing) == 1
     with pytest.raises(InputError, match="only what has none is adopted"):
         bob.up(adopt="v2-8-zzz")
-
-
-def test_lost_document_is_restored_from_the_machines(cloud, ann):
-    store, _ = ann.up()
-    (fleet,) = {machine.fleet for machine in cloud.existing.values()}
-    Path(store.where).unlink()
-    store, note = ann.up()
-    assert "is lost: it is made again" in note and store.load().desired.fleet == fleet and len(cloud.existing) == 1
 
 
 def test_fleet_in_a_shared_bucket_names_who_changed_it_last(ann, bob):

@@ -129,11 +129,13 @@ def test_machines_and_names_of_others_are_never_touched(cloud):
     cloud.listed_from[A, "v2-usc1f-1"] = cloud.now + 1e6
     cloud.add_foreign("stray", A, labels={FLEET_LABEL: "other-abc123", POOL_LABEL: "small"})
     cloud.update((A, "stray"), state="dead")
-    loop = started(cloud, pool(count=2), seconds=900)
-    assert cloud.names("ready") == ["v2-usc1f-0", "v2-usc1f-1", "v2-usc1f-2", "v2-usc1f-3"]
+    cloud.add_foreign("gpt2-head", A)
+    loop = started(cloud, pool(count=2), vm("head"), seconds=900)
+    assert cloud.names("ready") == ["gpt2-head", "v2-usc1f-0", "v2-usc1f-1", "v2-usc1f-2", "v2-usc1f-3"]
+    assert loop.waits[0].why == f"{A} has a machine of the name gpt2-head already"
     loop.desired = replace(loop.desired, down="asked")
     loop.run(900)
-    assert cloud.names() == ["stray", "v2-usc1f-0", "v2-usc1f-1"]
+    assert cloud.names() == ["gpt2-head", "stray", "v2-usc1f-0", "v2-usc1f-1"]
 
 
 def test_paused_machine_stops_and_starts_again_or_is_created_on_resume(cloud):
@@ -149,12 +151,6 @@ def test_paused_machine_stops_and_starts_again_or_is_created_on_resume(cloud):
         loop.desired = replace(loop.desired, paused={})
         loop.run(600)
         assert len(cloud.names("ready")) == 2 and not cloud.deleted
-
-
-def test_vm_waits_while_somebody_else_has_its_name(cloud):
-    cloud.add_foreign("gpt2-head", A)
-    loop = started(cloud, vm("head"))
-    assert loop.actions == [] and loop.waits[0].why == f"{A} has a machine of the name gpt2-head already"
 
 
 def test_machines_of_a_removed_pool_are_deleted(cloud):

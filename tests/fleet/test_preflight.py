@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fleet.conftest import GOLDEN
 from tpuswarm.cli import bring
 from tpuswarm.cloud.errors import Denied, NoQuota, NotSignedIn, Unreachable
 from tpuswarm.cloud.google.firewall import Rule, wanted
@@ -22,26 +23,7 @@ from tpuswarm.plan.swarm import Exchanged, traffic
 
 NOW = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC).timestamp()
 ZONE, NETWORK = "us-central1-b", "tpuswarm-mine"
-TEXT = f"""
-name = "mine"
-[storage]
-bucket = "mine-bucket"
-[[grant]]
-type = "v2-8"
-zone = "{ZONE}"
-how = "spot"
-count = 4
-[[pool]]
-name = "small"
-type = "v2-8"
-zones = ["{ZONE}"]
-count = 4
-network = "{NETWORK}"
-[head]
-type = "n2-highmem-2"
-zone = "{ZONE}"
-network = "{NETWORK}"
-"""
+TEXT = (GOLDEN / "preflight.toml").read_text()
 SPOT_QUOTA = "TPUV2sPreemptiblePerProjectPerZoneForTPUAPI"
 NET = Net(NETWORK, NETWORK, "us-central1")
 FACTS = Facts(

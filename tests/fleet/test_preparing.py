@@ -63,7 +63,7 @@ class Setup:
         self.running[name] = asyncio.get_running_loop().create_future()
         return await self.running[name]
 
-    async def look(self, name: str = "a", runs: int | None = 0, created: float = 1.0, answers: str = "a") -> str:
+    async def check(self, name: str = "a", runs: int | None = 0, created: float = 1.0, answers: str = "a") -> str:
         """Return why a machine is not ready; empty: it is."""
         found = self.preparing.look({name: Beginning(created, runs)}, answers).get(name, "")
         await asyncio.sleep(0)  # what was started runs until it waits
@@ -79,9 +79,9 @@ class Setup:
 
     async def prepare(self, name: str, error: Exception | None, answers: str, tries: int) -> None:
         for _ in range(tries):
-            await self.look(name, answers=answers)
+            await self.check(name, answers=answers)
             await self.finish(name, error)
-            await self.look(name, answers=answers)
+            await self.check(name, answers=answers)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def setups(monkeypatch) -> Setup:
     ],
 )
 def test_machine_that_fails_setup_twice_is_bad_where_others_succeed(setups, others, answers, error, tries, is_bad):
-    async def check() -> None:
+    async def scenario() -> None:
         for name in others:
             await setups.prepare(name, None, answers, 1)
         await setups.prepare("b", error, answers, tries)
@@ -112,34 +112,34 @@ def test_machine_that_fails_setup_twice_is_bad_where_others_succeed(setups, othe
         await setups.prepare("b", error, answers, 2)
         assert setups.preparing.spoilt(created) == {}, "the new [setup] may be wrong"
 
-    asyncio.run(check())
+    asyncio.run(scenario())
 
 
 def test_machine_is_set_up_once_at_a_time_and_again_after_a_reboot(setups):
-    async def check() -> None:
+    async def scenario() -> None:
         for runs in (3, None, 3, 4):
-            assert await setups.look(runs=runs) == "a is being set up"
+            assert await setups.check(runs=runs) == "a is being set up"
         assert setups.started == ["a"]
         await setups.finish("a")
-        assert await setups.look(runs=None) == "", "silence is no reboot"
-        assert await setups.look(runs=4) == "a is being set up"
+        assert await setups.check(runs=None) == "", "silence is no reboot"
+        assert await setups.check(runs=4) == "a is being set up"
         assert setups.started == ["a", "a"]
         await setups.finish("a")
-        assert await setups.look(runs=4) == ""
+        assert await setups.check(runs=4) == ""
 
-    asyncio.run(check())
+    asyncio.run(scenario())
 
 
 def test_failed_setup_is_retried_until_it_succeeds(setups):
-    async def check() -> None:
-        assert await setups.look() == "a is being set up"
+    async def scenario() -> None:
+        assert await setups.check() == "a is being set up"
         await setups.finish("a", RunFailed("a/0: packages: no network"))
         for _ in range(3):  # the retry may take longer than the pause before it
-            assert await setups.look() == "a/0: packages: no network"
+            assert await setups.check() == "a/0: packages: no network"
         await setups.finish("a")
-        assert await setups.look() == "" and setups.started == ["a", "a"]
+        assert await setups.check() == "" and setups.started == ["a", "a"]
 
-    asyncio.run(check())
+    asyncio.run(scenario())
 
 
 def with_address(name: str, address: str, pool: str = "small") -> Machine:
@@ -154,7 +154,7 @@ ZERO, ONE = with_address("v2-usc1f-0", "10.0.0.1"), with_address("v2-usc1f-1", "
 
 @pytest.fixture
 def routing(monkeypatch):
-    """Return how often the routers were updated, after a look at these machines."""
+    """Return how often the routers were updated, after these machines were listed."""
     logged: list[str] = []
     updates: list[object] = []
     errors: list[Exception] = []
@@ -169,15 +169,15 @@ def routing(monkeypatch):
     monkeypatch.setattr(routers, "AGAIN_S", -1.0)
     made = routers.Routing(lambda: None, logged.append)
 
-    def look(*machines: Machine, desired=ROUTED) -> int:
+    def observe(*machines: Machine, desired=ROUTED) -> int:
         made.look(desired, Listing(machines, frozenset()))
         for thread in threading.enumerate():
             if thread.name == "routing":
                 thread.join()
         return len(updates)
 
-    look.logged, look.errors = logged, errors
-    return look
+    observe.logged, observe.errors = logged, errors
+    return observe
 
 
 def test_routers_are_updated_for_new_machines_but_not_for_lost_ones(routing):

@@ -8,28 +8,23 @@ import pytest
 from tests.fleet.fake_cloud import BOOT_S
 from tests.fleet.loop import A, B, Loop, desired, pool, started
 from tpuswarm.fleet.core.memory import Work
-from tpuswarm.fleet.core.plan import BOOT, PATIENCE, UNHEALTHY
+from tpuswarm.fleet.core.plan import BOOT, PATIENCE, REPAIR, UNHEALTHY
 
 KEY = (A, "v2-usc1f-0")
 
 
-@pytest.mark.parametrize(("how", "patience"), [("on-demand", PATIENCE), ("spot", 1800.0)])
-def test_repairing_machine_is_replaced_after_a_timeout(cloud, how, patience):
-    loop = started(cloud, pool(how=how))
-    cloud.update(KEY, state="repairing", said="REPAIRING")
-    loop.run(patience - 100)
+@pytest.mark.parametrize(
+    ("how", "state", "timeout_s"),
+    [("on-demand", "repairing", PATIENCE), ("spot", "repairing", REPAIR), ("spot", "creating", BOOT)],
+)
+def test_machine_that_stays_unready_is_replaced_after_a_timeout(cloud, how, state, timeout_s):
+    loop = started(cloud, pool(how=how), seconds=0 if state == "creating" else 600)
+    cloud.update(KEY, state=state)
+    cloud.transitions[KEY] = inf
+    loop.run(timeout_s - 100)
     assert not cloud.deleted
     loop.run(300)
-    assert [machine.said for machine in cloud.deleted] == ["REPAIRING"]
-
-
-def test_machine_that_never_boots_is_replaced_after_a_timeout(cloud):
-    loop = started(cloud, pool(), seconds=10)
-    cloud.transitions[KEY] = inf
-    loop.run(BOOT - 60)
-    assert not cloud.deleted
-    loop.run(120)
-    assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-0"]
+    assert [machine.state for machine in cloud.deleted] == [state]
 
 
 def test_queued_request_moves_to_the_next_zone_after_its_wait(cloud):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.fleet.conftest import GOLDEN
 from tests.fleet.loop import FLEET, ZONE, machine, pool, vm
 from tpuswarm.cli import auto_batch
 from tpuswarm.cli.auto_batch import batches_of
@@ -28,34 +29,7 @@ from tpuswarm.train.bucket import stored
 from tpuswarm.watch.state import Machines, State
 
 NOW = 10_000.0
-FILE = """\
-name = "all"
-provider = "rehearsal"
-
-[storage]
-bucket = "some"
-
-[head]
-type = "n2-highmem-8"
-zone = "us-central1-f"
-
-[[pool]]
-name = "small"
-type = "v2-8"
-zones = ["us-central1-f"]
-count = 100
-
-[[pool]]
-name = "slice"
-type = "v5p-16"
-zones = ["us-central1-a"]
-count = 2
-
-[train]
-recipe = "gpt2-tiny"
-data = "fake"
-steps = 100
-"""
+FILE = (GOLDEN / "train.toml").read_text()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One host of a program that trains a small network; what its tests compare is printed."""
+"""One host of a program that trains a small network; it writes what its tests compare to its folder."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from tests.hosts import SECRET
 from tpuswarm import supervised
 from tpuswarm.train.data import placing
 from tpuswarm.train.data.feed import read_rows
-from tpuswarm.train.hosts import rendezvous
+from tpuswarm.train.hosts import line, rendezvous
 from tpuswarm.train.program import mesh
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
@@ -23,7 +23,7 @@ from tpuswarm.train.recipe import Clock
 
 BATCH, STEPS, WIDTH = 16, 10, 32
 SHARDED_BYTES = 64
-"""Leaves of so many bytes are split; set where a host begins, as the tests import this file too."""
+"""Smallest leaf that is split; set where a host starts, as tests import this file too."""
 
 
 def rows(seed: int) -> dict[str, np.ndarray]:
@@ -50,31 +50,30 @@ def recipe(seed: int = 0):
     )  # fmt: skip
 
 
-def train(shard: str, steps: int, took=lambda step, loss: None):
-    """Losses of so many steps on all devices of all hosts, and the parameters after them."""
+def train(shard: str, steps: int, after_step=lambda step: None):
+    """Return the losses of `steps` steps on all devices of all hosts, and the parameters after them."""
     source = recipe().data("train")
     compiled = compile_step(recipe(), Request(batch=BATCH, shard=shard), jax.devices())
     init_key, step_key = jax.random.split(jax.random.key(0))
-    state, losses = compiled.init(init_key), []
-    read = []
+    state, losses, read = compiled.init(init_key), [], set()
     for step in range(steps):
 
-        def mine(first, count, step=step):
-            read.append(count)
+        def read_mine(first, count, step=step):
+            read.add(count)
             return read_rows(source, compiled.program.batch_spec(count), step * BATCH + first, count)
 
-        batch = placing.place_batch(mine, BATCH, mesh.batch_sharding(compiled.mesh))
+        batch = placing.place_batch(read_mine, BATCH, mesh.batch_sharding(compiled.mesh))
         state, metrics = compiled.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
         losses.append(float(metrics["loss"]))
-        took(step, losses[-1])
+        after_step(step)
     shared = compiled.program.exchange().get(state)
     split = any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(shared))
     params = {name: np.asarray(leaf).tolist() for name, leaf in placing.to_host(shared).items()}
-    return {"losses": losses, "params": params, "split": split, "read": sorted(set(read))}
+    return {"losses": losses, "params": params, "split": split, "read": sorted(read)}
 
 
 def exchange(shift: int) -> None:
-    """Between pairs of devices that had no connection before; not awaited, as JAX awaits one device of its own only."""
+    """Exchange between pairs of devices that had no connection before, without waiting for all devices, as JAX does."""
     zero, one = np.asarray(jax.devices()).reshape(2, -1)
     pairs = Mesh(np.stack([zero, np.roll(one, shift)], axis=1), ("pair", "host"))
     x = jax.make_array_from_callback(
@@ -86,19 +85,18 @@ def exchange(shift: int) -> None:
 def main() -> None:
     index, about = int(sys.argv[1]), json.loads(sys.argv[2])
     mesh.MIN_SHARDED_BYTES = SHARDED_BYTES
+    line.SILENCE = about.get("silence_s", line.SILENCE)
     folder = Path(about["folder"])
-    if "worker" in about:  # what a TPU slice says
+    if "worker" in about:  # as a TPU slice numbers it
         jax.process_index = lambda: about["worker"]
-    with rendezvous.initialize(about["address"], 2, index, SECRET, 60) as group:
-        if "differ" in about:
-            group.agree({"configuration": "same", about["differ"]: f"digest of {index}"})
-        elif "exchanges" in about:
-            for shift in range(about["exchanges"]):
+    with rendezvous.initialize(about["address"], 2, index, SECRET, 60):
+        if "shards" in about:
+            trained = {shard: train(shard, STEPS) for shard in about["shards"]}
+            (folder / f"{index}.json").write_text(json.dumps(trained))
+            for shift in range(4):
                 exchange(shift)
-        elif about["steps"]:
-            (folder / f"{index}.json").write_text(json.dumps(train(about["shard"], about["steps"])))
         else:
-            train("replicate", 10**9, lambda step, loss: (folder / f"{index}.step").write_text(str(step)))
+            train("replicate", 10**9, lambda step: (folder / f"{index}.step").write_text(str(step)))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 from tests.train import toy
 from tests.train.toy import rows, trainer
 from tpuswarm import ArraySource, InputError, RunFailed, supervised
+from tpuswarm.train.process.stop import decide_stop
 from tpuswarm.train.run.checkpoint import checkpoint_folders
 from tpuswarm.train.run.listing import status
 
@@ -110,3 +111,18 @@ def test_blocked_data_does_not_delay_a_stop(tmp_path):
     release.set()
     assert result.ended == "stopped" and f"saved at step {result.step}" in result.message
     assert 1 <= result.step <= 5  # the feed reads ahead of the loop
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds", "busy", "save", "words"),
+    [
+        (signal.SIGINT, 500.0, True, True, "interrupted"),
+        (signal.SIGTERM, 4.0, False, True, "a save takes 4.0 s of the 10.0 s left"),
+        (signal.SIGTERM, 6.0, True, False, "a save takes 12.0 s, more than the 10.0 s left"),
+        (signal.SIGTERM, 11.0, False, False, "more than the 10.0 s left"),
+        (signal.SIGTERM, None, False, False, "no save has been timed yet"),
+    ],
+)
+def test_stopping_run_saves_if_the_notice_is_long_enough(asked, seconds, busy, save, words):
+    decision = decide_stop(asked, seconds, busy, left=10.0)
+    assert decision.save == save and words in decision.reason

@@ -1,7 +1,6 @@
 """A program with two losses and an average, written with public names alone, and the mistakes one can make in it."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +9,6 @@ import pytest
 
 import tpuswarm
 from tpuswarm.train.user_code import build_recipe
-
-RATE = 0.1
-
-
-def critic_loss(critic: Any, fake: Any, real: Any) -> Any:
-    return jnp.mean(jax.nn.softplus(fake * critic)) + jnp.mean(jax.nn.softplus(-real * critic))
-
-
-def maker_loss(mean: Any, critic: Any, noise: Any) -> Any:
-    return jnp.mean(jax.nn.softplus(-(mean + noise) * critic))
 
 
 class Game(tpuswarm.Program):
@@ -30,11 +19,18 @@ class Game(tpuswarm.Program):
 
     def step(self, state, batch, clock):
         noise = jax.random.normal(jax.random.fold_in(clock.key, clock.step), batch["x"].shape)
+
+        def critic_loss(critic, mean):
+            return jax.nn.softplus((mean + noise) * critic).mean() + jax.nn.softplus(-batch["x"] * critic).mean()
+
+        def maker_loss(mean, critic):
+            return jax.nn.softplus(-(mean + noise) * critic).mean()
+
         mean, critic = state["shared"]["mean"], state["shared"]["critic"]
-        critic_value, gradient = jax.value_and_grad(critic_loss)(critic, mean + noise, batch["x"])
-        critic = critic - RATE * gradient
-        value, gradient = jax.value_and_grad(maker_loss)(mean, critic, noise)
-        mean = mean - RATE * gradient
+        critic_value, gradient = jax.value_and_grad(critic_loss)(critic, mean)
+        critic = critic - 0.1 * gradient
+        value, gradient = jax.value_and_grad(maker_loss)(mean, critic)
+        mean = mean - 0.1 * gradient
         after = {"shared": {"mean": mean, "critic": critic}, "average": 0.9 * state["average"] + 0.1 * mean}
         return after, {"loss": value, "critic_loss": critic_value}
 

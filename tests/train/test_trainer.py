@@ -1,5 +1,6 @@
 """The trainer as a library, on the toy recipe: what a run promises that needs no second process."""
 
+import math
 import shutil
 import struct
 import threading
@@ -20,6 +21,7 @@ from tpuswarm import EarlyStopping, Every, InputError, RunFailed, Trainer, load,
 from tpuswarm.train.run.checkpoint import MANIFEST, checkpoint_folders
 from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
 from tpuswarm.train.run.listing import status
+from tpuswarm.train.settings import count_steps
 from tpuswarm.train.user_code import build_recipe
 
 
@@ -147,7 +149,7 @@ def test_devices_sharding_saving_and_evaluating_may_change(whole, stopped):
     ("options", "fit_options", "words"),
     [
         ({"seed": 3}, {}, "seed was 0, now 3"),
-        ({"precision": "bf16", "ema": 0.9}, {}, "precision was f32, now bf16; ema was none, now 0.9"),
+        ({"precision": "bf16", "ema": 0.9}, {}, "precision was f32, now bf16; ema was none, now 0.9; only --devi"),
         ({}, {"steps": 30}, "steps was 20, now 30, and a run can only become longer, .* no schedule; .* --init-from"),
         ({}, {"batch": 16}, "batch was 8, now 16"),
     ],
@@ -336,3 +338,38 @@ def test_overfit_batches_are_learnt_by_heart(tmp_path):
     assert fit().step == 120  # the setting is stored in the run
     with pytest.raises(InputError, match="overfit_batches was 2, now 3"):
         fit(overfit_batches=3)
+
+
+def steps_of(rows_per_epoch=100, **given):
+    length = {"steps": None, "tokens": None, "epochs": None} | given
+    return count_steps(**length, tokens_per_step=256, rows_per_epoch=rows_per_epoch, batch=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({"steps": 7}, 7),
+        ({"tokens": 1000}, 4),
+        ({"tokens": 768}, 3),
+        ({"epochs": 2.0}, 50),
+        ({"epochs": 0.001}, 1),
+        ({}, None),
+    ],
+)
+def test_length_of_a_run_in_steps(given, steps):
+    assert steps_of(**given) == steps
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"steps": 5, "tokens": 5}, "one of steps, tokens and epochs, not steps and tokens"),
+        ({"steps": -5}, "steps must be above 0"),
+        ({"epochs": 0.0}, "epochs must be above 0"),
+        ({"epochs": math.nan}, "epochs must be above 0"),
+        ({"epochs": 1.0, "rows_per_epoch": None}, "no epochs"),
+    ],
+)
+def test_impossible_lengths_are_refused(given, words):
+    with pytest.raises(InputError, match=words):
+        steps_of(**given)

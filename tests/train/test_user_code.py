@@ -1,4 +1,5 @@
 import os
+import queue
 import subprocess
 import sys
 from pathlib import Path
@@ -22,21 +23,24 @@ def toy(width: int = 3, rate: float = 0.1, names: list[str] | None = None):
 
 def wrong(): return 5
 def breaks(): return {}["key"]
+def opens(): return open("no-such-table.csv")
 value = 3
 """
 
 
 @pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "my_recipe.py"
-    path.write_text(GOOD)
-    return path
+def build(tmp_path):
+    def build(text=GOOD, name="toy", options=(), file="my_recipe.py"):
+        (tmp_path / file).write_text(text)
+        return build_recipe(f"{tmp_path / file}:{name}", dict(options))
+
+    return build
 
 
-def test_options_are_read_as_their_types(file):
-    recipe = build_recipe(f"{file}:toy", {"width": "5"})
+def test_options_are_read_as_their_types(build, tmp_path):
+    recipe = build(options={"width": "5"})
     assert recipe.data("train").rows(0, 2)["x"].shape == (2, 5)
-    assert recipe.target == f"{file}:toy"
+    assert recipe.target == f"{tmp_path}/my_recipe.py:toy"
 
 
 @pytest.mark.parametrize(
@@ -47,12 +51,13 @@ def test_options_are_read_as_their_types(file):
         ("tory", {}, "has no tory; did you mean toy"),
         ("wrong", {}, "makes a int, not a tpuswarm.Recipe"),
         ("breaks", {}, r"KeyError: 'key' \(.*my_recipe.py:14\)"),
+        ("opens", {}, r"FileNotFoundError.*no-such-table.csv.*my_recipe.py:15\)"),
         ("value", {}, "is a int, not a class or function"),
     ],
 )
-def test_recipes_that_cannot_be_made(file, name, options, words):
+def test_recipe_that_cannot_be_made_is_refused(build, name, options, words):
     with pytest.raises(InputError, match=words):
-        build_recipe(f"{file}:{name}", options)
+        build(name=name, options=options)
 
 
 @pytest.mark.parametrize(
@@ -63,45 +68,27 @@ def test_recipes_that_cannot_be_made(file, name, options, words):
         ("x = 1\ny = x / 0\n", r"ZeroDivisionError.*my_recipe.py:2\)"),
     ],
 )
-def test_files_that_do_not_import_are_blamed_at_their_line(tmp_path, text, words):
-    path = tmp_path / "my_recipe.py"
-    path.write_text(text)
+def test_file_that_cannot_be_imported_is_named_with_the_line(build, text, words):
     with pytest.raises(InputError, match=words):
-        build_recipe(f"{path}:toy", {})
+        build(text)
 
 
 @pytest.mark.parametrize("target", ["nowhere.py:toy", "no_such_module:toy", "only_a_name", ":x"])
-def test_places_that_are_not_there(target):
+def test_missing_targets_are_refused(target):
     with pytest.raises(InputError):
         build_recipe(target, {})
 
 
-def test_a_file_may_be_called_like_a_library_and_use_the_files_beside_it(tmp_path):
-    import queue
-
+def test_file_may_have_the_name_of_a_library_and_import_its_neighbours(build, tmp_path):
     (tmp_path / "beside_it.py").write_text("WIDTH = 4\n")
-    path = tmp_path / "queue.py"
-    late = GOOD.replace("def toy(", "def toy(").replace(
-        "    return supervised(", "    import beside_it\n    return supervised(", 1
-    )
-    path.write_text(late)
-    build_recipe(f"{path}:toy", {})
+    build(GOOD.replace("    return supervised(", "    import beside_it\n    return supervised("), file="queue.py")
     assert sys.modules["queue"] is queue
 
 
-def test_a_missing_file_of_the_users_is_blamed_at_its_line(tmp_path):
-    path = tmp_path / "my_recipe.py"
-    path.write_text("def toy():\n    return open('no-such-table.csv')\n")
-    with pytest.raises(InputError, match=r"FileNotFoundError.*no-such-table.csv.*my_recipe.py:2\)"):
-        build_recipe(f"{path}:toy", {})
-
-
 def test_our_own_errors_are_not_blamed_on_the_user():
-    ours = compile(
-        "def broken():\n  with blame('something'):\n    {}['key']", str(OUR_FOLDER / "train" / "any.py"), "exec"
-    )
+    text = "def broken():\n  with blame('something'):\n    {}['key']"
     names = {"blame": blame}
-    exec(ours, names)
+    exec(compile(text, str(OUR_FOLDER / "train" / "any.py"), "exec"), names)
     with pytest.raises(KeyError):
         names["broken"]()
 
@@ -112,7 +99,7 @@ def test_targets_of_files_are_absolute(tmp_path, monkeypatch):
     assert absolute_target("module:B") == "module:B"
 
 
-def test_a_file_that_uses_jax_as_it_is_read_finds_it_prepared(tmp_path):
+def test_jax_is_prepared_before_a_file_uses_it(tmp_path):
     (tmp_path / "mine.py").write_text("import jax\nfrom tests.train.toy import toy\nKEY = jax.random.key(0)\n")
     program = "import sys; from tpuswarm.train.user_code import build_recipe; build_recipe(sys.argv[1], {})"
     root = Path(__file__).resolve().parents[2]

@@ -1,7 +1,5 @@
 """Functions and settings that cannot work are refused in one sentence, before anything is trained or written."""
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,7 +8,7 @@ from safetensors.numpy import save_file
 
 import tpuswarm
 from tests.train import toy
-from tpuswarm import Every, IndexedSource, InputError, Trainer, supervised
+from tpuswarm import EarlyStopping, Every, IndexedSource, InputError, Trainer, supervised
 from tpuswarm.train.run.directory import Run
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -25,12 +23,7 @@ def loss(params, batch, key):
     return jnp.mean(jnp.square(batch["x"] @ params["w"] - 1))
 
 
-class Items:
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        return {"x": X[i], "text": f"row {i}", "parts": {"y": X[i]}}
+ITEMS = [{"x": row, "text": "a text", "parts": {"y": row}} for row in X]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +45,9 @@ class Items:
         ({"schedule": lambda p: p, "optimizer": lambda lr: optax.adam(lr)}, r"optimizer\(learning_rate, decay_mask\)"),
         ({"data": lambda: DATA}, r"data is called as data\(split\)"),
         ({"data": {"train": {"x": X}, "valid": {"x": X}}}, r"data has a dict under train.*train, validation, all"),
-        ({"data": IndexedSource(Items(), names=["x", "txt"])}, r"an item of the data has no txt; did you mean text\?"),
-        ({"data": IndexedSource(Items(), names=["x", "text"])}, r"text of the data is a str"),
-        ({"data": IndexedSource(Items(), names=["x", "parts"])}, r"parts of the data is a dict"),
+        ({"data": IndexedSource(ITEMS, names=["x", "txt"])}, r"an item of the data has no txt; did you mean text\?"),
+        ({"data": IndexedSource(ITEMS, names=["x", "text"])}, r"text of the data is a str"),
+        ({"data": IndexedSource(ITEMS, names=["x", "parts"])}, r"parts of the data is a dict"),
     ],
 )
 def test_wrong_argument_of_supervised_is_refused(tmp_path, changed, sentence):
@@ -81,10 +74,13 @@ def test_wrong_argument_of_supervised_is_refused(tmp_path, changed, sentence):
         ({"hooks": [print]}, {}, r"hooks are given as \[Every\(100, function\)\], not as a builtin"),
         ({"hooks": [Every(1, lambda: None)]}, {}, r"hook is called as hook\(step\)"),
         ({"hooks": [Every("often", lambda step: None)]}, {}, "a hook's every is steps such as 500"),
+        (
+            {"hooks": [Every("5m", EarlyStopping())]},
+            {},
+            r"EarlyStopping counts eval.* not as Every\('5m', …\)",
+        ),
         ({"loggers": [3]}, {}, r"a logger needs write\(row\) and close\(\); got a int"),
         ({}, {"steps": -1}, "steps must be at least 1"),
-        ({}, {"steps": None, "epochs": math.nan}, "epochs must be above 0"),
-        ({}, {"epochs": 1}, "one of steps, tokens and epochs"),
         ({}, {"batch": 8.0}, "batch must be a whole number, not 8.0"),
         ({}, {"batch": "many"}, "batch must be a number, not 'many'"),
         ({}, {"recipe": (init, loss)}, "what is trained is a recipe, not a tuple: .*supervised"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpuswarm import Trainer, supervised
+from tpuswarm import ArraySource, Recipe, Trainer, supervised
 from tpuswarm.train.run.directory import read_rows
 
 ROWS = 64
@@ -44,6 +44,29 @@ def splits(split: str) -> Any:
 
 def recipe(optimizer: Any = adam, rate: float = 0.05, **options: Any):
     return supervised(init, loss, optimizer, splits, lambda progress: rate * (1 - progress), **options)
+
+
+class Layers(Recipe):
+    """Layers that can be recomputed, cheaper to compile than GPT-2's."""
+
+    name, forms = "layers", ("remat",)
+
+    def data(self, split):
+        return ArraySource({"x": np.ones((8, 64), np.float32)})
+
+    def program(self, options):
+        def init(key):
+            return {"in": jnp.ones((4, 64, 256)), "out": jnp.ones((4, 256, 64))}
+
+        def layer(x, weights):
+            return jnp.tanh(jnp.sin(x @ weights["in"])) @ weights["out"], None
+
+        def loss(params, batch, key):
+            policy = jax.checkpoint_policies.dots_saveable if options.remat == "dots" else None
+            used = layer if options.remat == "none" else jax.checkpoint(layer, policy=policy)
+            return jnp.square(jax.lax.scan(used, batch["x"], params)[0]).mean()
+
+        return supervised(init, loss, optax.sgd(0.1), self.data("train")).program(options)
 
 
 def toy(rate: float = 0.05):

@@ -105,6 +105,7 @@ def test_loss_that_cannot_take_the_number_of_held_out_rows_is_refused(devices, g
     ("held_out", "words"),
     [
         ({"x": HELD_OUT["x"]}, r"validation data of toy has no y, and one of its training data float32\[\]: both"),
+        (HELD_OUT | {"y": HELD_OUT["y"].astype(np.float64)}, r"has float64\[\] y, and one of its training data float"),
         (HELD_OUT | {"x": HELD_OUT["x"][:, :4]}, r"has float32\[4\] x, and one of its training data float32\[5\]"),
         (HELD_OUT | {"z": HELD_OUT["y"]}, r"has float32\[\] z, and one of its training data none"),
     ],

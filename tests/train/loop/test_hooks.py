@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from tests.train import toy
 from tpuswarm import EarlyStopping, Every, InputError, Stop, Trainer, load
 from tpuswarm.train.look import report
-from tpuswarm.train.loop.hooks import Hooks
+from tpuswarm.train.loop.hooks import Hooks, Step
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
 
@@ -83,6 +83,14 @@ def test_run_ends_when_evaluations_stop_improving_and_stays_ended(tmp_path):
     for name in ("ended", "step", "steps", "message", "metrics", "signal"):
         assert getattr(again, name) == getattr(result, name)
     assert fit_steps(30).step == 12  # more steps continue, and the hook counts anew
+
+
+def test_early_stopping_ignores_improvements_below_the_least():
+    stopping = EarlyStopping(patience=2, least=0.5)
+    losses = (3.0, 2.9, 2.4, 2.3, 2.2)
+    found = [stopping(Step({"step": step, "eval_loss": loss}, None)) for step, loss in enumerate(losses)]
+    assert found[:-1] == [None] * 4
+    assert found[-1].reason == "eval_loss was no better in 2 evaluations than at step 2"
 
 
 def test_texts_and_pictures_of_hooks_are_kept_and_stop_ends_the_run(tmp_path):

@@ -1,4 +1,4 @@
-"""What is typed while a terminal is drawn on, and afterwards."""
+"""What is typed while a view is drawn is not shown; afterwards it is."""
 
 import sys
 import termios
@@ -15,7 +15,7 @@ from tpuswarm.train.process.stop import Interrupts
 from tpuswarm.train.process.waiting import stderr_console, waiting
 interrupts = Interrupts()
 try:
-    live = region(stderr_console(), lambda width, height: Text("the picture"))
+    live = region(stderr_console(), lambda width, height: Text("the view"))
     with waiting("a wait", short=0.0):
         {then}
     live.stop()
@@ -26,25 +26,25 @@ except KeyboardInterrupt:
 """
 
 
-def echoes(opened) -> bool:
-    return bool(termios.tcgetattr(opened._end)[3] & termios.ECHO)
-
-
 @pytest.mark.parametrize(
     ("then", "code"),
     [("sys.stdin.readline(); sys.stdin.readline()", 0), ("time.sleep(600)", 130), ("sys.stdin.readline(); 1 / 0", 1)],
     ids=["end", "ctrl-c", "crash"],
 )
-def test_what_is_typed_into_a_picture_is_not_shown_and_all_else_is(tmp_path, then, code):
+def test_typed_text_is_hidden_only_while_a_view_is_drawn(tmp_path, then, code):
     with terminal([sys.executable, "-c", PROGRAM.format(then=then)], tmp_path) as opened:
-        assert echoes(opened)
+
+        def echoes():
+            return bool(termios.tcgetattr(opened._end)[3] & termios.ECHO)
+
+        assert echoes()
         opened.wait("a wait … ")
-        assert not echoes(opened)
+        assert not echoes()
         opened.send(CTRL_C if code == 130 else b"typed\r\r")
         if not code:
             opened.wait("it is over")
-            assert echoes(opened) and opened.text.count("the picture") == 1 and "typed" not in opened.text
+            assert echoes() and opened.text.count("the view") == 1 and "typed" not in opened.text
             opened.send(b"\r")
         while opened.read():
             pass
-        assert opened.process.wait() == code and echoes(opened)
+        assert opened.process.wait() == code and echoes()

@@ -1,4 +1,4 @@
-"""A swarm whose run lies in a bucket: its head is killed with its disk, another goes on, a third machine looks."""
+"""A swarm with its run in a bucket: the head is killed with its disk, another continues, a third machine reads."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.fleet
 
 @pytest.fixture
 def disks(tmp_path, monkeypatch):
-    """Gives a machine of that name its own disk, and all of them one bucket."""
+    """Gives a machine its own disk; all share one bucket."""
     (tmp_path / "cloud").mkdir()
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
 
@@ -34,7 +34,7 @@ def disks(tmp_path, monkeypatch):
 
 @pytest.fixture
 def started(tmp_path):
-    """Starts commands, none of which outlives the test."""
+    """Starts commands, and ends them with the test."""
     found = []
 
     def start(words):
@@ -42,14 +42,14 @@ def started(tmp_path):
         return found[-1]
 
     yield start
-    for each in found:
-        if each.poll() is None:
-            each.kill()
-            each.communicate()
+    for item in found:
+        if item.poll() is None:
+            item.kill()
+            item.communicate()
 
 
-def test_a_head_that_dies_with_its_disk_is_followed(disks, started, tmp_path):
-    """Members find the next head by the run's folder, each as the member that it was."""
+def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path):
+    """Members find the next head through the run's folder and keep their names."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 500)
     (tmp_path / "token").write_text("5" * 64)
     token = ["--token-file", "token"]
@@ -64,7 +64,7 @@ def test_a_head_that_dies_with_its_disk_is_followed(disks, started, tmp_path):
     disks("laptop")
 
     def version() -> int:
-        assert all(each.poll() is None for each in joined), [each.communicate() for each in joined]
+        assert all(command.poll() is None for command in joined), [command.communicate() for command in joined]
         assert head.poll() is None, head.communicate()
         out, _ = processes.start(["status", URL, "--json"], tmp_path).communicate()
         return (json.loads(out)["version"] or 0) if out else 0
@@ -82,14 +82,14 @@ def test_a_head_that_dies_with_its_disk_is_followed(disks, started, tmp_path):
     disks("second")
     out, _ = processes.run(train, tmp_path)
     assert f"{URL} finished at commit" in out
-    for each in joined:
-        _, err = processes.finish(each)
+    for command in joined:
+        _, err = processes.finish(command)
         assert f"{URL} has no head at the moment" in err and f"{URL} is finished" in err
     disks("laptop")
     out, _ = processes.run(["status", URL, "--json"], tmp_path)
     seen = json.loads(out)
     assert (seen["run"], seen["state"], seen["epoch"], seen["step"]) == (URL, "finished", 2, 384)
-    assert {each["id"] for each in seen["members"]} == {"j-one", "j-two"}
+    assert {member["id"] for member in seen["members"]} == {"j-one", "j-two"}
     out, _ = processes.run(["ledger", "verify", URL], tmp_path)
     assert f"{URL} is sound" in out
     out, _ = processes.run(["logs", URL], tmp_path)

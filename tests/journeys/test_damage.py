@@ -1,4 +1,4 @@
-"""Any damage to any file of a run: every command that looks at runs says so in a sentence, and shows the others."""
+"""Any damage to any file of a run: every command reports it in a sentence, and shows the other runs."""
 
 import json
 import re
@@ -28,6 +28,7 @@ from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.directory import append_event, append_rows
 from tpuswarm.train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
 SHAPE = {"layers": 1, "heads": 1, "width": 8, "context": 8}
 LIGHT = ("status", "status --json", "status {run}", "logs {run}")
 NUMBER = re.compile(rb"-?\d+(\.\d+)?")
@@ -91,7 +92,7 @@ def _found(recipe: GPT2, store: Store) -> None:
     Path(store.root, FOUNDING).write_text(json.dumps({"fragments": layout.fragments, "chosen": {}}))
 
 
-def harm(path: Path, kind: str, random: Random) -> None:
+def damage(path: Path, kind: str, random: Random) -> None:
     """Damage a file or folder that is not damaged yet."""
     if path.is_symlink():
         return
@@ -126,7 +127,7 @@ KINDS = ("gone", "folder", "link", "loop", "value", "value", "value", "cut", "li
 
 @pytest.fixture
 def damaged(runs, typed, tmp_path, monkeypatch):
-    """Harm a copy of one of the runs and type commands: each ends with an exit code, and a sentence unless with 0."""
+    """Damage a copy of a run and run commands: each ends with an exit code, and a sentence unless it is 0."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(runs / "plain", "runs/whole")
 
@@ -138,7 +139,7 @@ def damaged(runs, typed, tmp_path, monkeypatch):
         for _ in range(random.choice([1, 1, 1, 2])):
             victim = random.choice(sorted(random.choice([folder.iterdir, lambda: folder.rglob("*")])()))
             kind = random.choice(KINDS)
-            harm(victim, kind, random)
+            damage(victim, kind, random)
             print(kind, victim)  # shown with a failure
         for command in commands:
             code, out, err = typed(*command.format(run=folder).split())
@@ -159,17 +160,17 @@ SHARED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 @settings(max_examples=60, suppress_health_check=SHARED)
 @given(st.sampled_from(["plain", "model"]), st.integers(0, 10**9))
-def test_looking(damaged, name, seed):
+def test_listing_damaged_runs(damaged, name, seed):
     damaged(name, seed, LIGHT)
 
 
 @settings(max_examples=40, suppress_health_check=SHARED)
 @given(st.integers(0, 10**9))
-def test_a_ledger(damaged, seed):
+def test_reading_damaged_ledgers(damaged, seed):
     damaged("chain", seed, ("status", "ledger show {run}", "ledger verify {run}"))
 
 
 @settings(max_examples=12, suppress_health_check=SHARED)
 @given(st.sampled_from(["plain", "model"]), st.integers(0, 10**9))
-def test_using_the_model(damaged, name, seed):
+def test_using_damaged_models(damaged, name, seed):
     damaged(name, seed, ("sample {run} --tokens 3", "evaluate {run}", "export {run} out"))

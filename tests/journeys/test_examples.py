@@ -22,12 +22,12 @@ from tpuswarm.train.user_code import build_recipe
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 WITH_DROPOUT = ("flax_nnx", "equinox_module")
 
-pytestmark = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)]
 
 
 @pytest.fixture(autouse=True)
 def libraries_broadcast():
-    """The strict rule of these tests is for our own code, not for Flax and Equinox."""
+    """Flax and Equinox do not follow the strict rank promotion of these tests."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
@@ -38,14 +38,14 @@ def commands(example: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def test_it_is_a_page_that_begins_with_its_commands(example):
+def test_example_is_one_page_with_its_commands(example):
     assert len(example.read_text().splitlines()) <= 60
     program, command = commands(example)
     assert program == ["python", f"examples/{example.name}"]
     assert command[:3] == ["tpuswarm", "train", f"examples/{example.name}:recipe"]
 
 
-def test_the_command_of_its_docstring_learns(example, tmp_path, monkeypatch):
+def test_command_in_the_docstring_learns(example, tmp_path, monkeypatch):
     _, command = commands(example)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -62,7 +62,7 @@ def test_the_command_of_its_docstring_learns(example, tmp_path, monkeypatch):
         assert rows[-1]["eval_accuracy"] > 0.97
 
 
-def test_the_program_says_how_good_it_got(example, monkeypatch, capsys):
+def test_program_prints_its_accuracy(example, monkeypatch, capsys):
     trained = []
 
     def fit(trainer, recipe):
@@ -83,7 +83,7 @@ def test_bf16_reaches_the_matrix_products(example):
     assert found["bf16"] > 0 and found["bf16"] >= 5 * found["f32"], found
 
 
-def test_dropout_follows_the_key_and_rests_in_evaluation(example):
+def test_dropout_is_off_in_evaluation(example):
     recipe = build_recipe(f"{example}:recipe", {})
     program, batch = recipe.program(Options()), recipe.data("train").rows(0, 8)
     params = jax.eval_shape(program.init, jax.eval_shape(jax.random.key, 0)).params

@@ -1,4 +1,4 @@
-"""A fleet on the local cloud: up, preemptions, a keeper killed again and again, down, nothing left."""
+"""A fleet on the local cloud: up, preemptions, keepers that are killed, down, nothing left."""
 
 import json
 import random
@@ -17,9 +17,10 @@ from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.place import Place
 from tpuswarm.errors import TpuswarmError
 
+pytestmark = pytest.mark.slow
 PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
 PATIENCE = 240.0
-"""Seconds after which what is waited for will not come."""
+"""Seconds to wait for anything."""
 FILE = """\
 name = "trio"
 provider = "rehearsal"
@@ -65,7 +66,7 @@ def place(tmp_path, monkeypatch):
 
 
 def run(line: str) -> str:
-    """What a command prints; it has to succeed."""
+    """Run a command, which has to succeed; return what it prints."""
     done = subprocess.run([PROGRAM, *shlex.split(line)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, f"tpuswarm {line}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -89,33 +90,32 @@ def wait_until(condition, place: Place, keeper: subprocess.Popen[bytes]) -> None
 
 
 def all_ready(found: list[dict]) -> bool:
-    return len(found) == 6 and all(each["state"] == "READY" for each in found)
+    return len(found) == 6 and all(item["state"] == "READY" for item in found)
 
 
-def test_a_fleet_through_bad_weather(place, tmp_path):
+def test_fleet_survives_preemptions_and_killed_keepers(place, tmp_path):
     (tmp_path / "swarm.toml").write_text(FILE)
     chance = random.Random(7)
     run("init --yes")
     run("up --yes --paid")
     assert all_ready(machines(place))
-    assert {each["type"]: len(each["workers"]) for each in machines(place)}["v5litepod-16"] > 1
+    assert {machine["type"]: len(machine["workers"]) for machine in machines(place)}["v5litepod-16"] > 1
 
     keeper = keep()
-    for _ in range(5):  # each keeper sees some machines go, and dies at any moment of what it does about it
+    for _ in range(5):  # each keeper sees some machines go, and is killed at a random moment
         there = machines(place)
-        for each in chance.sample(there, min(2, len(there))):
-            with suppress(TpuswarmError):  # it may be on its way out already
-                ask(place, "preempt", name=each["name"], ending=chance.choice(["preempted", "terminated", "gone"]))
+        for item in chance.sample(there, min(2, len(there))):
+            with suppress(TpuswarmError):  # it may be gone already
+                ask(place, "preempt", name=item["name"], ending=chance.choice(["preempted", "terminated", "gone"]))
         time.sleep(chance.uniform(0.5, 3.0))
         keeper.send_signal(signal.SIGKILL)
         keeper.wait()
         keeper = keep()
     wait_until(all_ready, place, keeper)
     shown = json.loads(run("list --json"))
-    assert len(shown["machines"]) == 6 and sum(each["preemptions"] for each in shown["machines"]) >= 1
+    assert len(shown["machines"]) == 6 and sum(machine["preemptions"] for machine in shown["machines"]) >= 1
 
-    said = run("down --yes")
-    assert "nothing that carries the id trio-" in said
-    assert keeper.wait(PATIENCE) == 0  # a fleet that is gone needs no keeper
+    assert "nothing that carries the id trio-" in run("down --yes")
+    assert keeper.wait(PATIENCE) == 0  # without a fleet there is nothing to keep
     status = ask(place, "status")
     assert status["machines"] == [] and status["requests"] == [], status

@@ -1,4 +1,4 @@
-"""A fleet whose keeper lives on its head: it goes on without this computer, and comes back when it is lost itself."""
+"""A fleet whose keeper runs on its head: it works without this computer, and is restored when it is lost."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def place(tmp_path, monkeypatch):
 
 
 def wait_until(condition, what: str):
-    """What a condition comes to be, once that is true."""
+    """Wait until a condition holds; return its value."""
     end = time.monotonic() + PATIENCE
     while not (found := condition()):
         assert time.monotonic() < end, f"{what}:\n{run('list')}\n{run('describe duo-head')}"
@@ -79,12 +79,12 @@ def job() -> dict:
 
 def home(place: Place, name: str) -> Path:
     (found,) = place.machines.glob(f"{name}-0-*")
-    (user,) = [each for each in (found / "root", *found.glob("home/*")) if (each / ".tpuswarm").exists()]
+    (user,) = [item for item in (found / "root", *found.glob("home/*")) if (item / ".tpuswarm").exists()]
     return user
 
 
 def keepers_here(folder: Path) -> list[int]:
-    """In the background of this computer, not on a machine of the local cloud."""
+    """Return the keepers in the background of this computer, not those on machines of the local cloud."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -96,17 +96,17 @@ def keepers_here(folder: Path) -> list[int]:
 
 
 def delete(name: str) -> None:
-    """As somebody would in Google's console."""
+    """Delete a machine as in Google's console."""
     cloud = find(None)[0].provider()
-    (machine,) = [each for each in cloud.machines(["us-central1-f"]).machines if each.name == name]
+    (machine,) = [machine for machine in cloud.machines(["us-central1-f"]).machines if machine.name == name]
     cloud.delete(machine)
 
 
-def test_the_keeper_lives_on_the_head(place, tmp_path):
+def test_keeper_on_the_head_is_restored(place, tmp_path):
     run("init --yes")
-    said = run("up --yes --paid --keep")
-    assert "kept by duo-head" in said and "duo-head keeps it: this computer may go" in said
-    assert "duo-door routes: its port 22000 leads to SSH" in said
+    printed = run("up --yes --paid --keep")
+    assert "kept by duo-head" in printed and "duo-head keeps it: this computer may go" in printed
+    assert "duo-door routes: its port 22000 leads to SSH" in printed
     (rules,) = place.machines.glob("duo-door-0-*/etc/tpuswarm-router.nft")
     routed = rules.read_text()
     assert "# 22000  10." in routed and "map targets" in routed
@@ -132,7 +132,7 @@ def test_the_keeper_lives_on_the_head(place, tmp_path):
     # A router that is lost comes back as a bare VM: the keeper makes it the router again.
     delete("duo-door")
     files = "duo-door-0-*/etc/tpuswarm-router.nft"
-    others = lambda: [each.read_text() for each in {*place.machines.glob(files)} - {rules}]  # noqa: E731
+    others = lambda: [item.read_text() for item in {*place.machines.glob(files)} - {rules}]  # noqa: E731
     wait_until(lambda: others() == [routed], "nobody made the new VM a router")
 
     # The head starts anew, and its keeper with it.
@@ -142,7 +142,7 @@ def test_the_keeper_lives_on_the_head(place, tmp_path):
     # The head is lost with its keeper: whoever keeps the fleet then makes both again, and leaves it to that one.
     print(first, keeper(), (state / "keeper.log").read_text())
     delete("duo-head")
-    wait_until(lambda: all(each["name"] != "duo-head" for each in machines(place)), "the head stays")
+    wait_until(lambda: all(machine["name"] != "duo-head" for machine in machines(place)), "the head stays")
     with (tmp_path / "keeper.log").open("wb") as log:
         here = subprocess.Popen([PROGRAM, "keep"], stdout=log, stderr=log)
     leaves = "the keeper on duo-head goes on; this one watches"
@@ -153,7 +153,7 @@ def test_the_keeper_lives_on_the_head(place, tmp_path):
     run("rehearsal preempt v2-usc1f-0")
     wait_until(lambda: job()["run"] > 2 and job()["phase"] == "running", "the new keeper carries no jobs")
 
-    said = run("down --yes")
-    assert "nothing that carries the id duo-" in said
+    printed = run("down --yes")
+    assert "nothing that carries the id duo-" in printed
     status = ask(place, "status")
     assert status["machines"] == [] and status["requests"] == [], status

@@ -10,15 +10,15 @@ from tpuswarm import Trainer
 
 
 @pytest.mark.parametrize("row", [row for row in rows() if not row.needs_torch], ids=lambda row: CODE.match(row.now)[1])
-def test_the_old_line_ends_as_the_page_says_and_the_new_one_works(row):
+def test_old_line_ends_as_documented_and_new_line_works(row):
     with jax.numpy_rank_promotion("allow"):
         check(row, names())
 
 
-def test_no_row_is_left_out():
+def test_every_row_is_found():
     assert len(rows()) >= 35 and sum(row.needs_torch for row in rows()) == 2
 
 
-def test_what_stands_beside_lightnings_trainers_are_trainers_of_ours():
+def test_trainers_for_lightning_users_are_valid():
     ours = re.findall(r"^\| `Trainer.* \| .*`(Trainer\(.*?\))`", PAGE.read_text(), flags=re.MULTILINE)
     assert [eval(code) for code in ours] == [Trainer(devices=8), Trainer(devices=[4]), Trainer(precision="bf16")]

@@ -1,15 +1,18 @@
-"""The notebook in examples/ runs from top to bottom, in a kernel of its own, and is kept without outputs."""
+"""The notebook in examples/ runs from top to bottom, and is stored without outputs."""
 
 import re
 
 import nbformat
 import numpy as np
+import pytest
 from nbclient import NotebookClient
 
 from tests.journeys.documents import ROOT
 
+pytestmark = pytest.mark.slow
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
+
+def test_notebook_runs(tmp_path, monkeypatch):
     notebook = nbformat.read(ROOT / "examples" / "tour.ipynb", as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
     monkeypatch.delenv("XLA_FLAGS")  # a user's machine, not 8 virtual devices

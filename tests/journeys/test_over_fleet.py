@@ -72,7 +72,7 @@ def fleet(tmp_path):
         yield Fleet(tmp_path, place)
 
 
-def look(fleet: Fleet) -> dict:
+def read_status(fleet: Fleet) -> dict:
     process = fleet.start("status", URL, "--json")
     out, _ = process.communicate()
     return json.loads(out) if process.returncode == 0 else {}
@@ -80,37 +80,37 @@ def look(fleet: Fleet) -> dict:
 
 def until(fleet: Fleet, condition, what: str) -> dict:
     end = time.monotonic() + PATIENCE
-    while not condition(seen := look(fleet)):
+    while not condition(seen := read_status(fleet)):
         if time.monotonic() > end:
-            said = [fleet.run(*words)[0] for words in (["jobs"], ["list"])]
+            printed = [fleet.run(*words)[0] for words in (["jobs"], ["list"])]
             logs = [
                 fleet.start("logs", job).communicate()[0][-3000:] for job in ("head", "members-one", "members-slice")
             ]
-            raise AssertionError("\n".join([what, str(seen), *said, *logs]))
-        time.sleep(5.0)  # a look costs a second of processor time
+            raise AssertionError("\n".join([what, str(seen), *printed, *logs]))
+        time.sleep(5.0)  # a status costs a second of processor time
     return seen
 
 
 def alive(seen: dict) -> set[str]:
-    return {each["id"] for each in seen.get("members", ()) if each["state"] == "alive"}
+    return {item["id"] for item in seen.get("members", ()) if item["state"] == "alive"}
 
 
 def machine(fleet: Fleet, pool: str) -> str:
-    """The name of its one machine."""
+    """Return the name of the pool's one machine."""
     shown = json.loads(fleet.run("list", "--json")[0])["machines"]
-    (name,) = [each["name"] for each in shown if each["pool"] == pool]
+    (name,) = [row["name"] for row in shown if row["pool"] == pool]
     return name
 
 
 def delete(fleet: Fleet, name: str, monkeypatch) -> None:
-    """As somebody in the console would."""
+    """Delete a machine as in Google's console."""
     monkeypatch.setenv("TPUSWARM_REHEARSAL", str(fleet.place.folder))
     cloud = Google(open_access("rehearsal", None))
-    (found,) = [each for each in cloud.machines(["us-central1-f"]).machines if each.name == name]
+    (found,) = [machine for machine in cloud.machines(["us-central1-f"]).machines if machine.name == name]
     cloud.delete(found)
 
 
-def test_one_model_over_machines_that_come_and_go(fleet, monkeypatch):
+def test_model_is_trained_over_machines_that_come_and_go(fleet, monkeypatch):
     fleet.run("init", "--yes")
     out, err = fleet.run("train", "swarm.toml", "--yes", "--paid", "--detach")
     assert "then: the head runs on head" in out and f"tpuswarm status {URL}" in out, out + err
@@ -118,7 +118,7 @@ def test_one_model_over_machines_that_come_and_go(fleet, monkeypatch):
     one, slice_ = machine(fleet, "one"), machine(fleet, "slice")
     assert alive(first) == {f"j-{one}", f"j-{slice_}"}
 
-    assert {each["kind"] for each in first["machines"]} == {"training", "head"} and first["dollars"] > 0
+    assert {machine["kind"] for machine in first["machines"]} == {"training", "head"} and first["dollars"] > 0
     assert int(first["address"].rpartition(":")[2]) in range(24_000, 32_768), "Ray's ports are the machine's own"
     secret = secrets_of(fleet)
     assert len(set(secret.values())) == 1 and len(secret) == 4
@@ -127,7 +127,7 @@ def test_one_model_over_machines_that_come_and_go(fleet, monkeypatch):
         ask(fleet.place, "preempt", name=name, ending="preempted")
         until(fleet, lambda seen, name=name: f"j-{name}" not in alive(seen), f"{name} is lost")
         until(fleet, lambda seen, name=name: f"j-{name}" in alive(seen), f"{name} is back as the same member")
-    lives = incarnation(look(fleet), one)
+    lives = incarnation(read_status(fleet), one)
     ask(fleet.place, "maintenance", name=one)
     until(fleet, lambda seen: incarnation(seen, one) not in (lives, None), "it is back after a maintenance")
     assert set(secrets_of(fleet).values()) == set(secret.values()), "as long as the head lives"
@@ -136,11 +136,11 @@ def test_one_model_over_machines_that_come_and_go(fleet, monkeypatch):
     for name in (one, slice_):
         ask(fleet.place, "preempt", name=name, ending="preempted")
     waits = until(fleet, is_waiting_for_both, "it waits for machines, and says so")
-    assert [each["machine"] for each in waits["machines"] if each["kind"] == "head"] and waits["dollars"] > 0
+    assert [machine["machine"] for machine in waits["machines"] if machine["kind"] == "head"] and waits["dollars"] > 0
     ask(fleet.place, "stockout", zone="us-central1-a", over=True)
     until(fleet, lambda seen: {f"j-{one}", f"j-{slice_}"} <= alive(seen), "both are back")
 
-    before = look(fleet)
+    before = read_status(fleet)
     delete(fleet, machine(fleet, "head"), monkeypatch)  # with its disk
     after = until(fleet, lambda seen: (seen.get("epoch") or 0) > before["epoch"], "another head goes on")
     after = until(fleet, lambda seen: (seen.get("version") or 0) > after["version"] + 1, "it commits")
@@ -152,13 +152,13 @@ def test_one_model_over_machines_that_come_and_go(fleet, monkeypatch):
     shutil.rmtree(fleet.folder / "state")  # another laptop
     out, _ = fleet.run("train", "swarm.toml", "--yes", "--detach")
     assert "there is nothing to do" in out
-    seen = look(fleet)
+    seen = read_status(fleet)
     assert seen["loss"] < first["loss"]
 
     out, err = fleet.run("stop", URL)
     jobs = json.loads(fleet.run("jobs", "--json")[0])["jobs"]
     assert all(seat["phase"] in ("done", "stopped") for job in jobs for seat in job["seats"]), out + err + str(jobs)
-    assert not any("ray" in each for each in left(fleet)), "nothing is left training"
+    assert not any("ray" in command for command in left(fleet)), "nothing is left training"
     fleet.run("train", "swarm.toml", "--yes", "--detach")
     until(fleet, lambda now: (now.get("version") or 0) > seen["version"] and len(alive(now)) == 2, "it goes on")
     last = secrets_of(fleet)
@@ -167,7 +167,7 @@ def test_one_model_over_machines_that_come_and_go(fleet, monkeypatch):
         assert not leaks(fleet, found)
     fleet.run("down", "--yes")
     end = time.monotonic() + PATIENCE  # a machine that is switched off ends its processes in a moment of its own
-    while remaining := [each for each in left(fleet) if "ray" in each]:
+    while remaining := [command for command in left(fleet) if "ray" in command]:
         assert time.monotonic() < end, remaining
         time.sleep(0.5)
     out, _ = fleet.run("ledger", "verify", URL)
@@ -175,42 +175,44 @@ def test_one_model_over_machines_that_come_and_go(fleet, monkeypatch):
 
 
 def is_waiting_for_both(seen: dict) -> bool:
-    """Whether no machine of either pool is there, and it is said since when and for what one is waited for."""
-    missing = [each for each in seen["machines"] if each["kind"] == "missing" and "waiting since" in each["why"]]
-    return not alive(seen) and {each["pool"] for each in missing} == {"one", "slice"}
+    """Return whether both pools have no machine, and status says since when they wait."""
+    missing = [
+        machine for machine in seen["machines"] if machine["kind"] == "missing" and "waiting since" in machine["why"]
+    ]
+    return not alive(seen) and {item["pool"] for item in missing} == {"one", "slice"}
 
 
 def secrets_of(fleet: Fleet) -> dict[str, str]:
-    """What members join with, by the file on each machine; for its owner alone."""
+    """Return the secret of each machine's file, which only its owner may read."""
     found = list(fleet.place.machines.glob("*/**/.tpuswarm/swarm-token"))
     assert all(path.stat().st_mode & 0o077 == 0 for path in found)
     return {str(path): path.read_text() for path in found}
 
 
 def leaks(fleet: Fleet, secret: str) -> list[str]:
-    """Files of the cloud, of its bucket among them, and of the laptop, and command lines, that hold a secret."""
+    """Return files of the cloud, its bucket and the laptop, and command lines, that contain a secret."""
     text, machines = secret.encode(), fleet.place.machines
     found = []
     for path in fleet.folder.rglob("*"):
         with suppress(FileNotFoundError):  # an object of the bucket that was deleted meanwhile
             if not path.is_relative_to(machines) and path.is_file() and text in path.read_bytes():
                 found.append(str(path))
-    return found + [each for each in left(fleet) if secret in each]
+    return found + [command for command in left(fleet) if secret in command]
 
 
 def incarnation(seen: dict, name: str) -> str | None:
-    (found,) = [each for each in seen["members"] if each["id"] == f"j-{name}"]
+    (found,) = [member for member in seen["members"] if member["id"] == f"j-{name}"]
     return found["incarnation"] if found["state"] == "alive" else None
 
 
 def left(fleet: Fleet) -> list[str]:
-    """Command lines of what runs on machines of this cloud."""
+    """Return the command lines of all processes on machines of this cloud."""
     mark = f"TPUSWARM_REHEARSAL={fleet.place.folder}".encode()
     found = []
-    for each in Path("/proc").iterdir():
+    for path in Path("/proc").iterdir():
         try:
-            if each.name.isdigit() and mark in (each / "environ").read_bytes().split(b"\0"):
-                found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            if path.name.isdigit() and mark in (path / "environ").read_bytes().split(b"\0"):
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         except OSError:
             continue
-    return [each for each in found if each and str(os.getpid()) not in each]
+    return [item for item in found if item and str(os.getpid()) not in item]

@@ -1,4 +1,4 @@
-"""What a person sees: every command that draws, in a terminal of each size."""
+"""Every command that draws, in a terminal of each size."""
 
 import json
 import re
@@ -10,6 +10,7 @@ import pytest
 from tests.terminal import CTRL_C, LARGE, SMALL, terminal
 from tpuswarm.train.run.directory import Run, append_event
 
+pytestmark = pytest.mark.slow
 RECIPE = """
 import jax.numpy as jnp
 import numpy as np
@@ -52,8 +53,8 @@ def train(text_file, *words):
     return ["train", "gpt2-tiny", "--data", str(text_file), *TINY, *words]
 
 
-def whole(opened):
-    """Whether a swarm's view is there to its last row: a frame first erases the one before, and may come in pieces."""
+def is_whole(opened):
+    """Return whether the last row of a swarm's view is there: a frame may arrive in pieces."""
     return re.search(r"\nm1 +(?:alive|joining)", opened.screen) is not None
 
 
@@ -66,43 +67,46 @@ def runs(tmp_path_factory, text_file, finished_run):
     shutil.copytree(finished_run.run, folder / "runs" / "plain")
     words = train(text_file, "--steps", "400", "--members", "2", "--cycle", "10", "--outer", "average")
     with terminal([*words, "--run", "runs/swarm"], folder, SMALL) as opened:
-        small = opened.wait(lambda each: "commit 2" in each.screen and whole(each))
+        small = opened.wait(lambda shown: "commit 2" in shown.screen and is_whole(shown))
         opened.resize(LARGE)
-        large = opened.wait(lambda each: "commit 4" in each.screen and max(map(len, each.lines)) == 120 and whole(each))
+        large = opened.wait(
+            lambda shown: "commit 4" in shown.screen and max(map(len, shown.lines)) == 120 and is_whole(shown)
+        )
         opened.finish()
     return folder, small, large, opened.text, opened.sentences
 
 
-def test_a_swarm_from_its_start_to_its_end(runs):
-    folder, small, large, shown, said = runs
+def test_swarm_view(runs):
+    folder, small, large, shown, printed = runs
     for screen in (small, large):
         view = screen.index("gpt2-tiny, 2 members: runs/swarm")
         assert 0 <= screen.index("commit ") < view  # what happened last stands over the view
         assert screen.index("of 153,600 tokens counted") > view
         assert re.search(r"\d:\d\d:\d\d elapsed +\S+ left +\S+ steps/s +[\d,]+ tokens/s", screen)
         assert len(re.findall(r"\nm[01] +(?:alive|joining)", screen)) == 2
-    assert "to add a machine: `tpuswarm join" in said and "100%" in shown
+    assert "to add a machine: `tpuswarm join" in printed and "100%" in shown
     status = json.loads((folder / "runs" / "swarm" / "status.json").read_text())
     view = r"training loss (\S+) \(last 20 steps of each\) +held-out loss (\S+) \(commit (\d+)\)"
     training, held_out, version = re.findall(view, shown)[-1]
-    assert f"runs/swarm finished at commit {version}: 153,600 tokens, training loss {training}, held-out" in said
-    assert f"held-out loss {held_out}; runs/swarm/report.html" in said  # each loss is the same wherever it is told
+    assert f"runs/swarm finished at commit {version}: 153,600 tokens, training loss {training}, held-out" in printed
+    assert f"held-out loss {held_out}; runs/swarm/report.html" in printed  # each loss is the same wherever it is told
     assert float(training) == pytest.approx(status["loss"], rel=1e-3)
 
 
 @SIZES
-def test_a_plain_run(tmp_path, text_file, size):
+def test_training_view(tmp_path, text_file, size):
     name = "runs/a-name-that-nobody-would-want-to-type-twice-and-that-no-screen-of-eighty-columns-has-room-for"
-    with terminal(train(text_file, "--steps", "2000", "--eval-every", "100", "--run", name), tmp_path, size) as opened:
-        opened.wait("loading JAX … 0:00:0")  # before anything else is loaded
-        screen = opened.wait(lambda each: re.search(r"held-out loss \d", each.screen))
+    words = train(text_file, "--steps", "2000", "--eval-every", "100", "--run", name)
+    with terminal(words, tmp_path, size, new=True) as opened:
+        opened.wait(lambda shown: "loading JAX … 0:00:0".encode() in shown.written)
+        screen = opened.wait(lambda shown: re.search(r"held-out loss \d", shown.screen))
         assert "loading JAX" not in opened.text and "compiling" not in opened.text
         assert re.search(r"\d+% ━", screen) and " of 2,000 steps" in screen and name in screen.replace("\n", "")
         assert re.search(r"0:0\d:\d\d elapsed +0:\d\d:\d\d left +\S+ steps/s +[\d,]+ tokens/s", screen)
         opened.send(CTRL_C)
         shown = opened.finish(130)
-    said = re.search(r"interrupted: saved at step (\d+); the same `tpuswarm train` command with ", opened.sentences)
-    assert said and (tmp_path / name / "checkpoints" / f"{int(said[1]):08}").exists()
+    printed = re.search(r"interrupted: saved at step (\d+); the same `tpuswarm train` command with ", opened.sentences)
+    assert printed and (tmp_path / name / "checkpoints" / f"{int(printed[1]):08}").exists()
     assert "blocks/attn/proj/w " in shown and "…" not in shown
 
 
@@ -128,15 +132,17 @@ def test_watching_a_run_until_it_ends(runs, tmp_path):
         terminal(["status", "--watch"], tmp_path, SMALL) as everything,
         terminal(["status", "swarm", "--watch"], tmp_path, SMALL) as one,
     ):
-        everything.wait(lambda each: re.search(r"runs/swarm .* running +(\d+ +)?now", each.screen))
-        one.wait(lambda each: "does not respond, and this status is that old" in each.screen and "\nm1 " in each.screen)
+        everything.wait(lambda shown: re.search(r"runs/swarm .* running +(\d+ +)?now", shown.screen))
+        one.wait(
+            lambda shown: "does not respond, and this status is that old" in shown.screen and "\nm1 " in shown.screen
+        )
         assert one.screen.count("m1 ") == 1 and one.screen.count("100%") == 1
         held.close()
         assert "running" not in everything.finish() and "does not respond" not in one.finish()
 
 
 @SIZES
-def test_tables_of_what_is_known(runs, size):
+def test_tables_fit_the_screen(runs, size):
     for words, expected in (
         (["catalog"], ["v6e", "europe-west4-b"]),
         (["catalog", "v4-8"], ["also called", "us-central2-b"]),
@@ -149,7 +155,7 @@ def test_tables_of_what_is_known(runs, size):
     ):
         with terminal(words, runs[0], size) as opened:
             shown = opened.finish()
-        assert all(each in shown for each in expected), shown
+        assert all(item in shown for item in expected), shown
         assert not re.search(r"\S…", shown), shown
         assert words[0] != "logs" or not re.search(r"\d{4}-\d\d-\d\d \S", shown), "a date stands once over its lines"
 
@@ -166,7 +172,7 @@ def test_more_runs_than_a_screen_has_rows(runs, tmp_path):
 
 
 @pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}], ids=["colour", "NO_COLOR"])
-def test_errors_states_and_views_are_coloured_unless_that_is_not_wanted(runs, tmp_path, text_file, env):
+def test_colours_are_used_unless_no_color_is_set(runs, tmp_path, text_file, env):
     """A colour is a Select Graphic Rendition with 30 to 49 or 90 to 107 among its figures."""
     shutil.copytree(runs[0] / "runs" / "swarm", tmp_path / "runs" / "swarm")
     append_event(tmp_path / "runs" / "swarm", "failed", message="a disk was full")
@@ -179,5 +185,5 @@ def test_errors_states_and_views_are_coloured_unless_that_is_not_wanted(runs, tm
         with terminal(words, tmp_path, SMALL, env) as opened:
             shown = opened.finish(code)
         figures = re.findall(rb"\x1b\[([\d;]+)m", opened.written)
-        colours = [each for each in figures if re.search(rb"(^|;)(3|4|9|10)\d(;|$)", each)]
+        colours = [figure for figure in figures if re.search(rb"(^|;)(3|4|9|10)\d(;|$)", figure)]
         assert bool(colours) == (not env), f"{words}: {colours}\n{shown}"

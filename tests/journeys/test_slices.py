@@ -2,19 +2,14 @@
 
 import hashlib
 import os
-import re
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from benchmarks.chaos import SMALL, Swarm
 
 from tests.hosts import free_port
 from tpuswarm.errors import InputError, RunFailed
@@ -28,140 +23,16 @@ from tpuswarm.swarm.processes.founder import Joining
 from tpuswarm.swarm.processes.plan import Plan
 from tpuswarm.swarm.processes.plan import Swarm as Table
 from tpuswarm.swarm.storage.founding import Founding
-from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.store import Store
-from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.swarm.supervision import entry as hosts_of_run
 from tpuswarm.swarm.supervision import join as joining
 from tpuswarm.swarm.supervision.join import join
 from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.hosts.line import Line, WrongSecret, authenticate
 
-TWO_DEVICES = {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=2", os.environ["XLA_FLAGS"])}
 
-
-@pytest.fixture
-def swarm(tmp_path, text_file):
-    arguments = ["gpt2-tiny", "--data", str(text_file), *SMALL, "--cycle", "8", "--steps", "10M"]
-    swarm = Swarm(tmp_path / "run", [*arguments, "--members", "1", "--outer", "average"])
-    yield swarm
-    swarm.end()
-
-
-class Host:
-    """`tpuswarm join` as one of two hosts, with a cache of its own as on a machine of its own."""
-
-    def __init__(self, folder: Path, line: list[str], index: int):
-        self.index, self.said = index, folder / f"host-{index}.err"
-        cache = folder / f"cache-{index}"
-        command = [sys.executable, "-m", "tpuswarm", *line, "--host", str(index)]
-        with self.said.open("a") as said:
-            self.process = subprocess.Popen(
-                command, stdout=said, stderr=said, env={**os.environ, **TWO_DEVICES, "TPUSWARM_CACHE": str(cache)}
-            )
-
-    def child(self) -> int:
-        """Of a host that is not the first: the process that trains."""
-        pid = self.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-
-@pytest.mark.slow
-def test_two_hosts_are_one_member_that_dies_with_either_and_comes_back(swarm, tmp_path):
-    swarm.start()
-    swarm.wait(lambda: (swarm.status().get("version") or 0) >= 2)
-    at = f"127.0.0.1:{free_port()}"
-    line = ["join", swarm.status()["address"], "--token-file", str(swarm.run / "token"), "--hosts", "2"]
-    zero, one = started = [Host(tmp_path, [*line, "--hosts-at", at], index) for index in range(2)]
-
-    def slice_() -> dict:
-        return next((each for each in swarm.status()["members"] if each["id"].startswith("j")), {"incarnation": None})
-
-    def commits() -> int:
-        return sum(c["member"].startswith("j") for event in swarm.events("commit") for c in event["contributors"])
-
-    def contributes(before: str | None) -> None:
-        swarm.wait(lambda: slice_()["incarnation"] not in (None, before))
-        had = commits()
-        swarm.wait(lambda: commits() >= had + 2)
-
-    try:
-        contributes(None)
-        first = slice_()
-        got, shared = (list((tmp_path / f"cache-{index}/swarm").glob("*/tokens.bin")) for index in range(2))
-        assert got[0].read_bytes() == shared[0].read_bytes() == (swarm.run / "data/tokens.bin").read_bytes()
-
-        os.kill(one.child(), signal.SIGKILL)  # its `join` brings it back
-        swarm.wait(lambda: swarm.events("lost"))
-        assert swarm.events("lost")[0]["incarnation"] == first["incarnation"]
-        contributes(first["incarnation"])
-        assert "its process was killed; waiting for all hosts" in one.said.read_text()
-
-        second = slice_()
-        os.kill(second["pid"], signal.SIGKILL)  # host 0: the swarm's supervisor makes it again
-        contributes(second["incarnation"])
-        assert "host 0 is gone (connection closed); waiting for all hosts" in one.said.read_text()
-
-        third, child = slice_(), one.child()
-        one.end()  # the whole machine: nobody brings it back until it is joined again
-        swarm.wait(lambda: len(swarm.events("lost")) == 3)
-        end = time.monotonic() + 10
-        while Path(f"/proc/{child}").exists():
-            assert time.monotonic() < end, "a host outlives its machine's command"
-            time.sleep(0.1)
-        one = Host(tmp_path, [*line, "--hosts-at", at], 1)
-        started.append(one)
-        contributes(third["incarnation"])
-
-        zero.process.send_signal(signal.SIGINT)
-        assert zero.process.wait(60) == 0, zero.said.read_text()
-        assert one.process.wait(60) == 0, one.said.read_text()
-        assert one.said.read_text().endswith("host 0 has left the swarm, or the swarm has ended\n")
-        swarm.wait(lambda: swarm.events("left"))
-        assert swarm.events("left")[0]["incarnation"] not in {event["incarnation"] for event in swarm.events("lost")}
-    finally:
-        for host in started:
-            host.end()
-    assert len({event["incarnation"] for event in swarm.events("lost")}) == 3
-    assert "Gloo" not in one.said.read_text()
-    assert "Traceback" not in one.said.read_text() + zero.said.read_text()
-    swarm.end()
-    assert Ledger(Store(swarm.run)).view().version > 6
-    report = verify(Store(swarm.run), lambda text: None)
-    assert report.problems == [] and report.recomputed
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--hosts 2", "also needs --host and --hosts-at"),
-        ("--hosts 2 --host 1", "also needs --hosts-at"),
-        ("--hosts 2 --host 2 --hosts-at 127.0.0.1:9", "there is no host 2 of 2: hosts are numbered from 0"),
-        ("--hosts 2 --host 1 --hosts-at nowhere", "the address of host 0 is HOST:PORT"),
-        ("--hosts 2 --host 0 --hosts-at 192.0.2.1:9", "host 0 cannot listen on 192.0.2.1:9"),
-        ("--hosts 2 --host 1 --hosts-at 127.0.0.1:9", "nothing answers at 127.0.0.1:1"),
-    ],
-)
-def test_wrong_options(tmp_path, capsys, monkeypatch, options, sentence):
-    from tpuswarm.cli import main
-
-    token = tmp_path / "token"
-    token.write_text("0" * 64)
-    monkeypatch.setattr(sys, "argv", ["tpuswarm", "join", "127.0.0.1:1", "--token-file", str(token), *options.split()])
-    with pytest.raises(SystemExit) as end:
-        main()
-    out, err = capsys.readouterr()
-    assert (end.value.code, out) == (2, "") and sentence in err and err.count("\n") == 1
-
-
-def test_a_number_given_twice_is_refused_and_the_others_leave_with_host_0(tmp_path, monkeypatch):
+def test_duplicate_host_is_refused_and_the_others_leave_with_host_0(tmp_path, monkeypatch):
     """Host 0 waits for the third host all the while."""
-    token, lines, leave, said = tmp_path / "token", [], threading.Event(), []
+    token, lines, leave, printed = tmp_path / "token", [], threading.Event(), []
     token.write_text("token")
     monkeypatch.setattr(rendezvous, "Line", lambda *about: lines.append(Line(*about)) or lines[-1])
     at = f"127.0.0.1:{free_port()}"
@@ -179,7 +50,7 @@ def test_a_number_given_twice_is_refused_and_the_others_leave_with_host_0(tmp_pa
             one = Group(at, 3, 1, str(token))
             while joining.silent(at):
                 assert not zero.done()
-            first = pool.submit(join, at, None, one, token, said.append)
+            first = pool.submit(join, at, None, one, token, printed.append)
             until(1)
             with pytest.raises(InputError, match="it expects hosts 1 to 2, each once, not another host 1"):
                 join(at, None, one, token, lambda text: None)
@@ -189,10 +60,10 @@ def test_a_number_given_twice_is_refused_and_the_others_leave_with_host_0(tmp_pa
         with pytest.raises(rendezvous.Absent):
             zero.result(20)
         first.result(60)
-    assert said[-1] == "host 0 has left the swarm, or the swarm has ended"
+    assert printed[-1] == "host 0 has left the swarm, or the swarm has ended"
 
 
-def test_a_host_with_another_token_is_refused(tmp_path):
+def test_host_with_another_token_is_refused(tmp_path):
     """Host 0 waits on; the other is told why, by a command that ends."""
     token, other = tmp_path / "token", tmp_path / "other"
     token.write_text("right")
@@ -207,14 +78,14 @@ def test_a_host_with_another_token_is_refused(tmp_path):
 
         thread = threading.Thread(target=host_0)
         thread.start()
-        said: list[str] = []
+        printed: list[str] = []
         with pytest.raises(InputError, match=f"host 0 at {at} has a different secret; all hosts need the same"):
-            join(at, None, Group(at, 2, 1, str(other)), other, said.append)
+            join(at, None, Group(at, 2, 1, str(other)), other, printed.append)
         thread.join()
-    assert said == [f"this is host 1 of 2; connecting to {at}; Ctrl-C leaves"]
+    assert printed == [f"this is host 1 of 2; connecting to {at}; Ctrl-C leaves"]
 
 
-def test_another_host_gets_the_files_that_it_lacks(tmp_path, monkeypatch):
+def test_host_receives_missing_files(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART", 3)
     there = {"have": b"at both", "lack": b"ten bytes.", "short": b"whole", "other": b"bytes of its size", "empty": b""}
     zero, one = tmp_path / "zero", tmp_path / "one"
@@ -238,7 +109,7 @@ def test_another_host_gets_the_files_that_it_lacks(tmp_path, monkeypatch):
     assert (one / "have").stat().st_ino == before, "what is there is not sent"
 
 
-def test_a_member_on_the_runs_machine_trains_on_no_other_files_than_the_run_was_started_with(tmp_path):
+def test_changed_file_on_the_runs_machine_is_refused(tmp_path):
     (tmp_path / "tokens.bin").write_bytes(b"tokens")
     plan = replace(PLAN, files=files.described(tmp_path))
     member = MemberHost(Assigned("m0", plan, (), tmp_path, None, 0, False, pytest.fail, pytest.fail))
@@ -252,36 +123,36 @@ def test_a_member_on_the_runs_machine_trains_on_no_other_files_than_the_run_was_
             use()
 
 
-def test_a_batch_that_is_no_part_of_the_run_s_is_refused(monkeypatch):
+def test_batch_that_does_not_divide_the_runs_is_refused(monkeypatch):
     monkeypatch.setenv(BATCH, "4")
     made = hosts_of_run.member(PLAN, "j0", ("shard",), None, 0, False, pytest.fail)
     with pytest.raises(InputError, match="j0 cannot join: its batch is 4, and the run's, 2, is no multiple of it"):
         made.run()
 
 
-def test_a_machine_that_joined_fetches_what_has_changed_there(tmp_path, monkeypatch):
+def test_joined_machine_fetches_changed_files(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tokens.bin").write_bytes(b"tokens")
     plan = replace(PLAN, files=files.described(tmp_path))
     there = files.folder_of(plan) / "tokens.bin"
     there.parent.mkdir(parents=True)
     there.write_bytes(bytes(6))
-    asked = []
+    requests = []
 
     def calls(call):
-        asked.append(call.arguments)
+        requests.append(call.arguments)
         return b"tokens"
 
     for _ in range(2):
         assigned = Assigned("j0", plan, ("aggregator-0",), None, None, 0, False, calls, lambda text: None)
         MemberHost(assigned)._fetch_files()
-    assert there.read_bytes() == b"tokens" and asked == [("tokens.bin", 0, files.PART)]
+    assert there.read_bytes() == b"tokens" and requests == [("tokens.bin", 0, files.PART)]
 
 
 WHOLE = hashlib.sha256(b"whole").hexdigest()
 
 
-def test_a_file_is_whole_or_not_there(tmp_path):
+def test_interrupted_transfer_leaves_no_file(tmp_path):
     """What is interrupted leaves nothing, and what a killed process left is removed."""
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -317,7 +188,7 @@ def waiting(answer: Joining) -> MemberHost:
 
 
 @pytest.mark.parametrize(("tokens", "how"), [(59, "left"), (60, "ended")])
-def test_a_member_that_waits_for_a_host_keeps_no_run_from_ending(tokens, how):
+def test_member_waiting_for_a_host_lets_the_run_end(tokens, how):
     """The run has 10 steps of 2 rows of 3 tokens."""
     founding = Founding(((Leaf("w", (1,)),),), {})
     member = waiting(Joining(PLAN.terms(founding), founding, 1, tokens, ("",)))
@@ -329,7 +200,7 @@ def test_a_member_that_waits_for_a_host_keeps_no_run_from_ending(tokens, how):
         assert work.result(20) == how
 
 
-def test_metrics_that_cannot_be_read_end_the_member():
+def test_unreadable_metrics_end_the_member():
     rows = MetricsRows("m0", 0, 6, lambda: 0)
     rows.took({"loss": "of a device that is gone"})
     end = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""A swarm of real processes under Ray: killed, joined, stopped, killed as a whole, resumed, finished, verified."""
+"""A swarm of real processes under Ray: killed, joined, stopped, killed as a whole, resumed, verified."""
 
 import json
 import os
@@ -36,41 +36,43 @@ def version(swarm: Swarm) -> int:
 
 
 def member(swarm: Swarm, name: str) -> dict:
-    return next((each for each in swarm.status().get("members", []) if each["id"] == name), {"state": "none"})
+    return next((item for item in swarm.status().get("members", []) if item["id"] == name), {"state": "none"})
 
 
-def reborn(now: dict, first: dict) -> bool:
+def is_replaced(now: dict, first: dict) -> bool:
     return now["state"] == "alive" and all(now[name] != first[name] for name in ("pid", "incarnation"))
 
 
-def guests(swarm: Swarm) -> list[str]:
-    """Members on machines that joined, in the order of their coming."""
-    return [each["id"] for each in swarm.status()["members"] if each["id"].startswith("j")]
+def joined_members(swarm: Swarm) -> list[str]:
+    """Return the members on joined machines, in the order in which they came."""
+    return [member["id"] for member in swarm.status()["members"] if member["id"].startswith("j")]
 
 
 def contributors(swarm: Swarm) -> set[str]:
-    return {each["member"] for event in swarm.events("commit") for each in event["contributors"]}
+    return {part["member"] for event in swarm.events("commit") for part in event["contributors"]}
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all that it started, directly or not; some may have ended meanwhile."""
+    """Return a process and all its descendants; some may have ended meanwhile."""
     children: list[str] = []
     with suppress(FileNotFoundError, ProcessLookupError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(each for child in children for each in tree(int(child)))]
+    return [pid, *(item for child in children for item in tree(int(child)))]
 
 
 @pytest.mark.slow
-def test_a_swarm_lives_through_everything(swarm, typed, tmp_path, monkeypatch):
+def test_swarm_survives_kills_preemptions_and_restarts(swarm, typed, tmp_path, monkeypatch):
     swarm.start()
     swarm.wait(lambda: version(swarm) >= 2 and member(swarm, "m1")["state"] == "alive")
 
     titles = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in tree(swarm.process.pid)]
-    assert not any(b"log_monitor" in each or b"autoscaler" in each for each in titles), "Ray's helpers, for nothing"
+    assert not any(b"log_monitor" in title or b"autoscaler" in title for title in titles), (
+        "Ray runs helpers that nobody needs"
+    )
     first = member(swarm, "m1")
     os.kill(first["pid"], signal.SIGKILL)
     swarm.wait(lambda: any(event["member"] == "m1" for event in swarm.events("lost")))
-    swarm.wait(lambda: reborn(member(swarm, "m1"), first))
+    swarm.wait(lambda: is_replaced(member(swarm, "m1"), first))
     lost = swarm.events("lost")[0]
     assert (lost["incarnation"], lost["pid"]) == (first["incarnation"], first["pid"])
 
@@ -85,7 +87,7 @@ def test_a_swarm_lives_through_everything(swarm, typed, tmp_path, monkeypatch):
     os.kill(member(swarm, "m1")["pid"], signal.SIGTERM)
     swarm.wait(lambda: swarm.events("left"))
     status = json.loads(typed("status", str(swarm.run), "--json")[1])
-    assert (status["state"], {each["id"] for each in status["members"]}) == ("running", {"m0", "m1"})
+    assert (status["state"], {member["id"] for member in status["members"]}) == ("running", {"m0", "m1"})
     tokens = status["tokens"]
     assert tokens["processed"] == sum(tokens[name] for name in ("applied", "dropped", "outstanding", "lost"))
     out = typed("logs", str(swarm.run))[1]
@@ -103,9 +105,9 @@ def test_a_swarm_lives_through_everything(swarm, typed, tmp_path, monkeypatch):
                 patch.setenv("TPUSWARM_CACHE", cache)
                 patch.delenv("JAX_COMPILATION_CACHE_DIR")  # a machine compiles onto its own disk
                 joined.append(processes.start(["join", address, "--token-file", str(token)], tmp_path))
-            swarm.wait(lambda: joined[-1].poll() is not None or len(guests(swarm)) == len(joined))
+            swarm.wait(lambda: joined[-1].poll() is not None or len(joined_members(swarm)) == len(joined))
             assert joined[-1].poll() is None, joined[-1].communicate()
-        vanished, leaves = guests(swarm)
+        vanished, leaves = joined_members(swarm)
         swarm.wait(lambda: {vanished, leaves} <= contributors(swarm))
         # One machine is preempted without a word: all that ran there is gone at once, and its disk.
         assert list(disk.iterdir())
@@ -122,8 +124,8 @@ def test_a_swarm_lives_through_everything(swarm, typed, tmp_path, monkeypatch):
                 os.kill(pid, signal.SIGTERM)
         joined[1].wait()
     finally:
-        for each in joined:
-            each.send_signal(signal.SIGINT)
+        for command in joined:
+            command.send_signal(signal.SIGINT)
     processes.finish(joined[1])
     swarm.wait(lambda: member(swarm, leaves)["state"] == "left")
     assert leaves not in {event["member"] for event in swarm.events("lost")}
@@ -172,8 +174,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.fleet
-def test_whoever_stands_still_for_a_minute_the_others_commit(swarm):
-    """SIGSTOP: nothing ends, nobody is told. What does not answer is replaced; the supervisor goes on where it was."""
+def test_others_commit_while_one_process_hangs(swarm):
+    """A process stopped by SIGSTOP is replaced; the supervisor continues where it was."""
     swarm.start()
     swarm.wait(lambda: version(swarm) >= 2 and member(swarm, "m1")["state"] == "alive")
     for name in ("aggregator-0", "coordinator", "m1", "supervisor"):
@@ -189,7 +191,7 @@ def test_whoever_stands_still_for_a_minute_the_others_commit(swarm):
     times = [record.time for record in Ledger(Store(swarm.run)).records(range(2, version(swarm)))]
     assert max(after - before for before, after in pairwise(times)) < 60
     notes = [event["message"] for event in swarm.events("note")]
-    assert [sum(each.startswith(f"{name} has not") for each in notes) for name in ("m0", "m1", "coordinator")] == [
+    assert [sum(note.startswith(f"{name} has not") for note in notes) for name in ("m0", "m1", "coordinator")] == [
         0,
         1,
         1,

@@ -76,7 +76,7 @@ def events():
     return [event["event"] for event in read_rows(RUN / "events.jsonl")]
 
 
-def test_the_same_command_after_the_end_says_the_same_and_changes_nothing(call, monkeypatch):
+def test_same_command_after_the_end_repeats_the_result_and_changes_nothing(call, monkeypatch):
     code, out, _ = call("--steps 4 --json")
     first = json.loads(out)
     assert code == 0 and (first["ended"], first["version"]) == ("finished", 9)
@@ -87,7 +87,7 @@ def test_the_same_command_after_the_end_says_the_same_and_changes_nothing(call, 
     files = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"}
 
     def full(*needs):
-        raise AssertionError("memory was asked for, and nothing will be started")
+        raise AssertionError("checked memory although nothing will start")
 
     monkeypatch.setattr(needs, "check_memory", full)
     for options in ("--steps 4", "--steps 4 --members 300", "--steps 2 --accept-code"):
@@ -103,14 +103,14 @@ def test_the_same_command_after_the_end_says_the_same_and_changes_nothing(call, 
     assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"} == files
 
 
-def test_a_longer_run_is_no_longer_finished(call):
+def test_longer_run_is_not_finished(call):
     call("--steps 4")
     code, _, err = call("--steps 1000 --accept-code")
     assert code == 0 and "steps was 4, now 1000" in err
     assert events() == ["started", "finished", "note", "started", "finished"]
 
 
-def test_a_report_that_could_not_be_written_is_written_by_the_same_command(call):
+def test_same_command_writes_a_report_that_failed(call):
     part = RUN / "report.html.part"
     RUN.mkdir()
     (RUN / "lock").touch()
@@ -125,7 +125,7 @@ def test_a_report_that_could_not_be_written_is_written_by_the_same_command(call)
 
 
 @pytest.mark.parametrize("lost", ["commits", "config.toml", "founding.json"])
-def test_a_run_that_has_lost_what_it_rests_on_is_refused(call, lost):
+def test_run_without_its_essential_files_is_refused(call, lost):
     call("--steps 4")
     path = RUN / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -136,7 +136,7 @@ def test_a_run_that_has_lost_what_it_rests_on_is_refused(call, lost):
     assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"} == before
 
 
-def test_a_damaged_founding_is_named_before_anything_is_started(call, monkeypatch):
+def test_damaged_founding_is_named_before_anything_starts(call, monkeypatch):
     call("--steps 4")
     (RUN / FOUNDING).write_text('{"fragments": [')
     monkeypatch.setattr(start, "Cluster", None)
@@ -144,9 +144,9 @@ def test_a_damaged_founding_is_named_before_anything_is_started(call, monkeypatc
     assert (code, out) == (1, "") and "founding.json in a is damaged" in err and "restore a copy" in err
 
 
-def test_a_swarm_killed_while_its_first_version_was_written_goes_on_with_it(call):
+def test_swarm_killed_while_founding_continues_with_its_first_version(call):
     call("--steps 4")
-    kept = {path: path.read_bytes() for path in (RUN / "config.toml", RUN / "commits" / "000000.json")}
+    saved = {path: path.read_bytes() for path in (RUN / "config.toml", RUN / "commits" / "000000.json")}
     for path in [RUN / "founding.json", RUN / "metrics.jsonl", *sorted(RUN.glob("commits/*"))[1:]]:
         path.unlink()
     for name in ("headers", "payloads"):
@@ -154,5 +154,5 @@ def test_a_swarm_killed_while_its_first_version_was_written_goes_on_with_it(call
     code, _, err = call("--steps 5")
     assert code == 2 and "steps was 4, now 5" in err
     code, out, _ = call("--steps 4")
-    assert {path: path.read_bytes() for path in kept} == kept  # another run's name would fit no record
+    assert {path: path.read_bytes() for path in saved} == saved  # another run's name would fit no record
     assert code == 0 and "finished" in out and events() == ["started", "finished"] * 2

@@ -55,7 +55,7 @@ def check(row: Row, names: dict[str, Any]) -> None:
     """Run both lines: the old one has to end as the row says, the new one has to work."""
     _run(row.now, dict(names))
     kind = match[1] if (match := CODE.match(row.ends)) else None
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # Only of what is collected meanwhile: what earlier tests of this process left open is no word about this line.
         warnings.simplefilter("ignore", ResourceWarning)
@@ -67,9 +67,9 @@ def check(row: Row, names: dict[str, Any]) -> None:
             assert type(error.value).__name__ == kind
     if kind is None:
         assert row.ends.startswith("works")
-        assert [str(warning.message) for warning in said] == []
+        assert [str(warning.message) for warning in caught] == []
     elif kind in WARNINGS:
-        assert kind in {warning.category.__name__ for warning in said}
+        assert kind in {warning.category.__name__ for warning in caught}
 
 
 def _run(cell: str, names: dict[str, Any]) -> None:

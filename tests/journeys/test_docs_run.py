@@ -1,0 +1,100 @@
+"""Every command and program in README.md and docs/ runs as shown."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.journeys.documents import DOCUMENTS, ROOT, Block, blocks
+from tests.processes import ONE_DEVICE, PROGRAM, READ_AT_IMPORT, fork_server, read_at_import
+
+pytestmark = pytest.mark.slow
+NOT_RUN = re.compile(r"^make ([\w-]+)")
+"""Only the target's existence is checked."""
+OWN_HOME = ("rehearsing.md",)
+"""Documents whose commands make a key and a fleet in the home folder."""
+TIMEOUT_S = 240
+NOT_HERE = ("benchmarks.md", "torch.md")
+"""One takes hours, the other needs torch (tests/oracle/test_torch_docs.py)."""
+
+FORK = f"""#!{sys.executable} -IS
+import json, os, socket, sys
+name = os.path.basename(sys.argv[0])
+is_file = name == "python" and sys.argv[1:2] and "os.environ" not in open(sys.argv[1]).read()
+variables = {{each: os.environ[each] for each in sorted(os.environ) if each.startswith({READ_AT_IMPORT!r})}}
+if (name == "python" and not is_file) or variables != json.loads(os.environ["FORK_SERVER_VARIABLES"]):
+    program = {str(sys.executable)!r} if name == "python" else {PROGRAM!r}
+    os.execv(program, [program, *sys.argv[1:]])
+argv = sys.argv[1:] if is_file else [{PROGRAM!r}, *sys.argv[1:]]
+answers, theirs = socket.socketpair()
+job = {{"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ), "terminal": False}}
+with socket.socket(fileno=int(os.environ["FORK_SERVER"])) as server:
+    socket.send_fds(server, [json.dumps(job).encode()], [0, 1, 2, theirs.fileno()])
+theirs.close()
+pid, status = answers.makefile()
+sys.exit(os.waitstatus_to_exitcode(int(status)) % 256)
+"""
+"""`tpuswarm …` and `python FILE.py` by the fork server; a new process where other variables are needed."""
+
+
+def runnable(document: Path) -> bool:
+    return any(block.language in ("sh", "python") for block in blocks(document)) and document.name not in NOT_HERE
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory) -> tuple[dict[str, str], int]:
+    """The environment of a user, whose tpuswarm and python are forked, and the file descriptor that they need."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in ("tpuswarm", "python"):
+        (folder / name).write_text(FORK)
+        (folder / name).chmod(0o755)
+    env = {**os.environ, **ONE_DEVICE}
+    server = fork_server(env).fileno()
+    more = {"FORK_SERVER": str(server), "FORK_SERVER_VARIABLES": json.dumps(read_at_import(env))}
+    return {**env, **more, "PATH": os.pathsep.join([str(folder), str(Path(PROGRAM).parent), env["PATH"]])}, server
+
+
+@pytest.mark.parametrize(
+    "document", [document for document in DOCUMENTS if runnable(document)], ids=lambda path: path.name
+)
+def test_commands_and_programs_run(document: Path, tmp_path: Path, user):
+    (tmp_path / "my-text.txt").write_text(
+        "".join(f"The {n} quick brown foxes jump over {n * n} lazy dogs.\n" for n in range(400))
+    )
+    env, server = user
+    if document.name in OWN_HOME:
+        env = {**env, "HOME": str(tmp_path)}
+    for number, block in enumerate(blocks(document)):
+        commands: list[tuple[int, str]] = []
+        if block.language == "python":
+            path = tmp_path / (block.file or f"block_{number}.py")
+            path.write_text(block.text)
+            if block.file is None or not is_used_later(document, block):
+                commands = [(block.line, f"python {path.name}")]
+        elif block.language == "toml" and block.file:
+            (tmp_path / block.file).write_text(block.text)
+        elif block.language == "sh":
+            commands = block.commands()
+        for line, command in commands:
+            where = f"{document.name}:{line}: {command}"
+            if target := NOT_RUN.match(command):
+                assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
+            elif not command.startswith("tpuswarm demo"):
+                done = subprocess.run(
+                    ["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path, env=env, pass_fds=[server],
+                    capture_output=True, text=True, timeout=TIMEOUT_S,
+                )  # fmt: skip
+                shown = f"{where}\nexit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+                assert done.returncode == 0 and "Traceback" not in done.stderr, shown
+
+
+def is_used_later(document: Path, block: Block) -> bool:
+    """Return whether a later block runs or imports the file that this one shows."""
+    name = block.file or ""
+    uses = (name, f"from {name.removesuffix('.py')} import")
+    later = (item.text for item in blocks(document) if item.line > block.line and item.language in ("sh", "python"))
+    return any(use in text for text in later for use in uses)

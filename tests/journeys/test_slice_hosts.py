@@ -1,0 +1,117 @@
+"""A member of two hosts, started by commands: it loses either host, comes back, and leaves."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from benchmarks.chaos import SMALL, Swarm
+
+from tests.hosts import free_port
+from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
+
+pytestmark = pytest.mark.slow
+TWO_DEVICES = {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=2", os.environ["XLA_FLAGS"])}
+
+
+@pytest.fixture
+def swarm(tmp_path, text_file):
+    arguments = ["gpt2-tiny", "--data", str(text_file), *SMALL, "--cycle", "8", "--steps", "10M"]
+    swarm = Swarm(tmp_path / "run", [*arguments, "--members", "1", "--outer", "average"])
+    yield swarm
+    swarm.end()
+
+
+class Host:
+    """`tpuswarm join` as one of two hosts, with a cache of its own as on a machine of its own."""
+
+    def __init__(self, folder: Path, line: list[str], index: int):
+        self.log = folder / f"host-{index}.err"
+        cache = folder / f"cache-{index}"
+        command = [sys.executable, "-m", "tpuswarm", *line, "--host", str(index)]
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **TWO_DEVICES, "TPUSWARM_CACHE": str(cache)}
+            )
+
+    def child(self) -> int:
+        """Of a host that is not the first: the process that trains."""
+        pid = self.process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def test_member_of_two_hosts_dies_with_either_and_comes_back(swarm, tmp_path):
+    swarm.start()
+    swarm.wait(lambda: (swarm.status().get("version") or 0) >= 2)
+    at = f"127.0.0.1:{free_port()}"
+    line = ["join", swarm.status()["address"], "--token-file", str(swarm.run / "token"), "--hosts", "2"]
+    zero, one = started = [Host(tmp_path, [*line, "--hosts-at", at], index) for index in range(2)]
+
+    def slice_() -> dict:
+        return next(
+            (member for member in swarm.status()["members"] if member["id"].startswith("j")), {"incarnation": None}
+        )
+
+    def commits() -> int:
+        return sum(c["member"].startswith("j") for event in swarm.events("commit") for c in event["contributors"])
+
+    def contributes(before: str | None) -> None:
+        swarm.wait(lambda: slice_()["incarnation"] not in (None, before))
+        had = commits()
+        swarm.wait(lambda: commits() >= had + 2)
+
+    try:
+        contributes(None)
+        first = slice_()
+        got, shared = (list((tmp_path / f"cache-{index}/swarm").glob("*/tokens.bin")) for index in range(2))
+        assert got[0].read_bytes() == shared[0].read_bytes() == (swarm.run / "data/tokens.bin").read_bytes()
+
+        os.kill(one.child(), signal.SIGKILL)  # its `join` brings it back
+        swarm.wait(lambda: swarm.events("lost"))
+        assert swarm.events("lost")[0]["incarnation"] == first["incarnation"]
+        contributes(first["incarnation"])
+        assert "its process was killed; waiting for all hosts" in one.log.read_text()
+
+        second = slice_()
+        os.kill(second["pid"], signal.SIGKILL)  # host 0: the swarm's supervisor makes it again
+        contributes(second["incarnation"])
+        assert "host 0 is gone (connection closed); waiting for all hosts" in one.log.read_text()
+
+        third, child = slice_(), one.child()
+        one.end()  # the whole machine: nobody brings it back until it is joined again
+        swarm.wait(lambda: len(swarm.events("lost")) == 3)
+        end = time.monotonic() + 10
+        while Path(f"/proc/{child}").exists():
+            assert time.monotonic() < end, "a host outlives its machine's command"
+            time.sleep(0.1)
+        one = Host(tmp_path, [*line, "--hosts-at", at], 1)
+        started.append(one)
+        contributes(third["incarnation"])
+
+        zero.process.send_signal(signal.SIGINT)
+        assert zero.process.wait(60) == 0, zero.log.read_text()
+        assert one.process.wait(60) == 0, one.log.read_text()
+        assert one.log.read_text().endswith("host 0 has left the swarm, or the swarm has ended\n")
+        swarm.wait(lambda: swarm.events("left"))
+        assert swarm.events("left")[0]["incarnation"] not in {event["incarnation"] for event in swarm.events("lost")}
+    finally:
+        for host in started:
+            host.end()
+    assert len({event["incarnation"] for event in swarm.events("lost")}) == 3
+    assert "Gloo" not in one.log.read_text()
+    assert "Traceback" not in one.log.read_text() + zero.log.read_text()
+    swarm.end()
+    assert Ledger(Store(swarm.run)).view().version > 6
+    report = verify(Store(swarm.run), lambda text: None)
+    assert report.problems == [] and report.recomputed

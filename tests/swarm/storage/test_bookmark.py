@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.swarm.chains import Run, flip_bit, memory_store, sealed
+from tests.swarm.chains import Run, memory_store, sealed
 from tests.swarm.world import World
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.values import Incarnation
@@ -114,16 +114,6 @@ def test_damaged_bookmark_is_ignored_for_the_one_before(tmp_path, damage, names_
     assert commit_name(5) in names_read and commit_name(3) not in names_read
     run.store.put(bookmark_name(4), b"torn")
     assert run.ledger.view() == run.view and commit_name(3) in names_read
-
-
-def test_bookmark_with_any_flipped_bit_is_ignored(tmp_path, names_read):
-    run = grown(Store(tmp_path), 3, 3, 3)
-    path = tmp_path / bookmark_name(3)
-    for bit in random.Random(0).sample(range(path.stat().st_size * 8), 150):
-        flip_bit(path, bit)
-        names_read.clear()
-        assert run.ledger.view() == run.view and commit_name(0) in names_read
-        flip_bit(path, bit)
 
 
 def test_bookmark_is_void_once_its_record_changed(tmp_path, names_read):

@@ -222,7 +222,7 @@ def test_pictures_are_torchs(form):
     np.testing.assert_allclose(found.transpose(0, 3, 1, 2), expected, **CLOSE)
 
 
-def test_exported_generator_makes_the_same_pictures_in_torch(tmp_path):
+def test_exported_networks_are_the_same_in_torch(tmp_path):
     recipe = StyleGAN2(**SHAPE)
     state = perturbed(recipe.program(Options()).init(jax.random.key(0)))
     recipe.export(state, tmp_path)
@@ -235,3 +235,5 @@ def test_exported_generator_makes_the_same_pictures_in_torch(tmp_path):
     w = weights["w_mean"] + (to_w(weights, torch.from_numpy(Z)) - weights["w_mean"]) * 0.7
     theirs = synthesize(weights, w[:, None].expand(-1, CONFIG.layers, -1))
     np.testing.assert_allclose(ours.transpose(0, 3, 1, 2), theirs, **CLOSE)
+    ours = discriminator.score(state.discriminator, jnp.asarray(PICTURES), recipe.config, Form())
+    np.testing.assert_allclose(ours, score(weights, planes(PICTURES).float()), **CLOSE)

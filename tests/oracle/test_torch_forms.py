@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.oracle.zoo import ROWS, SMALL, build, functional, in_torch, nn, squared, torch, trace
+from tests.oracle.zoo import LAYERS, ROWS, build, functional, in_torch, nn, squared, torch, trace
 
 from tpuswarm import InputError, Trainer
 from tpuswarm.torch import recipe, save
@@ -91,7 +91,7 @@ def test_recomputed_layers_have_the_same_gradients(traced):
     largest = max(np.abs(grad).max() for grad in plain.values())
     for remat in ("dots", "full"):
         text = str(jax.make_jaxpr(slope(remat))(params))
-        assert text.count("checkpoint[") + text.count("remat2[") >= SMALL["num_hidden_layers"]
+        assert text.count("checkpoint[") + text.count("remat2[") >= LAYERS
         for path, grad in jax.jit(slope(remat))(params).items():
             np.testing.assert_allclose(grad, plain[path], rtol=0, atol=1e-5 * largest, err_msg=path)
 
@@ -107,7 +107,7 @@ def test_module_without_weights_can_be_planned_and_not_trained(tmp_path):
         for exported in (made.exported, trace("llama").exported)
     )
     assert shapes == expected
-    assert attention_of(made.exported) == [CAUSAL] * SMALL["num_hidden_layers"]
+    assert attention_of(made.exported) == [CAUSAL] * LAYERS
     assert compile_step(made, usual_request(made, batch=4), jax.devices("cpu")[:1]).flops.total > 0
     with pytest.raises(InputError, match="was exported from the meta device, without weights: it can be planned"):
         Trainer(devices=1).fit(made, steps=1, batch=4, run=tmp_path / "run")

@@ -128,7 +128,7 @@ def test_parts_and_places(shape, dim, start, end, step, flag):
     same("roll", x, [start], [dim])
 
 
-@pytest.mark.parametrize(("transposed", "axes", "groups"), product([False, True], [1, 2], [1, 2]))
+@pytest.mark.parametrize(("transposed", "axes", "groups"), [*product([False, True], [1, 2], [1, 2])])
 def test_convolutions(transposed, axes, groups):
     x = array((2, 4, *(7, 9)[:axes]), seed=6, strided=groups == 2)
     for kernel, stride, padding, dilation in ((1, 1, 0, 1), (3, 2, 1, 1), (2, 1, 1, 2), (3, 2, 0, 2)):
@@ -158,7 +158,7 @@ def test_sizes_of_images(size):
     same("upsample_nearest2d", image, size, None)
 
 
-@pytest.mark.parametrize(("mode", "padding", "corners"), product([0, 1, 2], [0, 1, 2], [True, False]))
+@pytest.mark.parametrize(("mode", "padding", "corners"), [*product([0, 1, 2], [0, 1, 2], [True, False])])
 def test_grid_samples(mode, padding, corners):
     grid = np.random.default_rng(15).uniform(-2.3, 2.3, (2, 3, 4, 2)).astype(np.float32)
     for height, width in ((4, 5), (1, 6)):

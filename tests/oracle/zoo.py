@@ -16,12 +16,13 @@ transformers = pytest.importorskip("transformers")
 
 nn, functional = torch.nn, torch.nn.functional
 
-SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+LAYERS = 2
 RANDOM = np.random.default_rng(0)
 ROWS = {
     "x": RANDOM.normal(size=(4, 8)).astype(np.float32),
     "sequence": RANDOM.normal(size=(4, 6, 8)).astype(np.float32),
-    "pixels": RANDOM.normal(size=(4, 3, 32, 32)).astype(np.float32),
+    "pixels": RANDOM.normal(size=(4, 3, 16, 16)).astype(np.float32),
     "ids": RANDOM.integers(2, 50, (4, 12)).astype(np.int32),
     "y": RANDOM.integers(0, 5, 4).astype(np.int32),
 }
@@ -141,7 +142,8 @@ MODELS = {
         classes, "pixels y",
     ),
     "vit": (
-        lambda: of("ViTForImageClassification", "ViTConfig", image_size=32, patch_size=8, **SMALL, **NO_DROPOUT),
+        lambda: of("ViTForImageClassification", "ViTConfig", image_size=16, patch_size=4, num_hidden_layers=1,
+                   **SMALL, **NO_DROPOUT),
         classes, "pixels y",
     ),
     "gpt2": (
@@ -150,10 +152,13 @@ MODELS = {
         next_token, "ids",
     ),
     "llama": (
-        lambda: of("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, use_cache=False, **SMALL),
+        lambda: of("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, num_hidden_layers=LAYERS, use_cache=False,
+                   **SMALL),
         next_token, "ids",
     ),
-    "bert": (lambda: of("BertForMaskedLM", "BertConfig", **SMALL, **NO_DROPOUT), next_token, "ids"),
+    "bert": (
+        lambda: of("BertForMaskedLM", "BertConfig", num_hidden_layers=1, **SMALL, **NO_DROPOUT), next_token, "ids",
+    ),
     "t5": (
         lambda: of("T5ForConditionalGeneration", "T5Config", num_layers=1, d_model=32, d_kv=8, d_ff=64, num_heads=4,
                    dropout_rate=0.0, use_cache=False),

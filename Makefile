@@ -41,7 +41,7 @@ test-tpu-compiler: setup
 	$(BIN)/pytest -m tpu_compiler
 
 oracle: setup .venv-oracle/installed
-	$(BIN)/pytest -m oracle -n 2
+	$(BIN)/pytest -m oracle -n 2 tests/recipes/test_oracle.py
 	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle -n 2
 
 # The packages of .venv, and torch and what belongs to it, which nothing but the oracle may import. Any build of torch will

@@ -140,8 +140,10 @@ def perturbed(params):
     return jax.tree.unflatten(tree, [leaf + 0.3 * normal(seed, *leaf.shape) for seed, leaf in enumerate(leaves)])
 
 
-G_PARAMS = perturbed(generator.init(jax.random.key(0), CONFIG))
-D_PARAMS = perturbed(discriminator.init(jax.random.key(1), CONFIG))
+G_PARAMS, D_PARAMS = (
+    perturbed(jax.jit(network.init, static_argnums=1)(jax.random.key(0), CONFIG))
+    for network in (generator, discriminator)
+)
 Z, W = normal(0, COUNT, CONFIG.latent), normal(1, COUNT, CONFIG.layers, CONFIG.latent)
 PICTURES, NOISE = (normal(seed, COUNT, CONFIG.resolution, CONFIG.resolution, 3) for seed in (2, 3))
 MEAN_LENGTH = 0.3
@@ -224,16 +226,20 @@ def test_pictures_are_torchs(form):
 
 def test_exported_networks_are_the_same_in_torch(tmp_path):
     recipe = StyleGAN2(**SHAPE)
-    state = perturbed(recipe.program(Options()).init(jax.random.key(0)))
+    state = perturbed(jax.jit(recipe.program(Options()).init)(jax.random.key(0)))
     recipe.export(state, tmp_path)
     weights = {name: torch.from_numpy(array) for name, array in load_file(tmp_path / "model.safetensors").items()}
     about = json.loads((tmp_path / "config.json").read_text())
     assert about["resolution"] == 16 and "moving average" in about["words"]["generator"]
     assert {name.split(".")[0] for name in weights} == {"generator", "discriminator", "w_mean"}
-    w = generator.truncate(generator.to_w(state.average, jnp.asarray(Z)), state.w_mean, 0.7)
-    ours = generator.synthesize(state.average, generator.in_layers(w, recipe.config), None, recipe.config, Form())
+
+    def pictures_and_scores(state, z, pictures):
+        w = generator.truncate(generator.to_w(state.average, z), state.w_mean, 0.7)
+        made = generator.synthesize(state.average, generator.in_layers(w, CONFIG), None, CONFIG, Form())
+        return made, discriminator.score(state.discriminator, pictures, CONFIG, Form())
+
+    ours, our_scores = jax.jit(pictures_and_scores)(state, Z, PICTURES)
     w = weights["w_mean"] + (to_w(weights, torch.from_numpy(Z)) - weights["w_mean"]) * 0.7
     theirs = synthesize(weights, w[:, None].expand(-1, CONFIG.layers, -1))
     np.testing.assert_allclose(ours.transpose(0, 3, 1, 2), theirs, **CLOSE)
-    ours = discriminator.score(state.discriminator, jnp.asarray(PICTURES), recipe.config, Form())
-    np.testing.assert_allclose(ours, score(weights, planes(PICTURES).float()), **CLOSE)
+    np.testing.assert_allclose(our_scores, score(weights, planes(PICTURES).float()), **CLOSE)

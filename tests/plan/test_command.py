@@ -2,12 +2,13 @@
 
 import json
 import re
+import subprocess
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from tests import processes
+from tests.terminal import PROGRAM
 from tpuswarm import catalog
 from tpuswarm.cli.plan import USUAL
 from tpuswarm.plan.estimate import estimate, tables
@@ -270,7 +271,7 @@ def test_hazards_speed_price_and_a_swarm(plan, plan_rows):
 
     code, out, _ = plan(f"{line} --free")
     assert code == 0 and "a swarm of 20 members (estimate)" in out and "10,000,000,000 rows (estimate)" in out
-    assert f"my_recipe.py:{line_of('debug.print')})" in " ".join(out.split()).split("v5e-1: hazard: ")[1]
+    assert f"my_recipe.py:{line_of('debug.print')})" in " ".join(out.split()).split("v5e-1, v6e-1: hazard: ")[1]
     free = plan_rows(f"{line} --free")["v5e-1"]
     assert free["dollars"]["on_demand"] == {"low": 0, "high": 0} == free["dollars"]["spot"]
     assert free["swarm"]["traffic_dollars_a_day"] == rows["v5e-1"]["swarm"]["traffic_dollars_a_day"]
@@ -321,13 +322,13 @@ def test_program_is_lowered_without_libtpu(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['libtpu'] = None")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     words = "plan gpt2-tiny --data fake --layers 2 --context 128 --on v5e-8 --accumulate 3 --json"
-    out, err = processes.run(words.split(), tmp_path)
-    [row] = json.loads(out)["rows"]
+    done = subprocess.run([PROGRAM, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=True)
+    [row] = json.loads(done.stdout)["rows"]
     assert row["fits"] == row["hbm_used_bytes"] == "unknown"
     assert row["model_flops"] > 0 and row["sharding"] == "replicate"
     assert row["micro_batches"] == 3 and row["batch"] == 3 * row["micro_batch"] * row["devices"]
     assert "libtpu, the TPU compiler, is not installed: whether it fits, its largest" in row["problem"]
-    assert "pip install 'tpuswarm[plan]'" in err
+    assert "pip install 'tpuswarm[plan]'" in done.stderr
 
 
 def drawn(width, *renderables):

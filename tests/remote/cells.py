@@ -7,15 +7,19 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import websocket
 
-PATIENCE = 300.0
+if TYPE_CHECKING:
+    from tests.remote.conftest import Fleet
+
+PATIENCE_S = 300.0
 
 
 class Shown(NamedTuple):
-    """What a cell has come to."""
+    """The outcome of a cell."""
 
     text: str
     """Standard output, and the results."""
@@ -31,16 +35,16 @@ class Shown(NamedTuple):
 class Server:
     """A Jupyter Server at a port of this computer."""
 
-    def __init__(self, said: str):
-        """said: what `tpuswarm notebook` printed."""
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/lab\?token=([\w-]+)", said)
-        assert found, said
+    def __init__(self, printed: str):
+        """printed: by `tpuswarm notebook`."""
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/lab\?token=([\w-]+)", printed)
+        assert found, printed
         self.port, self.token = int(found[1]), found[2]
         self.url = found[0]
 
-    def ask(self, method: str, path: str, about: Any = None, token: str | None = None, **headers: str) -> Any:
-        """The answer of the server as JSON; with other headers a pair of the status and the answer's headers."""
-        data = None if about is None else json.dumps(about).encode()
+    def ask(self, method: str, path: str, body: Any = None, token: str | None = None, **headers: str) -> Any:
+        """Request JSON; with a token or headers of one's own, the status and the headers of the answer."""
+        data = None if body is None else json.dumps(body).encode()
         authorization = {"Authorization": f"token {self.token if token is None else token}"}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data, {**authorization, **headers}, method=method
@@ -55,12 +59,11 @@ class Server:
             return error.code, dict(error.headers)
 
     def end_kernels(self) -> None:
-        """Shut down all that there are."""
-        for each in self.ask("GET", "/api/kernels"):
-            self.ask("DELETE", f"/api/kernels/{each['id']}")
+        for kernel in self.ask("GET", "/api/kernels"):
+            self.ask("DELETE", f"/api/kernels/{kernel['id']}")
 
     def kernel(self) -> "Cells":
-        """A new kernel."""
+        """Start a kernel."""
         return Cells(self, self.ask("POST", "/api/kernels", {})["id"])
 
 
@@ -68,38 +71,40 @@ class Cells:
     """One kernel of it."""
 
     def __init__(self, server: Server, id: str):
-        self.server, self.id = server, id
-        self._connect()
+        self.id = id
+        self.connect(server)
 
-    def _connect(self) -> None:
-        at = f"ws://127.0.0.1:{self.server.port}/api/kernels/{self.id}/channels?token={self.server.token}"
-        self._socket = websocket.create_connection(at, timeout=PATIENCE)
+    def connect(self, server: Server) -> None:
+        """Reach the kernel through this server from now on."""
+        self.server = server
+        url = f"ws://127.0.0.1:{server.port}/api/kernels/{self.id}/channels?token={server.token}"
+        self._socket = websocket.create_connection(url, timeout=PATIENCE_S)
 
-    def send(self, kind: str, content: Mapping[str, Any]) -> str:
-        """Ask the kernel something."""
-        asked = uuid.uuid4().hex
-        header = {"msg_id": asked, "msg_type": kind, "username": "", "session": "tests", "version": "5.3"}
-        about = {"parent_header": {}, "metadata": {}, "channel": "shell", "buffers": []}
-        self._socket.send(json.dumps({"header": header, "content": content, **about}))
-        return asked
+    def _send(self, kind: str, content: Mapping[str, Any]) -> str:
+        id = uuid.uuid4().hex
+        header = {"msg_id": id, "msg_type": kind, "username": "", "session": "tests", "version": "5.3"}
+        rest = {"parent_header": {}, "metadata": {}, "channel": "shell", "buffers": []}
+        self._socket.send(json.dumps({"header": header, "content": content, **rest}))
+        return id
 
-    def messages(self, asked: str) -> Iterator[dict[str, Any]]:
-        """All that belongs to it, as it comes."""
+    def _messages(self, id: str) -> Iterator[dict[str, Any]]:
+        """Yield the answers to a message, as they come."""
         while True:
             message = json.loads(self._socket.recv())
-            if message["parent_header"].get("msg_id") == asked:
+            if message["parent_header"].get("msg_id") == id:
                 yield message
 
     def ask(self, kind: str, **content: Any) -> dict[str, Any]:
-        """The reply to a request."""
-        return next(each["content"] for each in self.messages(self.send(kind, content)) if each["channel"] == "shell")
+        """Send a request; return its reply."""
+        answers = self._messages(self._send(kind, content))
+        return next(message["content"] for message in answers if message["channel"] == "shell")
 
     def run(self, code: str, interrupts_at: str | None = None) -> Shown:
         """Run a cell to its end; interrupt it once it has printed that."""
         began, left = time.monotonic(), {"execute_reply", "idle"}
         text, errors, failed, types = "", "", "", []
-        asked = self.send("execute_request", {"code": code, "silent": False, "allow_stdin": False})
-        for message in self.messages(asked):
+        id = self._send("execute_request", {"code": code, "silent": False, "allow_stdin": False})
+        for message in self._messages(id):
             kind, content = message["msg_type"], message["content"]
             if kind == "stream" and content["name"] == "stdout":
                 text += content["text"]
@@ -114,22 +119,34 @@ class Cells:
             left -= {kind, content.get("execution_state")}
             if interrupts_at and interrupts_at in text:
                 interrupts_at = None
-                self.interrupt()
+                self.server.ask("POST", f"/api/kernels/{self.id}/interrupt", {})
             if not left:
                 return Shown(text, errors, failed, tuple(types), time.monotonic() - began)
         raise AssertionError
 
-    def interrupt(self) -> None:
-        """As the square in a toolbar does."""
-        self.server.ask("POST", f"/api/kernels/{self.id}/interrupt", {})
-
     def restart(self) -> None:
-        """As the arrow does."""
         self.server.ask("POST", f"/api/kernels/{self.id}/restart", {})
         self._socket.close()
-        self._connect()
+        self.connect(self.server)
 
     def end(self) -> None:
-        """Shut it down."""
+        """Shut the kernel down."""
         self._socket.close()
         self.server.ask("DELETE", f"/api/kernels/{self.id}")
+
+
+@contextmanager
+def opened(fleet: "Fleet", *words: str) -> Iterator[Server]:
+    """Run the command until the end of the block, and end it with Ctrl-C."""
+    from tests.remote.conftest import free_port
+
+    process = fleet.start("notebook", *words, "--port", str(free_port()))
+    try:
+        printed = ""
+        while "Ctrl-C disconnects" not in printed:
+            line = process.stdout.readline()
+            assert line, printed + process.stderr.read()
+            printed += line
+        yield Server(printed)
+    finally:
+        fleet.interrupt(process)

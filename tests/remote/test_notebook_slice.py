@@ -1,0 +1,112 @@
+"""A notebook on a slice of two workers: each cell runs on both, also from a page, and none outlives its kernel."""
+
+import os
+import signal
+
+import pytest
+
+from tests.cloud.rehearsal.conftest import until
+from tests.remote.cells import opened
+from tests.remote.lab import FOREVER, Lab
+
+pytestmark = pytest.mark.slow
+
+SLICE = "v4-usc2b-0"
+SUM = """\
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+rows = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
+ones = jax.make_array_from_callback((8,), rows, lambda at: jnp.ones(8)[at])
+total = float(jax.jit(jnp.sum)(ones))
+print(f"sum {total}")
+"""
+
+
+@pytest.fixture(scope="module")
+def books_server(books):
+    with opened(books, SLICE) as server:
+        yield server
+    books.run("notebook", SLICE, "--stop")
+    books.wait_until_gone("notebook")
+
+
+@pytest.fixture
+def server(books_server):
+    yield books_server
+    books_server.end_kernels()
+
+
+def test_cells_run_on_all_workers(server):
+    cells = server.kernel()
+    shown = cells.run("import jax, os, time; print(jax.device_count(), jax.process_count(), jax.devices())")
+    assert shown.text.startswith("8 2 [CpuDevice") and shown.text.count("CpuDevice") == 8, shown
+    assert cells.run("os.environ['GREETING']").text == "'hello'\n"
+    assert "sum 8.0\n" in cells.run(SUM).text
+    assert cells.run("jax.process_index()").text == "0\nworker 1: 1\n"
+    assert cells.run("%%worker 1\njax.process_index()").text == "1\n"
+    assert "takes a worker's number, 0 to 1, not '2'" in cells.run("%%worker 2\n1").failed
+
+    # As usual: completion, help, plots, progress bars.
+    assert "process_index" in cells.ask("complete_request", code="jax.process_i", cursor_pos=13)["matches"]
+    helped = cells.ask("inspect_request", code="jax.jit", cursor_pos=7, detail_level=0)
+    assert helped["found"] and "Signature" in helped["data"]["text/plain"]
+    plot = cells.run("%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()")
+    assert plot.types.count("image/png") == 1
+    bar = cells.run("from tqdm import tqdm\nfor _ in tqdm(range(3)): time.sleep(0.01)")
+    assert "3/3" in bar.errors and "worker 1" not in bar.errors
+
+    # What fails, on all and on one.
+    assert "worker 1 failed too: ZeroDivisionError" in cells.run("1 / 0").errors
+    failed = cells.run("1 / 0 if jax.process_index() else 5")
+    assert failed.text == "5\n" and failed.failed.startswith("ZeroDivisionError: division by zero\nworker 1:")
+    stopped = cells.run("print('begun'); time.sleep(600)", interrupts_at="begun")
+    assert stopped.failed.startswith("KeyboardInterrupt") and stopped.seconds < 300
+    assert cells.run("jax.process_count()").text == "2\n"
+    flood = cells.run("print('x' * 100_000_000)")
+    assert "data rate exceeded" in flood.errors and "worker 1" not in flood.text
+    assert cells.run("1").text == "1\n"
+
+    # A second kernel learns who has the slice, and gets it after the first one.
+    other = server.kernel()
+    assert "another notebook's kernel has this slice: shut that one down" in other.run("1").failed
+    cells.end()
+    other.restart()
+    assert other.run("1").text == "1\n"
+
+
+def test_lost_worker_ends_the_cell_and_no_engine_outlives_its_kernel(books, server):
+    cells = server.kernel()
+    cells.run("import jax, os, signal, time")
+    lost = cells.run("if jax.process_index(): os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
+    assert lost.failed.startswith("WorkerLost: worker 1 is lost: its process has ended: killed by signal 9, SIGKILL")
+    assert "restart the kernel" in lost.failed and lost.seconds < 300
+    assert "worker 1 is lost" in cells.run("1").failed
+    books.wait_until_gone("engine.json")
+    cells.restart()
+    assert cells.run("import jax; jax.process_count()").text == "2\n"
+    assert len(books.pids("engine.json")) == 2
+    (kernel,) = books.pids("notebook/kernel.py")
+    os.kill(kernel, signal.SIGKILL)
+    until(lambda: books.pids("notebook/kernel.py") != [kernel])
+    cells.end()
+    books.wait_until_gone("engine.json")
+
+
+def test_page_shows_all_devices_a_failing_worker_and_an_interrupt(server, browser, tmp_path):
+    cells = [
+        "import jax, time\njax.devices()", SUM, "f'worker {jax.process_index()}'",
+        "if jax.process_index() == 1: raise ValueError('no rows left')", FOREVER, "print('alive')",
+    ]  # fmt: skip
+    browser.resize(1280, 1300)
+    lab = Lab(browser, server, "slice.ipynb", cells)
+    assert lab.run(0).count("CpuDevice") == 8
+    assert "sum 8.0" in lab.run(1)
+    assert lab.run(2).split("\n")[:2] == ["'worker 0'", "worker 1: 'worker 1'"]
+    assert "worker 1:" in lab.run(3) and "ValueError: no rows left" in lab.shown(3)
+    lab.run(4, waits=False)
+    lab.wait_for(4, "at 1\n")
+    lab.interrupt()
+    assert "KeyboardInterrupt" in lab.ended(4)
+    assert "alive" in lab.run(5)
+    assert browser.hosts() == set()
+    browser.shoot(tmp_path / "slice.png")

@@ -2,24 +2,27 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from tests.hosts import SECRET
-from tests.swarm.member.test_training import Threads, genesis
+from tests.swarm.member.test_training import genesis
 from tests.train.host import BATCH, SHARDED_BYTES, recipe
 from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.books import Adopt, Member
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation
+from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.member.lead import Lead, follow
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
+from tpuswarm.swarm.processes.effects import Call, Unreachable
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
@@ -28,6 +31,44 @@ from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.program import mesh
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
+
+
+class Threads:
+    """Every node in threads of this process, in real time; calls are plain calls."""
+
+    def __init__(self):
+        self.nodes, self.servers = {}, {}
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
+    def node(self, name: str) -> NodeThreads:
+        return self.nodes.setdefault(name, NodeThreads(self.calls))
+
+    def calls(self, call: Call):
+        if call.address not in self.servers:
+            raise Unreachable(call.address)
+        return self.node(call.address).call(self.servers[call.address], call.method, call.arguments)
+
+    def serve(self, name: str, server) -> None:
+        self.servers[name] = server
+
+    def spawn(self, name: str, process, done=lambda result: None) -> None:
+        def whole():
+            done((yield from process))
+
+        self.node(name).start(name, whole())
+
+    def run(self, until, limit: float) -> bool:
+        end = time.monotonic() + limit
+        while not until() and time.monotonic() < end:
+            assert not [node.failure for node in self.nodes.values() if node.failure]
+            time.sleep(0.01)
+        for node in self.nodes.values():
+            node.stop()
+            assert node.wait(30)
+        return until()
 
 
 def main() -> None:
@@ -66,7 +107,7 @@ def main() -> None:
 
 
 def run(lead, anchor, store, layout, losses, options) -> dict:
-    """Run a swarm of this one member to its end, and its second life if options say so."""
+    """Run a swarm of this one member to its end; compare its holder with a new one."""
     ledger, objects, engine = Ledger(store), Objects(store), Threads()
     terms = Terms(
         run="run", digests=Digests(layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
@@ -92,7 +133,7 @@ def run(lead, anchor, store, layout, losses, options) -> dict:
     newest = ledger.view().newest
     fragments = [objects.get_array(digest) for digest in newest.state]
     holder.adopt(Adopt("take", None, newest.version, newest.state), holder.place(fragments), 0.0)
-    return second_life(lead, holder, fragments, losses) if options["lives"] == 2 else {}
+    return second_life(lead, holder, fragments, losses)
 
 
 def second_life(lead, first, fragments, losses) -> dict:

@@ -1,7 +1,6 @@
-"""A member's training process, driven by hand: what it hands to whoever has the arrays."""
+"""A member's training process, driven by hand."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -16,31 +15,26 @@ from tpuswarm.swarm.processes.effects import Do
 TERMS = Terms("run", Digests("layout", "config", "data", "code"), 4, 8, 400, 24, ("m0",), Outer("nesterov"))
 
 
-class Keeps:
-    """A holder that writes down what it is to keep."""
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[str, float]] = []
-
-    def adopt(self, adopt: Adopt, version: Any, keep: float) -> None:
-        self.kept.append((adopt.how, keep))
-
-
-@pytest.mark.parametrize(("after", "keep"), [(0, 0.0), (8, 0.25), (24, 0.5), (72, 0.75)])
-def test_a_member_keeps_the_share_of_its_work_that_the_commit_does_not_have(after, keep):
-    """24 rows are in the contribution, `after` were trained while it was on its way: keep = D / (H + D)."""
+@pytest.mark.parametrize(("rows_after", "share"), [(0, 0.0), (8, 0.25), (24, 0.5), (72, 0.75)])
+def test_member_keeps_the_share_of_its_work_that_is_not_in_the_commit(rows_after, share):
+    """24 rows are in the contribution, `rows_after` were trained since: share = D / (H + D)."""
     books = Member(TERMS, "plain", True, Incarnation("m0", "0"), 0, 0, joined=True, todo=Rows.of((0, 96)))
     books = snapshot(trained(books, Rows.of((0, 24))))
-    if after:
-        books = trained(books, Rows.of((24, 24 + after)))
-    holder: Any = Keeps()
-    member = MemberProcesses(replace(books, base=3), holder, "coordinator", ["shard"], lambda: 0.0)
+    if rows_after:
+        books = trained(books, Rows.of((24, 24 + rows_after)))
+    adopted = []
+
+    class Holder:
+        def adopt(self, adopt, version, keep):
+            adopted.append((adopt.how, keep))
+
+    member = MemberProcesses(replace(books, base=3), Holder(), "coordinator", ["shard"], lambda: 0.0)
     adopt = Adopt("snapshot", books.undecided.identity, 4, ("digest",))
-    work = member._take_up(adopt, 192, None, None)
-    effect = next(work)
+    process = member._take_up(adopt, 192, None, None)
+    effect = next(process)
     assert isinstance(effect, Do)
     effect.action()
-    assert holder.kept == [("snapshot", keep)]
+    assert adopted == [("snapshot", share)]
     with pytest.raises(StopIteration):
-        work.send(None)
-    assert (member.books.base, len(member.books.outstanding), member.books.undecided) == (4, after, None)
+        process.send(None)
+    assert (member.books.base, len(member.books.outstanding), member.books.undecided) == (4, rows_after, None)

@@ -1,13 +1,15 @@
-"""A member's process, one incarnation after the other, with a coordinator and an aggregator as theirs serve them."""
+"""A member's process, one incarnation after the other, with a real coordinator and aggregator in threads."""
 
-import threading
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from tests.train import toy
+from tpuswarm.swarm.member import cycle, incarnations
 from tpuswarm.swarm.member.incarnations import LIVES, Assigned, MemberHost
+from tpuswarm.swarm.processes import coordinator
 from tpuswarm.swarm.processes.effects import Over
 from tpuswarm.swarm.processes.founder import Joining, Wait
 from tpuswarm.swarm.processes.plan import HEAD, Plan, Swarm, code_digest
@@ -21,8 +23,14 @@ TARGET = f"{Path(toy.__file__).resolve()}:toy"
 SHARD = "aggregator-0"
 
 
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch):
+    for module, name in ((incarnations, "AGAIN"), (cycle, "BEAT"), (cycle, "WAIT"), (coordinator, "LOOK")):
+        monkeypatch.setattr(module, name, 0.02)
+
+
 class Run:
-    """A run of one member; calls can be answered in the place of who serves them."""
+    """A run of one member."""
 
     def __init__(self, folder: Path, rate: float):
         settings = {"steps": 8, "batch": 8, "seed": 0, "deterministic": False, "init_from": None, "eval_batch": None}
@@ -33,46 +41,46 @@ class Run:
             data=training_rows(build_recipe(TARGET, options), 0).digest, code=code_digest(TARGET), evaluate_every=None,
         )  # fmt: skip
         self.ledger = Ledger(Store(folder))
-        self.head = entry.coordinator(plan, str(folder), (SHARD,), True, self.calls)
-        self.served = {HEAD: self.head, SHARD: entry.shard(str(folder), str(folder / "data"), 0, 1, self.calls)}
-        threading.Thread(target=self.head.run, daemon=True).start()
-        self.said: list[str] = []
         self.answers: list[object] = []
-        """In the place of the coordinator's to the first greetings once the run has ended."""
-        self.member = MemberHost(Assigned("m0", plan, (SHARD,), folder, None, 0, True, self.calls, self.said.append))
+        """The coordinator's answers to the first greetings after the end of the run."""
+        self.head = entry.coordinator(plan, str(folder), (SHARD,), True, self.call)
+        self.served = {HEAD: self.head, SHARD: entry.shard(str(folder), str(folder / "data"), 0, 1, self.call)}
+        self.member = MemberHost(Assigned("m0", plan, (SHARD,), folder, None, 0, True, self.call, lambda text: None))
 
-    def calls(self, call):
+    def call(self, call):
         answer = self.served[call.address].serve(call.method, call.arguments)
         if isinstance(answer, Joining) and answer.tokens == 64 and self.answers:
             return self.answers.pop()
         return answer
 
-    def ends(self) -> str:
-        ended: Future[str] = Future()
+    def finish(self) -> str:
+        """Run to the end of the member; returns or raises what it ended with."""
+        ended = Future()
 
-        def live():
+        def run_member():
             try:
                 ended.set_result(self.member.run())
-            except Exception as error:  # noqa: BLE001  # raised where it is waited for
+            except Exception as error:  # noqa: BLE001  # raised by the test
                 ended.set_exception(error)
 
-        threading.Thread(target=live, daemon=True).start()
-        return ended.result(60)
+        for run in (self.head.run, run_member):  # the head may outlive its test
+            Thread(target=run, daemon=True).start()
+        return ended.result(120)
 
 
-def test_a_member_that_is_never_finite_gives_up(tmp_path):
-    """It went on for ever, and skipped all data on its way: the plain trainer stops."""
+def test_member_that_is_never_finite_gives_up(tmp_path):
+    """The plain trainer stops as well; skipping all data helps nobody."""
     run = Run(tmp_path, rate=1e30)
     with pytest.raises(Over, match=r"m0 gave up after 5 .* not finite; lower the learning rate, use --clip"):
-        run.ends()
+        run.finish()
     records = run.ledger.records(run.ledger.versions()[1:])
-    assert [each.fate for record in records for each in record.decisions] == ["dropped"] * LIVES
+    assert [decision.fate for record in records for decision in record.decisions] == ["dropped"] * LIVES
 
 
-def test_a_coordinator_that_was_restarted_at_the_end_costs_no_evaluation(tmp_path):
-    """It reads its ledger when it is asked which version is the last."""
+def test_last_version_is_evaluated_although_the_coordinator_restarts_at_the_end(tmp_path):
+    """While it reads its ledger, it answers Wait to a member that asks for the last version."""
     run = Run(tmp_path, rate=0.05)
     run.answers = [Wait()]
-    assert run.ends() == "ended"
-    (row,) = [each for each in run.member.look(0)["rows"] if "eval_loss" in each]
+    assert run.finish() == "ended"
+    (row,) = [row for row in run.member.look(0)["rows"] if "eval_loss" in row]
     assert row["version"] == run.ledger.versions()[-1]

@@ -1,9 +1,8 @@
 """Real programs in a swarm: one member is the plain trainer bit for bit, anchors are the ledger's (invariants 1, 7)."""
 
 import math
-import time
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 
 import jax
 import numpy as np
@@ -14,19 +13,16 @@ from tests.train import toy
 from tpuswarm import Trainer, supervised
 from tpuswarm.swarm.core.arithmetic.outer import Average, Outer
 from tpuswarm.swarm.core.books import Member
-from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.rounds import Patience
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.engines.inproc import Inproc
-from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.member.exchanged import Exchanged
 from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
-from tpuswarm.swarm.processes.effects import Call, Unreachable
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, array_digest
 from tpuswarm.swarm.storage.store import Store
@@ -39,128 +35,95 @@ from tpuswarm.train.program.request import Request
 BATCH, STEPS = 8, 12
 
 
-class Threads:
-    """Every node in threads of this process, in real time; calls are plain calls."""
+@cache
+def compile_once(recipe, ema=None):
+    return compile_step(recipe, Request(batch=BATCH, ema=ema), jax.devices()[:1])
 
-    def __init__(self):
-        self.nodes, self.servers = {}, {}
 
-    @property
-    def now(self) -> float:
-        return time.monotonic()
-
-    def node(self, name: str) -> NodeThreads:
-        return self.nodes.setdefault(name, NodeThreads(self.calls))
-
-    def calls(self, call: Call):
-        if call.address not in self.servers:
-            raise Unreachable(call.address)
-        return self.node(call.address).call(self.servers[call.address], call.method, call.arguments)
-
-    def serve(self, name: str, server) -> None:
-        self.servers[name] = server
-
-    def spawn(self, name: str, process, done=lambda result: None) -> None:
-        def whole():
-            done((yield from process))
-
-        self.node(name).start(name, whole())
-
-    def run(self, until, limit: float) -> bool:
-        end = time.monotonic() + limit
-        while not until() and time.monotonic() < end:
-            assert not [node.failure for node in self.nodes.values() if node.failure]
-            time.sleep(0.01)
-        for node in self.nodes.values():
-            node.stop()
-            assert node.wait(30)
-        return until()
+def by_path(tree) -> dict[str, np.ndarray]:
+    return dict(zip(leaf_paths(tree), jax.device_get(jax.tree.leaves(tree)), strict=True))
 
 
 class Swarm:
-    """Members with real programs and storage, under an engine."""
+    """Members with real programs and storage, under a virtual clock."""
 
     def __init__(
-        self,
-        folder: Path,
-        recipe,
-        *,
-        members=1,
-        cycle=2,
-        overlap=True,
-        fragments=1,
-        form="plain",
-        shards=1,
-        patience=None,
-        engine=None,
-        steps=STEPS,
-        staleness=None,
-        outer=None,
-        ema=None,
-        **processes,
-    ):
-        """processes: of every MemberProcesses."""
-        self.engine = engine or Inproc(7)
+        self, folder, recipe, *, members=1, cycle=2, overlap=True, fragments=1, form="plain", shards=1,
+        patience=None, steps=STEPS, outer=None, ema=None, **options,
+    ):  # fmt: skip
+        """options: of every MemberProcesses."""
+        self.engine = Inproc(7)
         self.store = Store(str(folder))
-        ledger, objects = Ledger(self.store), Objects(self.store)
-        compiled = compile_step(recipe, Request(batch=BATCH, ema=ema), jax.devices()[:1])
-        init_key, step_key = jax.random.split(jax.random.key(0))
-        layout = layout_of(compiled, fragments)
+        self.ledger, self.objects = Ledger(self.store), Objects(self.store)
+        self.recipe, self.form, self.overlap, self.options = recipe, form, overlap, options
+        self.compiled = compile_once(recipe, ema)
+        self.layout = layout_of(self.compiled, fragments)
+        init_key, self.step_key = jax.random.split(jax.random.key(0))
         self.terms = Terms(
-            run="run", digests=Digests(layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
+            run="run", digests=Digests(self.layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
             horizon=steps * BATCH, cycle=cycle * BATCH, members=tuple(f"m{n}" for n in range(members)),
-            outer=outer or Outer("average"), patience=patience or Patience(), staleness=staleness or Staleness(),
+            outer=outer or Outer("average"), patience=patience or Patience(),
         )  # fmt: skip
-        self.holders, self.processes, self.options = [], [], processes
-        self.recipe, self.compiled, self.layout, self.form, self.step_key = recipe, compiled, layout, form, step_key
-        self.overlap, self.shards = overlap, [f"shard-{n}" for n in range(shards)]
-        self.clock = clock = lambda: self.engine.now
-        for number in range(members):
-            state = compiled.init(init_key)
-            shared = compiled.program.exchange().get(state)
-            leaves = dict(zip(leaf_paths(shared), jax.device_get(jax.tree.leaves(shared)), strict=True))
-            anchor = layout.split(leaves)
-            if number == 0:
-                for fragment in anchor:
-                    objects.put_array(fragment)
-                ledger.append(genesis(self.terms, anchor))
+        self.holders, self.processes = [], []
+        self.shards = [f"shard-{n}" for n in range(shards)]
+        self.clock = lambda: self.engine.now
+        states = [self.compiled.init(init_key) for _ in range(members)]
+        anchor = self.layout.split(by_path(self.compiled.program.exchange().get(states[0])))
+        for fragment in anchor:
+            self.objects.put_array(fragment)
+        self.ledger.append(genesis(self.terms, anchor))
+        for number, state in enumerate(states):
             self.start(number, state, anchor)
         for number in range(shards):
-            self.engine.serve(f"shard-{number}", Aggregator(ledger, objects, layout.sizes, number, shards))
-        self.coordinator = Coordinator(ledger, self.shards, clock, clock)
-        self.engine.spawn("coordinator", self.coordinator.open(self.terms, founded=True), self._opened)
-        self.ledger, self.objects = ledger, objects
+            self.start_shard(number)
+        self.start_coordinator(founded=True)
 
     def start(self, number, state, anchor, base=0, tokens=0) -> None:
-        """A life of a member."""
+        """Start an incarnation of a member."""
         source, validation = self.recipe.data("train"), HeldOut(self.recipe.data("validation"), BATCH)
         holder = ProgramHolder(
             self.compiled, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation
         )
         incarnation = Incarnation(f"m{number}", f"{len(self.holders):032x}")
         books = Member(self.terms, self.form, self.overlap, incarnation, base, tokens)
-        made = MemberProcesses(books, holder, "coordinator", self.shards, self.clock, anchor=anchor, **self.options)
+        member = MemberProcesses(books, holder, "coordinator", self.shards, self.clock, anchor=anchor, **self.options)
         self.holders.append(holder)
-        self.processes.append(made)
-        self.engine.spawn(f"m{number}", made.train())
-        self.engine.spawn(f"m{number}", made.exchange())
+        self.processes.append(member)
+        self.engine.spawn(f"m{number}", member.train())
+        self.engine.spawn(f"m{number}", member.exchange())
+
+    def start_shard(self, number) -> None:
+        shard = Aggregator(self.ledger, self.objects, self.layout.sizes, number, len(self.shards))
+        self.engine.serve(f"shard-{number}", shard)
+
+    def start_coordinator(self, founded) -> None:
+        self.coordinator = Coordinator(self.ledger, self.shards, self.clock, self.clock)
+
+        def opened(result) -> None:
+            self.engine.serve("coordinator", self.coordinator)
+            self.engine.spawn("coordinator", self.coordinator.run())
+
+        self.engine.spawn("coordinator", self.coordinator.open(self.terms, founded=founded), opened)
 
     def restart(self, number) -> None:
-        """Another life of a member, from the newest version."""
+        """Start another incarnation of a member, from the newest version."""
         self.engine.kill(f"m{number}")
         newest = self.ledger.view().newest
         fragments = [self.objects.get_array(digest) for digest in newest.state]
         state = self.compiled.init(jax.random.key(9), placed(self.compiled, self.layout, fragments))
         self.start(number, state, fragments, newest.version, newest.tokens)
 
-    def _opened(self, result) -> None:
-        self.engine.serve("coordinator", self.coordinator)
-        self.engine.spawn("coordinator", self.coordinator.run())
-
-    def run(self):
+    def run(self) -> dict[str, np.ndarray]:
         assert self.engine.run(lambda: hasattr(self.coordinator, "state") and self.coordinator.state.ended, 1000)
-        newest = self.ledger.view().newest
-        return self.layout.join([self.objects.get_array(digest) for digest in newest.state])
+        return self.version()
+
+    def version(self, number=None) -> dict[str, np.ndarray]:
+        """The arrays of a version; None: the newest."""
+        record = self.ledger.view().newest if number is None else self.ledger.record(number)
+        return self.layout.join([self.objects.get_array(digest) for digest in record.state])
+
+    def assert_verifies(self) -> None:
+        assert not verify(self.store, lambda sentence: None).problems
 
 
 def genesis(terms: Terms, anchor) -> Record:
@@ -171,58 +134,59 @@ def genesis(terms: Terms, anchor) -> Record:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("cycle", [1, 3, 5])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("fragments", "shards"), [(1, 1), (3, 2)])
-def test_one_member_is_the_plain_trainer_bit_for_bit(tmp_path, cycle, overlap, fragments, shards):
-    plain = Trainer(devices=1, seed=0).fit(toy.recipe(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
-    swarm = Swarm(tmp_path / "swarm", toy.recipe(), cycle=cycle, overlap=overlap, fragments=fragments, shards=shards)
-    found = swarm.run()
-    wanted = dict(zip(leaf_paths(plain.state.params), jax.tree.leaves(plain.state.params), strict=True))
+def train_plainly(recipe, folder, **options):
+    """The state after the same steps in the plain trainer."""
+    return Trainer(devices=1, seed=0, **options).fit(recipe, steps=STEPS, batch=BATCH, run=folder).state
+
+
+def assert_same_bits(found, expected) -> None:
     for path, array in found.items():
-        assert np.array_equal(np.asarray(wanted[path]).view(np.uint32), array.view(np.uint32)), path
+        assert np.array_equal(np.asarray(expected[path]).view(np.uint32), array.view(np.uint32)), path
 
 
-@pytest.mark.parametrize("members", [1, 3])
-def test_in_threads_and_real_time(tmp_path, members):
-    swarm = Swarm(tmp_path / "swarm", toy.recipe(), members=members, engine=Threads())
-    found = swarm.run()
-    assert len(swarm.ledger.view().counted) == STEPS * BATCH
-    assert not verify(swarm.store, lambda sentence: None).problems
-    if members == 1:
-        plain = Trainer(devices=1, seed=0).fit(toy.recipe(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
-        wanted = dict(zip(leaf_paths(plain.state.params), jax.tree.leaves(plain.state.params), strict=True))
-        assert all(np.array_equal(wanted[path], array) for path, array in found.items())
+def loss_of(params, data) -> float:
+    return float(np.mean((data["x"] @ params["layer/w"] + params["layer/b"] - data["y"]) ** 2))
+
+
+TOY = toy.recipe()
+FAST = toy.recipe(toy.adam, 0.3)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Parameters of the plain trainer."""
+    return by_path(train_plainly(TOY, tmp_path_factory.mktemp("plain") / "run").params)
+
+
+@pytest.mark.parametrize(
+    ("cycle", "overlap", "fragments", "shards"),
+    [(1, True, 3, 2), (1, False, 1, 1), (3, True, 1, 1), (3, False, 3, 2), (5, True, 3, 2), (5, False, 1, 1)],
+)
+def test_one_member_is_the_plain_trainer_bit_for_bit(tmp_path, plain, cycle, overlap, fragments, shards):
+    swarm = Swarm(tmp_path, TOY, cycle=cycle, overlap=overlap, fragments=fragments, shards=shards)
+    assert_same_bits(swarm.run(), plain)
 
 
 @pytest.mark.parametrize("form", ["plain", "int8", "int4"])
 def test_three_members_learn_and_the_ledger_verifies(tmp_path, form):
-    swarm = Swarm(tmp_path / "swarm", toy.recipe(toy.adam, 0.3), members=3, form=form, fragments=2)
-    found = swarm.run()
-    data = toy.data()
-
-    def loss(params):
-        return float(np.mean((data["x"] @ params["layer/w"] + params["layer/b"] - data["y"]) ** 2))
-
-    start = swarm.layout.join([swarm.objects.get_array(each) for each in swarm.ledger.record(0).state])
-    assert loss(found) < 0.7 * loss(start)
-    report = verify(swarm.store, lambda sentence: None)
-    assert not report.problems
+    swarm = Swarm(tmp_path, FAST, members=3, form=form, fragments=2)
+    assert loss_of(swarm.run(), toy.data()) < 0.7 * loss_of(swarm.version(0), toy.data())
+    swarm.assert_verifies()
 
 
-def test_with_one_step_a_cycle_and_sgd_it_is_synchronous_data_parallel(tmp_path):
+def test_sgd_with_one_step_a_cycle_is_synchronous_data_parallel(tmp_path):
     """Against the gradient by hand, in float64, on the concatenated rows (invariant 2)."""
     recipe = toy.recipe(lambda rate, mask: optax.sgd(rate), 0.05)
     waits = Patience(grace_cycles=1e4, deadline_cycles=1e4)
-    swarm = Swarm(tmp_path / "swarm", recipe, members=2, cycle=1, overlap=False, patience=waits)
+    swarm = Swarm(tmp_path, recipe, members=2, cycle=1, overlap=False, patience=waits)
     found = swarm.run()
-    start = swarm.layout.join([swarm.objects.get_array(each) for each in swarm.ledger.record(0).state])
+    start = swarm.version(0)
     source = recipe.data("train")
     w, b = start["layer/w"].astype(np.float64), float(start["layer/b"])
     for step in range(STEPS // 2):
         decisions = swarm.ledger.record(step + 1).decisions
         assert [decision.weight for decision in decisions] == [0.5, 0.5]
-        parts = [source.rows(first, BATCH) for each in decisions for first, _ in each.rows.ranges]
+        parts = [source.rows(first, BATCH) for decision in decisions for first, _ in decision.rows.ranges]
         x, y = (np.concatenate([part[name] for part in parts]) for name in ("x", "y"))
         error = x @ w + b - y
         rate = 0.05 * (1 - 2 * step / STEPS)
@@ -230,84 +194,60 @@ def test_with_one_step_a_cycle_and_sgd_it_is_synchronous_data_parallel(tmp_path)
     assert np.allclose(found["layer/w"], w, rtol=1e-5) and np.allclose(found["layer/b"], b, rtol=1e-5)
 
 
-def loss_of(params, data) -> float:
-    return float(np.mean((data["x"] @ params["layer/w"] + params["layer/b"] - data["y"]) ** 2))
-
-
-def test_evaluations_change_no_bit_and_are_of_published_versions(tmp_path):
-    told = []
+def test_evaluations_are_of_published_versions_and_change_no_bit(tmp_path, plain):
+    evaluations, every = [], 3 * BATCH
     swarm = Swarm(
-        tmp_path / "swarm", toy.recipe(), fragments=2, evaluate_every=3 * BATCH,
-        evaluated=lambda *found: told.append(found),
-    )  # fmt: skip
-    found = swarm.run()
-    plain = Trainer(devices=1, seed=0).fit(toy.recipe(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
-    wanted = dict(zip(leaf_paths(plain.state.params), jax.tree.leaves(plain.state.params), strict=True))
-    assert all(np.array_equal(wanted[path], array) for path, array in found.items())
-    assert len(told) >= 2 and len({tokens // (3 * BATCH) for _, tokens, _ in told}) == len(told)
-    for version, tokens, (values, rows, picture) in told:
-        assert picture is None
-        record = swarm.ledger.record(version)
-        theta = swarm.layout.join([swarm.objects.get_array(digest) for digest in record.state])
-        assert (tokens, rows) == (record.tokens, toy.ROWS)
-        assert values["loss"] == pytest.approx(loss_of(theta, toy.data(1)), rel=1e-5)
+        tmp_path, TOY, fragments=2, evaluate_every=every, evaluated=lambda *evaluation: evaluations.append(evaluation)
+    )
+    assert_same_bits(swarm.run(), plain)
+    assert swarm.holders[0].evaluate(lambda: True, None) is None, "asked to leave"
+    assert len(evaluations) >= 2 and len({tokens // every for _, tokens, _ in evaluations}) == len(evaluations)
+    for version, tokens, (values, rows, picture) in evaluations:
+        assert (tokens, rows, picture) == (swarm.ledger.record(version).tokens, toy.ROWS, None)
+        assert values["loss"] == pytest.approx(loss_of(swarm.version(version), toy.data(1)), rel=1e-5)
 
 
-def test_the_moving_average_of_a_swarm_of_one_that_commits_each_step_is_the_plain_trainers(tmp_path):
-    ema, told = 0.7, []
-    recipe = toy.recipe()
+def test_moving_average_is_the_plain_trainers_and_is_evaluated(tmp_path):
+    ema, evaluations = 0.7, []
     swarm = Swarm(
-        tmp_path / "swarm", recipe, cycle=1, overlap=False, fragments=2, shards=2, ema=ema,
+        tmp_path / "swarm", TOY, cycle=1, overlap=False, fragments=2, shards=2, ema=ema,
         outer=Outer("average", average=Average(BATCH * math.log(0.5) / math.log(ema))), evaluate_every=3 * BATCH,
-        evaluated=lambda *found: told.append(found),
+        evaluated=lambda *evaluation: evaluations.append(evaluation),
     )  # fmt: skip
     swarm.run()
 
     def averaged(version):
         rows = [swarm.objects.get_array(digest) for digest in swarm.ledger.record(version).outer]
-        return swarm.layout.join([each[-1] for each in rows])
+        return swarm.layout.join([row[-1] for row in rows])
 
-    plain = Trainer(devices=1, seed=0, ema=ema).fit(recipe, steps=STEPS, batch=BATCH, run=tmp_path / "plain")
-    wanted = dict(zip(leaf_paths(plain.state.ema), jax.tree.leaves(plain.state.ema), strict=True))
+    expected = by_path(train_plainly(TOY, tmp_path / "plain", ema=ema).ema)
     found = averaged(swarm.ledger.view().version)
-    assert set(found) == set(wanted)
+    assert set(found) == set(expected)
     for path, array in found.items():
-        np.testing.assert_allclose(array, wanted[path], rtol=1e-5, atol=1e-7)
-    assert len(told) >= 2
-    for version, _, (values, _, _) in told:
+        np.testing.assert_allclose(array, expected[path], rtol=1e-5, atol=1e-7)
+    assert len(evaluations) >= 2
+    for version, _, (values, _, _) in evaluations:
         assert values["loss"] == pytest.approx(loss_of(averaged(version), toy.data(1)), rel=1e-5)
-    assert not verify(swarm.store, lambda sentence: None).problems
+    swarm.assert_verifies()
 
 
-def adam_steps(holder) -> int:
-    return int(holder.state.opt[0].count)
-
-
-def test_the_next_life_of_a_member_begins_with_small_steps(tmp_path):
-    swarm = Swarm(tmp_path / "swarm", toy.recipe(), members=2, steps=60)
-    assert swarm.engine.run(lambda: len(swarm.store.names("commits/")) > 3, 1000)
-    assert not swarm.holders[0]._ramp_left
-    swarm.engine.kill("m0")
-    swarm.restart(0)
-    assert swarm.engine.run(lambda: swarm.processes[-1].books.processed > 0, 1000)
-    assert swarm.holders[-1]._ramp_left and adam_steps(swarm.holders[-1]) == 1
-
-
-def test_a_machine_lost_with_its_disk_loses_nothing_committed(tmp_path):
-    """Coordinator, a shard and a member were on it; others begin from the run's storage alone (invariant 14)."""
-    folder = tmp_path / "swarm"
-    swarm = Swarm(folder, toy.recipe(), members=2, steps=60, fragments=2, shards=2)
+def test_lost_machine_loses_nothing_committed(tmp_path):
+    """It had the coordinator, a shard and a member; new ones start from the run's storage alone (invariant 14)."""
+    swarm = Swarm(tmp_path, TOY, members=2, steps=60, fragments=2, shards=2)
     assert swarm.engine.run(lambda: len(swarm.store.names("commits/")) > 5, 1000)
     committed = {name: swarm.store.read(name) for name in swarm.store.names("commits/")}
     accepted = {header.identity for header in swarm.ledger.headers()}
     for node in ("coordinator", "shard-0", "m0"):
         swarm.engine.kill(node)
-    store = Store(str(folder))
+    store = Store(str(tmp_path))
     swarm.ledger, swarm.objects = Ledger(store), Objects(store)
-    swarm.engine.serve("shard-0", Aggregator(swarm.ledger, swarm.objects, swarm.layout.sizes, 0, 2))
-    swarm.coordinator = Coordinator(swarm.ledger, swarm.shards, swarm.clock, swarm.clock)
-    swarm.engine.spawn("coordinator", swarm.coordinator.open(swarm.terms, founded=False), swarm._opened)
+    swarm.start_shard(0)
+    swarm.start_coordinator(founded=False)
     swarm.restart(0)
+    assert not swarm.holders[0]._ramp_left
+    assert swarm.engine.run(lambda: swarm.processes[-1].books.processed > 0, 1000)
+    assert swarm.holders[-1]._ramp_left, "a new incarnation starts with small steps"
+    assert int(swarm.holders[-1].state.opt[0].count) == 1
     swarm.run()
     view = swarm.ledger.view()
     assert {name: store.read(name) for name in committed} == committed and view.newest.epoch == 2
@@ -316,66 +256,55 @@ def test_a_machine_lost_with_its_disk_loses_nothing_committed(tmp_path):
     assert accepted <= applied
     assert view.counted == Rows.of((0, 60 * BATCH)) and not view.skipped
     assert {key.member for key in view.verdicts} == {"m0", "m1"}
-    assert not verify(store, lambda sentence: None).problems
+    swarm.assert_verifies()
 
 
-def observing(data=toy.splits):
-    """Linear regression that keeps a running mean of the squares it sees, which cannot be negative."""
-
-    def loss(params, extra, batch, key):
-        value, metrics = toy.loss(params, batch, key)
-        return value, (metrics, {"square": 0.5 * extra["square"] + 0.5 * (batch["x"] ** 2).mean(0)})
-
-    return supervised(
-        toy.init, loss, toy.adam, data, lambda progress: 0.05, extra=lambda key: {"square": np.zeros(5, np.float32)}
-    )
+def observing_loss(params, extra, batch, key):
+    value, metrics = toy.loss(params, batch, key)
+    return value, (metrics, {"square": 0.5 * extra["square"] + 0.5 * (batch["x"] ** 2).mean(0)})
 
 
-def test_a_swarm_of_one_has_the_statistics_of_the_plain_trainer_and_three_share_a_mean(tmp_path):
-    plain = Trainer(devices=1, seed=0).fit(observing(), steps=STEPS, batch=BATCH, run=tmp_path / "plain")
-    wanted = {"extra/square": plain.state.extra["square"], "params/layer/w": plain.state.params["layer"]["w"]}
-    found = Swarm(tmp_path / "one", observing(), overlap=False).run()
-    assert all(np.array_equal(wanted[path], found[path]) for path in wanted)
-    three = Swarm(tmp_path / "three", observing(), members=3)
-    squares = three.run()["extra/square"]
-    seen = np.stack([toy.data()["x"][row] ** 2 for row in range(toy.ROWS)])
-    assert (squares > 0).all() and (squares < seen.max(0)).all()
-    assert not verify(three.store, lambda sentence: None).problems
+OBSERVING = supervised(
+    toy.init, observing_loss, toy.adam, toy.splits, lambda progress: 0.05,
+    extra=lambda key: {"square": np.zeros(5, np.float32)},
+)  # fmt: skip
+"""Linear regression that keeps a running mean of the squares it sees, which cannot be negative."""
 
 
-def test_statistics_are_averaged_beside_a_momentum_and_the_ledger_proves_it(tmp_path):
-    """With a rate and a momentum under which the same arrays, were they trained, would leave their range."""
-    outer = Outer("nesterov", rate=1.0)
-    compiled = compile_step(observing(), Request(batch=BATCH), jax.devices()[:1])
-    layout = layout_of(compiled, 2)
-    averaged = layout.places(["extra/square"])
-    assert sum(each.last - each.first for each in averaged) == 5
-    swarm = Swarm(
-        tmp_path / "swarm", observing(), members=3, fragments=2, outer=replace(outer, averaged=averaged), overlap=False
-    )
-    seen = np.stack([toy.data()["x"][row] ** 2 for row in range(toy.ROWS)])
+def test_statistics_of_one_member_are_the_plain_trainers(tmp_path):
+    state = train_plainly(OBSERVING, tmp_path / "plain")
+    found = Swarm(tmp_path / "swarm", OBSERVING, overlap=False).run()
+    assert np.array_equal(found["extra/square"], state.extra["square"])
+    assert np.array_equal(found["params/layer/w"], state.params["layer"]["w"])
+
+
+@pytest.mark.parametrize("rule", ["average", "nesterov"])
+def test_statistics_of_three_members_are_averaged_and_the_ledger_proves_it(tmp_path, rule):
+    """A momentum applies to parameters alone: with it, statistics would leave their range."""
+    averaged = layout_of(compile_once(OBSERVING), 2).places(["extra/square"])
+    assert sum(place.last - place.first for place in averaged) == 5
+    outer = Outer("average") if rule == "average" else replace(Outer("nesterov", rate=1.0), averaged=averaged)
+    swarm = Swarm(tmp_path, OBSERVING, members=3, fragments=2, outer=outer, overlap=False)
     squares = swarm.run()["extra/square"]
-    assert (squares > 0).all() and (squares < seen.max(0)).all()
-    assert {record.averaged for record in (swarm.ledger.record(version) for version in (1, 2))} == {averaged}
+    assert (squares > 0).all() and (squares < (toy.data()["x"] ** 2).max(0)).all()
+    assert {swarm.ledger.record(version).averaged for version in (1, 2)} == {outer.averaged}
     report = verify(swarm.store, lambda sentence: None)
     assert not report.problems and not report.not_recomputed and report.recomputed
 
 
-def test_a_statistic_is_taken_over_and_not_moved():
-    compiled = compile_step(observing(), Request(batch=BATCH), jax.devices()[:1])
-    layout = layout_of(compiled, 1)
-    exchanged, exchange = Exchanged(compiled, layout, "plain"), compiled.program.exchange()
+def test_statistic_is_replaced_and_not_moved():
+    compiled = compile_once(OBSERVING)
+    exchanged = Exchanged(compiled, layout_of(compiled, 1), "plain")
+    exchange = compiled.program.exchange()
 
     def state(level):
-        made = compiled.init(jax.random.key(0))
-        shared = jax.tree.map(lambda leaf: np.full_like(leaf, level), exchange.get(made))
-        return exchange.put(made, jax.device_put(shared))
+        initial = compiled.init(jax.random.key(0))
+        shared = jax.tree.map(lambda leaf: np.full_like(leaf, level), exchange.get(initial))
+        return exchange.put(initial, jax.device_put(shared))
 
     new, reference = (exchanged.snapshot(state(level)) for level in (0.75, 1.0))
-    added, mixed = (
-        exchanged.add(state(0.125), new, reference),
-        exchanged.mix(state(0.125), new, reference, np.float32(0.5)),
-    )
-    for adopted, moved in (added, -0.125), (mixed, 0.4375):  # the first is what a mean of squares must never be
+    added = exchanged.add(state(0.125), new, reference)
+    mixed = exchanged.mix(state(0.125), new, reference, np.float32(0.5))
+    for adopted, moved in (added, -0.125), (mixed, 0.4375):  # -0.125 is impossible for a mean of squares
         assert (np.asarray(adopted.extra["square"]) == 0.75).all()
         assert (np.asarray(adopted.params["layer"]["w"]) == moved).all()

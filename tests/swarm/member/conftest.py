@@ -1,0 +1,21 @@
+"""Shares compiled programs among the members of a test session."""
+
+import pytest
+
+from tpuswarm.swarm.member import holder
+from tpuswarm.swarm.member.exchanged import Exchanged
+
+COMPILED = {}
+
+
+@pytest.fixture(autouse=True)
+def compile_exchange_once(monkeypatch):
+    """Members of one program use one Exchanged, which has no state; in production each process has one member."""
+
+    def exchanged(compiled, layout, form):
+        key = id(compiled), layout, form
+        if key not in COMPILED:
+            COMPILED[key] = compiled, Exchanged(compiled, layout, form)
+        return COMPILED[key][1]
+
+    monkeypatch.setattr(holder, "Exchanged", exchanged)

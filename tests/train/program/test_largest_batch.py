@@ -2,83 +2,139 @@
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.train import host, toy
-from tpuswarm import Trainer
-from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.recipe import GPT2
+from tests.train import toy
+from tpuswarm import InputError, Trainer
 from tpuswarm.train.loop import session
-from tpuswarm.train.program import compiled as compiling
+from tpuswarm.train.program.compiled import Compiled, compile_step, compile_traced, trace
+from tpuswarm.train.program.largest import MOST, above, largest
 from tpuswarm.train.program.largest_batch import Sizes, largest_batch
 from tpuswarm.train.program.request import default_batch, usual_request
 from tpuswarm.train.run.directory import read_config
 
-
-@pytest.fixture(scope="module")
-def recipe():
-    return GPT2(layers=2, width=64, heads=2, context=32, vocab=65, data="fake")
+MEMORY = 1_000_000
 
 
-@pytest.fixture(scope="module")
-def needed(recipe):
-    """Bytes a device by rows a device, of the form that saves no memory: compiled one by one, without a search."""
-    devices = jax.devices()[:2]
-    found = {}
-    for rows in (5, 6, 11, 12):
-        compiled = compiling.compile_step(recipe, usual_request(recipe, batch=2 * rows), devices)
-        assert compiled.choice.remat == "none" and compiled.choice.accumulate == 1
-        found[rows] = compiled.memory.total
-    return found
+def search(memory_of, start=1):
+    """The answer, and the sizes compiled that fit and that did not."""
+    fits, refused = [], []
+
+    def used(size):
+        found = memory_of(size)
+        (fits if found <= MEMORY else refused).append(size)
+        return found if found <= MEMORY else None
+
+    return largest(used, start, memory_of(start), MEMORY), fits, refused
 
 
-@pytest.mark.parametrize(("usual", "rows"), [(5, 5), (6, 11), (12, 6)])
-def test_the_next_size_would_not_fit(recipe, needed, usual, rows):
-    """In the form of the usual batch, which recomputes layers where it has to."""
-    told, devices = [], jax.devices()[:2]
-    found, above = Sizes(recipe, usual_request(recipe, batch=2 * usual), devices, needed[rows], told.append).largest()
-    like = found.compiled
-    for size, fits in ((found.rows, True), (above, False)):
-        traced = compiling.trace(recipe, like.options, like.choice, 2 * size, like.mesh)
-        assert isinstance(compiling.compile_traced(traced, needed[rows]), compiling.Compiled) == fits
-        assert f"{size} rows per device {'fit' if fits else 'are too many'}" in told
-    assert found.batch == 2 * found.rows
-    assert found.rows == rows if like.choice.remat == "none" else found.rows >= usual
+@given(slope=st.integers(2, 200_000), fixed=st.integers(0, 700_000), start=st.integers(1, 40))
+def test_largest_size_is_found_and_the_next_one_does_not_fit(slope, fixed, start):
+    def memory_of(size):
+        return fixed + slope * size
+
+    if memory_of(start) > MEMORY:
+        return
+    (found, refused), _, refusals = search(memory_of, start)
+    size = start
+    while memory_of(above(size)) <= MEMORY:
+        size = above(size)
+    assert found == size
+    assert refused == above(found) and refused in refusals
 
 
-def test_micro_batches_are_those_of_the_request_or_the_recipe(recipe, needed):
-    sizes = Sizes(recipe, usual_request(recipe, batch=8, accumulate=2), jax.devices()[:2], needed[6], lambda text: None)
-    found, _ = sizes.largest()
-    assert found.batch == 4 * found.rows and found.compiled.choice.accumulate == 2
-    with pytest.raises(InputError, match="with batch 2 does not fit on 2 x cpu"):
-        Sizes(recipe, usual_request(recipe, batch=2), jax.devices()[:2], 1000, lambda text: None).largest()
-    assert default_batch(toy.recipe(defaults={"batch": 20, "accumulate": 4}), 8, None) == 32
-
-
-def test_a_cpu_is_not_filled(recipe):
-    with pytest.raises(InputError, match="auto fills the memory of devices, and cpu shares the machine's: give a numb"):
-        largest_batch(recipe, {}, jax.devices()[:1], lambda text: None)
-
-
-def test_a_run_keeps_the_batch_that_was_found(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(session, "largest_batch", lambda recipe, asked, devices, far: 16)
-    Trainer(devices=1).fit(host.recipe(), steps=2, batch="auto", run=tmp_path / "run")
-    assert read_config(tmp_path / "run")["train"]["batch"] == 16
-    assert "batch 16, the largest that fits" in " ".join(capsys.readouterr().err.split())
-    monkeypatch.setattr(session, "largest_batch", lambda *found: pytest.fail("a run that has begun has a batch"))
-    again = Trainer(devices=1).fit(host.recipe(), steps=2, batch="auto", run=tmp_path / "run")
-    assert again.steps == 2
+def test_linear_memory_takes_three_compilations():
+    (found, refused), fits, refusals = search(lambda size: 200_000 + 7_000 * size, start=8)
+    assert (found, refused) == (112, 120)
+    assert fits == [16, 112] and refusals == [120]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "memory_of",
+    [
+        lambda size: 100_000 + 9_000 * size - 15_000 * (size % 3),  # a compiler whose memory is not linear
+        lambda size: 700_000 if size < 16 else 300_000 + 20_000 * size,  # small sizes that predict nothing
+        lambda size: 100 * size * size,
+    ],
+)
+def test_largest_size_is_found_when_memory_is_not_linear(memory_of):
+    (found, refused), fits, _ = search(memory_of, start=4)
+    assert memory_of(found) <= MEMORY < memory_of(refused) and refused == above(found)
+    assert len(fits) <= 6
+
+
+def test_search_ends_without_a_limit():
+    (found, refused), _, _ = search(lambda size: 10)
+    assert found <= MOST and refused is None
+
+
+def test_sizes_are_round_numbers():
+    assert [above(size) for size in (1, 7, 8, 15, 16, 100, 128)] == [2, 8, 9, 16, 18, 104, 144]
+
+
+def sizes(memory, messages=None, **request):
+    say = (lambda text: None) if messages is None else messages.append
+    return Sizes(toy.Layers(), usual_request(toy.Layers(), **request), jax.devices()[:2], memory, say)
+
+
+@pytest.fixture(scope="module")
+def needed():
+    """Bytes of a device by rows of a device, without recomputation."""
+    requests = {rows: usual_request(toy.Layers(), batch=2 * rows) for rows in (60, 110)}
+    return {rows: compile_step(toy.Layers(), asked, jax.devices()[:2]).memory.total for rows, asked in requests.items()}
+
+
+@pytest.mark.parametrize(
+    ("usual", "memory", "remat", "rows"), [(60, 110, "none", range(104, 112)), (240, 60, "full", range(120, 240))]
+)
+def test_next_larger_batch_does_not_fit(needed, usual, memory, remat, rows):
+    """It runs as the usual batch does, or the first half of it that fits: with recomputation if it has to."""
+    messages = []
+    found, above = sizes(needed[memory], messages, batch=2 * usual).largest()
+    compiled = found.compiled
+    assert compiled.choice.remat == remat and found.rows in rows and found.batch == 2 * found.rows
+    assert f"{found.rows} rows per device fit" in messages and f"{above} rows per device are too many" in messages
+    assert compiled.memory.total <= needed[memory]
+    traced = trace(toy.Layers(), compiled.options, compiled.choice, 2 * above, compiled.mesh)
+    assert not isinstance(compile_traced(traced, needed[memory]), Compiled)
+
+
+def test_micro_batches_are_those_of_the_request_or_the_recipe(needed):
+    found, _ = sizes(needed[60], batch=8, accumulate=2).largest()
+    assert found.batch == 4 * found.rows and found.compiled.choice.accumulate == 2
+    with pytest.raises(InputError, match="with batch 2 does not fit on 2 x cpu"):
+        sizes(1000, batch=2).largest()
+    assert default_batch(toy.recipe(defaults={"batch": 20, "accumulate": 4}), 8, None) == 32
+
+
+def test_memory_of_a_cpu_is_not_filled():
+    with pytest.raises(InputError, match="auto fills the memory of devices, and cpu shares the machine's: give a numb"):
+        largest_batch(toy.Layers(), {}, jax.devices()[:1], lambda text: None)
+
+
+def test_run_keeps_the_batch_that_was_found(tmp_path, monkeypatch, capsys):
+    def first_row():
+        return next(Trainer(devices=1).steps(toy.recipe(), steps=4, batch="auto", run=tmp_path / "run")).row
+
+    monkeypatch.setattr(session, "largest_batch", lambda recipe, asked, devices, far: 16)
+    assert first_row()["tokens"] == 16
+    assert read_config(tmp_path / "run")["train"]["batch"] == 16
+    assert "batch 16, the largest that fits" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(session, "largest_batch", lambda *found: pytest.fail("a started run has a batch"))
+    assert first_row()["tokens"] == 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
     [
         ("train gpt2-tiny --batch auto --steps 1", "--batch auto fills the memory of devices"),
         ("train gpt2-tiny --batch auto --members 2", "--batch auto is for one process"),
         ("train gpt2-tiny --batch most --steps 1", "batch"),
     ],
 )
-def test_where_it_cannot_be_it_is_said(typed, tmp_path, monkeypatch, words, said):
+def test_command_refuses_auto_where_it_cannot_be(typed, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = typed(*words.split())
-    assert code == 2 and said in " ".join(err.split())
+    assert code == 2 and message in " ".join(err.split())
     assert not (tmp_path / "runs").exists()

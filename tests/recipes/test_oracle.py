@@ -71,8 +71,10 @@ def test_transformers_loads_exports_with_the_same_results(tmp_path, text_file, t
     runs = {}
     for options in ("--tokenizer characters", "--tokenizer bytes", "--tokenizer bpe --vocab 400"):
         folder = tmp_path / options.split()[1]
-        train = f"train gpt2-tiny --data {text_file} --layers 2 --steps 5 --run {folder / 'run'} {options}"
-        assert typed(*train.split())[0] == 0
+        sizes = "--layers 2 --heads 2 --width 32 --context 32 --steps 5 --devices 1"
+        assert (
+            typed("train", "gpt2-tiny", *f"--data {text_file} {sizes} --run {folder / 'run'} {options}".split())[0] == 0
+        )
         assert typed("export", str(folder / "run"), str(folder / "model"), "--format", "hf")[0] == 0
         runs[folder] = run = load_run(folder / "run", jax.devices()[:1])
         save_file({"tokens": run.recipe.data("validation").rows(0, 2)["tokens"]}, folder / "tokens.safetensors")

@@ -12,7 +12,6 @@ from tpuswarm.recipes.stylegan2 import augment, warp
 
 SIDE = 16
 SEEDS = st.integers(0, 2**32 - 1)
-STRENGTHS = st.floats(0, 1, width=32)
 COUNT = 8
 
 move = jax.jit(warp.warped)
@@ -91,15 +90,7 @@ def test_strength_0_changes_no_picture_and_strength_1_all(seed):
 
 
 @settings(max_examples=10)
-@given(SEEDS, STRENGTHS, st.floats(-2, 2))
-def test_picture_of_one_colour_keeps_one_colour(seed, strength, grey):
-    plain = np.full((COUNT, SIDE, SIDE, 3), grey, np.float32)
-    found = np.asarray(change(plain, jax.random.key(seed), np.float32(strength)))
-    assert np.ptp(found, (1, 2, 3)).max() < 1e-4 * (1 + np.abs(found).max())
-
-
-@settings(max_examples=10)
-@given(SEEDS, STRENGTHS)
+@given(SEEDS, st.floats(0, 1, width=32))
 def test_gradient_is_that_of_an_affine_map(seed, strength):
     one, other, weight = smooth(seed), smooth(seed + 1), smooth(seed + 2)
     key, strength = jax.random.key(seed), np.float32(strength)

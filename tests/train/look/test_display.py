@@ -1,4 +1,4 @@
-"""The view of a plain run, and what is said beside it."""
+"""The view of a plain run."""
 
 import io
 from dataclasses import replace
@@ -11,41 +11,42 @@ from tests.train.look.test_live import drawn
 from tpuswarm.train.look.describe import ParameterRow
 from tpuswarm.train.look.display import LiveDisplay, Opening, Picture, draw, parameter_table
 
-WIDE = "a-run-with-a-name-that-is-longer-than-any-terminal-" * 4
 PICTURE = Picture(
     "gpt2-tiny on 8 x cpu", "runs/demo", 840, 2_000, 768, "tokens", 27.4, 2.71731, 2.6204, 800, (3.0, 2.0)
 )
 
 
+def lines_of(width=80, elapsed=31.0, height=16, **changes):
+    return drawn(draw(replace(PICTURE, **changes), elapsed, width, height), width)
+
+
 @pytest.mark.parametrize("width", [80, 120])
-def test_everything_is_said(width):
-    text = "\n".join(drawn(draw(PICTURE, 31.0, width, 16), width))
+def test_everything_is_shown(width):
+    text = "\n".join(lines_of(width))
     for words in (
         "gpt2-tiny on 8 x cpu: runs/demo", " 42%", "840 of 2,000 steps", "0:00:31 elapsed", "0:00:42 left",
         "27.4 steps/s", "21,043 tokens/s", "loss 2.717 ", "held-out loss 2.620 at step 800", "█▁",
     ):  # fmt: skip
         assert words in text
     assert all(len(line) <= width for line in text.splitlines())
-    long = drawn(draw(replace(PICTURE, run=WIDE), 31.0, width, 16), width)
-    assert WIDE in "".join(long)
+    name = "a-run-with-a-name-that-is-longer-than-any-terminal-" * 4
+    assert name in "".join(lines_of(width, run=name))
+    assert "21,043 rows/s" in "\n".join(lines_of(width, unit="rows"))
 
 
 def test_nothing_jumps_from_frame_to_frame():
     frames = [
-        drawn(draw(replace(PICTURE, step=step, per_second=speed, loss=loss), seconds, 80, 16))
-        for step, speed, loss, seconds in ((1, None, 11.5, 2), (99, 0.5, 0.01234, 60), (1_999, 1_234.5, 2.0, 3_599))
+        lines_of(elapsed=elapsed, step=step, per_second=speed, loss=loss)
+        for step, speed, loss, elapsed in ((1, None, 11.5, 2), (99, 0.5, 0.01234, 60), (1_999, 1_234.5, 2.0, 3_599))
     ]
     for words in (" of 2,000 steps", " elapsed", " left", " tokens/s", "held-out loss"):
-        assert len({(row, line.index(words)) for each in frames for row, line in enumerate(each) if words in line}) == 1
+        places = {(row, line.index(words)) for lines in frames for row, line in enumerate(lines) if words in line}
+        assert len(places) == 1
 
 
-def test_a_run_that_ended_has_no_speed_and_no_time_left():
-    text = "\n".join(drawn(draw(replace(PICTURE, per_second=None, ended=True), 31.0, 80, 16)))
+def test_ended_run_has_no_speed_and_no_time_left():
+    text = "\n".join(lines_of(per_second=None, ended=True))
     assert "0:00:31 elapsed" in text and " left" not in text and "steps/s" not in text and "tokens/s" not in text
-
-
-def test_rows_are_not_called_tokens():
-    assert "21,043 rows/s" in "\n".join(drawn(draw(replace(PICTURE, unit="rows"), 31.0, 80, 16)))
 
 
 def parameter(number, **about):
@@ -58,11 +59,11 @@ def parameter(number, **about):
 def test_no_parameter_is_cut(width):
     rows = [parameter(number, sharding="axis 1 / 8" if number % 2 else "replicated") for number in range(40)]
     lines = drawn(parameter_table([*rows, parameter("tied", tied="head")], width), width)
-    assert all(any(line.startswith(f"{each.path} ") for line in lines) for each in rows) and "…" not in "".join(lines)
+    assert all(any(line.startswith(f"{row.path} ") for line in lines) for row in rows) and "…" not in "".join(lines)
     assert "axis 1 / 8" in "".join(lines) and "frozen" not in lines[0] and lines[-1].strip() == "all float32"
 
 
-def test_what_differs_has_a_column():
+def test_only_facts_that_differ_have_a_column():
     assert "statistic" in drawn(parameter_table([parameter(1), parameter(2, statistic=True)], 120), 120)[0]
     head = drawn(parameter_table([parameter(1), parameter(2, dtype="bfloat16", frozen=True)], 120), 120)[0]
     assert head.split() == ["parameter", "shape", "dtype", "frozen", "decayed", "KiB/device"]
@@ -80,17 +81,17 @@ def test_pictures_need_colours(colours):
     assert ("▀" in console.file.getvalue()) == colours
 
 
-def test_what_the_model_makes_is_shown_as_far_as_there_is_room():
+def test_picture_is_shown_as_far_as_there_is_room():
     """Each letter is two pixels, one above the other; the upper part of the picture, as wide as the view."""
     made = np.zeros((256, 256, 3), np.uint8)
     made[:32, :128] = (255, 0, 0)
-    shown = draw(replace(PICTURE, made=made), 31.0, 80, 16)
-    lines = drawn(shown, 80)
-    blocks = [line for line in lines if line.startswith("▀")]
-    assert len(blocks) == 10 and all(len(line.rstrip()) == 80 for line in blocks)
+
+    def blocks(**changes):
+        return [line.rstrip() for line in lines_of(**changes) if line.startswith("▀")]
+
+    assert [len(line) for line in blocks(made=made)] == [80] * 10
     console = Console(width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())
-    console.print(shown)
-    assert console.file.getvalue().count("38;2;255;0;0") > 0
-    assert not [line for line in drawn(draw(replace(PICTURE, made=made), 31.0, 80, 6), 80) if "▀" in line]
-    small = drawn(draw(replace(PICTURE, made=made[:8, :8]), 31.0, 80, 16), 80)
-    assert [len(line.rstrip()) for line in small if "▀" in line] == [8] * 4
+    console.print(draw(replace(PICTURE, made=made), 31.0, 80, 16))
+    assert "38;2;255;0;0" in console.file.getvalue()
+    assert blocks(made=made, height=6) == []
+    assert [len(line) for line in blocks(made=made[:8, :8])] == [8] * 4

@@ -1,4 +1,4 @@
-"""What live views are made of: paces, curves, tables that fit and do not jump."""
+"""The parts of live views: paces, curves, tables that fit and do not jump."""
 
 import pytest
 from hypothesis import given
@@ -16,10 +16,10 @@ def drawn(renderable, width=80) -> list[str]:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=2000))
-def test_a_curve_of_any_length_keeps_its_mean(values):
+def test_curve_of_any_length_keeps_its_mean(values):
     curve = Curve()
-    for each in values:
-        curve.add(each)
+    for value in values:
+        curve.add(value)
     means, size = curve.means, curve._size
     assert len(means) <= POINTS and len(means) == -(-len(values) // size)
     for number, mean in enumerate(means):
@@ -27,7 +27,7 @@ def test_a_curve_of_any_length_keeps_its_mean(values):
         assert mean == pytest.approx(sum(part) / len(part), abs=1e-3)
 
 
-def test_a_pace_forgets_what_was_long_ago():
+def test_pace_is_that_of_the_last_minutes_also_after_a_resume():
     pace = Pace()
     assert pace.per_second is None
     for second in range(1000):  # ten a second, later one
@@ -38,23 +38,20 @@ def test_a_pace_forgets_what_was_long_ago():
     for step in range(100_000):
         many.add(step / 1000, step)
     assert many.per_second == pytest.approx(1000, rel=0.01) and len(many._seen) < 250
+    resumed = Pace()
+    resumed.add(10.0, 5_000)
+    assert resumed.per_second is None
+    resumed.add(11.0, 5_002)
+    assert resumed.per_second == 2.0
 
 
-def test_a_pace_goes_on_where_a_run_was_resumed():
-    pace = Pace()
-    pace.add(10.0, 5_000)
-    assert pace.per_second is None
-    pace.add(11.0, 5_002)
-    assert pace.per_second == 2.0
-
-
-def test_a_sparkline_goes_from_the_lowest_to_the_highest():
+def test_sparkline_goes_from_the_lowest_to_the_highest():
     assert sparkline([], 10) == "" and sparkline([1.0], 10) == BARS[0]
     assert sparkline([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 8) == BARS[::-1]
     assert {len(sparkline(tuple(range(count)), 80)) for count in (80, 81, 119, 161, 1000)} == {80}  # it does not jump
 
 
-def test_a_bar_does_not_move_while_its_figure_grows():
+def test_bar_does_not_move_while_its_figure_grows():
     lines = [drawn(bar(done, 12_345, "steps", 60))[0] for done in (0, 7, 1_234, 12_345)]
     assert [line[:4] for line in lines] == ["  0%", "  0%", "  9%", "100%"]
     assert len({line.index(" of 12,345 steps") for line in lines}) == 1 and {len(line) for line in lines} == {60}
@@ -64,14 +61,15 @@ COLUMNS = [Column("run"), Column("recipe", rank=2), Column("step", right=True, w
 ROWS = [("runs/a", "gpt2-tiny", "1", "17 tokens/s"), ("runs/a-long-name", "toy", "123", "")]
 
 
-def test_columns_are_left_out_by_rank_where_there_is_no_room():
-    wide = drawn(table(COLUMNS, ROWS, 80))
-    assert wide[0].split() == ["run", "recipe", "step", "speed"] and wide[1].split()[:2] == ["runs/a", "gpt2-tiny"]
-    assert drawn(table(COLUMNS, ROWS, 40), 40)[0].split() == ["run", "step", "speed"]
-    assert drawn(table(COLUMNS, ROWS, 30), 30)[0].split() == ["run", "step"]
+def test_table_drops_columns_by_rank_and_folds_names_where_there_is_no_room():
+    lines = {width: drawn(table(COLUMNS, ROWS, width), width) for width in (80, 40, 30, 20)}
+    heads = {width: lines[width][0].split() for width in lines}
+    assert heads[80] == ["run", "recipe", "step", "speed"] and lines[80][1].split()[:2] == ["runs/a", "gpt2-tiny"]
+    assert heads[40] == ["run", "step", "speed"] and heads[30] == heads[20] == ["run", "step"]
+    assert "".join(line[:12].strip() for line in lines[20][2:]) == "runs/a-long-name" and "…" not in "".join(lines[20])
 
 
-def test_text_is_wrapped_before_a_column_is_left_out():
+def test_text_is_wrapped_before_a_column_is_dropped():
     columns = [Column("run"), Column("why", wraps=10), Column("step", right=True, rank=1)]
     rows = [("runs/a", "because it was interrupted by its owner", "12")]
     lines = drawn(table(columns, rows, 36), 36)
@@ -79,15 +77,7 @@ def test_text_is_wrapped_before_a_column_is_left_out():
     assert drawn(table(columns, rows, 20), 20)[0].split() == ["run", "why"]
 
 
-def test_a_name_is_folded_and_never_cut():
-    lines = drawn(table(COLUMNS, ROWS, 20), 20)
-    assert "".join(line[:12].strip() for line in lines[2:]) == "runs/a-long-name" and "…" not in "".join(lines)
-
-
-def test_a_column_keeps_its_place_while_figures_grow():
-    heads = {drawn(table(COLUMNS, [("runs/a", "toy", each, "")], 80))[0] for each in ("1", "12,345")}
+def test_column_keeps_its_place_while_figures_grow_and_markup_is_text():
+    heads = {drawn(table(COLUMNS, [("runs/a", "toy", step, "")], 80))[0] for step in ("1", "12,345")}
     assert len(heads) == 1
-
-
-def test_markup_in_a_name_is_text():
     assert "[red]x[/red]" in drawn(table([Column("run")], [("[red]x[/red]",)], 80))[1]

@@ -1,4 +1,4 @@
-"""The pieces of a report: curves that are smoothed, tables whose numbers stand under each other."""
+"""The parts of a report: smoothed curves, tables, history, samples."""
 
 import math
 import re
@@ -9,20 +9,18 @@ import pytest
 from tpuswarm.train.look.report import PARTS, facts_table, history, samples, smoothed, table
 
 
-def test_a_smoothed_curve_keeps_level_slope_and_length():
+def test_smoothed_curve_keeps_level_slope_and_length():
     rows = 40 * PARTS
-    noise = np.random.default_rng(1).normal(0, 0.5, rows)
-    made = smoothed(list(3 - 2 * np.arange(rows) / rows + noise))
+    line, noise = 3 - 2 * np.arange(rows) / rows, np.random.default_rng(1).normal(0, 0.5, rows)
+    made = smoothed(list(line + noise))
     assert made.shape == (rows,)
-    assert np.abs(made - (3 - 2 * np.arange(rows) / rows))[40:-40].max() < 0.45 < np.abs(noise).max()
+    assert np.abs(made - line)[40:-40].max() < 0.45 < np.abs(noise).max()
     np.testing.assert_allclose(smoothed([2.0] * rows), 2.0)
 
 
-def test_what_is_not_finite_leaves_the_rest_alone():
-    values = [1.0, 2.0, None, 4.0]
-    np.testing.assert_array_equal(smoothed(values), [1.0, 2.0, math.nan, 4.0])  # so few are not smoothed
-    long = [1.0] * 500 + [None] * 3 + [1.0] * 500
-    np.testing.assert_allclose(smoothed(long), 1.0)
+def test_missing_values_leave_the_rest_of_a_curve_alone():
+    np.testing.assert_array_equal(smoothed([1.0, 2.0, None, 4.0]), [1.0, 2.0, math.nan, 4.0])  # too few to smooth
+    np.testing.assert_allclose(smoothed([1.0] * 500 + [None] * 3 + [1.0] * 500), 1.0)
     assert smoothed([]).shape == (0,)
 
 
@@ -33,18 +31,19 @@ def test_what_is_not_finite_leaves_the_rest_alone():
         (["m0 50%"], False), (["", "7"], True), (["v4-8"], False), (["2.0 GiB", "17 MiB"], True),
     ],
 )  # fmt: skip
-def test_numbers_stand_at_the_right(cells, right):
+def test_columns_of_numbers_are_aligned_to_the_right(cells, right):
     page = table(("name", "count"), [("a", cell) for cell in cells])
     assert ('<th class="n">count</th>' in page) == right and '<th class="n">name' not in page
     assert len(re.findall('<td class="n">', page)) == right * len(cells)
-    assert (
-        table(("name", "empty"), [("a", "")])
-        == '<table><tr><th class="w">name</th></tr><tr><td class="w">a</td></tr></table>'
-    )
     assert ('class="n"' in facts_table([("x", cell) for cell in cells])) == right
 
 
-def test_when_and_how_it_was_started():
+def test_empty_columns_are_left_out():
+    page = table(("name", "empty"), [("a", "")])
+    assert page == '<table><tr><th class="w">name</th></tr><tr><td class="w">a</td></tr></table>'
+
+
+def test_history_has_the_last_command_and_all_times():
     events = [
         {"time": 0.0, "event": "started", "command": "tpuswarm train gpt2-tiny"},
         {"time": 60.0, "event": "stopped"},
@@ -57,7 +56,7 @@ def test_when_and_how_it_was_started():
     assert history([]) == [] and dict(history([*events[1:2], {"time": 1.0, "event": "started"}])).keys() == {"when"}
 
 
-def test_samples_are_text():
+def test_samples_are_escaped():
     [(name, part)] = samples([{"event": "note"}, {"event": "sample", "step": 1200, "text": "<b>\n1"}])
     assert name == "What it writes" and "step 1,200" in part and "<pre>&lt;b&gt;\n1</pre>" in part
     assert samples([{"event": "note"}]) == []

@@ -1,4 +1,4 @@
-"""What W&B is given, read back from the file that its offline mode writes; what happens without package or key."""
+"""What W&B gets, read back from the file of its offline mode, and what happens without its package or key."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from tpuswarm.train.look.wandb_log import WandbLog
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
 BLOCK, HEADER = 32 * 1024, 7
-"""Of the log format that W&B shares with LevelDB: blocks of records, each with checksum, length and part."""
+"""Bytes in the log format that W&B shares with LevelDB: blocks of records, each with checksum, length and part."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def offline(tmp_path):
 
 
 def records(path):
-    """The records of a .wandb file."""
+    """Yield the records of a .wandb file."""
     data, place, parts = path.read_bytes(), HEADER, b""  # the file begins with a header of its own
     while place + HEADER <= len(data):
         left = BLOCK - place % BLOCK
@@ -36,7 +36,7 @@ def records(path):
             place += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, place)
-        if kind == 0 or place + HEADER + size > len(data):  # what follows is not written yet
+        if kind == 0 or place + HEADER + size > len(data):  # not written yet
             break
         parts += data[place + HEADER : place + HEADER + size]
         place += HEADER + size
@@ -45,22 +45,21 @@ def records(path):
             parts = b""
 
 
-def finished(path):
-    """All records of a .wandb file: W&B's own process may still write its end when `finish` has returned."""
-    deadline = time.monotonic() + 60
+def records_of_type(path, kind):
+    """Return the records of one type, once W&B's own process has written the file to its end."""
+    deadline = time.monotonic() + 300
     while not (found := list(records(path))) or found[-1].WhichOneof("record_type") != "exit":
         assert time.monotonic() < deadline, f"{path} has no end"
-        time.sleep(0.1)
-    return found
+        time.sleep(0.02)
+    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
 
 
 def logged(path):
-    """The rows of a .wandb file, without the columns that W&B adds."""
+    """Return the rows of a .wandb file, without the columns that W&B adds."""
     rows = []
-    for record in finished(path):
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            rows.append({name: value for name, value in items.items() if not name.startswith("_")})
+    for record in records_of_type(path, "history"):
+        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.item}
+        rows.append({name: value for name, value in items.items() if not name.startswith("_")})
     return rows
 
 
@@ -68,7 +67,7 @@ def files(folder):
     return sorted(folder.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_every_row_as_it_is_in_metrics_and_the_same_run_after_a_stop(tmp_path):
+def test_all_rows_are_logged_and_a_resumed_run_stays_the_same_run(tmp_path):
     folder = tmp_path / "mine"
     trainer = Trainer(devices=1, wandb="project", eval_every=10)
     loop = trainer.steps(toy.recipe(), steps=30, batch=8, run=folder)
@@ -77,27 +76,27 @@ def test_every_row_as_it_is_in_metrics_and_the_same_run_after_a_stop(tmp_path):
     loop.close()
     trainer.fit(toy.recipe(), steps=30, batch=8, run=folder)
     first, second = files(folder)
-    rows = list(read_rows(folder / METRICS))
-    assert logged(first) + logged(second) == rows
+    assert logged(first) + logged(second) == list(read_rows(folder / METRICS))
     assert first.name == second.name  # W&B's id is in the name
-    [run] = [record.run for record in finished(first) if record.WhichOneof("record_type") == "run"][:1]
+    run = records_of_type(first, "run")[0]
     assert (run.project, run.display_name) == ("project", "mine")
-    [told, again] = [row for row in read_rows(folder / EVENTS) if row["event"] == "wandb"]
-    assert told["id"] == again["id"] == run.run_id and "wandb sync" in told["message"]
+    [event, again] = [row for row in read_rows(folder / EVENTS) if row["event"] == "wandb"]
+    assert event["id"] == again["id"] == run.run_id and "wandb sync" in event["message"]
 
 
-def test_without_the_package_the_command_says_how_to_get_it(tmp_path, monkeypatch):
+def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'tpuswarm\[wandb\]'"):
         Trainer(devices=1, wandb="project").fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_key_the_command_says_what_to_do(tmp_path, monkeypatch):
+def test_missing_key_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.py").write_text("from tests.train.toy import toy\n")
+    # A process of its own: W&B reads its mode once.
     words = ["train", "mine.py:toy", "--steps", "2", "--batch", "8", "--wandb", "project"]
     _, err = finish(start(words, tmp_path), 2)
     assert "No API key" in err and "WANDB_MODE=offline" in err and "Traceback" not in err
@@ -120,8 +119,6 @@ def test_rows_of_a_swarm_are_drawn_by_member_and_evaluations_by_version(tmp_path
         {"m1/step": 1, "m1/tokens": 8, "m1/loss": 3.5, "m1/version": 3},
         {"tokens": 16, "eval_loss": 2.75, "version": 3},
     ]
-    axes = {each.metric.glob_name or each.metric.name: each.metric.step_metric for each in finished(file)
-            if each.WhichOneof("record_type") == "metric"}  # fmt: skip
-    assert {name: axes[name] for name in ("m0/*", "m1/*", "eval_*")} == {
-        "m0/*": "m0/step", "m1/*": "m1/step", "eval_*": "version",
-    }  # fmt: skip
+    metrics = records_of_type(file, "metric")
+    axes = {metric.glob_name or metric.name: metric.step_metric for metric in metrics}
+    assert (axes["m0/*"], axes["m1/*"], axes["eval_*"]) == ("m0/step", "m1/step", "version")

@@ -8,7 +8,7 @@ import pytest
 from tpuswarm import InputError, load, save
 
 
-def test_a_pytree_in_a_file(tmp_path):
+def test_pytree_comes_back_from_a_file_and_misuse_is_named(tmp_path):
     tree = {
         "w": [jnp.arange(6.0).reshape(2, 3).T, jnp.ones(2, jnp.bfloat16)],
         "n": np.int64(3),

@@ -1,0 +1,329 @@
+"""A run in a bucket can be resumed, read and controlled from any computer."""
+
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.train import toy
+from tests.train.bucket.bucket_run import CONFIG, URL, read_steps, start_run, wait_until
+from tpuswarm import Trainer, supervised
+from tpuswarm.cli import profile as cli
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.train.bucket.asking import ask_to_stop
+from tpuswarm.train.bucket.mirror import ROWS, Mirror, bring, folder_of, is_url
+from tpuswarm.train.bucket.stored import Bucket
+from tpuswarm.train.look.profile import request, take_request, traces
+from tpuswarm.train.run.best import Best, kept_best, write_best
+from tpuswarm.train.run.checkpoint import Checkpoints, newest, restore
+from tpuswarm.train.run.directory import Run, read_rows
+from tpuswarm.train.run.life import read_life
+from tpuswarm.train.run.listing import status
+
+
+def test_run_is_resumed_from_another_disk(use_disk):
+    run = start_run()
+    (run.folder / "token").write_text("secret")
+    (run.folder / "status.json").write_text("from one")
+    run.close()
+    use_disk("two")
+    bring(URL)  # as a command does that reads the configuration first
+    run = Run(folder_of(URL))
+    assert run.config() == CONFIG and read_steps(run.folder) == [1, 2, 3] and not (run.folder / "token").exists()
+    run.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
+    (run.folder / "status.json").write_text("from two")
+    run.close()
+    use_disk("one")  # which holds an older copy
+    folder = bring(URL)
+    assert read_steps(folder) == [1, 2, 3, 4] and (folder / "status.json").read_text() == "from two"
+    assert b"secret" not in b"".join(Bucket(URL).read(name) for name in Bucket(URL).listed(""))
+
+
+@pytest.mark.parametrize("last", [3, 9], ids=["shorter", "longer"])
+def test_rows_cut_on_resume_are_replaced_in_the_bucket(use_disk, last):
+    start_run(5).close()
+    run = Run(folder_of(URL))
+    assert run.cut_metrics(2) == 3
+    for step in range(3, last + 1):
+        run.write_metrics({"step": step, "loss": 0.125 + step})
+    run.close()
+    use_disk("two")
+    rows = list(read_rows(bring(URL) / ROWS))
+    assert [row["step"] for row in rows] == list(range(1, last + 1)) and rows[-1]["loss"] == 0.125 + last
+
+
+def test_many_pieces_are_merged(use_disk, monkeypatch):
+    monkeypatch.setattr("tpuswarm.train.bucket.mirror.MERGED", 4)
+    run = start_run(1)
+    for step in range(2, 12):
+        run.write_metrics({"step": step, "tokens": 2 * step, "loss": 1.0})
+        run._tended.send()
+    assert len(Bucket(URL).listed("pieces/metrics.jsonl/")) < 4
+    run.close()
+    use_disk("two")
+    assert read_steps(bring(URL)) == [*range(1, 12)]
+
+
+def save(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.save(step, {"w": jnp.full(3, float(step))}, {})
+
+
+def test_newest_and_best_checkpoints_are_in_the_bucket(use_disk):
+    run = start_run()
+    checkpoints, best = Checkpoints(run.checkpoints, keep=1), Best("eval_loss")
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+        if best.better({"step": step, "eval_loss": abs(step - 1.5)}):
+            checkpoints.pin(step, partial(write_best, run.folder, best.row))
+        checkpoints.wait()
+        run._tended.send()
+    checkpoints.close()
+    run.close()
+    use_disk("two")
+    folder = bring(URL, whole=True)
+    saved, damaged = newest(folder / "checkpoints")
+    assert saved and saved.step == 3 and not damaged and kept_best(folder).step == 1
+    assert restore(saved, {"w": jnp.zeros(3)})["w"].tolist() == [3.0, 3.0, 3.0]
+    again = Run(folder)
+    again.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
+    again.close()
+    assert {name.split("/")[1] for name in Bucket(URL).listed("checkpoints/")} == {"00000001", "00000003"}
+
+
+def test_best_checkpoint_is_named_only_once_it_is_uploaded(use_disk, monkeypatch):
+    """A machine that dies while it uploads a new best one leaves the best one before."""
+    monkeypatch.setattr("tpuswarm.train.bucket.tended.SENT", 3600.0)
+    run = start_run()
+    checkpoints, mirror = Checkpoints(run.checkpoints, keep=1), run._tended._mirror
+
+    def save_best(step):
+        save(checkpoints, step)
+        checkpoints.pin(step, partial(write_best, run.folder, {"step": step, "eval_loss": 1 / step}))
+        checkpoints.wait()
+
+    save_best(1)
+    mirror.push(lambda: None)
+    save_best(2)
+    put_file = mirror.bucket.put_file
+
+    def fail_on_checkpoints(name, path):
+        if name.startswith("checkpoints/"):
+            raise OSError("the machine is gone")
+        return put_file(name, path)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="is gone"):
+        patch.setattr(mirror.bucket, "put_file", fail_on_checkpoints)
+        mirror.push(lambda: None)
+    checkpoints.close()
+    use_disk("two")
+    found = kept_best(bring(URL, whole=True)).step
+    run.close()
+    assert found == 1
+
+
+def test_run_starts_from_the_parameters_of_a_run_in_a_bucket(use_disk, tmp_path):
+    first = Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=URL)
+    use_disk("two")
+    frozen = supervised(toy.init, toy.loss, optax.sgd(0.0), toy.splits)
+    child = Trainer(devices=1).fit(frozen, steps=1, batch=8, run=tmp_path / "child", init_from=URL)
+    jax.tree.map(np.testing.assert_array_equal, child.state.params, first.state.params)
+    with pytest.raises(InputError, match="there is no run at gs://bucket/runs/none"):
+        Trainer(devices=1).fit(frozen, steps=1, batch=8, run=tmp_path / "no", init_from="gs://bucket/runs/none")
+
+
+def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
+    use_disk, frequent_renewals, monkeypatch
+):
+    run = start_run()
+    run._tended.send()
+    use_disk("two")
+    folder = bring(URL)
+    seen = status(folder)
+    assert (seen.run, seen.state, seen.step) == (URL, "running", 3)
+    asked = request(folder, 3, "m1")
+    assert wait_until(lambda: take_request(run.folder)) == (3, "m1", asked) and take_request(folder) is None
+    signals = []
+    monkeypatch.setattr("os.kill", lambda pid, number: signals.append(number))
+    assert ask_to_stop(folder).host
+    wait_until(lambda: signals)
+    run.write_event("stopped", message="as asked")
+    run.close()
+    assert read_life(bring(URL)).state == "stopped"
+
+
+def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, monkeypatch, capsys):
+    """Its event arrives first, and it is larger than what a command downloads by itself."""
+    monkeypatch.setattr("tpuswarm.train.bucket.mirror.LARGE", 2**12)
+    monkeypatch.setattr(cli, "LOOK_FAR", 0.05)
+    run = start_run()
+    run._tended.send()
+    use_disk("two")
+    copy = folder_of(URL)
+    xplane = "tensorboard/plugins/profile/now/host.xplane.pb"
+
+    def train():
+        wait_until(lambda: take_request(run.folder))
+        run.write_event("profile", message="trace of steps 4 to 6 in tensorboard; to open it: x")
+        run._tended.send()
+        wait_until(lambda: "steps 4 to 6" in (copy / "events.jsonl").read_text())
+        path = run.folder / xplane
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(2**12 + 1))
+        run._tended.send()
+
+    trains = threading.Thread(target=train)
+    trains.start()
+    cli.profile(URL, 3)
+    assert traces(copy) == [(copy / xplane).parent] and (copy / xplane).stat().st_size == 2**12 + 1
+    assert f"trace of steps 4 to 6 in {copy}/tensorboard" in capsys.readouterr().out
+    trains.join()
+    run.close()
+    use_disk("three")
+    cli.profile(URL)
+    assert str((folder_of(URL) / xplane).parent) in capsys.readouterr().out
+
+
+def test_other_requests_change_no_file_and_end_no_run(use_disk, frequent_renewals, monkeypatch):
+    run = start_run()
+    inbox = f"asked/{run._tended._lease.owner}/"
+
+    def files():
+        return {path.name: path.read_bytes() for path in run.folder.iterdir() if path.name != ".mirror.json"}
+
+    def deliver(name, data):
+        Bucket(URL).put(inbox + name, data)
+        wait_until(lambda: not Bucket(URL).listed(inbox))
+
+    def disk_full(path, text):
+        raise OSError(28, "No space left on device")
+
+    before = files()
+    for name in ("token", "config.toml", "sub/metrics.jsonl"):
+        deliver(name, b"another")
+    deliver("profile-request.json", b"\xff")
+    with monkeypatch.context() as patch:
+        patch.setattr("tpuswarm.train.bucket.tended.write_atomically", disk_full)
+        deliver("profile-request.json", b"{}")
+    deliver("profile-request.json", b"is heard")
+    wait_until(lambda: (run.folder / "profile-request.json").exists())
+    run.check()
+    assert files() == {**before, "profile-request.json": b"is heard"}
+    run.close()
+
+
+def test_copy_stays_while_the_first_piece_is_not_listed(use_disk):
+    run = start_run(2)
+    run._tended.send()
+    run.write_metrics({"step": 3, "tokens": 6, "loss": 0.3})
+    run.close()
+    use_disk("two")
+    assert read_steps(bring(URL)) == [1, 2, 3]
+    first = next(name for name in Bucket(URL).listed("pieces/metrics.jsonl/") if "/000000000000000-" in name)
+    data = Bucket(URL).read(first)
+    Bucket(URL).delete(first)
+    assert read_steps(bring(URL)) == [1, 2, 3]
+    Bucket(URL).put(first, data)
+    assert read_steps(bring(URL)) == [1, 2, 3]
+
+
+def test_missing_runs_and_buckets_and_wrong_urls_are_named(use_disk):
+    run = Run(folder_of(URL))
+    run.abandon()
+    assert Bucket(URL).listed("") == {} and not run.folder.exists()
+    with pytest.raises(InputError, match=f"there is no run at {URL}; `tpuswarm train --run {URL}` begins one"):
+        bring(URL)
+    with pytest.raises(RunFailed, match="there is no such bucket"):
+        Run(folder_of("gs://nowhere/a"))
+    with pytest.raises(InputError, match="gs://nowhere/a: there is no such bucket, or you may not look into it"):
+        bring("gs://nowhere/a")
+    for url in ("s3://b/run", "gs://bucket", "http://x/y"):
+        with pytest.raises(InputError, match="gs://BUCKET/FOLDER"):
+            is_url(url)
+
+
+def test_new_run_in_place_of_a_deleted_one_has_nothing_of_it(use_disk):
+    """Not where the deleted one was trained, nor where it was read; the record of a swarm included."""
+    commit = "commits/000001.json"
+    start_run().close()
+    Store(folder_of(URL)).create(commit, b"of the first")
+    use_disk("two")
+    assert read_steps(bring(URL)) == [1, 2, 3] and Store(folder_of(URL)).read(commit) == b"of the first"
+    use_disk("one")
+    Mirror(folder_of(URL)).clear()
+    start_run(1).close()
+    use_disk("two")
+    assert read_steps(bring(URL)) == [1] and not Store(folder_of(URL)).exists(commit)
+    Store(folder_of(URL)).create(commit, b"of the second")
+    use_disk("one")
+    assert read_steps(bring(URL)) == [1] and Store(folder_of(URL)).read(commit) == b"of the second"
+
+
+@pytest.mark.parametrize("fault", ["deleted", "denied"])
+def test_run_that_lost_its_bucket_fails_and_resumes_once_it_is_back(
+    server, use_disk, short_lease, frequent_renewals, fault
+):
+    run = start_run()
+    denied = "me@example.com does not have storage.objects.create access to the bucket."
+    server.gone, server.denied = fault == "deleted", denied if fault == "denied" else ""
+    run.send_soon()
+    for thread in run._tended._threads:
+        thread.join()
+    why = "there is no such bucket; create it" if fault == "deleted" else f".*{denied}"
+    with pytest.raises(RunFailed, match=f"{URL} could not be reached: {why}"):
+        run.check()
+    store = Store(folder_of(URL))
+    with pytest.raises(RunFailed, match=f"commits/000001.json in {URL} could not be written: {why}"):
+        store.create("commits/000001.json", b"{}")
+    with pytest.raises(RunFailed, match="could not be reached"):
+        run.close()
+    assert read_steps(folder_of(URL)) == [1, 2, 3], "what was trained is still on this disk"
+    server.gone, server.denied = False, ""
+    again = Run(folder_of(URL))
+    again.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
+    again.close()
+    use_disk("two")
+    assert read_steps(bring(URL)) == [1, 2, 3, 4]
+
+
+def test_outage_of_a_bucket_that_has_answered_is_waited_out(use_disk, monkeypatch):
+    monkeypatch.setattr("tpuswarm.train.bucket.stored.PAUSE", 0.01)
+    bucket, failures = Bucket(URL), [ConnectionError("cut")] * 3
+    bucket.put("a", b"1")
+    read = bucket._fs.cat_file
+
+    def fail(path):
+        if failures:
+            raise failures.pop()
+        return read(path)
+
+    monkeypatch.setattr(bucket._fs, "cat_file", fail)
+    assert bucket.read("a") == b"1"
+    failures.append(ConnectionError("cut"))
+    with pytest.raises(ConnectionError):  # an address that has never answered may be wrong
+        Bucket("gs://bucket/b").read("a")
+
+
+def test_rows_of_members_are_appended_and_cut_like_those_of_the_run(use_disk):
+    def write(run: Run, step: int) -> None:
+        for member in ("m0", "m1"):
+            run.write_metrics({"step": step, "tokens": 2, "loss": 1.0, "member": member, "version": 0})
+        run._tended.send()
+
+    run = start_run(0)
+    write(run, 1)
+    use_disk("two")
+    own = bring(URL) / "members" / "m1" / ROWS
+    inode, first = own.stat().st_ino, own.read_bytes()
+    for step in (2, 3):
+        write(run, step)
+        assert bring(URL) and read_steps(own.parent) == [*range(1, step + 1)]
+    assert own.stat().st_ino == inode and own.read_bytes().startswith(first)
+    (run.folder / ROWS).write_bytes(b"".join((run.folder / ROWS).read_bytes().splitlines(keepends=True)[:2]))
+    run._tended.send()
+    assert bring(URL) and read_steps(own.parent) == [1]
+    run.close()

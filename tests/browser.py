@@ -1,6 +1,5 @@
-"""A headless Chromium for tests: empty, without a network of its own, and with what it asked for and complained of."""
+"""A headless Chromium for tests, which records the hosts that pages contact and the errors in their console."""
 
-import base64
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ FLAGS = (
 WEB = ("http", "https", "ws", "wss")
 LOOPBACK = ("127.0.0.1", "localhost")
 PATIENCE = 120.0
-"""Seconds, where other processes have the cores."""
+"""Seconds; other processes may have the cores."""
 
 
 class Browser:
@@ -31,46 +30,59 @@ class Browser:
         self.driver = driver
         self._seen: list[dict[str, Any]] = []
 
+    def reset(self) -> None:
+        """Be as a new one: an empty window, no cookies, caches, stored data and logs."""
+        old = self.driver.window_handles
+        self.driver.switch_to.new_window("tab")
+        new = self.driver.current_window_handle
+        for handle in old:
+            self.driver.switch_to.window(handle)
+            origin = urlsplit(self.driver.current_url)
+            if origin.scheme in WEB:
+                about = {"origin": f"{origin.scheme}://{origin.netloc}", "storageTypes": "all"}
+                self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", about)
+            self.driver.close()
+        self.driver.switch_to.window(new)
+        for command in ("Network.clearBrowserCookies", "Network.clearBrowserCache"):
+            self.driver.execute_cdp_cmd(command, {})
+        for kind in ("browser", "performance"):
+            self._log(kind)
+        self._seen = []
+
     def resize(self, width: int, height: int = 900) -> None:
-        """Make what a page sees so large, in pixels, as a device would."""
+        """Set the size in pixels that pages see, as on a device of that size."""
         about = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", about)
 
     def prefer(self, scheme: str) -> None:
-        """`light` or `dark`, as its user likes pages."""
+        """Prefer `light` or `dark` pages."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def open(self, url: str) -> None:
-        """Go there, and wait until it is loaded."""
+        """Open a page, and wait until it is loaded."""
         self.driver.get(url)
 
     def js(self, script: str, *values: Any) -> Any:
-        """What a script returns."""
+        """Run a script, and return what it returns."""
         return self.driver.execute_script(script, *values)
 
     def text(self) -> str:
-        """All that is shown."""
+        """Return the text on the page."""
         return self.js("return document.body ? document.body.innerText : ''")
 
     def wait(self, condition: Callable[["Browser"], Any], what: str = "") -> Any:
-        """The first answer of `condition` that is true; fails, with what is shown, where none comes."""
+        """Return the first true result of `condition`; fail, with the text on the page, if there is none."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         try:
             return WebDriverWait(self.driver, PATIENCE, 0.05).until(lambda _: condition(self))
         except Exception as error:
-            raise AssertionError(f"{what or 'what was waited for'} did not come; shown is:\n{self.text()}") from error
+            raise AssertionError(f"{what or 'the condition'} did not hold; the page shows:\n{self.text()}") from error
 
     def shoot(self, path: Path) -> Path:
-        """A picture of what is shown, as a PNG file."""
+        """Save a picture of the window as a PNG file."""
         self.driver.save_screenshot(str(path))
-        return path
-
-    def shoot_all(self, path: Path) -> Path:
-        """The same, of the whole page."""
-        about = {"captureBeyondViewport": True, "format": "png"}
-        path.write_bytes(base64.b64decode(self.driver.execute_cdp_cmd("Page.captureScreenshot", about)["data"]))
         return path
 
     def _log(self, kind: str) -> list[dict[str, Any]]:
@@ -78,22 +90,22 @@ class Browser:
         return list(driver.get_log(kind))
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of its console since this was asked last."""
-        return [each["message"] for each in self._log("browser") if each["level"] in ("SEVERE", "WARNING")]
+        """Return the errors and warnings of the console since the last call."""
+        return [entry["message"] for entry in self._log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def hosts(self) -> set[str]:
-        """All hosts that pages have asked for anything since it began, loopback left out."""
-        for each in self._log("performance"):
-            said = json.loads(each["message"])["message"]
-            if said["method"] in ("Network.requestWillBeSent", "Network.webSocketCreated"):
-                self._seen.append(said["params"])
-        urls = [each["request"]["url"] if "request" in each else each["url"] for each in self._seen]
+        """Return all hosts that pages have contacted, except loopback."""
+        for entry in self._log("performance"):
+            event = json.loads(entry["message"])["message"]
+            if event["method"] in ("Network.requestWillBeSent", "Network.webSocketCreated"):
+                self._seen.append(event["params"])
+        urls = [seen["request"]["url"] if "request" in seen else seen["url"] for seen in self._seen]
         return {urlsplit(url).hostname or "" for url in urls if urlsplit(url).scheme in WEB} - set(LOOPBACK)
 
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
-    """One that begins with an empty profile in that folder; skips where there is no Chromium."""
+    """Start a Chromium with an empty profile in that folder; skip the test if there is none."""
     if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
         pytest.skip("this machine has no chromium and chromium-driver")
     from selenium.webdriver import Chrome, ChromeOptions, ChromeService
@@ -110,9 +122,16 @@ def chromium(profile: Path) -> Iterator[Browser]:
         driver.quit()
 
 
-@pytest.fixture
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A Chromium of this test's own, 1280 pixels wide."""
+@pytest.fixture(scope="session")
+def chromium_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for all tests of a process."""
     with chromium(tmp_path_factory.mktemp("chromium")) as opened:
-        opened.resize(1280)
         yield opened
+
+
+@pytest.fixture
+def browser(chromium_of_session: Browser) -> Browser:
+    """A Chromium in the state of a new one, 1280 pixels wide."""
+    chromium_of_session.reset()
+    chromium_of_session.resize(1280)
+    return chromium_of_session

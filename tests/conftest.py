@@ -36,7 +36,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.browser import browser  # noqa: F401  # a fixture for all
+from tests.browser import browser, chromium_of_session  # noqa: F401  # fixtures for all
 from tests.runs import Finished, finished_once
 from tpuswarm.cli import main
 from tpuswarm.train.process.stop import SIGNALS

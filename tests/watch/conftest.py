@@ -1,18 +1,16 @@
-"""A page as its user has it: the command in a process of its own, on a port that was free."""
+"""`tpuswarm page` as its user has it: a process, on a port that was free."""
 
 import os
-import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 
-PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
+from tests.hosts import free_port
+from tests.processes import PROGRAM, Forked
 
 
 class Page:
@@ -20,7 +18,7 @@ class Page:
 
     def __init__(self, folder: Path, *words: str, port: int | None = None, environment: dict[str, str] | None = None):
         self.port = port or free_port()
-        self.process = subprocess.Popen(
+        self.process = Forked(
             [PROGRAM, "page", *words, "--port", str(self.port)], cwd=folder, text=True,
             env={**os.environ, "XDG_STATE_HOME": str(folder / "state"), **(environment or {})},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -31,7 +29,7 @@ class Page:
         self.token = self.url.partition("token=")[2]
 
     def get(self, path: str, token: str | None = None, **headers: str) -> tuple[int, str]:
-        """Status and body."""
+        """Return status and body."""
         mark = "&" if "?" in path else "?"
         given = self.token if token is None else token
         try:
@@ -41,23 +39,16 @@ class Page:
             return error.code, error.read().decode()
 
     def end(self) -> None:
-        """As Ctrl-C would; with the exit code of that."""
+        """Press Ctrl-C."""
         if self.process.poll() is None:
             self.process.send_signal(2)
             _, err = self.process.communicate(timeout=60)
             assert self.process.returncode == 130 and "Traceback" not in err, err
 
 
-def free_port() -> int:
-    """One that nobody listens on."""
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 @pytest.fixture
 def page_of() -> Iterator[Callable[..., Page]]:
-    """Opens pages that end with the test."""
+    """Opens pages, and ends them with the test."""
     opened: list[Page] = []
 
     def open_page(*about, **more) -> Page:
@@ -65,5 +56,5 @@ def page_of() -> Iterator[Callable[..., Page]]:
         return opened[-1]
 
     yield open_page
-    for each in opened:
-        each.end()
+    for page in opened:
+        page.end()

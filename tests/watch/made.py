@@ -106,6 +106,6 @@ class MadeRun:
             time=BEGAN + self.version * STEP_S, began=BEGAN, version=self.version, epoch=1, phase="waiting for pushes",
             horizon=goal, tokens=Tokens(self.tokens + 2 * TOKENS, self.tokens, TOKENS, 0, TOKENS),
             goodput=self.tokens / (self.tokens + 2 * TOKENS), lag=0, left=60.0, loss=loss, eval_loss=2.5,
-            tokens_per_s=sum(each.tokens_per_s or 0 for each in members), eval_version=self.version // 10 * 10,
+            tokens_per_s=sum(member.tokens_per_s or 0 for member in members), eval_version=self.version // 10 * 10,
             members=members, alarms=alarms, address="", processes={}, carried=12345,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the tests in a browser rely on: it tells when a page asks another host, and when its console has complaints."""
+"""What tests in a browser rely on: contacted hosts and console errors are recorded."""
 
 PAGE = (
     "<meta name=viewport content='width=device-width'><p>hello</p>"
@@ -6,11 +6,11 @@ PAGE = (
 )
 
 
-def test_it_sees_what_a_page_asks_for_and_complains_of(browser, tmp_path):
+def test_contacted_hosts_and_console_errors_are_recorded(browser, tmp_path):
     page = tmp_path / "page.html"
     page.write_text(PAGE)
     browser.resize(390, 700)
     browser.open(page.as_uri())
-    assert browser.wait(lambda each: "hello" in each.text()) and browser.js("return innerWidth") == 390
-    assert browser.wait(lambda each: any("fail is not defined" in one for one in each.complaints()))
+    assert browser.wait(lambda tab: "hello" in tab.text()) and browser.js("return innerWidth") == 390
+    assert browser.wait(lambda tab: any("fail is not defined" in complaint for complaint in tab.complaints()))
     assert browser.hosts() == {"elsewhere.invalid"}

@@ -18,19 +18,19 @@ def run(tmp_path):
     return MadeRun(tmp_path / "run", 3, 1000)
 
 
-def test_a_short_run_is_shown_whole(run):
+def test_short_run_is_complete(run):
     run.grow(12, evaluated=4)
     past = History(run.folder, swarm=True)
-    assert [each.version for each in past.columns] == list(range(1, 13)) and past.names == ["m0", "m1", "m2"]
-    assert all(each.shares == [333, 333, 333] for each in past.columns)
+    assert [column.version for column in past.columns] == list(range(1, 13)) and past.names == ["m0", "m1", "m2"]
+    assert all(column.shares == [333, 333, 333] for column in past.columns)
     assert [tokens for tokens, _ in past.evaluations] == [3 * TOKENS * version for version in (4, 8, 12)]
-    assert {round(each.mean) for each in past.speeds} == {round(3 * TOKENS / STEP_S)}
+    assert {round(speed.mean) for speed in past.speeds} == {round(3 * TOKENS / STEP_S)}
     rows = [json.loads(line) for line in (run.folder / METRICS).read_text().splitlines()]
-    assert [each.mean for each in past.losses] == [row["loss"] for row in rows if "loss" in row]
-    assert [each.kind for each in past.told] == ["started", *["commit"] * 12]
+    assert [point.mean for point in past.losses] == [row["loss"] for row in rows if "loss" in row]
+    assert [event.kind for event in past.told] == ["started", *["commit"] * 12]
 
 
-def test_what_is_new_comes_once_and_a_torn_line_when_it_is_whole(run):
+def test_news_comes_once_and_torn_lines_later(run):
     run.grow(2)
     past = History(run.folder, swarm=True)
     assert past.news() is not None and not past.news()
@@ -39,24 +39,24 @@ def test_what_is_new_comes_once_and_a_torn_line_when_it_is_whole(run):
     with (run.folder / EVENTS).open("a") as file:
         file.write('{"time": 1.0, "event": "al')
     news = past.news()
-    assert [each.kind for each in news.told] == ["lost", "commit"] and "m1 killed" in news.told[0].text
+    assert [event.kind for event in news.told] == ["lost", "commit"] and "m1 killed" in news.told[0].text
     assert news.columns[0].shares == [500, None, 500] and news.losses[0].tokens == 2 * 3 * TOKENS
     assert not past.news()
     with (run.folder / EVENTS).open("a") as file:
         file.write('arm", "message": "look"}\n')
-    assert [each.text for each in past.news().told] == ["alarm: look"]
+    assert [event.text for event in past.news().told] == ["alarm: look"]
 
 
-def test_a_contribution_that_was_not_counted_is_marked_and_damaged_lines_are_left_out(run):
+def test_dropped_contribution_is_marked_and_damaged_lines_are_skipped(run):
     part = {"member": "m7", "incarnation": "0" * 32, "tokens": 5, "weight": 0, "fate": "dropped", "reason": "stale"}
     run.event(1.0, "commit", version=1, epoch=1, tokens=9, contributors=[], others=[part], rule="average", rate=1)
     run.event(2.0, "commit", version=2)
     (run.folder / METRICS).write_text('{"step": 1\n[1]\n{"step": 2, "loss": null, "tokens": 1}\n')
     past = History(run.folder, swarm=True)
-    assert past.names == ["m7"] and [each.shares for each in past.columns] == [[MISSED]] and not past.losses
+    assert past.names == ["m7"] and [column.shares for column in past.columns] == [[MISSED]] and not past.losses
 
 
-def test_another_run_in_its_place_is_another_history(run, tmp_path):
+def test_replaced_run_starts_a_new_history(run, tmp_path):
     run.grow(3)
     past = History(run.folder, swarm=True)
     (run.folder / METRICS).unlink()
@@ -65,25 +65,25 @@ def test_another_run_in_its_place_is_another_history(run, tmp_path):
     assert past.news() is None, "another file of that name"
 
 
-def test_a_plain_run_has_its_own_tokens_and_speed(tmp_path):
+def test_plain_run_has_tokens_and_speed(tmp_path):
     rows = [{"step": step, "tokens": 64 * step, "loss": 1 / step, "tokens_per_s": 100.0 * step} for step in range(1, 9)]
     append_event(tmp_path, "started")
     append_rows(tmp_path / METRICS, [*rows, {"step": 8, "tokens": 512, "eval_loss": 0.2}])
     past = History(tmp_path, swarm=False)
-    assert [each.tokens for each in past.losses] == [64.0 * step for step in range(1, 9)]
-    assert [each.mean for each in past.speeds] == [100.0 * step for step in range(1, 9)]
+    assert [point.tokens for point in past.losses] == [64.0 * step for step in range(1, 9)]
+    assert [speed.mean for speed in past.speeds] == [100.0 * step for step in range(1, 9)]
     assert past.evaluations == [[512, 0.2]] and not past.columns
 
 
-def test_a_long_run_keeps_its_shape_and_a_page_its_size(run, monkeypatch):
+def test_long_run_keeps_its_shape_in_limited_space(run, monkeypatch):
     monkeypatch.setattr(lines, "WHOLE", 10_000)
     run.grow(2000)
     past = History(run.folder, swarm=True)
-    versions = [each.version for each in past.columns]
+    versions = [column.version for column in past.columns]
     assert len(versions) <= COLUMNS + 1 and versions == sorted(set(versions))
     assert versions[0] <= 2 and versions[-1] == 2000 and max(b - a for a, b in pairwise(versions)) < 30
     assert POINTS / 2 < len(past.losses) <= POINTS
-    for point in past.losses[5:]:  # what it was made of is 2 + 3 / sqrt(version), and noise of 0.05
+    for point in past.losses[5:]:  # made of 2 + 3 / sqrt(version), and noise of 0.05
         version = point.tokens / (3 * TOKENS)
         assert abs(point.mean - (2 + 3 / (version + 1) ** 0.5)) < 0.15
     assert len(past.evaluations) == 200, "every evaluation, wherever it stands"
@@ -93,26 +93,26 @@ def test_a_long_run_keeps_its_shape_and_a_page_its_size(run, monkeypatch):
     assert len(past.columns) <= 2 * COLUMNS and len(past.losses) <= 2 * POINTS and past.columns[-1].version == 2500
 
 
-def test_of_more_news_than_an_update_holds_a_page_gets_the_whole(run):
+def test_too_much_news_reloads_the_page(run):
     past = History(run.folder, swarm=True)
     run.grow(NEWS + 1)
     assert past.news() is None
-    assert [each.kind for each in History(run.folder, swarm=True).told] == ["started", *["commit"] * (NEWS + 1)]
+    assert [event.kind for event in History(run.folder, swarm=True).told] == ["started", *["commit"] * (NEWS + 1)]
 
 
-def test_older_events_are_asked_for_until_the_first(run, monkeypatch):
+def test_older_events_are_loaded_back_to_the_first(run, monkeypatch):
     monkeypatch.setattr(lines, "WINDOW", 2000)
     run.grow(300)
     past = History(run.folder, swarm=True)
     found, at = [], past.told[0].at
     while at:
-        told, at = past.older(at)
-        assert told
-        found = told + found
-    assert [each.kind for each in (*found, *past.told)] == ["started", *["commit"] * 300]
+        shown_events, at = past.older(at)
+        assert shown_events
+        found = shown_events + found
+    assert [item.kind for item in (*found, *past.told)] == ["started", *["commit"] * 300]
 
 
-def test_a_line_longer_than_what_is_read_at_once(tmp_path, monkeypatch):
+def test_line_longer_than_the_read_window(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "WINDOW", 64)
     file = Lines(tmp_path / METRICS)
     append_rows(tmp_path / METRICS, [{"a": "x" * 1000}, {"b": "y" * 1000}])
@@ -122,10 +122,10 @@ def test_a_line_longer_than_what_is_read_at_once(tmp_path, monkeypatch):
     assert file.before(0) == ([], 0)
 
 
-def test_a_version_of_many_members_is_a_sentence_that_can_be_read():
+def test_commit_of_many_members_is_summarised():
     parts = [{"member": f"m{n}", "weight": (n + 1) / 1000, "fate": "applied", "reason": ""} for n in range(40)]
     parts += [{"member": f"x{n}", "weight": 0.0, "fate": "stale", "reason": "late"} for n in range(15)]
-    said = commit_sentence(7, 1000, "tokens", parts)
-    assert said.startswith("commit 7: 40 members, 0.1% to 4.0% each; 1,000 tokens counted; x0 stale: late; ")
-    assert said.endswith("x11 stale: late; 3 more were not counted")
+    printed = commit_sentence(7, 1000, "tokens", parts)
+    assert printed.startswith("commit 7: 40 members, 0.1% to 4.0% each; 1,000 tokens counted; x0 stale: late; ")
+    assert printed.endswith("x11 stale: late; 3 more were not counted")
     assert commit_sentence(7, 1000, "rows", parts[:2]) == "commit 7: m0 0%, m1 0%; 1,000 rows counted"

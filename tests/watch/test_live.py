@@ -1,4 +1,4 @@
-"""What a page is about, seen again and again: what fails for a while is said, and ends nothing."""
+"""A page follows its run: temporary failures are reported and end nothing."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def until(messages, holds) -> dict:
     raise AssertionError("it has ended")
 
 
-def test_a_bucket_that_fails_once_is_said_and_the_run_is_followed_all_the_same(bucket, monkeypatch):
+def test_bucket_that_fails_once_is_reported_and_still_followed(bucket, monkeypatch):
     monkeypatch.setattr(module, "EVERY", 0.01)
     monkeypatch.setattr(module, "EVERY_FAR", 0.01)
 
@@ -48,19 +48,19 @@ def test_a_bucket_that_fails_once_is_said_and_the_run_is_followed_all_the_same(b
         bucket.errors.append(ConnectionResetError("the library gave up"))
         watching = asyncio.create_task(live.watch())
         messages = live.messages()
-        said = await until(messages, lambda each: each.get("problems"))
-        assert said["problems"] == [f"{URL} cannot be read now: the library gave up"]
-        await until(messages, lambda each: each.get("problems") == [])
+        printed = await until(messages, lambda item: item.get("problems"))
+        assert printed["problems"] == [f"{URL} cannot be read now: the library gave up"]
+        await until(messages, lambda item: item.get("problems") == [])
         bucket.grow(1)
-        news = await until(messages, lambda each: each.get("columns"))
-        assert [each[0] for each in news["columns"]] == [4] and not watching.done()
+        news = await until(messages, lambda item: item.get("columns"))
+        assert [column[0] for column in news["columns"]] == [4] and not watching.done()
         await messages.aclose()
         watching.cancel()
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
-def test_who_asks_once_has_the_bucket_asked_but_not_each_time(bucket, monkeypatch):
+def test_requests_do_not_each_read_the_bucket(bucket, monkeypatch):
     monkeypatch.setattr(module, "EVERY", 0.0)
 
     async def work() -> None:
@@ -75,19 +75,19 @@ def test_who_asks_once_has_the_bucket_asked_but_not_each_time(bucket, monkeypatc
     asyncio.run(work())
 
 
-def test_a_page_that_sleeps_costs_the_others_nothing(bucket, monkeypatch):
+def test_sleeping_page_does_not_slow_the_others(bucket, monkeypatch):
     monkeypatch.setattr(module, "WAITING", 1)
 
     async def work() -> None:
         live = Live(Subject(URL))
         live.open()
         pages = [live.messages() for _ in range(9)]
-        for each in pages:
-            assert (await anext(each))[0] == "view"
+        for page in pages:
+            assert (await anext(page))[0] == "view"
         for _ in range(2):
             bucket.grow(1)
             await live._update()
-            assert [(await anext(each))[0] for each in pages[1:]] == ["update"] * 8
+            assert [(await anext(page))[0] for page in pages[1:]] == ["update"] * 8
         assert (await anext(pages[0]))[0] == "view", "the whole, for what it has missed"
 
     asyncio.run(asyncio.wait_for(work(), 60))

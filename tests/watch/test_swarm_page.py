@@ -16,13 +16,13 @@ from tpuswarm.train.look import profile
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.watch.boards import Made
 
+pytestmark = pytest.mark.slow
 TABLE = "return [...document.querySelectorAll('#members-table tr')].slice(1).map((row) => row.innerText)"
 DRAWN = "return seen && seen.columns.length && seen.losses.length"
 WIDE = "return document.documentElement.scrollWidth"
 
 
-@pytest.mark.slow
-def test_a_swarm_of_three_loses_a_member(browser, page_of, tmp_path, monkeypatch):
+def test_swarm_of_three_loses_a_member(browser, page_of, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     words = ["gpt2-tiny", "--data", "fake", *SMALL, "--members", "3", "--cycle", "8", "--outer", "average"]
     swarm = Swarm(tmp_path / "run", [*words, "--steps", "10M", "--wandb", "project"])
@@ -31,24 +31,24 @@ def test_a_swarm_of_three_loses_a_member(browser, page_of, tmp_path, monkeypatch
         swarm.wait(lambda: (swarm.status().get("version") or 0) >= 3 and {"m0", "m1", "m2"} <= swarm.pids().keys())
         page = page_of(tmp_path, "run")
         browser.open(page.url)
-        browser.wait(lambda each: each.js(DRAWN) and "3: 3 alive" in each.text(), "three members")
+        browser.wait(lambda tab: tab.js(DRAWN) and "3: 3 alive" in tab.text(), "three members")
         for width in (1280, 390):
             browser.resize(width)
-            browser.wait(lambda each, width=width: each.js("return innerWidth") == width, f"a width of {width}")
+            browser.wait(lambda tab, width=width: tab.js("return innerWidth") == width, f"a width of {width}")
             assert browser.js(WIDE) <= width
         traced = is_traced(swarm, tmp_path)
         newest = browser.js("return seen.columns.at(-1)[0]")
         os.kill(pid := swarm.pids()["m1"], signal.SIGSTOP)  # it cannot answer, and then it is no more
-        asked = start(["profile", "run", "--member", "m1"], tmp_path)
-        assert "asked m1 to trace 5 steps" in asked.stderr.readline()
+        requests = start(["profile", "run", "--member", "m1"], tmp_path)
+        assert "asked m1 to trace 5 steps" in requests.stderr.readline()
         swarm.wait(lambda: not (swarm.run / profile.REQUEST).exists())
         os.kill(pid, signal.SIGKILL)
-        assert "m1 ended before its trace was taken" in finish(asked, 1)[1]
-        browser.wait(lambda each: "m1 killed; about" in each.text(), "that it was killed")
+        assert "m1 ended before its trace was taken" in finish(requests, 1)[1]
+        browser.wait(lambda tab: "m1 killed; about" in tab.text(), "that it was killed")
         assert browser.js(WIDE) <= 390
         browser.resize(1280)
-        browser.wait(lambda each: "m1 rejoined" in each.text() and len(each.js(TABLE)) == 3, "that it is back")
-        browser.wait(lambda each: each.js("return seen.columns.at(-1)[0]") > newest, "versions that came since")
+        browser.wait(lambda tab: "m1 rejoined" in tab.text() and len(tab.js(TABLE)) == 3, "that it is back")
+        browser.wait(lambda tab: tab.js("return seen.columns.at(-1)[0]") > newest, "versions that came since")
         assert 'tpuswarm_member_up{member="m1"}' in page.get("/metrics")[1]
         assert not browser.complaints() and not browser.hosts()
     finally:

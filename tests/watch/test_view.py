@@ -1,4 +1,4 @@
-"""What a page is sent: figures of the fleet as `list` and `top` have them, and later only what changed."""
+"""What a page receives: the figures of `list` and `top`, and then only changes."""
 
 from tests.watch.fleets import fleet_state
 from tests.watch.made import MadeRun
@@ -6,7 +6,7 @@ from tpuswarm.swarm.views.status import look
 from tpuswarm.watch.page.view import changes, sections
 
 
-def test_of_a_fleet_each_machine_with_its_chips_and_what_is_missing_with_the_reason():
+def test_fleet_lists_machines_with_chips_and_reasons_for_missing_ones():
     state, rows = fleet_state(None)
     found = sections(state, rows)
     busy, idle = found["machines"]["v2-usc1f-0"], found["machines"]["v2-usc1f-1"]
@@ -16,7 +16,7 @@ def test_of_a_fleet_each_machine_with_its_chips_and_what_is_missing_with_the_rea
     assert len({len(row) for row in found["machines"].values()}) == 1
 
 
-def test_only_what_changed_is_sent_again(tmp_path):
+def test_only_changes_are_sent(tmp_path):
     run = MadeRun(tmp_path / "run", 5, 100).lives()
     run.grow(3)
     state, rows = fleet_state(look(run.folder))

@@ -1,7 +1,6 @@
-"""Recipes with one hazard each; `# planted: KIND` marks its line. Run, prints what is found in each, as JSON."""
+"""Recipes with one hazard each; `# planted: KIND` marks its line. Run as a program, it prints the hazards as JSON."""
 
 import json
-import sys
 from functools import partial
 
 import jax
@@ -12,7 +11,6 @@ from jax.experimental import pallas, topologies
 
 from tpuswarm import catalog, supervised
 from tpuswarm.plan.hlo import hazards, refusal
-from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program.compiled import Refused, compile_step
 from tpuswarm.train.program.request import Request
 
@@ -81,7 +79,7 @@ def multiply(x, w, out):
 
 
 def too_large_for_the_chips_own_memory(w, x):
-    tiled = jax.lax.stop_gradient(jnp.tile(w["a"].astype(jnp.float32), (32, 32)))
+    tiled = jax.lax.stop_gradient(jnp.tile(w["a"].astype(jnp.float32), (24, 24)))
     return clean(w, x) + pallas.pallas_call(double, out_shape=tiled)(tiled).sum().astype(x.dtype)  # planted: refused
 
 
@@ -100,14 +98,12 @@ def recipe(model):
     )
 
 
-SPLASH = GPT2(data="fake", layers=2, heads=1, width=128, context=128, vocab=256)
 ALONE = (clean, narrow, prints, calls_back, casts, repeats, repeats_little, scans, unknown_to_tpus)
 CASES = {model.__name__: (partial(recipe, model), "v5e-1") for model in ALONE}
 CASES |= {model.__name__: (partial(recipe, model), "v5e-4") for model in (mirrors, contrasts)}
 CASES |= {
     "kernel_of_a_later_tpu": (partial(recipe, kernel_of_a_later_tpu), "v3-8"),
     "too_large_for_the_chips_own_memory": (partial(recipe, too_large_for_the_chips_own_memory), "v5e-1"),
-    "gpt2 on four": (lambda: SPLASH, "v5e-4"),
     "clean on four": (partial(recipe, clean), "v5e-4"),
 }
 
@@ -117,7 +113,7 @@ def found(make, where):
     compiler = slice_.compiler
     devices = topologies.get_topology_desc(compiler.name, "tpu", **compiler.options).devices
     made = make()
-    batch = 512 * len(devices) if made.name == "planted" else 4 * len(devices)
+    batch = 512 * len(devices)
     request = Request(batch=batch, shard="replicate", accumulate=1)
     try:
         compiled = compile_step(made, request, devices, 2**34)
@@ -128,4 +124,4 @@ def found(make, where):
 
 if __name__ == "__main__":
     for name, case in CASES.items():
-        print(json.dumps([name, [[each.kind, each.sentence, each.place] for each in found(*case)]]), file=sys.stdout)
+        print(json.dumps([name, [[hazard.kind, hazard.sentence, hazard.place] for hazard in found(*case)]]))

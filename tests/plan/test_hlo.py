@@ -71,6 +71,6 @@ def test_planted_hazard_is_found_with_its_line(found, case):
     assert {hazard[0] for hazard in found[case]} == {kind}, found[case]
 
 
-@pytest.mark.parametrize("case", ["clean", "scans", "repeats_little", "clean on four", "gpt2 on four"])
+@pytest.mark.parametrize("case", ["clean", "scans", "repeats_little", "clean on four"])
 def test_clean_program_has_no_hazard(found, case):
     assert found[case] == []

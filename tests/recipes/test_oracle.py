@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,7 +17,6 @@ from tpuswarm.recipes.gpt2.hub import open_published
 from tpuswarm.recipes.gpt2.pretrained import SHAPE, read_config
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.recipe import Options
-from tpuswarm.train.run.loaded import load_run
 
 pytestmark = pytest.mark.oracle
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,23 +65,22 @@ def test_random_models_have_transformers_results(tmp_path):
         check_results(GPT2(**{name: getattr(config, name) for name in SHAPE}, data="fake"), folder)
 
 
-def test_transformers_loads_exports_with_the_same_results(tmp_path, text_file, typed):
-    """For each kind of tokenizer: logits, gradients and token numbers of what was exported are those of the run."""
+def test_transformers_loads_exports_with_the_same_results(tmp_path, text_file):
+    """For each kind of tokenizer: logits, gradients and token numbers are those of the recipe."""
     texts = ["the quick brown fox", "line 7: jumps over\n\n 49  lazy dogs."]
-    runs = {}
-    for options in ("--tokenizer characters", "--tokenizer bytes", "--tokenizer bpe --vocab 400"):
-        folder = tmp_path / options.split()[1]
-        sizes = "--layers 2 --heads 2 --width 32 --context 32 --steps 5 --devices 1"
-        assert (
-            typed("train", "gpt2-tiny", *f"--data {text_file} {sizes} --run {folder / 'run'} {options}".split())[0] == 0
-        )
-        assert typed("export", str(folder / "run"), str(folder / "model"), "--format", "hf")[0] == 0
-        runs[folder] = run = load_run(folder / "run", jax.devices()[:1])
-        save_file({"tokens": run.recipe.data("validation").rows(0, 2)["tokens"]}, folder / "tokens.safetensors")
+    shape = {"layers": 2, "heads": 2, "width": 32, "context": 32, "data": str(text_file)}
+    exported = {}
+    for name, options in (("characters", {}), ("bytes", {}), ("bpe", {"vocab": 400})):
+        folder, recipe = tmp_path / name, GPT2(**shape, tokenizer=name, **options)
+        state = jax.jit(recipe.program(Options()).init)(jax.random.key(0))
+        state = replace(state, params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))  # biases begin at 0
+        (folder / "model").mkdir(parents=True)
+        recipe.export(state, folder / "model")
+        exported[folder] = recipe, state.params
+        save_file({"tokens": recipe.data("validation").rows(0, 2)["tokens"]}, folder / "tokens.safetensors")
         (folder / "texts.json").write_text(json.dumps(texts))
-    transformers("read", *runs)
-    for folder, run in runs.items():
-        recipe, params = run.recipe, run.state.params
+    transformers("read", *exported)
+    for folder, (recipe, params) in exported.items():
         check_results(recipe if folder.name == "bpe" else GPT2(**{**recipe.options(), "data": "fake"}), folder)
         theirs = load_file(folder / "results.safetensors")
         x_BxTxD = model.hidden(params, theirs["tokens"][:, :-1], recipe.config, Options(), None)

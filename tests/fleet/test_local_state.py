@@ -61,8 +61,10 @@ def test_background_keeper_is_started_unless_one_leads(tmp_path, background_keep
         return len(background_keepers) > before
 
     for command, in_background, expected in (("up", False, True), ("keep", False, True), ("keep", True, False)):
-        words = ["sh", "-c", "read line", command]
-        with start_process(words, stdin=subprocess.PIPE, start_new_session=in_background) as process:
+        words = ["sh", "-c", "echo; read line", command]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with start_process(words, start_new_session=in_background, **pipes) as process:
+            process.stdout.readline()  # its command line is empty for a moment after Popen returns
             assert detach(process.pid) == expected
             process.stdin.close()
     assert detach(process.pid), "the keeper has ended"

@@ -20,14 +20,14 @@ demo: setup
 demo-cloud: setup
 	@$(BIN)/tpuswarm demo --cloud
 
+# The quick files: everything broad. tests/conftest.py puts the files in order.
 test: setup
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# Minutes each, most of them spent waiting: two at a time, handed out one by one.
 test-slow: setup
-	$(BIN)/pytest -m slow -n 2 --maxschedchunk 1
+	$(BIN)/pytest -m slow -n 2 --dist worksteal
 
-# Both in one, over one cache of compilations: while a slow one waits, the other process has the cores.
+# Both, the quick files first.
 test-all: setup
 	$(BIN)/pytest -m 'not fleet and not tpu_compiler and not oracle' -n 2 --dist worksteal
 

@@ -49,6 +49,21 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 
+@pytest.hookimpl(trylast=True)  # after those that are not asked for are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run quick files before slow ones, and among them those with many tests first, in each of xdist's workers.
+
+    With `--dist worksteal` each worker begins with an equal part of this list.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    parts: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
+    for tests in sorted(files.values(), key=lambda tests: (bool(tests[0].get_closest_marker("slow")), -len(tests))):
+        min(parts, key=len).extend(tests)
+    items[:] = [item for part in parts for item in part]
+
+
 OURS = ("HF_", "JAX_", "PYTHONPATH", "STORAGE_EMULATOR_HOST", "TPUSWARM_", "WANDB_", "XLA_")
 """How variables begin that change what our processes do; libraries set others when they are imported."""
 

@@ -27,9 +27,10 @@ ELSEWHERE = "https://elsewhere.example"
 
 
 def test_jupyter_is_offered_lets_in_only_its_user_and_outlives_the_command(fleet):
-    fleet.run("notebook", ONE, "--stop")  # another test may have put Jupyter there
+    fleet.run("notebook", ONE, "--stop")
     fleet.wait_until_gone("jupyterlab", ONE)
-    shutil.rmtree(fleet.user_home(f"{ONE}-0") / ".tpuswarm" / "notebook", ignore_errors=True)
+    for name in ("notebook", "setup", "venv"):  # another test may have put Jupyter there, or have set up the machine
+        shutil.rmtree(fleet.user_home(f"{ONE}-0") / ".tpuswarm" / name, ignore_errors=True)
     assert "has no Jupyter: `notebook = true` in [setup] puts it there" in fleet.run("notebook", ONE, code=2)[1]
     with opened(fleet, ONE, "--yes") as server:
         cells = server.kernel()

@@ -87,7 +87,7 @@ def _kernel(folder: Path, environment: dict[str, str], name: str, port: int) -> 
     assert process.stdout is not None
     said = ""
     try:
-        while not re.search("Ctrl-C closes", said):
+        while not re.search("Ctrl-C disconnects", said):
             said += process.stdout.readline()
         cells = Server(said).kernel()
         cells.run(ARRAY)

@@ -7,50 +7,46 @@ import signal
 import pytest
 
 from tests.processes import finish, kill_after, rows_without_times, run, start, updates, wait_for
+from tests.train import wide
 from tpuswarm.train.run.directory import METRICS
 from tpuswarm.train.run.listing import status
 
 pytestmark = pytest.mark.slow
-STEPS = 120
-MODEL = ["--layers", "1", "--heads", "2", "--width", "64"]
-TRAIN = ["train", "gpt2-tiny", *MODEL, "--steps", str(STEPS), "--save-every", "10", "--eval-every", "40", "--seed", "3"]
+STEPS = 100
+TRAIN = ["train", f"{wide.__file__}:wide", "--batch", "16", "--steps", str(STEPS), "--save-every", "10",
+         "--eval-every", "40", "--seed", "3", "--run", "run"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def words(text_file):
-    return [*TRAIN, "--data", str(text_file), "--run", "run"]
-
-
-@pytest.fixture(scope="module")
-def whole(words, tmp_path_factory):
+def whole(tmp_path_factory):
     """Metrics of a run that was never disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    run(words, folder)
+    run(TRAIN, folder)
     rows = rows_without_times(folder / "run")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
     return rows
 
 
-def test_killed_again_and_again(words, whole, tmp_path):
+def test_killed_again_and_again(whole, tmp_path):
     folder = tmp_path / "run"
     for rows in (1, 34, 71):
-        kill_after(start(words, tmp_path), folder, rows, signal.SIGKILL)
+        kill_after(start(TRAIN, tmp_path), folder, rows, signal.SIGKILL)
         assert status(folder).state == "killed"
         with (folder / METRICS).open("a") as file:
             file.write('{"step": 119, "lo')  # a torn last line
-    run(words, tmp_path)
+    run(TRAIN, tmp_path)
     assert rows_without_times(folder) == whole
 
 
-def test_stopped_by_signals_and_in_use_until_then(words, whole, tmp_path):
+def test_stopped_by_signals_and_in_use_until_then(whole, tmp_path):
     folder = tmp_path / "run"
     for number, rows in ((signal.SIGINT, 15), (signal.SIGTERM, 40)):
-        process = start(words, tmp_path)
+        process = start(TRAIN, tmp_path)
         wait_for((folder / "checkpoints" / "00000000" / "manifest.json").exists, process)  # how long a save takes
         wait_for(lambda rows=rows: updates(folder) >= rows, process)
         process.send_signal(signal.SIGSTOP)
         try:
-            _, err = run(words, tmp_path, code=2)
+            _, err = run(TRAIN, tmp_path, code=2)
             assert f"run is in use by process {process.pid}" in err and err.count("\n") == 1
             seen = json.loads(run(["status", "run", "--json"], tmp_path)[0])
             assert (seen["state"], seen["pid"]) == ("running", process.pid)
@@ -60,29 +56,29 @@ def test_stopped_by_signals_and_in_use_until_then(words, whole, tmp_path):
         out, err = finish(process, 128 + number)
         stopped = updates(folder)
         assert f"saved at step {stopped}" in out and "Traceback" not in err and status(folder).state == "stopped"
-    _, err = run(words, tmp_path)
+    _, err = run(TRAIN, tmp_path)
     assert f"resumed from the checkpoint of step {stopped}" in err and rows_without_times(folder) == whole
 
 
-def test_notice_too_short_for_a_save_leaves_the_last_checkpoint(words, whole, tmp_path):
+def test_notice_too_short_for_a_save_leaves_the_last_checkpoint(whole, tmp_path):
     folder = tmp_path / "run"
-    process = start([*words, "--grace", "0s"], tmp_path)
+    process = start([*TRAIN, "--grace", "0s"], tmp_path)
     wait_for((folder / "checkpoints" / "00000010" / "manifest.json").exists, process)
     process.send_signal(signal.SIGTERM)
     out, _ = finish(process, 128 + signal.SIGTERM)
     saved = max(int(path.parent.name) for path in (folder / "checkpoints").glob("*/manifest.json"))
     if updates(folder) > saved:
         assert "more than the 0.0 s left" in out and f"checkpoint of step {saved} is safe" in out
-    _, err = run(words, tmp_path)
+    _, err = run(TRAIN, tmp_path)
     assert f"resumed from the checkpoint of step {saved}" in err and rows_without_times(folder) == whole
 
 
-def test_killed_at_random_moments(words, whole, tmp_path):
+def test_killed_at_random_moments(whole, tmp_path):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")  # shown with a failure
     moments, folder = random.Random(seed), tmp_path / "run"
     for _ in range(6):
-        process = start(words, tmp_path)
+        process = start(TRAIN, tmp_path)
         done = updates(folder) if (folder / METRICS).exists() else 0
         if done >= STEPS:
             process.communicate(timeout=240)
@@ -90,5 +86,5 @@ def test_killed_at_random_moments(words, whole, tmp_path):
         rows = min(STEPS - 2, max(1, done + moments.randrange(-8, 40)))
         number = moments.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
         kill_after(process, folder, rows, number)
-    run(words, tmp_path)
+    run(TRAIN, tmp_path)
     assert rows_without_times(folder) == whole

@@ -3,17 +3,15 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.hosts import free_port
-from tests.processes import updates, wait_for
+from tests.processes import PROGRAM, Forked, updates, wait_for
 from tests.train import wide
 from tpuswarm import Trainer
 from tpuswarm.train.hosts.agreement import SECRET
@@ -22,7 +20,7 @@ from tpuswarm.train.run.listing import status
 from tpuswarm.train.user_code import build_recipe
 
 pytestmark = pytest.mark.slow
-STEPS, SAVE = 100, 20
+STEPS, SAVE, EVAL = 50, 10, 20
 TARGET = f"{wide.__file__}:wide"
 FOUR_DEVICES = {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"])}
 
@@ -33,13 +31,14 @@ class Hosts:
     def __init__(self, folder: Path, *words: str, of_host_1: tuple[str, ...] = ()):
         self.folder = folder
         at = f"127.0.0.1:{free_port()}"
-        line = [sys.executable, "-m", "tpuswarm", "train", TARGET, "--steps", str(STEPS), "--batch", "16",
-                "--shard", "fsdp", "--save-every", str(SAVE), "--eval-every", "30", "--run", str(folder), *words,
+        line = [PROGRAM, "train", TARGET, "--steps", str(STEPS), "--batch", "16",
+                "--shard", "fsdp", "--save-every", str(SAVE), "--eval-every", str(EVAL), "--run", str(folder), *words,
                 "--json", "--hosts", "2", "--hosts-at", at]  # fmt: skip
         self.processes = [
-            subprocess.Popen(
+            Forked(
                 [*line, *(of_host_1 if index else ()), "--host", str(index)],
-                env={**os.environ, **FOUR_DEVICES}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**os.environ, **FOUR_DEVICES}, text=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
             for index in range(2)
         ]  # fmt: skip
@@ -75,7 +74,7 @@ def expected(tmp_path_factory):
 
 def train_here(folder: Path, **options) -> Path:
     """Train to the end in this process."""
-    trainer = Trainer(save_every=SAVE, eval_every=30, **options)
+    trainer = Trainer(save_every=SAVE, eval_every=EVAL, **options)
     trainer.fit(build_recipe(TARGET, {}), steps=STEPS, batch=16, run=folder)
     return folder
 
@@ -88,7 +87,7 @@ def check(folder: Path, expected: dict[str, list[float]]) -> None:
 
 def test_killed_host_ends_the_other_and_the_run_resumes_on_other_devices(tmp_path, expected):
     folder = tmp_path / "run"
-    hosts = Hosts(folder).reach(SAVE + 10)
+    hosts = Hosts(folder).reach(SAVE + 5)
     hosts.processes[1].kill()
     (_, printed), _ = hosts.end(1, -signal.SIGKILL)
     sentence = "host 1 is gone (connection closed), so this host stops too; start all hosts again"
@@ -97,15 +96,11 @@ def test_killed_host_ends_the_other_and_the_run_resumes_on_other_devices(tmp_pat
     assert not (folder / SECRET).exists()
     files = [path.name for path in (folder / f"checkpoints/{SAVE:08d}").rglob("ocdbt.process_*")]
     assert sorted(files) == ["ocdbt.process_0", "ocdbt.process_1"], "each host writes its part"
-    for devices in (8, 4):
-        shutil.copytree(folder, tmp_path / f"on-{devices}")
-        check(train_here(tmp_path / f"on-{devices}", devices=devices), expected)
-    assert expected["loss"][-1] < 0.5 * expected["loss"][0] and len(expected["eval_loss"]) == 4
+    check(train_here(folder, devices=4), expected)
+    assert expected["loss"][-1] < 0.5 * expected["loss"][0] and len(expected["eval_loss"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("stopped", "number"), [((1,), signal.SIGTERM), ((0,), signal.SIGINT), ((1, 0), signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("stopped", "number"), [((1,), signal.SIGTERM), ((1, 0), signal.SIGINT)])
 def test_stop_at_any_host_stops_all_at_the_same_step(tmp_path, expected, stopped, number):
     folder = tmp_path / "run"
     hosts = Hosts(folder).reach(SAVE + 5)
@@ -119,7 +114,7 @@ def test_stop_at_any_host_stops_all_at_the_same_step(tmp_path, expected, stopped
     ends = Hosts(folder).end(0, 0)
     assert f"resumed from the checkpoint of step {zero['step']}" in ends[0][1]
     check(folder, expected)
-    if stopped == (0,):  # once is enough
+    if stopped == (1,):  # once is enough
         before = (folder / METRICS).read_bytes()
         Hosts(folder).end(0, 0)
         assert (folder / METRICS).read_bytes() == before, "a finished run is finished"

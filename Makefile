@@ -11,7 +11,7 @@ setup: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "tpuswarm needs Python 3.11 or later, $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plan,gcloud,wandb]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,plan,gcloud,wandb]'
 	@touch $@
 
 demo: setup
@@ -29,7 +29,7 @@ test-slow: setup
 
 # Both, the quick files first.
 test-all: setup
-	$(BIN)/pytest -m 'not fleet and not tpu_compiler and not oracle' -n 2 --dist worksteal
+	$(BIN)/pytest -m 'not fleet and not tpu_compiler' -n 2 --dist worksteal
 
 # A keeper on its head, one model over machines that come and go and over a bucket, and minutes of a swarm that is killed
 # and stopped at random: twenty minutes, for changes to fleet/ and swarm/.
@@ -41,8 +41,7 @@ test-tpu-compiler: setup
 	$(BIN)/pytest -m tpu_compiler
 
 oracle: setup .venv-oracle/installed
-	$(BIN)/pytest -m oracle -n 2 tests/recipes/test_oracle.py
-	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle -n 2
+	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle -n 2 --dist worksteal
 
 # The packages of .venv, and torch and what belongs to it, which nothing but the oracle may import. Any build of torch will
 # do; pip prefers the one for the CPU, 2.13.0+cpu, where an index has it.
@@ -50,7 +49,7 @@ oracle: setup .venv-oracle/installed
 	$(PYTHON) -m venv .venv-oracle
 	site=$$(.venv-oracle/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  echo "$${site/.venv-oracle/.venv}" > "$$site/packages_of_venv.pth"
-	.venv-oracle/bin/pip install --quiet --constraint constraints.txt torch==2.13.0 transformers==5.23.0 \
+	.venv-oracle/bin/pip install --quiet --no-compile --constraint constraints.txt torch==2.13.0 transformers==5.23.0 \
 	  torchdata==0.11.0 datasets==5.2.0 grain==0.2.18
 	@touch $@
 

@@ -4,32 +4,34 @@ import math
 import os
 import signal
 import threading
-import time
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from tests.processes import rows_without_times as rows
 from tests.train import toy
-from tests.train.toy import rows, trainer
+from tests.train.toy import trainer, until
 from tpuswarm import ArraySource, InputError, RunFailed, supervised
 from tpuswarm.train.process.stop import decide_stop
 from tpuswarm.train.run.checkpoint import checkpoint_folders
 from tpuswarm.train.run.listing import status
 
 
-def data_with_nan(split):
-    data = toy.data()
-    if split == "train":
-        data["x"][60] = np.nan
-    return data
+def fit(recipe, folder, **options):
+    return trainer(**{"eval_every": None, **options}).fit(recipe, steps=20, batch=8, run=folder)
+
+
+def on(data):
+    return supervised(toy.init, toy.loss, optax.sgd(0.01), data)
 
 
 def test_nan_fails_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), data_with_nan)
+    data = toy.data()
+    data["x"][60] = np.nan
     with pytest.raises(RunFailed) as error:
-        trainer(save_every=2, eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+        fit(on(data), tmp_path / "run", save_every=2)
     updates = rows(tmp_path / "run")
     bad = updates[-1]["step"] + 1
     assert f"at step {bad} (loss nan" in str(error.value) and "layer/b, layer/w" in str(error.value)
@@ -48,29 +50,25 @@ def test_non_finite_parameters_behind_a_finite_loss_are_not_saved(tmp_path):
 
     recipe = supervised(init, loss, optax.sgd(0.1), {"x": np.ones((8, 1))})
     with pytest.raises(RunFailed, match=r"step 1 \(loss 2.0, gradient norm nan; parameters not finite: w\)"):
-        trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+        fit(recipe, tmp_path / "run")
     assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
 
 
 def test_data_that_breaks_midway_ends_the_run_with_its_own_line(tmp_path):
-    class Broken:
+    class Broken(ArraySource):
         def rows(self, start, count):
             if start >= 40:
                 raise ValueError("row 40 is torn")
-            return toy.recipe().data("train").rows(start, count)
+            return super().rows(start, count)
 
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), Broken())
     with pytest.raises(InputError, match=r"the data source failed: ValueError: row 40 is torn \(.*test_cut_short.py:"):
-        trainer(eval_every=None).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+        fit(on(Broken(toy.data())), tmp_path / "run")
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def terminate_after_first_save(folder):
     """From then on the run knows how long a save takes."""
-    deadline = time.monotonic() + 300
-    while not (folder / "checkpoints" / "00000000" / "manifest.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until((folder / "checkpoints" / "00000000" / "manifest.json").exists)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -82,15 +80,12 @@ def test_evaluation_ends_early_at_a_stop_and_is_repeated_on_resume(tmp_path, mon
             assert start <= 24, "evaluated on after the signal"
             return super().rows(start, count)
 
-    def splits(split):
-        return Slow(toy.data()) if split == "validation" else toy.data()
-
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), splits)
-    result = trainer(save_every=100, grace=1000).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    recipe = on({"train": toy.data(), "validation": Slow(toy.data())})
+    result = fit(recipe, tmp_path / "run", save_every=100, eval_every=5, grace=1000)
     assert (result.ended, result.signal, result.step) == ("stopped", signal.SIGTERM, 5)
     assert "saved at step 5" in result.message
     monkeypatch.setattr(Slow, "rows", ArraySource.rows)
-    trainer().fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    fit(recipe, tmp_path / "run", eval_every=5)
     assert [row["step"] for row in rows(tmp_path / "run") if "eval_loss" in row] == [5, 10, 15, 20]
 
 
@@ -105,8 +100,7 @@ def test_blocked_data_does_not_delay_a_stop(tmp_path):
                     timeouts.append(start)
             return super().rows(start, count)
 
-    recipe = supervised(toy.init, toy.loss, optax.sgd(0.01), Blocked(toy.data()))
-    result = trainer(eval_every=None, grace=1000).fit(recipe, steps=20, batch=8, run=tmp_path / "run")
+    result = fit(on(Blocked(toy.data())), tmp_path / "run", grace=1000)
     assert not timeouts
     release.set()
     assert result.ended == "stopped" and f"saved at step {result.step}" in result.message

@@ -13,9 +13,9 @@ from tests.train import toy
 from tpuswarm import InputError, Trainer, load, supervised
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
-from tpuswarm.train.recipe import Clock, Options
+from tpuswarm.train.recipe import Options
 
-CLOCK = Clock(jax.random.key(0), np.int32(0), np.float32(0))
+CLOCK = toy.clock()
 MOMENTUM = np.float32(0.75)
 BATCH = {name: array[:16] for name, array in toy.data().items()}
 
@@ -88,7 +88,6 @@ def test_statistics_of_several_devices_are_those_of_the_whole_batch(devices):
 @pytest.mark.parametrize("count", [1, 4])
 def test_run_resumes_with_statistics_and_random_keys_in_its_state(tmp_path, count):
     """The optimizer's state holds a key as well."""
-
     made, trainer = recipe(optax.noisy_sgd(0.01), loss_with_key, extra_with_key), Trainer(devices=count)
 
     def fit(run):
@@ -107,15 +106,6 @@ def test_run_resumes_with_statistics_and_random_keys_in_its_state(tmp_path, coun
     assert again.step == 6
     assert_same(numbers(again.state), numbers(whole.state))
     assert load(tmp_path / "whole")["extra"]["rng"].dtype == np.uint32
-
-
-def test_another_run_starts_from_statistics_but_not_from_counts(parent):
-    _, state = parent
-    program = recipe().program(Options())
-    begun = program.init(jax.random.key(1), program.exchange().get(state))
-    assert_same(begun.extra["var"], state.extra["var"])
-    assert state.extra["seen"] == 4 and begun.extra["seen"] == 0
-    assert [leaf.path for leaf in program.parameters(begun) if leaf.statistic] == ["extra/mean", "extra/var"]
 
 
 def test_run_from_a_run_made_in_a_program_starts_from_its_statistics(parent, tmp_path, capsys):

@@ -7,31 +7,28 @@ import optax
 import pytest
 
 from tests.train import toy
-from tpuswarm import InputError, Trainer, Weighted, supervised
+from tpuswarm import InputError, Weighted, supervised
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.recipe import Clock, Options
+from tpuswarm.train.recipe import Options
 
 RATE = 3e-3
 
 
 def train(recipe, steps, **options):
-    """The states before and after each step on the same batch, and the losses."""
-    program = recipe.program(Options(**options))
-    batch = recipe.data("train").rows(0, 16)
-    key = jax.random.key(0)
-    step, states, losses = jax.jit(program.step), [jax.jit(program.init)(key)], []
+    """Return the states before and after each step on the same batch, and the losses."""
+    program, batch = recipe.program(Options(**options)), recipe.data("train").rows(0, 16)
+    step, states, losses = jax.jit(program.step), [jax.jit(program.init)(jax.random.key(0))], []
     for index in range(steps):
-        state, metrics = step(states[-1], batch, Clock(key, np.int32(index), np.float32(index / steps)))
+        state, metrics = step(states[-1], batch, toy.clock(index, index / steps))
         states.append(state)
         losses.append(float(metrics["loss"]))
     return states, losses
 
 
-def test_rate_that_follows_the_loss_falls_on_a_plateau(tmp_path):
+def test_rate_that_follows_the_loss_falls_on_a_plateau():
     optimizer = optax.chain(optax.sgd(0.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=2))
-    recipe = supervised(toy.init, toy.loss, optimizer, toy.data())
-    run = Trainer(devices=1).fit(recipe, steps=9, batch=64, run=tmp_path / "run")
-    assert float(optax.tree.get(run.state.opt, "scale")) == pytest.approx(0.5**4)
+    states, _ = train(supervised(toy.init, toy.loss, optimizer, toy.data()), 9)
+    assert float(optax.tree.get(states[-1].opt, "scale")) == pytest.approx(0.5**4)
 
 
 def summed_loss(params, batch, key):
@@ -56,41 +53,36 @@ def gpt2(optimizer, **options):
 def test_gpt2_learns_with_other_optimizers_and_a_frozen_part(name):
     states, losses = train(gpt2(name), 12, freeze="wpe", decay="/w$", clip=1.0)
     assert losses[-1] < 0.93 * losses[0]
-    np.testing.assert_array_equal(states[0].params["wpe"], states[-1].params["wpe"])
-    if name == "muon":
-        assert_orthogonal_updates(states[0].params, states[1].params)
-
-
-def assert_orthogonal_updates(before, after):
-    """Of each layer's matrix by itself: its singular values are near one another, but the smallest; AdamW's size."""
-    for layer in range(2):
+    before, after = (state.params for state in states[:2])
+    np.testing.assert_array_equal(before["wpe"], states[-1].params["wpe"])
+    # Muon's updates are orthogonal for each layer's matrix by itself, and of AdamW's size.
+    for layer in range(2 * (name == "muon")):
         update = (after["blocks"]["mlp"]["fc"]["w"] - before["blocks"]["mlp"]["fc"]["w"])[layer] / RATE
         values = np.linalg.svd(np.asarray(update), compute_uv=False)
         assert np.allclose(values[:16] / (0.2 * np.sqrt(128)), 1.0, atol=0.35)  # of five iterations
         assert np.sqrt(np.mean(np.square(update))) == pytest.approx(0.2, rel=0.25)
-    embedding = (after["wte"] - before["wte"]) / RATE
-    assert np.abs(embedding).max() == pytest.approx(1 + 0.9 * 0.1 / 0.19, rel=1e-2)  # Adam's, with Nesterov's momentum
+        embedding = (after["wte"] - before["wte"]) / RATE
+        assert np.abs(embedding).max() == pytest.approx(1 + 0.9 * 0.1 / 0.19, rel=1e-2)  # Adam's, with Nesterov
 
 
-def optimizer_state(recipe, **options):
-    state = jax.eval_shape(recipe.program(Options(**options)).init, jax.random.key(0))
-    return state, jax.tree.leaves(state.opt)
+def abstract_state(recipe, **options):
+    return jax.eval_shape(recipe.program(Options(**options)).init, jax.random.key(0))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_first_moments_in_bf16_take_half_the_bytes(name):
     recipe = gpt2(name, moments="bf16")
-    state, leaves = optimizer_state(recipe, freeze="wpe")
+    state = abstract_state(recipe, freeze="wpe")
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.params)) - state.params["wpe"].size
-    assert sum(leaf.size for leaf in leaves if leaf.dtype == jnp.bfloat16) == trained
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt) if leaf.dtype == jnp.bfloat16) == trained
     assert GPT2(**recipe.options()).options() == recipe.options() and recipe.options()["moments"] == "bf16"
     assert recipe.options().get("optimizer") == (None if name == "adamw" else name)
     assert "moments" not in gpt2(name).options()
 
 
 def test_adafactor_and_muon_have_less_state_than_adamw():
-    names = ("adamw", "muon", "adafactor")
-    adamw, muon, adafactor = (sum(leaf.size for leaf in optimizer_state(gpt2(name, width=128))[1]) for name in names)
+    states = (abstract_state(gpt2(name, width=128)).opt for name in ("adamw", "muon", "adafactor"))
+    adamw, muon, adafactor = (sum(leaf.size for leaf in jax.tree.leaves(state)) for state in states)
     assert adafactor < 0.05 * adamw and muon < 0.65 * adamw
 
 

@@ -86,8 +86,8 @@ def test_file_may_have_the_name_of_a_library_and_import_its_neighbours(build, tm
 
 
 def test_our_own_errors_are_not_blamed_on_the_user():
-    text = "def broken():\n  with blame('something'):\n    {}['key']"
     names = {"blame": blame}
+    text = "def broken():\n  with blame('something'):\n    {}['key']"
     exec(compile(text, str(OUR_FOLDER / "train" / "any.py"), "exec"), names)
     with pytest.raises(KeyError):
         names["broken"]()

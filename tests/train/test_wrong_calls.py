@@ -4,15 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import save_file
 
-import tpuswarm
 from tests.train import toy
 from tpuswarm import EarlyStopping, Every, IndexedSource, InputError, Trainer, supervised
 from tpuswarm.train.run.directory import Run
 
-X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+X = np.ones((64, 3), np.float32)
 DATA = {"train": {"x": X}, "validation": {"x": X[:8]}}
+ITEMS = [{"x": row, "text": "a text", "parts": {"y": row}} for row in X]
 
 
 def init(key):
@@ -23,16 +22,10 @@ def loss(params, batch, key):
     return jnp.mean(jnp.square(batch["x"] @ params["w"] - 1))
 
 
-ITEMS = [{"x": row, "text": "a text", "parts": {"y": row}} for row in X]
-
-
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        (
-            {"loss": lambda params, batch: 0},
-            r"loss is called as loss\(params, batch, key\).*\(params, batch\).*calls.py:",
-        ),
+        ({"loss": lambda params, batch: 0}, r"called as loss\(params, batch, key\).*\(params, batch\).*calls.py:"),
         ({"loss": None}, r"loss is a NoneType; give a function loss\(params, batch, key\)"),
         ({"extra": init}, r"loss is called as loss\(params, extra, batch, key\)"),
         ({"init": lambda: {}}, r"init is called as init\(key\)"),
@@ -59,26 +52,16 @@ def test_wrong_argument_of_supervised_is_refused(tmp_path, changed, sentence):
 @pytest.mark.parametrize(
     ("options", "fit_options", "sentence"),
     [
-        ({"devices": 9}, {}, "9 devices were asked for"),
-        ({"devices": [8]}, {}, "devices: index 8 is out of range"),
         ({"devices": 8}, {"batch": 12}, r"does not divide evenly over devices \(8\)"),
         ({"devices": 4, "eval_batch": 6}, {}, r"a batch of 6 rows does not divide evenly over devices \(4\)"),
-        ({"shard": "fdsp"}, {}, "shard is auto, replicate or fsdp, not 'fdsp'"),
-        ({"precision": "fp8"}, {}, "precision is bf16, f32 or highest, not 'fp8'"),
         ({"keep": 0}, {}, "keep must be at least 1"),
-        ({"save_every": "often"}, {}, "save_every"),
         ({"eval_batch": "x"}, {}, "eval-batch must be a number, not 'x'"),
         ({"overfit_batches": 0}, {}, "overfit-batches must be at least 1, not 0"),
-        ({"freeze": "nope"}, {}, "matches none"),
         ({"hooks": Every(2, print)}, {}, r"hooks are given as a list, \[Every\(100, function\)\]"),
         ({"hooks": [print]}, {}, r"hooks are given as \[Every\(100, function\)\], not as a builtin"),
         ({"hooks": [Every(1, lambda: None)]}, {}, r"hook is called as hook\(step\)"),
         ({"hooks": [Every("often", lambda step: None)]}, {}, "a hook's every is steps such as 500"),
-        (
-            {"hooks": [Every("5m", EarlyStopping())]},
-            {},
-            r"EarlyStopping counts eval.* not as Every\('5m', …\)",
-        ),
+        ({"hooks": [Every("5m", EarlyStopping())]}, {}, r"EarlyStopping counts eval.* not as Every\('5m', …\)"),
         ({"loggers": [3]}, {}, r"a logger needs write\(row\) and close\(\); got a int"),
         ({}, {"steps": -1}, "steps must be at least 1"),
         ({}, {"batch": 8.0}, "batch must be a whole number, not 8.0"),
@@ -93,19 +76,3 @@ def test_wrong_argument_of_a_trainer_leaves_no_run_behind(tmp_path, options, fit
         toy.trainer(**options).fit(**{"recipe": toy.recipe(), "steps": 2, "batch": 8, "run": folder} | fit_options)
     assert not folder.exists()
     Run(folder).close()  # and it is not held
-
-
-def test_trees_that_a_file_cannot_hold_are_refused(tmp_path):
-    file = tmp_path / "tree.safetensors"
-    tree = {"a": np.zeros(1), "a/b": np.ones(2)}
-    for wrong, path, sentence in (
-        (tree, file, "a is a leaf, and another's path begins with it"),
-        (tree, "gs://bucket/tree.safetensors", "a pytree is saved on a disk"),
-        ({"layer": {"name": "x"}}, file, r"layer/name \(str32\) is no array of numbers that a .safetensors file holds"),
-    ):
-        with pytest.raises(InputError, match=sentence):
-            tpuswarm.save(wrong, path)
-    save_file(tree, file)  # another library saves it
-    with pytest.raises(InputError, match=r"array a, and others whose path begins with it: .*like="):
-        tpuswarm.load(file)
-    assert tpuswarm.load(file, like=tree)["a/b"].tolist() == [1, 1]

@@ -1,5 +1,6 @@
 """A linear model small enough to check by hand, as a recipe, and what trains it."""
 
+import time
 from typing import Any
 
 import jax
@@ -8,10 +9,9 @@ import numpy as np
 import optax
 
 from tpuswarm import ArraySource, Recipe, Trainer, supervised
-from tpuswarm.train.run.directory import read_rows
+from tpuswarm.train.recipe import Clock
 
 ROWS = 64
-TIMES = ("tokens_per_s", "wait_s", "wall_s")
 
 
 def data(seed: int = 0) -> dict[str, np.ndarray]:
@@ -78,6 +78,14 @@ def trainer(**options):
     return Trainer(**{"devices": 1, "save_every": 7, "eval_every": 5, **options})
 
 
-def rows(folder):
-    """All rows of a run's metrics but for the clock."""
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_rows(folder / "metrics.jsonl")]
+def until(condition, timeout_s=300):
+    """Wait for a true value and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def clock(step=0, progress=0.0, seed=0):
+    return Clock(jax.random.key(seed), np.int32(step), np.float32(progress))

@@ -4,13 +4,28 @@ import json
 import re
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from tests import processes
 from tests.terminal import terminal
 from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2.recipe import GPT2
 
 pytestmark = pytest.mark.slow
+
+
+def bigram_loss() -> float:
+    """Return the held-out loss of a model that knows only which character follows which in the demo's text.
+
+    How much better the demo gets, 2.16 or 2.20, depends on how many rows each of its members trains.
+    """
+    recipe = GPT2(size="tiny")
+    pairs, held_out = (recipe.data(split).rows(0, 5_000)["tokens"] for split in ("train", "validation"))
+    counts = np.full((recipe.config.vocab, recipe.config.vocab), 0.01)
+    np.add.at(counts, (pairs[:, :-1], pairs[:, 1:]), 1)
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    return -np.log(shares[held_out[:, :-1], held_out[:, 1:]]).mean()
 
 
 def test_demo_trains_through_a_kill(tmp_path, monkeypatch):
@@ -27,7 +42,7 @@ def test_demo_trains_through_a_kill(tmp_path, monkeypatch):
     assert "data:image/png;base64," in page and "kill" in page
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
-    assert rows[-1]["eval_loss"] < 2.3 < 4.0 < losses[0]  # 2.159 and 2.2001 were seen
+    assert rows[-1]["eval_loss"] < bigram_loss() < 4.0 < losses[0]
     again = processes.start(["demo"], tmp_path, new=True)
 
     def has_begun() -> bool:

@@ -2,11 +2,15 @@
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.processes import rows_without_times
 from tests.train.findings import complaints
+from tpuswarm import Trainer
+from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.run.directory import Run, read_config
 
 pytestmark = pytest.mark.slow
@@ -86,6 +90,16 @@ def test_model_is_checked_before_a_long_run(call):
     assert code == 0 and "trains and evaluates on the first 24 rows alone" in err and " over 24 rows" in err
     code, _, err = call("sample last")
     assert code == 2 and "fake data" in err
+
+
+def test_stopped_run_resumes_exactly(tmp_path):
+    recipe = GPT2(data="fake", layers=1, width=8, heads=1, context=8, dropout=0.2)
+    trainer = Trainer(devices=1)
+    trainer.fit(recipe, steps=6, batch=8, run=tmp_path / "whole")
+    with closing(trainer.steps(recipe, steps=6, batch=8, run=tmp_path / "broken")) as loop:
+        next(row for row, _ in loop if row["step"] == 3)
+    trainer.fit(recipe, steps=6, batch=8, run=tmp_path / "broken")
+    assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
 
 
 def test_learning_rate_is_searched_for_once(call):

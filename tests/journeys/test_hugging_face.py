@@ -54,8 +54,8 @@ def test_published_model_is_fine_tuned_and_exported(tmp_path, text_file, monkeyp
 def test_swarm_trains_with_its_own_bpe(tmp_path, text_file):
     """Its members get the tokenizer with the data; its run has it when the text and the cache are gone."""
     shutil.copyfile(text_file, tmp_path / "text.txt")
-    words = "train gpt2-tiny --data text.txt --tokenizer bpe --vocab 300 --layers 1 --steps 12 --run run"
-    processes.run([*words.split(), "--members", "2", "--cycle", "6"], tmp_path)
+    words = f"train gpt2-tiny --data text.txt --tokenizer bpe --vocab 300 {SHAPE} --steps 12 --run run"
+    processes.run([*words.split(), "--members", "1", "--cycle", "6"], tmp_path)
     (tmp_path / "text.txt").unlink()
     out, _ = processes.run(["sample", "run", "--prompt", "line", "--tokens", "5"], tmp_path)
     assert out.startswith("line")
@@ -63,7 +63,7 @@ def test_swarm_trains_with_its_own_bpe(tmp_path, text_file):
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert json.loads(out)["step"] == 12 and exported
 
-    begin = f"train gpt2-tiny --data {text_file} --layers 1 --steps 6 --init-from"
+    begin = f"train gpt2-tiny --data {text_file} {SHAPE} --steps 6 --init-from"
     _, err = processes.run([*begin.split(), "run", "--vocab", "300", "--run", "plain"], tmp_path)
     assert f"parameters from {tmp_path / 'run'}" in err
     _, err = processes.run([*begin.split(), "hf:model", "--members", "1", "--cycle", "6", "--run", "tuned"], tmp_path)

@@ -1,4 +1,4 @@
-"""A local cloud for tests: fast, in a folder of their own, ended with them."""
+"""A local cloud for tests: fast, in its own folder, ended with the test."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until as until  # for tests of clouds
+from tpuswarm.cloud.google.provider import Google
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.connect import connect, stop
 from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.fleet.clouds import open_access
 
 
 @contextmanager
-def cloud_of_this_test(folder: Path, monkeypatch: pytest.MonkeyPatch, speed: float) -> Iterator[Place]:
-    """The same, and all that commands keep of it, in a folder where commands then run."""
+def use_local_cloud(folder: Path, monkeypatch: pytest.MonkeyPatch, speed: float) -> Iterator[Place]:
+    """Start a local cloud and make it the one that commands use."""
     with local_cloud(folder / "cloud", speed) as place:
         monkeypatch.setenv("TPUSWARM_REHEARSAL", str(place.folder))
         monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
@@ -24,7 +27,7 @@ def cloud_of_this_test(folder: Path, monkeypatch: pytest.MonkeyPatch, speed: flo
 
 @contextmanager
 def local_cloud(folder: Path, speed: float = 300.0) -> Iterator[Place]:
-    """Its clock goes `speed` times as fast as ours; weather is made by `ask(place, …)`."""
+    """Start a local cloud whose clock goes `speed` times as fast as ours; `ask(place, …)` makes its weather."""
     place = Place(folder)
     connect(folder)
     try:
@@ -32,3 +35,23 @@ def local_cloud(folder: Path, speed: float = 300.0) -> Iterator[Place]:
         yield place
     finally:
         stop(place)
+
+
+@contextmanager
+def slow_clock(place: Place) -> Iterator[None]:
+    """Let the cloud's clock go no faster than ours during the block: nothing under way ends meanwhile."""
+    speed = ask(place, "status")["speed"]
+    ask(place, "speed", speed=1.0)
+    try:
+        yield
+    finally:
+        ask(place, "speed", speed=speed)
+
+
+def delete_machine(place: Place, name: str) -> None:
+    """Delete a machine of us-central1-f as in Google's console."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPUSWARM_REHEARSAL", str(place.folder))
+        cloud = Google(open_access("rehearsal", None))
+        (found,) = [machine for machine in cloud.machines(["us-central1-f"]).machines if machine.name == name]
+        cloud.delete(found)

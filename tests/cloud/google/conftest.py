@@ -1,49 +1,53 @@
-import time
-
 import pytest
 
-from tests.local_cloud import local_cloud
+from tests.local_cloud import local_cloud, until
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.provider import Google
+from tpuswarm.cloud.protocol import Machine, TpuSpec
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.connect import connect
 
-FINE, FULL, FORBIDDEN, HIDDEN, DARK = (
-    "europe-west4-a",
-    "us-central1-b",
-    "us-central1-c",
-    "us-central1-f",
-    "asia-east1-c",
-)
-"""Zones: with capacity, without, without quota, not to be seen, not answering."""
+AVAILABLE, STOCKOUT, NO_QUOTA = "europe-west4-a", "us-central1-b", "us-central1-c"
+HIDDEN, UNREACHABLE = "us-central1-f", "asia-east1-c"
 
 
-@pytest.fixture(scope="package")
-def endpoints(tmp_path_factory):
-    """A local cloud with weather, a few hundred times as fast as the real one."""
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """The local cloud of all tests here, with zones that fail in different ways."""
     with local_cloud(tmp_path_factory.mktemp("cloud")) as place:
-        ask(place, "stockout", zone=FULL)
-        ask(place, "quota", zone=FORBIDDEN, generation="v2", limit=0)
+        ask(place, "stockout", zone=STOCKOUT)
+        ask(place, "quota", zone=NO_QUOTA, generation="v2", limit=0)
         ask(place, "break", name=HIDDEN, fault="hidden")
-        ask(place, "break", name=DARK, fault="unreachable")
-        yield connect(place.folder)
+        ask(place, "break", name=UNREACHABLE, fault="unreachable")
+        yield place
+
+
+@pytest.fixture(scope="session")
+def endpoints(place):
+    return connect(place.folder)
 
 
 @pytest.fixture
 def google(endpoints):
-    """A provider without machines; what a test makes is deleted."""
+    """A provider without machines; deletes those that the test makes."""
     google = Google(Access("my-project", endpoints))
     yield google
-    for each in google.machines([FINE, FULL]).machines:
-        if each.state != "deleting":
-            google.delete(each)
-    until(lambda: not google.machines([FINE, FULL]).machines)
+    for machine in google.machines([AVAILABLE, STOCKOUT]).machines:
+        if machine.state != "deleting":
+            google.delete(machine)
+    until(lambda: not google.machines([AVAILABLE, STOCKOUT]).machines)
 
 
-def until(happens, seconds: float = 60.0):
-    """What `happens` returns, as soon as it is true."""
-    deadline = time.monotonic() + seconds
-    while not (found := happens()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
-    return found
+def spec(name: str, zone: str = AVAILABLE, type_: str = "v2-8", how="on-demand", **fields) -> TpuSpec:
+    return TpuSpec(name, zone, type_, how, "f1e2", "small", "tpu-ubuntu2204-base", **fields)
+
+
+def only_machine(google: Google, zone: str = AVAILABLE) -> Machine | None:
+    machines = google.machines([zone]).machines
+    assert len(machines) <= 1
+    return machines[0] if machines else None
+
+
+def in_state(google: Google, state: str, zone: str = AVAILABLE) -> Machine:
+    """Wait until the only machine is in a state."""
+    return until(lambda: (machine := only_machine(google, zone)) and machine.state == state and machine)

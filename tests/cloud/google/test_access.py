@@ -1,19 +1,20 @@
-"""How calls are made: credentials are found late, questions asked again, changes never, and nothing waits for ever."""
+"""Calls to Google: retries, timeouts and credentials."""
 
 import json
 import os
 import socket
-import stat
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
 import pytest
 from google.api_core import exceptions as api
 from google.auth.credentials import Credentials
 
-from tests.cloud.google.test_provider import spec
-from tpuswarm.cloud.errors import NotSignedIn, Unreachable
-from tpuswarm.cloud.google import access as module
+from tests.cloud.google.conftest import spec
+from tpuswarm.cloud.errors import CloudError, NotSignedIn, Unreachable
+from tpuswarm.cloud.google import access
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.google.provider import Google
@@ -23,15 +24,16 @@ LOCAL = Endpoints("127.0.0.1:1", "http://127.0.0.1:1", "token")
 
 
 @pytest.fixture
-def hasty(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.5)
-    for name in ("access", "provider"):
-        monkeypatch.setattr(f"tpuswarm.cloud.google.{name}.SECONDS", 0.2)
+def short_timeouts(monkeypatch):
+    monkeypatch.setattr(access, "PATIENCE", 0.1)
+    monkeypatch.setattr(access, "FIRST_PAUSE", 0.02)
+    for module in ("access", "provider"):
+        monkeypatch.setattr(f"tpuswarm.cloud.google.{module}.SECONDS", 0.05)
 
 
 @pytest.fixture
-def nobody(monkeypatch, tmp_path):
-    """A user who has never signed in anywhere; the folder of gcloud."""
+def gcloud_folder(monkeypatch, tmp_path):
+    """The folder of gcloud of a user who has never signed in."""
     for name in list(os.environ):
         if name.startswith(("GOOGLE_", "CLOUDSDK_", "GCE_METADATA")):
             monkeypatch.delenv(name)
@@ -42,52 +44,32 @@ def nobody(monkeypatch, tmp_path):
     return tmp_path / "gcloud"
 
 
-def failing(*errors):
-    """A call that raises each of them in turn and then answers; and how often it was made."""
-    calls = []
-
-    def call():
-        calls.append(1)
-        if len(calls) <= len(errors):
-            raise errors[len(calls) - 1]
-        return "answer"
-
-    return call, calls
-
-
-def test_a_question_is_asked_again_and_a_change_is_not():
-    call, calls = failing(api.ServiceUnavailable("down"))
-    assert Access("p", LOCAL).ask("asking", call) == "answer" and len(calls) == 2
-    call, calls = failing(api.ServiceUnavailable("down"))
-    with pytest.raises(Unreachable, match="changing: down"):
-        Access("p", LOCAL).change("changing", call)
-    assert len(calls) == 1
-
-
-def test_an_answer_is_not_asked_for_again():
-    call, calls = failing(api.NotFound("gone"))
-    with pytest.raises(module.CloudError, match="asking: gone"):
-        Access("p", LOCAL).ask("asking", call)
-    assert len(calls) == 1
-
-
-def test_patience_ends(hasty):
-    call, calls = failing(*[api.ServiceUnavailable("down")] * 100)
-    with pytest.raises(Unreachable, match="down"):
-        Access("p", LOCAL).ask("asking", call)
-    assert 1 <= len(calls) < 100
-
-
-def test_a_fault_of_ours_is_not_dressed_up():
-    call, _ = failing(KeyError("ours"))
-    with pytest.raises(KeyError):
-        Access("p", LOCAL).ask("asking", call)
+@pytest.mark.parametrize(
+    ("method", "errors", "raised", "calls"),
+    [
+        ("ask", [api.ServiceUnavailable("down")], None, 2),
+        ("change", [api.ServiceUnavailable("down")], Unreachable, 1),
+        ("ask", [api.NotFound("down")], CloudError, 1),
+        ("ask", [KeyError("a fault of our own")], KeyError, 1),
+        ("ask", [api.ServiceUnavailable("down")] * 100, Unreachable, range(2, 100)),
+    ],
+)
+def test_only_transient_failures_of_reads_are_retried(short_timeouts, monkeypatch, method, errors, raised, calls):
+    monkeypatch.setattr(access, "PATIENCE", 60.0 if len(errors) == 1 else 1.0)
+    answers = Mock(side_effect=[*errors, "answer"])
+    call = partial(getattr(Access("p", LOCAL), method), "reading", answers)
+    if raised:
+        with pytest.raises(raised, match="fault of our own" if raised is KeyError else "reading: down"):
+            call()
+    else:
+        assert call() == "answer"
+    assert answers.call_count in (calls if isinstance(calls, range) else [calls])
 
 
 NODE = Machine("n1", "us-central1-f", "tpu", "v2-8", "ready", "READY", request="n1")
 VM = Machine("head", "us-central1-f", "vm", "e2-small", "ready", "RUNNING")
 HEAD = VmSpec("head", "us-central1-f", "e2-small", "f", "head", "debian-cloud/debian-12", 10)
-VERBS = {
+CALLS = {
     "create": lambda google: google.create(spec("n1")),
     "create queued": lambda google: google.create(spec("n1", how="queued")),
     "create vm": lambda google: google.create(HEAD),
@@ -112,60 +94,58 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_server_that_never_answers_keeps_nobody_waiting(verb, hasty):
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_to_a_silent_server_time_out(call, short_timeouts):
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         port = silent.getsockname()[1]
         google = Google(Access("p", Endpoints(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "token")))
         with pytest.raises(Unreachable):
-            VERBS[verb](google)
+            CALLS[call](google)
 
 
-@pytest.mark.parametrize("verb", ["machines", "create vm", "read"])
-def test_without_a_network_the_sentence_says_that_google_cannot_be_reached(verb, hasty):
+@pytest.mark.parametrize("call", ["machines", "create vm", "read"])
+def test_call_without_network_fails_in_one_sentence(call, short_timeouts):
     with pytest.raises(Unreachable) as raised:
-        VERBS[verb](Google(Access("p", LOCAL)))
+        CALLS[call](Google(Access("p", LOCAL)))
     assert "\n" not in str(raised.value)
 
 
-def test_who_never_signed_in_is_told_how(nobody):
+def test_user_who_never_signed_in_learns_how(gcloud_folder):
     google = Google(Access("p"))
     assert google.project == "p"
     with pytest.raises(NotSignedIn, match="gcloud auth application-default login"):
         google.types("us-central1-f")
 
 
-def test_application_default_credentials_are_billed_to_the_project(nobody):
+def test_application_default_credentials_bill_the_project(gcloud_folder):
     mine = {"type": "authorized_user", "client_id": "i", "client_secret": "s", "refresh_token": "r"}
-    (nobody / "application_default_credentials.json").write_text(json.dumps(mine))
+    (gcloud_folder / "application_default_credentials.json").write_text(json.dumps(mine))
     found = Access("p").credentials
     assert (found.refresh_token, found.quota_project_id) == ("r", "p")
-    (nobody / "application_default_credentials.json").write_text(json.dumps({**mine, "quota_project_id": "q"}))
+    (gcloud_folder / "application_default_credentials.json").write_text(json.dumps({**mine, "quota_project_id": "q"}))
     assert Access("p").credentials.quota_project_id == "q"
 
 
-@pytest.mark.parametrize(("code", "token"), [(0, "t1"), (1, None)])
-def test_whoever_signed_in_to_gcloud_alone_needs_no_more(nobody, tmp_path, monkeypatch, code, token):
-    (nobody / "configurations" / "config_default").write_text("[core]\naccount = me@example.com\n")
-    said = {"credential": {"access_token": "t1", "token_expiry": "2099-01-01T00:00:00Z"}}
-    gcloud = tmp_path / "gcloud-program"
-    gcloud.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\necho 'You are no longer signed in' >&2\nexit {code}\n")
-    gcloud.chmod(gcloud.stat().st_mode | stat.S_IXUSR)
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "gcloud").symlink_to(gcloud)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    access = Access("p")
-    if token is None:
-        with pytest.raises(NotSignedIn, match="no longer signed in"):
-            access.ask("asking", lambda: None)
+@pytest.mark.parametrize("is_signed_in", [True, False])
+def test_sign_in_to_gcloud_alone_is_enough(gcloud_folder, tmp_path, monkeypatch, is_signed_in):
+    (gcloud_folder / "configurations" / "config_default").write_text("[core]\naccount = me@example.com\n")
+    credential = {"credential": {"access_token": "t1", "token_expiry": "2099-01-01T00:00:00Z"}}
+    gcloud = tmp_path / "bin" / "gcloud"
+    gcloud.parent.mkdir()
+    answer = f"echo '{json.dumps(credential)}'" if is_signed_in else "echo 'You are no longer signed in' >&2; exit 1"
+    gcloud.write_text(f"#!/bin/sh\n{answer}\n")
+    gcloud.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{gcloud.parent}:/usr/bin:/bin")
+    google = Access("p")
+    if is_signed_in:
+        assert google.ask("asking", lambda: google.credentials.token) == "t1" and google.credentials.valid
     else:
-        assert access.ask("asking", lambda: access.credentials.token) == token
-        assert access.credentials.valid
+        with pytest.raises(NotSignedIn, match="no longer signed in"):
+            google.ask("asking", lambda: None)
 
 
-def test_a_token_that_google_takes_for_ended_is_renewed_once():
-    """As where this computer's clock is behind: by it the token holds for hours."""
+def test_rejected_token_is_renewed_once():
+    """A token may look valid for hours if this computer's clock is behind."""
     tokens = iter(["old", "new"])
 
     class Renewed(Credentials):
@@ -181,16 +161,16 @@ def test_a_token_that_google_takes_for_ended_is_renewed_once():
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *about: object) -> None:
+        def log_message(self, *args: object) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        access = Access("p", LOCAL)
-        access.credentials = Renewed()
-        assert access.get("asking", f"http://127.0.0.1:{server.server_port}/it") == {"is": "there"}
-        access.credentials.token = "old"
+        google = Access("p", LOCAL)
+        google.credentials = Renewed()
+        assert google.get("asking", f"http://127.0.0.1:{server.server_port}/it") == {"is": "there"}
+        google.credentials.token = "old"
         tokens = iter(["older"])
         with pytest.raises(NotSignedIn, match="ended; sign in"):
-            access.get("asking", f"http://127.0.0.1:{server.server_port}/it")
+            google.get("asking", f"http://127.0.0.1:{server.server_port}/it")
         server.shutdown()

@@ -1,10 +1,11 @@
 """VMs, buckets and a project's set-up against the local cloud, through Google's own clients."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
-from tests.cloud.google.conftest import FINE, until
+from tests.cloud.google.conftest import AVAILABLE, in_state, only_machine
+from tests.local_cloud import until
 from tpuswarm.cloud.errors import Changed, NotFound, Taken
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.buckets import bucket_url
@@ -12,39 +13,32 @@ from tpuswarm.cloud.google.firewall import joins, lets_strangers_in, wanted
 from tpuswarm.cloud.google.project import APIS, Project
 from tpuswarm.cloud.protocol import VmSpec
 
-HEAD = VmSpec("head", FINE, "n2-highmem-2", "f1e2", "head", "ubuntu-os-cloud/ubuntu-2404-lts-amd64", 20)
-
-
-def only(google):
-    found = google.machines([]).machines
-    assert len(found) <= 1
-    return found[0] if found else None
-
-
-def ready(google):
-    return until(lambda: (found := only(google)) and found.state == "ready" and found)
+HEAD = VmSpec("head", AVAILABLE, "n2-highmem-2", "f1e2", "head", "ubuntu-os-cloud/ubuntu-2404-lts-amd64", 20)
 
 
 @pytest.fixture(scope="module")
 def project(endpoints):
-    return Project(Access("set-up", endpoints))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tpuswarm.cloud.google.project.LOOK_S", 0.02)
+        yield Project(Access("set-up", endpoints))
 
 
-def test_a_vm_from_its_creation_to_its_end(google):
-    operation = google.create(dataclasses.replace(HEAD, ip_forward=True, tags=("t",), metadata={"a": "1"}))
-    machine = ready(google)
+def test_vm_is_created_stopped_started_changed_and_deleted(google):
+    operation = google.create(replace(HEAD, ip_forward=True, tags=("t",), metadata={"a": "1"}))
+    machine = in_state(google, "ready")
     until(lambda: google.outcome(operation) == (True, None))
-    assert (machine.name, machine.zone, machine.kind, machine.type) == ("head", FINE, "vm", "n2-highmem-2")
+    assert (machine.name, machine.zone, machine.kind, machine.type) == ("head", AVAILABLE, "vm", "n2-highmem-2")
     assert (machine.fleet, machine.pool, machine.how) == ("f1e2", "head", "on-demand")
     assert machine.workers[0].internal and machine.workers[0].external and machine.created > 0
     with pytest.raises(Taken):
         google.create(HEAD)
     google.stop(machine)
-    google.start(until(lambda: (found := only(google)).state == "stopped" and found))
-    machine = ready(google)
-    until(lambda: google.outcome(google.set_metadata(machine, {"b": "2"})).done)
+    google.start(in_state(google, "stopped"))
+    machine = in_state(google, "ready")
+    operation = google.set_metadata(machine, {"b": "2"})
+    until(lambda: google.outcome(operation).done)
     items = google._instance("looking", machine)["metadata"]["items"]
-    assert {each["key"]: each["value"] for each in items} == {
+    assert {item["key"]: item["value"] for item in items} == {
         "a": "1",
         "b": "2",
         "enable-guest-attributes": "TRUE",
@@ -52,12 +46,12 @@ def test_a_vm_from_its_creation_to_its_end(google):
     }
     assert google.guest_attributes(machine, 0, "nothing/") == {}
     google.delete(machine)
-    until(lambda: only(google) is None)
+    until(lambda: only_machine(google) is None)
     with pytest.raises(NotFound):
         google.delete(machine)
 
 
-def test_objects_are_written_only_by_who_read_them_last(google, project):
+def test_object_is_written_only_over_the_generation_read(google, project):
     project.make_bucket("shared", "us-central1", {"tpuswarm": "mine"})
     first, second = google.bucket("shared"), google.bucket("shared")
     assert first.read("fleet.json") is None
@@ -69,18 +63,15 @@ def test_objects_are_written_only_by_who_read_them_last(google, project):
     assert two != one
     with pytest.raises(Changed):
         first.write("fleet.json", b"three", one)
-    assert first.write("fleet.json", b"two", one) == two, "the same bytes are there: its answer was lost, not the race"
+    assert first.write("fleet.json", b"two", one) == two, "the same bytes: the answer was lost, not the race"
     first.delete("fleet.json")
     first.delete("fleet.json")
     assert first.read("fleet.json") is None
-
-
-def test_a_bucket_that_is_not_there_is_not_taken_for_an_empty_one(google):
     with pytest.raises(NotFound, match="there is no bucket absent"):
         google.bucket("absent").read("fleet.json")
 
 
-def test_a_bucket_knows_its_region_and_takes_labels(project):
+def test_bucket_has_a_region_and_labels(project):
     assert project.bucket_region("here") is None
     project.make_bucket("here", "europe-west4", {"tpuswarm": "mine"})
     assert project.bucket_region("here") == "europe-west4"
@@ -88,11 +79,11 @@ def test_a_bucket_knows_its_region_and_takes_labels(project):
         project.make_bucket("here", "europe-west4", {})
     project.label_bucket("here", {"tpuswarm-fleet": "f1e2"})
     project.label_bucket("here", {"tpuswarm-fleet": "another"})
-    found = project._access.get("looking", bucket_url(project._access, "here"))
-    assert found["labels"] == {"tpuswarm": "mine", "tpuswarm-fleet": "f1e2"}
+    bucket = project._access.get("looking", bucket_url(project._access, "here"))
+    assert bucket["labels"] == {"tpuswarm": "mine", "tpuswarm-fleet": "f1e2"}
 
 
-def test_a_network_of_the_fleets_own_joins_its_machines_and_nobody_else(project):
+def test_fleet_network_joins_its_machines_only(project):
     assert not project.has_network("own")
     project.make_network("own", "tpuswarm mine")
     assert project.has_network("own")
@@ -106,9 +97,9 @@ def test_a_network_of_the_fleets_own_joins_its_machines_and_nobody_else(project)
     assert lets_strangers_in(project.rules(), "own", ["tpuswarm-mine"]) == []
 
 
-def test_apis_billing_quota_and_account(project):
+def test_apis_billing_quotas_and_account(project):
     assert project.apis() >= set(APIS)
     project.turn_on("tpu.googleapis.com")
     assert project.billing()
-    assert any(each.id.startswith("TPUV2s") for each in project.quotas())
+    assert any(quota.id.startswith("TPUV2s") for quota in project.quotas())
     assert project.default_account()

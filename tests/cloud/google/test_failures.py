@@ -1,4 +1,4 @@
-"""What Google really answered, from public threads, becomes the error of ours that says what to do about it."""
+"""Google's real answers, from public threads, become our errors, which say what to do."""
 
 import tomllib
 from pathlib import Path
@@ -22,35 +22,34 @@ DOING = "creating n1 in us-central1-f"
 
 
 def details(fixture: dict) -> list:
-    found = []
+    details = []
     if "quota" in fixture:
         violation = error_details_pb2.QuotaFailure.Violation(description=fixture["quota"])
-        found.append(error_details_pb2.QuotaFailure(violations=[violation]))
+        details.append(error_details_pb2.QuotaFailure(violations=[violation]))
     if "reason" in fixture:
-        info = error_details_pb2.ErrorInfo(reason=fixture["reason"], metadata=fixture["metadata"])
-        found.append(info)
-    return found
+        details.append(error_details_pb2.ErrorInfo(reason=fixture["reason"], metadata=fixture["metadata"]))
+    return details
 
 
-def as_call(fixture: dict) -> Answer:
-    """As gRPC's client raises it."""
+def from_call(fixture: dict) -> Answer:
+    """Read it from the exception of gRPC's client."""
     kind = api.from_grpc_status(grpc.StatusCode[fixture["code"]], fixture["message"]).__class__
-    info = next((each for each in details(fixture) if isinstance(each, error_details_pb2.ErrorInfo)), None)
+    info = next((detail for detail in details(fixture) if isinstance(detail, error_details_pb2.ErrorInfo)), None)
     raised = kind(fixture["message"], details=details(fixture), error_info=info)
     return of_call(raised)
 
 
-def as_status(fixture: dict) -> Answer:
-    """As a failed operation, or a failed queued resource, carries it."""
+def from_status(fixture: dict) -> Answer:
+    """Read it from a failed operation or queued resource."""
     status = status_pb2.Status(code=code_pb2.Code.Value(fixture["code"]), message=fixture["message"])
-    for each in details(fixture):
-        (packed := any_pb2.Any()).Pack(each)
+    for detail in details(fixture):
+        (packed := any_pb2.Any()).Pack(detail)
         status.details.append(packed)
     return of_status(status)
 
 
-def as_json(fixture: dict) -> Answer:
-    """As REST answers it."""
+def from_json(fixture: dict) -> Answer:
+    """Read it from a REST answer."""
     error: dict = {"message": fixture["message"], "status": fixture["code"], "details": []}
     if "quota" in fixture:
         violations = [{"description": fixture["quota"]}]
@@ -61,35 +60,31 @@ def as_json(fixture: dict) -> Answer:
     return of_json({"error": error}, 400)
 
 
-@pytest.mark.parametrize("read", [as_call, as_status, as_json])
-@pytest.mark.parametrize("fixture", ANSWERS, ids=lambda each: each["message"][:50])
-def test_every_carrier_of_a_real_answer_means_the_same(fixture, read):
-    if fixture.get("only") and read is not as_call:
-        pytest.skip("only gRPC says this")
-    found = judge(read(fixture), DOING, "my-project")
-    assert type(found).__name__ == fixture["is"]
-    assert str(found).startswith(DOING)
-    assert fixture.get("way", "") in str(found)
+def check(answer: Answer, fixture: dict) -> None:
+    error = judge(answer, DOING, "my-project")
+    assert type(error).__name__ == fixture["is"]
+    assert str(error).startswith(DOING)
+    assert fixture.get("way", "") in str(error)
     if "limit" in fixture:
-        assert found.limit == fixture["limit"]
+        assert error.limit == fixture["limit"]
     if "permission" in fixture:
-        assert found.permission == fixture["permission"]
-        assert fixture["role"] in str(found) and "gcloud projects add-iam-policy-binding my-project" in str(found)
+        assert error.permission == fixture["permission"]
+        assert fixture["role"] in str(error) and "gcloud projects add-iam-policy-binding my-project" in str(error)
 
 
-@pytest.mark.parametrize("fixture", OPERATIONS, ids=lambda each: each["code"])
-def test_operations_of_compute_engine(fixture):
+@pytest.mark.parametrize("fixture", ANSWERS, ids=lambda fixture: fixture["message"][:50])
+def test_answer_means_the_same_over_grpc_rest_and_in_operations(fixture):
+    for read in [from_call] if fixture.get("only") else [from_call, from_status, from_json]:
+        check(read(fixture), fixture)
+
+
+@pytest.mark.parametrize("fixture", OPERATIONS, ids=lambda fixture: fixture["code"])
+def test_failed_compute_operation_becomes_an_error(fixture):
     detail = compute_v1.ErrorDetails(
         error_info=compute_v1.ErrorInfo(reason=fixture.get("reason", ""), metadatas=fixture.get("metadata", {}))
     )
     failed = compute_v1.Errors(code=fixture["code"], message=fixture["message"], error_details=[detail])
-    answer = of_compute(compute_v1.Operation(error=compute_v1.Error(errors=[failed])))
-    found = judge(answer, DOING, "my-project")
-    assert type(found).__name__ == fixture["is"]
-    if "limit" in fixture:
-        assert found.limit == fixture["limit"]
-    if "permission" in fixture:
-        assert found.permission == fixture["permission"] and fixture["role"] in str(found)
+    check(of_compute(compute_v1.Operation(error=compute_v1.Error(errors=[failed]))), fixture)
     assert of_compute(compute_v1.Operation(name="fine")) is None
 
 
@@ -109,12 +104,11 @@ def test_operations_of_compute_engine(fixture):
         (503, "backendError", errors.Unreachable),
     ],
 )
-def test_rest_answers_without_a_status_are_told_by_code_and_reason(status, reason, kind):
-    body = {"error": {"code": status, "message": "Quota 'CPUS' exceeded", "errors": [{"reason": reason}]}}
-    if kind is not errors.NoQuota:
-        body["error"]["message"] = "words"
+def test_rest_answer_without_status_is_judged_by_code_and_reason(status, reason, kind):
+    message = "Quota 'CPUS' exceeded" if kind is errors.NoQuota else "words"
+    body = {"error": {"code": status, "message": message, "errors": [{"reason": reason}]}}
     assert type(judge(of_json(body, status), DOING, "p")) is kind
-    raised = api.from_http_status(status, body["error"]["message"], errors=body["error"]["errors"])
+    raised = api.from_http_status(status, message, errors=[{"reason": reason}])
     assert type(judge(of_call(raised), DOING, "p")) is kind
 
 
@@ -130,11 +124,6 @@ def test_rest_answers_without_a_status_are_told_by_code_and_reason(status, reaso
         (api.RetryError("too long", None), errors.Unreachable, ""),
     ],
 )
-def test_what_fails_before_google_answers(raised, kind, words):
-    found = translate(raised, DOING, "p")
-    assert type(found) is kind and words in str(found)
-    assert "\n" not in str(found)
-
-
-def test_a_fault_of_our_own_is_left_alone():
-    assert translate(KeyError("name"), DOING, "p") is None
+def test_failure_before_google_answers_becomes_one_sentence(raised, kind, words):
+    error = translate(raised, DOING, "p")
+    assert type(error) is kind and words in str(error) and "\n" not in str(error)

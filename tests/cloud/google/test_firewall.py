@@ -1,4 +1,4 @@
-"""Which firewall rules a fleet needs, and which it refuses because they let strangers in."""
+"""Firewall rules that a fleet needs, and those it refuses because they admit strangers."""
 
 import pytest
 
@@ -9,12 +9,12 @@ OURS = wanted(NET, TAG, "fleet f1e2")
 
 
 def rest(**fields) -> dict:
-    """A rule as Compute Engine answers it."""
+    """Return a rule as Compute Engine shows it."""
     shown = {"name": "r", "network": f"https://x/compute/v1/projects/p/global/networks/{NET}", "direction": "INGRESS"}
     return shown | {"allowed": [{"IPProtocol": "tcp"}], "disabled": False} | fields
 
 
-def test_the_fleets_own_rules_join_its_machines_and_let_nobody_else_in():
+def test_fleet_rules_join_its_machines_and_admit_nobody_else():
     assert joins(OURS, NET, [TAG])
     assert lets_strangers_in(OURS, NET, [TAG]) == []
     assert not joins(OURS[1:], NET, [TAG]), "ssh alone does not join them"
@@ -25,7 +25,7 @@ def test_the_fleets_own_rules_join_its_machines_and_let_nobody_else_in():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        # The two rules that people set up by hand: everything to everyone, and Google's own in a default network.
+        # Two common rules: everything to everyone, and Google's own in a default network.
         ({"name": "allow-all", "allowed": [{"IPProtocol": "all"}], "sourceRanges": ["0.0.0.0/0"]}, "every port"),
         ({"allowed": [{"IPProtocol": "tcp", "ports": ["0-65535"]}], "sourceRanges": ["10.128.0.0/9"]}, "0-65535"),
         (
@@ -38,7 +38,7 @@ def test_the_fleets_own_rules_join_its_machines_and_let_nobody_else_in():
         ({"allowed": [{"IPProtocol": "6"}], "sourceRanges": ["0.0.0.0/0"]}, "every port"),
     ],
 )
-def test_rules_that_let_strangers_in(fields, words):
+def test_rules_that_admit_strangers_are_named(fields, words):
     rule = of_firewall(rest(**fields))
     ((found, sentence),) = lets_strangers_in([*OURS, rule], NET, [TAG])
     assert found == rule and words in sentence and sentence.startswith(f"firewall rule {rule.name} lets ")
@@ -55,7 +55,7 @@ def test_rules_that_let_strangers_in(fields, words):
         {"sourceTags": [TAG]},
     ],
 )
-def test_rules_that_are_no_danger(fields):
+def test_harmless_rules_are_accepted(fields):
     assert lets_strangers_in([of_firewall(rest(**fields))], NET, [TAG]) == []
 
 
@@ -63,11 +63,11 @@ def test_rules_that_are_no_danger(fields):
     "fields",
     [{"disabled": True}, {"direction": "EGRESS"}, {"allowed": [], "denied": [{"IPProtocol": "all"}]}],
 )
-def test_rules_that_open_nothing(fields):
+def test_rules_that_open_nothing_are_ignored(fields):
     assert of_firewall(rest(sourceRanges=["0.0.0.0/0"], **fields)) is None
 
 
-def test_the_command_that_makes_a_rule():
+def test_gcloud_command_that_makes_a_rule():
     inside, ssh = OURS
     assert inside.gcloud("p") == (
         "gcloud compute firewall-rules create tpuswarm-mine-inside --project=p --network=tpuswarm-mine --allow=tcp "

@@ -1,7 +1,8 @@
-"""What we ask for, in Google's own message types, and what these types mean to us."""
+"""Machines to and from Google's message types."""
 
 import datetime
 import json
+from dataclasses import replace
 
 import pytest
 from google.cloud import compute_v1, tpu_v2
@@ -20,18 +21,13 @@ SPEC = TpuSpec("n1", "us-central1-f", "v2-8", "spot", "f1e2", "small", "tpu-ubun
 HEAD = VmSpec("head", "us-central1-f", "n2-highmem-8", "f1e2", "head", "debian-cloud/debian-12", 50, tags=("t",))
 
 
-def shown(message) -> dict:
-    """As REST writes it."""
+def to_rest(message) -> dict:
     text = type(message).to_json(message, use_integers_for_enums=False, always_print_fields_with_no_presence=False)
     return json.loads(text)
 
 
-def changed(spec, **fields):
-    return type(spec)(**{name: getattr(spec, name) for name in spec.__dataclass_fields__} | fields)
-
-
-def test_a_node_carries_the_fleet_and_what_it_needs_to_be_reached():
-    node = to_node(changed(SPEC, labels={"mine": "1"}, metadata={"startup-script": "x"}, disks=(Disk("d", True),)), "p")
+def test_node_has_labels_metadata_network_and_disks():
+    node = to_node(replace(SPEC, labels={"mine": "1"}, metadata={"startup-script": "x"}, disks=(Disk("d", True),)), "p")
     assert node.labels == {"mine": "1", FLEET_LABEL: "f1e2", POOL_LABEL: "small"}
     assert node.metadata == {"startup-script": "x", "enable-guest-attributes": "TRUE", "enable-oslogin": "FALSE"}
     assert node.accelerator_type == "v2-8" and not node.accelerator_config
@@ -41,43 +37,42 @@ def test_a_node_carries_the_fleet_and_what_it_needs_to_be_reached():
     assert node.data_disks[0].mode.name == "READ_ONLY"
 
 
-def test_labels_of_the_users_own_never_replace_the_fleets():
-    assert to_node(changed(SPEC, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
-    assert to_instance(changed(HEAD, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
+def test_user_labels_never_replace_the_fleet_label():
+    assert to_node(replace(SPEC, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
+    assert to_instance(replace(HEAD, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
 
 
-@pytest.mark.parametrize("accelerator", [each for each in accelerators() if each.api_name], ids=lambda each: each.name)
-def test_every_type_goes_to_the_api_and_comes_back_under_our_name(accelerator):
-    node = to_node(changed(SPEC, type=accelerator.name), "p")
+@pytest.mark.parametrize("accelerator", [a for a in accelerators() if a.api_name], ids=lambda a: a.name)
+def test_type_goes_to_the_api_and_comes_back_under_our_name(accelerator):
+    node = to_node(replace(SPEC, type=accelerator.name), "p")
     node.name = f"{PLACE}/nodes/n1"
     assert node.accelerator_type == accelerator.api_name
-    assert of_node(shown(node)).type == accelerator.name
+    assert of_node(to_rest(node)).type == accelerator.name
 
 
-def test_a_queued_resource_asks_for_one_node_of_its_own_name():
-    request = to_request(changed(SPEC, how="queued", wait_s=7200.0), "p")
-    (asked,) = request.tpu.node_spec
-    assert (asked.parent, asked.node_id, asked.node.labels[FLEET_LABEL]) == (PLACE, "n1", "f1e2")
+def test_queued_resource_requests_one_node_of_the_same_name():
+    request = to_request(replace(SPEC, how="queued", wait_s=7200.0), "p")
+    (node,) = request.tpu.node_spec
+    assert (node.parent, node.node_id, node.node.labels[FLEET_LABEL]) == (PLACE, "n1", "f1e2")
     assert request.queueing_policy.valid_until_duration.total_seconds() == 7200
     assert "guaranteed" not in request and "spot" not in request and not request.reservation_name
-    reserved = to_request(changed(SPEC, how="reserved", reservation="r"), "p")
+    reserved = to_request(replace(SPEC, how="reserved", reservation="r"), "p")
     assert reserved.reservation_name == f"{PLACE}/reservations/r" and not reserved.queueing_policy
     # What `gcloud compute tpus queued-resources create --reserved` sends for any reservation of the project.
-    assert to_request(changed(SPEC, how="reserved"), "p").reservation_name == f"{PLACE}/reservations/-"
+    assert to_request(replace(SPEC, how="reserved"), "p").reservation_name == f"{PLACE}/reservations/-"
 
 
 @pytest.mark.parametrize("state", tpu_v2.Node.State)
-def test_every_state_of_a_node_has_a_meaning(state):
+def test_each_node_state_is_mapped(state):
     machine = of_node(
-        shown(tpu_v2.Node(name=f"{PLACE}/nodes/n1", accelerator_type="v2-8", state=state, health="HEALTHY"))
+        to_rest(tpu_v2.Node(name=f"{PLACE}/nodes/n1", accelerator_type="v2-8", state=state, health="HEALTHY"))
     )
     assert machine.said == state.name
-    dead = state.name in ("PREEMPTED", "TERMINATED")
-    assert (machine.state == "dead") == dead
+    assert (machine.state == "dead") == (state.name in ("PREEMPTED", "TERMINATED"))
     assert machine.healthy is (True if state.name == "READY" else None)
 
 
-def test_a_node_as_google_shows_it():
+def test_node_as_google_shows_it():
     node = tpu_v2.Node(
         name=f"{PLACE}/nodes/n1",
         accelerator_type="v5litepod-16",
@@ -92,7 +87,7 @@ def test_a_node_as_google_shows_it():
             tpu_v2.NetworkEndpoint(ip_address="10.0.0.3"),
         ],
     )
-    machine = of_node(shown(node))
+    machine = of_node(to_rest(node))
     assert (machine.name, machine.zone, machine.type, machine.kind) == ("n1", "us-central1-f", "v5e-16", "tpu")
     assert machine.healthy is False
     assert machine.why == "no answer since noon; OUT_OF_MEMORY; worker 3 is slow"
@@ -101,53 +96,55 @@ def test_a_node_as_google_shows_it():
     assert (machine.how, machine.request, machine.fleet) == ("queued", "q1", None)
 
 
-def test_a_node_under_maintenance_is_repaired_and_not_unhealthy():
+def test_node_under_maintenance_is_repairing_not_unhealthy():
     """ "Will resume running once rescheduled": https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.nodes"""
     node = tpu_v2.Node(name=f"{PLACE}/nodes/n1", accelerator_type="v2-8", state="READY", health="UNHEALTHY_MAINTENANCE")
-    machine = of_node(shown(node))
+    machine = of_node(to_rest(node))
     assert (machine.state, machine.said, machine.healthy) == ("repairing", "UNHEALTHY_MAINTENANCE", None)
 
 
-def test_a_type_that_the_catalogue_does_not_know_keeps_its_name():
+def test_unknown_type_keeps_its_name():
     of = {"name": f"{PLACE}/nodes/n1"}
-    assert of_node(shown(tpu_v2.Node(**of, accelerator_type="v9-8"))).type == "v9-8"
+    assert of_node(to_rest(tpu_v2.Node(**of, accelerator_type="v9-8"))).type == "v9-8"
     config = tpu_v2.AcceleratorConfig(type_="V4", topology="2x2x9")
-    assert of_node(shown(tpu_v2.Node(**of, accelerator_config=config))).type == "v4:2x2x9"
+    assert of_node(to_rest(tpu_v2.Node(**of, accelerator_config=config))).type == "v4:2x2x9"
 
 
 def request_in(state: str, **fields) -> dict:
-    request = to_request(changed(SPEC, how="queued"), "p")
+    request = to_request(replace(SPEC, how="queued"), "p")
     request.name = f"{PLACE}/queuedResources/n1"
     request.state = tpu_v2.QueuedResourceState(state=state, **fields)
-    return shown(request)
+    return to_rest(request)
 
 
 @pytest.mark.parametrize("state", tpu_v2.QueuedResourceState.State)
-def test_a_queued_resource_without_a_node_is_a_machine_that_waits_or_is_dead(state):
+def test_queued_resource_without_a_node_is_waiting_or_dead(state):
     (machine,) = of_requests([request_in(state.name)], [], frozenset(), "p")
     assert (machine.name, machine.request, machine.fleet, machine.type) == ("n1", "n1", "f1e2", "v2-8")
     assert machine.state == REQUEST_STATES.get(state.name, "repairing")
     assert (machine.state == "dead") == (state.name in ("ACTIVE", "FAILED", "SUSPENDING", "SUSPENDED"))
 
 
-def test_a_state_of_a_queued_resource_that_google_adds_is_not_deleted_at_once():
+def test_new_states_and_codes_of_a_queued_resource_are_tolerated():
     request = request_in("ACCEPTED")
     request["state"]["state"] = "PREPARING"
     assert of_requests([request], [], frozenset(), "p")[0].state == "repairing"
+    request = request_in("FAILED")
+    request["state"]["failedData"] = {"error": {"code": 99, "message": "out of luck"}}
+    (machine,) = of_requests([request], [], frozenset(), "p")
+    assert machine.state == "dead" and "out of luck" in str(machine.error)
 
 
-def test_a_queued_resource_and_its_node_are_one_machine():
+def test_queued_resource_and_its_node_are_one_machine():
     node = Machine("n1", "us-central1-f", "tpu", "v2-8", "ready", "READY")
     assert of_requests([request_in("ACTIVE")], [node], frozenset(), "p") == []
     elsewhere = Machine("n1", "us-central1-b", "tpu", "v2-8", "ready", "READY")
     assert len(of_requests([request_in("ACTIVE")], [elsewhere], frozenset(), "p")) == 1
+    unreachable = frozenset({"us-central1-f"})  # its node may be there
+    assert of_requests([request_in("ACTIVE")], [], unreachable, "p") == []
 
 
-def test_where_nodes_are_unknown_a_request_does_not_make_them_dead():
-    assert of_requests([request_in("ACTIVE")], [], frozenset({"us-central1-f"}), "p") == []
-
-
-def test_why_a_request_failed_is_an_error_of_ours():
+def test_failed_request_has_an_error():
     why = "Quota limit 'TPUV2sPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone us-central1-f."
     failed = {"failed_data": {"error": status_pb2.Status(code=8, message=why)}}
     (machine,) = of_requests([request_in("FAILED", **failed)], [], frozenset(), "p")
@@ -155,22 +152,15 @@ def test_why_a_request_failed_is_an_error_of_ours():
     assert isinstance(machine.error, NoQuota) and machine.error.limit == "TPUV2sPerProjectPerZoneForTPUAPI"
 
 
-def test_a_code_of_a_failure_that_google_adds_is_still_a_sentence():
-    request = request_in("FAILED")
-    request["state"]["failedData"] = {"error": {"code": 99, "message": "out of luck"}}
-    (machine,) = of_requests([request], [], frozenset(), "p")
-    assert machine.state == "dead" and "out of luck" in str(machine.error)
-
-
-def as_rest(instance: compute_v1.Instance, **fields) -> dict:
+def vm_to_rest(instance: compute_v1.Instance, **fields) -> dict:
     shown = compute_v1.Instance.to_dict(instance, preserving_proto_field_name=False)
     place = "https://www.googleapis.com/compute/v1/projects/p/zones/us-central1-f"
     shown |= {"zone": place, "machineType": f"{place}/{shown['machineType'].split('/', 2)[2]}", "status": "RUNNING"}
     return shown | fields
 
 
-def test_a_vm_carries_the_fleet_and_so_does_its_disk():
-    spec = changed(HEAD, ip_forward=True, subnetwork="sub", service_account="sa@p.iam.gserviceaccount.com")
+def test_vm_and_its_disk_have_labels_network_and_account():
+    spec = replace(HEAD, ip_forward=True, subnetwork="sub", service_account="sa@p.iam.gserviceaccount.com")
     instance = to_instance(spec, "p")
     (disk,) = instance.disks
     ours = {FLEET_LABEL: "f1e2", POOL_LABEL: "head"}
@@ -182,31 +172,31 @@ def test_a_vm_carries_the_fleet_and_so_does_its_disk():
     assert interface.subnetwork == "projects/p/regions/us-central1/subnetworks/sub"
     assert instance.scheduling.provisioning_model == "STANDARD"
     assert instance.service_accounts[0].email == "sa@p.iam.gserviceaccount.com"
-    assert not to_instance(changed(HEAD, external_ips=False), "p").network_interfaces[0].access_configs
+    assert not to_instance(replace(HEAD, external_ips=False), "p").network_interfaces[0].access_configs
 
 
-@pytest.mark.parametrize("status", [each.name for each in compute_v1.Instance.Status if each.value])
-def test_every_state_of_a_vm_has_a_meaning(status):
-    plain, spot = to_instance(HEAD, "p"), to_instance(changed(HEAD, spot=True), "p")
-    machine = of_instance(as_rest(plain, status=status))
+@pytest.mark.parametrize("status", [status.name for status in compute_v1.Instance.Status if status.value])
+def test_each_vm_state_is_mapped(status):
+    plain, spot = to_instance(HEAD, "p"), to_instance(replace(HEAD, spot=True), "p")
+    machine = of_instance(vm_to_rest(plain, status=status))
     assert machine.said == status and machine.state != "dead"
-    assert (of_instance(as_rest(spot, status=status)).state == "dead") == (machine.state == "stopped")
+    assert (of_instance(vm_to_rest(spot, status=status)).state == "dead") == (machine.state == "stopped")
 
 
-def test_a_vm_as_google_shows_it():
+def test_vm_as_google_shows_it():
     interface = {"networkIP": "10.0.0.9", "accessConfigs": [{"natIP": "35.1.1.1"}]}
-    shown = as_rest(
+    shown = vm_to_rest(
         to_instance(HEAD, "p"), networkInterfaces=[interface], creationTimestamp="2026-11-22T04:00:00.000-08:00"
     )
     machine = of_instance(shown)
     assert (machine.name, machine.zone, machine.kind, machine.type) == ("head", "us-central1-f", "vm", "n2-highmem-8")
     assert machine.workers == (Worker("10.0.0.9", "35.1.1.1"),)
     assert (machine.created, machine.fleet, machine.pool) == (1795348800.0, "f1e2", "head")
-    assert of_instance(as_rest(to_instance(HEAD, "p"), status="STAGING", lastStopTimestamp="…")).state == "starting"
+    assert of_instance(vm_to_rest(to_instance(HEAD, "p"), status="STAGING", lastStopTimestamp="…")).state == "starting"
 
 
-def test_vms_of_several_pages_and_zones_that_did_not_answer(monkeypatch):
-    shown = as_rest(to_instance(HEAD, "p"))
+def test_vms_come_from_all_pages_and_unreachable_zones_are_named(monkeypatch):
+    shown = vm_to_rest(to_instance(HEAD, "p"))
     other = {**shown, "name": "other"}
     pages = {
         "": {
@@ -223,6 +213,6 @@ def test_vms_of_several_pages_and_zones_that_did_not_answer(monkeypatch):
         },
     }
     monkeypatch.setattr(Access, "get", lambda self, doing, url, pageToken="", **query: pages[pageToken])
-    found, dark = Google(Access("p"))._vms()
-    assert [each.name for each in found] == ["head", "other"]
-    assert dark == {"asia-east1-c", "me-west1-a"}
+    vms, unreachable = Google(Access("p"))._vms()
+    assert [vm.name for vm in vms] == ["head", "other"]
+    assert unreachable == {"asia-east1-c", "me-west1-a"}

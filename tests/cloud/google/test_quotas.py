@@ -1,4 +1,4 @@
-"""What the Cloud Quotas API says of TPUs, for each type, kind and place. Names of quotas are from public answers."""
+"""TPU limits from the Cloud Quotas API. Names of quotas are from public answers."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tpuswarm.cloud.google.quotas import allowance, of_infos, size
 
 
 def info(quota: str, **limits: str) -> dict:
-    """A quotaInfo: limits by place, `others` for the places that have none of their own."""
+    """Return a quotaInfo: limits by place, `others` for all other places."""
     by = "zone" if "PerZone" in quota else "region"
     named = [
         {"dimensions": {by: place.replace("_", "-")}, "details": {"value": value}}
@@ -42,15 +42,15 @@ QUOTAS = of_infos(
         ("v2-8", False, "asia-east1-c", 8, "TPUV2sPerProjectPerZoneForTPUAPI"),
         ("v2-8", True, "us-central1-b", 48, "TPUV2sPreemptiblePerProjectPerZoneForTPUAPI"),
         ("v2-32", False, "us-central1-a", 512, "TPUV2sPodPerProjectPerZoneForTPUAPI"),
-        # v5e has a quota for training and one for serving: either may be the one that counts.
+        # v5e has quotas for training and serving; either may count.
         ("v5e-4", False, "us-central1-a", 4, "TPUV5sLitepodServingPerProjectPerZoneForTPUAPI"),
         ("v5e-16", True, "us-west4-a", 10000, "TPUV5sPreemptibleLitepodPerProjectPerRegionForTPUAPI"),
-        # As https://github.com/marin-community/marin/pull/1612 met it: quota in the zone and none in its region.
+        # https://github.com/marin-community/marin/pull/1612: quota in the zone and none in its region.
         ("v6e-8", True, "us-east5-b", 0, "TPUV6EPreemptiblePerProjectPerRegionForTPUAPI"),
         ("v5p-8", True, "us-east5-a", 10**9, "TPUV5PPreemptiblePerProjectPerZoneForTPUAPI"),
     ],
 )
-def test_the_quota_that_a_type_is_counted_by(type_, spot, zone, limit, named):
+def test_each_type_counts_against_its_quota(type_, spot, zone, limit, named):
     assert allowance(QUOTAS, type_, spot, zone) == (limit, named)
 
 
@@ -58,11 +58,11 @@ def test_the_quota_that_a_type_is_counted_by(type_, spot, zone, limit, named):
     ("type_", "spot", "zone"),
     [("v2-8", False, "europe-west4-a"), ("v3-8", False, "us-central1-a"), ("v2-32", True, "us-central1-a")],
 )
-def test_where_no_quota_speaks_nothing_is_known(type_, spot, zone):
+def test_allowance_without_a_quota_is_unknown(type_, spot, zone):
     assert allowance(QUOTAS, type_, spot, zone) is None
 
 
-def test_a_tpu_takes_the_number_in_its_name():
-    for each in accelerators():
-        if each.api_name:
-            assert size(each.name) == int(each.api_name.rsplit("-", 1)[1])
+def test_size_is_the_number_in_the_api_name():
+    for accelerator in accelerators():
+        if accelerator.api_name:
+            assert size(accelerator.name) == int(accelerator.api_name.rsplit("-", 1)[1])

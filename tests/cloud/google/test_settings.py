@@ -1,4 +1,4 @@
-"""Project and zone are found where people keep them, and the nearer place counts."""
+"""Where project and zone come from, and what takes precedence."""
 
 import subprocess
 import sys
@@ -11,13 +11,9 @@ from tpuswarm.errors import InputError
 
 @pytest.fixture
 def gcloud(tmp_path, monkeypatch):
-    """A configuration of gcloud, of the test's own; writes one under a name."""
-    for name in (
-        "GOOGLE_CLOUD_PROJECT",
-        "CLOUDSDK_CORE_PROJECT",
-        "CLOUDSDK_COMPUTE_ZONE",
-        "CLOUDSDK_ACTIVE_CONFIG_NAME",
-    ):
+    """Write a configuration of gcloud: gcloud(name, text)."""
+    variables = ("CORE_PROJECT", "COMPUTE_ZONE", "ACTIVE_CONFIG_NAME")
+    for name in ("GOOGLE_CLOUD_PROJECT", *(f"CLOUDSDK_{variable}" for variable in variables)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     (tmp_path / "configurations").mkdir()
@@ -28,13 +24,13 @@ def gcloud(tmp_path, monkeypatch):
     return write
 
 
-def test_without_any_the_sentence_says_how_to_set_one(gcloud):
+def test_missing_project_error_says_how_to_set_one(gcloud):
     assert find_zone() is None and account() is None
     with pytest.raises(InputError, match="gcloud config set project"):
         find_project()
 
 
-def test_gcloud_is_read_then_overruled(gcloud, tmp_path, monkeypatch):
+def test_environment_and_options_override_gcloud(gcloud, tmp_path, monkeypatch):
     gcloud("default", "[core]\nproject = from-gcloud\naccount = me@example.com\n[compute]\nzone = us-central1-f\n")
     assert (find_project(), find_zone(), account()) == ("from-gcloud", "us-central1-f", "me@example.com")
     gcloud("work", "[core]\nproject = from-work\n")
@@ -51,16 +47,16 @@ def test_gcloud_is_read_then_overruled(gcloud, tmp_path, monkeypatch):
     assert (find_zone(), find_zone("asia-east1-c")) == ("europe-west4-a", "asia-east1-c")
 
 
-def test_a_damaged_configuration_is_said(gcloud):
+def test_damaged_gcloud_configuration_is_reported(gcloud):
     gcloud("default", "project = nowhere\n")
     with pytest.raises(InputError, match="gcloud's configuration default cannot be read"):
         find_project()
 
 
-def test_none_of_googles_libraries_are_loaded_until_something_is_asked():
+def test_google_libraries_load_only_at_the_first_call():
     google = "access answers buckets endpoints failures firewall instances nodes project provider quotas settings"
-    modules = [*(f"cloud.google.{each}" for each in google.split()), "fleet.facts", "fleet.init", "fleet.preflight"]
-    script = f"import importlib, sys\nfor each in {modules}: importlib.import_module('tpuswarm.' + each)\n"
-    script += "print([each for each in sys.modules if each.split('.')[0] in ('google', 'grpc', 'requests', 'jax')])"
+    modules = [*(f"cloud.google.{name}" for name in google.split()), "fleet.facts", "fleet.init", "fleet.preflight"]
+    script = f"import importlib, sys\nfor name in {modules}: importlib.import_module('tpuswarm.' + name)\n"
+    script += "print([name for name in sys.modules if name.split('.')[0] in ('google', 'grpc', 'requests', 'jax')])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

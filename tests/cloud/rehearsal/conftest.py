@@ -1,41 +1,42 @@
-import time
+import urllib.request
 
 import pytest
-from google.cloud import tpu_v2
+from google.cloud import storage, tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
-from tests.local_cloud import local_cloud
+from tests.local_cloud import local_cloud, until
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.connect import connect
 
 PROJECT = "projects/p"
+PARENT = f"{PROJECT}/locations/us-central1-b"
 TPU = tpu_v2.Node(accelerator_type="v2-8", runtime_version="tpu-ubuntu2204-base")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def place(tmp_path_factory):
-    """The folder of a local cloud, for all tests here; each takes a zone or a project of its own for its weather."""
+    """The local cloud of all tests here. A test that makes weather does so in its own zone or project."""
     with local_cloud(tmp_path_factory.mktemp("cloud")) as place:
         yield place
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def endpoints(place):
     return connect(place.folder)
 
 
 @pytest.fixture
 def weather(place):
-    """Makes bad weather: weather("preempt", name=…)."""
+    """Make weather: weather("preempt", name=…)."""
     return lambda verb, **body: ask(place, verb, **body)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def tpu(endpoints):
-    return tpu_v2.TpuClient(transport=TpuGrpcTransport(channel=endpoints.channel()))
+    return tpu_client(endpoints)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def tpu_by_rest(endpoints):
     where = {"api_endpoint": endpoints.http}
     return tpu_v2.TpuClient(transport="rest", credentials=endpoints.credentials(), client_options=where)
@@ -43,29 +44,37 @@ def tpu_by_rest(endpoints):
 
 @pytest.fixture
 def ready(tpu):
-    """Makes a node and waits for it: ready(parent, name, node)."""
+    """Create a node and wait for it: ready(parent, name, node)."""
 
-    def make(parent, name, node=TPU):
+    def create(parent, name, node=TPU):
         done(tpu, tpu.create_node(parent=parent, node_id=name, node=node))
         return tpu.get_node(name=f"{parent}/nodes/{name}")
 
-    return make
+    return create
 
 
-def until(happens, seconds=60.0):
-    """What `happens` returns, as soon as it is true."""
-    deadline = time.monotonic() + seconds
-    while not (found := happens()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-    return found
+def tpu_client(endpoints):
+    return tpu_v2.TpuClient(transport=TpuGrpcTransport(channel=endpoints.channel()))
+
+
+def storage_client(endpoints):
+    where = {"api_endpoint": endpoints.http}
+    return storage.Client(project="p", credentials=endpoints.credentials(), client_options=where)
 
 
 def done(tpu, operation):
-    """A finished operation, raw: Google's own waiting looks too seldom for a fast clock."""
+    """Return the operation when it is done: Google's own waiting polls too seldom for a fast clock."""
 
-    def over():
-        found = tpu.get_operation({"name": operation.operation.name})
-        return found if found.done else None
+    def finished():
+        current = tpu.get_operation({"name": operation.operation.name})
+        return current if current.done else None
 
-    return until(over)
+    return until(finished)
+
+
+def metadata(worker, path, **headers):
+    """Ask a worker's metadata server."""
+    url = f"http://{worker['internal']}:2223/computeMetadata/v1/{path}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google", **headers})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return answer.read().decode()

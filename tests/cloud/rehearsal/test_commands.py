@@ -1,11 +1,11 @@
-"""`tpuswarm rehearsal`: thin, and every wrong word answered in a sentence."""
+"""The command `tpuswarm rehearsal`."""
 
 import json
 
 import pytest
+from google.cloud import tpu_v2
 
-from tests.cloud.rehearsal.conftest import TPU, until
-from tests.local_cloud import local_cloud
+from tests.local_cloud import local_cloud, slow_clock, until
 
 PARENT = "projects/commands/locations/us-south1-a"
 
@@ -19,17 +19,16 @@ def rehearsal(typed, place, monkeypatch):
 def test_start_status_and_weather(rehearsal, tpu, place):
     code, out, _ = rehearsal("start", "--speed", "300")
     assert code == 0 and "300 times as fast" in out and str(place.folder) in out
-    from google.cloud import tpu_v2
-
     node = tpu_v2.Node(accelerator_type="v5litepod-8", runtime_version="v2-alpha-tpuv5-lite")
     tpu.create_node(parent=PARENT, node_id="shown", node=node)
 
     def state():
-        found = json.loads(rehearsal("status", "--json")[1])["machines"]
-        return next((each["state"] for each in found if each["name"] == "shown"), None)
+        machines = json.loads(rehearsal("status", "--json")[1])["machines"]
+        return next((machine["state"] for machine in machines if machine["name"] == "shown"), None)
 
     until(lambda: state() == "READY")
-    assert rehearsal("maintenance", "show")[1].startswith("shown is") and state() == "REPAIRING"
+    with slow_clock(place):
+        assert rehearsal("maintenance", "show")[1].startswith("shown is") and state() == "REPAIRING"
     until(lambda: state() == "READY")
     assert rehearsal("break", "shown", "missing-device")[1] == "shown: the file of the last chip is not there\n"
     assert rehearsal("preempt", "shown", "--as", "gone")[0] == 0
@@ -43,7 +42,7 @@ def test_start_status_and_weather(rehearsal, tpu, place):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("line", "sentence"),
     [
         ("start --speed 0", "--speed must be above 0 and at most 100,000, not 0"),
         ("preempt no-such", "the local cloud has no machine 'no-such'"),
@@ -55,20 +54,18 @@ def test_start_status_and_weather(rehearsal, tpu, place):
         ("break no-such lock", "the local cloud has no machine 'no-such'"),
     ],
 )
-def test_wrong_words(rehearsal, words, said):
-    code, out, err = rehearsal(*words.split())
-    assert (code, out) == (2, "") and err.startswith(f"error: {said}")
+def test_wrong_input_is_one_sentence(rehearsal, line, sentence):
+    code, out, err = rehearsal(*line.split())
+    assert (code, out) == (2, "") and err.startswith(f"error: {sentence}")
 
 
-def test_without_a_cloud_nothing_is_started_but_by_start(typed, tmp_path, monkeypatch):
+def test_only_start_starts_a_cloud(typed, tmp_path, monkeypatch):
     monkeypatch.setenv("TPUSWARM_REHEARSAL", str(tmp_path))
-    assert typed("rehearsal", "status")[:2] == (
-        0,
-        f"no local cloud runs in {tmp_path}; `tpuswarm rehearsal start` starts it\n",
-    )
+    nothing = f"no local cloud runs in {tmp_path}; `tpuswarm rehearsal start` starts it\n"
+    assert typed("rehearsal", "status")[:2] == (0, nothing)
     assert json.loads(typed("rehearsal", "status", "--json")[1]) == {"running": False, "folder": str(tmp_path)}
     assert typed("rehearsal", "preempt", "x")[0] == 2 and typed("rehearsal", "status", "--env")[0] == 2
     assert typed("rehearsal", "stop")[1] == f"no local cloud runs in {tmp_path}\n"
     with local_cloud(tmp_path):
         assert typed("rehearsal", "stop")[0] == 0
-        assert TPU and not list((tmp_path / "machines").iterdir())
+        assert not list((tmp_path / "machines").iterdir())

@@ -1,11 +1,12 @@
-"""Buckets: what Google's clients and gcsfs write is written only if nobody else wrote it, on every kind of upload."""
+"""Buckets: conditional writes by Google's clients and gcsfs, with every kind of upload."""
 
 import threading
 
 import pytest
 from gcsfs.core import GCSFileSystem
 from google.api_core import exceptions
-from google.cloud import storage
+
+from tests.cloud.rehearsal.conftest import storage_client
 
 NAME = "bucket-of-tests"
 LARGE = bytes(range(256)) * (51 * 2**12)  # 51 MiB: gcsfs sends that in parts
@@ -13,18 +14,17 @@ LARGE = bytes(range(256)) * (51 * 2**12)  # 51 MiB: gcsfs sends that in parts
 
 @pytest.fixture(scope="module")
 def client(endpoints):
-    where = {"api_endpoint": endpoints.http}
-    client = storage.Client(project="p", credentials=endpoints.credentials(), client_options=where)
+    client = storage_client(endpoints)
     client.create_bucket(NAME, location="us-central1")
     return client
 
 
 @pytest.fixture(scope="module")
 def files(client, endpoints):
-    return filesystem(endpoints)
+    return file_system(endpoints)
 
 
-def filesystem(endpoints):
+def file_system(endpoints):
     return GCSFileSystem(
         project="p",
         token=endpoints.credentials(),
@@ -34,8 +34,8 @@ def filesystem(endpoints):
     )
 
 
-def test_a_bucket_lies_somewhere_and_has_one_owner(client):
-    assert client.get_bucket(NAME).location == "US-CENTRAL1" and NAME in [each.name for each in client.list_buckets()]
+def test_bucket_has_a_location_labels_and_one_owner(client):
+    assert client.get_bucket(NAME).location == "US-CENTRAL1" and NAME in [found.name for found in client.list_buckets()]
     with pytest.raises(exceptions.Conflict):
         client.create_bucket(NAME)
     with pytest.raises(exceptions.NotFound):
@@ -50,22 +50,21 @@ def test_a_bucket_lies_somewhere_and_has_one_owner(client):
 
 
 @pytest.mark.parametrize(("name", "data"), [("small", b"1"), ("large", LARGE)], ids=["multipart", "resumable"])
-def test_gcsfs_creates_only_what_is_absent(files, name, data):
+def test_gcsfs_create_fails_if_the_object_exists(files, name, data):
     files.pipe_file(f"{NAME}/{name}", data, mode="create")
     with pytest.raises(FileExistsError):
         files.pipe_file(f"{NAME}/{name}", b"other" + data, mode="create")
     assert files.cat_file(f"{NAME}/{name}") == data
 
 
-def test_an_upload_that_began_before_another_was_written_is_refused_at_its_end(client):
-    """The condition holds when the object appears, not when the upload begins."""
+def test_upload_is_refused_if_another_finished_first(client):
     session = client.bucket(NAME).blob("late").create_resumable_upload_session(size=3, if_generation_match=0)
     client.bucket(NAME).blob("late").upload_from_string(b"first")
     answer = client._http.put(session, data=b"abc", headers={"Content-Range": "bytes 0-2/3"})
     assert answer.status_code == 412 and client.bucket(NAME).blob("late").download_as_bytes() == b"first"
 
 
-def test_a_generation_is_replaced_once(client):
+def test_generation_is_replaced_once(client):
     blob = client.bucket(NAME).blob("y z/ü")
     blob.upload_from_string(b"one\r\n--two", if_generation_match=0)
     first = blob.generation
@@ -77,19 +76,19 @@ def test_a_generation_is_replaced_once(client):
     assert client.bucket(NAME).blob("y z/ü").download_as_bytes() == b"two"
 
 
-def test_of_all_who_want_a_name_one_gets_it(client, endpoints):
+def test_one_of_several_writers_creates_an_object(client, endpoints):
     won = []
 
-    def race(who):
-        files = filesystem(endpoints)
+    def race(writer):
+        files = file_system(endpoints)
         for number in range(15):
             try:
-                files.pipe_file(f"{NAME}/race/{number}", b"%d" % who, mode="create")
+                files.pipe_file(f"{NAME}/race/{number}", b"%d" % writer, mode="create")
                 won.append(number)
             except FileExistsError:
                 pass
 
-    threads = [threading.Thread(target=race, args=(who,)) for who in range(4)]
+    threads = [threading.Thread(target=race, args=(writer,)) for writer in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -116,9 +115,11 @@ def test_files_and_folders(files, tmp_path):
     assert files.find(f"{NAME}/tree") == []
 
 
-def test_lists_have_pages(client):
+def test_objects_are_listed_in_pages(client):
     for name in ("p/1", "p/2", "p/3/x", "p/4"):
         client.bucket(NAME).blob(name).upload_from_string(b"")
     pages = client.list_blobs(NAME, prefix="p/", delimiter="/", page_size=2).pages
-    found = [([blob.name for blob in page], sorted(page.prefixes)) for page in pages]
-    assert found == [(["p/1", "p/2"], []), (["p/4"], ["p/3/"])]
+    assert [([blob.name for blob in page], sorted(page.prefixes)) for page in pages] == [
+        (["p/1", "p/2"], []),
+        (["p/4"], ["p/3/"]),
+    ]

@@ -22,6 +22,8 @@ class Event(NamedTuple):
     due: float
     what: str
     args: list[Any]
+    is_fixed: bool = False
+    """Whether `due` was given as a point in time: it stays when the clock's speed changes."""
 
 
 class Timetable:
@@ -44,7 +46,12 @@ class Timetable:
 
     @speed.setter
     def speed(self, speed: float) -> None:
+        now = time.time()
+        for name, event in self._events.items():
+            if not event.is_fixed:
+                self._events.put(name, event._replace(due=now + (event.due - now) * self.speed / speed))
         self._settings.put("speed", speed)
+        self._earlier.set()
 
     def seconds(self, seconds: float) -> float:
         """So many of the cloud's, in ours."""
@@ -56,8 +63,15 @@ class Timetable:
 
     def after(self, seconds: float, what: str, *args: Any) -> None:
         """In so many seconds of the cloud."""
+        self._add(Event(time.time() + self.seconds(seconds), what, list(args)))
+
+    def at(self, due: float, what: str, *args: Any) -> None:
+        """At a unix second, however fast the cloud's clock is."""
+        self._add(Event(due, what, list(args), is_fixed=True))
+
+    def _add(self, event: Event) -> None:
         self._number += 1
-        self._events.put(f"{self._number:09d}", Event(time.time() + self.seconds(seconds), what, list(args)))
+        self._events.put(f"{self._number:09d}", event)
         self._earlier.set()
 
     def happen(self, what: str, *args: Any) -> None:

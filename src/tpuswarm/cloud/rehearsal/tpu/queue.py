@@ -1,6 +1,5 @@
 """Queued resources: requests that wait for their nodes, and end with them."""
 
-import time
 from typing import Any
 
 from google.cloud.tpu_v2.types import cloud_tpu
@@ -75,8 +74,7 @@ class Queue:
         if "valid_until_duration" in policy:
             self._timetable.after(policy.valid_until_duration.total_seconds(), "request expired", name)
         elif "valid_until_time" in policy:
-            seconds = policy.valid_until_time.timestamp() - time.time()
-            self._timetable.after(seconds * self._timetable.speed, "request expired", name)
+            self._timetable.at(policy.valid_until_time.timestamp(), "request expired", name)
         return operation
 
     def GetQueuedResource(self, request: Any) -> Any:

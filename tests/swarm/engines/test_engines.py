@@ -1,10 +1,19 @@
-"""Calls made together and processes that hang, in threads and under the virtual clock."""
+"""Calls and processes in threads and under the virtual clock; notices of a preemption; how Ray is started."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import numpy as np
 import pytest
 
+from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.engines import ray as engine
 from tpuswarm.swarm.engines.inproc import Inproc
+from tpuswarm.swarm.engines.opening import private_folder
 from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.processes.effects import Call, Do, Over, Together, Unreachable
 
@@ -18,24 +27,15 @@ class Server:
         return 2 * number
 
 
-class MeetingServer(Server):
-    """Answers a call only while another one is under way."""
-
-    def __init__(self):
-        self._both = threading.Barrier(2)
-
-    def double(self, number: int) -> int:
-        self._both.wait(timeout=60)
-        return 2 * number
-
-
 def call_in_threads(*calls: Call):
-    server, found = MeetingServer(), []
+    both, found = threading.Barrier(2), []
 
     def carry(call: Call):
         if call.address == "nobody":
             raise Unreachable(call.address)
-        return getattr(server, call.method)(*call.arguments)
+        answer = getattr(Server(), call.method)(*call.arguments)
+        both.wait(timeout=60)
+        return answer
 
     def process():
         found.append((yield from make_calls(*calls)))
@@ -53,9 +53,6 @@ def test_threads_make_calls_at_once_and_answer_each():
     first, second, third = call_in_threads(*calls)
     assert (first, third) == (2, 6) and isinstance(second, Unreachable)
     assert call_in_threads() == []
-
-
-def test_unexpected_error_of_a_call_is_raised():
     with pytest.raises(AttributeError, match="halve"):
         call_in_threads(Call("a", "halve", (1,)), Call("nobody", "double", (1,)))
 
@@ -97,3 +94,114 @@ def test_node_that_ended_does_not_wait_for_a_hung_process():
     assert not node.drain(0.1) and isinstance(node.failure, Over)
     never.set()
     assert node.drain(60)
+
+
+SCRIPT = """
+import threading
+from tpuswarm.swarm.engines import notice
+notice.LOOK = 0.01
+left = threading.Event()
+notice.on_notice(left.set)
+print("ready", flush=True)
+left.wait()
+print("left", flush=True)
+"""
+
+
+def start_and_wait(**environment: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_sigterm_is_a_notice():
+    process = start_and_wait()
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[0] == "left\n" and process.returncode == 0
+
+
+def test_member_leaves_once_the_metadata_server_says_preempted():
+    requests, answers = [], [(200, b"FALSE"), (503, b"restarting"), (200, b"FALSE"), (200, b"TRUE")]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):  # the library's name
+            status, text = answers[len(requests)]
+            requests.append((self.path, self.headers["Metadata-Flavor"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    process = start_and_wait(GCE_METADATA_HOST=f"127.0.0.1:{server.server_port}")
+    assert process.communicate(timeout=60)[0] == "left\n"
+    server.shutdown()
+    server.server_close()
+    assert requests == [("/computeMetadata/v1/instance/preempted", "Google")] * len(answers)
+
+
+SLOW_START = "The current node timed out during startup. This could happen because"
+
+
+@pytest.fixture
+def open_ray(monkeypatch):
+    """Open Ray; its starts end with the errors of a list, None for success. `open_ray.made` has their options."""
+
+    def run(errors, address=None, dashboard=False):
+        run.made = []
+
+        def init(**options):
+            run.made.append(options)
+            if error := errors[len(run.made) - 1]:
+                raise Exception(error)
+            return object()
+
+        monkeypatch.setattr(engine.ray, "init", init)
+        monkeypatch.setattr(engine.ray, "shutdown", lambda: None)
+        return engine.open_ray(address, 0, None, dashboard)
+
+    return run
+
+
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_dashboard_listens_on_this_machine_alone_and_only_on_request(open_ray, dashboard):
+    open_ray([None], dashboard=dashboard)
+    assert open_ray.made[0]["include_dashboard"] == dashboard and open_ray.made[0]["dashboard_host"] == "127.0.0.1"
+
+
+def test_slow_start_is_repeated_once_in_a_clean_session(open_ray):
+    session = private_folder() / "ray" / f"session_of_a_test_{os.getpid()}"
+    session.mkdir(parents=True)
+    assert open_ray([SLOW_START, None])
+    assert len(open_ray.made) == 2 and not session.exists()
+
+
+@pytest.mark.parametrize(
+    ("errors", "address", "words"),
+    [
+        ([SLOW_START, SLOW_START], None, "Ray does not start on this machine: The current node timed out"),
+        (["no space left"], None, "Ray does not start on this machine: no space left"),
+        ([SLOW_START], "10.0.0.1:6379", "the Ray cluster at 10.0.0.1:6379 does not answer: The current node timed out"),
+    ],
+)
+def test_failed_start_is_reported(open_ray, errors, address, words):
+    with pytest.raises(RunFailed, match=words):
+        open_ray(errors, address)
+    assert len(open_ray.made) == len(errors)
+
+
+def test_call_is_awaited_as_long_as_its_payload_needs():
+    state = 6 * 10**9
+
+    def seconds(name, *arguments, state=state):
+        return engine.seconds_for(Call("a", name, arguments), state)
+
+    assert (seconds("beat"), seconds("push")) == (20.0, 60.0)
+    assert seconds("put", "identity", 0, {"s": np.zeros(10 * 2**20, np.float32)}, "digest") == 64.0
+    assert 600 < seconds("fetch") == seconds("merge") < 660
+    assert seconds("merge", state=10**6) < 61

@@ -48,8 +48,9 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
         try:
             return start()
         except Exception as error:  # Ray's own words for a machine too busy to start it have no type of their own
-            if address or "timed out" not in str(error).lower():
+            if address or "timed out during startup" not in str(error):
                 raise
+        ray.shutdown()  # Ray keeps its half-started node
         _remove_sessions(lambda pid: pid == os.getpid())
         return start()
     except Exception as error:

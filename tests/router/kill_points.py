@@ -19,7 +19,7 @@ from tpuswarm.router.settings import LIMITS, UNIT
 from tpuswarm.train.process.atomic import part
 
 EFFECTS = ((machine, "write_record"), (machine, "write"), (machine, "load"), (machine, "delete"), (os, "fsync"))
-FILES = tuple(each for file in (machine.RECORD, Path(UNIT), Path(LIMITS)) for each in (file, part(file)))
+FILES = tuple(path for file in (machine.RECORD, Path(UNIT), Path(LIMITS)) for path in (file, part(file)))
 
 
 def in_child(work: Callable[[], None], kill_at: int | None = None) -> str | None:

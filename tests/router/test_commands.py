@@ -1,4 +1,4 @@
-"""The commands, where nothing is changed: rights, help, dry runs."""
+"""Commands without root: errors, help and dry runs."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ HAS_NFT = shutil.which("nft", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 @pytest.fixture
 def call(monkeypatch, typed, tmp_path):
-    """Run `tpuswarm router …` in this process, as somebody without rights, beside ROUTER.toml; (code, out, err)."""
+    """Run `tpuswarm router …` in this process, without root, beside ROUTER.toml; (code, out, err)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
     (tmp_path / "ROUTER.toml").write_text(FILE)
@@ -27,14 +27,14 @@ def call(monkeypatch, typed, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["apply ROUTER.toml --tune", "status", "remove"])
-def test_without_rights_a_sentence_says_the_command(call, line):
+def test_command_without_root_prints_the_sudo_command(call, line):
     code, out, err = call(line)
     assert code == 2 and out == "" and len(err.splitlines()) == 1
     assert err.startswith("error: only root may see or change this machine's rules; run: sudo /")
     assert err.endswith(f"/tpuswarm router {line}\n")
 
 
-def test_show_needs_no_rights(call):
+def test_show_needs_no_root(call):
     code, out, _ = call("show ROUTER.toml")
     assert code == 0 and "\t\t\t40000 : 10.0.0.2 . 22,\n" in out
     code, _, err = call("show OTHER.toml")
@@ -42,7 +42,7 @@ def test_show_needs_no_rights(call):
 
 
 @pytest.mark.skipif(not HAS_NFT, reason="there is no nft on this machine")
-def test_a_dry_run_needs_no_rights(call):
+def test_dry_run_needs_no_root(call):
     code, out, err = call("apply ROUTER.toml --dry-run --tune")
     assert (
         code == 0 and "nft: table ip tpuswarm_router, 1 port, in one transaction\nnothing was done; without root" in out
@@ -52,7 +52,7 @@ def test_a_dry_run_needs_no_rights(call):
 
 
 @pytest.mark.skipif(not HAS_NFT, reason="there is no nft on this machine")
-def test_a_dry_run_that_may_not_read_says_the_command(call, monkeypatch):
+def test_dry_run_that_cannot_read_the_record_prints_the_sudo_command(call, monkeypatch):
     def refuse():
         raise PermissionError(13, "Permission denied", "/var/lib/tpuswarm/router.json")
 
@@ -64,8 +64,8 @@ def test_a_dry_run_that_may_not_read_says_the_command(call, monkeypatch):
     assert err.endswith("/tpuswarm router apply ROUTER.toml --dry-run\n")
 
 
-def test_help(call):
-    assert all(each in call("--help")[1] for each in ("show", "apply", "status", "remove"))
+def test_help_lists_the_commands(call):
+    assert all(command in call("--help")[1] for command in ("show", "apply", "status", "remove"))
     for command in ("show", "apply", "status", "remove"):
         code, out, _ = call(f"{command} --help")
         assert code == 0 and f"Usage: tpuswarm router {command}" in out

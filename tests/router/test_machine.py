@@ -1,4 +1,4 @@
-"""Files of the system, written as root would, elsewhere."""
+"""Writing of system files."""
 
 import signal
 import subprocess
@@ -20,21 +20,21 @@ machine.write(sys.argv[1], sys.argv[2])
 """
 
 
-def killed_inside_write(path: str) -> None:
+def write_and_be_killed(path: str) -> None:
     """Write in a process that the kernel ends at its 64th byte."""
     done = subprocess.run([sys.executable, "-B", "-c", KILLED, path, TEXT], capture_output=True, text=True)
     assert done.returncode == -signal.SIGXFSZ, done.stderr
 
 
-def test_a_kill_inside_a_write_leaves_no_half_file(tmp_path):
+def test_kill_during_a_write_leaves_no_partial_file(tmp_path):
     new, old = tmp_path / "new.service", tmp_path / "old.service"
     old.write_text("old\n")
     for file in (new, old):
-        killed_inside_write(str(file))
+        write_and_be_killed(str(file))
     assert not new.exists() and old.read_text() == "old\n"
 
 
-def test_what_cannot_be_written_is_named_and_not_told(tmp_path):
+def test_failed_write_names_the_file_without_its_content(tmp_path):
     (tmp_path / "a file").touch()
     with pytest.raises(RunFailed, match=r"new\.service cannot be written on this machine: (?!.*Unit)"):
         machine.write(str(tmp_path / "a file" / "new.service"), TEXT)

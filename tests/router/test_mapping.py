@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).with_name("golden")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_the_whole_output_of_show(monkeypatch, capsys):
+def test_show_prints_the_golden_ruleset(monkeypatch, capsys):
     """small.nft was read by nft, and packets went where it says: test_kernel.py loads the same text."""
     monkeypatch.setattr(sys, "argv", ["tpuswarm", "router", "show", str(GOLDEN / "small.toml")])
     monkeypatch.setenv("COLUMNS", "20")
@@ -45,7 +45,7 @@ def test_the_example_of_2048_targets_is_the_script():
     }
 
 
-def test_the_example_of_one_door_for_ssh():
+def test_ssh_example_maps_32_machines():
     _, mapping = read_router(EXAMPLES / "router-ssh.toml")
     assert mapping.targets == {22000 + i: Target(f"10.0.0.{10 + i}", 22) for i in range(32)}
 
@@ -115,7 +115,7 @@ def ranges(*tables: tuple[str, str]) -> str:
         (HEAD.replace("inside", "insied") + ONE, "has no key insied; did you mean inside?"),
     ],
 )
-def test_what_is_not_right_in_a_file(text, words, tmp_path):
+def test_mistake_in_a_file_is_named(text, words, tmp_path):
     (tmp_path / "router.toml").write_text(text)
     with pytest.raises(InputError) as error:
         read_router(tmp_path / "router.toml")

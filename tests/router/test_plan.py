@@ -1,4 +1,4 @@
-"""Decisions, without a machine."""
+"""Plans, status and parsing, without a machine."""
 
 from collections import Counter
 from dataclasses import replace
@@ -26,16 +26,16 @@ def applied(asked: Asked = ASKED, values=BEFORE) -> Record:
     return plan(asked, None, values, None).record.model_copy(update={"rest": "rules"})
 
 
-def test_a_first_plan_changes_everything():
-    made = plan(ASKED, None, BEFORE, None)
-    assert [(each.path, each.now, each.then) for each in made.changes] == [
+def test_first_plan_changes_everything():
+    planned = plan(ASKED, None, BEFORE, None)
+    assert [(change.path, change.now, change.then) for change in planned.changes] == [
         (path, BEFORE[path], value) for path, value in tuning(MAPPING)
     ]
-    assert made.ruleset == ruleset(MAPPING) and made.record.rest is None
-    assert made.steps()[-1] == "nft: table ip tpuswarm_router, 2 ports, in one transaction"
+    assert planned.ruleset == ruleset(MAPPING) and planned.record.rest is None
+    assert planned.steps()[-1] == "nft: table ip tpuswarm_router, 2 ports, in one transaction"
 
 
-def test_a_second_plan_changes_nothing():
+def test_second_plan_changes_nothing():
     again = plan(ASKED, LISTING, AFTER, applied())
     assert not again.steps() and again.record == applied()
 
@@ -51,13 +51,13 @@ def test_a_second_plan_changes_nothing():
         (LISTING, applied().model_copy(update={"ruleset": "of another mapping"})),
     ],
 )
-def test_rules_that_are_not_as_they_were_applied_are_applied_again(listing, record):
+def test_rules_that_differ_from_the_record_are_applied_again(listing, record):
     assert plan(ASKED, listing, AFTER, record).ruleset == ruleset(MAPPING)
 
 
-def test_old_values_outlive_whatever_happens_between():
+def test_original_values_stay_recorded_after_kills_and_reboots():
     first = applied()
-    old = {each.path: each.old for each in first.settings}
+    old = {setting.path: setting.old for setting in first.settings}
     assert old == BEFORE
     for values in (
         AFTER,  # applied again
@@ -67,46 +67,46 @@ def test_old_values_outlive_whatever_happens_between():
         assert plan(ASKED, None, values, first).record.settings == first.settings
     changed = BEFORE | {tuning(MAPPING)[3].path: "8\n"}  # by someone else, since
     assert dict(old, **{tuning(MAPPING)[3].path: "8\n"}) == {
-        each.path: each.old for each in plan(ASKED, None, changed, first).record.settings
+        setting.path: setting.old for setting in plan(ASKED, None, changed, first).record.settings
     }
 
 
-def test_what_is_so_already_is_not_ours_to_undo():
-    made = plan(ASKED, None, AFTER, None)
-    assert not made.changes and not made.record.settings
+def test_settings_with_the_right_value_are_not_recorded():
+    planned = plan(ASKED, None, AFTER, None)
+    assert not planned.changes and not planned.record.settings
 
 
 def test_settings_of_another_interface_stay_recorded():
     other = replace(ASKED, mapping=replace(MAPPING, inside="eth2"))
     values = AFTER | {path: "7\n" for path, _ in tuning(other.mapping) if "eth2" in path}
-    paths = [each.path for each in plan(other, LISTING, values, applied()).record.settings]
+    paths = [setting.path for setting in plan(other, LISTING, values, applied()).record.settings]
     assert len(paths) == len(set(paths)) == len(BEFORE) + 2
 
 
-def test_removing_restores_from_the_last_to_the_first():
+def test_removal_restores_in_reverse_order():
     changes, foreign = restoring(applied(), AFTER)
-    assert not foreign and [(each.path, each.then) for each in changes] == list(reversed(BEFORE.items()))
+    assert not foreign and [(change.path, change.then) for change in changes] == list(reversed(BEFORE.items()))
     assert restoring(applied(), BEFORE) == ((), ())
 
 
-def test_removing_leaves_alone_what_others_set():
+def test_removal_leaves_settings_of_others_alone():
     path = tuning(MAPPING)[3].path
     changes, foreign = restoring(applied(), AFTER | {path: "8\n"})
-    assert [each.path for each in foreign] == [path] and path not in [each.path for each in changes]
+    assert [change.path for change in foreign] == [path] and path not in [change.path for change in changes]
 
 
 def test_ports_of_earlier_mappings_stay_recorded():
     smaller = replace(ASKED, mapping=replace(MAPPING, targets={90: Target("10.0.0.2", 8080)}))
-    made = plan(smaller, LISTING, AFTER, applied())
-    assert applied().ports == ("80-81",) and made.record.ports == ("80-81", "90")
+    planned = plan(smaller, LISTING, AFTER, applied())
+    assert applied().ports == ("80-81",) and planned.record.ports == ("80-81", "90")
 
 
-def test_the_limit_of_open_files_is_one_that_the_kernel_allows():
+def test_limit_of_open_files_is_at_most_the_kernels():
     """A login under a limit above fs.nr_open fails."""
     assert plan(replace(ASKED, open_files=4096), None, BEFORE, None).record.settings[-1].new == "* - nofile 4096"
 
 
-def test_undoing_by_hand():
+def test_commands_that_undo_an_apply():
     record = applied().model_copy(
         update={
             "settings": (KeptSetting(path="/a b", old="1\t2\n", new="3"), KeptSetting(path=UNIT, old=None, new="x"))
@@ -117,22 +117,22 @@ def test_undoing_by_hand():
     ]  # fmt: skip
 
 
-def test_a_step_names_a_file_of_several_lines_and_does_not_hold_it():
+def test_step_of_a_long_file_names_only_the_file():
     assert str(Change(LIMITS, "a\n", "b")) == f"{LIMITS}: a -> b"
     assert str(Change(UNIT, "[Unit]\n[Service]\n", "[Unit]\n")) == f"rewrite {UNIT}"
 
 
-def test_the_kernel_writes_blanks_in_its_own_way():
+def test_kernel_values_are_compared_without_regard_to_blanks():
     assert same("4096\t131072\t6291456\n", "4096 131072 6291456") and same(None, None)
     assert not same(None, "") and not same("1", "2")
 
 
-def test_a_damaged_record_is_a_sentence():
+def test_damaged_record_is_reported():
     with pytest.raises(InputError, match=r"router\.json is damaged .* apply again"):
         parse_record("router.json", applied().model_dump_json()[:50])
 
 
-def test_the_unit_applies_the_file_at_boot():
+def test_unit_applies_the_file_at_boot():
     unit, link = at_boot(Path('/srv/50% "a $b/router.toml'), tune=True)
     assert unit.path == UNIT and link == (ENABLED, UNIT)
     assert "Type=oneshot" in unit.value and "WantedBy=multi-user.target" in unit.value
@@ -166,7 +166,7 @@ TABLE = """table ip tpuswarm_router {
 """
 
 
-def test_what_nft_lists_as_values():
+def test_output_of_nft_is_parsed():
     listing = parse_listing(TABLE % 3)
     assert listing.targets == {80: Target("10.0.0.2", 8080), 82: Target("10.0.0.3", 8080), 81: Target(None, 9090)}
     assert listing.attempts == {80: 3, 82: 0, 81: 1}
@@ -174,7 +174,7 @@ def test_what_nft_lists_as_values():
     assert parse_listing(TABLE.replace("10.0.0.0/8", "11.0.0.0/8") % 3).rest != listing.rest
 
 
-def test_chains_that_drop_what_is_forwarded():
+def test_chains_that_drop_forwarded_packets_are_found():
     text = """# Warning: table ip filter is managed by iptables-nft, do not touch!
 table ip filter {
 	chain INPUT {
@@ -213,7 +213,7 @@ ipv4     2 udp      17 29 src=10.1.0.2 dst=10.1.0.1 sport=5005 dport=80 src=10.1
 """
 
 
-def test_open_connections():
+def test_open_connections_are_counted_by_target():
     assert open_connections(CONNTRACK) == {
         (80, Target("10.0.0.2", 8080)): 1,
         (80, Target("10.0.0.7", 8080)): 1,
@@ -221,7 +221,7 @@ def test_open_connections():
     }
 
 
-def test_ports_at_which_a_machine_listens():
+def test_listening_ports_are_parsed():
     text = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid
    0: 00000000:0016 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
    1: 0100007F:1F91 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4 1 0 100 0 0 10 0
@@ -231,7 +231,7 @@ def test_ports_at_which_a_machine_listens():
     assert listening_ports(text) == {22, 80}
 
 
-def test_status_counts_and_finds_nothing_amiss():
+def test_status_counts_attempts_and_connections():
     found = status(applied(), LISTING, MAPPING, AFTER, open_connections(CONNTRACK), (9, 100))
     assert [(row.port, row.to, row.attempts, row.open) for row in found.rows] == [
         (80, "10.0.0.2:8080", 3, 1),
@@ -273,7 +273,7 @@ def test_status_counts_and_finds_nothing_amiss():
         ({"values": AFTER | {LIMITS: "x\ny\n"}}, f"{LIMITS} was changed: apply again"),
     ],
 )
-def test_status_says_what_drifted(change, words):
+def test_status_reports_each_drift(change, words):
     there = {
         "record": applied(),
         "listing": LISTING,

@@ -32,11 +32,9 @@ def test_sizes_of_a_slice_agree(tpu: catalog.Accelerator):
 
 
 def test_each_name_finds_one_slice():
-    names = [name for tpu in ALL for name in tpu.names]
-    assert len(names) == len(set(names))
     assert all(catalog.find(name) is tpu and catalog.find(name.upper()) is tpu for tpu in ALL for name in tpu.names)
     tpu = catalog.find("v5litepod-8")
-    assert tpu is catalog.find("v5e:2x4") is catalog.find("tpu-v5-lite-podslice:2x4") is catalog.find("v5e-8")
+    assert {"v5litepod-8", "v5e:2x4", "tpu-v5-lite-podslice:2x4", "v5e-8"} <= set(tpu.names)
     assert (tpu.chips, tpu.cores, catalog.find("v5p-8").chips, catalog.find("v3-8").devices) == (8, 8, 4, 8)
 
 
@@ -44,10 +42,8 @@ def test_each_name_finds_one_slice():
     ("wrong", "message"),
     [
         ("v5e-9", r"'v5e-9'.*did you mean v5e-8 \(also called v5litepod-8, .*tpu-v5-lite-podslice:2x4, ct5lp-hightpu"),
-        ("v5litepd-16", "did you mean v5litepod-16 .*v5e-16, .*v5e:4x4"),
         ("ct6e-standard-2t", "did you mean ct6e-standard-[148]t .*v6e-"),
         ("v4:3x3x3", "no v4 with topology 3x3x3; it has 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4"),
-        ("tpu-v6e-slice:3x3", "no tpu-v6e-slice with topology 3x3; it has 1x1, 2x2, 2x4, 4x4"),
         ("NVIDIA H100 80GB HBM3", r"v5litepod-8 \(TPU API\), tpu-v5-lite-podslice:2x4 \(GKE\) or v5e:2x4 \(compiler\)"),
         ("", "`tpuswarm catalog` lists them all"),
     ],
@@ -64,10 +60,7 @@ def test_unknown_name_is_answered_with_the_nearest_known_one(wrong: str, message
         ("TPU v3", "bf16", 61.5e12),  # 123 TFLOP/s per chip of two devices
         ("TPU v4", "bf16", 275e12),  # the two cores of a chip are one device
         ("TPU v5 lite", "bf16", 197e12),
-        ("TPU v5e", "bf16", 197e12),
         ("TPU v3", "f32", None),
-        ("NVIDIA H200", "bf16", 989.5e12),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.5e12),
         ("NVIDIA H100 80GB HBM3", "f32", 495e12),
         ("NVIDIA H200", "highest", None),
         ("cpu", "bf16", None),
@@ -107,14 +100,7 @@ def test_price_depends_on_the_region():
 
 @pytest.mark.parametrize(
     ("name", "zone", "on_demand", "spot"),
-    [
-        ("v3-8", "us-central1-f", 8.0, 2.04),
-        ("v5e-8", "us-east5-c", 9.6, 4.8),
-        ("v5e-16", "asia-northeast1-b", 24.65664, 6.79045),
-        ("v5e-256", "southamerica-west1-c", 439.296, 120.98202),
-        ("v5p-12288", "europe-west1-d", 27398.89152, 10959.55661),
-        ("v6e-256", "us-south1-c", 691.2, 345.6),
-    ],
+    [("v3-8", "us-central1-f", 8.0, 2.04), ("v5p-12288", "europe-west1-d", 27398.89152, 10959.55661)],
 )
 def test_type_that_is_not_offered_to_everyone_has_the_listed_price(name, zone, on_demand, spot):
     tpu = catalog.find(name)
@@ -133,11 +119,6 @@ def test_every_figure_has_source_and_date():
         assert figure.source.title and figure.source.url.startswith("https://")
     for source in [tpu.source for tpu in ALL] + [price.source for tpu in ALL for price in tpu.prices()]:
         assert isinstance(source.read, date)
-
-
-def test_figure_has_its_earlier_values():
-    bandwidth = catalog.find("v6e-8").generation.figures["bandwidth"]
-    assert [figure.value for figure in with_alternatives([bandwidth])] == [1638e9, 1600e9, 1640e9]
 
 
 def with_alternatives(figures: list[Figure]) -> Iterator[Figure]:
@@ -175,11 +156,8 @@ def test_vm_prices_match_the_list():
 @pytest.mark.parametrize(
     ("relation", "place", "dollars"),
     [
-        ("same zone", "us-central1-a", 0.0),
         ("same region", "us-central1-a", 0.01),
-        ("same continent", "us-central1", 0.02),
         ("same continent", "me-west1-a", None),
-        ("other continent", "us-central2-b", 0.08),
         ("other continent", "australia-southeast1", 0.15),
         ("internet", "asia-northeast1-b", 0.12),
     ],
@@ -187,11 +165,8 @@ def test_vm_prices_match_the_list():
 def test_traffic_is_priced_by_distance(relation: network.Relation, place: str, dollars: float | None):
     price = network.transfer_price(relation, place)
     assert (price and price.value) == dollars and (price is None or price.date)
-
-
-def test_unknown_place_has_no_traffic_price():
     with pytest.raises(InputError, match="'mars-1' is not a Google Cloud region or zone"):
-        network.transfer_price("same zone", "mars-1")
+        network.transfer_price(relation, "mars-1")
 
 
 def test_reading_a_bucket_and_storage_have_prices():
@@ -213,18 +188,16 @@ def documented(*headings: str) -> dict[str, list[str]]:
     return found
 
 
-def test_documented_generations_match_the_catalogue():
+def test_documented_generations_and_names_match_the_catalogue():
     rows = documented("peak bf16 per chip", "HBM per chip")
-    assert [name.lower() for name in rows] == [generation.name for generation in catalog.generations()]
-    for row, generation in zip(rows.values(), catalog.generations(), strict=True):
-        assert row[:3] == [
+    assert {name.lower(): row[:3] for name, row in rows.items()} == {
+        generation.name: [
             f"{generation.peak_bf16 / 1e12:,.0f} TFLOP/s",
             f"{generation.hbm_bytes / 2**30:.0f} GiB",
             f"{generation.compiler_hbm_bytes / 2**30:.2f} GiB",
         ]
-
-
-def test_documented_names_match_the_catalogue():
+        for generation in catalog.generations()
+    }
     for name, (api, gke, compiler) in documented("TPU API", "GKE: accelerator, topology, machine").items():
         tpu = catalog.find(name)
         assert (api, compiler) == (tpu.api_name or "–", tpu.compiler.name)
@@ -235,10 +208,6 @@ def test_documented_prices_match_the_catalogue():
     rows = documented("$ per chip-hour on demand", "spot")
     for row in ("v2-8", "v3-8", "v4", "v5e", "v5p", "v6e"):
         tpu = catalog.find(row if "-" in row else f"{row}-8")
-        price, peak = tpu.price(), tpu.chips * tpu.generation.peak_bf16 / 1e12
-        assert rows[row] == [
-            f"{price.on_demand / tpu.chips:.3f}",
-            f"{price.spot / tpu.chips:.3f}",
-            f"{peak / price.on_demand:,.0f}",
-            f"{peak / price.spot:,.0f}",
-        ]
+        prices, peak = (tpu.price().on_demand, tpu.price().spot), tpu.chips * tpu.generation.peak_bf16 / 1e12
+        expected = [f"{price / tpu.chips:.3f}" for price in prices] + [f"{peak / price:,.0f}" for price in prices]
+        assert rows[row] == expected

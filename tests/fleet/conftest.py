@@ -17,6 +17,7 @@ from tpuswarm.fleet.keeping.fleets import Fleet
 
 GOLDEN = Path(__file__).parent / "golden"
 FAULTS = {"unpaid-1": "no-billing", "fresh-1": "no-apis", "login-1": "os-login", "asia-east1-c": "hidden"}
+NO_QUOTA = "europe-west4-a"
 
 
 @pytest.fixture
@@ -101,11 +102,11 @@ def cli(typed, signed_out, monkeypatch):
 
 @pytest.fixture(scope="module")
 def cloud_folder(tmp_path_factory):
-    """The folder of a fast local cloud, where some projects and zones have faults."""
+    """The folder of a fast local cloud, where some projects have faults."""
     with local_cloud(tmp_path_factory.mktemp("cloud")) as place:
-        ask(place, "quota", zone="europe-west4-a", generation="v2", limit=0)
         for name, fault in FAULTS.items():
             ask(place, "break", name=name, fault=fault)
+        ask(place, "quota", zone=NO_QUOTA, generation="v2", limit=0)
         yield place.folder
 
 
@@ -114,10 +115,10 @@ def init(typed, cloud_folder, signed_out, monkeypatch):
     """Run `init` against the local cloud in an empty folder: (code, out, err)."""
     monkeypatch.setenv("TPUSWARM_REHEARSAL", str(cloud_folder))
     monkeypatch.setattr("tpuswarm.cloud.google.project.LOOK_S", 0.05)
-    pool = "--provider rehearsal --type v2-8 --zone"
+    pool = "--provider rehearsal --type v2-8 --zone us-central1-b"
 
-    def run(options: str, project: str | None = None, zone: str = "us-central1-b") -> tuple[int, str, str]:
-        line = f"{options} --project {project} {pool} {zone}" if project else options
+    def run(options: str, project: str | None = None) -> tuple[int, str, str]:
+        line = f"{options} --project {project} {pool}" if project else options
         return typed("init", *shlex.split(line))
 
     return run

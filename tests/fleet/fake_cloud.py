@@ -28,15 +28,9 @@ class KillSwitch:
     after: bool = False
     count: int = 0
 
-    def before_effect(self) -> None:
-        self.count += 1
-        self._step(not self.after)
-
-    def after_effect(self) -> None:
-        self._step(self.after)
-
-    def _step(self, counts: bool) -> None:
-        if self.remaining is not None and counts:
+    def effect(self, is_done: bool = False) -> None:
+        self.count += not is_done
+        if self.remaining is not None and is_done == self.after:
             self.remaining -= 1
             if self.remaining < 0:
                 self.remaining = None
@@ -57,12 +51,12 @@ class FakeBucket:
 
     def write(self, path: str, data: bytes, generation: int) -> int:
         self._connect()
-        self.kill_switch.before_effect()
+        self.kill_switch.effect()
         current = self.objects[path].generation if path in self.objects else 0
         if current != generation:
             raise Changed(f"{path} is generation {current}, not {generation}")
         self.objects[path] = Stored(data, current + 1)
-        self.kill_switch.after_effect()
+        self.kill_switch.effect(is_done=True)
         return current + 1
 
     def _connect(self) -> None:
@@ -105,16 +99,13 @@ class FakeCloud:
     def machines(self, zones: Iterable[str]) -> Listing:
         self.requests.append("machines")
         self.advance(0)
-        listed = tuple(
-            machine
-            for key, machine in list(self.existing.items())
-            if machine.zone not in self.unreachable and self.listed_from.get(key, 0.0) <= self.now
-        )
+        visible = [key for key in list(self.existing) if self.listed_from.get(key, 0.0) <= self.now]
+        listed = tuple(self.existing[key] for key in visible if key[0] not in self.unreachable)
         return Listing(listed, frozenset(self.unreachable))
 
     def create(self, spec: Spec) -> str:
         self.requests.append(f"create {spec.name}")
-        self.kill_switch.before_effect()
+        self.kill_switch.effect()
         key = (spec.zone, spec.name)
         if self.create_error is not None:
             raise self.create_error
@@ -136,7 +127,7 @@ class FakeCloud:
 
     def delete(self, machine: Machine) -> str:
         self.requests.append(f"delete {machine.name}")
-        self.kill_switch.before_effect()
+        self.kill_switch.effect()
         key = (machine.zone, machine.name)
         self._connect(machine.zone)
         if key not in self.existing:
@@ -166,7 +157,6 @@ class FakeCloud:
     # Controls for tests.
 
     def advance(self, seconds: float) -> None:
-        """Let time pass and finish the transitions that are due."""
         self.now += seconds
         for key in [key for key, at in self.transitions.items() if at <= self.now]:
             machine = self.existing[key]
@@ -196,7 +186,6 @@ class FakeCloud:
         self.existing[key] = replace(self.existing[key], **changes)  # type: ignore[arg-type]
 
     def add_foreign(self, name: str, zone: str, type_: str = "v2-8", **fields: object) -> Machine:
-        """Add somebody else's machine."""
         machine = Machine(name, zone, "tpu", type_, "ready", "READY", healthy=True, created=self.now, **fields)  # type: ignore[arg-type]
         self.existing[zone, name] = machine
         return machine
@@ -207,11 +196,9 @@ class FakeCloud:
 
     def live_machines(self, fleet: str, pool: str | None = None) -> list[Machine]:
         """Return a fleet's machines that are neither dead nor being deleted."""
-        return [
-            machine
-            for machine in list(self.existing.values())
-            if machine.fleet == fleet and pool in (None, machine.pool) and machine.state not in ("dead", "deleting")
-        ]
+        ours = [machine for machine in list(self.existing.values()) if machine.fleet == fleet]
+        alive = [machine for machine in ours if machine.state not in ("dead", "deleting")]
+        return [machine for machine in alive if pool in (None, machine.pool)]
 
     def _new_machine(self, spec: Spec) -> Machine:
         labels = {**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool}
@@ -244,9 +231,7 @@ class FakeCloud:
 
     def _fail(self, key: Key) -> None:
         error = NoCapacity(f"There is no more capacity in the zone {key[0]!r}")
-        for operation, target in self.operations.items():
-            if target == key:
-                self.operations[operation] = error
+        self.operations |= {operation: error for operation, target in self.operations.items() if target == key}
         del self.existing[key]
 
     def _begin(self, key: Key, state: str) -> None:
@@ -254,14 +239,14 @@ class FakeCloud:
         self.transitions[key] = self.now + STOP_S
 
     def _switch(self, machine: Machine, required: str, state: str) -> str:
-        self.kill_switch.before_effect()
+        self.kill_switch.effect()
         key = (machine.zone, machine.name)
         if key not in self.existing:
             raise NotFound(f"there is no {machine.name}")
         if self.existing[key].state != required or machine.spot:
             raise Invalid(f"{machine.name} is {self.existing[key].said}")
         self._begin(key, state)
-        self.kill_switch.after_effect()
+        self.kill_switch.effect(is_done=True)
         return state
 
     def _connect(self, zone: str) -> None:
@@ -269,7 +254,7 @@ class FakeCloud:
             raise Unreachable(f"{zone} does not answer")
 
     def _respond(self) -> None:
-        self.kill_switch.after_effect()
+        self.kill_switch.effect(is_done=True)
         if self.lost_responses:
             self.lost_responses -= 1
             raise Unreachable("the connection was lost")

@@ -74,7 +74,6 @@ class Loop:
 
     @property
     def now(self) -> float:
-        """The keeper's own clock."""
         return self.cloud.now + self.clock_offset_s
 
     def observed(self) -> Observed:
@@ -142,7 +141,6 @@ class Loop:
 
 
 def started(cloud: FakeCloud, *pools: Wanted, seconds: float = 600.0, every: float = 10.0, **fields: object) -> Loop:
-    """Run a loop for a while from an empty fleet."""
     loop = Loop(cloud, desired(*pools, **fields), every)
     loop.run(seconds)
     return loop

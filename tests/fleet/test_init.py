@@ -44,7 +44,6 @@ def test_preview_matches_the_golden_file_and_contains_a_valid_swarm_toml(name, i
 @pytest.mark.parametrize(
     ("text", "grant"),
     [
-        ("5 v3-8 europe-west4-a", (5, "v3-8", "europe-west4-a", "on-demand", None)),
         ("5 v3-8 europe-west4-a on-demand", (5, "v3-8", "europe-west4-a", "on-demand", None)),
         ("64 v5litepod-8 us-central1-a spot", (64, "v5e-8", "us-central1-a", "spot", None)),
         ("9 v2-8 us-central1-f preemptible until 2027-01-31",
@@ -59,7 +58,6 @@ def test_grant_is_parsed(text, grant):
     ("text", "message"),
     [
         ("", "a grant is typed like"),
-        ("v2-8 us-central1-f 5", "a grant is typed like"),
         ("0 v2-8 us-central1-f", "a grant is typed like"),
         ("5 v99-8 us-central1-f", "unknown TPU 'v99-8'"),
         ("5 v2-8 us-central1-f spot until soon", "until and a date"),
@@ -78,10 +76,8 @@ def test_invalid_grant_is_refused(text, message):
         ("--type v5e-8 --zone us-west4-a", "give --project"),
         ("--type v5e-9 --zone us-west4-a", "unknown TPU 'v5e-9'"),
         ("--type v5e-8 --zone us-central1-b --project my-project", "no list has a v5e-8 in us-central1-b"),
-        ("--type v2-8 --zone nowhere --project my-project", "a zone such as us-central1-f"),
         ("--type v2-8 --zone us-central1-b --project P", "a project's id"),
         (f"{VALID} --count 0", "1 to 1,000 machines"),
-        (f"{VALID} --bucket B!", "a bucket's name"),
         ("--provider azure", "there is no provider 'azure'; known: google, rehearsal"),
         ("--project my-project --grant '1 v2-8 us-central1-b spot until 2020-01-01'", "ended on 2020-01-01"),
         ("--project my-project --grant '2 v2-8 us-central1-b' --grant '1 v3-8 europe-west4-a'", "cross_region = true"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fleet.conftest import NO_QUOTA
 from tpuswarm.cloud.errors import Denied, Taken
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.buckets import bucket_url
@@ -98,23 +99,15 @@ def test_project_without_billing_gets_nothing(init):
 
 
 @pytest.mark.parametrize(
-    ("project", "zone", "messages"),
+    ("zone", "found", "way_out"),
     [
-        (
-            "poor-1",
-            "europe-west4-a",
-            ["europe-west4-a: 0 (TPUV2sPreemptiblePerProjectPerZoneForTPUAPI)", "mend: ask for more at"],
-        ),
-        (
-            "asia-1",
-            "asia-east1-c",
-            ["Permission denied on 'locations/asia-east1-c'", "mend: take a zone and a type that project asia-1"],
-        ),
+        (NO_QUOTA, f"{NO_QUOTA}: 0 (TPUV2sPreemptiblePerProjectPerZoneForTPUAPI)", "mend: ask for more at"),
+        ("asia-east1-c", "Permission denied on 'locations/asia-east1-c'", "mend: take a zone and a type that project"),
     ],
 )
-def test_missing_quota_or_zone_is_reported_at_the_end(init, project, zone, messages):
-    code, out, _ = init("--yes", project, zone)
-    assert code == 0 and "mend this, then `tpuswarm up`" in out and all(message in out for message in messages)
+def test_zone_that_gives_no_tpu_is_reported_at_the_end(init, zone, found, way_out):
+    code, out, _ = init(f"--yes --project {zone}-1 --provider rehearsal --type v2-8 --zone {zone}")
+    assert code == 0 and all(words in out for words in (found, way_out, "mend this, then `tpuswarm up`"))
 
 
 def test_bucket_name_of_somebody_else_is_refused(init, access, monkeypatch):

@@ -5,9 +5,9 @@ import pytest
 from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ZONE, A, B, Loop, desired, pool, started
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.fleet.core.desired import Budget, DownWhen
+from tpuswarm.fleet.core.desired import Budget
 from tpuswarm.fleet.core.ledger import UNSEEN, Ledger, charge
-from tpuswarm.fleet.core.memory import Memory, Observed, Work
+from tpuswarm.fleet.core.memory import Memory, Observed
 from tpuswarm.fleet.core.money import MARGIN, Cover, Grant, Rate, covered, machine_price, vm_price
 from tpuswarm.fleet.core.plan import plan
 from tpuswarm.fleet.core.remember import remember
@@ -26,14 +26,12 @@ def tpu(name: str, created: float, type_: str = "v2-8", zone: str = ZONE, how: s
 @pytest.mark.parametrize(
     ("type_", "is_spot", "wanted", "how", "is_covered"),
     [
-        ("v2-8", True, "v2-8", "spot", True),
         ("v2-8", True, "v2-8", "on-demand", False),
         ("v2-8", False, "v2-8", "on-demand", True),
         ("v2-8", False, "v2-8", "queued", True),  # a queued request is for an on-demand TPU
         ("v2-8", False, "v2-8", "reserved", False),
         ("v2-32", True, "v2-8", "spot", False),  # pod quota is separate
         ("v2-8", True, "v2-32", "spot", False),
-        ("v4-8", True, "v4-8", "spot", True),
         ("v4-8", True, "v4-16", "spot", True),  # two v4-8 have the chips of one v4-16
         ("v4-8", True, "v4-32", "spot", False),
         ("v3-8", True, "v2-8", "spot", False),
@@ -136,27 +134,9 @@ def test_queued_request_takes_no_grant_from_a_running_machine(cloud):
     assert len(cloud.names("waiting")) == 3 and loop.spent == 0 and loop.desired.down is None
 
 
-@pytest.mark.parametrize(
-    ("when", "work", "why"),
-    [
-        (DownWhen(at=NOW + 3000), {}, "its date has come"),
-        (DownWhen(done=True), {"done": True}, "the work is done"),
-        (DownWhen(idle_s=1800.0), {"busy_at": NOW + 900}, "nothing has run for 30 min"),
-    ],
-)
-def test_fleet_comes_down_when_its_condition_holds(cloud, when, work, why):
-    loop = started(cloud, pool(count=2), down_when=when, seconds=1200)
-    assert len(cloud.names("ready")) == 2
-    loop.work = Work(**work)
-    loop.run(2400)
-    assert cloud.existing == {} and why in (loop.desired.down or "")
-
-
 @pytest.fixture
 def running(cloud) -> Loop:
-    """Two machines that run since some minutes."""
-    loop = started(cloud, pool(count=2))
-    return loop
+    return started(cloud, pool(count=2))
 
 
 def hours(ledger: Ledger) -> float:
@@ -180,13 +160,6 @@ def test_late_clock_charges_all_hours(cloud):
     ledger = charge(Ledger({}, loop.now - 600), loop.desired, loop.observed(), loop.now + 900)
     assert hours(ledger) == pytest.approx(2 * 1500 / 3600)
     assert charge(Ledger(), loop.desired, loop.observed(), loop.now).dollars == 0
-    loop.memory = Memory()  # of a keeper that did not see them come
-    loop.tick()
-    cloud.advance(3600)
-    cloud.preempt((A, "v2-usc1f-0"))
-    loop.tick()
-    assert "took it away after 1.0 h" in loop.events[-1].text
-    assert not any(place.failures for place in loop.memory.places.values())
 
 
 def test_machine_preempted_while_no_keeper_ran_is_charged_once_and_blames_no_zone(cloud, running):

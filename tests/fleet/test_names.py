@@ -33,11 +33,8 @@ def test_abbreviations_of_the_catalogues_zones_are_unique():
     assert len({short_zone(zone) for zone in zones}) == len(zones) > 40
 
 
-def test_lowest_free_number_comes_first():
+def test_lowest_free_number_comes_first_and_names_sort_by_number():
     assert list(islice(free_names("v2", "us-central1-f", NAMES), 3)) == ["v2-usc1f-1", "v2-usc1f-2", "v2-usc1f-3"]
-
-
-def test_names_sort_by_number():
     assert sorted(NAMES, key=by_number)[-3:] == ["v2-usc1f-10", "v3-euw4a-1", "v3-euw4a-7"]
 
 

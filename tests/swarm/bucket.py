@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
@@ -27,27 +28,17 @@ class Bucket:
         self.gone = False
         """Every request gets a 404, as after somebody deleted the bucket."""
 
-    def with_faults(self, app):
-        async def respond(scope, receive, send):
-            if self.denied or self.gone:
-                code, message = (404, "The specified bucket does not exist.") if self.gone else (403, self.denied)
-                body = {"error": {"code": code, "message": message, "errors": [{"message": message}]}}
-                await JSONResponse(body, status_code=code)(scope, receive, send)
-                return
-            is_upload = scope["type"] == "http" and scope["path"].startswith("/upload/") and scope["method"] == "POST"
-            is_lost = is_upload and self.lose_answers > 0
-            self.lose_answers -= is_lost
-
-            async def answer(event):
-                self.refused += event.get("status") == 412
-                if not is_lost:
-                    await send(event)
-
-            await app(scope, receive, answer)
-            if is_lost:
-                raise ConnectionError("the answer is lost")
-
-        return respond
+    async def answer(self, request, call_next):
+        if self.denied or self.gone:
+            code, message = (404, "The specified bucket does not exist.") if self.gone else (403, self.denied)
+            body = {"error": {"code": code, "message": message, "errors": [{"message": message}]}}
+            return JSONResponse(body, status_code=code)
+        response = await call_next(request)
+        self.refused += response.status_code == 412
+        if self.lose_answers and request.method == "POST" and request.url.path.startswith("/upload/"):
+            self.lose_answers -= 1
+            raise ConnectionError("the answer is lost")
+        return response
 
 
 @contextmanager
@@ -69,7 +60,7 @@ def bucket(name: str, folder: Path) -> Iterator[Bucket]:
         objects = Objects(Records(folder / "records.sqlite"), folder / "objects")
         objects.make_bucket("project", {"name": name})
         routes = [*Storage(objects).routes(), Route("/batch/{rest:path}", batch, methods=["POST"])]
-        app = made.with_faults(Starlette(routes=routes, exception_handlers={Rejected: reject}))
+        app = BaseHTTPMiddleware(Starlette(routes=routes, exception_handlers={Rejected: reject}), made.answer)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
         stops.append(lambda: setattr(server, "should_exit", True))
         ready.set()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import uuid
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,16 +12,18 @@ import numpy as np
 
 from tests.swarm.exact import TERMS, genesis
 from tpuswarm.swarm.core.arithmetic.merge import CHUNK
-from tpuswarm.swarm.core.arithmetic.outer import Average, Outer, advance, commit, first_state, state_rows
+from tpuswarm.swarm.core.arithmetic.outer import Average, Outer, advance, first_state
 from tpuswarm.swarm.core.arithmetic.quantize import encode
 from tpuswarm.swarm.core.choose import Staleness, choose, effective
+from tpuswarm.swarm.core.messages import Merge
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Header, Identity, Incarnation, Record
+from tpuswarm.swarm.core.values import Decision, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.objects import Objects
-from tpuswarm.swarm.storage.replay import contribution
+from tpuswarm.swarm.storage.objects import Objects, object_name
 from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
 
 PER_ROW = 8
 """Tokens of a row."""
@@ -48,8 +50,7 @@ class Run:
         self.numbers = np.random.default_rng(random.getrandbits(32))
         self.staleness = Staleness()
         self.members = [Incarnation(f"m{number}", f"{random.getrandbits(128):032x}") for number in range(4)]
-        self.sequences = dict.fromkeys(self.members, 0)
-        self.processed = dict.fromkeys(self.members, 0)
+        self.sequences, self.processed = dict.fromkeys(self.members, 0), dict.fromkeys(self.members, 0)
         self.next_row = 0
         self.pending: list[Header] = []
         self.headers: list[Header] = []
@@ -64,13 +65,11 @@ class Run:
         self.view = View.of(first)
 
     def put(self, arrays: list[np.ndarray]) -> tuple[str, ...]:
-        """Store arrays; return their digests."""
         if self.arrays:
             return tuple(self.objects.put_array(array) for array in arrays)
         return tuple(hashlib.sha256(self.random.randbytes(8)).hexdigest() for _ in arrays)
 
     def state(self, version: int) -> list[np.ndarray]:
-        """Return the fragments of a version."""
         return [self.objects.get_array(digest) for digest in self.records[version].state]
 
     def push(self, member: Incarnation, base: int | None = None, *, finite: bool = True, late: bool = False) -> Header:
@@ -79,9 +78,7 @@ class Run:
         self.sequences[member] += 1
         start, length = self.next_row, random.randint(1, 5)
         self.next_row += length + random.choice([0, 0, 2])
-        rows = Rows.of((start, start + length))
-        if late:
-            rows |= Rows.of((0, 1))
+        rows = Rows.of((start, start + length)) | Rows.of(*[(0, 1)] * late)
         base = self.view.version if base is None else base
         identity = Identity(member, self.sequences[member])
         digests: tuple[str, ...] = ("",) * len(SIZES)
@@ -101,17 +98,15 @@ class Run:
         return header
 
     def commit(self, lost: set[Identity] = frozenset()) -> Record:
-        """Decide on all pending contributions."""
         decisions = choose(self.view, self.pending, lost, self.staleness)
         self.pending = []
-        applied = [decision for decision in decisions if decision.fate == "applied"]
-        newest, weights = self.view.newest, [decision.weight for decision in applied]
+        counted = [decision for decision in decisions if decision.fate == "applied"]
+        newest, weights = self.view.newest, [decision.weight for decision in counted]
         rate = self.outer.rate_for(effective(weights)) if weights else 0.0
         share, gathered = advance(self.outer, newest.gathered, len(weights), quorum=2)
-        tokens = sum(decision.tokens for decision in applied)
-        kept = newest.kept
-        if self.outer.average and tokens:
-            kept = self.outer.average.kept(tokens, newest.tokens + tokens)
+        tokens = sum(decision.tokens for decision in counted)
+        average, kept = self.outer.average, newest.kept
+        kept = average.kept(tokens, newest.tokens + tokens) if average and tokens else kept
         record = replace(
             newest, version=newest.version + 1, epoch=newest.epoch + (self.random.random() < 0.1),
             parent=self.ledger.digest(newest), decisions=tuple(decisions), rate=rate, share=share, gathered=gathered,
@@ -120,8 +115,10 @@ class Run:
             time=newest.time + self.random.random(), updates=(),
         )  # fmt: skip
         if weights and self.arrays:
-            state, outer, updates = self._merged(record)
-            record = replace(record, state=self.put(state), outer=self.put(outer), updates=updates)
+            aggregator = Aggregator(self.ledger, self.objects, SIZES, 0, 1)
+            part = next(aggregator.merge(newest, merge_of(record, self.outer))).action()
+            state, outer, updates = in_order(part.state), in_order(part.outer), in_order(part.updates)
+            record = replace(record, state=state, outer=outer, updates=updates)
         elif weights:
             sent = () if self.outer.downlink == "plain" else self.put([None] * len(SIZES))
             record = replace(record, state=self.put([None] * len(SIZES)), updates=sent)
@@ -140,35 +137,27 @@ class Run:
             self.commit(lost)
         return self
 
-    def _merged(self, record: Record) -> tuple[list[np.ndarray], list[np.ndarray], tuple[str, ...]]:
-        known = {header.identity: header for header in self.headers}
-        newest, state, outer, updates = self.view.newest, [], [], []
-        bits = FORMS[self.outer.downlink]
-        for number, theta in enumerate(self.state(newest.version)):
-            contributions = [
-                contribution(
-                    decision,
-                    self.state(decision.base)[number],
-                    self.objects.get_payload(decision.identity, number, known[decision.identity].digests[number]),
-                )
-                for decision in record.decisions
-                if decision.fate == "applied"
-            ]
-            before = self.objects.get_array(newest.outer[number]) if newest.outer else None
-            rows = state_rows(self.outer, record.gathered)
-            new, after = np.empty_like(theta), np.empty((rows, theta.size), np.float32) if rows else None
-            with ExitStack() as files:
-                sent, finish = (
-                    (None, None) if bits is None else files.enter_context(self.objects.writing_update(theta.size, bits))
-                )
-                commit(
-                    theta, before, contributions, self.outer, record.rate, record.share, new, after, sent,
-                    kept=record.kept or 0.0,
-                )  # fmt: skip
-                updates += [] if finish is None else [finish()]
-            state.append(new)
-            outer += [] if after is None else [after]
-        return state, outer, tuple(updates)
+
+def merge_of(record: Record, outer: Outer) -> Merge:
+    return Merge(
+        record.version, record.decisions, outer, record.rate, record.share, record.gathered, record.kept, reason=""
+    )
+
+
+def in_order(digests: dict[int, str]) -> tuple[str, ...]:
+    return tuple(digests[number] for number in sorted(digests))
+
+
+def applied(record: Record) -> list[Decision]:
+    return [decision for decision in record.decisions if decision.fate == "applied"]
+
+
+def object_names(*records: Record) -> set[str]:
+    return {object_name(digest) for record in records for digest in record.objects}
+
+
+def problems_of(store: Store) -> list[str]:
+    return verify(store, lambda _: None).problems
 
 
 def _payload(anchor: np.ndarray, delta: np.ndarray, bits: int | None) -> dict[str, np.ndarray]:
@@ -198,10 +187,13 @@ def counted_naively(records: list[Record]) -> dict:
     return books
 
 
-def sealed(value: dict) -> bytes:
-    """Return a ledger file with this content and the right digest."""
+def edit_file(store: Store, name: str, edit: Callable[[dict], object]) -> None:
+    """Change the content of a ledger file, and its digest with it."""
+    value = json.loads(store.read(name))["record"]
+    edit(value)
     body = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-    return b'{"record":' + body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+    digest = hashlib.sha256(body).hexdigest().encode()
+    store.path(name).write_bytes(b'{"record":' + body + b',"sha256":"' + digest + b'"}\n')
 
 
 def flip_bit(path: Path, bit: int) -> None:

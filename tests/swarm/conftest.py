@@ -31,6 +31,14 @@ def loopback(served, monkeypatch):
     return served
 
 
+@pytest.fixture
+def names_read(monkeypatch) -> list[str]:
+    """The files that were read from stores."""
+    read, inner = [], Store.read
+    monkeypatch.setattr(Store, "read", lambda self, name: read.append(name) or inner(self, name))
+    return read
+
+
 @pytest.fixture(params=["folder", "memory", "bucket"])
 def store(request, tmp_path):
     """An empty store in each kind of place."""

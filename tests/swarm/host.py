@@ -9,19 +9,13 @@ import jax
 import numpy as np
 
 from tests.hosts import SECRET
-from tests.swarm.member.test_training import genesis
+from tests.swarm.member.test_training import Swarm
 from tests.train.host import BATCH, SHARDED_BYTES, recipe
-from tpuswarm.swarm.core.arithmetic.outer import Outer
-from tpuswarm.swarm.core.books import Adopt, Member
-from tpuswarm.swarm.core.messages import Terms
+from tpuswarm.swarm.core.books import Adopt
 from tpuswarm.swarm.core.rows import NOTHING, Rows
-from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.engines.threads import NodeThreads
-from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.member.lead import Lead, follow
-from tpuswarm.swarm.processes.aggregator import Aggregator
-from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Call, Unreachable
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
@@ -101,39 +95,34 @@ def main() -> None:
             follow(group, make_holder, begin)
         else:
             lead = Lead(group, make_holder, begin)
-            found = run(lead, lead.begin(), store, layout, losses, options)
+            found = run(LedSwarm(lead, compiled, options), losses)
             (Path(options["folder"]) / "found.json").write_text(json.dumps(found))
         check(made[0], store)
 
 
-def run(lead, anchor, store, layout, losses, options) -> dict:
-    """Run a swarm of this one member to its end; compare its holder with a new one."""
-    ledger, objects, engine = Ledger(store), Objects(store), Threads()
-    terms = Terms(
-        run="run", digests=Digests(layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
-        horizon=options["steps"] * BATCH, cycle=2 * BATCH, members=("m0",), outer=Outer("average"),
-    )  # fmt: skip
-    for fragment in anchor:
-        objects.put_array(fragment)
-    ledger.append(genesis(terms, anchor))
-    holder = lead.holder(anchor)
-    books = Member(terms, options["form"], True, Incarnation("m0", "0" * 32), 0, 0)
-    member = MemberProcesses(books, holder, "coordinator", ["shard"], lambda: engine.now)
-    engine.spawn("m0", member.train())
-    engine.spawn("m0", member.exchange())
-    engine.serve("shard", Aggregator(ledger, objects, layout.sizes, 0, 1))
-    coordinator = Coordinator(ledger, ["shard"], lambda: engine.now, lambda: engine.now)
+class LedSwarm(Swarm):
+    """A swarm of one member, led by this host, in real time."""
 
-    def opened(_):
-        engine.serve("coordinator", coordinator)
-        engine.spawn("coordinator", coordinator.run())
+    def __init__(self, lead, compiled, options):
+        self.lead = lead
+        folder, form, steps = Path(options["folder"]) / "swarm", options["form"], options["steps"]
+        super().__init__(
+            folder, recipe(), fragments=2, form=form, steps=steps, batch=BATCH, compiled=compiled, engine=Threads()
+        )
 
-    engine.spawn("coordinator", coordinator.open(terms, founded=True), opened)
-    assert engine.run(lambda: hasattr(coordinator, "state") and coordinator.state.ended, 300)
-    newest = ledger.view().newest
-    fragments = [objects.get_array(digest) for digest in newest.state]
+    def begin(self, members):
+        return [None], self.lead.begin()
+
+    def make_holder(self, state, anchor):
+        return self.lead.holder(anchor)
+
+
+def run(swarm: LedSwarm, losses) -> dict:
+    swarm.run()
+    newest, holder = swarm.ledger.view().newest, swarm.holders[0]
+    fragments = [swarm.objects.get_array(digest) for digest in newest.state]
     holder.adopt(Adopt("take", None, newest.version, newest.state), holder.place(fragments), 0.0)
-    return second_life(lead, holder, fragments, losses)
+    return second_life(swarm.lead, holder, fragments, losses)
 
 
 def second_life(lead, first, fragments, losses) -> dict:

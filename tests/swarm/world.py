@@ -66,7 +66,8 @@ class World:
     def __post_init__(self) -> None:
         self.rnd = random.Random(self.seed)
         self.speeds = [self.rnd.uniform(0.5, 2.0) for _ in range(self.members)]
-        self.engine = Inproc(self.seed, seconds=self.seconds, faults=self.faults, watch=self.watch, over=self.over)
+        seconds = lambda rnd, name: rnd.uniform(0.5, 1.5) if name == "member trains" else rnd.uniform(0.001, 0.3)  # noqa: E731
+        self.engine = Inproc(self.seed, seconds=seconds, faults=self.faults, watch=self.watch, over=self.over)
         self.points: list[tuple[str, str, str]] = []
         self.ledger = MemoryLedger()
         self.payloads: dict[tuple[Identity, int], Vector] = {}
@@ -102,9 +103,6 @@ class World:
             self.engine.at(self.rnd.uniform(1, 40), self.lose_payload)
         if self.race_at is not None:
             self.engine.at(self.race_at, self.race)
-
-    def seconds(self, rnd: random.Random, name: str) -> float:
-        return rnd.uniform(0.5, 1.5) if name == "member trains" else rnd.uniform(0.001, 0.3)
 
     def start_coordinator(self, node: str = "coordinator", founded: bool = False) -> None:
         clock = lambda: self.engine.now  # noqa: E731
@@ -193,7 +191,6 @@ class World:
         self.engine.at(self.engine.now + after, start.get(node, lambda: self.start_member(node)))
 
     def run(self, limit: float = 5000.0) -> View:
-        """Run to the end; check every invariant on the way."""
         assert self.engine.run(lambda: self.ended(), limit), f"no clean end by {self.engine.now:.0f} s"
         self.check_ledger()
         return self.ledger.view()

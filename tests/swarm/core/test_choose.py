@@ -22,16 +22,9 @@ def header(member: str, rows: tuple[int, int], base: int = 3, norm: float = 1.0,
 
 def after(view: View, decisions: list[Decision]) -> View:
     tokens = [decision.tokens for decision in decisions if decision.fate == "applied"]
-    return view.after(
-        genesis(
-            TERMS,
-            version=view.version + 1,
-            state=(f"state {view.version + 1}",) if tokens else view.newest.state,
-            decisions=tuple(decisions),
-            tokens=view.tokens + sum(tokens),
-            changes=view.newest.changes + bool(tokens),
-        )
-    )
+    version, state = view.version + 1, (f"state {view.version + 1}",) if tokens else view.newest.state
+    changes = {"tokens": view.tokens + sum(tokens), "changes": view.newest.changes + bool(tokens)}
+    return view.after(genesis(TERMS, version=version, state=state, decisions=tuple(decisions), **changes))
 
 
 @pytest.fixture
@@ -65,24 +58,20 @@ def test_of_two_contributions_with_the_same_rows_the_first_counts(view):
     assert fates == [("a", "applied"), ("b", "void")]
 
 
-def test_versions_without_contributors_make_nothing_stale(view):
+def test_version_without_contributors_makes_nothing_stale(view):
+    with pytest.raises(Broken, match="there is no version 4: the newest is 3"):  # as after a copy was restored
+        view.staleness(4)
     view = after(view, choose(view, [header("a", (10, 11), finite=False)], (), Staleness()))
     assert view.version == 4 and view.staleness(3) == 0
 
 
-def test_staleness_of_an_unknown_version_is_an_error(view):
-    """Its version is lost, as after an older copy of the storage was restored."""
-    with pytest.raises(Broken, match="there is no version 4: the newest is 3"):
-        view.staleness(4)
-
-
-def test_clipping():
+def test_large_contribution_is_clipped():
     assert clipping([1.0, 100.0]) == [1.0, 1.0]
     assert clipping([1.0, 2.0, 12.0]) == [1.0, 1.0, 0.5]
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20))
-def test_effective_contributors(tokens):
+def test_unequal_weights_count_as_fewer_contributors(tokens):
     exact = Fraction(sum(tokens)) ** 2 / sum(Fraction(count) ** 2 for count in tokens)
     assert effective([count / sum(tokens) for count in tokens]) == pytest.approx(float(exact))
 

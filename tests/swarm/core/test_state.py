@@ -1,5 +1,6 @@
-"""The coordinator's state: whom a round waits for, and the one place of every token, whatever happens."""
+"""The coordinator's state: when a round ends, and the one place of every token, whatever happens."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,10 @@ from tests.swarm.world import World
 from tpuswarm.swarm.core import state as coordinator
 from tpuswarm.swarm.core.arithmetic.outer import Outer
 from tpuswarm.swarm.core.messages import Beat, Refused, StoreHeader
+from tpuswarm.swarm.core.rounds import Patience, due, quorum
 from tpuswarm.swarm.core.rows import NOTHING, Rows
 from tpuswarm.swarm.core.state import Lease
-from tpuswarm.swarm.core.summary import Tokens, summary
+from tpuswarm.swarm.core.summary import Summary, Tokens, summary
 from tpuswarm.swarm.core.values import Header, Identity, Incarnation
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.inproc import Faults
@@ -55,9 +57,6 @@ class Desk:
 
     def tokens(self, now):
         return summary(self.state, now).tokens
-
-
-# After a restart of the coordinator.
 
 
 def test_restarted_round_waits_for_the_members_of_the_last_commit():
@@ -102,15 +101,11 @@ def test_push_out_of_order_is_refused(decided):
     ("members", "pause"), [(1, 1 / 400), (400, 1.0), (4000, 10.0), (20_000, JOINED.lease_seconds / 2)]
 )
 def test_more_members_send_fewer_heartbeats_each(members, pause):
-    """But at least two in a lease time: a new coordinator listens that long."""
     leases = {replace(A, name=f"{number:032x}"): Lease(NOTHING, 20.0, 0, None, NOTHING) for number in range(members)}
     beat = Beat(next(iter(leases)), JOINED.digests, True, 0, NOTHING, NOTHING, None, None, 0)
     state, answer = coordinator.beat(replace(Desk(JOINED).state, leases=leases), beat, 1.0)
     assert answer.pause == pytest.approx(pause)
     assert state.leases[beat.incarnation].until == 1.0 + max(JOINED.lease_seconds, 3 * answer.pause)
-
-
-# The place of every token.
 
 
 def test_token_from_its_training_to_its_commit():
@@ -134,22 +129,7 @@ def test_token_from_its_training_to_its_commit():
     assert seen.tokens == Tokens(100, 40, 0, 0, 60) and seen.leased == (A,)
 
 
-@pytest.mark.parametrize("reported", [True, False])
-def test_dropped_tokens_are_not_lost(reported):
-    """Also when a contribution arrives before its member's next report."""
-    desk = Desk()
-    rows = desk.beat(A, NOTHING, 0, 0.0)
-    desk.beat(B, NOTHING, 0, 0.0)
-    if reported:
-        desk.beat(A, rows.first(4), 40, 1.0)
-    desk.push(A, rows.first(4), finite=False)
-    assert desk.tokens(1.0) == Tokens(40, 0, 0, 40, 0)
-    desk.commit(8.0)
-    assert desk.tokens(8.0) == Tokens(40, 0, 40, 0, 0)
-
-
 def test_stored_contribution_of_a_dead_member_is_not_lost():
-    """The next coordinator finds its header."""
     desk = Desk()
     rows = desk.beat(B, NOTHING, 0, 0.0)
     desk.beat(B, rows.first(6), 60, 1.0)
@@ -165,12 +145,10 @@ def test_summary_names_a_merge_under_way_and_the_end():
     desk.push(A, desk.beat(A, NOTHING, 0, 0.0).first(4))
     merge = desk.tick(100.0)
     assert summary(desk.state, 100.0).phase == f"merging commit 1: {merge.reason}"
-    world = World(seed=1)
-    world.run()
-    [made] = world.coordinators.values()
-    seen = summary(made.state, world.engine.now)
-    assert seen.phase == "all rows are counted" and seen.tokens.outstanding == 0
-    assert seen.version == len(world.ledger.records) - 1
+    world = CheckedWorld(seed=0, cycle=3, horizon=36)
+    seen = world.final_summary()
+    assert (seen.phase, seen.version) == ("all rows are counted", len(world.ledger.records) - 1)
+    assert seen.tokens == Tokens(360, 360, 0, 0, 0), "none are lost without faults"
 
 
 class CheckedWorld(World):
@@ -191,10 +169,10 @@ class CheckedWorld(World):
             for fate, found in (("applied", tokens.applied), ("dropped", tokens.dropped)):
                 assert found == sum(decision.tokens for decision in decisions if decision.fate == fate)
 
-    def final_tokens(self) -> Tokens:
+    def final_summary(self) -> Summary:
         self.run()
         [made] = self.coordinators.values()
-        return summary(made.state, self.engine.now).tokens
+        return summary(made.state, self.engine.now)
 
 
 @settings(max_examples=15)
@@ -204,12 +182,55 @@ def test_tokens_balance_and_taken_rows_have_an_owner_at_every_step(seed, cycle, 
     CheckedWorld(seed, cycle=cycle, faults=faults, random_kills=6, lost_payloads=2, race_at=race_at, poison={3}).run()
 
 
-def test_tokens_are_lost_only_by_faults():
-    assert CheckedWorld(seed=0, cycle=3, horizon=36).final_tokens() == Tokens(360, 360, 0, 0, 0)
+def test_tokens_that_faults_cost_are_called_lost():
     lost = []
     for seed in range(5):
         world = CheckedWorld(seed=seed, random_kills=6, lost_payloads=2, faults=Faults(lost=0.1, twice=0.1))
-        tokens = world.final_tokens()
+        tokens = world.final_summary().tokens
         assert tokens.outstanding == 0 and tokens.lost <= 10 * sum(world.processed.values()) - tokens.applied
         lost.append(tokens.lost)
     assert max(lost) > 0
+
+
+LIVE = frozenset("abcd")
+PATIENCE = Patience()
+
+
+def test_quorum_is_half_of_the_live_members_and_at_least_the_minimum():
+    assert [quorum(live, 1) for live in range(6)] == [1, 1, 1, 2, 2, 3]
+    assert quorum(2, 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("accepted", "live", "cycle", "now", "patience", "look_at"),
+    [
+        pytest.param({}, LIVE, 10.0, 0.0, PATIENCE, math.inf, id="nothing was pushed"),
+        pytest.param(dict.fromkeys("abcd", 5.0), LIVE, 10.0, 5.0, PATIENCE, None, id="all have pushed"),
+        pytest.param({"a": 1.0}, frozenset("a"), 10.0, 1.0, PATIENCE, None, id="the only member has pushed"),
+        pytest.param({"a": 0.0, "b": 4.0}, LIVE, 10.0, 8.9, PATIENCE, 9.0, id="grace is half a cycle from the quorum"),
+        pytest.param({"a": 0.0, "b": 4.0}, LIVE, 10.0, 9.0, PATIENCE, None, id="grace is over"),
+        pytest.param({"a": 0.0, "b": 0.0}, LIVE, None, 29.0, PATIENCE, 30.0, id="grace before a cycle is known"),
+        pytest.param({"a": 0.0}, LIVE, None, 599.0, PATIENCE, 600.0, id="deadline before a cycle is known"),
+        pytest.param({"a": 0.0}, LIVE, None, 600.0, PATIENCE, None, id="that deadline is over"),
+        pytest.param({"a": 0.0}, LIVE, 10.0, 30.0, PATIENCE, None, id="the deadline needs no quorum"),
+        pytest.param({"a": 0.0}, LIVE, 10.0, 30.0, Patience(quorum_min=2), math.inf, id="but it needs the minimum"),
+    ],
+)
+def test_round_ends_or_says_when_to_look_again(accepted, live, cycle, now, patience, look_at):
+    found = due(accepted, live, cycle, now, patience)
+    assert found.now if look_at is None else found[:2] == (False, look_at)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 100), min_size=1), st.floats(0.1, 50), st.floats(0, 1000)
+)
+def test_round_with_a_push_always_ends(accepted, cycle, now):
+    """And the next look is never in the past, which would be a busy loop."""
+    now = max([now, *accepted.values()])
+    for _ in range(3):
+        found = due(accepted, LIVE, cycle, now, PATIENCE)
+        if found.now:
+            return
+        assert found.look_at > now
+        now = found.look_at
+    raise AssertionError("three looks and the round is not over")

@@ -12,7 +12,7 @@ from tpuswarm.swarm.member import compile_cache
 
 @pytest.fixture
 def use_cache(loopback, monkeypatch):
-    """Makes a folder the compilation cache of this process, as on another machine of the run."""
+    """Make a folder the compilation cache of this process, as on another machine of the run."""
     monkeypatch.setenv(COMPILED, f"gs://bucket/{uuid.uuid4()}")
 
     def use(folder):

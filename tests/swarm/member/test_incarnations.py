@@ -69,7 +69,6 @@ class Run:
 
 
 def test_member_that_is_never_finite_gives_up(tmp_path):
-    """The plain trainer stops as well; skipping all data helps nobody."""
     run = Run(tmp_path, rate=1e30)
     with pytest.raises(Over, match=r"m0 gave up after 5 .* not finite; lower the learning rate, use --clip"):
         run.finish()

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 
+from tests.swarm.chains import problems_of
+from tests.swarm.exact import genesis
 from tests.train import toy
 from tpuswarm import Trainer, supervised
 from tpuswarm.swarm.core.arithmetic.outer import Average, Outer
@@ -16,7 +18,7 @@ from tpuswarm.swarm.core.books import Member
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.rounds import Patience
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Digests, Incarnation, Record
+from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.member.exchanged import Exchanged
@@ -24,7 +26,7 @@ from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.objects import Objects, array_digest
+from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.train.loop.evaluate import HeldOut
@@ -49,41 +51,44 @@ class Swarm:
 
     def __init__(
         self, folder, recipe, *, members=1, cycle=2, overlap=True, fragments=1, form="plain", shards=1,
-        patience=None, steps=STEPS, outer=None, ema=None, **options,
+        patience=None, steps=STEPS, batch=BATCH, outer=None, ema=None, compiled=None, engine=None, **options,
     ):  # fmt: skip
         """options: of every MemberProcesses."""
-        self.engine = Inproc(7)
+        self.engine = engine or Inproc(7)
         self.store = Store(str(folder))
         self.ledger, self.objects = Ledger(self.store), Objects(self.store)
         self.recipe, self.form, self.overlap, self.options = recipe, form, overlap, options
-        self.compiled = compile_once(recipe, ema)
+        self.compiled = compiled or compile_once(recipe, ema)
         self.layout = layout_of(self.compiled, fragments)
-        init_key, self.step_key = jax.random.split(jax.random.key(0))
+        self.init_key, self.step_key = jax.random.split(jax.random.key(0))
         self.terms = Terms(
-            run="run", digests=Digests(self.layout.digest, "c", "d", "e"), batch=BATCH, tokens_per_row=1,
-            horizon=steps * BATCH, cycle=cycle * BATCH, members=tuple(f"m{n}" for n in range(members)),
+            run="run", digests=Digests(self.layout.digest, "c", "d", "e"), batch=batch, tokens_per_row=1,
+            horizon=steps * batch, cycle=cycle * batch, members=tuple(f"m{n}" for n in range(members)),
             outer=outer or Outer("average"), patience=patience or Patience(),
         )  # fmt: skip
         self.holders, self.processes = [], []
         self.shards = [f"shard-{n}" for n in range(shards)]
         self.clock = lambda: self.engine.now
-        states = [self.compiled.init(init_key) for _ in range(members)]
-        anchor = self.layout.split(by_path(self.compiled.program.exchange().get(states[0])))
-        for fragment in anchor:
-            self.objects.put_array(fragment)
-        self.ledger.append(genesis(self.terms, anchor))
+        states, anchor = self.begin(members)
+        self.ledger.append(genesis(self.terms, state=tuple(map(self.objects.put_array, anchor))))
         for number, state in enumerate(states):
             self.start(number, state, anchor)
         for number in range(shards):
             self.start_shard(number)
         self.start_coordinator(founded=True)
 
-    def start(self, number, state, anchor, base=0, tokens=0) -> None:
-        """Start an incarnation of a member."""
+    def begin(self, members):
+        states = [self.compiled.init(self.init_key) for _ in range(members)]
+        return states, self.layout.split(by_path(self.compiled.program.exchange().get(states[0])))
+
+    def make_holder(self, state, anchor):
         source, validation = self.recipe.data("train"), HeldOut(self.recipe.data("validation"), BATCH)
-        holder = ProgramHolder(
+        return ProgramHolder(
             self.compiled, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation
         )
+
+    def start(self, number, state, anchor, base=0, tokens=0) -> None:
+        holder = self.make_holder(state, anchor)
         incarnation = Incarnation(f"m{number}", f"{len(self.holders):032x}")
         books = Member(self.terms, self.form, self.overlap, incarnation, base, tokens)
         member = MemberProcesses(books, holder, "coordinator", self.shards, self.clock, anchor=anchor, **self.options)
@@ -122,20 +127,8 @@ class Swarm:
         record = self.ledger.view().newest if number is None else self.ledger.record(number)
         return self.layout.join([self.objects.get_array(digest) for digest in record.state])
 
-    def assert_verifies(self) -> None:
-        assert not verify(self.store, lambda sentence: None).problems
-
-
-def genesis(terms: Terms, anchor) -> Record:
-    return Record(
-        run=terms.run, version=0, epoch=1, parent="", state=tuple(array_digest(each) for each in anchor), outer=(),
-        decisions=(), rule="average", rate=1.0, momentum=0.0, share=1.0, gathered=0.0, tokens=0, changes=0,
-        processed=(), digests=terms.digests, time=0.0,
-    )  # fmt: skip
-
 
 def train_plainly(recipe, folder, **options):
-    """The state after the same steps in the plain trainer."""
     return Trainer(devices=1, seed=0, **options).fit(recipe, steps=STEPS, batch=BATCH, run=folder).state
 
 
@@ -154,7 +147,6 @@ FAST = toy.recipe(toy.adam, 0.3)
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Parameters of the plain trainer."""
     return by_path(train_plainly(TOY, tmp_path_factory.mktemp("plain") / "run").params)
 
 
@@ -171,7 +163,7 @@ def test_one_member_is_the_plain_trainer_bit_for_bit(tmp_path, plain, cycle, ove
 def test_three_members_learn_and_the_ledger_verifies(tmp_path, form):
     swarm = Swarm(tmp_path, FAST, members=3, form=form, fragments=2)
     assert loss_of(swarm.run(), toy.data()) < 0.7 * loss_of(swarm.version(0), toy.data())
-    swarm.assert_verifies()
+    assert not problems_of(swarm.store)
 
 
 def test_sgd_with_one_step_a_cycle_is_synchronous_data_parallel(tmp_path):
@@ -228,7 +220,7 @@ def test_moving_average_is_the_plain_trainers_and_is_evaluated(tmp_path):
     assert len(evaluations) >= 2
     for version, _, (values, _, _) in evaluations:
         assert values["loss"] == pytest.approx(loss_of(averaged(version), toy.data(1)), rel=1e-5)
-    swarm.assert_verifies()
+    assert not problems_of(swarm.store)
 
 
 def test_lost_machine_loses_nothing_committed(tmp_path):
@@ -252,11 +244,11 @@ def test_lost_machine_loses_nothing_committed(tmp_path):
     view = swarm.ledger.view()
     assert {name: store.read(name) for name in committed} == committed and view.newest.epoch == 2
     records = list(swarm.ledger.records(range(view.version + 1)))
-    applied = {each.identity for record in records for each in record.decisions if each.fate == "applied"}
+    applied = {decision.identity for record in records for decision in record.decisions if decision.fate == "applied"}
     assert accepted <= applied
     assert view.counted == Rows.of((0, 60 * BATCH)) and not view.skipped
     assert {key.member for key in view.verdicts} == {"m0", "m1"}
-    swarm.assert_verifies()
+    assert not problems_of(swarm.store)
 
 
 def observing_loss(params, extra, batch, key):

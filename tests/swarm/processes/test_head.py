@@ -27,7 +27,6 @@ def head_of(store, plan=PLAN):
 
 
 def listening(head):
-    """The head once it has found no founding."""
     process = head.run()
     process.send(next(process).action())
     return head
@@ -119,7 +118,6 @@ def test_member_that_trains_something_else_founds_nothing(tmp_path, differs):
 
 @pytest.mark.parametrize(("parameters", "momentum"), [(1_999_999, 0.8), (2_000_000, 0.9)])
 def test_small_model_gets_less_momentum_for_any_number_of_fragments(parameters, momentum):
-    """By the ladder of docs/benchmarks.md."""
     for fragments in (1, 3):
         leaves = {"w": ((parameters - 5,), "float32"), "b": ((5,), "float32")}
         terms = PLAN.terms(Founding(Layout.of(leaves, fragments).fragments, {}))

@@ -1,7 +1,5 @@
 """Bookmarks: the view from one and the records after it equals that of all records, and damaged ones are ignored."""
 
-import json
-import os
 import random
 import uuid
 from dataclasses import replace
@@ -10,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.swarm.chains import Run, memory_store, sealed
+from tests.swarm.chains import Run, edit_file, memory_store, object_names, problems_of
 from tests.swarm.world import World
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.values import Incarnation
@@ -18,18 +16,15 @@ from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.storage.bookmark import EVERY, KEPT, LIVES, bookmark_name, outlived
 from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name
 from tpuswarm.swarm.storage.objects import payload_name
-from tpuswarm.swarm.storage.retention import SETTLING, Holdings, clean, deletable
+from tpuswarm.swarm.storage.retention import SETTLING, Holdings, deletable
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.train.bucket.mirror import folder_of
 
 DAY = 24 * 3600.0
 
-memory = memory_store
-
 
 def grown(store: Store, seed: int, commits: int, *marked: int) -> Run:
-    """A run with bookmarks at the marked versions."""
     run = Run(store, random.Random(seed), arrays=False)
     for version in (*marked, commits):
         run.grow(version - run.view.version)
@@ -40,18 +35,6 @@ def grown(store: Store, seed: int, commits: int, *marked: int) -> Run:
 
 def whole(records) -> View:
     return View.of(records[0], records[1:])
-
-
-def problems_of(store: Store) -> list[str]:
-    return verify(store, lambda _: None).problems
-
-
-@pytest.fixture
-def names_read(monkeypatch) -> list[str]:
-    """The files that were read."""
-    read, inner = [], Store.read
-    monkeypatch.setattr(Store, "read", lambda self, name: read.append(name) or inner(self, name))
-    return read
 
 
 def test_records_before_a_bookmark_are_not_read(tmp_path, names_read):
@@ -65,50 +48,29 @@ def test_records_before_a_bookmark_are_not_read(tmp_path, names_read):
     assert names_read == [header_name(undecided.identity)]
 
 
-def change(run: Run, version: int, edit) -> None:
-    """Change the content of a bookmark, with the right digest."""
-    path = run.store.path(bookmark_name(version))
-    value = json.loads(path.read_bytes())["record"]
-    edit(value)
-    path.write_bytes(sealed(value))
+EDITS = {
+    "another form": lambda it: it.update(form=1),
+    "another record": lambda it: it.update(digest="0" * 64),
+    "no rows": lambda it: it["sums"].update(counted={"ranges": []}),
+    "no verdicts": lambda it: it.update(verdicts=[]),
+    "wrong ranges": lambda it: it["verdicts"][0].__setitem__(5, [[3, 1]]),
+    "no landmarks": lambda it: it["sums"].update(landmarks=[]),
+    "extra idle version": lambda it: it["sums"].update(idle=[0, *it["sums"]["idle"]]),
+}
 
 
-def make_unreadable(run: Run, version: int = 8) -> None:
-    path = run.store.path(bookmark_name(version))
-    path.unlink()
-    path.symlink_to(path)
-
-
-def copy(source: Run, version: int, run: Run) -> None:
-    run.store.put(bookmark_name(8), source.store.read(bookmark_name(version)))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(make_unreadable, id="unreadable"),
-        pytest.param(lambda run: copy(run, 4, run), id="another version"),
-        pytest.param(lambda run: copy(grown(memory_store(), 5, 8, 8), 8, run), id="another run"),
-        pytest.param(lambda run: run.store.put(bookmark_name(8), b"torn"), id="torn"),
-        *(
-            pytest.param(lambda run, edit=edit: change(run, 8, edit), id=name)
-            for name, edit in {
-                "another form": lambda it: it.update(form=1),
-                "extra field": lambda it: it.update(extra=1),
-                "missing field": lambda it: it["sums"].pop("dropped"),
-                "another record": lambda it: it.update(digest="0" * 64),
-                "no rows": lambda it: it["sums"].update(counted={"ranges": []}),
-                "no verdicts": lambda it: it.update(verdicts=[]),
-                "wrong ranges": lambda it: it["verdicts"][0].__setitem__(5, [[3, 1]]),
-                "no landmarks": lambda it: it["sums"].update(landmarks=[]),
-                "extra idle version": lambda it: it["sums"].update(idle=[0, *it["sums"]["idle"]]),
-            }.items()
-        ),
-    ],
-)
+@pytest.mark.parametrize("damage", [*EDITS, "unreadable", "torn", "of another version", "of another run"])
 def test_damaged_bookmark_is_ignored_for_the_one_before(tmp_path, damage, names_read):
-    run = grown(Store(tmp_path), 2, 10, 4, 8)
-    damage(run)
+    run, name = grown(Store(tmp_path), 2, 10, 4, 8), bookmark_name(8)
+    if damage in EDITS:
+        edit_file(run.store, name, EDITS[damage])
+    elif damage == "unreadable":
+        run.store.path(name).unlink()
+        run.store.path(name).symlink_to(name)
+    else:
+        other = grown(memory_store(), 5, 8, 8).store
+        contents = {"of another version": run.store.read(bookmark_name(4)), "of another run": other.read(name)}
+        run.store.put(name, contents.get(damage, b"torn"))
     names_read.clear()
     assert run.ledger.view() == run.view
     assert commit_name(5) in names_read and commit_name(3) not in names_read
@@ -162,8 +124,7 @@ def test_machine_with_an_old_or_damaged_copy_of_a_bucket_sees_the_run(two_machin
     one, two = two_machines
     run = grown(one, 14, 7, 3, 6)
     assert Ledger(two).view() == run.view and two.here(bookmark_name(6)).exists()
-    run.grow(2)
-    run.ledger.bookmark(run.view)
+    run.grow(2).ledger.bookmark(run.view)
     run.grow(2)
     assert Ledger(two).view() == run.view and Ledger(two).bookmarks() == [6, 9]
     two.here(bookmark_name(9)).write_bytes(b"torn")
@@ -180,35 +141,13 @@ def test_copy_of_a_record_that_left_the_bucket_is_ignored(two_machines):
     assert Ledger(two).view().version == 4
 
 
-def test_outdated_listing_does_no_harm(tmp_path, monkeypatch):
-    """It lacks the newest files and contains a deleted one."""
-    run = grown(Store(tmp_path), 9, 12, 4, 8)
-    inner = Store.names
-
-    def outdated(self, prefix):
-        found = [name for name in inner(self, prefix) if name < f"{prefix}000010"]
-        return sorted([*found, bookmark_name(9)]) if prefix == "views/" else found
-
-    monkeypatch.setattr(Store, "names", outdated)
-    assert run.ledger.view() == run.view
-
-
-def test_verify_names_an_unreadable_bookmark_and_a_skipped_push(tmp_path):
-    run = grown(Store(tmp_path), 17, 6, 6)
-    skipped = replace(run.headers[0], identity=replace(run.headers[0].identity, sequence=0))
-    run.ledger.create_header(skipped)
-    make_unreadable(run, 6)
-    problems = problems_of(run.store)
-    assert f"{header_name(skipped.identity)} has no verdict, but a later push of its member has one" in problems
-    assert any(bookmark_name(6) in problem for problem in problems)
-
-
 def test_verify_finds_a_bookmark_that_contradicts_the_records(tmp_path):
     """Even with every digest right; the rest of the report stays the same."""
     run = grown(Store(tmp_path), 10, 12, 6, 12)
     before = verify(run.store, lambda _: None)
     for version in (6, 12):
-        change(run, version, lambda it: it["sums"].update(dropped=10**6, counted={"ranges": [[0, 10**6]]}))
+        edit = lambda it: it["sums"].update(dropped=10**6, counted={"ranges": [[0, 10**6]]})  # noqa: E731
+        edit_file(run.store, bookmark_name(version), edit)
     found = verify(run.store, lambda _: None)
     assert found.problems == [
         *(f"{bookmark_name(n)} does not say what the records say; remove it: nothing is lost with it" for n in (6, 12)),
@@ -220,7 +159,6 @@ def test_verify_finds_a_bookmark_that_contradicts_the_records(tmp_path):
 @settings(max_examples=25)
 @given(st.integers(0, 10**9), st.integers(1, 130), st.sampled_from([0, 4, 30]), st.integers(1, 60))
 def test_restart_changes_nothing_that_may_be_deleted(seed, commits, limit, back):
-    """However many records are read again: it is enough to know what stays."""
     source = random.Random(seed)
     run = Run(memory_store(), source, arrays=False)
     for _ in range(commits):
@@ -235,26 +173,11 @@ def test_restart_changes_nothing_that_may_be_deleted(seed, commits, limit, back)
         assert view == run.view
         after.follow(run.ledger, view)
     accepted = {header_name(header.identity) for header in run.headers}.__contains__
-    names = [f"objects/{digest}.safetensors" for record in run.records for digest in record.objects]
-    names += [payload_name(header.identity, 0) for header in run.headers]
+    names = [*object_names(*run.records), *(payload_name(header.identity, 0) for header in run.headers)]
     gone = deletable(before, dict.fromkeys(names, 2 * DAY), accepted)
     assert deletable(after, dict.fromkeys(names, 2 * DAY), accepted) == gone
     early = deletable(after, dict.fromkeys(names, SETTLING + 1), accepted)
     assert set(early) <= set(gone), "an object that only older records name waits for a day"
-
-
-def test_restart_deletes_what_was_too_young_before_it(tmp_path):
-    run = Run(Store(tmp_path), random.Random(12)).grow(40)
-    run.ledger.bookmark(run.view)
-    age = SETTLING + 60
-    for file in tmp_path.rglob("objects/*"):
-        os.utime(file, (file.stat().st_atime - age, file.stat().st_mtime - age))
-    held, view = Holdings(4), run.ledger.view()
-    held.follow(run.ledger, view)
-    named = {f"objects/{digest}.safetensors" for record in run.records for digest in record.objects}
-    assert named & set(clean(run.store, held)) and not held.named & set(clean(run.store, held))
-    stored = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("objects/*")}
-    assert held.named == stored, "deleted objects are forgotten"
 
 
 def test_run_goes_on_where_no_bookmark_can_be_written(capsys):
@@ -270,7 +193,6 @@ def test_run_goes_on_where_no_bookmark_can_be_written(capsys):
 
 @pytest.mark.parametrize("lives, every", [(0, EVERY), (LIVES - 1, EVERY), (LIVES, 2 * EVERY), (3 * LIVES, 4 * EVERY)])
 def test_larger_bookmarks_are_written_less_often(lives, every):
-    """So that their cost per commit is bounded."""
     run = Run(memory_store(), random.Random(19), arrays=False)
     reported = {Incarnation("m0", f"{number:032x}"): 1 for number in range(lives)}
 

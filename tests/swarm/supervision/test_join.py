@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
@@ -42,17 +43,11 @@ def swarm(tmp_path, monkeypatch):
 
 @pytest.fixture
 def join_swarm(swarm, tmp_path):
-    """Joins the swarm; returns what it printed."""
     address = f"127.0.0.1:{swarm.getsockname()[1]}"
 
     def run(on_line=lambda text: None, group=None, **options) -> list[str]:
         lines = []
-
-        def say(text):
-            lines.append(text)
-            on_line(text)
-
-        join(address, None, group, tmp_path / "token", say, **options)
+        join(address, None, group, tmp_path / "token", lambda text: lines.append(text) or on_line(text), **options)
         return lines
 
     return run
@@ -87,10 +82,7 @@ def test_batch_of_a_machine_reaches_its_members(join_swarm, monkeypatch):
     ("script", "sentence"),
     [
         ("echo Ray runtime started", "this machine dropped out, but the swarm is alive; rejoining in"),
-        (
-            "echo Exception: The current node timed out during startup.; exit 1",
-            "this machine was too busy to start Ray, but the swarm is alive; trying again in",
-        ),
+        ("echo Exception: The current node timed out during startup.; exit 1", "this machine was too busy to"),
     ],
 )
 def test_node_is_started_again_while_the_swarm_lives(swarm, join_swarm, ray_start, script, sentence):
@@ -135,10 +127,8 @@ def test_ray_start_gets_its_token_ports_and_a_folder_named_by_its_pid(tmp_path, 
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     for name in ENVIRONMENT:  # set here if this process has imported Ray
         monkeypatch.delenv(name, raising=False)
-    with (tmp_path / "out").open("w+") as out:
-        process = node._start(
-            "127.0.0.1:1", tmp_path / "private", None, {}, out.fileno(), Ports(20_000, 20_099)
-        )  # fmt: skip
+    with (tmp_path / "out").open("w") as out:
+        process = node._start("127.0.0.1:1", tmp_path / "private", None, {}, out.fileno(), Ports(20_000, 20_099))
         assert process.wait(20) == 0
     printed = (tmp_path / "out").read_text()
     assert printed.startswith(f"token 0 {process.pid} start --address 127.0.0.1:1 --block")
@@ -183,15 +173,9 @@ def test_node_outlives_the_notice_of_a_preemption_but_not_a_killed_join(tmp_path
 
 @pytest.mark.parametrize(("phase", "words"), [(FINISHED, "is finished"), (STOPPED, "was stopped")])
 def test_join_ends_when_the_run_is_over(tmp_path, monkeypatch, phase, words):
-    class Bucket:
-        def __init__(self, url):
-            pass
-
-        def read(self, name):
-            status = compose(None, (), 100, (), "127.0.0.1:1", {}, 1.0, Progress(0.0))
-            return TypeAdapter(SwarmStatus).dump_json(replace(status, phase=phase))
-
-    monkeypatch.setattr(joining, "Bucket", Bucket)
+    status = replace(compose(None, (), 100, (), "127.0.0.1:1", {}, 1.0, Progress(0.0)), phase=phase)
+    bucket = SimpleNamespace(read=lambda name: TypeAdapter(SwarmStatus).dump_json(status))
+    monkeypatch.setattr(joining, "Bucket", lambda url: bucket)
     monkeypatch.setenv(COMPILED, "")  # joining sets it; restored after the test
     lines = []
     joining.join_run("gs://some/runs/all", None, None, tmp_path / "token", lines.append)

@@ -1,6 +1,7 @@
 """What a supervisor does with requests for traces, and with the traces that members send."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,12 +15,9 @@ from tpuswarm.train.run.directory import append_event, read_rows
 XPLANE = "plugins/profile/now/host.xplane.pb"
 
 
-class FakeProcess:
-    def __init__(self):
-        self.requested_steps = []
-
-    def trace(self, steps):
-        self.requested_steps.append(steps)
+def fake_process():
+    requested = []
+    return SimpleNamespace(requested_steps=requested, trace=requested.append)
 
 
 class Swarm:
@@ -27,11 +25,10 @@ class Swarm:
 
     def __init__(self, folder):
         self.folder = folder
-        self.member = KeptProcess("m1", "entry:member", {}, process=FakeProcess(), seen={"incarnation": "a"})
+        self.member = KeptProcess("m1", "entry:member", {}, process=fake_process(), seen={"incarnation": "a"})
         self.traces = Traces(folder, lambda event, **facts: append_event(folder, event, **facts))
 
     def request(self, steps):
-        """Returns the request's id."""
         made = request(self.folder, steps, "m1")
         self.keep()
         return made
@@ -113,7 +110,7 @@ def test_request_during_a_trace_is_refused(swarm):
 
 def test_trace_ends_with_the_process_of_its_member(swarm):
     swarm.request(3)
-    swarm.member.process = FakeProcess()
+    swarm.member.process = fake_process()
     swarm.keep()
     assert swarm.messages() == ["m1 ended before its trace was taken; ask again once it trains"]
     swarm.request(3)

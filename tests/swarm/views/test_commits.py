@@ -1,20 +1,15 @@
 """Commits in tables and in the overview of a long run, compared with a naive recount of the records."""
 
 import random
-import weakref
-from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.swarm.chains import Run
-from tests.swarm.storage.test_bookmark import memory
-from tests.swarm.storage.test_ledger import counted_naively
+from tests.swarm.chains import Run, counted_naively, memory_store
 from tpuswarm.errors import RunFailed
-from tpuswarm.swarm.storage import ledger
-from tpuswarm.swarm.storage.ledger import Ledger, commit_name
+from tpuswarm.swarm.storage.ledger import commit_name
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.views import overview
 from tpuswarm.swarm.views.overview import Overview
@@ -26,30 +21,38 @@ NAN = np.nan
 @settings(max_examples=40)
 @given(st.randoms(use_true_random=False), st.integers(0, 10))
 def test_commits_and_totals_agree_with_a_naive_recount(source, commits):
-    run = Run(memory(), source, arrays=False).grow(commits)
+    run = Run(memory_store(), source, arrays=False).grow(commits)
     counted = counted_naively(run.records)
     assert [
-        (each.member, each.contributions, each.applied, each.returned, each.dropped, each.void)
-        for each in overview.overview(run.store).totals
-    ] == [(name, *each.values()) for name, each in sorted(counted["members"].items())]
+        (member.member, member.contributions, member.applied, member.returned, member.dropped, member.void)
+        for member in overview.overview(run.store).totals
+    ] == [(name, *counts.values()) for name, counts in sorted(counted["members"].items())]
     shown = read_commits(run.store, 5)
-    assert [each.version for each in shown] == list(range(commits + 1))[-5:]
+    assert [commit.version for commit in shown] == list(range(commits + 1))[-5:]
     for commit in shown:
         record = run.records[commit.version]
         for name in ("epoch", "time", "rule", "rate", "tokens"):
             assert getattr(commit, name) == getattr(record, name)
-        assert [(each.member, each.sequence, each.fate, each.reason, each.weight) for each in commit.verdicts] == [
-            (each.identity.incarnation.member, each.identity.sequence, each.fate, each.reason, each.weight)
-            for each in record.decisions
+        assert [
+            (verdict.member, verdict.sequence, verdict.fate, verdict.reason, verdict.weight)
+            for verdict in commit.verdicts
+        ] == [
+            (
+                decision.identity.incarnation.member,
+                decision.identity.sequence,
+                decision.fate,
+                decision.reason,
+                decision.weight,
+            )
+            for decision in record.decisions
         ]
 
 
-def test_last_commits_are_shown_from_their_own_records(tmp_path, monkeypatch):
+def test_last_commits_are_shown_from_their_own_records(tmp_path, names_read):
     run = Run(Store(tmp_path), random.Random(0), arrays=False).grow(8)
-    read, inner = Counter(), Store.read
-    monkeypatch.setattr(Store, "read", lambda self, name: read.update([name]) or inner(self, name))
-    assert [each.version for each in read_commits(run.store, 3)] == [6, 7, 8]
-    assert read == Counter(commit_name(version) for version in (6, 7, 8))
+    names_read.clear()
+    assert [commit.version for commit in read_commits(run.store, 3)] == [6, 7, 8]
+    assert sorted(names_read) == [commit_name(version) for version in (6, 7, 8)]
     run.store.delete(commit_name(2))
     with pytest.raises(RunFailed, match=r"commits/000002\.json is missing"):
         read_commits(run.store, 3)
@@ -74,19 +77,4 @@ def test_overview_averages_many_commits(monkeypatch, columns, shown):
         built.add(Commit(verdicts, version, 1, 0.0, "average", 1.0, 0.0, 0))
     np.testing.assert_allclose(built.weights, shown)
     assert built.others == {"dropped": [(1, "b")]}
-    assert [each.version for each in built.newest] == list(range(6))
-
-
-def test_overview_holds_few_records_of_a_long_run(monkeypatch):
-    run, ahead = Run(memory(), random.Random(0), arrays=False).grow(60), 8
-    monkeypatch.setattr(ledger, "AHEAD", ahead)
-    alive, inner = weakref.WeakSet(), Ledger._record
-
-    def read(self, version):
-        found = inner(self, version)
-        alive.add(found[0])
-        assert len(alive) <= 2 * ahead
-        return found
-
-    monkeypatch.setattr(Ledger, "_record", read)
-    assert overview.overview(run.store).commits == 61
+    assert [commit.version for commit in built.newest] == list(range(6))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from tests.swarm.chains import PER_ROW
+from tests.swarm.chains import PER_ROW, applied
 from tests.swarm.chains import Run as Chain
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.storage.objects import payload_name
@@ -54,23 +54,18 @@ def finished_swarm(tmp_path_factory):
 
 
 @pytest.fixture
-def chain(finished_swarm):
-    return finished_swarm[1]
-
-
-@pytest.fixture
 def folder(finished_swarm, tmp_path):
-    """A copy that a test may damage."""
     return Path(shutil.copytree(finished_swarm[0], tmp_path / "a<b"))
 
 
-def test_report_is_one_page_with_the_figures_of_the_ledger(chain, folder):
+def test_report_is_one_page_with_the_figures_of_the_ledger(finished_swarm, folder):
+    chain = finished_swarm[1]
     page = write_report(folder).read_text()
     assert re.findall("<h2>(.*?)</h2>", page) == [
         "Loss", "What it writes", "Members", "Commits", "Tokens", "What happened", "Configuration",
     ]  # fmt: skip
-    pictures = [base64.b64decode(each) for each in re.findall('src="data:image/png;base64,([^"]*)"', page)]
-    assert len(pictures) == 3 and all(each.startswith(b"\x89PNG") and len(each) > 3000 for each in pictures)
+    pictures = [base64.b64decode(picture) for picture in re.findall('src="data:image/png;base64,([^"]*)"', page)]
+    assert len(pictures) == 3 and all(picture.startswith(b"\x89PNG") and len(picture) > 3000 for picture in pictures)
     assert pictures[0] == (folder / "loss.png").read_bytes() and "http" not in page.replace("http://www.w3", "")
     assert "a&lt;b" in page and "a<b" not in page
     assert "killed &lt;by hand&gt;" in page and "<pre>&lt;once&gt; upon</pre>" in page
@@ -92,9 +87,8 @@ def test_report_is_one_page_with_the_figures_of_the_ledger(chain, folder):
     commits = [row for row in cells if len(row) == 8]
     assert [int(row[0]) for row in commits] == list(range(COMMITS, -1, -1))
     for row, record in zip(commits, reversed(chain.records), strict=True):
-        applied = [each for each in record.decisions if each.fate == "applied"]
-        assert (row[5], row[6]) == (f"{sum(each.tokens for each in applied):,}", f"{record.tokens:,}")
-        assert row[3].count("%") == len(applied)
+        assert (row[5], row[6]) == (f"{sum(decision.tokens for decision in applied(record)):,}", f"{record.tokens:,}")
+        assert row[3].count("%") == len(applied(record))
     tokens_of_members = {row[0]: int(row[2].replace(",", "")) for row in cells if len(row) == 6}
     assert sum(tokens_of_members.values()) == newest.tokens and len(tokens_of_members) == 4
     assert any("alarm: no commit for 121 s" in row[1] for row in cells if len(row) == 2)
@@ -133,25 +127,20 @@ def test_lives_of_members_are_read_from_the_events():
     assert marks == [Mark("b", 10), Mark("coordinator", 21)] and seconds == 42
 
 
-def test_replay_prints_a_line_for_each_commit(chain, folder):
+def test_replay_prints_a_line_for_each_commit(finished_swarm, folder):
+    chain = finished_swarm[1]
     lines = list(replay_lines(Store(folder)))
     assert len(lines) == COMMITS + 2 and lines[0].startswith("commit 0: the initial state; sha256 ")
     for line, record in zip(lines, chain.records, strict=False):
         assert line.startswith(f"commit {record.version}: ") and chain.ledger.digest(record)[:8] in line
-        applied = [each for each in record.decisions if each.fate == "applied"]
-        for each in applied:
-            assert f"{each.identity.incarnation.member} {each.weight:.0%} ({each.tokens:,})" in line
-        assert ("recomputed, bit-identical" in line) == bool(applied)
-        assert not applied or f"nesterov at {record.rate:g}" in line
+        for decision in applied(record):
+            assert f"{decision.identity.incarnation.member} {decision.weight:.0%} ({decision.tokens:,})" in line
+        assert ("recomputed, bit-identical" in line) == bool(applied(record))
+        assert not applied(record) or f"nesterov at {record.rate:g}" in line
     assert f"{chain.records[-1].tokens:,} tokens counted, none twice" in lines[-1]
-
-
-def test_replay_names_a_damaged_payload(chain, folder):
-    record = next(each for each in reversed(chain.records) if each.rate)
-    identity = next(each.identity for each in record.decisions if each.fate == "applied")
-    name = payload_name(identity, 2)
+    record = next(record for record in reversed(chain.records) if applied(record))
+    name = payload_name(applied(record)[0].identity, 2)
     (folder / name).write_bytes((folder / name).read_bytes()[:-1])
-    lines = list(replay_lines(Store(folder)))
-    assert any(name in line for line in lines[COMMITS + 1 :])
-    recomputed = [line.split(":")[0] for line in lines if "bit-identical" in line]
-    assert f"commit {record.version}" not in recomputed and len(recomputed) > 3
+    damaged = list(replay_lines(Store(folder)))
+    assert any(name in line for line in damaged[COMMITS + 1 :])
+    assert not any("bit-identical" in line for line in damaged if line.startswith(f"commit {record.version}:"))

@@ -69,7 +69,6 @@ def test_arrays_that_do_not_fit_the_layout_are_refused():
     for odd in ([], [np.zeros(4, "f")], [np.zeros(5)], [np.zeros((5, 1), "f")], [np.zeros(5, "f")] * 2):
         with pytest.raises(ValueError, match="are not float32 of the layout's sizes"):
             made.join(odd)
-    with pytest.raises(ValueError, match="0 leaves cannot be split into 1"):
-        layout({}, 1)
-    with pytest.raises(ValueError, match="1 leaves cannot be split into 0"):
-        layout({"a": ()}, 0)
+    for tree, fragments in (({}, 1), ({"a": ()}, 0)):
+        with pytest.raises(ValueError, match=f"{len(tree)} leaves cannot be split into {fragments}"):
+            layout(tree, fragments)

@@ -76,6 +76,8 @@ def project(
 
     w_D = codes.mean(0)
     opt = adam.init(w_D)
+    if w_D.sharding.is_fully_replicated:
+        opt = jax.device_put(opt, w_D.sharding)  # where a step leaves it, so that `move` compiles only once
     for step in range(steps):
         w_D, opt = move(w_D, opt, jnp.float32(step))
         if step % TOLD == 0:

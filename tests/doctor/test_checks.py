@@ -77,7 +77,6 @@ def changed(name: str, **facts) -> dict:
     return {name: [{**fact[0], **facts}] if isinstance(fact, list) else {**fact, **facts}}
 
 
-READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
 FELL_BACK = {"job": "j", "mark": "Falling back to cpu", "line": "W0101 Falling back to cpu."}
 CREATES = {"name": "b", "lacks": ["storage.objects.create"], "why": ""}
 
@@ -92,27 +91,16 @@ CREATES = {"name": "b", "lacks": ["storage.objects.create"], "why": ""}
         ({"files": 1024}, "files", "a process may have 1,024 files open at most, fewer than 4,096"),
         (changed("memory", MemAvailable=1e9), "memory", "0.9 of 279 GiB of memory are free"),
         (changed("memory", SwapTotal=9e9), "memory", "8.4 GiB of memory are on the disk"),
-        (
-            {"head": {"address": "10.0.0.2:6379", "why": "Connection refused"}},
-            "head",
-            "the swarm's head (Ray, 10.0.0.2:6379) cannot be reached from here: Connection refused",
-        ),
-        ({"worker_id": "0"}, "worker", "it is worker 3, and TPU_WORKER_ID says '0'"),
         (changed("metadata", worker="1"), "worker", "it is worker 3, and its metadata says '1'"),
         ({"accelerator": "v4-16"}, "worker", "it is a v4-32, and TPU_ACCELERATOR_TYPE says 'v4-16'"),
         (changed("metadata", type="v9"), "worker", "it is a v4-32, and its metadata says 'v9'"),
         ({"bucket": CREATES}, "bucket", "in gs://b it may not do storage.objects.create"),
-        (
-            {**changed("metadata", scopes=READ_ONLY), "bucket": CREATES},
-            "bucket",
-            f"its access scopes let it write to no bucket: {READ_ONLY}",
-        ),
         ({"spoken": [FELL_BACK]}, "on-cpu", "job j says: W0101 Falling back to cpu."),
         (changed("metadata", preempted="TRUE"), "notice", "it is being preempted"),
-        (changed("metadata", maintenance="MIGRATE"), "notice", "its metadata announces a maintenance: MIGRATE"),
     ],
 )
 def test_finding_of_facts(facts, check, sentence):
+    """Others are planted on machines: remote/test_doctor.py."""
     assert judge([subject()]) == []
     (found,) = judge([subject(**facts)])
     assert (found.host, found.check) == ("a/3", check) and sentence in found.wrong.what
@@ -168,17 +156,10 @@ def test_name_of_a_process_may_be_any_bytes():
         process.communicate(b"")
 
 
-@pytest.mark.parametrize(
-    ("versions", "host", "sentence"),
-    [
-        (("0.10.2", "0.10.2", "0.9.0", "0.10.2"), "a/2", "jax is 0.9.0 here, and 0.10.2 on most hosts"),
-        (("0.10.2", "0.9.0"), "a/1", "jax is 0.9.0 here, and 0.10.2 on a/0"),
-    ],
-)
-def test_host_with_other_versions_is_named(versions, host, sentence):
-    hosts = [subject(f"a/{n}", packages={"jax": version}) for n, version in enumerate(versions)]
+def test_host_with_other_versions_is_named():
+    hosts = [subject(f"a/{n}", packages={"jax": version}) for n, version in enumerate(("0.10.2", "0.9.0"))]
     (found,) = judge([Subject(one.label, one.facts) for one in hosts])
-    assert (found.host, found.check, found.wrong.what) == (host, "versions", sentence)
+    assert (found.host, found.check, found.wrong.what) == ("a/1", "versions", "jax is 0.9.0 here, and 0.10.2 on a/0")
 
 
 def test_documentation_lists_every_check():

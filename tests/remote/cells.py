@@ -2,39 +2,31 @@
 
 import json
 import re
-import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import websocket
 
+from tests.hosts import free_port
+
 if TYPE_CHECKING:
     from tests.remote.conftest import Fleet
 
-PATIENCE_S = 300.0
+PATIENCE_S = 240.0
 
 
 class Shown(NamedTuple):
-    """The outcome of a cell."""
-
-    text: str
-    """Standard output, and the results."""
-    errors: str
-    """Standard error."""
-    failed: str
-    """`NAME: VALUE` of its error, with the traceback."""
-    types: tuple[str, ...]
-    """MIME types of what it displayed."""
-    seconds: float
+    text: str  # standard output, and the results
+    errors: str  # standard error
+    failed: str  # `NAME: VALUE` of its error, with the traceback
+    types: tuple[str, ...]  # MIME types of what it displayed
 
 
 class Server:
-    """A Jupyter Server at a port of this computer."""
-
     def __init__(self, printed: str):
         """printed: by `tpuswarm notebook`."""
         found = re.search(r"http://127\.0\.0\.1:(\d+)/lab\?token=([\w-]+)", printed)
@@ -50,10 +42,10 @@ class Server:
             f"http://127.0.0.1:{self.port}{path}", data, {**authorization, **headers}, method=method
         )
         if token is None and not headers:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return json.loads(answer.read() or b"null")
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return answer.status, dict(answer.headers)
         except urllib.error.HTTPError as error:
             return error.code, dict(error.headers)
@@ -63,21 +55,18 @@ class Server:
             self.ask("DELETE", f"/api/kernels/{kernel['id']}")
 
     def kernel(self) -> "Cells":
-        """Start a kernel."""
         return Cells(self, self.ask("POST", "/api/kernels", {})["id"])
 
 
 class Cells:
-    """One kernel of it."""
-
     def __init__(self, server: Server, id: str):
         self.id = id
         self.connect(server)
 
     def connect(self, server: Server) -> None:
-        """Reach the kernel through this server from now on."""
+        """Reach the kernel through this server from now on, and first get what it has sent meanwhile."""
         self.server = server
-        url = f"ws://127.0.0.1:{server.port}/api/kernels/{self.id}/channels?token={server.token}"
+        url = f"ws://127.0.0.1:{server.port}/api/kernels/{self.id}/channels?session_id=tests&token={server.token}"
         self._socket = websocket.create_connection(url, timeout=PATIENCE_S)
 
     def _send(self, kind: str, content: Mapping[str, Any]) -> str:
@@ -87,24 +76,22 @@ class Cells:
         self._socket.send(json.dumps({"header": header, "content": content, **rest}))
         return id
 
-    def _messages(self, id: str) -> Iterator[dict[str, Any]]:
-        """Yield the answers to a message, as they come."""
+    def _answers(self, id: str) -> Iterator[dict[str, Any]]:
         while True:
             message = json.loads(self._socket.recv())
             if message["parent_header"].get("msg_id") == id:
                 yield message
 
     def ask(self, kind: str, **content: Any) -> dict[str, Any]:
-        """Send a request; return its reply."""
-        answers = self._messages(self._send(kind, content))
+        answers = self._answers(self._send(kind, content))
         return next(message["content"] for message in answers if message["channel"] == "shell")
 
-    def run(self, code: str, interrupts_at: str | None = None) -> Shown:
-        """Run a cell to its end; interrupt it once it has printed that."""
-        began, left = time.monotonic(), {"execute_reply", "idle"}
+    def run(self, code: str, call_at: str = "", callback: Callable[[], object] = lambda: None) -> Shown:
+        """Run a cell to its end, and call `callback` once it has printed `call_at`."""
+        left = {"execute_reply", "idle"}
         text, errors, failed, types = "", "", "", []
         id = self._send("execute_request", {"code": code, "silent": False, "allow_stdin": False})
-        for message in self._messages(id):
+        for message in self._answers(id):
             kind, content = message["msg_type"], message["content"]
             if kind == "stream" and content["name"] == "stdout":
                 text += content["text"]
@@ -117,12 +104,15 @@ class Cells:
                 trace = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
                 failed = f"{content['ename']}: {content['evalue']}\n{trace}"
             left -= {kind, content.get("execution_state")}
-            if interrupts_at and interrupts_at in text:
-                interrupts_at = None
-                self.server.ask("POST", f"/api/kernels/{self.id}/interrupt", {})
+            if call_at and call_at in text:
+                call_at = ""
+                callback()
             if not left:
-                return Shown(text, errors, failed, tuple(types), time.monotonic() - began)
+                return Shown(text, errors, failed, tuple(types))
         raise AssertionError
+
+    def interrupt(self) -> None:
+        self.server.ask("POST", f"/api/kernels/{self.id}/interrupt", {})
 
     def restart(self) -> None:
         self.server.ask("POST", f"/api/kernels/{self.id}/restart", {})
@@ -130,7 +120,6 @@ class Cells:
         self.connect(self.server)
 
     def end(self) -> None:
-        """Shut the kernel down."""
         self._socket.close()
         self.server.ask("DELETE", f"/api/kernels/{self.id}")
 
@@ -138,8 +127,6 @@ class Cells:
 @contextmanager
 def opened(fleet: "Fleet", *words: str) -> Iterator[Server]:
     """Run the command until the end of the block, and end it with Ctrl-C."""
-    from tests.remote.conftest import free_port
-
     process = fleet.start("notebook", *words, "--port", str(free_port()))
     try:
         printed = ""

@@ -1,24 +1,22 @@
-"""Fleets on local clouds, made once in a session, and machines without a cloud, for all tests of this folder."""
+"""Fleets on local clouds, made once in a session, and machines without a cloud."""
 
 import asyncio
-import contextlib
 import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from tests.cloud.rehearsal.conftest import until
 from tests.local_cloud import local_cloud
+from tests.processes import finish
 from tests.remote.machines import machines
 from tests.terminal import PROGRAM
 from tpuswarm.cli import main
@@ -74,28 +72,18 @@ main()
 
 
 class Fleet:
-    """Machines of a local cloud, and commands about them."""
-
     def __init__(self, folder: Path, place: Place):
         self.folder, self.place = folder, place
         self.environment = {**os.environ, VARIABLE: str(place.folder), "XDG_STATE_HOME": str(folder / "state"),
                             "HOME": str(folder)}  # fmt: skip
 
-    @contextmanager
-    def inside(self, cwd: Path | None = None) -> Iterator[None]:
-        """The environment, folder and short intervals of its commands, for this process."""
-        with ExitStack() as stack:
-            stack.enter_context(patch.dict(os.environ, self.environment, clear=True))
-            stack.enter_context(contextlib.chdir(cwd or self.folder))
-            for name, seconds in INTERVALS.items():
-                stack.enter_context(patch(name, seconds))
-            yield
-
-    def enter(self, monkeypatch: pytest.MonkeyPatch) -> "Fleet":
-        """The same until the end of a test."""
-        for name in (VARIABLE, "XDG_STATE_HOME", "HOME"):
-            monkeypatch.setenv(name, self.environment[name])
-        monkeypatch.chdir(self.folder)
+    def enter(self, monkeypatch: pytest.MonkeyPatch, cwd: Path | None = None) -> "Fleet":
+        """Give this process the environment, folder and short intervals of the fleet's commands."""
+        for name in os.environ.keys() - self.environment.keys():
+            monkeypatch.delenv(name)
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(cwd or self.folder)
         for name, seconds in INTERVALS.items():
             monkeypatch.setattr(name, seconds)
         return self
@@ -109,48 +97,70 @@ class Fleet:
 
     def run(self, *words: str, code: int = 0, cwd: Path | None = None) -> tuple[str, str]:
         """Run a command in this process, which has its imports already; return stdout and stderr."""
-        out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        with (
-            self.inside(cwd), patch.object(sys, "argv", ["tpuswarm", *words]),
-            patch.object(sys, "stdout", out), patch.object(sys, "stderr", err),
-            Path(os.devnull).open() as nothing, patch.object(sys, "stdin", nothing), pytest.raises(SystemExit) as end,
-        ):  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch, Path(os.devnull).open() as nothing:
+            self.enter(patch, cwd)
+            patch.setattr(sys, "argv", ["tpuswarm", *words])
+            patch.setattr(sys, "stdin", nothing)
+            for name in ("stdout", "stderr"):
+                patch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True))
             try:
-                main()
+                with pytest.raises(SystemExit) as end:
+                    main()
+                printed, complaints = (file.buffer.getvalue().decode() for file in (sys.stdout, sys.stderr))
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
-        printed, complaints = out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
         assert end.value.code == code, f"exit {end.value.code}, not {code}:\n{printed}\n{complaints}"
         assert "Traceback" not in complaints, complaints
         return printed, complaints
 
     def run_json(self, *words: str, code: int = 0) -> dict:
-        """Run a command with --json; return what it printed."""
         return json.loads(self.run(*words, "--json", code=code)[0])
 
-    def finish(self, process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-        """Wait for a command to exit with `code`; return stdout and stderr."""
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == code, f"exit {process.returncode}, not {code}:\n{out}\n{err}"
-        assert "Traceback" not in err, err
-        return out, err
-
     def interrupt(self, process: subprocess.Popen[str]) -> str:
-        """End a command with Ctrl-C; return stderr."""
         process.send_signal(signal.SIGINT)
-        return self.finish(process, 130)[1]
+        err = finish(process, 130)[1]
+        assert "Traceback" not in err, err
+        return err
 
     def exec(self, where: str, line: str) -> str:
-        """Run a line of shell on hosts; return stdout."""
         return self.run("exec", where, "--", line)[0]
 
     def detach(self, where: str, name: str, line: str, *options: str, prints: str = "") -> str:
         """Start a job, and wait until its log has `prints`; return the command's stderr."""
         err = self.run("exec", where, "--detach", "--name", name, *options, "--", line)[1]
-        until(lambda: not prints or prints in self.run("logs", name)[0], 120)
+        until(lambda: not prints or prints in self.run("logs", name)[0], 240)
         return err
+
+    @contextmanager
+    def job(self, where: str, name: str, line: str, prints: str = "") -> Iterator[None]:
+        """Run a job until the end of the block."""
+        self.detach(where, name, line, prints=prints)
+        try:
+            yield
+        finally:
+            self.run("stop", name)
+
+    @contextmanager
+    def flag(self, where: str, name: str, value: str) -> Iterator[str]:
+        """Set a flag until the end of the block; yield what the command prints."""
+        out = self.run("flags", "set", where, f"{name}={value}")[0]
+        try:
+            yield out
+        finally:
+            self.run("flags", "unset", where, f"--{name}")
+
+    @contextmanager
+    def broken(self, name: str, *faults: str) -> Iterator[None]:
+        """Plant faults in a machine, a zone or a project until the end of the block."""
+        for fault in faults:
+            self.run("rehearsal", "break", name, fault)
+        try:
+            yield
+        finally:
+            for fault in faults:
+                self.run("rehearsal", "break", name, fault, "--mend")
 
     def jobs(self) -> dict[str, list[dict]]:
         """The seats of each job, as `tpuswarm jobs` lists them."""
@@ -164,7 +174,7 @@ class Fleet:
             cloud = fleet.provider()
             store = fleet.store(cloud)
             carrier = Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
-            end = time.monotonic() + 120
+            end = time.monotonic() + 240
             async with Connections(carrier.key) as connections:
                 while True:
                     listing = cloud.machines(store.load().zones)
@@ -175,25 +185,27 @@ class Fleet:
                     assert time.monotonic() < end, jobs
                     await asyncio.sleep(0.1)
 
-        with self.inside():
-            return asyncio.run(rounds())
+        return asyncio.run(rounds())
 
     def machines(self) -> list[dict]:
-        """All machines, as the cloud has them."""
         return ask(self.place, "status")["machines"]
 
+    def ready_machine(self) -> str:
+        (name,) = {machine["name"] for machine in self.machines() if machine["state"] == "READY"}
+        return name
+
     def pids(self, word: str, machine: str = "") -> list[int]:
-        """Processes of machines that have a word in their command line."""
+        """Return the processes on machines whose command line contains these arguments."""
+        arguments = word.replace(" ", "\0").encode()
         names = [folder.name for folder in self.place.machines.iterdir() if folder.name.startswith(machine)]
         found = []
         for pid in processes.find(names):
-            with contextlib.suppress(OSError):
-                if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            with suppress(OSError):
+                if arguments in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 
     def wait_until_gone(self, word: str, machine: str = "") -> None:
-        """Wait until no process has that word in its command line."""
         until(lambda: not self.pids(word, machine))
 
     def home(self, host: str) -> Path:
@@ -241,15 +253,14 @@ def spot_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture(scope="session")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A slice of two workers with Jupyter."""
-    file = swarm_toml("books", "us-central2", 'slice v4-16 us-central2-b 1\nhow = "on-demand"')
-    file += '[setup]\nnotebook = true\nenv = { GREETING = "hello" }\n'
+    slice_ = 'slice v4-16 us-central2-b 1\nhow = "on-demand"'
+    file = swarm_toml("books", "us-central2", slice_) + '[setup]\nnotebook = true\nenv = { GREETING = "hello" }\n'
     with fleet_of(tmp_path_factory.mktemp("books"), file) as fleet:
         yield fleet
 
 
 @pytest.fixture
 def reach(fleet) -> Reach:
-    """The routes to the machines of `fleet`."""
     return find_reach(find(None)[0])
 
 
@@ -258,10 +269,3 @@ def here(tmp_path):
     """Three machines without a cloud."""
     with machines(tmp_path, 3) as found:
         yield found
-
-
-def free_port() -> int:
-    """A port of this computer that nobody listens on."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]

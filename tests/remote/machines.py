@@ -36,8 +36,6 @@ class Machine(NamedTuple):
 
 
 class Here(NamedTuple):
-    """All machines, and the key that opens them."""
-
     machines: list[Machine]
     key: Path
     loop: asyncio.AbstractEventLoop
@@ -52,8 +50,16 @@ class Here(NamedTuple):
     def connections(self) -> Connections:
         return Connections(self.key)
 
+    def run(self, work: Callable[[Connections], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine over connections to the machines."""
+
+        async def inside() -> T:
+            async with self.connections() as connections:
+                return await work(connections)
+
+        return asyncio.run(inside())
+
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop of the servers."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def cut(self, number: int) -> None:
@@ -70,20 +76,14 @@ class Here(NamedTuple):
         """Give a machine another address; nobody answers at the old one."""
         before = self.machines[number].host.address
         self.acceptors[address] = self.ask(self.listen[number](address))
-        self.ask(_close(self.acceptors.pop(before)))
+        self.loop.call_soon_threadsafe(self.acceptors.pop(before).close)
         self.cut(number)
-
-
-async def _close(acceptor: asyncssh.SSHAcceptor) -> None:
-    acceptor.close()
 
 
 CONNECTED: dict[int, set[asyncssh.SSHServerConnection]] = {}
 
 
 class NotedServer(served.Server):
-    """Notes its connections, so that a test can cut them."""
-
     def __init__(self, keys: served.Keys, number: int):
         super().__init__(keys)
         self._number = number
@@ -100,10 +100,9 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
     place.machines.mkdir()
     put_stand_ins(place)
     number, held = block.hold(folder, None)
-    key = asyncssh.generate_private_key("ssh-ed25519")
-    key_file = folder / "key"
-    key_file.touch(0o600)
-    key_file.write_bytes(key.export_private_key())
+    key, key_file = asyncssh.generate_private_key("ssh-ed25519"), folder / "key"
+    key.write_private_key(key_file)
+    key_file.chmod(0o600)
     allowed = f"{USER}:{key.export_public_key().decode()}"
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -111,14 +110,11 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
     here = Here([], key_file, loop, {}, [])
     try:
         for index in range(count):
-            described = RehearsedHost(
-                f"m{index}-{folder.name}", "owner", index, f"127.{number}.1.{index + 1}", None, chips=4
-            )
+            address = f"127.{number}.1.{index + 1}"
+            described = RehearsedHost(f"m{index}-{folder.name}", "owner", index, address, None, chips=4)
             root = Root(place, described)
             root.boot()
-            ours = served.host_key(root)
-            address = described.internal
-            server = partial(NotedServer, number=index)
+            ours, server = served.host_key(root), partial(NotedServer, number=index)
             here.listen.append(partial(served.listen, root, key=ours, keys=lambda: allowed, storage="", server=server))
             here.acceptors[address] = here.ask(here.listen[index](address))
             public = " ".join(ours.export_public_key().decode().split()[:2])

@@ -16,7 +16,6 @@ from tpuswarm.remote.setup.bundle import bundle
 from tpuswarm.remote.setup.wheel import wheel
 
 PIP = """#!/bin/sh
-# pip download … --dest FOLDER
 while [ "$1" != --dest ]; do shift; done
 cp "$WHEEL" "$2/uv-1-py3-none-any.whl"
 """

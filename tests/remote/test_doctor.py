@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,10 +23,7 @@ from tpuswarm.fleet.reach import Reached
 HOST = f"{ONE}/0"
 WELL = "1 host: nothing is wrong\n"
 FINDINGS = {
-    "lock": (
-        "lock",
-        "/tmp/libtpu_lockfile is your own, of mode 400, so a program of .* cannot open it, and no process has it",
-    ),
+    "lock": ("lock", "/tmp/libtpu_lockfile is your own, of mode 400, so a program of .*, and no process has it"),
     "holder": ("held", r"process \d+ of .* holds /dev/accel0, and began .* ago: python3 train.py"),
     "missing-device": ("devices", "a host of a v2-8 has 4 chips, and it shows 3: "),
     "tpu-logs": ("tpu-logs", "/tmp/tpu_logs is .* with mode 555, and .* cannot write there"),
@@ -45,21 +43,12 @@ TOGETHER = [
 """Faults that can be planted on one machine at the same time."""
 
 
-def test_every_fault_of_the_local_cloud_is_planted():
-    assert {fault for faults in TOGETHER for fault in faults} == MACHINE_FAULTS.keys() | NODE_FAULTS.keys()
-
-
 def findings(fleet, where: str = "v2", code: int = 1) -> list[dict]:
     return fleet.run_json("doctor", where, code=code)["found"]
 
 
 def checks(found: list[dict]) -> list[tuple[str, str]]:
     return sorted((finding["host"], finding["check"]) for finding in found)
-
-
-def break_machine(fleet, *faults: str, mend: bool = False) -> None:
-    for fault in faults:
-        fleet.run("rehearsal", "break", ONE, fault, *["--mend"] * mend)
 
 
 def test_healthy_machines_have_nothing_wrong(fleet):
@@ -70,8 +59,8 @@ def test_healthy_machines_have_nothing_wrong(fleet):
 
 @pytest.mark.parametrize("faults", TOGETHER, ids=["without-holder", "with-holder"])
 def test_planted_faults_are_found_where_they_are_fixed_and_gone_when_mended(fleet, faults):
-    break_machine(fleet, *faults)
-    try:
+    assert {fault for faults in TOGETHER for fault in faults} == MACHINE_FAULTS.keys() | NODE_FAULTS.keys()
+    with fleet.broken(ONE, *faults):
         wanted = {FINDINGS[fault][0]: FINDINGS[fault][1] for fault in faults}
         found = until(lambda: len(found := findings(fleet)) == len(faults) and found, 120)
         where = {FINDINGS[fault][0]: ONE if fault in NODE_FAULTS else HOST for fault in faults}
@@ -85,8 +74,6 @@ def test_planted_faults_are_found_where_they_are_fixed_and_gone_when_mended(flee
             out, err = fleet.run("doctor", "v2", "--fix", code=1)
             assert all(fix in out and f"{HOST}: {check} is mended" in err for check, fix in fixes.items())
             assert {finding["check"] for finding in findings(fleet)} == wanted.keys() - fixes.keys()
-    finally:
-        break_machine(fleet, *faults, mend=True)
     assert fleet.run("doctor", "v2")[0] == WELL
 
 
@@ -96,12 +83,9 @@ def test_cloud_is_checked_for_costs_and_as_before_the_first_machine(fleet):
     assert "2 machines cost $" in found[0]["what"]
     assert "no keeper runs" in fleet.run("doctor", "cloud", code=1)[0]
     project = fleet.run_json("list")["project"]
-    fleet.run("rehearsal", "break", project, "no-billing")
-    try:
+    with fleet.broken(project, "no-billing"):
         (finding,) = findings(fleet, "cloud")
         assert finding["check"] == "billing" and "billing projects link" in finding["mend"]
-    finally:
-        fleet.run("rehearsal", "break", project, "no-billing", "--mend")
     assert "leave --fix out" in fleet.run("doctor", "cloud", "--fix", code=2)[1]
 
 
@@ -110,13 +94,14 @@ def test_machine_at_work_is_healthy_and_one_that_costs_and_does_nothing_is_not(f
     (finding,) = findings(fleet)
     assert finding["check"] == "idle" and re.match(r".*, costs \$\d+\.\d+ an hour, and nothing runs", finding["what"])
     line = 'exec 9<>"$TPUSWARM_ROOT/dev/accel0"; touch "$TPUSWARM_ROOT/tmp/libtpu_lockfile"; echo begun; sleep infinity'
-    fleet.detach("v2", "trains", line, prints="begun")
+    with fleet.job("v2", "computes", "echo begun; sleep infinity", prints="begun"):
+        assert findings(fleet, code=0) == [], "a job without a chip"
     try:
-        assert findings(fleet, code=0) == []
+        with fleet.job("v2", "trains", line, prints="begun"):
+            assert findings(fleet, code=0) == []
+        assert checks(findings(fleet)) == [(HOST, "idle")], "libtpu leaves its file, and takes it again"
     finally:
-        fleet.run("stop", "trains")
-    assert checks(findings(fleet)) == [(HOST, "idle")], "libtpu leaves its file, and takes it again"
-    break_machine(fleet, "lock", mend=True)
+        fleet.run("rehearsal", "break", ONE, "lock", "--mend")
 
 
 def test_process_left_by_exec_holds_a_chip_and_that_of_a_running_one_does_not(fleet):
@@ -125,7 +110,7 @@ def test_process_left_by_exec_holds_a_chip_and_that_of_a_running_one_does_not(fl
     assert "begun" in runs.stdout.readline()
     assert findings(fleet, code=0) == []
     fleet.interrupt(runs)
-    fleet.wait_until_gone("98765")
+    fleet.wait_until_gone("sleep 98765")
     fleet.exec("v2", line)
     try:
         (finding,) = findings(fleet)
@@ -141,8 +126,7 @@ HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcnt
 
 
 def test_held_lock_is_no_fault_and_is_not_removed(fleet):
-    """Also where it is taken between the look and the fix, or removed by another doctor."""
-    break_machine(fleet, "lock")
+    fleet.run("rehearsal", "break", ONE, "lock")
     (finding,) = findings(fleet)
     lock = fleet.home(f"{ONE}-0") / "tmp" / "libtpu_lockfile"
 
@@ -161,23 +145,25 @@ def test_held_lock_is_no_fault_and_is_not_removed(fleet):
             assert fix() == (1, "a process has locked it now\n") and lock.exists()
         finally:
             holder.kill()
-    assert [fix(), fix()] == [(0, ""), (0, "")] and not lock.exists()
+    with ThreadPoolExecutor(2) as pool:  # two `doctor --fix` at the same time
+        assert [*pool.map(lambda _: fix(), range(2))] == [(0, "")] * 2 and not lock.exists()
 
 
 def test_log_of_a_job_tells_about_its_machine(fleet):
-    """After a progress bar: 64 KiB without the end of a line."""
-    said = "E0101 tpu: Failed to initialize TPU system: /dev/accel0 does not answer"
+    error = "E0101 tpu: Failed to initialize TPU system: /dev/accel0 does not answer"
     line = (
         "python3 -c \"print('50%|###   | step 1 of 2 ' * 3000, end=chr(13))\"; "
-        f"echo {said} >&2; "
+        f"echo {error} >&2; "
         "echo 'RuntimeWarning: os.fork() was called. os.fork() is incompatible with multithreaded code'; echo done"
     )
     fleet.detach("v2", "speaks", line, prints="done")
-    bad, fork = sorted(findings(fleet, "all"), key=lambda finding: finding["check"])
-    assert checks([bad, fork]) == [(HOST, "bad-node"), (HOST, "fork")]
-    assert bad["what"] == f"job speaks says: {said}" and "replace the machine" in bad["mend"]
-    assert "job speaks forks" in fork["what"]
-    fleet.exec("v2", "touch -d '2 days ago' ~/.tpuswarm/jobs/speaks/log")
+    try:
+        bad, fork = sorted(findings(fleet, "all"), key=lambda finding: finding["check"])
+        assert checks([bad, fork]) == [(HOST, "bad-node"), (HOST, "fork")]
+        assert bad["what"] == f"job speaks says: {error}" and "replace the machine" in bad["mend"]
+        assert "job speaks forks" in fork["what"]
+    finally:
+        fleet.exec("v2", "touch -d '2 days ago' ~/.tpuswarm/jobs/speaks/log")
     assert fleet.run("doctor", "v2")[0] == WELL
 
 
@@ -202,7 +188,7 @@ SCARCE = {
     "files": ("ulimit -n 1024", "a process may have 1,024 files open at most, fewer than 4,096"),
     "clock": (
         "RUN='import time; t = time.time; time.time = lambda: t() - 3000; '",
-        r"its clock is (2,9\d\d|3,000) s behind",
+        "its clock is (2,9..|3,000) s behind",
     ),
     "memory": (
         "sed 's/^MemAvailable: .*/MemAvailable: 9 kB/' /proc/meminfo >~/low; /bin/mount --bind ~/low /proc/meminfo",
@@ -244,11 +230,8 @@ os.statvfs = None
 @pytest.mark.skipif(os.geteuid() != 0, reason="file systems are made by root alone")
 def test_late_metadata_is_no_fault_and_what_cannot_be_looked_at_hides_nothing_else(fleet):
     assert findings_after(fleet, LATE, code=0) == []
-    break_machine(fleet, "lock")
-    try:
+    with fleet.broken(ONE, "lock"):
         found = findings_after(fleet, SILENT)
-    finally:
-        break_machine(fleet, "lock", mend=True)
     assert {finding["what"] for finding in found if finding["check"] == "reach"} == {
         "disks could not be looked at: TypeError: 'NoneType' object is not callable",
         "metadata could not be looked at: TimeoutError: timed out",
@@ -260,38 +243,28 @@ def test_late_metadata_is_no_fault_and_what_cannot_be_looked_at_hides_nothing_el
 def test_jax_on_the_cpu_beside_idle_chips_is_found_unless_it_was_asked_for(fleet, monkeypatch):
     monkeypatch.setattr("tpuswarm.doctor.checks.on_cpu.YOUNG_S", 0.0)
     program = "import jax, time; jax.devices(); print('computes', flush=True); time.sleep(1e6)"
-    jobs = {"astray": "env -u JAX_PLATFORMS", "asked": "env JAX_PLATFORMS=cpu"}
-    for name, environment in jobs.items():
-        fleet.detach("v2", name, f'exec {environment} {sys.executable} -c "{program}"')
-    try:
-        until(lambda: all("computes" in fleet.run("logs", name)[0] for name in jobs), 240)
+    lines = [
+        f'exec env {change} {sys.executable} -c "{program}"' for change in ("-u JAX_PLATFORMS", "JAX_PLATFORMS=cpu")
+    ]
+    with fleet.job("v2", "astray", lines[0], "computes"), fleet.job("v2", "asked", lines[1], "computes"):
         (finding,) = findings(fleet)
-        assert finding["check"] == "on-cpu"
-        assert re.match(r"process \d+ has run JAX for .*, and holds no chip: ", finding["what"])
-    finally:
-        for name in jobs:
-            fleet.run("stop", name)
+    assert finding["check"] == "on-cpu"
+    assert re.match(r"process \d+ has run JAX for .*, and holds no chip: ", finding["what"])
 
 
-def test_missing_bucket_is_found_from_a_machine(fleet, monkeypatch):
-    monkeypatch.setattr("tpuswarm.cli.doctor._bucket", lambda meant: "rehearsal-gone")
-    (finding,) = findings(fleet)
-    what = "gs://rehearsal-gone does not answer from here: there is no such bucket"
-    assert (finding["check"], finding["what"]) == ("bucket", what)
-
-
-def test_unreachable_head_is_found_from_a_machine(fleet, monkeypatch):
+def test_missing_bucket_and_unreachable_head_are_found_from_a_machine(fleet, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr("tpuswarm.cli.doctor._head", lambda: address)
         assert findings(fleet, code=0) == []
-    (finding,) = findings(fleet)
-    assert finding["check"] == "head"
-    assert f"(Ray, {address}) cannot be reached from here: Connection refused" in finding["what"]
+    monkeypatch.setattr("tpuswarm.cli.doctor._bucket", lambda meant: "rehearsal-gone")
+    found = {finding["check"]: finding["what"] for finding in findings(fleet)}
+    assert found.keys() == {"bucket", "head"}
+    assert found["bucket"] == "gs://rehearsal-gone does not answer from here: there is no such bucket"
+    assert f"(Ray, {address}) cannot be reached from here: Connection refused" in found["head"]
 
 
 def test_versions_that_differ_or_do_not_fit_are_found_on_the_machines(fleet):
-    """As pip leaves them in the environment that set-up makes."""
     fleet.exec("v5e", "mkdir -p ~/.tpuswarm")
     sites = []
     for worker in range(4):
@@ -312,25 +285,29 @@ def test_versions_that_differ_or_do_not_fit_are_found_on_the_machines(fleet):
             shutil.rmtree(site.parents[2])
 
 
+def run_connected(here, work):
+    """Open the connections first: no time-out counts that."""
+
+    async def connect(connections):
+        await asyncio.gather(*map(connections.to, here.hosts))
+        return await work(connections)
+
+    return here.run(connect)
+
+
 def test_fixes_that_were_done_failed_and_hung_are_reported(here, monkeypatch):
-    monkeypatch.setattr(examine, "PATIENCE", 3.0)
+    monkeypatch.setattr(examine, "PATIENCE", 8.0)
     host = here.hosts[0]
     fixes = {"lock": "echo done >fixed", "preload": "echo no, not today >&2; exit 3", "tpu-logs": "sleep 1000"}
     found = [examine.Found(host.label, check, Wrong("", "", fix)) for check, fix in fixes.items()]
-
-    async def fix() -> list[str]:
-        async with here.connections() as connections:
-            await connections.to(host)
-            return await examine.fix(connections, {host.label: host}, found)
-
-    done, failed, hung = asyncio.run(fix())
+    done, failed, hung = run_connected(here, lambda connected: examine.fix(connected, {host.label: host}, found))
     assert done == "node-0/0: lock is mended" and (here.machines[0].home / "fixed").exists()
     assert failed == "node-0/0: preload is not mended (exit 3): no, not today"
-    assert re.search(r"node-0/0 .* 3 s.*; nobody knows whether tpu-logs is mended", hung), hung
+    assert re.search(r"node-0/0 .* 8 s.*; nobody knows whether tpu-logs is mended", hung), hung
 
 
 def test_hosts_that_hang_or_have_no_python_are_reported(here, tmp_path, monkeypatch):
-    monkeypatch.setattr(examine, "PATIENCE", 3.0)
+    monkeypatch.setattr(examine, "PATIENCE", 8.0)
     hung, lacking = (machine.root for machine in here.machines[:2])
     stand_in = tmp_path / "cloud" / "bin" / "python3"
     stand_in.write_text(
@@ -338,18 +315,20 @@ def test_hosts_that_hang_or_have_no_python_are_reported(here, tmp_path, monkeypa
         "echo it is broken >&2; exit 4\n"
     )
     stand_in.chmod(0o755)
-    machines = {
+    by_label = {
         host.label: Machine(host.label.partition("/")[0], "us-central1-f", "tpu", "v2-8", "ready", "READY")
         for host in here.hosts
     }
 
-    async def look():
-        async with here.connections() as connections:
-            await asyncio.gather(*map(connections.to, here.hosts))
-            return await examine.examine(connections, Reached(here.hosts, (), True, machines))
+    def unreachable(hosts) -> dict[str, str]:
+        reached = Reached(hosts, (), True, by_label)
+        found = run_connected(here, lambda connected: examine.examine(connected, reached))
+        assert {finding.check for finding in found} == {"reach"}
+        return {finding.host: finding.wrong.what for finding in found}
 
-    found = {finding.host: (finding.check, finding.wrong.what) for finding in asyncio.run(look())}
-    assert {check for check, _ in found.values()} == {"reach"}
-    assert "was not done within 3 s" in found["node-0/0"][1]
-    assert "has no python3, with which doctor looks at a host" in found["node-1/0"][1]
-    assert "cannot be looked at (exit 4): it is broken" in found["node-2/0"][1]
+    found = unreachable(here.hosts)
+    assert "was not done within 8 s" in found["node-0/0"]
+    assert "has no python3, with which doctor looks at a host" in found["node-1/0"]
+    assert "cannot be looked at (exit 4): it is broken" in found["node-2/0"]
+    stand_in.write_text("#!/bin/bash\n")
+    assert "cannot be looked at (exit 0): it said nothing" in unreachable(here.hosts[2:])["node-2/0"]

@@ -10,7 +10,6 @@ from tests.terminal import CTRL_C, terminal
 @pytest.fixture
 def project(tmp_path):
     root = tmp_path / "project"
-    root.mkdir()
     subprocess.run(["git", "init", "-q", root], check=True)
     (root / "train.py").write_text("print(1)")
     return root
@@ -43,6 +42,7 @@ def test_sync_refuses_secrets_and_homes_and_asks_above_100_mb(fleet, project):
             screen.asked("[y/N]: ")
             screen.send(no)
             assert "\nnothing was done" in screen.finish(code)
+    assert not (fleet.user_home("v5e-usc1a-0-0") / "project/weights.bin").exists()
     _, err = fleet.run("sync", code=2)
     assert "cd into yours" in err
 
@@ -66,9 +66,9 @@ def test_copy_goes_to_all_workers_and_comes_back_from_each(fleet, tmp_path):
     out, _ = fleet.run("copy", "v2-usc1f-0:data.txt", str(tmp_path / "of-a-machine"))
     assert (tmp_path / "of-a-pool/v2-usc1f-0-0/data.txt").exists() and (tmp_path / "of-a-machine").is_file()
     assert out == f"1 file copied from v2-usc1f-0/0 to {tmp_path}/of-a-machine\n"
-    for words, said in [
+    for words, sentence in [
         (("a", "b"), "one of SRC and DST is WHERE:path"),
         (("nothing", "slice:"), "there is no file or folder nothing"),
         (("slyce:x", "y"), "did you mean slice?"),
     ]:
-        assert said in fleet.run("copy", *words, code=2)[1]
+        assert sentence in fleet.run("copy", *words, code=2)[1]

@@ -1,23 +1,18 @@
 """Flags on machines: new programs have them, members restart in turn, a TensorFlow pod's service reads them."""
 
-import asyncio
 import re
 
 import pytest
 
+from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import fleet_of, swarm_toml
 from tpuswarm.cli.flags import tell_pods
 from tpuswarm.cloud.protocol import ENV_VARS, ENV_VARS_NEW, FLEET_LABEL, POOL_LABEL, Machine, TpuSpec, Worker
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.core.desired import Desired, Wanted
 from tpuswarm.fleet.core.flags import Flag
-from tpuswarm.fleet.core.jobs import RENEWED_S
 from tpuswarm.fleet.keeping.document import Document
-from tpuswarm.fleet.keeping.fleets import find
-from tpuswarm.fleet.keeping.jobs import Carrier
-from tpuswarm.fleet.reach import find_reach
 from tpuswarm.fleet.training import TOKEN
-from tpuswarm.remote.connect import Connections
 
 VMEM, PRECISION = "xla_tpu_scoped_vmem_limit_kib", "xla_jf_conv_full_precision"
 POOLS = swarm_toml(
@@ -93,53 +88,26 @@ def test_wrong_words_set_nothing(fleet, words, sentence):
     assert fleet.run("flags", "show", "--json")[0] == before
 
 
-def test_members_restart_one_after_the_other_and_other_programs_go_on(fleet):
-    """In a keeper's rounds, with a clock of their own."""
-    fleet.detach("small", "members-small", MEMBER)
-    fleet.detach(A, "mine", "sleep 1000")
-    out = fleet.run("flags", "set", "v2", f"{VMEM}=2000")[0]
-    assert "2 members of the swarm go on as they began: nobody keeps the fleet" in out
-    assert "job mine goes on with the flags it began with: `tpuswarm stop mine` and begin it again" in out
-    there, _ = find(None)
-    cloud = there.provider()
-    carrier = Carrier(find_reach(there), there.store(cloud))
-    seen: list[tuple[str, ...]] = []
-
-    async def carry() -> None:
-        now = 1e9
-        async with Connections(carrier.key) as connections:
-            for _ in range(400):
-                document, _ = await carrier.round(connections, cloud.machines(["us-central1-f"]), now)
-                assert document is not None
-                (members,) = (job for job in document.jobs if job.name == "members-small")
-                flags = tuple("new" if "2000" in seat.flags else "old" for seat in members.seats)
-                away = sum(seat.phase != "running" or seat.renewing for seat in members.seats)
-                assert away <= 1
-                if not seen or seen[-1] != flags:
-                    seen.append(flags)
-                if flags == ("new", "new") and not away:
-                    return
-                now += 0.1 if away else RENEWED_S / 2
-                await asyncio.sleep(0.05)
-
-    asyncio.run(carry())
-    assert seen == [("old", "old"), ("new", "old"), ("new", "new")]
-    seats = fleet.jobs()
-    assert [(seat["run"], seat["failed"], seat["lost"]) for seat in seats["members-small"]] == [(2, 0, 0)] * 2
-    assert [seat["run"] for seat in seats["mine"]] == [1]
-    assert fleet.run("logs", "members-small")[0].count(f"began with --{VMEM}=2000") == 2
-    fleet.run("flags", "unset", "v2", f"--{VMEM}")
+def test_members_restart_with_new_flags_and_other_programs_go_on(fleet, monkeypatch):
+    """That they restart one after the other: fleet/test_flags.py."""
+    monkeypatch.setattr("tpuswarm.fleet.core.jobs.RENEWED_S", 0.1)
+    members, began = "members-small", f"began with --{VMEM}=2000"
+    with fleet.job("small", members, MEMBER), fleet.job(A, "mine", "sleep 1000"), fleet.flag("v2", VMEM, "2000") as out:
+        assert "2 members of the swarm go on as they began: nobody keeps the fleet" in out
+        assert "job mine goes on with the flags it began with: `tpuswarm stop mine` and begin it again" in out
+        fleet.carry_jobs(lambda jobs: [seat.run for seat in jobs[members].seats if seat.phase == "running"] == [2, 2])
+        until(lambda: fleet.run("logs", members)[0].count(began) == 2)
+        seats = fleet.jobs()
+        assert [(seat["run"], seat["failed"], seat["lost"]) for seat in seats[members]] == [(2, 0, 0)] * 2
+        assert [seat["run"] for seat in seats["mine"]] == [1]
     assert variables(fleet, A)[f"{A}/0"][0] == f"--{VMEM}=65536", "the file's counts again"
-    for job in ("members-small", "mine"):
-        fleet.run("stop", job)
 
 
 def test_flags_of_one_job_reach_it_alone(fleet):
-    fleet.detach(A, "first", "sleep 1000")
-    out = fleet.run("flags", "set", "all", f"{VMEM}=7", "--job", "first")[0]
-    assert f"{VMEM}=7 for all, job first" in out and "job first goes on with the flags it began with" in out
-    assert variables(fleet, A)[f"{A}/0"][0] != f"--{VMEM}=7"
-    fleet.run("stop", "first")
+    with fleet.job(A, "first", "sleep 1000"):
+        out = fleet.run("flags", "set", "all", f"{VMEM}=7", "--job", "first")[0]
+        assert f"{VMEM}=7 for all, job first" in out and "job first goes on with the flags it began with" in out
+        assert variables(fleet, A)[f"{A}/0"][0] != f"--{VMEM}=7"
     fleet.detach(A, "first", "echo it is $LIBTPU_INIT_ARGS", "--restart", "never", prints=f"it is --{VMEM}=7")
 
 
@@ -175,6 +143,30 @@ def test_tensorflow_pod_has_flags_in_its_metadata_and_its_service_restarts_on_al
     fleet.run("flags", "unset", "old", PRECISION)
 
 
+def test_pod_that_cannot_be_told_does_not_stop_the_others(monkeypatch):
+    told, env = [], {ENV_VARS: f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true"}
+    spec = TpuSpec("", "europe-west4-a", "v3-32", "spot", "knob-1", "old", "tpu-vm-tf-2.18.0-pod")
+
+    class Pods:
+        def set_metadata(self, machine, metadata):
+            if machine.name == "pod-0":
+                raise RunFailed("pod-0 is not itself today")
+            told.append((machine.name, metadata))
+
+    def pod(name: str, runtime_env: str | None) -> Machine:
+        about = {"labels": {FLEET_LABEL: "knob-1", POOL_LABEL: "old"}, "workers": (Worker("10.0.0.1", None),) * 2}
+        return Machine(name, spec.zone, "tpu", "v3-32", "ready", "READY", runtime_env=runtime_env, **about)
+
+    desired = Desired("knob-1", (Wanted("old", spec, (spec.zone,), 3),))
+    flags = (Flag(PRECISION, "true", "LIBTPU_INIT_ARGS", "all", "all"),)
+    monkeypatch.setattr("tpuswarm.cli.flags._restart", lambda reach, name: told.append((name, "restarts")))
+    pods = [pod("pod-0", ""), pod("pod-1", None), pod("pod-2", env[ENV_VARS])]
+    errors = tell_pods(Pods(), Document("knob", "rehearsal", "p", desired, (), flags=flags), pods)
+    assert errors == ["pod-0 is not itself today"]
+    assert [what for _, what in told] == [{**env, ENV_VARS_NEW: "TRUE"}, "restarts", {ENV_VARS_NEW: "FALSE"}]
+    assert {name for name, _ in told} == {"pod-1"}, "pod-2 has the flag"
+
+
 def test_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(fleet, monkeypatch):
     def refuse(*about: object) -> None:
         raise RunFailed("the cloud is not itself today")
@@ -195,31 +187,3 @@ def test_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(fle
     assert f"{OLD} gets other flags, and its tpu-runtime begins anew: what runs on it ends" in out
     assert RESTARTED in out
     assert f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true" in fleet.exec(f"{OLD}/2", f"{METADATA}tensorflow-env-vars")
-
-
-def test_pod_that_cannot_be_told_does_not_stop_the_others(monkeypatch):
-    told = []
-
-    class Pods:
-        def set_metadata(self, machine, metadata):
-            if machine.name == "pod-0":
-                raise RunFailed("pod-0 is not itself today")
-            told.append((machine.name, metadata))
-
-    def pod(name: str, runtime_env: str | None) -> Machine:
-        labels = {FLEET_LABEL: "knob-1", POOL_LABEL: "old"}
-        workers = (Worker("10.0.0.1", None), Worker("10.0.0.2", None))
-        state = ("ready", "READY")
-        return Machine(name, spec.zone, "tpu", "v3-32", *state, workers=workers, labels=labels, runtime_env=runtime_env)
-
-    spec = TpuSpec("", "europe-west4-a", "v3-32", "spot", "knob-1", "old", "tpu-vm-tf-2.18.0-pod")
-    desired = Desired("knob-1", (Wanted("old", spec, (spec.zone,), 3),))
-    flag = Flag(PRECISION, "true", "LIBTPU_INIT_ARGS", "all", "all")
-    env = {ENV_VARS: f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true"}
-    pods = [pod("pod-0", ""), pod("pod-1", None), pod("pod-2", env[ENV_VARS])]
-    monkeypatch.setattr("tpuswarm.cli.flags._restart", lambda reach, name: told.append((name, "restarts")))
-    document = Document("knob", "rehearsal", "p", desired, (), flags=(flag,))
-    assert tell_pods(Pods(), document, pods) == ["pod-0 is not itself today"]
-    assert told == [
-        ("pod-1", {**env, ENV_VARS_NEW: "TRUE"}), ("pod-1", "restarts"), ("pod-1", {ENV_VARS_NEW: "FALSE"}),
-    ]  # fmt: skip

@@ -22,8 +22,7 @@ def fleet(spot_fleet, monkeypatch):
 
 @pytest.fixture
 def machine(fleet) -> str:
-    (name,) = {machine["name"] for machine in fleet.machines() if machine["state"] == "READY"}
-    return name
+    return fleet.ready_machine()
 
 
 def test_failure_on_one_worker_ends_the_job_on_all_and_is_not_retried(fleet):
@@ -33,7 +32,7 @@ def test_failure_on_one_worker_ends_the_job_on_all_and_is_not_retried(fleet):
     assert seat.run == 1 and seat.failed == 1 and seat.why.endswith("/2: exit 3")
     assert "bad" in fleet.run("logs", "bad")[0]
     assert "exit 3" in fleet.run("jobs")[0]
-    fleet.wait_until_gone("777")
+    fleet.wait_until_gone("sleep 777")
 
 
 def test_silent_job_is_restarted_and_stop_ends_it_with_its_children(fleet, machine, tmp_path):
@@ -46,7 +45,7 @@ def test_silent_job_is_restarted_and_stop_ends_it_with_its_children(fleet, machi
     assert "job still stays: `tpuswarm stop still` ends it" in fleet.interrupt(following)
     out, err = fleet.run("stop", "still")
     assert "stopped, it was asked to stop" in out and "asked job still to end" in err
-    fleet.wait_until_gone("888")
+    fleet.wait_until_gone("sleep 888")
     assert "job still is over: stopped" in fleet.run("stop", "still", code=2)[1]
 
 
@@ -74,11 +73,13 @@ def test_host_that_cannot_start_a_job_is_reported_and_retried(fleet, machine):
         f"echo 'OSError: [Errno 28] No space left on device' >&2; exit 1; fi\nexec {sys.executable} \"$@\"\n"
     )
     stand_in.chmod(0o755)
-    fleet.detach("slice", "full", "exec sleep 9999")
-    fleet.carry_jobs(lambda jobs: "No space left on device; tried again" in jobs["full"].seats[0].why)
-    stand_in.unlink()
-    fleet.carry_jobs(lambda _: len(fleet.pids("9999")) >= 4)
-    fleet.run("stop", "full")
+    try:
+        with fleet.job("slice", "full", "exec sleep 9999"):
+            fleet.carry_jobs(lambda jobs: "No space left on device; tried again" in jobs["full"].seats[0].why)
+            stand_in.unlink()
+            fleet.carry_jobs(lambda _: len(fleet.pids("sleep 9999")) == 4)
+    finally:
+        stand_in.unlink(missing_ok=True)
 
 
 def test_run_whose_job_is_elsewhere_is_ended(fleet, machine, monkeypatch):
@@ -95,21 +96,20 @@ def test_run_whose_job_is_elsewhere_is_ended(fleet, machine, monkeypatch):
         async with Connections(carrier.key) as connections:
             supervisor = Supervisor(connections, host)
             await supervisor.start("stray", 1, {"line": "exec sleep 4242"})
-            while not fleet.pids("4242"):
+            while not fleet.pids("sleep 4242"):
                 await asyncio.sleep(0.05)
             listing = cloud.machines(there.store(cloud).load().zones)
             for _ in range(2):
-                assert fleet.pids("4242"), "the first round may see a job that was just stored"
+                assert fleet.pids("sleep 4242"), "the first round may see a job that was just stored"
                 await carrier.round(connections, listing, time.time())
             while "running" in {state["state"] for state in (await supervisor.show()).values()}:
                 await asyncio.sleep(0.05)
 
     asyncio.run(work())
-    fleet.wait_until_gone("4242")
+    fleet.wait_until_gone("sleep 4242")
 
 
 def test_machine_of_a_removed_pool_stops_neither_jobs_nor_logs(fleet, machine):
-    """It stays until it is deleted, and its user is unknown."""
     fleet.detach(f"{machine}/0", "rest", "sleep 4343")
     there = find(None)[0]
     store = there.store(there.provider())

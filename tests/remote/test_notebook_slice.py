@@ -1,4 +1,4 @@
-"""A notebook on a slice of two workers: each cell runs on both, also from a page, and none outlives its kernel."""
+"""A notebook on a slice of two workers: each cell runs on both, and none outlives its kernel."""
 
 import os
 import signal
@@ -7,7 +7,6 @@ import pytest
 
 from tests.cloud.rehearsal.conftest import until
 from tests.remote.cells import opened
-from tests.remote.lab import FOREVER, Lab
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +58,8 @@ def test_cells_run_on_all_workers(server):
     assert "worker 1 failed too: ZeroDivisionError" in cells.run("1 / 0").errors
     failed = cells.run("1 / 0 if jax.process_index() else 5")
     assert failed.text == "5\n" and failed.failed.startswith("ZeroDivisionError: division by zero\nworker 1:")
-    stopped = cells.run("print('begun'); time.sleep(600)", interrupts_at="begun")
-    assert stopped.failed.startswith("KeyboardInterrupt") and stopped.seconds < 300
+    stopped = cells.run("print('begun'); time.sleep(600)", "begun", cells.interrupt)
+    assert stopped.failed.startswith("KeyboardInterrupt")
     assert cells.run("jax.process_count()").text == "2\n"
     flood = cells.run("print('x' * 100_000_000)")
     assert "data rate exceeded" in flood.errors and "worker 1" not in flood.text
@@ -79,7 +78,7 @@ def test_lost_worker_ends_the_cell_and_no_engine_outlives_its_kernel(books, serv
     cells.run("import jax, os, signal, time")
     lost = cells.run("if jax.process_index(): os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
     assert lost.failed.startswith("WorkerLost: worker 1 is lost: its process has ended: killed by signal 9, SIGKILL")
-    assert "restart the kernel" in lost.failed and lost.seconds < 300
+    assert "restart the kernel" in lost.failed
     assert "worker 1 is lost" in cells.run("1").failed
     books.wait_until_gone("engine.json")
     cells.restart()
@@ -90,23 +89,3 @@ def test_lost_worker_ends_the_cell_and_no_engine_outlives_its_kernel(books, serv
     until(lambda: books.pids("notebook/kernel.py") != [kernel])
     cells.end()
     books.wait_until_gone("engine.json")
-
-
-def test_page_shows_all_devices_a_failing_worker_and_an_interrupt(server, browser, tmp_path):
-    cells = [
-        "import jax, time\njax.devices()", SUM, "f'worker {jax.process_index()}'",
-        "if jax.process_index() == 1: raise ValueError('no rows left')", FOREVER, "print('alive')",
-    ]  # fmt: skip
-    browser.resize(1280, 1300)
-    lab = Lab(browser, server, "slice.ipynb", cells)
-    assert lab.run(0).count("CpuDevice") == 8
-    assert "sum 8.0" in lab.run(1)
-    assert lab.run(2).split("\n")[:2] == ["'worker 0'", "worker 1: 'worker 1'"]
-    assert "worker 1:" in lab.run(3) and "ValueError: no rows left" in lab.shown(3)
-    lab.run(4, waits=False)
-    lab.wait_for(4, "at 1\n")
-    lab.interrupt()
-    assert "KeyboardInterrupt" in lab.ended(4)
-    assert "alive" in lab.run(5)
-    assert browser.hosts() == set()
-    browser.shoot(tmp_path / "slice.png")

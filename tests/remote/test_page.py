@@ -8,13 +8,13 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from tests.cloud.rehearsal.conftest import until
-from tests.remote.conftest import ONE, SLICE, free_port
+from tests.hosts import free_port
+from tests.remote.conftest import ONE, SLICE
 from tests.watch.made import MadeRun
 
 
 @contextmanager
 def page(fleet) -> Iterator[tuple[str, dict]]:
-    """Run the command; its address, and the first view."""
     command = fleet.start("page", "--port", str(free_port()))
     try:
         url = command.stdout.readline().strip()
@@ -28,32 +28,26 @@ def page(fleet) -> Iterator[tuple[str, dict]]:
 
 
 def read(url: str, what: str) -> str:
-    base, _, token = url.partition("?")
-    mark = "&" if "?" in what else "?"
     try:
-        with urlopen(f"{base}{what}{mark}{token}", timeout=120) as answer:
+        with urlopen(url.replace("?", f"{what}&" if "?" in what else f"{what}?"), timeout=120) as answer:
             return answer.read().decode()
     except HTTPError as error:
         return error.read().decode()
 
 
 def test_page_of_a_fleet_has_its_machines_logs_and_metrics(fleet):
-    fleet.detach("v2", "speaks", "echo hello from a job; exec sleep 1000")
-    try:
-        with page(fleet) as (url, view):
-            assert view["facts"]["fleet"] and view["facts"]["wanted"] == 2
-            machines = view["machines"]
-            assert set(machines) == {ONE, SLICE} and machines[ONE][:2] == ["one", "v2-8"]
-            assert machines[SLICE][14] == 4, "workers"
-            log = until(lambda: "hello from a job" in (log := read(url, f"log?of={ONE}")) and log, 120)
-            assert f"── {ONE}/0 speaks\n" in log, "beside other jobs that were there"
-            assert read(url, f"log?of={SLICE}") == f"no job is on {SLICE}"
-            assert read(url, "log?of=nobody") == "nobody cannot be reached"
-            metrics = read(url, "metrics")
-            assert 'tpuswarm_pool_machines{pool="slice",state="ready"} 1.0' in metrics
-            assert 'tpuswarm_pool_machines_wanted{pool="one"} 1.0' in metrics and "tpuswarm_loss" not in metrics
-    finally:
-        fleet.run("stop", "speaks")
+    with fleet.job("v2", "speaks", "echo hello from a job; exec sleep 1000"), page(fleet) as (url, view):
+        assert view["facts"]["fleet"] and view["facts"]["wanted"] == 2
+        machines = view["machines"]
+        assert set(machines) == {ONE, SLICE} and machines[ONE][:2] == ["one", "v2-8"]
+        assert machines[SLICE][14] == 4, "workers"
+        log = until(lambda: "hello from a job" in (log := read(url, f"log?of={ONE}")) and log, 120)
+        assert f"── {ONE}/0 speaks\n" in log, "beside other jobs that were there"
+        assert read(url, f"log?of={SLICE}") == f"no job is on {SLICE}"
+        assert read(url, "log?of=nobody") == "nobody cannot be reached"
+        metrics = read(url, "metrics")
+        assert 'tpuswarm_pool_machines{pool="slice",state="ready"} 1.0' in metrics
+        assert 'tpuswarm_pool_machines_wanted{pool="one"} 1.0' in metrics and "tpuswarm_loss" not in metrics
 
 
 def test_page_of_a_fleet_that_trains_nothing_has_the_newest_run_here(fleet):

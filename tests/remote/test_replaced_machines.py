@@ -32,13 +32,10 @@ def ssh(fleet, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_zone_that_does_not_answer_is_a_finding_and_other_machines_are_checked(fleet, monkeypatch):
     monkeypatch.setattr("tpuswarm.cloud.google.access.PATIENCE", 0.2)
-    fleet.run("rehearsal", "break", ZONE, "unreachable")
-    try:
+    with fleet.broken(ZONE, "unreachable"):
         dark = "does not answer: which machines are there nobody knows"
         assert doctor(fleet, "all") == {ZONE: ("reach", dark)}
         assert doctor(fleet, ONE) == {ONE: ("reach", f"is not seen: {ZONE} does not answer")}
-    finally:
-        fleet.run("rehearsal", "break", ZONE, "unreachable", "--mend")
     assert doctor(fleet, "all", code=0) == {}
 
 
@@ -55,7 +52,8 @@ class Replaced(NamedTuple):
 @pytest.fixture(scope="module")
 def replaced(session_fleet) -> Replaced:
     fleet = session_fleet
-    with fleet.inside():
+    with pytest.MonkeyPatch.context() as patch:
+        fleet.enter(patch)
         reach = find_reach(find(None)[0])
         fleet.run("ssh-config")
         assert ssh(fleet, ONE, "true").returncode == 0

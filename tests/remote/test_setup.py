@@ -1,15 +1,16 @@
 """Set-up of machines: steps done, repeated, changed, failed and hung, and where secrets are."""
 
-import asyncio
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.remote.machines import CONNECTED
+from tests.cloud.rehearsal.conftest import until
 from tpuswarm.errors import InputError
+from tpuswarm.remote.connect import ask
 from tpuswarm.remote.copy import put
 from tpuswarm.remote.places import as_set_up
 from tpuswarm.remote.setup import step
@@ -33,8 +34,7 @@ WHOLE = {
 }
 ALL = ["timezone", "nofile", "swap", "data-disk", "apt", "python", "packages", "environment", "secrets"]
 CHANGES = [
-    ({"timezone": "Europe/Berlin"}, ["timezone"]),
-    ({"nofile": 8192}, ["nofile"]),
+    ({"nofile": 8192, "timezone": "Europe/Berlin"}, ["timezone", "nofile"]),
     ({"swap_gb": 2}, ["swap"]),
     ({"data_disk": "/mnt/other"}, ["data-disk"]),
     ({"apt": ("htop", "zsh")}, ["apt"]),
@@ -67,11 +67,7 @@ def apply(here):
         chosen = machines if only is None else [machines[number] for number in only]
         plan = {machine.host: steps(wanted, machine, secrets or {"HF_TOKEN": "hf_s3cret"}) for machine in chosen}
 
-        async def work():
-            async with here.connections() as connections:
-                return await set_up(connections, plan, told or (lambda *about: None), **options)
-
-        outcome = asyncio.run(work())
+        outcome = here.run(lambda connections: set_up(connections, plan, told or (lambda *about: None), **options))
         return (
             {host.label: done for host, done in outcome.done.items()},
             {host.label: str(error) for host, error in outcome.failed.items()},
@@ -82,13 +78,13 @@ def apply(here):
 
 
 def sh(here, number: int, command: str) -> str:
-    async def work():
-        async with here.connections() as connections:
-            done = await (await connections.to(here.hosts[number])).run(command)
-            assert done.exit_status == 0, done.stderr
-            return done.stdout.strip()
+    code, out, err = here.run(lambda connections: ask(connections, here.hosts[number], command))
+    assert code == 0, err
+    return out.decode().strip()
 
-    return asyncio.run(work())
+
+def one_step(name: str, do: str, **more: str) -> Setup:
+    return Setup.model_validate({"run": ({"name": name, "do": do, **more},)})
 
 
 def test_all_steps_run_once(here, apply):
@@ -192,26 +188,24 @@ def test_clock_that_is_a_minute_off_is_reported(here, apply, tmp_path, shift, wo
 
 
 def test_full_disk_is_reported_with_the_ways_out(here, apply):
-    run = ({"name": "data", "do": "echo 'tar: data: Cannot write: No space left on device' >&2; exit 2"},)
-    _, failed, _ = apply(Setup.model_validate({"run": run}), only=[0])
+    full = "echo 'tar: data: Cannot write: No space left on device' >&2; exit 2"
+    _, failed, _ = apply(one_step("data", full), only=[0])
     assert "node-0/0: run-data: its disk is full" in failed["node-0/0"] and "disk_gib" in failed["node-0/0"]
 
 
 def test_set_up_continues_after_a_lost_connection(here, apply):
     begun = here.machines[1].home / "begun"
-    run = ({"name": "slow", "do": "touch begun; until [ -e go ]; do sleep 0.05; done; echo ran >> runs"},)
-    wanted = Setup.model_validate({"run": run})
+    wanted = one_step("slow", "touch begun; until [ -e go ]; do sleep 0.05; done; echo ran >> runs")
     for number in (0, 2):
         (here.machines[number].home / "go").touch()
 
-    async def cut():
-        while not begun.exists():
-            await asyncio.sleep(0.02)
-        for connection in list(CONNECTED[1]):
-            connection.abort()
+    def cut() -> None:
+        until(begun.exists)
+        here.cut(1)
 
-    asyncio.run_coroutine_threadsafe(cut(), here.loop)
-    done, failed, _ = apply(wanted)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(cut)
+        done, failed, _ = apply(wanted)
     assert failed.keys() == {"node-1/0"} and len(done) == 2
     (here.machines[1].home / "go").touch()
     done, failed, _ = apply(wanted)
@@ -223,32 +217,32 @@ def test_hung_step_is_ended_on_its_machine_with_its_children(here, apply, monkey
     assert "seq 50" in step.WITHIN
     monkeypatch.setattr(step, "WITHIN", step.WITHIN.replace("seq 50", "seq 2"))  # before they are killed
     stubborn = "(trap '' TERM; while :; do sleep 0.1; done) & echo $! >stubborn; echo waits for its server; sleep 4321"
-    wanted = Setup.model_validate({"run": ({"name": "hangs", "do": stubborn}, {"name": "more", "do": "true"})})
-    _, failed, _ = apply(wanted, only=[0], limit_s=2.0)
+    _, failed, _ = apply(one_step("hangs", stubborn), only=[0], limit_s=2.0)
     assert "node-0/0: run-hangs: not done after 0.0333 minutes, and ended there" in failed["node-0/0"]
     command = Path("/proc") / (here.machines[0].home / "stubborn").read_text().strip() / "cmdline"
     assert not command.exists() or not command.read_bytes()  # a zombie at most
     sh(here, 0, "flock -n ~/.tpuswarm/setup/lock true")
     assert "waits for its server" in (here.machines[0].home / ".tpuswarm/setup/run-hangs.log").read_text()
-    done, _, _ = apply(Setup.model_validate({"run": ({"name": "hangs", "do": "true"},)}), only=[0])
+    done, _, _ = apply(one_step("hangs", "true"), only=[0])
     assert done == {"node-0/0": ["run-hangs"]}
 
 
 def test_step_may_leave_a_program_running(here, apply):
     serves = "nohup sleep 4321 >/dev/null 2>&1 </dev/null & echo $! >server"
-    done, _, _ = apply(Setup.model_validate({"run": ({"name": "serves", "do": serves},)}), only=[0])
+    done, _, _ = apply(one_step("serves", serves), only=[0])
     assert done["node-0/0"][-1] == "run-serves"
     command = Path("/proc") / (here.machines[0].home / "server").read_text().strip() / "cmdline"
-    assert b"4321" in command.read_bytes()
+    assert b"sleep\x004321" in command.read_bytes()
 
 
 def test_hung_check_is_ended_and_named(here, apply, monkeypatch):
+    once = one_step("mount", "true", check="[ ! -e hang ] || sleep 4321")
+    _, failed, _ = apply(once, only=[0])
+    assert not failed
     for module in ("run", "step"):
         monkeypatch.setattr(f"tpuswarm.remote.setup.{module}.CHECKS_S", 1.0)
-    once = ({"name": "mount", "do": "true", "check": "[ ! -e hang ] || sleep 4321"},)
-    apply(Setup.model_validate({"run": once}), only=[0])
     (here.machines[0].home / "hang").touch()
-    _, failed, _ = apply(Setup.model_validate({"run": once}), only=[0])
+    _, failed, _ = apply(once, only=[0])
     assert failed["node-0/0"] == "node-0/0: run-mount: whether it still holds could not be told within 1 s"
 
 
@@ -269,21 +263,19 @@ def test_uv_and_a_python_are_sent_where_nothing_can_be_downloaded(here, apply, t
     (stand_ins / "uv").unlink()
     (stand_ins / "curl").write_text("#!/bin/bash\necho 'curl: (6) Could not resolve host' >&2; exit 6\n")
     (stand_ins / "curl").chmod(0o755)
-    bundle = tmp_path / "bundle"
-    (bundle / "bin").mkdir(parents=True)
-    (bundle / "python").mkdir()
-    (bundle / "bin/uv").write_bytes(uv)
-    (bundle / "bin/uv").chmod(0o755)
-    subprocess.run(["tar", "-cf", tmp_path / "python.tar", "-C", bundle, "."], check=True)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "python").mkdir()
+    (tmp_path / "bin/uv").write_bytes(uv)
+    (tmp_path / "bin/uv").chmod(0o755)
+    subprocess.run(["tar", "-cf", "python.tar", "./bin", "./python"], check=True, cwd=tmp_path)
 
     async def send(connections, host, step):
         await put(connections, host, tmp_path / "python.tar", ".tpuswarm/python.tar")
         return "uv and Python"
 
-    wanted = Setup.model_validate({"pip": ["numpy"]})
+    wanted, told = Setup.model_validate({"pip": ["numpy"]}), []
     _, failed, _ = apply(wanted, only=[0])
     assert "curl: (6) Could not resolve host" in failed["node-0/0"]
-    told = []
     done, failed, _ = apply(wanted, only=[0], send=send, told=lambda host, *about: told.append(about))
     assert not failed and "packages" in done["node-0/0"]
     assert ("python", "uv and Python sent") in told

@@ -1,12 +1,16 @@
 """`tpuswarm setup`, and set-up as part of `up` and of jobs: on machines of a local cloud, in a terminal, killed."""
 
 import asyncio
+import io
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import FILE, ONE, SLICE
 from tests.terminal import terminal
+from tpuswarm.cli.setup import Watching
 from tpuswarm.fleet.keeping.fleets import find
 from tpuswarm.fleet.reach import find_reach
 from tpuswarm.fleet.setting_up import KeptSetup, meant, prepare
@@ -24,7 +28,6 @@ secrets = ["A_TOKEN"]
 
 @pytest.fixture
 def file(fleet, monkeypatch):
-    """A swarm.toml with a [setup], for this test."""
     path = fleet.folder / "swarm.toml"
     path.write_text(FILE + SETUP)
     fleet.environment["A_TOKEN"] = "s3cret"
@@ -44,7 +47,7 @@ def test_dry_run_shows_the_steps_without_a_machine(fleet, file):
     assert "network: buffers of the kernel, on TPUs behind the router\n" in fleet.run("setup", "--dry-run")[0]
 
 
-def test_terminal_shows_set_up_of_all_hosts_and_a_second_one_does_nothing(fleet, file):
+def test_terminal_shows_set_up_of_all_hosts_and_later_ones_do_what_changed(fleet, file):
     with terminal(["setup"], fleet.folder, env=fleet.environment) as screen:
         screen.wait("v5e-usc1a-0/3")
         text = screen.finish()
@@ -58,6 +61,19 @@ def test_terminal_shows_set_up_of_all_hosts_and_a_second_one_does_nothing(fleet,
     file.write_text(file.read_text().replace("hello", "bye"))
     out, _ = fleet.run("setup", "--on", "slice")
     assert "v5e-usc1a-0/3: environment: done" in out and "v5e-usc1a-0/3: apt" not in out
+    file.write_text(file.read_text().replace('"htop"', '"htop", "zsh"'))
+    out, _ = fleet.run("up", "--yes", "--paid")
+    assert "v2-usc1f-0/0: apt: done" in out and "all 5 hosts are set up\n" in out
+
+
+def test_terminal_is_drawn_before_the_first_machine_is_known():
+    """As where the keeper is put on a head that is still looked for."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with Watching(console, ()) as watching:
+        watching._live.refresh()
+        watching.told(SimpleNamespace(label="demo-head/0"), "keeper", "begun")
+        watching._live.refresh()
+    assert "demo-head" in console.file.getvalue() and "0 of 1 done" in console.file.getvalue()
 
 
 def test_missing_secret_is_named_before_anything_is_done(fleet, file):
@@ -65,26 +81,6 @@ def test_missing_secret_is_named_before_anything_is_done(fleet, file):
     for words in (["setup"], ["up", "--yes", "--paid"]):
         _, err = fleet.run(*words, code=2)
         assert "B_TOKEN is not set in this shell" in err and "export B_TOKEN=" in err
-
-
-def test_set_up_continues_after_a_kill_in_the_middle(fleet, file):
-    step = '\n[[setup.run]]\nname = "slow"\ndo = "echo >> begun; until [ -e go ]; do sleep 0.05; done; echo >> ended"\n'
-    file.write_text(file.read_text() + step)
-    process = fleet.start("setup", "--on", "one")
-    home = fleet.user_home(f"{ONE}-0")
-    until((home / "begun").exists, 120)
-    process.kill()
-    process.communicate()
-    (home / "go").touch()
-    out, _ = fleet.run("setup", "--on", "one")
-    assert f"{ONE}/0 is set up" in out and "htop" not in out
-    assert (home / "begun").read_text() == (home / "ended").read_text() == "\n"
-
-
-def test_up_sets_up_what_it_created(fleet, file):
-    file.write_text(file.read_text().replace('"htop"', '"htop", "zsh"'))
-    out, _ = fleet.run("up", "--yes", "--paid")
-    assert "v2-usc1f-0/0: apt: done" in out and "all 5 hosts are set up\n" in out
 
 
 def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp_path, monkeypatch):
@@ -97,10 +93,12 @@ def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp
     home = fleet.user_home(f"{ONE}-0")
     for path in ("later/train.py", ".tpuswarm/setup/apt.stamp", ".tpuswarm/trees/later.tree"):
         (home / path).unlink()
+    (project / "train.py").write_text("print('half an edit')")
     monkeypatch.delenv("A_TOKEN")
     reach = find_reach(find(None)[0])
     assert asyncio.run(prepare(reach, ONE)) == ({}, ())
-    assert (home / "later/train.py").exists() and (home / ".tpuswarm/setup/apt.stamp").exists()
+    assert (home / "later/train.py").read_text() == "print(1)" and (home / ".tpuswarm/setup/apt.stamp").exists()
+    (project / "train.py").write_text("print(1)")
 
     # A job that restarts on the same machine finds what was changed there, by hand or by itself.
     (home / "later/train.py").write_text("print('mended there')")
@@ -122,7 +120,7 @@ def test_keeper_learns_which_step_hangs(fleet, file):
     KeptSetup(reach.fleet).keep(Setup.model_validate({"run": [{"name": "hangs", "do": "sleep 4321"}]}))
     (error,) = asyncio.run(prepare(reach, ONE, limit_s=1.5)).failed.values()
     assert f"{ONE}/0: run-hangs: not done after 0.025 minutes, and ended there" in str(error)
-    fleet.wait_until_gone("4321")
+    fleet.wait_until_gone("sleep 4321")
 
 
 def test_nfs_server_lets_in_all_hosts_of_the_fleet_and_nobody_else(fleet):
@@ -141,12 +139,14 @@ def test_job_starts_with_folder_and_set_up_and_names_a_lost_secret(fleet, file):
     secrets.unlink()
     fleet.environment.pop("A_TOKEN")
     process = fleet.start("exec", "one", "--detach", "--name", "waits", "--", "true")
-    until(lambda: "A_TOKEN is not set" in fleet.run("jobs", "--json")[0], 120)
-    process.terminate()
-    process.communicate()
-    fleet.environment["A_TOKEN"] = "s3cret"
-    fleet.run("setup", "--on", "one")
-    fleet.run("stop", "waits")
+    try:
+        until(lambda: "A_TOKEN is not set" in fleet.run("jobs", "--json")[0], 240)
+    finally:
+        process.terminate()
+        process.communicate()
+        fleet.environment["A_TOKEN"] = "s3cret"
+        fleet.run("setup", "--on", "one")
+        fleet.run("stop", "waits")
 
 
 def test_file_without_set_up_says_where_it_is_described(fleet):

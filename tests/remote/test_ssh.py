@@ -2,64 +2,25 @@
 
 import dataclasses
 import json
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
+from tests.processes import finish
 from tests.remote.machines import machines
-from tests.terminal import PROGRAM, Terminal, terminal
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_lost(screen: Terminal) -> bool:
-    """Whether the loss was reported; tmux may have drawn over it since."""
-    return b"is lost; it is made again" in b" ".join(screen.written.split())
+from tests.terminal import PROGRAM, terminal
 
 
 def test_command_returns_its_exit_code_and_reads_a_pipe(fleet):
-    out, _ = fleet.finish(fleet.start("ssh", "v5e/2", "--", "echo $TPUSWARM_REHEARSAL_MACHINE; exit 7"), 7)
+    out, _ = finish(fleet.start("ssh", "v5e/2", "--", "echo $TPUSWARM_REHEARSAL_MACHINE; exit 7"), 7)
     assert out.startswith("v5e-usc1a-0-2-")
-    done = subprocess.run(
-        [PROGRAM, "ssh", "v2"], cwd=fleet.folder, env=fleet.environment, input="echo from a pipe\n",
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    line = f"echo echo from a pipe | {PROGRAM} ssh v2"
+    done = subprocess.run(line, shell=True, cwd=fleet.folder, env=fleet.environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "from a pipe\n", done
     assert "v5e-usc1a-0 has no worker '7'" in fleet.run("ssh", "v5e/7", code=2)[1]
 
 
-def test_shell_comes_back_to_the_same_tmux_after_a_lost_connection(fleet):
-    with terminal(["ssh", "v2"], fleet.folder, env=fleet.environment) as shown:
-        shown.wait("[tpuswarm]")
-        shown.send(b"answer=$((41 + 1)); echo it is $answer\n")
-        shown.wait("it is 42")
-        (ssh,) = children(shown.process.pid)
-        os.kill(ssh, signal.SIGTERM)  # OpenSSH ends with 255 then, as where the network breaks
-        shown.wait(is_lost)
-        shown.wait(lambda screen: screen.written.count(b"[?1049h") == 2)  # what tmux begins with
-        shown.wait("it is 42")
-        shown.send(b"echo still $answer\n")
-        shown.wait("still 42")
-        shown.send(b"exit\n")
-        shown.finish()
-
-
-def test_plain_shell_where_tmux_does_not_know_the_terminal(fleet):
-    with terminal(["ssh", "v2"], fleet.folder, env={**fleet.environment, "TERM": "unheard-of"}) as shown:
-        shown.wait(lambda screen: "unsuitable terminal" in screen.flowing)
-        shown.send(b"echo a $((41 + 2))\n")
-        shown.wait("a 43")
-        assert "getting ready" in shown.written.decode() and "getting ready" not in shown.text
-        shown.send(b"exit\n")
-        shown.finish()
-
-
-LOGS_IN = """
+LOG_IN = """
 import json, sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,26 +39,36 @@ sys.exit(shell.log_in("node-0", [], None))
 """
 
 
-def test_shell_comes_back_to_the_same_tmux_at_another_address(tmp_path_factory):
+def test_shell_comes_back_to_the_same_tmux_after_a_lost_connection_at_another_address(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("m")  # the path of a socket is at most 107 bytes long
     with machines(tmp_path, 1) as here:
-        machine = here.machines[0]
+        (host,) = here.hosts
 
-        def at(address: str) -> None:
-            about = dataclasses.asdict(replace(machine.host, address=address))
+        def route(address: str) -> None:
+            about = dataclasses.asdict(replace(host, address=address))
             (tmp_path / "route.json").write_text(json.dumps(about, default=str))
 
-        at(machine.host.address)
-        with terminal([sys.executable, "-c", LOGS_IN], tmp_path) as shown:
+        route(host.address)
+        with terminal([sys.executable, "-c", LOG_IN], tmp_path) as shown:
             shown.wait("[tpuswarm]")
             shown.send(b"answer=$((41 + 1)); echo it is $answer\n")
             shown.wait("it is 42")
-            moved = machine.host.address.removesuffix("1") + "77"
+            moved = host.address.removesuffix("1") + "77"
             here.move(0, moved)
-            shown.wait(is_lost)
-            at(moved)
-            shown.wait(lambda screen: screen.written.count(b"[?1049h") == 2)
+            shown.wait(lambda screen: b"is lost; it is made again" in b" ".join(screen.written.split()))
+            route(moved)
+            shown.wait(lambda screen: screen.written.count(b"[?1049h") == 2)  # what tmux begins with
             shown.send(b"echo still $answer\n")
             shown.wait("still 42")
             shown.send(b"exit\n")
             shown.finish()
+
+
+def test_plain_shell_where_tmux_does_not_know_the_terminal(fleet):
+    with terminal(["ssh", "v2"], fleet.folder, env={**fleet.environment, "TERM": "unheard-of"}) as shown:
+        shown.wait(lambda screen: "unsuitable terminal" in screen.flowing)
+        shown.send(b"echo a $((41 + 2))\n")
+        shown.wait("a 43")
+        assert "getting ready" in shown.written.decode() and "getting ready" not in shown.text
+        shown.send(b"exit\n")
+        shown.finish()

@@ -1,6 +1,5 @@
 """A folder on many machines: what is sent, what is not, what is deleted, and what a broken transfer leaves."""
 
-import asyncio
 import os
 import subprocess
 from pathlib import Path
@@ -31,23 +30,18 @@ def project(tmp_path):
 
 @pytest.fixture
 def sync(here, tmp_path):
-    """Send a folder to all machines."""
-
     def run(root, hosts=None, **options):
         kept = KeptTree(tmp_path / "kept")
         tree = kept.take(root, lambda total, new: None)
 
-        async def work():
-            async with here.connections() as connections:
-                return await send(connections, hosts or here.hosts, tree, kept, **options)
-
-        return asyncio.run(work())
+        return here.run(lambda connections: send(connections, hosts or here.hosts, tree, kept, **options))
 
     return run
 
 
 def files(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    found = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
+    return {str(path.relative_to(root)): path.read_bytes() for path in found}
 
 
 def test_files_that_git_does_not_ignore_are_listed(project):
@@ -73,8 +67,7 @@ def test_files_are_listed_without_a_repository(tmp_path):
         (".env.local", "A=1"),
         ("keys/id_ed25519", "x"),
         ("server.pem", "-----BEGIN RSA PRIVATE KEY-----\n"),
-        ("account.json", '{\n  "private_key": "-----BEGIN PRIVATE KEY-----"}'),
-        ("one-line.json", '{"type": "service_account", "private_key": "-----BEGIN PRIVATE KEY-----"}'),
+        ("account.json", '{"type": "service_account", "private_key": "-----BEGIN PRIVATE KEY-----"}'),
         ("adc.json", '{"client_id": "x", "refresh_token": "1//x"}'),
         ("aws/credentials", "[default]\naws_secret_access_key = x\n"),
         ("prod.env", "A=1"),
@@ -84,18 +77,18 @@ def test_files_are_listed_without_a_repository(tmp_path):
     ],
 )
 def test_secrets_are_refused_with_the_ways_out(project, tmp_path, name, text):
+    def take():
+        return KeptTree(tmp_path / "kept").take(project, lambda total, new: None).files
+
+    write(project, _env_example="A=", cert_pem="-----BEGIN CERTIFICATE-----\n")
+    assert ".env.example" in take()
     path = project / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     with pytest.raises(InputError, match=rf"^{name} would leave .* \[setup\] secrets.*\.gitignore"):
-        KeptTree(tmp_path / "kept").take(project, lambda total, new: None)
+        take()
     (project / ".gitignore").write_text(f"data/\n{name}\n")
-    KeptTree(tmp_path / "kept").take(project, lambda total, new: None)
-
-
-def test_example_files_and_certificates_are_no_secrets(project, tmp_path):
-    write(project, _env_example="A=", cert_pem="-----BEGIN CERTIFICATE-----\n")
-    assert ".env.example" in KeptTree(tmp_path / "kept").take(project, lambda total, new: None).files
+    assert name not in take()
 
 
 def test_all_machines_get_the_folder_and_later_only_changes(project, sync, here):
@@ -106,9 +99,7 @@ def test_all_machines_get_the_folder_and_later_only_changes(project, sync, here)
     assert len(first.changed) == 3 and not first.failed
     for machine in here.machines:
         there = machine.home / "project"
-        assert files(there) == {
-            name: text for name, text in files(project).items() if name.split("/")[0] not in (".git", "data")
-        }
+        assert files(there) == {name: (project / name).read_bytes() for name in listed(project) if name != "link"}
         assert os.access(there / "run.sh", os.X_OK) and (there / "link").readlink() == Path("train.py")
     assert len(sync(project).same) == 3
 
@@ -138,30 +129,15 @@ def test_file_made_there_is_left_or_named_also_without_the_list(project, sync, h
     (homes[1] / ".tpuswarm/trees/project.tree").unlink()
     (homes[1] / "project/train.py").write_text("print('edited')")
     (project / "results.txt").write_text("of here")
+    edited = {"node-0/0": ("results.txt",), "node-1/0": ("train.py",)}
     left = sync(project, leaves=True)
-    assert {host.label: paths for host, paths in left.left.items()} == {
-        "node-0/0": ("results.txt",), "node-1/0": ("train.py",)
-    }  # fmt: skip
+    assert {host.label: paths for host, paths in left.left.items()} == edited
     assert (homes[0] / "project/results.txt").read_text() == "made there"
     assert (homes[1] / "project/train.py").read_text() == "print('edited')"
     assert [(home / "project/results.txt").read_text() for home in homes[1:]] == ["of here"] * 2
     told = sync(project).changed  # a person is told, and it is overwritten
-    assert {host.label: change.edited for host, change in told.items()} == {
-        "node-0/0": ("results.txt",), "node-1/0": ("train.py",)
-    }  # fmt: skip
+    assert {host.label: change.edited for host, change in told.items()} == edited
     assert len(sync(project).same) == 3 and (homes[0] / "project/results.txt").read_text() == "of here"
-
-
-def test_nothing_is_sent_after_a_no(project, sync, here):
-    class No(Exception):
-        pass
-
-    def refuse(changes):
-        raise No
-
-    with pytest.raises(No):
-        sync(project, agree=refuse)
-    assert not (here.machines[0].home / "project").exists()
 
 
 def test_lost_connection_leaves_whole_files_and_the_next_sync_continues(project, sync, here):
@@ -180,21 +156,5 @@ def test_lost_connection_leaves_whole_files_and_the_next_sync_continues(project,
     assert 0 < len(arrived) < 30
     assert all((lost.home / "project" / name).read_bytes() == (project / name).read_bytes() for name in arrived)
     (again,) = sync(project).changed.values()
-    assert len(again.send) <= 33 - len(arrived) and files_equal(project, lost.home / "project")
-
-
-def files_equal(ours: Path, theirs: Path) -> bool:
-    return all((theirs / name).read_bytes() == (ours / name).read_bytes() for name in listed(ours))
-
-
-def test_later_machine_gets_what_was_sent_before(project, sync, here, tmp_path):
-    sync(project, hosts=here.hosts[:1])
-    (project / "train.py").write_text("print('half an edit')")
-    kept = KeptTree(tmp_path / "kept")
-
-    async def later():
-        async with here.connections() as connections:
-            return await send(connections, here.hosts[1:], kept.load(), kept)
-
-    assert len(asyncio.run(later()).changed) == 2
-    assert (here.machines[2].home / "project/train.py").read_text() == "print(1)"
+    assert len(again.send) <= 33 - len(arrived)
+    assert files(lost.home / "project") == {name: (project / name).read_bytes() for name in listed(project)}

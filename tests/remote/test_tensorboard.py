@@ -13,7 +13,9 @@ from urllib.request import urlopen
 import pytest
 
 from tests.cloud.rehearsal.conftest import until
-from tests.remote.conftest import ONE, free_port
+from tests.hosts import free_port
+from tests.processes import finish
+from tests.remote.conftest import ONE
 from tests.watch.made import MadeRun
 from tpuswarm.cli.tensorboard import _name
 from tpuswarm.train.look.board import Board
@@ -30,43 +32,44 @@ return text(document.body);
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Scalars by run and tag, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
     found = EventMultiplexer().AddRunsFromDirectory(str(folder))
     found.Reload()
     return {
-        f"{run} {tag}": [(point.step, point.value) for point in found.Scalars(run, tag)]
-        if "scalars" in kinds and tag in kinds["scalars"]
-        else [(point.step, point.tensor_proto.float_val[0]) for point in found.Tensors(run, tag)]
+        f"{run} {tag}": [(point.step, point.tensor_proto.float_val[0]) for point in found.Tensors(run, tag)]
         for run, kinds in found.Runs().items()
-        for tag in (*kinds["scalars"], *kinds["tensors"])
+        for tag in kinds["tensors"]
     }
 
 
-def test_swarm_has_a_curve_for_each_member_and_new_rows_are_added(tmp_path):
+def losses(run: MadeRun) -> list[list[float]]:
+    """Return the steps and losses of member 1 that its curve has: every tenth."""
+    rows = [row for row in read_rows(run.folder / METRICS) if row.get("member") == "m1" and row["step"] % 10 == 1]
+    return [[row["step"], pytest.approx(row["loss"])] for row in rows if "loss" in row]
+
+
+def test_long_swarm_has_a_curve_for_each_member_from_its_first_row_and_new_rows_are_added(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "AT_ONCE", 5000)
     run = MadeRun(tmp_path / "run", 2, 1000)
-    run.grow(15)
+    run.grow(200)
     made = Made(run.folder, tmp_path / "board")
     asyncio.run(made.update())
     run.grow(10)
     asyncio.run(made.update())
     found = events(tmp_path / "board")
-    rows = [row for row in read_rows(run.folder / METRICS) if row.get("member") == "m1" and row["step"] % 10 == 1]
-    assert found["m1 loss"] == [(row["step"], pytest.approx(row["loss"])) for row in rows if "loss" in row]
+    assert list(map(list, found["m1 loss"])) == losses(run) and len(losses(run)) == 21
     assert len(found["held out eval_loss"]) == 2
 
 
-def test_swarm_of_many_rows_is_shown_from_its_first_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "AT_ONCE", 5000)
-    run = MadeRun(tmp_path / "run", 2, 1000)
-    run.grow(200)
-    asyncio.run(Made(run.folder, tmp_path / "board").update())
-    assert [step for step, _ in events(tmp_path / "board")["m1 loss"]] == list(range(1, 201, 10))
+def test_run_is_called_as_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [_name(run, {}) for run in (".", f"../{tmp_path.name}/", "gs://b/runs/far/")] == [tmp_path.name] * 2 + [
+        "far"
+    ]
 
 
 def test_curves_and_traces_are_found_without_following_links_to_folders(tmp_path):
-    """As xprof looks for `plugins/profile`, in a plain run and in a swarm's."""
     swarm, plain = MadeRun(tmp_path / "swarm", 2, 1000), tmp_path / "plain"
     swarm.grow(15)
     for board in (plain / "tensorboard", swarm.folder / "tensorboard" / "m1"):
@@ -86,31 +89,23 @@ def test_curves_and_traces_are_found_without_following_links_to_folders(tmp_path
     assert events(shown)["plain loss"] == [(1, 2.0)]
 
 
-def test_run_is_called_as_its_folder(tmp_path, monkeypatch):
-    (tmp_path / "mine").mkdir()
-    monkeypatch.chdir(tmp_path / "mine")
-    assert [_name(run, {}) for run in (".", "../mine/", "gs://bucket/runs/far/")] == ["mine", "mine", "far"]
-
-
 def test_files_of_a_machine_are_copied_from_where_the_last_copy_ended(here, tmp_path):
     host, home, board = here.hosts[0], here.machines[0].home, tmp_path / "board"
     there = home / "runs" / "mine" / "tensorboard" / "events"
     there.mkdir(parents=True)
     (there / "events.out").write_bytes(b"a" * 10)
-    (home / "runs" / "mine" / "secret").write_bytes(b"no")
+    (home / "runs" / "mine" / "secret").touch()
     copy = board / "mine" / "tensorboard" / "events" / "events.out"
 
-    async def work() -> None:
-        async with here.connections() as connections:
-            far = Far(connections, lambda: asyncio.sleep(0, host), "runs", board)
-            await far.update()
-            assert copy.read_bytes() == b"a" * 10 and not list(board.rglob("secret"))
-            with (there / "events.out").open("ab") as file:
-                file.write(b"b" * 5)
-            copy.write_bytes(b"c" * 10)
-            await far.update()
+    async def work(connections) -> None:
+        far = Far(connections, lambda: asyncio.sleep(0, host), "runs", board)
+        await far.update()
+        assert copy.read_bytes() == b"a" * 10 and not list(board.rglob("secret"))
+        (there / "events.out").write_bytes(b"a" * 10 + b"b" * 5)
+        copy.write_bytes(b"c" * 10)
+        await far.update()
 
-    asyncio.run(work())
+    here.run(work)
     assert copy.read_bytes() == b"c" * 10 + b"b" * 5
 
 
@@ -139,41 +134,35 @@ def test_losses_of_a_machine_and_of_this_computer_are_shown_also_after_an_outage
     intervals = {"tpuswarm.cli.tensorboard.LOOK": 0.5, "tpuswarm.cloud.google.access.PATIENCE": 0.2}
     command = fleet.start("tensorboard", "runs/near", f"{ONE}:runs", "--port", str(port), intervals=intervals)
 
+    def read(path: str):
+        with urlopen(f"http://127.0.0.1:{port}/data/{path}") as answer:
+            return json.loads(answer.read())
+
     def points(run: str) -> list[list[float]]:
-        if run not in answer(port, "/data/runs"):
+        if run not in read("runs"):
             return []
-        return [point[1:] for point in answer(port, f"/data/plugin/scalars/scalars?tag=loss&run={run}")]
+        return [point[1:] for point in read(f"plugin/scalars/scalars?tag=loss&run={run}")]
 
     try:
         line = command.stdout.readline()
         assert line.startswith(f"http://127.0.0.1:{port} shows near, {ONE}-runs"), command.communicate()
-        rows = [row for row in read_rows(near.folder / METRICS) if row.get("member") == "m1" and row["step"] % 10 == 1]
-        losses = [[row["step"], pytest.approx(row["loss"])] for row in rows if "loss" in row]
-        until(lambda: points("near/m1") == losses, 120)
-        until(lambda: points(f"{ONE}-runs/far/tensorboard") == [[1, 3.0]], 120)
+        until(lambda: points("near/m1") == losses(near), 240)
+        until(lambda: points(f"{ONE}-runs/far/tensorboard") == [[1, 3.0]], 240)
         browser.open(f"http://127.0.0.1:{port}/#timeseries")
         browser.wait(lambda browser: "far" in browser.js(TEXT) and "loss" in browser.js(TEXT), "the curve of the loss")
-        fleet.run("rehearsal", "break", ZONE, "unreachable")
-        try:
+        with fleet.broken(ZONE, "unreachable"):
             assert "it is tried again" in command.stderr.readline()
             board.write({"step": 11, "tokens": 88, "loss": 2.0})
             board.flush()
-        finally:
-            fleet.run("rehearsal", "break", ZONE, "unreachable", "--mend")
-        until(lambda: points(f"{ONE}-runs/far/tensorboard") == [[1, 3.0], [11, 2.0]], 120)
+        until(lambda: points(f"{ONE}-runs/far/tensorboard") == [[1, 3.0], [11, 2.0]], 240)
     finally:
         command.send_signal(signal.SIGINT)
-        _, err = command.communicate(timeout=60)
+        _, err = finish(command, 130)
         shutil.rmtree(far)
         shutil.rmtree(fleet.folder / "runs")
-    assert command.returncode == 130 and "Traceback" not in err
+    assert "Traceback" not in err
     with socket.socket() as gone:
         assert gone.connect_ex(("127.0.0.1", port)) != 0, "TensorBoard ends with its command"
-
-
-def answer(port: int, path: str):
-    with urlopen(f"http://127.0.0.1:{port}{path}") as found:
-        return json.loads(found.read())
 
 
 def test_wrong_words_are_one_sentence(typed, fleet, tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
 """`top`: figures of libtpu's own protocol, from real processes on machines."""
 
 import asyncio
-import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import HOSTS, ONE
 from tests.terminal import CTRL_C, SMALL, terminal
+from tests.train.look.test_live import drawn
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.cloud.rehearsal.machines import processes
@@ -20,7 +21,7 @@ from tpuswarm.fleet.reach import Reached
 from tpuswarm.remote.host import Host
 from tpuswarm.swarm.views.status import MemberStatus
 from tpuswarm.watch import top
-from tpuswarm.watch.chips import fields, gauges
+from tpuswarm.watch.chips import gauges
 from tpuswarm.watch.follow import Follower, Sample
 
 BURNS = (
@@ -50,17 +51,11 @@ def test_owner_load_and_memory_of_chips(fleet):
     idle = shown(fleet)
     assert len(idle) == 5 and {host["state"] for host in idle.values()} == {"idle"}
     assert all(not host["chips"] and not host["owners"] for host in idle.values())
-    fleet.detach("v2", "burns", BURNS, prints="begun")
-    try:
+    with fleet.job("v2", "burns", BURNS, prints="begun"):
         with terminal(["top"], fleet.folder, SMALL, fleet.environment) as opened:
             # The load is measured between two samples.
-            screen = opened.wait(
-                lambda opened: (
-                    re.search(r"v2-usc1f-0/0 +busy +[▁▂▃▄▅▆▇█]{8} [1-9]\d*%", opened.screen)
-                    and "libtpu:" in opened.screen
-                    and "5 hosts: 4 idle, 1 busy" in opened.screen
-                )
-            )
+            patterns = r"v2-usc1f-0/0 +busy +[▁▂▃▄▅▆▇█]{8} [1-9]\d*%", "libtpu:", "5 hosts: 4 idle, 1 busy"
+            screen = opened.wait(lambda opened: all(re.search(pattern, opened.screen) for pattern in patterns))
             opened.send(CTRL_C)
             opened.finish(130)
         assert screen.index("v5e-usc1a-0/0") < screen.index(HOSTS[0]), "idle hosts come first"
@@ -74,54 +69,44 @@ def test_owner_load_and_memory_of_chips(fleet):
         (owner,) = host["owners"]
         assert "bytearray" in owner["command"] and owner["libtpu"]["TPU_LOAD_LIBRARY"] == "1"
         assert all(0 <= chip["duty_percent"] <= 100 for chip in host["chips"])
-    finally:
-        fleet.run("stop", "burns")
     until(lambda: shown(fleet, "v2")[HOSTS[0]]["state"] == "idle")
 
 
 def test_run_on_a_machine_has_its_step_and_a_single_machine_a_row_for_each_device(fleet):
-    fleet.detach("v2", "mine", TRAINS.format(python=sys.executable), prints="begun")
-    try:
+    with fleet.job("v2", "mine", TRAINS.format(python=sys.executable), prints="begun"):
         host = shown(fleet, "v2")[HOSTS[0]]
         assert (host["step"], host["loss"]) == (3, 5.0 / 3)
         lines = fleet.run("top", ONE, "--once")[0].splitlines()
         assert len([line for line in lines if re.match(r"  device [0-7] +[▁▂▃▄▅▆▇█] \d+%", line)]) == 8
         assert "device" not in fleet.run("top", "all", "--once")[0]
-    finally:
-        fleet.run("stop", "mine")
 
 
 def test_lost_host_is_reported_and_others_go_on(here):
-    async def work():
-        async with here.connections() as connections:
-            follower = Follower(connections)
-            follower.follow(here.hosts)
-            try:
-                while len(follower.samples) < 3 or not all(sample.said for sample in follower.samples.values()):
-                    await asyncio.sleep(0.05)
-                first = here.machines[0]
-                assert processes.send([first.id], signal.SIGKILL, is_chips) == 1
-                while follower.samples[first.host.label].said:
-                    await asyncio.sleep(0.05)
-                lost = follower.samples[first.host.label]
-                assert all(follower.samples[host.label].said for host in here.hosts[1:])
-                follower.follow(here.hosts[1:])
-                assert set(follower.samples) == {host.label for host in here.hosts[1:]}
-            finally:
-                await follower.close()
-            return lost
+    async def work(connections) -> str:
+        follower, first = Follower(connections), here.machines[0]
+        follower.follow(here.hosts)
+        try:
+            while len(follower.samples) < 3 or not all(sample.said for sample in follower.samples.values()):
+                await asyncio.sleep(0.05)
+            assert processes.send([first.id], signal.SIGKILL, is_chips) == 1
+            while follower.samples[first.host.label].said:
+                await asyncio.sleep(0.05)
+            why = follower.samples[first.host.label].why
+            assert all(follower.samples[host.label].said for host in here.hosts[1:])
+            follower.follow(here.hosts[1:])
+            assert set(follower.samples) == {host.label for host in here.hosts[1:]}
+        finally:
+            await follower.close()
+        return why
 
-    lost = asyncio.run(asyncio.wait_for(work(), 240))
-    assert lost.why.endswith(" says nothing: its program was ended")
+    assert here.run(work).endswith(" says nothing: its program was ended")
     # Its programs end, as nobody reads them.
     until(lambda: not any(is_chips(pid) for pid in processes.find([machine.id for machine in here.machines])))
 
 
 def is_chips(pid: int) -> bool:
-    try:
-        return b"tpuswarm.watch.chips" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    file = Path(f"/proc/{pid}/cmdline")
+    return file.exists() and b"tpuswarm.watch.chips" in file.read_bytes()
 
 
 def machine(name: str, **about) -> Machine:
@@ -131,13 +116,6 @@ def machine(name: str, **about) -> Machine:
 def sample(**about) -> Sample:
     said = {"duty": {"0": 90.0, "1": 10.0}, "used": {"0": 2e9, "1": 8e9}, "total": {"0": 16e9, "1": 16e9}}
     return Sample(about.pop("at", NOW), {**said, "owners": [], "chips": 2, **about})
-
-
-def test_duty_of_a_chip_is_that_of_both_its_devices():
-    """On v2 and v3 memory is of a device and duty of a chip, as tpu-info has it."""
-    said = {"duty": {"0": 90.0, "1": 10.0}, "used": dict.fromkeys("0123", 1e9), "total": dict.fromkeys("0123", 8e9)}
-    (row,) = rows_of([machine("a")], {"a": sample(**said)})
-    assert [chip.duty_percent for chip in row.chips] == [90.0, 90.0, 10.0, 10.0]
 
 
 def rows_of(machines, samples, members=(), away=()):
@@ -174,30 +152,23 @@ def test_unknown_figure_is_a_dash_and_not_a_zero():
     assert (busy.tokens_per_s, busy.loss, busy.version) == (41_234.0, 2.5, 12)
     assert [chip.hbm_used_bytes for chip in busy.chips] == [None, None]
     for width in (80, 120):
-        lines = drawn(rows, width)
+        lines = drawn(top.draw(rows, width, None), width)
         line = next(line for line in lines if line.startswith("a/0"))
         assert "█▁ 50%" in line and " – " in line and "41,234" in line and max(map(len, lines)) <= width
         words = next(line for line in lines if line.startswith("b/0")).split()
         assert words.count("–") >= 5 and "0%" not in words, "speed, loss and commit too"
 
 
-def drawn(rows, width: int, height: int | None = None) -> list[str]:
-    from rich.console import Console
-
-    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
-    console.print(top.draw(rows, width, height))
-    return [line.rstrip() for line in console.export_text().splitlines()]
-
-
-def test_sixty_four_hosts_fit_a_small_screen():
+def test_duty_of_a_chip_is_that_of_both_its_devices_and_many_hosts_fit_a_small_screen():
+    """On v2 and v3 memory is of a device and duty of a chip, as tpu-info has it."""
+    (row,) = rows_of([machine("a")], {"a": sample(used=dict.fromkeys("0123", 1e9), total=dict.fromkeys("0123", 8e9))})
+    assert [chip.duty_percent for chip in row.chips] == [90.0, 90.0, 10.0, 10.0]
     machines = [machine(f"m-{number}") for number in range(64)]
-    lines = drawn(rows_of(machines, {machine.name: sample() for machine in machines}), 80, 23)
+    lines = drawn(top.draw(rows_of(machines, {machine.name: sample() for machine in machines}), 80, 23))
     assert len(lines) <= 23 and any("more" in line for line in lines) and "64 hosts: 64 busy" in lines[-1]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x0a", b"\xff" * 9, b"\x0a\x04\x1a\x02\x12\x00"])
 def test_wrong_answer_of_libtpu_has_no_figures(data):
-    try:
+    with suppress(IndexError, ValueError):  # which the caller takes for no answer
         assert gauges(data) == {}
-    except (IndexError, ValueError):  # which the caller takes for no answer
-        fields(b"")

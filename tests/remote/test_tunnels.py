@@ -8,22 +8,19 @@ from contextlib import suppress
 
 import pytest
 
-from tests.remote.conftest import HOSTS, ONE, free_port
+from tests.hosts import free_port
+from tests.remote.conftest import HOSTS, ONE
 from tpuswarm.cloud.errors import Unreachable
 from tpuswarm.errors import InputError
 from tpuswarm.remote import forward as forwarding
 from tpuswarm.remote.forward import forward, ports
 
 
-@pytest.mark.parametrize(("text", "found"), [("8888", (8888, 8888)), ("8889:8888", (8889, 8888))])
-def test_ports_are_given_once_or_twice(text, found):
-    assert ports(text) == found
-
-
-@pytest.mark.parametrize("text", ["0", "65536", "x", "1:", ":1", "1:2:3", ""])
-def test_wrong_port_is_refused(text):
-    with pytest.raises(InputError, match=r"^a port here and one there are like 8888"):
-        ports(text)
+def test_ports_are_given_once_or_twice():
+    assert ports("8888") == (8888, 8888) and ports("8889:8888") == (8889, 8888)
+    for text in ("0", "65536", "x", "1:", ":1", "1:2:3", ""):
+        with pytest.raises(InputError, match=r"^a port here and one there are like 8888"):
+            ports(text)
 
 
 def test_forwarded_port_comes_back_after_a_lost_connection(here, monkeypatch):
@@ -48,12 +45,7 @@ def test_forwarded_port_comes_back_after_a_lost_connection(here, monkeypatch):
     async def work():
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
         there = server.sockets[0].getsockname()[1]
-        errors = [
-            None,
-            Unreachable("listing TPUs: Google Cloud cannot be reached; is this computer online?"),
-            InputError("node-0 is repairing, not ready"),
-            None,
-        ]
+        errors = [None, Unreachable("is this computer online?"), InputError("node-0 is repairing, not ready"), None]
 
         async def find():
             if error := errors.pop(0):
@@ -66,7 +58,7 @@ def test_forwarded_port_comes_back_after_a_lost_connection(here, monkeypatch):
             await asyncio.to_thread(here.cut, 0)
             while not any("was lost" in text for text in said):
                 await asyncio.sleep(0.02)
-            assert await answer() == "pong ping\n"
+            assert await answer() == "pong ping\n" and not errors
             errors.append(None)
             with pytest.raises(InputError, match=rf"^port {port} of this computer is taken .*{port + 1}:{there}"):
                 await forward(connections, find, port, there, said.append)
@@ -75,7 +67,7 @@ def test_forwarded_port_comes_back_after_a_lost_connection(here, monkeypatch):
 
     asyncio.run(work())
     assert said[0] == said[4] and "Ctrl-C ends it" in said[0]
-    assert "was lost" in said[1] and said[2].endswith("online?; retrying in 0.1 s") and "is repairing" in said[3]
+    assert "was lost" in said[1] and "online?; retrying in 0.1 s" in said[2] and "is repairing" in said[3]
 
 
 def test_forward_says_where_it_is_and_ends_with_ctrl_c(fleet):
@@ -94,30 +86,22 @@ def test_forward_says_where_it_is_and_ends_with_ctrl_c(fleet):
     assert "name one" in fleet.run("forward", "all", "8888", code=2)[1]
 
 
-@pytest.fixture
-def config(fleet):
+def test_ssh_scp_and_rsync_know_every_machine_and_refuse_others_in_a_sentence(fleet, tmp_path):
     out, _ = fleet.run("ssh-config")
     assert "has 5 hosts" in out and "Include ~/.ssh/tpuswarm.d/*.config" in out
-    return fleet.folder / ".ssh/tpuswarm.d/trio.config"
+    config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
 
-
-def test_ssh_scp_and_rsync_know_every_machine(fleet, config, tmp_path):
-    def run(*words):
+    def run(*words, code=0):
         done = subprocess.run(words, env=fleet.environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
 
     line = "echo $TPUSWARM_REHEARSAL_MACHINE"
-    assert run("ssh", "-F", config, "v5e-usc1a-0/3", line).startswith("v5e-usc1a-0-3-")
+    assert "v5e-usc1a-0-3-" in run("ssh", "-F", config, "v5e-usc1a-0/3", line)
     (tmp_path / "file").write_text("text")
     run("scp", "-F", config, tmp_path / "file", "v5e-usc1a-0.2:copied")
     assert (fleet.user_home("v5e-usc1a-0-2") / "copied").read_text() == "text"
     run("rsync", "-a", "-e", f"ssh -F {config}", f"{tmp_path}/file", f"{ONE}:synced/")
     assert (fleet.user_home(f"{ONE}-0") / "synced/file").read_text() == "text"
-
-
-def test_ssh_to_an_unknown_machine_is_refused_in_a_sentence(fleet, config):
     config.write_text(config.read_text().replace(HOSTS[0], "v2-usc1f-9/0"))
-    words = ["ssh", "-F", config, ONE, "true"]
-    done = subprocess.run(words, env=fleet.environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 255 and "there is no machine 'v2-usc1f-9'" in done.stderr
+    assert "there is no machine 'v2-usc1f-9'" in run("ssh", "-F", config, ONE, "true", code=255)

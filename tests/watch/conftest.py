@@ -42,7 +42,7 @@ class Page:
         """Press Ctrl-C."""
         if self.process.poll() is None:
             self.process.send_signal(2)
-            _, err = self.process.communicate(timeout=60)
+            _, err = self.process.communicate(timeout=240)
             assert self.process.returncode == 130 and "Traceback" not in err, err
 
 

@@ -57,7 +57,7 @@ def test_bucket_that_fails_once_is_reported_and_still_followed(bucket, monkeypat
         await messages.aclose()
         watching.cancel()
 
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), 240))
 
 
 def test_requests_do_not_each_read_the_bucket(bucket, monkeypatch):
@@ -90,4 +90,4 @@ def test_sleeping_page_does_not_slow_the_others(bucket, monkeypatch):
             assert [(await anext(page))[0] for page in pages[1:]] == ["update"] * 8
         assert (await anext(pages[0]))[0] == "view", "the whole, for what it has missed"
 
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), 240))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,12 @@ def test_every_query_of_the_dashboard_finds_its_metrics(run):
     board = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(queries) > 20
+    boxes = [panel["gridPos"] for panel in board["panels"]]
+    assert all(box["x"] >= 0 and box["x"] + box["w"] <= 24 for box in boxes)
+    for one, other in combinations(boxes, 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or above, f"two panels overlap: {one}, {other}"
     for query in queries:
         metrics = set(re.findall(r"tpuswarm_\w+", query))
         assert metrics and metrics <= known, query

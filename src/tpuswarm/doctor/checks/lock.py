@@ -7,8 +7,8 @@ from tpuswarm.doctor.check import Check, Subject, Wrong
 FILE = "/tmp/libtpu_lockfile"  # libtpu's own place
 MEND = "remove it where no process has it: `sudo rm /tmp/libtpu_lockfile`; --fix does"
 REMOVE = (
-    'F="${TPUSWARM_ROOT:-}' + FILE + '"; [ -e "$F" ] || exit 0; '
-    'if grep -q ":$(stat -c %i "$F") " /proc/locks; then echo "a process has locked it now" >&2; exit 1; fi; '
+    'F="${TPUSWARM_ROOT:-}' + FILE + '"; N=$(stat -c %i "$F" 2>/dev/null) || exit 0; '
+    'if grep -q ":$N " /proc/locks; then echo "a process has locked it now" >&2; exit 1; fi; '
 )
 
 

@@ -80,11 +80,6 @@ class Browser:
         except Exception as error:
             raise AssertionError(f"{what or 'the condition'} did not hold; the page shows:\n{self.text()}") from error
 
-    def shoot(self, path: Path) -> Path:
-        """Save a picture of the window as a PNG file."""
-        self.driver.save_screenshot(str(path))
-        return path
-
     def _log(self, kind: str) -> list[dict[str, Any]]:
         driver: Any = self.driver
         return list(driver.get_log(kind))

@@ -28,10 +28,12 @@ if "TPUSWARM_CACHE" not in os.environ:  # parallel workers inherit the one of th
 # One compilation cache for a session, where commands look for it, whatever cache a test gives them for all else.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(os.environ["TPUSWARM_CACHE"]) / "xla")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+# JAX does not write an entry atomically: a process that reads it meanwhile, or after a kill, compiles and warns.
+os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent compilation cache entry"
 
-# Never the cloud that a user rehearses on; the server of this one ends with its folder, and each one with the tests.
-os.environ.setdefault("TPUSWARM_REHEARSAL", f"{os.environ['TPUSWARM_CACHE']}/rehearsal-{os.getpid()}")
-os.environ.setdefault("TPUSWARM_REHEARSAL_OWNER", str(os.getpid()))
+# Never the cloud that a user rehearses on, nor that of another worker; its server ends with these tests.
+os.environ["TPUSWARM_REHEARSAL"] = f"{os.environ['TPUSWARM_CACHE']}/rehearsal-{os.getpid()}"
+os.environ["TPUSWARM_REHEARSAL_OWNER"] = str(os.getpid())
 
 import jax
 import pytest
@@ -45,7 +47,7 @@ from tpuswarm.train.process.stop import SIGNALS
 sys.dont_write_bytecode = True  # these processes leave nothing beside the files that a test makes
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Seconds are no subject of these tests: an example may compile, and other processes may have the cores.
+# Tests set no deadlines: examples may compile.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
@@ -81,7 +83,7 @@ def _leaves_the_environment():
 @pytest.fixture(autouse=True)
 def _leaves_the_signals():
     """A command in this process takes them for good, as it may in its own."""
-    before, unraisable = {each: signal.getsignal(each) for each in SIGNALS}, sys.unraisablehook
+    before, unraisable = {number: signal.getsignal(number) for number in SIGNALS}, sys.unraisablehook
     yield
     sys.unraisablehook = unraisable
     for number, handler in before.items():

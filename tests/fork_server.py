@@ -24,9 +24,9 @@ from typing import Any
 
 MODULES = (
     "fsspec", "jax.ad_checkpoint", "jaxlib.mlir.dialects.mhlo", "matplotlib.backends.backend_agg", "matplotlib.pyplot",
-    "optax", "orbax.checkpoint", "rich.progress", "tokenizers", "uvicorn", "tpuswarm.cli.train",
-    "tpuswarm.recipes.gpt2.program", "tpuswarm.recipes.gpt2.tokens", "tpuswarm.train.look.report",
-    "tpuswarm.train.trainer",
+    "optax", "orbax.checkpoint", "rich.progress", "tokenizers", "uvicorn", "tpuswarm.cli.router", "tpuswarm.cli.train",
+    "tpuswarm.recipes.gpt2.program", "tpuswarm.recipes.gpt2.tokens", "tpuswarm.router.apply",
+    "tpuswarm.train.look.report", "tpuswarm.train.trainer",
 )  # fmt: skip
 """Slow to import, without threads of their own; those of numpy survive a fork."""
 

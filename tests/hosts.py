@@ -8,20 +8,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
-from random import randrange
+from random import Random
 
 from tests.processes import wait_for
 
 SECRET = b"secret"
 TIMEOUT_S = 300
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+PORTS = range(20_000 + WORKER, 32_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+"""Others for each parallel worker; above those of Ray's workers and below those that Linux gives out."""
+_ports = cycle(Random(os.getpid()).sample(PORTS, len(PORTS)))
 
 
 def free_port() -> int:
-    """Return a free port of loopback, above those of Ray's workers and below those that Linux gives out."""
+    """Return a free port of loopback that this process has not used before."""
     while True:
-        port = randrange(20_000, 32_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port := next(_ports))):
             return port
 
 
@@ -49,12 +53,10 @@ def start_hosts(module: str, folder: Path, **about) -> list[subprocess.Popen[str
 
 
 def err(folder: Path, index: int) -> Path:
-    """Return the file of a host's stderr."""
     return folder / f"host-{index}.err"
 
 
 def finished(hosts: list[subprocess.Popen[str]], folder: Path, code: int = 0) -> None:
-    """Wait until both hosts have exited with `code`."""
     try:
         for index, host in enumerate(hosts):
             assert host.wait(TIMEOUT_S) == code, err(folder, index).read_text()[-3000:]
@@ -63,14 +65,14 @@ def finished(hosts: list[subprocess.Popen[str]], folder: Path, code: int = 0) ->
             host.kill()
 
 
-def sentence_after(
-    hosts: list[subprocess.Popen[str]], folder: Path, ready: Callable[[], bool], victim: int, how
+def signal_host(
+    hosts: list[subprocess.Popen[str]], folder: Path, ready: Callable[[], bool], victim: int, number: int
 ) -> str:
     """Send one host a signal once the other is `ready`; return what the other wrote to stderr when it has failed."""
     other = 1 - victim
     try:
         wait_for(ready, hosts[other])
-        hosts[victim].send_signal(how)
+        hosts[victim].send_signal(number)
         assert hosts[other].wait(TIMEOUT_S) == 1, err(folder, other).read_text()[-3000:]
     finally:
         for host in hosts:

@@ -24,12 +24,16 @@ TIMES = ("tokens_per_s", "wait_s", "wall_s")
 ONE_DEVICE = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false", "JAX_PLATFORMS": ""}
 READ_AT_IMPORT = ("JAX_", "MPL", "PYTHON", "TPUSWARM_ROOT")
 """Prefixes of the variables that libraries read when they are imported."""
+PATIENCE = 240.0
+"""Seconds to wait for anything; other processes may have the cores."""
+ROOT = Path(__file__).parents[1]
 
 # Children inherit ignored signals (pytest under nohup, or in the background of a script), but not handlers.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
 
+_environment = dict(os.environ)  # as no test has changed it
 _servers: dict[tuple[tuple[str, str], ...], socket.socket] = {}
 
 
@@ -44,12 +48,12 @@ def fork_server(env: Mapping[str, str]) -> socket.socket:
     key = tuple(variables.items())
     if key not in _servers:
         _servers[key], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        others = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_IMPORT)}
-        path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+        others = {name: value for name, value in _environment.items() if not name.startswith(READ_AT_IMPORT)}
         with theirs:
             subprocess.Popen(
-                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                env={**others, **variables, **path, "XLA_FLAGS": ""}, stdin=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, "-P", "-m", "tests.fork_server", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                env={**others, **variables, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}, cwd=ROOT,
+                stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
     return _servers[key]
 
@@ -112,7 +116,7 @@ def start(
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
     """Return what a process printed on stdout and stderr; fail unless it ends with `code`."""
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, f"exit {process.returncode}, not {code}:\n{out}\n{err}"
     return out, err
 
@@ -123,22 +127,18 @@ def run(words: list[str], cwd: Path, code: int = 0) -> tuple[str, str]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait until `condition` holds; fail if the process ends before."""
+    """Wait until `condition` holds; if it does not, or the process ends before, fail with what that printed."""
+    deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert process.poll() is None, f"ended too early:\n{process.communicate()}"
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"not before the end, or in {PATIENCE:.0f} s:\n{process.communicate(timeout=60)}")
         time.sleep(0.005)
 
 
 def updates(folder: Path) -> int:
     """Return how many updates a run's metrics hold."""
     return sum("loss" in row for row in read_rows(folder / METRICS))
-
-
-def kill_after(process: subprocess.Popen[str], folder: Path, rows: int, number: signal.Signals) -> tuple[str, str]:
-    """Signal a process once its run has `rows` updates; return what it printed."""
-    wait_for(lambda: updates(folder) >= rows, process)
-    process.send_signal(number)
-    return process.communicate(timeout=240)
 
 
 def rows_without_times(folder: Path) -> list[dict]:

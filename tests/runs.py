@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +23,12 @@ class Finished(NamedTuple):
 
 def finished_once(name: str, words: list[str]) -> Finished:
     """Return the run of a command given without --run; parallel workers of a session share it."""
-    folder = Path(os.environ["TPUSWARM_CACHE"]) / "runs" / name
+    folder = Path(os.environ["TPUSWARM_CACHE"]) / "finished" / name
     printed = folder / "printed.json"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         if not printed.exists():
+            shutil.rmtree(folder / "run", ignore_errors=True)
             command = processes.start([*words, "--run", "run", "--json"], folder)
             printed.write_text(json.dumps(processes.finish(command)))
     out, err = json.loads(printed.read_text())

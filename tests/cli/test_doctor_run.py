@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.views.test_drawing import status
+from tests.swarm.views.test_status import status_of
 from tpuswarm.doctor import run as doctor
 from tpuswarm.swarm.views.status import MemberStatus, write_status
 from tpuswarm.train.run.directory import Run, append_event
@@ -31,7 +31,7 @@ def run(tmp_path):
 
 def alive(folder, members=("m0", "m1", "m2"), at=NOW, alarms=(), speeds=()):
     speeds = dict(zip(members, [1000.0] * len(members), strict=True)) | dict(speeds)
-    found = status([member(name, speeds[name]) for name in members], alarms)
+    found = status_of([member(name, speeds[name]) for name in members], alarms)
     write_status(folder, type(found)(**{**vars(found), "time": at}))
 
 

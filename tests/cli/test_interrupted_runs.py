@@ -3,12 +3,12 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.cli.moments import TRAIN, contains, has_child, processes_of, wait_until
 from tests.terminal import CTRL_C, terminal
+from tests.waiting import until
 from tpuswarm.train.run.directory import METRICS
 from tpuswarm.train.run.life import read_life
 
@@ -22,7 +22,7 @@ def test_ctrl_c_saves_a_run(tmp_path, name):
         wait_until(contains(name), opened, tmp_path / "runs/a")
         opened.send(CTRL_C)
         opened.finish(130)
-        assert processes_of(opened.process.pid) == []
+        until(lambda: not processes_of(opened.process.pid))
     life = read_life(tmp_path / "runs/a")
     assert life.state == "stopped" and "saved at step" in life.message
 
@@ -107,10 +107,7 @@ def test_ctrl_c_while_a_swarm_starts_does_not_wait_for_it(tmp_path, name):
         text = opened.finish(130)
         assert "runs/a was removed: it stopped before there was anything to keep" in opened.sentences
         assert text.rstrip().endswith("interrupted") and "their last work" not in text
-        end = time.monotonic() + 60
-        while left := processes_of(opened.process.pid):
-            assert time.monotonic() < end, left
-            time.sleep(0.1)
+        until(lambda: not processes_of(opened.process.pid))
     assert not list(tmp_path.glob("runs/*"))
 
 

@@ -3,17 +3,19 @@
 import json
 import random
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.processes import finish, kill_after, rows_without_times, run, start, updates, wait_for
+from tests.processes import PATIENCE, finish, rows_without_times, run, start, updates, wait_for
 from tests.train import wide
 from tpuswarm.train.run.directory import METRICS
 from tpuswarm.train.run.listing import status
 
 pytestmark = pytest.mark.slow
 STEPS = 100
-TRAIN = ["train", f"{wide.__file__}:wide", "--batch", "16", "--steps", str(STEPS), "--save-every", "10",
+TRAIN = ["train", f"{wide.__file__}:held", "--batch", "16", "--steps", str(STEPS), "--save-every", "10",
          "--eval-every", "40", "--seed", "3", "--run", "run"]  # fmt: skip
 
 
@@ -27,49 +29,64 @@ def whole(tmp_path_factory):
     return rows
 
 
+def start_until(rows: int, cwd: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a run and wait until it has `rows` updates; it has data for a few steps more, and cannot end."""
+    (cwd / "hold_after").write_text(str(rows + 5))
+    process = start([*TRAIN, *words], cwd)
+    wait_for(lambda: updates(cwd / "run") >= rows, process)
+    return process
+
+
+def run_to_the_end(cwd: Path) -> tuple[str, str]:
+    (cwd / "hold_after").unlink()
+    return run(TRAIN, cwd)
+
+
 def test_killed_again_and_again(whole, tmp_path):
     folder = tmp_path / "run"
     for rows in (1, 34, 71):
-        kill_after(start(TRAIN, tmp_path), folder, rows, signal.SIGKILL)
+        process = start_until(rows, tmp_path)
+        process.kill()
+        finish(process, -signal.SIGKILL)
         assert status(folder).state == "killed"
         with (folder / METRICS).open("a") as file:
             file.write('{"step": 119, "lo')  # a torn last line
-    run(TRAIN, tmp_path)
+    run_to_the_end(tmp_path)
     assert rows_without_times(folder) == whole
 
 
 def test_stopped_by_signals_and_in_use_until_then(whole, tmp_path):
     folder = tmp_path / "run"
     for number, rows in ((signal.SIGINT, 15), (signal.SIGTERM, 40)):
-        process = start(TRAIN, tmp_path)
-        wait_for((folder / "checkpoints" / "00000000" / "manifest.json").exists, process)  # how long a save takes
-        wait_for(lambda rows=rows: updates(folder) >= rows, process)
+        process = start_until(rows, tmp_path)
+        wait_for(lambda: any(folder.glob("checkpoints/*/manifest.json")), process)  # how long a save takes
         process.send_signal(signal.SIGSTOP)
         try:
             _, err = run(TRAIN, tmp_path, code=2)
             assert f"run is in use by process {process.pid}" in err and err.count("\n") == 1
             seen = json.loads(run(["status", "run", "--json"], tmp_path)[0])
             assert (seen["state"], seen["pid"]) == ("running", process.pid)
-        finally:
             process.send_signal(signal.SIGCONT)
-        process.send_signal(number)
-        out, err = finish(process, 128 + number)
+            process.send_signal(number)
+            out, err = finish(process, 128 + number)
+        finally:
+            process.kill()
         stopped = updates(folder)
         assert f"saved at step {stopped}" in out and "Traceback" not in err and status(folder).state == "stopped"
-    _, err = run(TRAIN, tmp_path)
+    _, err = run_to_the_end(tmp_path)
     assert f"resumed from the checkpoint of step {stopped}" in err and rows_without_times(folder) == whole
 
 
 def test_notice_too_short_for_a_save_leaves_the_last_checkpoint(whole, tmp_path):
     folder = tmp_path / "run"
-    process = start([*TRAIN, "--grace", "0s"], tmp_path)
+    process = start_until(10, tmp_path, "--grace", "0s")
     wait_for((folder / "checkpoints" / "00000010" / "manifest.json").exists, process)
     process.send_signal(signal.SIGTERM)
     out, _ = finish(process, 128 + signal.SIGTERM)
     saved = max(int(path.parent.name) for path in (folder / "checkpoints").glob("*/manifest.json"))
     if updates(folder) > saved:
         assert "more than the 0.0 s left" in out and f"checkpoint of step {saved} is safe" in out
-    _, err = run(TRAIN, tmp_path)
+    _, err = run_to_the_end(tmp_path)
     assert f"resumed from the checkpoint of step {saved}" in err and rows_without_times(folder) == whole
 
 
@@ -78,13 +95,8 @@ def test_killed_at_random_moments(whole, tmp_path):
     print(f"seed {seed}")  # shown with a failure
     moments, folder = random.Random(seed), tmp_path / "run"
     for _ in range(6):
-        process = start(TRAIN, tmp_path)
-        done = updates(folder) if (folder / METRICS).exists() else 0
-        if done >= STEPS:
-            process.communicate(timeout=240)
-            break
-        rows = min(STEPS - 2, max(1, done + moments.randrange(-8, 40)))
-        number = moments.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-        kill_after(process, folder, rows, number)
-    run(TRAIN, tmp_path)
+        process = start_until(min(STEPS - 6, max(1, updates(folder) + moments.randrange(-8, 40))), tmp_path)
+        process.send_signal(moments.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
+        process.communicate(timeout=PATIENCE)
+    run_to_the_end(tmp_path)
     assert rows_without_times(folder) == whole

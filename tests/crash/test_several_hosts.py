@@ -45,16 +45,23 @@ class Hosts:
 
     def reach(self, step: int) -> "Hosts":
         """Wait until the run has that many updates."""
-        wait_for(lambda: updates(self.folder) >= step, self.processes[0])
+        try:
+            wait_for(lambda: updates(self.folder) >= step, self.processes[0])
+        except BaseException:
+            self.kill()
+            raise
         return self
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
 
     def end(self, *codes: int) -> list[tuple[str, str]]:
         """Wait until they end with these codes; return what each printed."""
         try:
-            outputs = [process.communicate(timeout=120) for process in self.processes]
+            outputs = [process.communicate(timeout=240) for process in self.processes]
         finally:
-            for process in self.processes:
-                process.kill()
+            self.kill()
         assert [process.returncode for process in self.processes] == list(codes), outputs
         return outputs
 

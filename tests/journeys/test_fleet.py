@@ -5,22 +5,20 @@ import random
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.local_cloud import cloud_of_this_test
+from tests.local_cloud import use_local_cloud
+from tests.processes import PATIENCE, PROGRAM
+from tests.waiting import until
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.place import Place
 from tpuswarm.errors import TpuswarmError
 
 pytestmark = pytest.mark.slow
-PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
-PATIENCE = 240.0
-"""Seconds to wait for anything."""
 FILE = """\
 name = "trio"
 provider = "rehearsal"
@@ -61,7 +59,7 @@ count = 100
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    with cloud_of_this_test(tmp_path, monkeypatch, 30.0) as found:
+    with use_local_cloud(tmp_path, monkeypatch, 60.0) as found:
         yield found
 
 
@@ -72,21 +70,15 @@ def run(line: str) -> str:
     return done.stdout
 
 
-def keep() -> subprocess.Popen[bytes]:
-    with Path("keeper.log").open("ab") as log:
-        return subprocess.Popen([PROGRAM, "keep"], stdout=log, stderr=log)
+def keep(name: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start a keeper; return it and its log."""
+    path = Path(f"{name}.log")
+    with path.open("wb") as log:
+        return subprocess.Popen([PROGRAM, "keep"], stdout=log, stderr=log), path
 
 
 def machines(place: Place) -> list[dict]:
     return ask(place, "status")["machines"]
-
-
-def wait_until(condition, place: Place, keeper: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition(machines(place)):
-        assert keeper.poll() is None, Path("keeper.log").read_text()
-        assert time.monotonic() < end, f"{machines(place)}\n{Path('keeper.log').read_text()}"
-        time.sleep(0.3)
 
 
 def all_ready(found: list[dict]) -> bool:
@@ -101,17 +93,18 @@ def test_fleet_survives_preemptions_and_killed_keepers(place, tmp_path):
     assert all_ready(machines(place))
     assert {machine["type"]: len(machine["workers"]) for machine in machines(place)}["v5litepod-16"] > 1
 
-    keeper = keep()
-    for _ in range(5):  # each keeper sees some machines go, and is killed at a random moment
+    for number in range(5):  # each keeper finds some machines gone, and is killed at a random moment
         there = machines(place)
         for item in chance.sample(there, min(2, len(there))):
             with suppress(TpuswarmError):  # it may be gone already
                 ask(place, "preempt", name=item["name"], ending=chance.choice(["preempted", "terminated", "gone"]))
-        time.sleep(chance.uniform(0.5, 3.0))
+        keeper, log = keep(f"killed-{number}")
+        until(lambda log=log: log.stat().st_size, shown=lambda: machines(place))  # it has acted, or seen a change
+        time.sleep(chance.uniform(0.0, 1.5))
         keeper.send_signal(signal.SIGKILL)
-        keeper.wait()
-        keeper = keep()
-    wait_until(all_ready, place, keeper)
+        assert keeper.wait() == -signal.SIGKILL, log.read_text()
+    keeper, log = keep("last")
+    until(lambda: all_ready(machines(place)), shown=lambda: f"{machines(place)}\n{log.read_text()}")
     shown = json.loads(run("list --json"))
     assert len(shown["machines"]) == 6 and sum(machine["preemptions"] for machine in shown["machines"]) >= 1
 

@@ -4,17 +4,17 @@ import json
 import os
 import signal
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.journeys.test_fleet import PATIENCE, PROGRAM, machines, run
-from tests.local_cloud import cloud_of_this_test
+from tests.journeys.test_fleet import machines, run
+from tests.local_cloud import delete_machine, use_local_cloud
+from tests.processes import PATIENCE, PROGRAM
+from tests.waiting import until
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.place import Place
-from tpuswarm.fleet.keeping.fleets import find
 
 pytestmark = pytest.mark.fleet
 FILE = """\
@@ -55,17 +55,12 @@ secrets = ["A_TOKEN"]
 def place(tmp_path, monkeypatch):
     monkeypatch.setenv("A_TOKEN", "s3cret")
     (tmp_path / "swarm.toml").write_text(FILE)
-    with cloud_of_this_test(tmp_path, monkeypatch, 60.0) as found:
+    with use_local_cloud(tmp_path, monkeypatch, 60.0) as found:
         yield found
 
 
-def wait_until(condition, what: str):
-    """Wait until a condition holds; return its value."""
-    end = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < end, f"{what}:\n{run('list')}\n{run('describe duo-head')}"
-        time.sleep(0.3)
-    return found
+def wait_until(condition, what: str) -> None:
+    until(condition, shown=lambda: f"{what}:\n{run('list')}\n{run('describe duo-head')}")
 
 
 def keeper() -> dict:
@@ -93,13 +88,6 @@ def keepers_here(folder: Path) -> list[int]:
             if keeps and f"HOME={folder}".encode() in environment:
                 found.append(int(process.name))
     return found
-
-
-def delete(name: str) -> None:
-    """Delete a machine as in Google's console."""
-    cloud = find(None)[0].provider()
-    (machine,) = [machine for machine in cloud.machines(["us-central1-f"]).machines if machine.name == name]
-    cloud.delete(machine)
 
 
 def test_keeper_on_the_head_is_restored(place, tmp_path):
@@ -130,7 +118,7 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
     assert (home(place, "duo-head") / ".ssh/tpuswarm").stat().st_mode & 0o077 == 0  # a key of its own
 
     # A router that is lost comes back as a bare VM: the keeper makes it the router again.
-    delete("duo-door")
+    delete_machine(place, "duo-door")
     files = "duo-door-0-*/etc/tpuswarm-router.nft"
     others = lambda: [item.read_text() for item in {*place.machines.glob(files)} - {rules}]  # noqa: E731
     wait_until(lambda: others() == [routed], "nobody made the new VM a router")
@@ -141,7 +129,7 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
 
     # The head is lost with its keeper: whoever keeps the fleet then makes both again, and leaves it to that one.
     print(first, keeper(), (state / "keeper.log").read_text())
-    delete("duo-head")
+    delete_machine(place, "duo-head")
     wait_until(lambda: all(machine["name"] != "duo-head" for machine in machines(place)), "the head stays")
     with (tmp_path / "keeper.log").open("wb") as log:
         here = subprocess.Popen([PROGRAM, "keep"], stdout=log, stderr=log)

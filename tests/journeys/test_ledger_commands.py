@@ -361,7 +361,7 @@ def test_stop_waits_for_the_end(call, chain, monkeypatch, end):
 
     monkeypatch.setattr(control, "say", say)
     code, out, err = call("stop a")
-    assert process.wait(10) == 0 and f"asked process {process.pid} to stop" in err
+    assert process.wait(240) == 0 and f"asked process {process.pid} to stop" in err
     assert "note: members hand in what they have done" in err and "started" not in err
     assert err.count(f"`kill -9 {process.pid}` ends it at once") == (end == "late")
     if end == "killed":

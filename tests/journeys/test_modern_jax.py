@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from tests.journeys.then_and_now import CODE, PAGE, check, names, rows
+from tests.journeys.modern_jax_rows import CODE, PAGE, check, names, rows
 from tpuswarm import Trainer
 
 

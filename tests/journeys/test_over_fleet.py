@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.local_cloud import local_cloud
+from tests.local_cloud import delete_machine, local_cloud
 from tests.remote.conftest import Fleet
-from tpuswarm.cloud.google.provider import Google
 from tpuswarm.cloud.rehearsal.client import ask
-from tpuswarm.fleet.clouds import open_access
 
 FILE = """\
 name = "duo"
@@ -102,15 +100,7 @@ def machine(fleet: Fleet, pool: str) -> str:
     return name
 
 
-def delete(fleet: Fleet, name: str, monkeypatch) -> None:
-    """Delete a machine as in Google's console."""
-    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(fleet.place.folder))
-    cloud = Google(open_access("rehearsal", None))
-    (found,) = [machine for machine in cloud.machines(["us-central1-f"]).machines if machine.name == name]
-    cloud.delete(found)
-
-
-def test_model_is_trained_over_machines_that_come_and_go(fleet, monkeypatch):
+def test_model_is_trained_over_machines_that_come_and_go(fleet):
     fleet.run("init", "--yes")
     out, err = fleet.run("train", "swarm.toml", "--yes", "--paid", "--detach")
     assert "then: the head runs on head" in out and f"tpuswarm status {URL}" in out, out + err
@@ -141,7 +131,7 @@ def test_model_is_trained_over_machines_that_come_and_go(fleet, monkeypatch):
     until(fleet, lambda seen: {f"j-{one}", f"j-{slice_}"} <= alive(seen), "both are back")
 
     before = read_status(fleet)
-    delete(fleet, machine(fleet, "head"), monkeypatch)  # with its disk
+    delete_machine(fleet.place, machine(fleet, "head"))  # with its disk
     after = until(fleet, lambda seen: (seen.get("epoch") or 0) > before["epoch"], "another head goes on")
     after = until(fleet, lambda seen: (seen.get("version") or 0) > after["version"] + 1, "it commits")
     assert after["tokens"]["applied"] > before["tokens"]["applied"]

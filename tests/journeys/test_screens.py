@@ -93,18 +93,20 @@ def test_swarm_view(runs):
     assert float(training) == pytest.approx(status["loss"], rel=1e-3)
 
 
-@SIZES
-def test_training_view(tmp_path, text_file, size):
+def test_training_view(tmp_path, text_file):
     name = "runs/a-name-that-nobody-would-want-to-type-twice-and-that-no-screen-of-eighty-columns-has-room-for"
-    words = train(text_file, "--steps", "2000", "--eval-every", "100", "--run", name)
-    with terminal(words, tmp_path, size, new=True) as opened:
+    words = train(text_file, "--steps", "4000", "--eval-every", "200", "--run", name)
+    with terminal(words, tmp_path, SMALL, new=True) as opened:
         opened.wait(lambda shown: "loading JAX … 0:00:0".encode() in shown.written)
-        screen = opened.wait(lambda shown: re.search(r"held-out loss \d", shown.screen))
+        screens = [opened.wait(lambda shown: re.search(r"held-out loss \d", shown.screen))]
         assert "loading JAX" not in opened.text and "compiling" not in opened.text
-        assert re.search(r"\d+% ━", screen) and " of 2,000 steps" in screen and name in screen.replace("\n", "")
-        assert re.search(r"0:0\d:\d\d elapsed +0:\d\d:\d\d left +\S+ steps/s +[\d,]+ tokens/s", screen)
+        opened.resize(LARGE)
+        screens.append(opened.wait(lambda shown: max(map(len, shown.lines)) > 100))
         opened.send(CTRL_C)
         shown = opened.finish(130)
+    for screen in screens:
+        assert re.search(r"\d+% ━", screen) and " of 4,000 steps" in screen and name in screen.replace("\n", "")
+        assert re.search(r"0:0\d:\d\d elapsed +0:\d\d:\d\d left +\S+ steps/s +[\d,]+ tokens/s", screen)
     printed = re.search(r"interrupted: saved at step (\d+); the same `tpuswarm train` command with ", opened.sentences)
     assert printed and (tmp_path / name / "checkpoints" / f"{int(printed[1]):08}").exists()
     assert "blocks/attn/proj/w " in shown and "…" not in shown

@@ -4,14 +4,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from benchmarks.chaos import SMALL, Swarm
 
 from tests.hosts import free_port
+from tests.processes import PATIENCE, PROGRAM, Forked
+from tests.waiting import until
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
@@ -34,11 +34,11 @@ class Host:
     def __init__(self, folder: Path, line: list[str], index: int):
         self.log = folder / f"host-{index}.err"
         cache = folder / f"cache-{index}"
-        command = [sys.executable, "-m", "tpuswarm", *line, "--host", str(index)]
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **TWO_DEVICES, "TPUSWARM_CACHE": str(cache)}
-            )
+            self.process = Forked(
+                [PROGRAM, *line, "--host", str(index)], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, **TWO_DEVICES, "TPUSWARM_CACHE": str(cache)},
+            )  # fmt: skip
 
     def child(self) -> int:
         """Of a host that is not the first: the process that trains."""
@@ -91,17 +91,14 @@ def test_member_of_two_hosts_dies_with_either_and_comes_back(swarm, tmp_path):
         third, child = slice_(), one.child()
         one.end()  # the whole machine: nobody brings it back until it is joined again
         swarm.wait(lambda: len(swarm.events("lost")) == 3)
-        end = time.monotonic() + 10
-        while Path(f"/proc/{child}").exists():
-            assert time.monotonic() < end, "a host outlives its machine's command"
-            time.sleep(0.1)
+        until(lambda: not Path(f"/proc/{child}").exists())  # else a host outlives its machine's command
         one = Host(tmp_path, [*line, "--hosts-at", at], 1)
         started.append(one)
         contributes(third["incarnation"])
 
         zero.process.send_signal(signal.SIGINT)
-        assert zero.process.wait(60) == 0, zero.log.read_text()
-        assert one.process.wait(60) == 0, one.log.read_text()
+        assert zero.process.wait(PATIENCE) == 0, zero.log.read_text()
+        assert one.process.wait(PATIENCE) == 0, one.log.read_text()
         assert one.log.read_text().endswith("host 0 has left the swarm, or the swarm has ended\n")
         swarm.wait(lambda: swarm.events("left"))
         assert swarm.events("left")[0]["incarnation"] not in {event["incarnation"] for event in swarm.events("lost")}

@@ -5,13 +5,14 @@ import os
 import socket
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pytest
 
 from tests.hosts import free_port
+from tests.processes import PATIENCE
+from tests.waiting import until
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.arithmetic.fragments import Leaf
 from tpuswarm.swarm.engines.variables import BATCH
@@ -38,12 +39,6 @@ def test_duplicate_host_is_refused_and_the_others_leave_with_host_0(tmp_path, mo
     at = f"127.0.0.1:{free_port()}"
     group = Group(at, 3, 0, str(token))
 
-    def until(number: int) -> None:
-        end = time.monotonic() + 60
-        while len(lines) < number:
-            assert time.monotonic() < end, f"host {number} does not come"
-            time.sleep(0.05)
-
     with ThreadPoolExecutor(2) as pool:
         zero = pool.submit(group.gather, lambda: not leave.is_set())
         try:
@@ -51,15 +46,15 @@ def test_duplicate_host_is_refused_and_the_others_leave_with_host_0(tmp_path, mo
             while joining.silent(at):
                 assert not zero.done()
             first = pool.submit(join, at, None, one, token, printed.append)
-            until(1)
+            until(lambda: lines)
             with pytest.raises(InputError, match="it expects hosts 1 to 2, each once, not another host 1"):
                 join(at, None, one, token, lambda text: None)
             assert not first.done()
         finally:
             leave.set()
         with pytest.raises(rendezvous.Absent):
-            zero.result(20)
-        first.result(60)
+            zero.result(PATIENCE)
+        first.result(PATIENCE)
     assert printed[-1] == "host 0 has left the swarm, or the swarm has ended"
 
 
@@ -104,7 +99,7 @@ def test_host_receives_missing_files(tmp_path, monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(files.take, rendezvous.Hosts(1, 2, {0: Line(far, pytest.fail)}), one, whole)
         files.give(rendezvous.Hosts(0, 2, {1: Line(near, pytest.fail)}), zero, whole)
-        taken.result(20)
+        taken.result(PATIENCE)
     assert {path.name: path.read_bytes() for path in one.iterdir()} == there
     assert (one / "have").stat().st_ino == before, "what is there is not sent"
 
@@ -197,14 +192,11 @@ def test_member_waiting_for_a_host_lets_the_run_end(tokens, how):
         if how == "left":
             assert not wait([work], 0.5).done
             member.leave()
-        assert work.result(20) == how
+        assert work.result(PATIENCE) == how
 
 
 def test_unreadable_metrics_end_the_member():
     rows = MetricsRows("m0", 0, 6, lambda: 0)
     rows.took({"loss": "of a device that is gone"})
-    end = time.monotonic() + 20
     with pytest.raises(ValueError, match="of a device that is gone"):
-        while time.monotonic() < end:
-            rows.took({"loss": 1.0})
-            time.sleep(0.01)
+        until(lambda: rows.took({"loss": 1.0}))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.journeys.then_and_now import check, names, rows
+from tests.journeys.modern_jax_rows import check, names, rows
 
 from tpuswarm import InputError, to_jax, to_numpy, to_torch
 from tpuswarm.train.program.mesh import make_mesh

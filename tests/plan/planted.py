@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import pallas, topologies
+from jax.experimental.pallas import tpu
 
 from tpuswarm import catalog, supervised
 from tpuswarm.plan.hlo import hazards, refusal
@@ -79,12 +80,14 @@ def multiply(x, w, out):
 
 
 def too_large_for_the_chips_own_memory(w, x):
-    tiled = jax.lax.stop_gradient(jnp.tile(w["a"].astype(jnp.float32), (24, 24)))
-    return clean(w, x) + pallas.pallas_call(double, out_shape=tiled)(tiled).sum().astype(x.dtype)  # planted: refused
+    scratch = tpu.VMEM((2**18, WIDTH), jnp.float32)
+    kernel = pallas.pallas_call(copy, out_shape=x, scratch_shapes=[scratch])
+    return clean(w, x) + kernel(jax.lax.stop_gradient(x))  # planted: refused
 
 
-def double(x, out):
-    out[...] = 2 * x[...]
+def copy(x, out, scratch):
+    scratch[:8] = x[:8].astype(jnp.float32)
+    out[...] = x[...]
 
 
 def recipe(model):

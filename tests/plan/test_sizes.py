@@ -38,11 +38,7 @@ FITS = {
 
 @pytest.mark.parametrize("size", FITS)
 def test_size_fits_as_before(size):
-    check_fit(size, TPUS)
-
-
-def check_fit(size: str, on: Sequence[str]) -> None:
-    rows = plan(size, "--batch", str(BATCH), on=on)
+    rows = plan(size, "--batch", str(BATCH), on=TPUS)
     assert {name: row["sentence"] for name, row in rows.items() if row["fits"] is not True} == {}
     for name, row in rows.items():
         *sharding, remat, gib = FITS[size][TPUS.index(name)].split()

@@ -2,60 +2,41 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.hosts import SECRET
+from tests.train import toy, wide
 from tpuswarm import supervised
 from tpuswarm.train.data import placing
 from tpuswarm.train.data.feed import read_rows
-from tpuswarm.train.hosts import line, rendezvous
+from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.program import mesh
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
-from tpuswarm.train.recipe import Clock
 
 BATCH, STEPS, WIDTH = 16, 10, 32
 SHARDED_BYTES = 64
 """Smallest leaf that is split; set where a host starts, as tests import this file too."""
 
 
-def rows(seed: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(seed)
-    x = random.normal(size=(64, WIDTH)).astype(np.float32)
-    return {"x": x, "y": np.sin(x.sum(axis=1)).astype(np.float32)}
-
-
-def init(key):
-    first, second = jax.random.split(key)
-    return {"in": jax.random.normal(first, (WIDTH, WIDTH)) / 6, "out": jax.random.normal(second, (WIDTH,)) / 6}
-
-
-def loss(params, batch, key):
-    hidden = jnp.tanh(batch["x"] @ mesh.gathered(params["in"]))
-    noise = 0.0 if key is None else jax.random.normal(key, batch["y"].shape) / 10
-    return jnp.mean(jnp.square(hidden @ mesh.gathered(params["out"]) + noise - batch["y"])), {}
-
-
 def recipe(seed: int = 0):
-    return supervised(
-        init, loss, lambda rate, mask: optax.adam(rate),
-        lambda split: {"train": rows(seed), "validation": rows(seed + 1)}.get(split), lambda progress: 0.03,
-    )  # fmt: skip
+    splits = {"train": wide.rows(seed, WIDTH), "validation": wide.rows(seed + 1, WIDTH)}
+    init = partial(wide.init, width=WIDTH)
+    return supervised(init, wide.loss, lambda rate, mask: optax.adam(rate), splits.get, lambda progress: 0.03)
 
 
 def train(shard: str, steps: int, after_step=lambda step: None):
     """Return the losses of `steps` steps on all devices of all hosts, and the parameters after them."""
     source = recipe().data("train")
     compiled = compile_step(recipe(), Request(batch=BATCH, shard=shard), jax.devices())
-    init_key, step_key = jax.random.split(jax.random.key(0))
-    state, losses, read = compiled.init(init_key), [], set()
+    state, losses, read = compiled.init(jax.random.key(0)), [], set()
     for step in range(steps):
 
         def read_mine(first, count, step=step):
@@ -63,7 +44,7 @@ def train(shard: str, steps: int, after_step=lambda step: None):
             return read_rows(source, compiled.program.batch_spec(count), step * BATCH + first, count)
 
         batch = placing.place_batch(read_mine, BATCH, mesh.batch_sharding(compiled.mesh))
-        state, metrics = compiled.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
+        state, metrics = compiled.step(state, batch, toy.clock(step, step / steps, seed=1))
         losses.append(float(metrics["loss"]))
         after_step(step)
     shared = compiled.program.exchange().get(state)
@@ -85,11 +66,10 @@ def exchange(shift: int) -> None:
 def main() -> None:
     index, about = int(sys.argv[1]), json.loads(sys.argv[2])
     mesh.MIN_SHARDED_BYTES = SHARDED_BYTES
-    line.SILENCE = about.get("silence_s", line.SILENCE)
     folder = Path(about["folder"])
     if "worker" in about:  # as a TPU slice numbers it
         jax.process_index = lambda: about["worker"]
-    with rendezvous.initialize(about["address"], 2, index, SECRET, 60):
+    with rendezvous.initialize(about["address"], 2, index, SECRET, 240):
         if "shards" in about:
             trained = {shard: train(shard, STEPS) for shard in about["shards"]}
             (folder / f"{index}.json").write_text(json.dumps(trained))

@@ -12,7 +12,8 @@ import pytest
 
 from tests.processes import rows_without_times as rows
 from tests.train import toy
-from tests.train.toy import trainer, until
+from tests.train.toy import trainer
+from tests.waiting import until
 from tpuswarm import ArraySource, InputError, RunFailed, supervised
 from tpuswarm.train.process.stop import decide_stop
 from tpuswarm.train.run.checkpoint import checkpoint_folders

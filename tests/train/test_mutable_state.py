@@ -58,7 +58,6 @@ def assert_same(one, other):
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory):
-    """A run of 4 steps, and its state."""
     folder = tmp_path_factory.mktemp("parent") / "run"
     return folder, Trainer(devices=1).fit(recipe(), steps=4, batch=8, run=folder).state
 
@@ -87,7 +86,6 @@ def test_statistics_of_several_devices_are_those_of_the_whole_batch(devices):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_run_resumes_with_statistics_and_random_keys_in_its_state(tmp_path, count):
-    """The optimizer's state holds a key as well."""
     made, trainer = recipe(optax.noisy_sgd(0.01), loss_with_key, extra_with_key), Trainer(devices=count)
 
     def fit(run):

@@ -12,8 +12,6 @@ from tpuswarm.train.user_code import build_recipe
 
 
 class Game(tpuswarm.Program):
-    """The critic moves first, the maker answers; the maker's average is evaluated."""
-
     def init(self, key, shared=None):
         return {"shared": shared or {"mean": jnp.zeros(()), "critic": jnp.ones(())}, "average": jnp.zeros(())}
 

@@ -24,7 +24,6 @@ def recipe_of(init=lambda key: {"w": jnp.ones(5)}, loss=toy.loss, optimizer=opta
 
 
 def run_step(program, batch=BATCH):
-    """Return a state, the one after a step, and the step's metrics."""
     state = program.init(jax.random.key(3))
     return state, *jax.jit(program.step)(state, batch, CLOCK)
 
@@ -35,7 +34,6 @@ def toy_step(optimizer=toy.sgd, **options):
 
 @pytest.fixture(scope="module")
 def plain():
-    """A step of gradient descent without options."""
     return toy_step()
 
 

@@ -37,7 +37,6 @@ def saved_steps(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An uninterrupted run of 20 steps, and its result."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     return folder, fit(folder)
 
@@ -59,7 +58,6 @@ def stopped_original(tmp_path_factory):
 
 @pytest.fixture
 def stopped(stopped_original, tmp_path):
-    """A copy of the stopped run, to resume or to damage."""
     return Path(shutil.copytree(stopped_original, tmp_path / "run"))
 
 
@@ -234,9 +232,6 @@ def test_run_starts_from_parameters_of_a_run_of_a_recipe_file(tmp_path):
     parent = trainer().fit(build_recipe(f"{maker}:toy", {}), steps=2, batch=8, run=parent_run)
     child = trainer().fit(toy.recipe(rate=1e-9), steps=1, batch=8, run=tmp_path / "child", init_from=parent_run)
     np.testing.assert_allclose(child.state.params["layer"]["w"], parent.state.params["layer"]["w"], atol=1e-6)
-    words = r"a different model: 1 parameters differ, the first layer/w \(\(5,\) there, \(7,\) here"
-    with pytest.raises(InputError, match=words):
-        wider_run(tmp_path / "other", parent_run, b=jnp.zeros(()))
 
 
 def test_run_starts_from_parameters_of_a_run_of_a_program(whole, tmp_path):
@@ -246,17 +241,11 @@ def test_run_starts_from_parameters_of_a_run_of_a_program(whole, tmp_path):
     child = trainer(ema=0.9, freeze="unused").fit(recipe, steps=1, batch=8, run=tmp_path / "child", init_from=folder)
     jax.tree.map(np.testing.assert_array_equal, child.state.params["layer"], first.state.params["layer"])
     jax.tree.map(np.testing.assert_allclose, child.state.ema["layer"], first.state.params["layer"])
-    words = r"a different model: 2 parameters differ, the first params/layer/b \(\(\) there, missing here\)"
-    with pytest.raises(InputError, match=words):
-        wider_run(tmp_path / "other", folder)
-
-
-def wider_run(folder, parent, **more):
-    def init(key):
-        return {"layer": {"w": jnp.zeros(7), **more}, "unused": jnp.ones(3)}
-
-    recipe = supervised(init, lambda params, *_: params["layer"]["w"].sum(), optax.sgd(0.1), toy.data())
-    trainer(eval_every=None).fit(recipe, steps=2, batch=8, run=folder, init_from=parent)
+    other = supervised(
+        lambda key: {"w": jnp.zeros(7)}, lambda params, *_: params["w"].sum(), optax.sgd(0.1), toy.data()
+    )
+    with pytest.raises(InputError, match="a different model: 4 parameters differ, the first params/layer/b"):
+        trainer(eval_every=None).fit(other, steps=2, batch=8, run=tmp_path / "other", init_from=folder)
 
 
 def test_arrays_of_a_run_load_without_its_recipe(whole, tmp_path):

@@ -1,6 +1,5 @@
 """A linear model small enough to check by hand, as a recipe, and what trains it."""
 
-import time
 from typing import Any
 
 import jax
@@ -76,15 +75,6 @@ def toy(rate: float = 0.05):
 
 def trainer(**options):
     return Trainer(**{"devices": 1, "save_every": 7, "eval_every": 5, **options})
-
-
-def until(condition, timeout_s=300):
-    """Wait for a true value and return it."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
 
 
 def clock(step=0, progress=0.0, seed=0):

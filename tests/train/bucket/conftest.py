@@ -1,9 +1,31 @@
-"""A bucket on loopback, and computers that each have their own disk."""
+"""A bucket on loopback, computers that each have their own disk, and a run that lives in the bucket."""
 
 import pytest
 
 from tests.swarm.bucket import bucket
 from tpuswarm.train.bucket import lease
+from tpuswarm.train.bucket.mirror import ROWS, folder_of
+from tpuswarm.train.run.directory import Run, read_rows
+
+URL = "gs://bucket/runs/a"
+CONFIG = {
+    "recipe": {"name": "r", "target": "x:y", "options": {}},
+    "train": {"steps": 10, "batch": 2, "seed": 0},
+    "chosen": {"tokens_per_row": 1},
+}
+
+
+def start_run(steps: int = 3) -> Run:
+    run = Run(folder_of(URL))
+    run.write_config(CONFIG)
+    run.write_event("started")
+    for step in range(1, steps + 1):
+        run.write_metrics({"step": step, "tokens": 2 * step, "loss": 1.0 / step})
+    return run
+
+
+def read_steps(folder) -> list[int]:
+    return [row["step"] for row in read_rows(folder / ROWS)]
 
 
 @pytest.fixture

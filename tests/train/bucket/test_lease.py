@@ -2,11 +2,11 @@
 
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 
-from tests.train.bucket.bucket_run import TIMEOUT_S, URL, start_run, wait_until
+from tests.train.bucket.conftest import URL, start_run
+from tests.waiting import until
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket import lease
 from tpuswarm.train.bucket.lease import Lost, RunLease
@@ -15,16 +15,9 @@ from tpuswarm.train.bucket.stored import Bucket
 from tpuswarm.train.run.directory import Run
 
 
-def write_checkpoint(folder: Path, step: int) -> None:
-    path = folder / "checkpoints" / f"{step:08}"
-    path.mkdir(parents=True)
-    (path / "arrays").write_bytes(b"arrays")
-    (path / "manifest.json").write_text("{}")
-
-
 def test_second_machine_is_refused_while_the_owner_renews(use_disk, frequent_renewals, monkeypatch):
     monkeypatch.setattr(lease, "LOOK", 0.05)
-    monkeypatch.setattr(lease, "TERM", TIMEOUT_S)
+    monkeypatch.setattr(lease, "TERM", 120)
     run = start_run()
     use_disk("two")
     with pytest.raises(InputError, match=f"{URL} is in use by process .* stop it first with `tpuswarm stop {URL}`"):
@@ -75,15 +68,22 @@ def test_owner_that_slept_past_the_kept_renewals_finds_it_lost_the_run(use_disk,
 def test_former_owner_changes_nothing_of_the_new_owner(use_disk, short_lease, monkeypatch):
     monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 600.0)  # this computer is asleep or offline
     first = start_run()
-    write_checkpoint(folder_of(URL), 10)
+
+    def write_checkpoint(step):
+        path = folder_of(URL) / "checkpoints" / f"{step:08}"
+        path.mkdir(parents=True)
+        (path / "arrays").write_bytes(b"arrays")
+        (path / "manifest.json").write_text("{}")
+
+    write_checkpoint(10)
     first._tended.send()
-    write_checkpoint(folder_of(URL), 20)
+    write_checkpoint(20)
     shutil.rmtree(folder_of(URL) / "checkpoints" / "00000010")
     use_disk("two")
     monkeypatch.setattr("tpuswarm.train.bucket.lease.alive", lambda computer, pid: None)
     second = Run(folder_of(URL))
     second.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
-    write_checkpoint(folder_of(URL), 30)
+    write_checkpoint(30)
     second.close()
     before = Bucket(URL).listed("")
     monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 0.0)
@@ -98,13 +98,13 @@ def test_lease_is_renewed_while_an_upload_blocks(use_disk, frequent_renewals, mo
     put_file = Bucket.put_file
 
     def wait(self, name, path):
-        unblock.wait(TIMEOUT_S)
+        unblock.wait(120)
         put_file(self, name, path)
 
     monkeypatch.setattr(Bucket, "put_file", wait)
     (folder_of(URL) / "status.json").write_text("more")
     run.send_soon()
     first, _, _ = lease.newest(Bucket(URL))
-    wait_until(lambda: lease.newest(Bucket(URL))[0] >= first + 3)
+    until(lambda: lease.newest(Bucket(URL))[0] >= first + 3)
     unblock.set()
     run.close()

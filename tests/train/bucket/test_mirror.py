@@ -2,6 +2,7 @@
 
 import threading
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import optax
 import pytest
 
 from tests.train import toy
-from tests.train.bucket.bucket_run import CONFIG, URL, read_steps, start_run, wait_until
+from tests.train.bucket.conftest import CONFIG, URL, read_steps, start_run
+from tests.waiting import until
 from tpuswarm import Trainer, supervised
 from tpuswarm.cli import profile as cli
 from tpuswarm.errors import InputError, RunFailed
@@ -132,8 +134,6 @@ def test_run_starts_from_the_parameters_of_a_run_in_a_bucket(use_disk, tmp_path)
     frozen = supervised(toy.init, toy.loss, optax.sgd(0.0), toy.splits)
     child = Trainer(devices=1).fit(frozen, steps=1, batch=8, run=tmp_path / "child", init_from=URL)
     jax.tree.map(np.testing.assert_array_equal, child.state.params, first.state.params)
-    with pytest.raises(InputError, match="there is no run at gs://bucket/runs/none"):
-        Trainer(devices=1).fit(frozen, steps=1, batch=8, run=tmp_path / "no", init_from="gs://bucket/runs/none")
 
 
 def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
@@ -146,11 +146,11 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
     seen = status(folder)
     assert (seen.run, seen.state, seen.step) == (URL, "running", 3)
     asked = request(folder, 3, "m1")
-    assert wait_until(lambda: take_request(run.folder)) == (3, "m1", asked) and take_request(folder) is None
+    assert until(lambda: take_request(run.folder)) == (3, "m1", asked) and take_request(folder) is None
     signals = []
     monkeypatch.setattr("os.kill", lambda pid, number: signals.append(number))
     assert ask_to_stop(folder).host
-    wait_until(lambda: signals)
+    until(lambda: signals)
     run.write_event("stopped", message="as asked")
     run.close()
     assert read_life(bring(URL)).state == "stopped"
@@ -167,10 +167,10 @@ def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, m
     xplane = "tensorboard/plugins/profile/now/host.xplane.pb"
 
     def train():
-        wait_until(lambda: take_request(run.folder))
+        until(lambda: take_request(run.folder))
         run.write_event("profile", message="trace of steps 4 to 6 in tensorboard; to open it: x")
         run._tended.send()
-        wait_until(lambda: "steps 4 to 6" in (copy / "events.jsonl").read_text())
+        until(lambda: "steps 4 to 6" in (copy / "events.jsonl").read_text())
         path = run.folder / xplane
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(2**12 + 1))
@@ -197,20 +197,19 @@ def test_other_requests_change_no_file_and_end_no_run(use_disk, frequent_renewal
 
     def deliver(name, data):
         Bucket(URL).put(inbox + name, data)
-        wait_until(lambda: not Bucket(URL).listed(inbox))
-
-    def disk_full(path, text):
-        raise OSError(28, "No space left on device")
+        until(lambda: not Bucket(URL).listed(inbox))
 
     before = files()
     for name in ("token", "config.toml", "sub/metrics.jsonl"):
         deliver(name, b"another")
     deliver("profile-request.json", b"\xff")
+    fails = Mock(side_effect=OSError(28, "No space left"))
     with monkeypatch.context() as patch:
-        patch.setattr("tpuswarm.train.bucket.tended.write_atomically", disk_full)
+        patch.setattr("tpuswarm.train.bucket.tended.write_atomically", fails)
         deliver("profile-request.json", b"{}")
+        until(lambda: fails.called)
     deliver("profile-request.json", b"is heard")
-    wait_until(lambda: (run.folder / "profile-request.json").exists())
+    until((run.folder / "profile-request.json").exists)
     run.check()
     assert files() == {**before, "profile-request.json": b"is heard"}
     run.close()
@@ -241,18 +240,16 @@ def test_missing_runs_and_buckets_and_wrong_urls_are_named(use_disk):
         Run(folder_of("gs://nowhere/a"))
     with pytest.raises(InputError, match="gs://nowhere/a: there is no such bucket, or you may not look into it"):
         bring("gs://nowhere/a")
-    for url in ("s3://b/run", "gs://bucket", "http://x/y"):
-        with pytest.raises(InputError, match="gs://BUCKET/FOLDER"):
-            is_url(url)
+    with pytest.raises(InputError, match="gs://BUCKET/FOLDER"):
+        is_url("gs://bucket")
 
 
 def test_new_run_in_place_of_a_deleted_one_has_nothing_of_it(use_disk):
-    """Not where the deleted one was trained, nor where it was read; the record of a swarm included."""
     commit = "commits/000001.json"
     start_run().close()
     Store(folder_of(URL)).create(commit, b"of the first")
     use_disk("two")
-    assert read_steps(bring(URL)) == [1, 2, 3] and Store(folder_of(URL)).read(commit) == b"of the first"
+    assert read_steps(bring(URL)) == [1, 2, 3] and Store(folder_of(URL)).exists(commit)
     use_disk("one")
     Mirror(folder_of(URL)).clear()
     start_run(1).close()
@@ -292,18 +289,10 @@ def test_run_that_lost_its_bucket_fails_and_resumes_once_it_is_back(
 
 def test_outage_of_a_bucket_that_has_answered_is_waited_out(use_disk, monkeypatch):
     monkeypatch.setattr("tpuswarm.train.bucket.stored.PAUSE", 0.01)
-    bucket, failures = Bucket(URL), [ConnectionError("cut")] * 3
+    bucket, cut = Bucket(URL), ConnectionError("cut")
     bucket.put("a", b"1")
-    read = bucket._fs.cat_file
-
-    def fail(path):
-        if failures:
-            raise failures.pop()
-        return read(path)
-
-    monkeypatch.setattr(bucket._fs, "cat_file", fail)
+    monkeypatch.setattr(bucket._fs, "cat_file", Mock(side_effect=[cut, cut, cut, b"1", cut]))
     assert bucket.read("a") == b"1"
-    failures.append(ConnectionError("cut"))
     with pytest.raises(ConnectionError):  # an address that has never answered may be wrong
         Bucket("gs://bucket/b").read("a")
 

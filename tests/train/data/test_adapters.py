@@ -2,6 +2,7 @@
 
 import json
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import optax
@@ -19,8 +20,10 @@ TUPLES = list(zip(*ROWS.values(), strict=True))
 class Batched(list):
     """As of Hugging Face: rows are dicts, many are read at once."""
 
+    requests: ClassVar = []
+
     def __getitems__(self, index):
-        self.requests = [*getattr(self, "requests", []), index]
+        self.requests.append(index)
         return [{"x": ROWS["x"][row], "y": float(ROWS["y"][row]), "id": row} for row in index]
 
 
@@ -75,11 +78,9 @@ class Stateful:
         self._done = 0
 
     def state_dict(self):
-        generator, count = np.arange(4, dtype=np.uint8), np.array(3)
+        numpy = {"generator": np.arange(4, dtype=np.uint8), "count": np.array(3), "number": np.int64(3)}
         plain = {"done": self._done, "of": [b"\x00\xff", None], "extra": self._extra}
-        return plain | {
-            "generator": generator, "random": self._random.getstate(), "count": count, "number": count[()]
-        }  # fmt: skip
+        return plain | numpy | {"random": self._random.getstate()}
 
     def load_state_dict(self, state):
         assert state["of"] == [b"\x00\xff", None] and state["generator"].tolist() == [0, 1, 2, 3]
@@ -93,7 +94,6 @@ def stream(data, **options):
 
 
 def row_numbers(source, start, count):
-    """Which rows of ROWS the source gives."""
     return [int(np.flatnonzero((ROWS["x"] == row).all(1))[0]) for row in source.rows(start, count)["x"]]
 
 

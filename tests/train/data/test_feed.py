@@ -35,9 +35,8 @@ def feed_threads():
 
 def test_batches_come_in_order_from_the_given_step():
     with feed(Counter(), first=3, last=6) as batches:
-        read = [np.asarray(batches.next()[0]["x"]).tolist() for _ in range(3)]
-    assert read == [[12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22, 23]]
-    assert not feed_threads()
+        read = np.concatenate([batches.next()[0]["x"] for _ in range(3)])
+    assert read.tolist() == list(range(12, 24)) and not feed_threads()
 
 
 @pytest.mark.parametrize("in_memory", [False, True])  # read by the thread, and where the batch is taken
@@ -52,9 +51,7 @@ def test_source_may_fill_the_same_buffer_again(in_memory):
     spec = {"x": jax.ShapeDtypeStruct((4, 4096), np.float32)}
     with feed(Reuses(in_memory=in_memory), last=10**6, spec=spec) as batches:
         read = [batches.next()[0]["x"] for _ in range(6)]
-        deadline = time.monotonic() + 300
         while in_memory and feed_threads():
-            assert time.monotonic() < deadline
             read.append(batches.next()[0]["x"])
         read += [batches.next()[0]["x"] for _ in range(6)]
     assert [set(np.asarray(batch).ravel().tolist()) for batch in read] == [{step} for step in range(len(read))]
@@ -71,14 +68,12 @@ def test_feed_reads_no_more_than_two_batches_ahead_and_can_be_left():
 
 
 def test_fast_source_needs_no_thread_until_it_becomes_slow():
-    """No batch is skipped or repeated at either change."""
-    slow, read, deadline = threading.Event(), [], time.monotonic() + 300
+    slow, read = threading.Event(), []
     source = Counter(lambda start: time.sleep(0.02 * slow.is_set()), in_memory=True)
     with feed(source, last=10**6) as batches:
 
         def read_until(done):
             while not done():
-                assert time.monotonic() < deadline
                 read.append(int(batches.next()[0]["x"][0]))
 
         read_until(lambda: not feed_threads())

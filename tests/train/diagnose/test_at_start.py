@@ -14,15 +14,14 @@ import optax
 import pytest
 
 from tests.train import toy
-from tests.train.diagnose.toy_run import place, run_steps
-from tests.train.findings import read_findings
+from tests.train.findings import place, read_findings, run_steps
+from tests.train.program.test_flops import count
 from tpuswarm import supervised
 from tpuswarm.train.diagnose.cpu_fallback import Machine, cpu_fallback, holders
 from tpuswarm.train.diagnose.environment import DEAD, dead_variables
 from tpuswarm.train.diagnose.products import float32_in_bf16, half_empty
 from tpuswarm.train.diagnose.tied_weights import tied_weights
 from tpuswarm.train.program.compiled import compile_step
-from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Options
 
@@ -84,10 +83,9 @@ def test_weights_that_start_as_one_array_are_named(init, pairs):
 
 
 def float32_findings(loss, precision="bf16", cast=()):
-    wide = np.ones((8, 16), np.float32)
-    square = {"up": jnp.ones((16, 16)), "down": jnp.ones((16, 16))}
-    data = {"n": np.ones(8, np.int32), "x": wide, "y": wide}
-    recipe = supervised(lambda key: square, loss, optax.sgd(0.01), data, cast=list(cast))
+    params = {"up": jnp.ones((16, 16)), "down": jnp.ones((16, 16))}
+    data = {"n": np.ones(8, np.int32), "x": np.ones((8, 16), np.float32), "y": np.ones((8, 16), np.float32)}
+    recipe = supervised(lambda key: params, loss, optax.sgd(0.01), data, cast=list(cast))
     return float32_in_bf16(compile_step(recipe, Request(batch=8, precision=precision), jax.devices()[:1]))
 
 
@@ -102,7 +100,6 @@ def stays_bf16(params, batch, key):
 
 
 def test_float32_products_in_bf16_are_named_with_their_share():
-    """Of five products of one size two are float32: forward, and the weight's gradient."""
     [found] = float32_findings(casts_to_float32, cast=["x"])
     assert found.numbers["place"] == place(__file__, "# the cast") and found.numbers["share"] == 0.4
     assert "40% of all FLOPs, although bf16 was requested: twice the bytes" in found.message
@@ -110,7 +107,6 @@ def test_float32_products_in_bf16_are_named_with_their_share():
 
 
 def looped(params, batch, key):
-    """The input is carried through a loop and a branch."""
     h, _ = jax.lax.scan(lambda h, w: (h @ w, None), batch["x"], params["up"][None])
     h = jax.lax.cond(batch["n"].sum() >= 0, jnp.tanh, lambda h: h, h)
     return jnp.mean(jnp.square(h @ params["down"] - batch["y"]))
@@ -130,16 +126,13 @@ def test_input_that_keeps_products_float32_is_named_with_the_way_out(loss):
 
 
 def test_width_that_fills_half_a_matrix_unit_is_named():
-    def flops(width):
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 512), (512, width), (width, 512))]
-        return model_flops(jax.jit(lambda x, down, up: x @ down @ up).trace(*shapes).jaxpr)
-
-    [found] = half_empty(flops(64), "TPU v3", 1024, 1)
-    assert found.numbers["fill"] == 0.5 and found.numbers["size"] == 64
+    down, up = jnp.ones((512, 64)), jnp.ones((64, 512))
+    flops = count(lambda x: x @ down @ up, jnp.ones((1024, 512)))
+    [found] = half_empty(flops, "TPU v3", 1024, 1)
+    assert (found.numbers["fill"], found.numbers["size"], found.numbers["unit"]) == (0.5, 64, 128)
     assert found.message.startswith(f"{place(__file__, 'x @ down @ up')}: a dimension of 64 fills only 50%")
-    assert half_empty(flops(128), "TPU v3", 1024, 1) == []
-    assert half_empty(flops(128), "TPU v6 lite", 1024, 1)[0].numbers["unit"] == 256
-    assert half_empty(flops(64), "cpu", 1024, 1) == []
+    assert half_empty(flops, "TPU v6 lite", 1024, 1)[0].numbers["unit"] == 256
+    assert half_empty(flops, "cpu", 1024, 1) == []
 
 
 TPU_VM = Machine(chips=["/dev/accel0", "/dev/accel1"], environ={}, asked="", libtpu=True, error="", holders=[])
@@ -178,10 +171,7 @@ def test_process_that_holds_a_device_file_is_found(tmp_path):
 
 def test_dead_variables_are_grouped_by_their_replacement():
     found = dead_variables({"XRT_WORKERS": "x", "XRT_TPU_CONFIG": "y", "XLA_USE_BF16": "1", "XLA_FLAGS": ""})
-    assert [finding.numbers["variables"] for finding in found] == [
-        ["XLA_USE_BF16"],
-        ["XRT_TPU_CONFIG", "XRT_WORKERS"],
-    ]
+    assert [finding.numbers["variables"] for finding in found] == [["XLA_USE_BF16"], ["XRT_TPU_CONFIG", "XRT_WORKERS"]]
     assert "--precision bf16" in found[0].message
 
 

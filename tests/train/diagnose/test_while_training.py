@@ -15,8 +15,7 @@ import pytest
 from jax._src.array import ArrayImpl
 
 from tests.train import toy
-from tests.train.diagnose.toy_run import place, run_steps
-from tests.train.findings import complaints, read_findings
+from tests.train.findings import complaints, place, read_findings, run_steps
 from tpuswarm import ArraySource, supervised
 from tpuswarm.train.diagnose import times
 from tpuswarm.train.diagnose.host_sync import HOOKS
@@ -35,8 +34,6 @@ def read_summary(folder):
 
 @pytest.fixture
 def total():
-    """A compiled function that no test before has called."""
-
     @jax.jit
     def total(x, scale):
         return x.sum() * scale

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from queue import SimpleQueue
 
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.hosts import SECRET, connected_sockets, err, finished, free_port, sentence_after, start_hosts
+from tests.hosts import SECRET, connected_sockets, err, finished, free_port, signal_host, start_hosts
 from tests.train import host
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.hosts import line, rendezvous
@@ -25,10 +26,7 @@ MODULE = "tests.train.host"
 
 
 def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch):
-    """Up to the order in which gradients are summed, which differs within a process and between processes.
-
-    At their end neither leaves before its devices have finished what the other waits for (host.py's `exchange`).
-    """
+    """Up to the order of sums. Neither leaves before its devices have finished what the other waits for."""
     started = start_hosts(MODULE, tmp_path, shards=["replicate", "fsdp"])
     monkeypatch.setattr(mesh, "MIN_SHARDED_BYTES", host.SHARDED_BYTES)
     expected = {shard: host.train(shard, host.STEPS) for shard in ("replicate", "fsdp")}
@@ -47,12 +45,11 @@ def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch
 def test_killed_host_ends_the_other_with_one_sentence(tmp_path):
     """The other is in a step, whose collective would never return. tests/crash kills host 1."""
     started = start_hosts(MODULE, tmp_path)
-    sentence = sentence_after(started, tmp_path, (tmp_path / "1.step").exists, 0, signal.SIGKILL)
+    sentence = signal_host(started, tmp_path, (tmp_path / "1.step").exists, 0, signal.SIGKILL)
     assert sentence == "host 0 is gone (connection closed), so this host stops too; start all hosts again\n"
 
 
 def test_host_with_another_number_than_its_worker_ends_both_as_wrong_input(tmp_path):
-    """JAX's runtime has started by then."""
     finished(start_hosts(MODULE, tmp_path, worker=0), tmp_path, code=2)
     sentence = "host 1 is worker 0 of its TPU slice; number the hosts like the workers"
     assert f"InputError: {sentence}\n" in err(tmp_path, 1).read_text()
@@ -60,32 +57,27 @@ def test_host_with_another_number_than_its_worker_ends_both_as_wrong_input(tmp_p
 
 
 def watched(connection: socket.socket) -> tuple[line.Line, SimpleQueue]:
-    """Return a line, and the queue of why and with which status its other host ended."""
     ends = SimpleQueue()
     return line.Line(connection, lambda why, status: ends.put((why, status))), ends
 
 
 def dial(address: tuple[str, int], index: int, host_0) -> socket.socket:
-    """Connect to host 0 as another host."""
-    while True:
-        try:
+    while not host_0.done():
+        with suppress(ConnectionRefusedError):
             connection = socket.create_connection(address)
-        except ConnectionRefusedError:
-            assert not host_0.done(), host_0.result()
-        else:
             assert line.authenticate(connection, SECRET, index) == 0
             return connection
+    raise AssertionError(host_0.result())
 
 
 def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatch):
-    """One that leaves is awaited again, a duplicate is refused, and when host 0 leaves the others leave with it."""
     lines = []
     monkeypatch.setattr(rendezvous, "Line", lambda *about: lines.append(line.Line(*about)) or lines[-1])
     monkeypatch.setattr(rendezvous, "LOOK", 0.1)
     address, leave = ("127.0.0.1", free_port()), threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        name = f"127.0.0.1:{address[1]}"
-        zero = pool.submit(rendezvous.initialize, name, 3, 0, SECRET, math.inf, lambda: not leave.is_set())
+        is_awaited, name = lambda: not leave.is_set(), f"127.0.0.1:{address[1]}"
+        zero = pool.submit(rendezvous.initialize, name, 3, 0, SECRET, math.inf, is_awaited)
         try:
             connection = dial(address, 1, zero)
             _, one = watched(connection)
@@ -131,7 +123,6 @@ def test_other_hosts_are_told_how_host_0_ended(error, status):
 
 @pytest.mark.parametrize("error", [RuntimeError("Gloo: closed by peer"), InputError("no")])
 def test_error_of_a_collective_waits_for_the_news_that_explains_it(monkeypatch, error):
-    """When the other host goes right after the error, that host is reported, not the collective."""
     monkeypatch.setattr(rendezvous, "BEAT", 60.0)
     near, far = connected_sockets()
     here, ends = watched(near)
@@ -160,9 +151,7 @@ def test_host_sends_heartbeats_until_its_own_farewell(monkeypatch):
     assert farewell in rest
 
 
-@pytest.mark.parametrize(
-    ("secret", "found"), [(SECRET, [3, 0]), (b"other", [line.WrongSecret, line.WrongSecret])], ids=["same", "other"]
-)
+@pytest.mark.parametrize(("secret", "found"), [(SECRET, [3, 0]), (b"other", [line.WrongSecret, line.WrongSecret])])
 def test_secret_has_to_be_known_at_both_ends(secret, found):
     def authenticate(end, secret, index):
         try:

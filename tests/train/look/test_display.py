@@ -32,6 +32,8 @@ def test_everything_is_shown(width):
     name = "a-run-with-a-name-that-is-longer-than-any-terminal-" * 4
     assert name in "".join(lines_of(width, run=name))
     assert "21,043 rows/s" in "\n".join(lines_of(width, unit="rows"))
+    ended = "\n".join(lines_of(width, per_second=None, ended=True))
+    assert "0:00:31 elapsed" in ended and not any(words in ended for words in (" left", "steps/s", "tokens/s"))
 
 
 def test_nothing_jumps_from_frame_to_frame():
@@ -44,28 +46,18 @@ def test_nothing_jumps_from_frame_to_frame():
         assert len(places) == 1
 
 
-def test_ended_run_has_no_speed_and_no_time_left():
-    text = "\n".join(lines_of(per_second=None, ended=True))
-    assert "0:00:31 elapsed" in text and " left" not in text and "steps/s" not in text and "tokens/s" not in text
-
-
-def parameter(number, **about):
-    facts = {"dtype": "float32", "sharding": "replicated", "frozen": False, "decayed": True, "tied": ""} | about
-    facts.setdefault("statistic", False)
-    return ParameterRow(path=f"blocks/attention/{number}/w", shape=(48, 1600, 6400), bytes_per_device=2**31, **facts)
-
-
 @pytest.mark.parametrize("width", [80, 120])
-def test_no_parameter_is_cut(width):
+def test_no_parameter_is_cut_and_only_facts_that_differ_have_a_column(width):
+    def parameter(number, dtype="float32", sharding="replicated", frozen=False, tied="", statistic=False):
+        path, shape = f"blocks/attention/{number}/w", (48, 1600, 6400)
+        return ParameterRow(path, shape, dtype, sharding, frozen, True, tied, statistic, 2**31)
+
     rows = [parameter(number, sharding="axis 1 / 8" if number % 2 else "replicated") for number in range(40)]
     lines = drawn(parameter_table([*rows, parameter("tied", tied="head")], width), width)
     assert all(any(line.startswith(f"{row.path} ") for line in lines) for row in rows) and "…" not in "".join(lines)
     assert "axis 1 / 8" in "".join(lines) and "frozen" not in lines[0] and lines[-1].strip() == "all float32"
-
-
-def test_only_facts_that_differ_have_a_column():
-    assert "statistic" in drawn(parameter_table([parameter(1), parameter(2, statistic=True)], 120), 120)[0]
-    head = drawn(parameter_table([parameter(1), parameter(2, dtype="bfloat16", frozen=True)], 120), 120)[0]
+    assert "statistic" in drawn(parameter_table([rows[0], parameter(2, statistic=True)], 120), 120)[0]
+    head = drawn(parameter_table([rows[0], parameter(2, dtype="bfloat16", frozen=True)], 120), 120)[0]
     assert head.split() == ["parameter", "shape", "dtype", "frozen", "decayed", "KiB/device"]
 
 
@@ -82,7 +74,6 @@ def test_pictures_need_colours(colours):
 
 
 def test_picture_is_shown_as_far_as_there_is_room():
-    """Each letter is two pixels, one above the other; the upper part of the picture, as wide as the view."""
     made = np.zeros((256, 256, 3), np.uint8)
     made[:32, :128] = (255, 0, 0)
 

@@ -3,7 +3,9 @@
 import gzip
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 
 import jax
 import pytest
@@ -20,7 +22,7 @@ from tpuswarm.train.run.directory import EVENTS, read_rows
 
 
 def steps_in(folder):
-    """Return the steps that a trace holds; XLA's work has to be in it."""
+    """Return the steps that a trace holds, which has to hold XLA's work."""
     [path] = folder.glob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
     events = [event for plane in planes for line in plane.lines for event in line.events]
@@ -32,7 +34,6 @@ def steps_in(folder):
 
 
 def trace_messages(folder):
-    """Return what the run reported of its traces."""
     return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == profile.TRACE]
 
 
@@ -47,10 +48,8 @@ def test_profiled_run_leaves_a_trace_of_its_middle(tmp_path, steps, traced):
 
 
 def test_loop_left_during_a_trace_leaves_the_steps_so_far(tmp_path):
-    loop = Trainer(devices=1, profile=True).steps(toy.recipe(), steps=30, batch=8, run=tmp_path / "run")
-    for _ in range(12):
-        next(loop)
-    loop.close()
+    with closing(Trainer(devices=1, profile=True).steps(toy.recipe(), steps=30, batch=8, run=tmp_path / "run")) as loop:
+        list(islice(loop, 12))
     [folder] = profile.traces(tmp_path / "run")
     assert steps_in(folder) == [11, 12, 13]
     with jax.profiler.trace(tmp_path / "mine"):  # no trace is under way
@@ -66,12 +65,13 @@ def test_trace_of_the_user_is_left_alone(tmp_path):
 
 
 FULL_DISK = """
+import shutil
 import sys
-import time
 from itertools import islice
 from pathlib import Path
 import jax
 from tests.train import toy
+from tests.waiting import until
 from tpuswarm import Trainer
 from tpuswarm.train.look.profile import traces
 from tpuswarm.train.run.directory import EVENTS, read_rows
@@ -79,14 +79,8 @@ disk = Path(sys.argv[1])
 run, filler = disk / "run", disk / "filler"
 loop = Trainer(devices=1, profile=True, save_every=10**9).steps(toy.recipe(), steps=40, batch=8, run=run)
 list(islice(loop, 12))
-while not (run / "checkpoints/00000000/manifest.json").exists():  # the first save needs its room
-    time.sleep(0.01)
-with filler.open("wb", buffering=0) as file:  # all but four pages, for the rows
-    try:
-        while True:
-            file.write(b"x" * 4096)
-    except OSError:
-        file.truncate(file.tell() - 4 * 4096)
+until((run / "checkpoints/00000000/manifest.json").exists)  # the first save needs its room
+filler.write_bytes(bytes(shutil.disk_usage(disk).free - 4 * 4096))  # all but four pages, for the rows
 list(islice(loop, 10))
 print(next(row["message"] for row in read_rows(run / EVENTS) if row["event"] == "profile"))
 print(traces(run))

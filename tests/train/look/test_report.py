@@ -16,9 +16,6 @@ def test_smoothed_curve_keeps_level_slope_and_length():
     assert made.shape == (rows,)
     assert np.abs(made - line)[40:-40].max() < 0.45 < np.abs(noise).max()
     np.testing.assert_allclose(smoothed([2.0] * rows), 2.0)
-
-
-def test_missing_values_leave_the_rest_of_a_curve_alone():
     np.testing.assert_array_equal(smoothed([1.0, 2.0, None, 4.0]), [1.0, 2.0, math.nan, 4.0])  # too few to smooth
     np.testing.assert_allclose(smoothed([1.0] * 500 + [None] * 3 + [1.0] * 500), 1.0)
     assert smoothed([]).shape == (0,)
@@ -38,9 +35,12 @@ def test_columns_of_numbers_are_aligned_to_the_right(cells, right):
     assert ('class="n"' in facts_table([("x", cell) for cell in cells])) == right
 
 
-def test_empty_columns_are_left_out():
+def test_empty_columns_are_left_out_and_samples_are_escaped():
     page = table(("name", "empty"), [("a", "")])
     assert page == '<table><tr><th class="w">name</th></tr><tr><td class="w">a</td></tr></table>'
+    [(name, part)] = samples([{"event": "note"}, {"event": "sample", "step": 1200, "text": "<b>\n1"}])
+    assert name == "What it writes" and "step 1,200" in part and "<pre>&lt;b&gt;\n1</pre>" in part
+    assert samples([{"event": "note"}]) == []
 
 
 def test_history_has_the_last_command_and_all_times():
@@ -54,9 +54,3 @@ def test_history_has_the_last_command_and_all_times():
     assert facts["command"] == "tpuswarm train gpt2-tiny --keep 5"
     assert re.fullmatch(r"19(69-12-31|70-01-01) .* to 1970-01-0[12] .*", facts["when"])
     assert history([]) == [] and dict(history([*events[1:2], {"time": 1.0, "event": "started"}])).keys() == {"when"}
-
-
-def test_samples_are_escaped():
-    [(name, part)] = samples([{"event": "note"}, {"event": "sample", "step": 1200, "text": "<b>\n1"}])
-    assert name == "What it writes" and "step 1,200" in part and "<pre>&lt;b&gt;\n1</pre>" in part
-    assert samples([{"event": "note"}]) == []

@@ -4,7 +4,8 @@ import importlib.util
 import json
 import os
 import struct
-import time
+from contextlib import closing
+from itertools import islice
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from wandb.proto import wandb_internal_pb2 as messages
 
 from tests.processes import finish, start
 from tests.train import toy
+from tests.waiting import until
 from tpuswarm import InputError, Trainer
 from tpuswarm.train.look.wandb_log import WandbLog
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
@@ -28,7 +30,6 @@ def offline(tmp_path):
 
 
 def records(path):
-    """Yield the records of a .wandb file."""
     data, place, parts = path.read_bytes(), HEADER, b""  # the file begins with a header of its own
     while place + HEADER <= len(data):
         left = BLOCK - place % BLOCK
@@ -47,11 +48,8 @@ def records(path):
 
 def records_of_type(path, kind):
     """Return the records of one type, once W&B's own process has written the file to its end."""
-    deadline = time.monotonic() + 300
-    while not (found := list(records(path))) or found[-1].WhichOneof("record_type") != "exit":
-        assert time.monotonic() < deadline, f"{path} has no end"
-        time.sleep(0.02)
-    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
+    until(lambda: [record.WhichOneof("record_type") for record in records(path)][-1:] == ["exit"])
+    return [getattr(record, kind) for record in records(path) if record.WhichOneof("record_type") == kind]
 
 
 def logged(path):
@@ -70,10 +68,8 @@ def files(folder):
 def test_all_rows_are_logged_and_a_resumed_run_stays_the_same_run(tmp_path):
     folder = tmp_path / "mine"
     trainer = Trainer(devices=1, wandb="project", eval_every=10)
-    loop = trainer.steps(toy.recipe(), steps=30, batch=8, run=folder)
-    for _ in range(12):
-        next(loop)
-    loop.close()
+    with closing(trainer.steps(toy.recipe(), steps=30, batch=8, run=folder)) as loop:
+        list(islice(loop, 12))
     trainer.fit(toy.recipe(), steps=30, batch=8, run=folder)
     first, second = files(folder)
     assert logged(first) + logged(second) == list(read_rows(folder / METRICS))

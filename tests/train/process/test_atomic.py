@@ -27,27 +27,23 @@ def test_folder_gets_its_name_once_all_is_in_it(tmp_path):
         (folder / "file").write_text("whole")
         assert not (tmp_path / "new" / "out").exists()
     assert (tmp_path / "new" / "out" / "file").read_text() == "whole"
-    with pytest.raises(InputError, match="out already exists"), whole_folder(tmp_path / "new" / "out"):
-        pass
-
-
-def test_failure_leaves_no_folder(tmp_path):
-    with pytest.raises(KeyError), whole_folder(tmp_path / "out") as folder:
+    with pytest.raises(KeyError), whole_folder(tmp_path / "failed") as folder:
         (folder / "file").write_text("half")
         raise KeyError
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_link_to_an_empty_folder_stays_a_link(tmp_path):
+def test_folder_in_use_is_not_replaced_and_a_link_stays_one(tmp_path, monkeypatch):
+    (tmp_path / "full" / "in").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     with whole_folder(tmp_path / "link") as folder:
         (folder / "file").write_text("whole")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "empty" / "file").exists()
-
-
-def test_current_folder_is_not_replaced(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in (".", str(tmp_path)):
-        with pytest.raises(InputError, match="is the current folder; use a new one inside it"):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    current = "is the current folder; use a new one inside it"
+    for name, words in ((".", current), (str(here), current), ("../full", "full already exists")):
+        with pytest.raises(InputError, match=words):
             whole_folder(Path(name)).__enter__()

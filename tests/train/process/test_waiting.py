@@ -1,29 +1,35 @@
-"""A terminal shows what is waited for; elsewhere nothing is written."""
+"""A terminal shows what is waited for, and not what is typed meanwhile; elsewhere nothing is written."""
 
 import signal
 import sys
+import termios
 
 import pytest
 
-from tests.terminal import SMALL, terminal
+from tests.terminal import CTRL_C, SMALL, terminal
 from tpuswarm.train.process.waiting import waiting
 
-PROGRAM = """
-import signal
+HEAD = """
+import signal, sys, time
 from rich.text import Text
 from tpuswarm.train.look.live import region
+from tpuswarm.train.process.stop import Interrupts
 from tpuswarm.train.process.waiting import stderr_console, waiting
 
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+def show_view():
+    return region(stderr_console(), lambda width, height: Text("the view"))
+"""
+WAITS = f"""{HEAD}
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})
 
 def go_on():
-    signal.sigwait({signal.SIGUSR1})
+    signal.sigwait({{signal.SIGUSR1}})
 
 with waiting("reading the data", short=0.0) as far:
     go_on()
     far("3 of 7 files")
     go_on()
-live = region(stderr_console(), lambda width, height: Text("the view"))
+live = show_view()
 stderr_console().print("something happened")
 with waiting("evaluating", short=0.1):
     go_on()
@@ -33,15 +39,26 @@ go_on()
 live.stop()
 print("the end")
 """
+READS = f"""{HEAD}
+interrupts = Interrupts()
+try:
+    live = show_view()
+    with waiting("a wait", short=0.0):
+        %s
+    live.stop()
+    print("it is over")
+    sys.stdin.readline()
+except KeyboardInterrupt:
+    interrupts.end(None)
+"""
 
 
 def test_waits_appear_on_a_terminal_under_the_view_and_disappear(tmp_path):
-    with terminal([sys.executable, "-c", PROGRAM], tmp_path, SMALL) as opened:
-        opened.wait("reading the data … 0:0")
-        opened.process.send_signal(signal.SIGUSR1)
-        opened.wait("reading the data: 3 of 7 files … 0:0")
-        opened.process.send_signal(signal.SIGUSR1)
-        opened.wait("evaluating … 0:0")
+    with terminal([sys.executable, "-c", WAITS], tmp_path, SMALL) as opened:
+        for words in ("reading the data … 0:0", "reading the data: 3 of 7 files … 0:0", "evaluating … 0:0"):
+            opened.wait(words)
+            if words.startswith("reading"):
+                opened.process.send_signal(signal.SIGUSR1)
         assert opened.lines.index("something happened") < opened.lines.index("the view")
         assert "reading" not in opened.screen
         opened.process.send_signal(signal.SIGUSR1)
@@ -49,6 +66,30 @@ def test_waits_appear_on_a_terminal_under_the_view_and_disappear(tmp_path):
         opened.process.send_signal(signal.SIGUSR1)
         shown = opened.finish()
     assert "the end" in shown and "short" not in shown and shown.count("the view") == 1
+
+
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [("sys.stdin.readline(); sys.stdin.readline()", 0), ("time.sleep(600)", 130), ("sys.stdin.readline(); 1 / 0", 1)],
+    ids=["end", "ctrl-c", "crash"],
+)
+def test_typed_text_is_hidden_only_while_a_view_is_drawn(tmp_path, then, code):
+    with terminal([sys.executable, "-c", READS % then], tmp_path) as opened:
+
+        def echoes():
+            return bool(termios.tcgetattr(opened._end)[3] & termios.ECHO)
+
+        assert echoes()
+        opened.wait("a wait … ")
+        assert not echoes()
+        opened.send(CTRL_C if code == 130 else b"typed\r\r")
+        if not code:
+            opened.wait("it is over")
+            assert echoes() and opened.text.count("the view") == 1 and "typed" not in opened.text
+            opened.send(b"\r")
+        while opened.read():
+            pass
+        assert opened.process.wait() == code and echoes()
 
 
 def test_nothing_is_written_elsewhere_and_errors_pass(capsys):

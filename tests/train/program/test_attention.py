@@ -11,7 +11,6 @@ from tpuswarm.train.program.attention import kernel, usable_form
 
 @pytest.mark.parametrize(("causal", "keys", "heads", "groups"), [(True, 128, 1, 1), (False, 256, 2, 1)])
 def test_splash_and_its_gradients_equal_plain_attention(causal, keys, heads, groups):
-    """Causal, and of two sequences; as many heads for keys as for queries, and fewer."""
     random = np.random.default_rng(0)
     shapes = (1, 128, heads, 32), (1, keys, groups, 32), (1, keys, groups, 32)
     q, k, v = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)

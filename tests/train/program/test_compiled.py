@@ -1,7 +1,4 @@
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +7,7 @@ import optax
 import pytest
 
 from tests.train import toy
+from tests.train.program.test_flops import step_flops
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
@@ -17,17 +15,15 @@ from tpuswarm.train.program import flops
 from tpuswarm.train.program.compiled import Refused, TooLarge, compile_step, compile_traced, place, trace
 from tpuswarm.train.program.mesh import bytes_per_device, make_mesh
 from tpuswarm.train.program.request import REMATS, Choice, Request, attention_and_loop, choices
-from tpuswarm.train.recipe import Clock, Options
 from tpuswarm.train.settings import check_batch
 
 
 def train(recipe, request, devices, steps=3):
-    """The compiled step, the state after some steps on the same rows, and their losses."""
     compiled = compile_step(recipe, request, devices)
     state = compiled.init(jax.random.key(0))
     rows, losses = recipe.data("train").rows(0, request.batch), []
     for step in range(steps):
-        state, metrics = compiled.step(state, rows, Clock(jax.random.key(1), np.int32(step), np.float32(0.1)))
+        state, metrics = compiled.step(state, rows, toy.clock(step, 0.1, seed=1))
         losses.append(float(metrics["loss"]))
     return compiled, state, losses
 
@@ -104,11 +100,7 @@ def test_weight_products_and_the_kernel_are_not_recomputed(attention, monkeypatc
     recipe = GPT2(data="fake", layers=layers, heads=2, width=width, context=tokens, vocab=300)
     found = {}
     for remat in REMATS:
-        program = recipe.program(Options(remat=remat, attention=attention))
-        state = jax.eval_shape(program.init, jax.random.key(0))
-        clock = Clock(jax.random.key(0), np.int32(0), np.float32(0))
-        traced = jax.jit(program.step).trace(state, program.batch_spec(rows), clock)
-        found[remat] = flops.model_flops(traced.jaxpr).total
+        found[remat] = step_flops(recipe, rows, remat=remat, attention=attention).total
     scores = 2 * rows * tokens**2 * width * layers
     assert found["dots"] - found["none"] == (scores if attention == "xla" else 0)
     qkv_and_fc = 2 * rows * tokens * (3 + 4) * width**2 * layers
@@ -119,8 +111,8 @@ def test_least_recomputation_that_fits_is_chosen(devices):
     recipe, request, one = toy.Layers(), Request(batch=256, accumulate=1), make_mesh(devices[:1])
     needed = {}
     for remat in REMATS:
-        traced = trace(recipe, request.options("cpu", "cpu"), Choice("replicate", remat, 1, ""), 256, one)
-        needed[remat] = compile_traced(traced).memory.total
+        choice = Choice("replicate", remat, 1, "")
+        needed[remat] = compile_traced(trace(recipe, request.options("cpu", "cpu"), choice, 256, one)).memory.total
     assert needed["none"] > needed["dots"] > needed["full"]
     for remat, memory in needed.items():
         assert compile_step(recipe, request, devices[:1], memory).choice.remat == remat
@@ -140,42 +132,37 @@ def tried(monkeypatch):
     return counts
 
 
-def test_batch_larger_than_the_memory_is_refused_before_compiling(devices, tried):
-    words = r"batch 2147483640 does not fit on 8 x cpu.* needs 24\.00 GiB per device, of 16"
-    with pytest.raises(InputError, match=words):
-        compile_step(toy.recipe(), Request(batch=2**31 - 8), devices, memory_bytes=2**34)
-    assert not tried
-
-
-def test_hopeless_numbers_of_micro_batches_are_not_compiled(devices, tried):
-    request = Request(batch=8 * 2**10, shard="replicate")
-    with pytest.raises(InputError, match="does not fit"):
-        compile_step(toy.recipe(micro_batches=True), request, devices, memory_bytes=2**18 - 1)
-    assert tried[:2] == [1, 4] and tried[-1] == 2**10  # with 2 it would need 101 bytes too many
-
-
 @pytest.mark.parametrize(
-    ("accumulate", "micro_batches", "expected"), [(None, False, {1}), (None, True, {1, 2}), (2, False, {2})]
+    ("request_", "micro_batches", "memory", "expected"),
+    [
+        (Request(batch=2**31 - 8), False, 2**34, []),
+        (
+            Request(batch=16, shard="replicate"),
+            False,
+            600,
+            [1],
+        ),  # a contrastive loss depends on them
+        (Request(batch=16, shard="replicate"), True, 600, [1, 2]),
+        (Request(batch=16, shard="replicate", accumulate=2), False, 600, [2]),
+        (Request(batch=8 * 2**10, shard="replicate"), True, 2**18 - 1, [1, 4, 8]),  # 2: 101 bytes too many
+    ],
 )
-def test_micro_batches_are_chosen_only_for_losses_that_allow_them(devices, tried, accumulate, micro_batches, expected):
-    """A contrastive loss, for example, has another value in micro-batches."""
-    with pytest.raises(InputError, match="does not fit"):
-        recipe, request = toy.recipe(micro_batches=micro_batches), Request(batch=16, accumulate=accumulate)
-        compile_step(recipe, request, devices, memory_bytes=600)
-    assert set(tried) == expected
-
-
-NO_REMAT, ALL_REMATS = ["none"], ["none", "dots", "full"]
+def test_only_numbers_of_micro_batches_that_may_fit_are_compiled(
+    devices, tried, request_, micro_batches, memory, expected
+):
+    with pytest.raises(InputError, match=f"batch {request_.batch} does not fit on 8 x cpu.* GiB"):
+        compile_step(toy.recipe(micro_batches=micro_batches), request_, devices, memory_bytes=memory)
+    assert tried[:3] == expected
 
 
 @pytest.mark.parametrize(
     ("request_", "forms", "kind", "shards", "remats", "accumulate"),
     [
-        (Request(batch=64), [], "cpu", ["replicate", "fsdp"], NO_REMAT, 1),
-        (Request(batch=64, shard="replicate", accumulate=2), ["remat"], "cpu", ["replicate"], ALL_REMATS, 2),
+        (Request(batch=64), [], "cpu", ["replicate", "fsdp"], ["none"], 1),
+        (Request(batch=64, shard="replicate", accumulate=2), ["remat"], "cpu", ["replicate"], REMATS, 2),
         # On a TPU without the kernel the scores of all layers would be kept.
         (Request(batch=64, shard="fsdp", accumulate=1), ["remat"], "TPU v3", ["fsdp"], ["dots", "full"], 1),
-        (Request(batch=64, shard="fsdp", accumulate=1), ["remat"], "TPU v4", ["fsdp"], ALL_REMATS, 1),
+        (Request(batch=64, shard="fsdp", accumulate=1), ["remat"], "TPU v4", ["fsdp"], REMATS, 1),
     ],
 )
 def test_ways_to_run_follow_the_request_and_the_program(request_, forms, kind, shards, remats, accumulate):
@@ -216,28 +203,3 @@ def test_failing_evaluation_is_reported_before_the_step_is_compiled(devices, mon
     words = rf"the evaluation of test_compiled fails \(its key is None\): TypeError: .* \({__file__}:\d+\)"
     with pytest.raises(InputError, match=words):
         compile_step(recipe, Request(batch=8), devices)
-
-
-TOPOLOGY = """
-from jax.experimental import topologies
-from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program.compiled import compile_step
-from tpuswarm.train.program.request import Request
-recipe = GPT2(data="fake", context=128, layers=2)
-devices = topologies.get_topology_desc("v5e:2x4", "tpu", chips_per_host_bounds=(2, 4, 1)).devices
-compiled = compile_step(recipe, Request(batch=32, shard="fsdp"), devices)
-text = compiled.step.as_text()
-print(devices[0].device_kind, len(devices), compiled.options.precision, compiled.options.attention,
-      compiled.options.loop, compiled.choice.remat, "splash" in text,
-      "all-reduce" in text, compiled.memory.total > 0, sep="|")
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the TPU compiler exists for Linux only")
-def test_step_compiles_for_described_tpus():
-    """For a v2, by the command: tests/plan."""
-    pytest.importorskip("libtpu", reason="the plan extra is not installed")
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = subprocess.run([sys.executable, "-c", TOPOLOGY], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "TPU v5 lite|8|bf16|splash|scan|none|True|True|True\n"

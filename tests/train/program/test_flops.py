@@ -1,15 +1,15 @@
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
+from tests.train import toy
 from tpuswarm.recipes.gpt2 import loss
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program.flops import model_flops, stated
 from tpuswarm.train.program.mesh import make_mesh
-from tpuswarm.train.recipe import Clock, Options
+from tpuswarm.train.recipe import Options
 
 X, W = jnp.ones((8, 16)), jnp.ones((16, 16))
 PRODUCT = 2 * 8 * 16 * 16
@@ -22,7 +22,7 @@ def count(function, *args):
 def step_flops(recipe, batch, **options):
     program = recipe.program(Options(**options))
     state = jax.eval_shape(program.init, jax.random.key(0))
-    return count(program.step, state, program.batch_spec(batch), Clock(jax.random.key(0), np.int32(0), np.float32(0)))
+    return count(program.step, state, program.batch_spec(batch), toy.clock())
 
 
 def analytic(recipe, batch):
@@ -53,7 +53,6 @@ def test_flops_of_gpt2_are_those_of_the_formula(size, options):
     ],
 )
 def test_flops_do_not_depend_on_how_a_step_runs(chunks, options, monkeypatch):
-    """On recomputation, chunks of the loss, micro-batches, and the form of loop and attention."""
     recipe = GPT2(data="fake", layers=2, heads=2, width=64, context=256, vocab=300)
     rows = 8 // options.get("accumulate", 1)
     monkeypatch.setattr(loss, "CHUNK_BYTES", rows * 256 * 384 * 4 // chunks)

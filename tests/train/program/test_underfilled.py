@@ -1,13 +1,12 @@
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from tests.train.program.test_flops import step_flops
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program.float32 import Float32
 from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.program.underfilled import Underfilled, underfilled
-from tpuswarm.train.recipe import Clock, Options
 
 
 def planted(x, narrow, wide):
@@ -61,10 +60,6 @@ def test_small_products_are_not_reported():
 
 @pytest.mark.parametrize(("form", "unit", "fill"), [("xla", 128, 0.5), ("splash", 256, 0.25)])
 def test_only_the_heads_of_gpt2_are_narrow(form, unit, fill):
-    program = GPT2(size="124m", data="fake").program(Options(attention=form, loop="scan"))
-    state = jax.eval_shape(program.init, jax.random.key(0))
-    clock = Clock(jax.random.key(0), np.int32(0), np.float32(0))
-    flops = model_flops(jax.jit(program.step).trace(state, program.batch_spec(8), clock).jaxpr)
-    found = underfilled(flops, unit, 8, 1)
+    found = underfilled(step_flops(GPT2(size="124m", data="fake"), 8, attention=form, loop="scan"), unit, 8, 1)
     described = {(narrow.size, round(narrow.fill, 2), narrow.place.file.rpartition("/")[2]) for narrow in found}
     assert described == {(64, fill, "attention.py")}

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tpuswarm.train.run.directory import (
     read_rows,
     read_rows_back,
 )
-from tpuswarm.train.run.listing import find_run, list_runs, newest_evaluation, newest_steps, status
+from tpuswarm.train.run.listing import find_run, list_runs, newest_steps, status
 
 SETTINGS = {
     "recipe": {"name": "toy", "target": "", "options": {}},
@@ -56,19 +57,14 @@ def test_metrics_are_cut_to_a_step_together_with_a_torn_line(tmp_path_factory, w
     run.close()
 
 
-def test_rows_come_back_bit_for_bit_from_one_object_a_line(tmp_path):
-    row = {"step": 1, "values": [1 / 3, 1e-45, 3.4028234663852886e38, 0.1 + 0.2]}
-    make_run(tmp_path, [row]).close()
-    assert json.loads((tmp_path / METRICS).read_text()) == row and list(read_rows(tmp_path / METRICS)) == [row]
-
-
-ROWS = [{"step": step, "loss": 1.0} for step in (1, 2, 3)]
+ROWS = [{"step": step, "loss": 1 / 3, "values": [1e-45, 3.4028234663852886e38, 0.1 + 0.2]} for step in (1, 2, 3)]
 
 
 def test_damaged_lines_cost_only_themselves(tmp_path):
     run = make_run(tmp_path, ROWS)
     path = tmp_path / METRICS
     lines = path.read_bytes().splitlines(keepends=True)
+    assert [json.loads(line) for line in lines] == ROWS, "bit for bit"
     path.write_bytes(lines[0] + b'{"step": "two"}\n' + b"".join(lines[1:]) + b'{"step": 4, "lo')
     assert list(read_rows(path)) == ROWS
     run.cut_metrics(2)
@@ -128,20 +124,16 @@ def test_folders_that_are_no_runs_are_refused_and_left_alone(tmp_path):
         (tmp_path / folder / file).write_text(text)
     (tmp_path / "empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    for name, words in (
-        ("papers", "is not empty"),
-        ("papers/thesis.tex", "is a file"),
-        ("papers/thesis.tex/run", "cannot be a run directory"),
+    for read, name, words in (
+        (Run, "papers", "is not empty"),
+        (Run, "papers/thesis.tex", "is a file"),
+        (Run, "papers/thesis.tex/run", "cannot be a run directory"),
+        (status, "none", "does not exist"),
+        (status, "empty", "is not a run"),
+        (status, "tool", "belongs to something else"),
     ):
         with pytest.raises(InputError, match=words):
-            Run(tmp_path / name)
-    for name, words in (
-        ("none", "does not exist"),
-        ("empty", "is not a run"),
-        ("tool", "belongs to something else"),
-    ):
-        with pytest.raises(InputError, match=words):
-            status(tmp_path / name)
+            read(tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
     assert [folder.name for folder in list_runs(tmp_path)] == ["ours"]
     (tmp_path / "ours" / CONFIG).write_text("[recipe\n")
@@ -152,7 +144,6 @@ def test_folders_that_are_no_runs_are_refused_and_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
-        (["checkpoints"], "has metrics.jsonl but no checkpoints/ to resume from"),
         (["checkpoints/00000003"], "has metrics.jsonl but no checkpoints/ to resume from"),
         (["config.toml"], "has metrics.jsonl and checkpoints/ but no config.toml"),
         (["config.toml", "metrics.jsonl"], "has checkpoints/ but no config.toml"),
@@ -168,10 +159,10 @@ def test_run_without_the_files_to_resume_from_is_left_alone(tmp_path, lost, word
     (tmp_path / "checkpoints" / "00000003").mkdir(parents=True)
     for name in lost:
         shutil.rmtree(tmp_path / name) if (tmp_path / name).is_dir() else (tmp_path / name).unlink()
-    before = sorted(tmp_path.rglob("*"))
     if words is None:
         Run(tmp_path).close()
         return
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError, match=f"{words}.*; restore a copy of it, or use another --run to start over"):
         Run(tmp_path)
     assert before == sorted(tmp_path.rglob("*"))
@@ -179,10 +170,8 @@ def test_run_without_the_files_to_resume_from_is_left_alone(tmp_path, lost, word
 
 @pytest.mark.parametrize("event", ["finished", "stopped", "failed"])
 def test_status_of_a_live_and_of_an_ended_run(tmp_path, event):
-    steps = [
-        {"step": step, "tokens": 64 * step, "loss": 2.0, "tokens_per_s": 10.0, "wall_s": 1.5 + step / 2}
-        for step in (1, 2, 3, 4)
-    ]
+    row = {"loss": 2.0, "tokens_per_s": 10.0}
+    steps = [{"step": step, "tokens": 64 * step, "wall_s": 1.5 + step / 2, **row} for step in (1, 2, 3, 4)]
     run = make_run(tmp_path, [*steps, {"step": 4, "tokens": 256, "eval_loss": 2.5}])
     run.write_event("started", message="")
     run.write_event(event, message="because")
@@ -201,21 +190,6 @@ def test_status_reads_only_the_end_of_long_metrics(tmp_path, monkeypatch):
     make_run(tmp_path, [{"step": 1, "eval_loss": 4.0}, *steps]).close()
     seen = status(tmp_path)
     assert (seen.step, seen.eval_loss, seen.eval_step) == (49, 4.0, 1) and 1 < len(newest_steps(tmp_path)) < 10
-
-
-def test_newest_evaluation_is_found_behind_steps_and_torn_lines(tmp_path):
-    assert newest_evaluation(tmp_path) == {}
-    rows = [{"step": 1, "eval_loss": 4.0}, {"step": 2, "loss": 1.0}, {"step": 3, "eval_loss": 3.5}, {"step": 4}]
-    lines = [json.dumps(row) + "\n" for row in rows]
-    for text, expected in (
-        ("", {}),
-        (lines[0], rows[0]),
-        ("".join(lines[:2]), rows[0]),
-        ("".join(lines), rows[2]),
-        (lines[0] + lines[2][:-4], rows[0]),
-    ):
-        (tmp_path / METRICS).write_text(text)
-        assert newest_evaluation(tmp_path) == expected
 
 
 def test_run_that_has_to_end_at_once_leaves_its_reason_or_nothing(tmp_path):
@@ -253,9 +227,8 @@ def test_last_means_the_run_used_last(tmp_path):
     for name in ("a", "b"):
         for path in (tmp_path / name).iterdir():
             os.utime(path, (1e9, 1e9))
-        held = Run(tmp_path / name)  # in use now, whatever its files say
-        assert find_run("last", tmp_path) == tmp_path / name
-        held.close()
+        with closing(Run(tmp_path / name)):  # in use now, whatever its files say
+            assert find_run("last", tmp_path) == tmp_path / name
 
 
 def test_name_that_means_two_runs_is_refused(tmp_path, monkeypatch):

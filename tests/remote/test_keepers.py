@@ -13,6 +13,7 @@ import pytest
 from tests.cloud.rehearsal.conftest import until as wait_until
 from tests.remote.conftest import INTERVALS
 from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.fleet.keeping.fleets import find
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,13 @@ def start_keeper(fleet) -> subprocess.Popen[str]:
         return fleet.start("keep", intervals=INTERVALS, stdout=log, stderr=log)
 
 
+def leader() -> int:
+    """Return the process of the keeper that has done a round and leads."""
+    there = find(None)[0]
+    lease = there.store(there.provider()).load().lease
+    return lease.pid if lease else 0
+
+
 until = partial(wait_until, seconds=240)
 
 
@@ -40,8 +48,10 @@ def starts(folder: Path) -> dict[str, int]:
     return {worker: workers.count(worker) for worker in workers}
 
 
-def test_job_survives_preemptions_maintenance_and_killed_keepers_and_never_runs_twice(spot_fleet, tmp_path):
-    fleet, chance = spot_fleet, random.Random(5)
+def test_job_survives_preemptions_maintenance_and_killed_keepers_and_never_runs_twice(
+    spot_fleet, tmp_path, monkeypatch
+):
+    fleet, chance = spot_fleet.enter(monkeypatch), random.Random(5)
     keeper = start_keeper(fleet)
     err = fleet.detach("slice", "train", PROGRAM.format(folder=tmp_path))
     assert re.search(r"v5e-usc1a-\d+: running, run 1 on v5e-usc1a-\d+", err), err
@@ -56,7 +66,8 @@ def test_job_survives_preemptions_maintenance_and_killed_keepers_and_never_runs_
     until(lambda: all_started(3))
     ask(fleet.place, "preempt", name=fleet.ready_machine(), ending="gone")
     for _ in range(3):  # at any moment of what it does about it
-        time.sleep(chance.uniform(0.2, 2.0))
+        until(lambda: leader() == keeper.pid)  # noqa: B023
+        time.sleep(chance.uniform(0.0, 1.0))
         keeper.kill()
         keeper.wait()
         keeper = start_keeper(fleet)

@@ -1,7 +1,6 @@
 """Machines taken away, gone, made again, or in a zone that does not answer: what commands say, whom they trust."""
 
 import subprocess
-from typing import NamedTuple
 
 import pytest
 
@@ -11,10 +10,7 @@ from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, T
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.core.desired import Desired, Wanted
-from tpuswarm.fleet.keeping.fleets import find
-from tpuswarm.fleet.reach import find_reach
 from tpuswarm.fleet.targets import find_meant, find_targets
-from tpuswarm.remote.host import Host
 
 ZONE = "us-central1-f"
 
@@ -39,59 +35,34 @@ def test_zone_that_does_not_answer_is_a_finding_and_other_machines_are_checked(f
     assert doctor(fleet, "all", code=0) == {}
 
 
-class Replaced(NamedTuple):
-    """What was seen while a machine was preempted and another one gone, and after `up`."""
-
-    before: Host
-    old_folder: str
-    findings: dict[str, dict[str, tuple[str, str]]]
-    exec_error: str
-    after: Host
-
-
-@pytest.fixture(scope="module")
-def replaced(session_fleet) -> Replaced:
-    fleet = session_fleet
-    with pytest.MonkeyPatch.context() as patch:
-        fleet.enter(patch)
-        reach = find_reach(find(None)[0])
-        fleet.run("ssh-config")
-        assert ssh(fleet, ONE, "true").returncode == 0
-        config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
-        config.write_text(config.read_text().replace(f"Host {HOSTS[0]} ", "Host v2-usc1f-9/0 "))  # of an older machine
-        (before,), _ = reach.hosts(ONE)
-        old_folder = fleet.home(f"{ONE}-0").name
-        ask(fleet.place, "preempt", name=ONE, ending="preempted")
-        ask(fleet.place, "preempt", name=SLICE, ending="gone")
-        until(lambda: doctor(fleet, "all").keys() == {ONE, "slice"})  # before, their notices are found
-        findings = {where: doctor(fleet, where) for where in ("all", ONE, SLICE)}
-        exec_error = fleet.run("exec", "all", "--", "true", code=2)[1]
-        fleet.run("up", "--yes", "--paid")
-        (after,), _ = reach.hosts(ONE)
-        return Replaced(before, old_folder, findings, exec_error, after)
-
-
-def test_preempted_and_deleted_machines_are_findings_and_cannot_be_reached(replaced):
+def test_lost_machines_are_findings_and_new_ones_have_new_keys_that_openssh_knows(fleet, reach):
+    fleet.run("ssh-config")
+    assert ssh(fleet, ONE, "true").returncode == 0
+    config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
+    config.write_text(config.read_text().replace(f"Host {HOSTS[0]} ", "Host v2-usc1f-9/0 "))  # of an older machine
+    (before,), _ = reach.hosts(ONE)
+    old_folder = fleet.home(f"{ONE}-0").name
     preempted = ("reach", "is preempted, not ready")
-    assert replaced.findings == {
-        "all": {ONE: preempted, "slice": ("reach", "1 v5e-16 not there: asked for in us-central1-a")},
-        ONE: {ONE: preempted},
-        SLICE: {SLICE: ("reach", "is gone: the cloud does not list it any more")},
-    }
-    assert f"no machine of the fleet can be reached: {ONE} is preempted, not ready" in replaced.exec_error
+    ask(fleet.place, "preempt", name=ONE, ending="preempted")
+    ask(fleet.place, "preempt", name=SLICE, ending="gone")
+    try:
+        until(lambda: doctor(fleet, "all").keys() == {ONE, "slice"})  # before, their notices are found
+        missing = ("reach", "1 v5e-16 not there: asked for in us-central1-a")
+        assert doctor(fleet, "all") == {ONE: preempted, "slice": missing}
+        assert doctor(fleet, ONE) == {ONE: preempted}
+        assert doctor(fleet, SLICE) == {SLICE: ("reach", "is gone: the cloud does not list it any more")}
+        error = fleet.run("exec", "all", "--", "true", code=2)[1]
+        assert f"no machine of the fleet can be reached: {ONE} is preempted, not ready" in error
+    finally:
+        fleet.run("up", "--yes", "--paid")
 
-
-def test_machine_made_again_has_new_keys_and_the_old_ones_are_forgotten(replaced):
-    before, after = replaced.before, replaced.after
+    (after,), _ = reach.hosts(ONE)
     assert after.alias != before.alias and after.keys != before.keys
     assert before.alias not in after.known_hosts.read_text()
-
-
-def test_openssh_knows_a_machine_made_again(replaced, fleet):
     done = ssh(fleet, ONE, "echo $TPUSWARM_REHEARSAL_MACHINE")
-    assert done.returncode == 0 and done.stdout.strip() not in ("", replaced.old_folder), done.stderr
-    config = (fleet.folder / ".ssh/tpuswarm.d/trio.config").read_text()
-    assert "Host v2-usc1f-0/0 v2-usc1f-0.0 v2-usc1f-0\n" in config and "v2-usc1f-9" not in config
+    assert done.returncode == 0 and done.stdout.strip() not in ("", old_folder), done.stderr
+    assert "Host v2-usc1f-0/0 v2-usc1f-0.0 v2-usc1f-0\n" in config.read_text()
+    assert "v2-usc1f-9" not in config.read_text()
 
 
 def machine(name: str, pool: str) -> Machine:

@@ -166,6 +166,12 @@ def test_gpt2_trains_with_the_attention_and_layers_of_each_generation(plan, plan
     assert "v6e-8: fits: 8 rows per device" in plan(line)[2]
 
 
+def test_gpt2_is_sharded_with_splash_attention(plan_rows):
+    model = "gpt2-tiny --data fake --layers 1 --width 128 --heads 2 --context 128"
+    [row] = plan_rows(f"{model} --batch 8 --shard fsdp --on v5e-8").values()
+    assert (row["fits"], row["sharding"], row["attention"]) == (True, "fsdp", "splash")
+
+
 def test_largest_micro_batch_fits_and_the_next_one_was_refused(plan):
     code, out, err = plan("my_recipe.py:wide --on v5litepod-1 --json")
     [row] = json.loads(out)["rows"]

@@ -15,7 +15,7 @@ from tests.terminal import terminal
 from tpuswarm.cli import control
 from tpuswarm.swarm.views.status import look
 from tpuswarm.train.run import listing
-from tpuswarm.train.run.directory import Run
+from tpuswarm.train.run.directory import EVENTS, Run, read_rows
 from tpuswarm.train.run.life import read_life
 
 pytestmark = pytest.mark.slow
@@ -25,6 +25,12 @@ FOLDER = Path("runs/a")
 def steps(tmp_path: Path) -> int:
     folder = tmp_path / FOLDER
     return look(folder).step if (folder / "status.json").exists() else listing.status(folder).step
+
+
+def has_committed_again(folder: Path) -> bool:
+    """Return whether a swarm has committed since its second start."""
+    events = "".join(f"{row['event']} " for row in read_rows(folder / EVENTS)).split("started ")
+    return len(events) == 3 and "commit" in events[2]
 
 
 def status(tmp_path: Path) -> dict:
@@ -53,6 +59,13 @@ def test_detached_run_outlives_its_terminal(tmp_path, swarm):
     assert "gpt2-tiny" in log and out.strip() in log and "parameter  " not in log, "a table is not for a log"
     events = [line for line in log.splitlines() if "started: " in line or " joined (" in line]
     assert len(events) == (3 if swarm else 1), "each event appears once"
+
+    if swarm:  # resumed by the same command, it stops with its terminal; a plain run: below
+        with terminal([*TRAIN, *swarm], tmp_path) as opened:
+            opened.wait(lambda _: has_committed_again(tmp_path / FOLDER))
+            assert opened.hang_up() == 128 + signal.SIGHUP
+        life = read_life(tmp_path / FOLDER)
+        assert life.state == "stopped" and "stopped at commit" in life.message
 
 
 def test_other_run_stops_with_its_terminal(tmp_path):

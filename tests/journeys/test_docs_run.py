@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ FORK = f"""#!{sys.executable} -IS
 import json, os, socket, sys
 name = os.path.basename(sys.argv[0])
 is_file = name == "python" and sys.argv[1:2] and "os.environ" not in open(sys.argv[1]).read()
-variables = {{each: os.environ[each] for each in sorted(os.environ) if each.startswith({READ_AT_IMPORT!r})}}
+variables = {{key: os.environ[key] for key in sorted(os.environ) if key.startswith({READ_AT_IMPORT!r})}}
 if (name == "python" and not is_file) or variables != json.loads(os.environ["FORK_SERVER_VARIABLES"]):
     program = {str(sys.executable)!r} if name == "python" else {PROGRAM!r}
     os.execv(program, [program, *sys.argv[1:]])
@@ -84,12 +86,25 @@ def test_commands_and_programs_run(document: Path, tmp_path: Path, user):
             if target := NOT_RUN.match(command):
                 assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
             elif not command.startswith("tpuswarm demo"):
-                done = subprocess.run(
+                process = subprocess.Popen(
                     ["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path, env=env, pass_fds=[server],
-                    capture_output=True, text=True, timeout=TIMEOUT_S,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 )  # fmt: skip
-                shown = f"{where}\nexit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-                assert done.returncode == 0 and "Traceback" not in done.stderr, shown
+                try:
+                    out, err = process.communicate(timeout=TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    kill_processes_in(tmp_path)
+                    out, err = process.communicate(timeout=TIMEOUT_S)
+                shown = f"{where}\nexit {process.returncode}\n{out[-2000:]}\n{err[-4000:]}"
+                assert process.returncode == 0 and "Traceback" not in err, shown
+
+
+def kill_processes_in(folder: Path) -> None:
+    """Kill the processes whose current folder this is: forks are in no group or session of bash."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "cwd").readlink() == folder:
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def is_used_later(document: Path, block: Block) -> bool:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from tests.browser import chromium
-from tests.watch.made import MadeRun
+from tests.watch.fake_run import FakeRun
 
 from benchmarks.report import Settings, Table, verdict
 
@@ -33,7 +33,7 @@ def run(settings: Settings) -> Iterable[Table]:
     members, versions, updates = (20, 200, 3) if settings.quick else (200, 10_000, 20)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = MadeRun(folder / "run", members, 2 * versions).lives()
+        made = FakeRun(folder / "run", members, 2 * versions).hold()
         made.grow(versions)
         size = sum(path.stat().st_size for path in made.folder.glob("*.jsonl"))
         command = [sys.executable, "-m", "tpuswarm", "page", "run", "--port", "8799"]
@@ -47,10 +47,10 @@ def run(settings: Settings) -> Iterable[Table]:
                 yield _measured(url, server.pid, made, updates, opened, size)
             finally:
                 server.send_signal(2)
-        made.ends()
+        made.release()
 
 
-def _measured(url: str, pid: int, made: MadeRun, updates: int, opened: float, size: int) -> Table:
+def _measured(url: str, pid: int, made: FakeRun, updates: int, opened: float, size: int) -> Table:
     with tempfile.TemporaryDirectory() as profile, chromium(Path(profile)) as browser:
         browser.resize(1280)
         browser.open("data:text/html,<p>a page before it</p>")  # what a browser does as it starts is not the page's

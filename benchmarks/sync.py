@@ -29,23 +29,23 @@ SAME_S, ONE_S = 1.0, 2.0
 
 def run(settings: Settings) -> Table:
     """First, unchanged and with one file changed, for both."""
-    from tests.remote.machines import machines
+    from tests.remote.machines import start_machines
 
     files, hosts, times = (50, 2, 1) if settings.quick else (FILES, HOSTS, TIMES)
     rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         project = _project(folder / "project", files)
-        with machines(folder, hosts) as here:
+        with start_machines(folder, hosts) as machines:
 
             def ours() -> None:
                 kept = KeptTree(folder / "kept")
                 tree = kept.take(project, lambda total, new: None)
-                outcome = asyncio.run(_send(here.key, here.hosts, tree, kept))
+                outcome = asyncio.run(_send(machines.key, machines.hosts, tree, kept))
                 assert not outcome.failed, outcome.failed
 
             def theirs() -> None:
-                running = [_rsync(host, here.key, project) for host in here.hosts]
+                running = [_rsync(host, machines.key, project) for host in machines.hosts]
                 assert all(each.wait() == 0 for each in running)
 
             ours_s = _three(ours, project, times)
@@ -53,7 +53,7 @@ def run(settings: Settings) -> Table:
                 rsync_s = _three(theirs, project, times)
             except FileNotFoundError:
                 raise Skipped("rsync is not installed") from None
-            for machine in here.machines:
+            for machine in machines:
                 assert (machine.home / "project/f0").read_bytes() == (project / "f0").read_bytes()
     for what, limit, mine, peer in zip(
         ("first", "unchanged", "one file changed"), (None, SAME_S, ONE_S), ours_s, rsync_s, strict=True

@@ -17,7 +17,7 @@ import pytest
 from tests.cloud.rehearsal.conftest import until
 from tests.local_cloud import local_cloud
 from tests.processes import finish
-from tests.remote.machines import machines
+from tests.remote.machines import Machines, start_machines
 from tests.terminal import PROGRAM
 from tpuswarm.cli import main
 from tpuswarm.cloud.rehearsal.client import ask
@@ -265,7 +265,7 @@ def reach(fleet) -> Reach:
 
 
 @pytest.fixture
-def here(tmp_path):
+def machines(tmp_path) -> Iterator[Machines]:
     """Three machines without a cloud."""
-    with machines(tmp_path, 3) as found:
+    with start_machines(tmp_path, 3) as found:
         yield found

@@ -35,17 +35,17 @@ class Machine(NamedTuple):
         return self.root / "home" / USER
 
 
-class Here(NamedTuple):
-    machines: list[Machine]
-    key: Path
-    loop: asyncio.AbstractEventLoop
-    acceptors: dict[str, asyncssh.SSHAcceptor]
-    listen: list[Callable[[str], Coroutine[Any, Any, asyncssh.SSHAcceptor]]]
-    """Of each machine: start its server at an address."""
+class Machines(list[Machine]):
+    def __init__(self, key: Path, loop: asyncio.AbstractEventLoop):
+        super().__init__()
+        self.key, self.loop = key, loop
+        self.acceptors: dict[str, asyncssh.SSHAcceptor] = {}
+        self.listen: list[Callable[[str], Coroutine[Any, Any, asyncssh.SSHAcceptor]]] = []
+        """Of each machine: start its server at an address."""
 
     @property
     def hosts(self) -> list[Host]:
-        return [machine.host for machine in self.machines]
+        return [machine.host for machine in self]
 
     def connections(self) -> Connections:
         return Connections(self.key)
@@ -74,7 +74,7 @@ class Here(NamedTuple):
 
     def move(self, number: int, address: str) -> None:
         """Give a machine another address; nobody answers at the old one."""
-        before = self.machines[number].host.address
+        before = self[number].host.address
         self.acceptors[address] = self.ask(self.listen[number](address))
         self.loop.call_soon_threadsafe(self.acceptors.pop(before).close)
         self.cut(number)
@@ -93,7 +93,7 @@ class NotedServer(served.Server):
 
 
 @contextmanager
-def machines(folder: Path, count: int) -> Iterator[Here]:
+def start_machines(folder: Path, count: int) -> Iterator[Machines]:
     """Start machines; at the end kill everything on them."""
     place = Place(folder / "cloud")
     place.make()
@@ -107,7 +107,7 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    here = Here([], key_file, loop, {}, [])
+    machines = Machines(key_file, loop)
     try:
         for index in range(count):
             address = f"127.{number}.1.{index + 1}"
@@ -115,21 +115,23 @@ def machines(folder: Path, count: int) -> Iterator[Here]:
             root = Root(place, described)
             root.boot()
             ours, server = served.host_key(root), partial(NotedServer, number=index)
-            here.listen.append(partial(served.listen, root, key=ours, keys=lambda: allowed, storage="", server=server))
-            here.acceptors[address] = here.ask(here.listen[index](address))
+            machines.listen.append(
+                partial(served.listen, root, key=ours, keys=lambda: allowed, storage="", server=server)
+            )
+            machines.acceptors[address] = machines.ask(machines.listen[index](address))
             public = " ".join(ours.export_public_key().decode().split()[:2])
             alias, known = f"node-{index}.0", folder / "known_hosts"
             with known.open("a") as lines:
                 lines.write(f"{alias} {public}\n")
             host = Host(f"node-{index}/0", address, SSH_PORT, USER, alias, (public,), known)
-            here.machines.append(Machine(host, root.path, described.id))
+            machines.append(Machine(host, root.path, described.id))
             root.home(USER)
-        yield here
+        yield machines
     finally:
-        for acceptor in here.acceptors.values():
+        for acceptor in machines.acceptors.values():
             loop.call_soon_threadsafe(acceptor.close)
-        processes.kill([machine.id for machine in here.machines])
-        here.ask(asyncio.sleep(0.05))
+        processes.kill([machine.id for machine in machines])
+        machines.ask(asyncio.sleep(0.05))
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         held.close()

@@ -47,16 +47,16 @@ def test_words_for_hosts(reach):
         assert str(error.value) == sentence
 
 
-def test_command_whose_connection_breaks_has_no_exit_code(here):
+def test_command_whose_connection_breaks_has_no_exit_code(machines):
     async def work(connections):
-        sleeping = asyncio.create_task(connect.ask(connections, here.hosts[0], "touch ~/asleep; sleep 60"))
-        while not (here.machines[0].home / "asleep").exists():
+        sleeping = asyncio.create_task(connect.ask(connections, machines.hosts[0], "touch ~/asleep; sleep 60"))
+        while not (machines[0].home / "asleep").exists():
             await asyncio.sleep(0.02)
-        (await connections.to(here.hosts[0])).abort()
+        (await connections.to(machines.hosts[0])).abort()
         await sleeping
 
     with pytest.raises(NoWay, match=r"was lost: the command had not ended yet"):
-        here.run(work)
+        machines.run(work)
 
 
 def test_changed_host_key_is_refused_and_forgotten_as_the_error_says(reach):
@@ -75,23 +75,23 @@ def test_changed_host_key_is_refused_and_forgotten_as_the_error_says(reach):
     known.unlink()
 
 
-def test_refused_key_is_reported(here, tmp_path):
+def test_refused_key_is_reported(machines, tmp_path):
     stranger = tmp_path / "stranger"
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(stranger)
     stranger.chmod(0o600)
-    (error,) = names(None, here.hosts[:1], stranger)
+    (error,) = names(None, machines.hosts[:1], stranger)
     assert isinstance(error, KeyRefused) and f"does not take the key {stranger} for user" in str(error)
 
 
-def test_hung_host_is_reported_and_others_finish(here):
+def test_hung_host_is_reported_and_others_finish(machines):
     async def work():
         accepted = []
         server = await asyncio.start_server(lambda *ends: accepted.append(ends), "127.0.0.1", 0)
-        hung = replace(here.hosts[1], address="127.0.0.1", port=server.sockets[0].getsockname()[1])
-        refused = replace(here.hosts[2], port=1)
-        unproxied = replace(here.hosts[0], proxy="/bin/false")
-        well, slow = here.hosts[0], here.hosts[2]
-        async with Connections(here.key) as connections:
+        hung = replace(machines.hosts[1], address="127.0.0.1", port=server.sockets[0].getsockname()[1])
+        refused = replace(machines.hosts[2], port=1)
+        unproxied = replace(machines.hosts[0], proxy="/bin/false")
+        well, slow = machines.hosts[0], machines.hosts[2]
+        async with Connections(machines.key) as connections:
             await asyncio.gather(connections.to(well), connections.to(slow))
             connections._answer = 2.0
 
@@ -101,7 +101,7 @@ def test_hung_host_is_reported_and_others_finish(here):
 
             found = await fan_out([well, hung, refused, slow], one, time_out_s=6.0)
             with pytest.raises(NoWay, match=r"^node-0/0 \(127\.\d+\.1\.1\) cannot be reached: "):
-                await Connections(here.key).to(unproxied)
+                await Connections(machines.key).to(unproxied)
         server.close()
         return found
 

@@ -25,18 +25,18 @@ def test_colon_makes_it_a_path_of_a_machine():
 
 
 @pytest.fixture
-def over(here):
-    return lambda work, *args, **options: here.run(lambda connections: work(connections, *args, **options))
+def over(machines):
+    return lambda work, *args, **options: machines.run(lambda connections: work(connections, *args, **options))
 
 
-def test_file_sent_twice_at_once_arrives_intact(here, tmp_path):
+def test_file_sent_twice_at_once_arrives_intact(machines, tmp_path):
     """As where somebody gives the same command in two windows."""
     source = tmp_path / "large"
     source.write_bytes(os.urandom(12_000_000))
-    host = here.hosts[0]
+    host = machines.hosts[0]
 
     async def both():
-        async with here.connections() as first, here.connections() as second:
+        async with machines.connections() as first, machines.connections() as second:
             begun = asyncio.Event()
             one = asyncio.create_task(put(first, host, source, "large", lambda count: begun.set()))
             await begun.wait()
@@ -44,7 +44,7 @@ def test_file_sent_twice_at_once_arrives_intact(here, tmp_path):
 
     for copied in asyncio.run(both()):
         assert copied == 1 or isinstance(copied, RunFailed), copied
-    assert (here.machines[0].home / "large").read_bytes() == source.read_bytes()
+    assert (machines[0].home / "large").read_bytes() == source.read_bytes()
 
 
 def test_host_cannot_choose_where_a_file_goes(tmp_path):
@@ -60,13 +60,13 @@ def test_host_cannot_choose_where_a_file_goes(tmp_path):
         asyncio.run(names())
 
 
-def test_folder_is_copied_there_and_back(here, over, tmp_path):
+def test_folder_is_copied_there_and_back(machines, over, tmp_path):
     source = tmp_path / "data"
     (source / "deep").mkdir(parents=True)
     (source / "deep/run.sh").write_text("#!/bin/sh")
     (source / "deep/run.sh").chmod(0o755)
     (source / "a").write_bytes(os.urandom(3_000_000))
-    machine = here.machines[0]
+    machine = machines[0]
     assert over(put, machine.host, source, "copies/") == 2
     there = machine.home / "copies/data"
     assert (there / "a").read_bytes() == (source / "a").read_bytes() and os.access(there / "deep/run.sh", os.X_OK)
@@ -84,15 +84,15 @@ def test_folder_is_copied_there_and_back(here, over, tmp_path):
         over(put, machine.host, source / "a", "copies/data/a/")
 
 
-def test_broken_copy_leaves_no_half_file_and_continues(here, over, tmp_path):
+def test_broken_copy_leaves_no_half_file_and_continues(machines, over, tmp_path):
     source = tmp_path / "big"
     source.write_bytes(os.urandom(20_000_000))
-    machine, seen = here.machines[0], []
+    machine, seen = machines[0], []
 
     def cut(count):
         seen.append(count)
         if sum(seen) == 8 << 20:
-            here.cut(0)
+            machines.cut(0)
 
     with pytest.raises(NoWay, match=r"the same command goes on"):
         over(put, machine.host, source, "big", told=cut)

@@ -285,30 +285,30 @@ def test_versions_that_differ_or_do_not_fit_are_found_on_the_machines(fleet):
             shutil.rmtree(site.parents[2])
 
 
-def run_connected(here, work):
+def run_connected(machines, work):
     """Open the connections first: no time-out counts that."""
 
     async def connect(connections):
-        await asyncio.gather(*map(connections.to, here.hosts))
+        await asyncio.gather(*map(connections.to, machines.hosts))
         return await work(connections)
 
-    return here.run(connect)
+    return machines.run(connect)
 
 
-def test_fixes_that_were_done_failed_and_hung_are_reported(here, monkeypatch):
+def test_fixes_that_were_done_failed_and_hung_are_reported(machines, monkeypatch):
     monkeypatch.setattr(examine, "PATIENCE", 8.0)
-    host = here.hosts[0]
+    host = machines.hosts[0]
     fixes = {"lock": "echo done >fixed", "preload": "echo no, not today >&2; exit 3", "tpu-logs": "sleep 1000"}
     found = [examine.Found(host.label, check, Wrong("", "", fix)) for check, fix in fixes.items()]
-    done, failed, hung = run_connected(here, lambda connected: examine.fix(connected, {host.label: host}, found))
-    assert done == "node-0/0: lock is mended" and (here.machines[0].home / "fixed").exists()
+    done, failed, hung = run_connected(machines, lambda connected: examine.fix(connected, {host.label: host}, found))
+    assert done == "node-0/0: lock is mended" and (machines[0].home / "fixed").exists()
     assert failed == "node-0/0: preload is not mended (exit 3): no, not today"
     assert re.search(r"node-0/0 .* 8 s.*; nobody knows whether tpu-logs is mended", hung), hung
 
 
-def test_hosts_that_hang_or_have_no_python_are_reported(here, tmp_path, monkeypatch):
+def test_hosts_that_hang_or_have_no_python_are_reported(machines, tmp_path, monkeypatch):
     monkeypatch.setattr(examine, "PATIENCE", 8.0)
-    hung, lacking = (machine.root for machine in here.machines[:2])
+    hung, lacking = (machine.root for machine in machines[:2])
     stand_in = tmp_path / "cloud" / "bin" / "python3"
     stand_in.write_text(
         f"#!/bin/bash\ncase $TPUSWARM_ROOT in {hung}) sleep 1000;; {lacking}) exit 127;; esac\n"
@@ -317,18 +317,18 @@ def test_hosts_that_hang_or_have_no_python_are_reported(here, tmp_path, monkeypa
     stand_in.chmod(0o755)
     by_label = {
         host.label: Machine(host.label.partition("/")[0], "us-central1-f", "tpu", "v2-8", "ready", "READY")
-        for host in here.hosts
+        for host in machines.hosts
     }
 
     def unreachable(hosts) -> dict[str, str]:
         reached = Reached(hosts, (), True, by_label)
-        found = run_connected(here, lambda connected: examine.examine(connected, reached))
+        found = run_connected(machines, lambda connected: examine.examine(connected, reached))
         assert {finding.check for finding in found} == {"reach"}
         return {finding.host: finding.wrong.what for finding in found}
 
-    found = unreachable(here.hosts)
+    found = unreachable(machines.hosts)
     assert "was not done within 8 s" in found["node-0/0"]
     assert "has no python3, with which doctor looks at a host" in found["node-1/0"]
     assert "cannot be looked at (exit 4): it is broken" in found["node-2/0"]
     stand_in.write_text("#!/bin/bash\n")
-    assert "cannot be looked at (exit 0): it said nothing" in unreachable(here.hosts[2:])["node-2/0"]
+    assert "cannot be looked at (exit 0): it said nothing" in unreachable(machines.hosts[2:])["node-2/0"]

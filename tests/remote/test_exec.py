@@ -73,26 +73,26 @@ def test_ctrl_c_ends_it_on_all_hosts_with_its_children_and_a_second_one_at_once(
     fleet.wait_until_gone("sleep 1234")
 
 
-def test_what_ignores_sigint_is_terminated_then_killed(here, monkeypatch):
+def test_what_ignores_sigint_is_terminated_then_killed(machines, monkeypatch):
     original = attended._script()
     assert "turn < 100" in original and "turn = 50" in original
 
     def end(ignore: str, kill_turn: int) -> int:
         script = original.replace("turn < 100", f"turn < {kill_turn}").replace("turn = 50", "turn = 2")
         monkeypatch.setattr(attended, "_script", lambda: script)
-        up = here.machines[0].home / "up"
+        up = machines[0].home / "up"
         up.unlink(missing_ok=True)
 
         async def work(connections) -> int:
             line = f"{ignore}; touch up; while :; do sleep 0.05; done"
-            running = attended.Attended(connections, here.hosts[0], line)
+            running = attended.Attended(connections, machines.hosts[0], line)
             task = asyncio.create_task(running.run(lambda data, is_error: None))
             while not up.exists():
                 await asyncio.sleep(0.02)
             running.end()
             return await task
 
-        return here.run(work)
+        return machines.run(work)
 
     assert end("trap '' INT; trap 'exit 4' TERM", kill_turn=10_000) == 4
     assert end("trap '' INT TERM", kill_turn=4) == 137

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.remote.conftest import ONE, SLICE
-from tests.watch.made import MadeRun
+from tests.watch.fake_run import FakeRun
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def test_page_of_a_fleet_has_its_machines_logs_and_metrics(fleet):
 
 
 def test_page_of_a_fleet_that_trains_nothing_has_the_newest_run_here(fleet):
-    run = MadeRun(fleet.folder / "runs" / "mine", 3, 10)
+    run = FakeRun(fleet.folder / "runs" / "mine", 3, 10)
     run.grow(2)
     try:
         with page(fleet) as (url, view):

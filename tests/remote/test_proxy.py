@@ -32,31 +32,31 @@ while data := os.read(0, 65536):
 """A stand-in for Google's tunnel: the machine's port at standard input and output."""
 
 
-def proxy(here, kind: str, jump: Host | None) -> str:
+def proxy(machines, kind: str, jump: Host | None) -> str:
     machine = Machine("node-1", "us-central1-a", kind, "t", "ready", "READY", workers=(Worker("10.0.0.2", None),))  # type: ignore[arg-type]
-    fleet = cast(Any, SimpleNamespace(key=here.key, _cloud=SimpleNamespace(project="mine")))
+    fleet = cast(Any, SimpleNamespace(key=machines.key, _cloud=SimpleNamespace(project="mine")))
     return Reach._proxy(fleet, Target(machine, 0), jump)
 
 
-def check_route(here, host: Host, tmp_path: Path) -> None:
+def check_route(machines, host: Host, tmp_path: Path) -> None:
     (tmp_path / "python.tar").write_bytes(os.urandom(300_000))
 
-    line, name = "echo $TPUSWARM_REHEARSAL_MACHINE", here.machines[1].id
-    here.run(lambda connections: put(connections, host, tmp_path / "python.tar", "python.tar"))
-    assert (here.machines[1].home / "python.tar").read_bytes() == (tmp_path / "python.tar").read_bytes()
-    assert here.run(lambda connections: ask(connections, host, line))[1].decode().strip() == name
-    words = [*openssh(host, here.key), f"{host.user}@{host.address}", line]
+    line, name = "echo $TPUSWARM_REHEARSAL_MACHINE", machines[1].id
+    machines.run(lambda connections: put(connections, host, tmp_path / "python.tar", "python.tar"))
+    assert (machines[1].home / "python.tar").read_bytes() == (tmp_path / "python.tar").read_bytes()
+    assert machines.run(lambda connections: ask(connections, host, line))[1].decode().strip() == name
+    words = [*openssh(host, machines.key), f"{host.user}@{host.address}", line]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == name, done.stderr
 
 
-def test_connection_through_a_vm_of_the_fleet(here, tmp_path):
-    jump, target = here.hosts[:2]
-    check_route(here, replace(target, proxy=proxy(here, "tpu", jump)), tmp_path)
+def test_connection_through_a_vm_of_the_fleet(machines, tmp_path):
+    jump, target = machines.hosts[:2]
+    check_route(machines, replace(target, proxy=proxy(machines, "tpu", jump)), tmp_path)
 
 
-def test_connection_through_googles_tunnel(here, tmp_path, monkeypatch):
-    target = here.hosts[1]
+def test_connection_through_googles_tunnel(machines, tmp_path, monkeypatch):
+    target = machines.hosts[1]
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "gcloud").write_text(
@@ -65,13 +65,13 @@ def test_connection_through_googles_tunnel(here, tmp_path, monkeypatch):
     (folder / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     # Nobody listens at this address: the tunnel alone leads there.
-    check_route(here, replace(target, address="127.255.255.254", proxy=proxy(here, "vm", None)), tmp_path)
+    check_route(machines, replace(target, address="127.255.255.254", proxy=proxy(machines, "vm", None)), tmp_path)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert set(calls) == {
         f"compute start-iap-tunnel node-1 {target.port} --listen-on-stdin --zone us-central1-a --project mine"
     }
 
 
-def test_fleet_without_a_route_says_what_to_add(here):
+def test_fleet_without_a_route_says_what_to_add(machines):
     with pytest.raises(InputError, match=r"^node-1 has no external address, and the fleet no \[\[vm\]\] or \[head\]"):
-        proxy(here, "tpu", None)
+        proxy(machines, "tpu", None)

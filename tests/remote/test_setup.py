@@ -52,22 +52,24 @@ def table(**changes) -> Setup:
 
 
 @pytest.fixture
-def apply(here):
+def apply(machines):
     """Set the machines up, the first as NFS server; return steps done and errors by label, and the outcome."""
-    for machine in here.machines:
+    for machine in machines:
         (machine.root / "etc/disks").write_text("/dev/sdb\n")
 
-    def run(wanted, secrets=None, only=None, told=None, **options):
-        server = here.machines[0]
-        clients = tuple(host.address for host in here.hosts[1:])
-        machines = [
+    def run(wanted, secrets=None, only=None, report=None, **options):
+        server = machines[0]
+        clients = tuple(host.address for host in machines.hosts[1:])
+        planned = [
             Machine(machine.host, machine is server, None if machine is server else server.host.address, True, clients)
-            for machine in here.machines
+            for machine in machines
         ]
-        chosen = machines if only is None else [machines[number] for number in only]
+        chosen = planned if only is None else [planned[number] for number in only]
         plan = {machine.host: steps(wanted, machine, secrets or {"HF_TOKEN": "hf_s3cret"}) for machine in chosen}
 
-        outcome = here.run(lambda connections: set_up(connections, plan, told or (lambda *about: None), **options))
+        outcome = machines.run(
+            lambda connections: set_up(connections, plan, report or (lambda *about: None), **options)
+        )
         return (
             {host.label: done for host, done in outcome.done.items()},
             {host.label: str(error) for host, error in outcome.failed.items()},
@@ -77,8 +79,8 @@ def apply(here):
     return run
 
 
-def sh(here, number: int, command: str) -> str:
-    code, out, err = here.run(lambda connections: ask(connections, here.hosts[number], command))
+def sh(machines, number: int, command: str) -> str:
+    code, out, err = machines.run(lambda connections: ask(connections, machines.hosts[number], command))
     assert code == 0, err
     return out.decode().strip()
 
@@ -87,7 +89,7 @@ def one_step(name: str, do: str, **more: str) -> Setup:
     return Setup.model_validate({"run": ({"name": name, "do": do, **more},)})
 
 
-def test_all_steps_run_once(here, apply):
+def test_all_steps_run_once(machines, apply):
     before = state_of_this_computer()
     done, failed, outcome = apply(table())
     assert not failed
@@ -96,7 +98,7 @@ def test_all_steps_run_once(here, apply):
     assert done["node-0/0"] == [*ALL, "nfs-server", "nfs-clients", "run-clone"]
     assert done["node-1/0"] == [*ALL, "nfs", "run-clone"]
     assert outcome.settled == "nobodys-package\nnumpy==2.1.0\n# Python 3.12\n"
-    for machine in here.machines:
+    for machine in machines:
         root = machine.root
         assert (root / "etc/timezone").read_text() == "Asia/Tokyo\n"
         assert "hard nofile 4096" in (root / "etc/security/limits.d/tpuswarm.conf").read_text()
@@ -105,13 +107,13 @@ def test_all_steps_run_once(here, apply):
         assert {"htop", "tmux"} <= set((root / "var/lib/dpkg/installed").read_text().split())
         assert "/dev/sdb on /mnt/data" in (root / "run/mounts").read_text()
         assert (machine.home / "cloned").read_text() == 'it\'s a "good" $day\n'
-    address, *clients = (host.address for host in here.hosts)
-    exports = (here.machines[0].root / "etc/exports.d/tpuswarm.exports").read_text().splitlines()
+    address, *clients = (host.address for host in machines.hosts)
+    exports = (machines[0].root / "etc/exports.d/tpuswarm.exports").read_text().splitlines()
     assert exports == [f"/srv/shared {client}(rw,async,no_subtree_check)" for client in clients]
-    assert f"{address}:/srv/shared on /mnt/shared" in (here.machines[2].root / "run/mounts").read_text()
-    out = sh(here, 1, as_set_up('which python; echo "$GREETING $HF_TOKEN"'))
-    assert out == f'{here.machines[1].home}/.tpuswarm/venv/bin/python\nit\'s a "good" $day hf_s3cret'
-    assert sh(here, 1, as_set_up("python -c 'import sys, numpy; print(sys.executable)'")) == sys.executable
+    assert f"{address}:/srv/shared on /mnt/shared" in (machines[2].root / "run/mounts").read_text()
+    out = sh(machines, 1, as_set_up('which python; echo "$GREETING $HF_TOKEN"'))
+    assert out == f'{machines[1].home}/.tpuswarm/venv/bin/python\nit\'s a "good" $day hf_s3cret'
+    assert sh(machines, 1, as_set_up("python -c 'import sys, numpy; print(sys.executable)'")) == sys.executable
 
     done, failed, outcome = apply(table())
     assert not failed and set(map(tuple, done.values())) == {()}
@@ -119,7 +121,7 @@ def test_all_steps_run_once(here, apply):
 
     # As after a reboot: mounts and swap are gone, stamps are there.
     for name in ("mounts", "swaps"):
-        (here.machines[1].root / "run" / name).unlink()
+        (machines[1].root / "run" / name).unlink()
     done, _, _ = apply(table())
     assert done == {"node-0/0": [], "node-1/0": ["swap", "data-disk", "nfs"], "node-2/0": []}
 
@@ -131,7 +133,7 @@ def state_of_this_computer():
     )  # fmt: skip
 
 
-def test_only_what_changed_runs_again(here, apply):
+def test_only_what_changed_runs_again(machines, apply):
     apply(table(), only=[2])
     changed = {}
     for change, expected in CHANGES:
@@ -140,7 +142,7 @@ def test_only_what_changed_runs_again(here, apply):
         assert not failed, failed
         assert done["node-2/0"] == expected, change
     done, _, _ = apply(table(**changed), secrets={"HF_TOKEN": "another"}, only=[2])
-    secrets = here.machines[2].home / ".tpuswarm/secrets"
+    secrets = machines[2].home / ".tpuswarm/secrets"
     assert done["node-2/0"] == ["secrets"] and "another" in secrets.read_text()
     apply(table(**changed, secrets=()), only=[2])
     assert not secrets.exists()
@@ -152,8 +154,8 @@ STEPS = (*ALL, "nfs", "run-clone")
 
 
 @pytest.mark.parametrize("step", ["timezone", "packages", "run-clone"])
-def test_failed_step_is_named_and_repeated_with_those_after_it(here, apply, step):
-    log = here.machines[1].home / ".tpuswarm/setup" / f"{step}.log"
+def test_failed_step_is_named_and_repeated_with_those_after_it(machines, apply, step):
+    log = machines[1].home / ".tpuswarm/setup" / f"{step}.log"
     log.mkdir(parents=True)  # its log cannot be written
     done, failed, _ = apply(table(), only=[1])
     assert not done and failed["node-1/0"].startswith(f"node-1/0: {step}: ")
@@ -163,23 +165,23 @@ def test_failed_step_is_named_and_repeated_with_those_after_it(here, apply, step
     assert not failed and done == {"node-1/0": [*STEPS[STEPS.index(step) :]]}
 
 
-def test_apts_lock_is_waited_for_and_its_holder_is_named(here, apply):
-    lock = here.machines[0].root / "var/lib/dpkg/lock-frontend"
+def test_apts_lock_is_waited_for_and_its_holder_is_named(machines, apply):
+    lock = machines[0].root / "var/lib/dpkg/lock-frontend"
     lock.parent.mkdir(parents=True)
     lock.write_text("1234\n")
 
-    def told(host, step: str, text: str) -> None:
+    def unlock(host, step: str, text: str) -> None:
         if text == "apt is busy there, waiting: held by process 1234 (unattended-upgr)":
             lock.unlink()
 
-    done, failed, _ = apply(Setup.model_validate({"apt": ["htop"]}), only=[0], told=told)
+    done, failed, _ = apply(Setup.model_validate({"apt": ["htop"]}), only=[0], report=unlock)
     assert not failed and "apt" in done["node-0/0"] and not lock.exists()
 
 
 @pytest.mark.parametrize(("shift", "words"), [("+61", "61 s ahead of"), ("-61", "61 s behind")])
-def test_clock_that_is_a_minute_off_is_reported(here, apply, tmp_path, shift, words):
+def test_clock_that_is_a_minute_off_is_reported(machines, apply, tmp_path, shift, words):
     bin_ = tmp_path / "cloud/bin/date"
-    bin_.write_text(f'#!/bin/bash\n[[ $TPUSWARM_ROOT != {here.machines[1].root} ]] && exec /bin/date "$@"\n'
+    bin_.write_text(f'#!/bin/bash\n[[ $TPUSWARM_ROOT != {machines[1].root} ]] && exec /bin/date "$@"\n'
                     f'echo $(/bin/date +%s.%N) {shift} | awk \'{{printf "%.3f\\n", $1 + $2}}\'\n')  # fmt: skip
     bin_.chmod(0o755)
     _, failed, outcome = apply(Setup())
@@ -187,77 +189,77 @@ def test_clock_that_is_a_minute_off_is_reported(here, apply, tmp_path, shift, wo
     assert not failed and note.startswith("node-1/0: its clock is ") and words in note
 
 
-def test_full_disk_is_reported_with_the_ways_out(here, apply):
+def test_full_disk_is_reported_with_the_ways_out(machines, apply):
     full = "echo 'tar: data: Cannot write: No space left on device' >&2; exit 2"
     _, failed, _ = apply(one_step("data", full), only=[0])
     assert "node-0/0: run-data: its disk is full" in failed["node-0/0"] and "disk_gib" in failed["node-0/0"]
 
 
-def test_set_up_continues_after_a_lost_connection(here, apply):
-    begun = here.machines[1].home / "begun"
+def test_set_up_continues_after_a_lost_connection(machines, apply):
+    begun = machines[1].home / "begun"
     wanted = one_step("slow", "touch begun; until [ -e go ]; do sleep 0.05; done; echo ran >> runs")
     for number in (0, 2):
-        (here.machines[number].home / "go").touch()
+        (machines[number].home / "go").touch()
 
     def cut() -> None:
         until(begun.exists)
-        here.cut(1)
+        machines.cut(1)
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(cut)
         done, failed, _ = apply(wanted)
     assert failed.keys() == {"node-1/0"} and len(done) == 2
-    (here.machines[1].home / "go").touch()
+    (machines[1].home / "go").touch()
     done, failed, _ = apply(wanted)
-    assert not failed and (here.machines[1].home / "runs").read_text() == "ran\n", "it went on there, and ran once"
+    assert not failed and (machines[1].home / "runs").read_text() == "ran\n", "it went on there, and ran once"
 
 
-def test_hung_step_is_ended_on_its_machine_with_its_children(here, apply, monkeypatch):
+def test_hung_step_is_ended_on_its_machine_with_its_children(machines, apply, monkeypatch):
     """Whoever began it may be gone, and it holds set-up's lock there."""
     assert "seq 50" in step.WITHIN
     monkeypatch.setattr(step, "WITHIN", step.WITHIN.replace("seq 50", "seq 2"))  # before they are killed
     stubborn = "(trap '' TERM; while :; do sleep 0.1; done) & echo $! >stubborn; echo waits for its server; sleep 4321"
     _, failed, _ = apply(one_step("hangs", stubborn), only=[0], limit_s=2.0)
     assert "node-0/0: run-hangs: not done after 0.0333 minutes, and ended there" in failed["node-0/0"]
-    command = Path("/proc") / (here.machines[0].home / "stubborn").read_text().strip() / "cmdline"
+    command = Path("/proc") / (machines[0].home / "stubborn").read_text().strip() / "cmdline"
     assert not command.exists() or not command.read_bytes()  # a zombie at most
-    sh(here, 0, "flock -n ~/.tpuswarm/setup/lock true")
-    assert "waits for its server" in (here.machines[0].home / ".tpuswarm/setup/run-hangs.log").read_text()
+    sh(machines, 0, "flock -n ~/.tpuswarm/setup/lock true")
+    assert "waits for its server" in (machines[0].home / ".tpuswarm/setup/run-hangs.log").read_text()
     done, _, _ = apply(one_step("hangs", "true"), only=[0])
     assert done == {"node-0/0": ["run-hangs"]}
 
 
-def test_step_may_leave_a_program_running(here, apply):
+def test_step_may_leave_a_program_running(machines, apply):
     serves = "nohup sleep 4321 >/dev/null 2>&1 </dev/null & echo $! >server"
     done, _, _ = apply(one_step("serves", serves), only=[0])
     assert done["node-0/0"][-1] == "run-serves"
-    command = Path("/proc") / (here.machines[0].home / "server").read_text().strip() / "cmdline"
+    command = Path("/proc") / (machines[0].home / "server").read_text().strip() / "cmdline"
     assert b"sleep\x004321" in command.read_bytes()
 
 
-def test_hung_check_is_ended_and_named(here, apply, monkeypatch):
+def test_hung_check_is_ended_and_named(machines, apply, monkeypatch):
     once = one_step("mount", "true", check="[ ! -e hang ] || sleep 4321")
     _, failed, _ = apply(once, only=[0])
     assert not failed
     for module in ("run", "step"):
         monkeypatch.setattr(f"tpuswarm.remote.setup.{module}.CHECKS_S", 1.0)
-    (here.machines[0].home / "hang").touch()
+    (machines[0].home / "hang").touch()
     _, failed, _ = apply(once, only=[0])
     assert failed["node-0/0"] == "node-0/0: run-mount: whether it still holds could not be told within 1 s"
 
 
-def test_all_machines_get_the_versions_of_the_first(here, apply):
+def test_all_machines_get_the_versions_of_the_first(machines, apply):
     wanted = Setup.model_validate({"pip": ["numpy"]})
     _, _, outcome = apply(wanted, only=[0])
     _, _, later = apply(wanted, only=[1], versions=outcome.settled)
-    given = (here.machines[1].home / ".tpuswarm/setup/packages.given").read_text()
+    given = (machines[1].home / ".tpuswarm/setup/packages.given").read_text()
     assert given == outcome.settled == later.settled
-    (here.machines[1].home / ".tpuswarm/setup/versions").write_text("numpy==1.0\n# Python 3.12\n")
+    (machines[1].home / ".tpuswarm/setup/versions").write_text("numpy==1.0\n# Python 3.12\n")
     _, failed, _ = apply(wanted)
     assert "node-1/0 has other versions than the fleet (numpy==1.0 there, numpy elsewhere)" in failed["node-1/0"]
 
 
-def test_uv_and_a_python_are_sent_where_nothing_can_be_downloaded(here, apply, tmp_path):
+def test_uv_and_a_python_are_sent_where_nothing_can_be_downloaded(machines, apply, tmp_path):
     stand_ins = tmp_path / "cloud/bin"
     uv = (stand_ins / "uv").read_bytes()
     (stand_ins / "uv").unlink()
@@ -273,22 +275,22 @@ def test_uv_and_a_python_are_sent_where_nothing_can_be_downloaded(here, apply, t
         await put(connections, host, tmp_path / "python.tar", ".tpuswarm/python.tar")
         return "uv and Python"
 
-    wanted, told = Setup.model_validate({"pip": ["numpy"]}), []
+    wanted, reports = Setup.model_validate({"pip": ["numpy"]}), []
     _, failed, _ = apply(wanted, only=[0])
     assert "curl: (6) Could not resolve host" in failed["node-0/0"]
-    done, failed, _ = apply(wanted, only=[0], send=send, told=lambda host, *about: told.append(about))
+    done, failed, _ = apply(wanted, only=[0], send=send, report=lambda host, *about: reports.append(about))
     assert not failed and "packages" in done["node-0/0"]
-    assert ("python", "uv and Python sent") in told
+    assert ("python", "uv and Python sent") in reports
 
 
-def test_secrets_are_in_no_log_or_command_line_and_only_their_owner_reads_them(here, apply):
+def test_secrets_are_in_no_log_or_command_line_and_only_their_owner_reads_them(machines, apply):
     watch = "while sleep 0.01; do cat /proc/[0-9]*/cmdline 2>/dev/null; done"
     seen = subprocess.Popen(["bash", "-c", f"timeout 20 bash -c '{watch}'"], stdout=subprocess.PIPE)
     _, failed, _ = apply(table(), secrets={"HF_TOKEN": "hf_s3" + "cret_value"})
     seen.terminate()
     out, _ = seen.communicate()
     assert not failed and b"hf_s3" + b"cret_value" not in out
-    for machine in here.machines:
+    for machine in machines:
         (with_it,) = [path for path in machine.root.rglob("*") if path.is_file() and b"cret_value" in path.read_bytes()]
         assert with_it == machine.home / ".tpuswarm/secrets" and with_it.stat().st_mode & 0o077 == 0
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from tests.processes import finish
-from tests.remote.machines import machines
+from tests.remote.machines import start_machines
 from tests.terminal import PROGRAM, terminal
 
 
@@ -41,8 +41,8 @@ sys.exit(shell.log_in("node-0", [], None))
 
 def test_shell_comes_back_to_the_same_tmux_after_a_lost_connection_at_another_address(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("m")  # the path of a socket is at most 107 bytes long
-    with machines(tmp_path, 1) as here:
-        (host,) = here.hosts
+    with start_machines(tmp_path, 1) as machines:
+        (host,) = machines.hosts
 
         def route(address: str) -> None:
             about = dataclasses.asdict(replace(host, address=address))
@@ -54,7 +54,7 @@ def test_shell_comes_back_to_the_same_tmux_after_a_lost_connection_at_another_ad
             shown.send(b"answer=$((41 + 1)); echo it is $answer\n")
             shown.wait("it is 42")
             moved = host.address.removesuffix("1") + "77"
-            here.move(0, moved)
+            machines.move(0, moved)
             shown.wait(lambda screen: b"is lost; it is made again" in b" ".join(screen.written.split()))
             route(moved)
             shown.wait(lambda screen: screen.written.count(b"[?1049h") == 2)  # what tmux begins with

@@ -29,12 +29,12 @@ def project(tmp_path):
 
 
 @pytest.fixture
-def sync(here, tmp_path):
+def sync(machines, tmp_path):
     def run(root, hosts=None, **options):
         kept = KeptTree(tmp_path / "kept")
         tree = kept.take(root, lambda total, new: None)
 
-        return here.run(lambda connections: send(connections, hosts or here.hosts, tree, kept, **options))
+        return machines.run(lambda connections: send(connections, hosts or machines.hosts, tree, kept, **options))
 
     return run
 
@@ -91,13 +91,13 @@ def test_secrets_are_refused_with_the_ways_out(project, tmp_path, name, text):
     assert name not in take()
 
 
-def test_all_machines_get_the_folder_and_later_only_changes(project, sync, here):
+def test_all_machines_get_the_folder_and_later_only_changes(project, sync, machines):
     (project / "run.sh").write_text("#!/bin/sh\n")
     (project / "run.sh").chmod(0o755)
     (project / "link").symlink_to("train.py")
     first = sync(project)
     assert len(first.changed) == 3 and not first.failed
-    for machine in here.machines:
+    for machine in machines:
         there = machine.home / "project"
         assert files(there) == {name: (project / name).read_bytes() for name in listed(project) if name != "link"}
         assert os.access(there / "run.sh", os.X_OK) and (there / "link").readlink() == Path("train.py")
@@ -106,25 +106,25 @@ def test_all_machines_get_the_folder_and_later_only_changes(project, sync, here)
     (project / "train.py").write_text("print(2)")
     changes = sync(project).changed
     assert {change.send for change in changes.values()} == {("train.py",)}
-    assert (here.machines[2].home / "project/train.py").read_text() == "print(2)"
+    assert (machines[2].home / "project/train.py").read_text() == "print(2)"
 
 
-def test_deleted_file_is_deleted_there_and_files_made_there_stay(project, sync, here):
+def test_deleted_file_is_deleted_there_and_files_made_there_stay(project, sync, machines):
     write(project, sub__old_py="x")
     sync(project)
-    made = here.machines[0].home / "project/runs/metrics.jsonl"
+    made = machines[0].home / "project/runs/metrics.jsonl"
     made.parent.mkdir()
     made.write_text("{}")
     (project / "sub/old.py").unlink()
-    said = []
-    outcome = sync(project, agree=said.append)
-    assert {change.delete for change in said[0].values()} == {("sub/old.py",)} and not outcome.failed
-    assert made.exists() and not (here.machines[0].home / "project/sub").exists()
+    asked = []
+    outcome = sync(project, agree=asked.append)
+    assert {change.delete for change in asked[0].values()} == {("sub/old.py",)} and not outcome.failed
+    assert made.exists() and not (machines[0].home / "project/sub").exists()
 
 
-def test_file_made_there_is_left_or_named_also_without_the_list(project, sync, here):
+def test_file_made_there_is_left_or_named_also_without_the_list(project, sync, machines):
     sync(project)
-    homes = [machine.home for machine in here.machines]
+    homes = [machine.home for machine in machines]
     (homes[0] / "project/results.txt").write_text("made there")
     (homes[1] / ".tpuswarm/trees/project.tree").unlink()
     (homes[1] / "project/train.py").write_text("print('edited')")
@@ -135,19 +135,19 @@ def test_file_made_there_is_left_or_named_also_without_the_list(project, sync, h
     assert (homes[0] / "project/results.txt").read_text() == "made there"
     assert (homes[1] / "project/train.py").read_text() == "print('edited')"
     assert [(home / "project/results.txt").read_text() for home in homes[1:]] == ["of here"] * 2
-    told = sync(project).changed  # a person is told, and it is overwritten
-    assert {host.label: change.edited for host, change in told.items()} == edited
+    changes = sync(project).changed  # a person is told, and it is overwritten
+    assert {host.label: change.edited for host, change in changes.items()} == edited
     assert len(sync(project).same) == 3 and (homes[0] / "project/results.txt").read_text() == "of here"
 
 
-def test_lost_connection_leaves_whole_files_and_the_next_sync_continues(project, sync, here):
+def test_lost_connection_leaves_whole_files_and_the_next_sync_continues(project, sync, machines):
     for number in range(30):
         (project / f"{number:02}.bin").write_bytes(os.urandom(1 << 18))
-    lost = here.machines[0]
+    lost = machines[0]
 
     def cut(host, count):
         if host == lost.host and len(list((lost.home / "project").glob("*.bin"))) >= 3:
-            here.cut(0)
+            machines.cut(0)
 
     outcome = sync(project, told=cut)
     assert [host.label for host in outcome.failed] == ["node-0/0"] and len(outcome.changed) == 2

@@ -16,7 +16,7 @@ from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.processes import finish
 from tests.remote.conftest import ONE
-from tests.watch.made import MadeRun
+from tests.watch.fake_run import FakeRun
 from tpuswarm.cli.tensorboard import _name
 from tpuswarm.train.look.board import Board
 from tpuswarm.train.run.directory import METRICS, append_rows, read_rows
@@ -43,7 +43,7 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def losses(run: MadeRun) -> list[list[float]]:
+def losses(run: FakeRun) -> list[list[float]]:
     """Return the steps and losses of member 1 that its curve has: every tenth."""
     rows = [row for row in read_rows(run.folder / METRICS) if row.get("member") == "m1" and row["step"] % 10 == 1]
     return [[row["step"], pytest.approx(row["loss"])] for row in rows if "loss" in row]
@@ -51,7 +51,7 @@ def losses(run: MadeRun) -> list[list[float]]:
 
 def test_long_swarm_has_a_curve_for_each_member_from_its_first_row_and_new_rows_are_added(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "AT_ONCE", 5000)
-    run = MadeRun(tmp_path / "run", 2, 1000)
+    run = FakeRun(tmp_path / "run", 2, 1000)
     run.grow(200)
     made = Made(run.folder, tmp_path / "board")
     asyncio.run(made.update())
@@ -70,7 +70,7 @@ def test_run_is_called_as_its_folder(tmp_path, monkeypatch):
 
 
 def test_curves_and_traces_are_found_without_following_links_to_folders(tmp_path):
-    swarm, plain = MadeRun(tmp_path / "swarm", 2, 1000), tmp_path / "plain"
+    swarm, plain = FakeRun(tmp_path / "swarm", 2, 1000), tmp_path / "plain"
     swarm.grow(15)
     for board in (plain / "tensorboard", swarm.folder / "tensorboard" / "m1"):
         (board / "plugins" / "profile" / "now").mkdir(parents=True)
@@ -89,8 +89,8 @@ def test_curves_and_traces_are_found_without_following_links_to_folders(tmp_path
     assert events(shown)["plain loss"] == [(1, 2.0)]
 
 
-def test_files_of_a_machine_are_copied_from_where_the_last_copy_ended(here, tmp_path):
-    host, home, board = here.hosts[0], here.machines[0].home, tmp_path / "board"
+def test_files_of_a_machine_are_copied_from_where_the_last_copy_ended(machines, tmp_path):
+    host, home, board = machines.hosts[0], machines[0].home, tmp_path / "board"
     there = home / "runs" / "mine" / "tensorboard" / "events"
     there.mkdir(parents=True)
     (there / "events.out").write_bytes(b"a" * 10)
@@ -105,7 +105,7 @@ def test_files_of_a_machine_are_copied_from_where_the_last_copy_ended(here, tmp_
         copy.write_bytes(b"c" * 10)
         await far.update()
 
-    here.run(work)
+    machines.run(work)
     assert copy.read_bytes() == b"c" * 10 + b"b" * 5
 
 
@@ -128,7 +128,7 @@ def test_losses_of_a_machine_and_of_this_computer_are_shown_also_after_an_outage
     board = Board(far / "tensorboard", 0)
     board.write({"step": 1, "tokens": 8, "loss": 3.0})
     board.flush()
-    near = MadeRun(fleet.folder / "runs" / "near", 2, 1000)
+    near = FakeRun(fleet.folder / "runs" / "near", 2, 1000)
     near.grow(15)
     port = free_port()
     intervals = {"tpuswarm.cli.tensorboard.LOOK": 0.5, "tpuswarm.cloud.google.access.PATIENCE": 0.2}

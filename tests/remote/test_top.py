@@ -81,10 +81,10 @@ def test_run_on_a_machine_has_its_step_and_a_single_machine_a_row_for_each_devic
         assert "device" not in fleet.run("top", "all", "--once")[0]
 
 
-def test_lost_host_is_reported_and_others_go_on(here):
+def test_lost_host_is_reported_and_others_go_on(machines):
     async def work(connections) -> str:
-        follower, first = Follower(connections), here.machines[0]
-        follower.follow(here.hosts)
+        follower, first = Follower(connections), machines[0]
+        follower.follow(machines.hosts)
         try:
             while len(follower.samples) < 3 or not all(sample.said for sample in follower.samples.values()):
                 await asyncio.sleep(0.05)
@@ -92,16 +92,16 @@ def test_lost_host_is_reported_and_others_go_on(here):
             while follower.samples[first.host.label].said:
                 await asyncio.sleep(0.05)
             why = follower.samples[first.host.label].why
-            assert all(follower.samples[host.label].said for host in here.hosts[1:])
-            follower.follow(here.hosts[1:])
-            assert set(follower.samples) == {host.label for host in here.hosts[1:]}
+            assert all(follower.samples[host.label].said for host in machines.hosts[1:])
+            follower.follow(machines.hosts[1:])
+            assert set(follower.samples) == {host.label for host in machines.hosts[1:]}
         finally:
             await follower.close()
         return why
 
-    assert here.run(work).endswith(" says nothing: its program was ended")
+    assert machines.run(work).endswith(" says nothing: its program was ended")
     # Its programs end, as nobody reads them.
-    until(lambda: not any(is_chips(pid) for pid in processes.find([machine.id for machine in here.machines])))
+    until(lambda: not any(is_chips(pid) for pid in processes.find([machine.id for machine in machines])))
 
 
 def is_chips(pid: int) -> bool:

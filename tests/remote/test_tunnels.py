@@ -23,9 +23,9 @@ def test_ports_are_given_once_or_twice():
             ports(text)
 
 
-def test_forwarded_port_comes_back_after_a_lost_connection(here, monkeypatch):
+def test_forwarded_port_comes_back_after_a_lost_connection(machines, monkeypatch):
     monkeypatch.setattr(forwarding, "AGAIN_S", 0.1)
-    port, said = free_port(), []
+    port, printed = free_port(), []
 
     async def answer() -> str:
         while True:
@@ -50,24 +50,24 @@ def test_forwarded_port_comes_back_after_a_lost_connection(here, monkeypatch):
         async def find():
             if error := errors.pop(0):
                 raise error
-            return here.hosts[0]
+            return machines.hosts[0]
 
-        async with here.connections() as connections:
-            task = asyncio.create_task(forward(connections, find, port, there, said.append))
+        async with machines.connections() as connections:
+            task = asyncio.create_task(forward(connections, find, port, there, printed.append))
             assert await answer() == "pong ping\n"
-            await asyncio.to_thread(here.cut, 0)
-            while not any("was lost" in text for text in said):
+            await asyncio.to_thread(machines.cut, 0)
+            while not any("was lost" in text for text in printed):
                 await asyncio.sleep(0.02)
             assert await answer() == "pong ping\n" and not errors
             errors.append(None)
             with pytest.raises(InputError, match=rf"^port {port} of this computer is taken .*{port + 1}:{there}"):
-                await forward(connections, find, port, there, said.append)
+                await forward(connections, find, port, there, printed.append)
             task.cancel()
         server.close()
 
     asyncio.run(work())
-    assert said[0] == said[4] and "Ctrl-C ends it" in said[0]
-    assert "was lost" in said[1] and "online?; retrying in 0.1 s" in said[2] and "is repairing" in said[3]
+    assert printed[0] == printed[4] and "Ctrl-C ends it" in printed[0]
+    assert "was lost" in printed[1] and "online?; retrying in 0.1 s" in printed[2] and "is repairing" in printed[3]
 
 
 def test_forward_says_where_it_is_and_ends_with_ctrl_c(fleet):

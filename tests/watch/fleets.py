@@ -12,7 +12,7 @@ NOW = 1e9
 
 
 def fleet_state(look: Look | None) -> tuple[State, list[Row]]:
-    """At NOW."""
+    """Return a fleet of two machines and its rows."""
     wanted = desired(pool(count=3))
     labels = {FLEET_LABEL: wanted.fleet, POOL_LABEL: "small"}
     there = tuple(

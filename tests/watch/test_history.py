@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.watch.made import STEP_S, TOKENS, MadeRun
+from tests.watch.fake_run import STEP_S, TOKENS, FakeRun
 from tpuswarm.swarm.views.events import commit_sentence
 from tpuswarm.train.run.directory import EVENTS, METRICS, append_event, append_rows
 from tpuswarm.watch.page import lines
@@ -15,7 +15,7 @@ from tpuswarm.watch.page.lines import Lines
 
 @pytest.fixture
 def run(tmp_path):
-    return MadeRun(tmp_path / "run", 3, 1000)
+    return FakeRun(tmp_path / "run", 3, 1000)
 
 
 def test_short_run_is_complete(run):
@@ -34,7 +34,7 @@ def test_news_comes_once_and_torn_lines_later(run):
     run.grow(2)
     past = History(run.folder, swarm=True)
     assert past.news() is not None and not past.news()
-    run.lose("m1")
+    run.lose_member("m1")
     run.grow(1)
     with (run.folder / EVENTS).open("a") as file:
         file.write('{"time": 1.0, "event": "al')

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.watch.made import MadeRun
+from tests.watch.fake_run import FakeRun
 from tpuswarm.watch.page import live as module
 from tpuswarm.watch.page.live import Live, Subject
 
@@ -15,7 +15,7 @@ URL = "gs://bucket/run"
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     """A run in a bucket; what it raises is what is left in `errors`."""
-    run = MadeRun(tmp_path / "run", 2, 100)
+    run = FakeRun(tmp_path / "run", 2, 100)
     run.grow(3)
     run.errors, run.asked = [], 0
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.watch.fake_run import FakeRun
 from tests.watch.fleets import fleet_state
-from tests.watch.made import MadeRun
 from tpuswarm.swarm.views.status import look
 from tpuswarm.train.run.listing import status
 from tpuswarm.watch.page.metrics import exposition
@@ -20,11 +20,11 @@ DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
 
 @pytest.fixture
 def run(tmp_path):
-    made = MadeRun(tmp_path / "run", 3, 100).lives()
+    made = FakeRun(tmp_path / "run", 3, 100).hold()
     made.grow(7)
-    made.lose("m1")
+    made.lose_member("m1")
     yield made
-    made.ends()
+    made.release()
 
 
 def samples(state: State, hosts=()) -> dict[tuple, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.watch.made import MadeRun
+from tests.watch.fake_run import FakeRun
 from tpuswarm.train.look.pictures import write_picture
 
 DRAWN = """
@@ -44,7 +44,7 @@ def ready(browser, page, *texts: str) -> None:
 
 
 def test_two_hundred_members_are_legible_and_a_lost_one_comes_first(browser, page_of, tmp_path):
-    run = MadeRun(tmp_path / "run", 200, 1000).lives()
+    run = FakeRun(tmp_path / "run", 200, 1000).hold()
     run.grow(30)
     page = page_of(tmp_path, "run")
     for width in (1280, 390):
@@ -57,25 +57,25 @@ def test_two_hundred_members_are_legible_and_a_lost_one_comes_first(browser, pag
     light = browser.js(PICTURE)
     browser.prefer("dark")
     browser.wait(lambda tab: tab.js(BACK) == "rgb(16, 21, 27)" and tab.js(PICTURE) != light, "the dark")
-    run.lose("m137")
+    run.lose_member("m137")
     run.grow(1)
     browser.wait(lambda tab: "200: 199 alive, 1 lost" in tab.text())
     first = browser.js("return document.querySelectorAll('#members-table tr')[1].innerText")
     assert first.split()[:2] == ["m137", "lost"]
     assert "m137 killed; about 1,000 uncommitted tokens lost" in browser.text()
-    run.say(("m5 has a loss of 7, far from the others",))
+    run.write_status(("m5 has a loss of 7, far from the others",))
     browser.wait(lambda tab: "alarm: m5 has a loss of 7" in tab.text())
     browser.js(FILTERED, "m13")
     assert browser.js("return document.querySelectorAll('#members-table tr').length") == 12
     assert not browser.complaints() and not browser.hosts()
-    run.ends()
+    run.release()
 
 
 def test_keyboard_is_enough(browser, page_of, tmp_path):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
-    run = MadeRun(tmp_path / "run", 3, 100)
+    run = FakeRun(tmp_path / "run", 3, 100)
     run.grow(8)
     (run.folder / "logs" / "m1.log").write_text("2026-01-01 00:00:00 hello from m1\n")
     page = page_of(tmp_path, "run")
@@ -105,7 +105,7 @@ def test_keyboard_is_enough(browser, page_of, tmp_path):
 
 
 def test_page_reconnects_and_a_reload_loses_nothing(browser, page_of, tmp_path):
-    run = MadeRun(tmp_path / "run", 3, 1000).lives()
+    run = FakeRun(tmp_path / "run", 3, 1000).hold()
     run.grow(20)
     page = page_of(tmp_path, "run")
     ready(browser, page, "60,000 of 3,000,000 tokens")
@@ -129,18 +129,18 @@ def test_page_reconnects_and_a_reload_loses_nothing(browser, page_of, tmp_path):
     assert [item[0] for item in before[0]] == [item[0] for item in after[0]] == list(range(1, 61))
     assert before[2:] == after[2:]
     assert not [complaint for complaint in browser.complaints() if "net::ERR" not in complaint]
-    run.ends()
+    run.release()
 
 
 def test_run_that_vanishes_is_reported_and_shown_again(browser, page_of, tmp_path):
-    run = MadeRun(tmp_path / "run", 3, 1000)
+    run = FakeRun(tmp_path / "run", 3, 1000)
     run.grow(20)
     page = page_of(tmp_path, "run")
     ready(browser, page, "60,000 of 3,000,000 tokens")
     (tmp_path / "run").rename(tmp_path / "away")
     browser.wait(lambda tab: "run does not exist" in tab.text(), "that it is gone")
     assert "60,000 of 3,000,000" in browser.text() and page.get("/metrics")[0] == 200
-    other = MadeRun(tmp_path / "run", 5, 1000)
+    other = FakeRun(tmp_path / "run", 5, 1000)
     other.grow(2)
     browser.wait(lambda tab: "10,000 of 5,000,000" in tab.text() and "does not exist" not in tab.text())
     assert browser.js("return seen.columns.length") == 2 and not browser.complaints()
@@ -148,7 +148,7 @@ def test_run_that_vanishes_is_reported_and_shown_again(browser, page_of, tmp_pat
 
 
 def test_only_the_token_and_this_origin_give_access(page_of, tmp_path):
-    run = MadeRun(tmp_path / "run", 3, 10)
+    run = FakeRun(tmp_path / "run", 3, 10)
     run.grow(2)
     (tmp_path / "secret.log").write_text("secret")
     page = page_of(tmp_path, "run")
@@ -176,7 +176,7 @@ def test_only_the_token_and_this_origin_give_access(page_of, tmp_path):
 def test_wrong_input_is_one_sentence(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    MadeRun(tmp_path / "run", 1, 10).grow(1)
+    FakeRun(tmp_path / "run", 1, 10).grow(1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, _, err = typed("page", "run", "--port", str(port))
@@ -193,7 +193,7 @@ def test_wrong_input_is_one_sentence(typed, tmp_path, monkeypatch):
 
 
 def test_events_are_shown_as_text(browser, page_of, tmp_path):
-    run = MadeRun(tmp_path / "run", 1, 10)
+    run = FakeRun(tmp_path / "run", 1, 10)
     run.event(1.7e9, "note", message="<script>alert(1)</script> <b>bold</b>")
     run.grow(1)
     ready(browser, page_of(tmp_path, "run"), "note: <script>alert(1)</script> <b>bold</b>")
@@ -201,7 +201,7 @@ def test_events_are_shown_as_text(browser, page_of, tmp_path):
 
 
 def test_pictures_of_all_versions_are_shown(browser, page_of, tmp_path):
-    run = MadeRun(tmp_path / "run", 1, 10).lives()
+    run = FakeRun(tmp_path / "run", 1, 10).hold()
     run.grow(1)
     for version, shade in ((1, 50), (2, 200)):
         write_picture(run.folder, f"{version:08d}.png", np.full((8, 24, 3), shade, np.uint8))
@@ -214,4 +214,4 @@ def test_pictures_of_all_versions_are_shown(browser, page_of, tmp_path):
     browser.js("const at = document.getElementById('picture-at'); at.value = 0; at.dispatchEvent(new Event('input'))")
     browser.wait(lambda tab: tab.js(shown) == [24, "a grid of pictures at version 1"])
     assert not browser.complaints() and not browser.hosts()
-    run.ends()
+    run.release()

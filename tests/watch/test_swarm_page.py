@@ -39,11 +39,11 @@ def test_swarm_loses_a_member(browser, page_of, tmp_path, monkeypatch):
         traced = is_traced(swarm, tmp_path)
         newest = browser.js("return seen.columns.at(-1)[0]")
         os.kill(pid := swarm.pids()["m1"], signal.SIGSTOP)  # it cannot answer, and then it is no more
-        requests = start(["profile", "run", "--member", "m1"], tmp_path)
-        assert "asked m1 to trace 5 steps" in requests.stderr.readline()
+        profiling = start(["profile", "run", "--member", "m1"], tmp_path)
+        assert "asked m1 to trace 5 steps" in profiling.stderr.readline()
         swarm.wait(lambda: not (swarm.run / profile.REQUEST).exists())
         os.kill(pid, signal.SIGKILL)
-        assert "m1 ended before its trace was taken" in finish(requests, 1)[1]
+        assert "m1 ended before its trace was taken" in finish(profiling, 1)[1]
         browser.wait(lambda tab: "m1 killed; about" in tab.text(), "that it was killed")
         assert browser.js(WIDE) <= 390
         browser.resize(1280)

@@ -1,7 +1,7 @@
 """What a page receives: the figures of `list` and `top`, and then only changes."""
 
+from tests.watch.fake_run import FakeRun
 from tests.watch.fleets import fleet_state
-from tests.watch.made import MadeRun
 from tpuswarm.swarm.views.status import look
 from tpuswarm.watch.page.view import changes, sections
 
@@ -17,15 +17,15 @@ def test_fleet_lists_machines_with_chips_and_reasons_for_missing_ones():
 
 
 def test_only_changes_are_sent(tmp_path):
-    run = MadeRun(tmp_path / "run", 5, 100).lives()
+    run = FakeRun(tmp_path / "run", 5, 100).hold()
     run.grow(3)
     state, rows = fleet_state(look(run.folder))
     before = sections(state, rows)
     assert changes(before, sections(state, rows)) == {}
-    run.lose("m2")
+    run.lose_member("m2")
     now = sections(fleet_state(look(run.folder))[0], rows)
     found = changes(before, now)
     assert set(found["members"]) == {"m2"} and found["members"]["m2"][0] == "lost" and "machines" not in found
     gone = {**now, "members": {name: row for name, row in now["members"].items() if name != "m0"}}
     assert changes(now, gone) == {"members": {"m0": None}}
-    run.ends()
+    run.release()

@@ -1,4 +1,4 @@
-"""A run of a swarm made up, as large as one likes, in the files that a real one writes."""
+"""A fake run of a swarm, of any size, in the files that a real one writes."""
 
 import fcntl
 import json
@@ -20,8 +20,8 @@ STEP_S = 30.0
 """Seconds from version to version."""
 
 
-class MadeRun:
-    """Members m0, m1, …; each version has a contribution of every member, but for who is named as missing."""
+class FakeRun:
+    """A run with members m0, m1, …; each version has a contribution of every member that is not lost."""
 
     def __init__(self, folder: Path, members: int, versions: int):
         """versions: of the whole run."""
@@ -38,15 +38,14 @@ class MadeRun:
         self._lock = (folder / LOCK).open("w+")
         self.event(BEGAN, "started", message="made up")
 
-    def lives(self) -> "MadeRun":
-        """Held by a process: this one."""
+    def hold(self) -> "FakeRun":
+        """Take the run's lock, as a running trainer does."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
         return self
 
-    def ends(self) -> None:
-        """Held by nobody."""
+    def release(self) -> None:
         self._lock.close()
 
     def event(self, at: float, event: str, **facts: Any) -> None:
@@ -54,42 +53,39 @@ class MadeRun:
             file.write(json.dumps({"time": at, "event": event, **facts}) + "\n")
 
     def grow(self, count: int, evaluated: int = 10) -> None:
-        """So many more versions, a row of each member in each, and an evaluation every `evaluated` versions."""
+        """Write `count` versions with a row of each member, and an evaluation every `evaluated` versions."""
         with (self.folder / EVENTS).open("a") as events, (self.folder / METRICS).open("a") as metrics:
             for _ in range(count):
-                here = [name for name in self.names if name not in self.lost]
+                alive = [name for name in self.names if name not in self.lost]
                 version = self.version + 1
-                losses = 2 + 3 / np.sqrt(version) + np.random.default_rng(version).normal(size=len(here)) / 20
-                for name, loss in zip(here, losses, strict=True):
+                losses = 2 + 3 / np.sqrt(version) + np.random.default_rng(version).normal(size=len(alive)) / 20
+                for name, loss in zip(alive, losses, strict=True):
                     row = {"step": version, "tokens": version * TOKENS, "loss": float(loss), "lr": 1e-3,
                            "grad_norm": 0.5, "tokens_per_s": TOKENS / STEP_S, "wall_s": version * STEP_S,
                            "member": name, "version": self.version}  # fmt: skip
                     metrics.write(json.dumps(row) + "\n")
-                self.version, self.tokens = version, self.tokens + TOKENS * len(here)
-                part = {"incarnation": "0" * 32, "tokens": TOKENS, "weight": 1 / len(here), "fate": "applied",
+                self.version, self.tokens = version, self.tokens + TOKENS * len(alive)
+                part = {"incarnation": "0" * 32, "tokens": TOKENS, "weight": 1 / len(alive), "fate": "applied",
                         "reason": ""}  # fmt: skip
                 commit = {"time": BEGAN + version * STEP_S, "event": "commit", "version": version, "epoch": 1,
-                          "tokens": self.tokens, "contributors": [{"member": name, **part} for name in here],
+                          "tokens": self.tokens, "contributors": [{"member": name, **part} for name in alive],
                           "others": [], "rule": "nesterov", "rate": 0.7}  # fmt: skip
                 events.write(json.dumps(commit) + "\n")
                 if version % evaluated == 0:
                     row = {"step": version, "tokens": self.tokens, "eval_loss": 2 + 3 / version**0.5, "eval_rows": 8,
                            "member": "m0", "version": version}  # fmt: skip
                     metrics.write(json.dumps(row) + "\n")
-        self.say()
+        self.write_status()
 
-    def lose(self, name: str) -> None:
-        """A member is gone."""
+    def lose_member(self, name: str) -> None:
         self.lost.add(name)
         self.event(BEGAN + self.version * STEP_S, "lost", member=name, message="killed", tokens=TOKENS)
-        self.say()
+        self.write_status()
 
-    def say(self, alarms: tuple[str, ...] = ()) -> None:
-        """status.json."""
+    def write_status(self, alarms: tuple[str, ...] = ()) -> None:
         write_status(self.folder, self.status(alarms))
 
     def status(self, alarms: tuple[str, ...] = ()) -> SwarmStatus:
-        """As a supervisor would write it."""
         loss = 2 + 3 / max(1, self.version) ** 0.5
         members = tuple(
             MemberStatus(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -24,6 +25,7 @@ class Shown(NamedTuple):
     errors: str  # standard error
     failed: str  # `NAME: VALUE` of its error, with the traceback
     types: tuple[str, ...]  # MIME types of what it displayed
+    seconds: float
 
 
 class Server:
@@ -88,7 +90,7 @@ class Cells:
 
     def run(self, code: str, call_at: str = "", callback: Callable[[], object] = lambda: None) -> Shown:
         """Run a cell to its end, and call `callback` once it has printed `call_at`."""
-        left = {"execute_reply", "idle"}
+        began, left = time.monotonic(), {"execute_reply", "idle"}
         text, errors, failed, types = "", "", "", []
         id = self._send("execute_request", {"code": code, "silent": False, "allow_stdin": False})
         for message in self._answers(id):
@@ -108,7 +110,7 @@ class Cells:
                 call_at = ""
                 callback()
             if not left:
-                return Shown(text, errors, failed, tuple(types))
+                return Shown(text, errors, failed, tuple(types), time.monotonic() - began)
         raise AssertionError
 
     def interrupt(self) -> None:

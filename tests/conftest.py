@@ -61,10 +61,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    parts: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    parts: list[list[pytest.Item]] = [[] for _ in range(workers)]
     for tests in sorted(files.values(), key=lambda tests: (bool(tests[0].get_closest_marker("slow")), -len(tests))):
         min(parts, key=len).extend(tests)
-    items[:] = [item for part in parts for item in part]
+    sizes = [(len(items) + number) // workers for number in range(workers)]
+    rest = [item for part, size in zip(parts, sizes, strict=True) for item in part[size:]]
+    items.clear()
+    for part, size in zip(parts, sizes, strict=True):  # else a worker would begin with the last, slow tests of another
+        missing = max(size - len(part), 0)
+        items += part[:size] + rest[:missing]
+        del rest[:missing]
 
 
 OURS = ("HF_", "JAX_", "PYTHONPATH", "STORAGE_EMULATOR_HOST", "TPUSWARM_", "WANDB_", "XLA_")

@@ -1,6 +1,7 @@
 """Machines for tests without a cloud: SSH servers on loopback, each with a folder and real processes."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -111,7 +112,7 @@ def start_machines(folder: Path, count: int) -> Iterator[Machines]:
     try:
         for index in range(count):
             address = f"127.{number}.1.{index + 1}"
-            described = RehearsedHost(f"m{index}-{folder.name}", "owner", index, address, None, chips=4)
+            described = RehearsedHost(f"m{index}-{folder.name}-{os.getpid()}", "owner", index, address, None, chips=4)
             root = Root(place, described)
             root.boot()
             ours, server = served.host_key(root), partial(NotedServer, number=index)

@@ -2,13 +2,17 @@
 
 import re
 import socket
+import subprocess
 from multiprocessing import Pipe
+
+import pytest
 
 from tests.remote.conftest import ONE, SLICE
 from tpuswarm.doctor.examine import MODULES
 from tpuswarm.errors import RunFailed
 from tpuswarm.remote.modules import sent
 from tpuswarm.remote.notebook import worker
+from tpuswarm.remote.notebook.begin import line_that_reads
 
 
 def test_notebook_needs_one_whole_machine_and_a_free_port(fleet):
@@ -51,3 +55,12 @@ def test_silent_connection_to_a_worker_is_closed(monkeypatch):
     worker.serve(theirs, b"secret", "127.0.0.1")
     assert theirs.closed
     ours.close()
+
+
+@pytest.mark.parametrize("text", ["", '{\n  "port": 8888\n}'])
+def test_file_of_a_server_is_read_once_it_is_written(tmp_path, text):
+    """Jupyter creates its file before it writes into it."""
+    (tmp_path / "jpserver-1.json").write_text(text)
+    line = line_that_reads(f"{tmp_path}/jpserver-*.json")
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == ((0, f"{text}\n") if text else (1, ""))

@@ -153,9 +153,15 @@ async def _put(connections: Connections, hosts: Sequence[Host], texts: Mapping[s
     await _on_all(hosts, put)
 
 
+def line_that_reads(files: str) -> str:
+    """A line of a shell that prints what a file holds once it holds something: a service creates it before it writes."""
+    read = f'text=$(cat {files} 2>/dev/null); [ "$text" ] && echo "$text" && exit'
+    return f"for try in $(seq 20); do {read}; sleep 0.1; done; exit 1"
+
+
 async def _listens(connections: Connections, host: Host, job: str, files: str) -> str:
     """Wait until a service has written its file; what stands in it. Raises RunFailed where it has ended instead."""
-    line = f"for try in $(seq 20); do cat {files} 2>/dev/null && exit; sleep 0.1; done; exit 1"
+    line = line_that_reads(files)
     supervisor = Supervisor(connections, host)
     try:
         async with asyncio.timeout(BEGINS_S):

@@ -154,7 +154,7 @@ async def _put(connections: Connections, hosts: Sequence[Host], texts: Mapping[s
 
 
 def line_that_reads(files: str) -> str:
-    """A line of a shell that prints what a file holds once it holds something: a service creates it before it writes."""
+    """A shell line that prints a file once it holds something: a service creates it before it writes into it."""
     read = f'text=$(cat {files} 2>/dev/null); [ "$text" ] && echo "$text" && exit'
     return f"for try in $(seq 20); do {read}; sleep 0.1; done; exit 1"
 

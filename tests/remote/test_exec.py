@@ -1,6 +1,8 @@
 """`exec`: one command on all hosts, its output, its end, and that nothing of it is left running."""
 
 import asyncio
+import secrets
+import signal
 import subprocess
 
 import pytest
@@ -96,6 +98,16 @@ def test_what_ignores_sigint_is_terminated_then_killed(machines, monkeypatch):
 
     assert end("trap '' INT; trap 'exit 4' TERM", kill_turn=10_000) == 4
     assert end("trap '' INT TERM", kill_turn=4) == 137
+
+
+@pytest.mark.parametrize("word", [b"end\n", b"now\n", b""])
+def test_command_that_is_to_end_before_it_begins_does_not_run_on(word):
+    """The script's own shell may be slower than the word that ends the command, as on a busy machine."""
+    script = attended._script().replace("export TPUSWARM_EXEC=", "sleep 1; export TPUSWARM_EXEC=")
+    line = "sleep 5679"
+    command = ["/bin/sh", "-c", script, "tpuswarm-exec", line, secrets.token_hex(8)]
+    done = subprocess.run(command, input=word, capture_output=True, timeout=240)
+    assert done.returncode in (-signal.SIGINT, -signal.SIGKILL)
 
 
 def test_nothing_is_left_of_a_command_whose_caller_was_killed(fleet):

@@ -8,20 +8,27 @@ exec 3<&0 </dev/null
   # The command, which has this shell's number, has ended by itself: what it left running may stay.
   kill -0 $$ || exit
   exec /bin/bash -c '
-marked() { grep -lzsx "TPUSWARM_EXEC=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
 trap "" TERM
-word=$2
+mark=$1 word=$2 command=$3
+# Set `left` to all that carries the mark; false once nothing does or will: until the command begins, its number is that
+# of this whole script, which has the mark among its arguments.
+look() {
+  grep -qs "$mark" /proc/$command/cmdline
+  begun=$?
+  left=$(grep -lzsx "TPUSWARM_EXEC=$mark" /proc/[0-9]*/environ | cut -d/ -f3)
+  [ -n "$left" ] || [ $begun = 0 ]
+}
+asked=
 for ((turn = 0; turn < 100; turn++)); do
   [ "$word" = now ] && break
-  left=$(marked "$1")
-  [ -z "$left" ] && exit
-  [ $turn = 0 ] && kill -INT $left
+  look || exit
+  [ -n "$left" ] && [ -z "$asked" ] && asked=yes && kill -INT $left
   [ $turn = 50 ] && kill -TERM $left
   read -rt 0.1 word <&3
   [ $? = 1 ] && sleep 0.1
 done
-while left=$(marked "$1") && [ -n "$left" ]; do kill -KILL $left; sleep 0.05; done
-' attend "$2" "$word"
+while look; do kill -KILL $left; sleep 0.05; done
+' attend "$2" "$word" $$
 } >/dev/null 2>&1 &
 exec 3<&-
 # The number is that of the command itself: what it has left running may be told from it (doctor/processes.py).

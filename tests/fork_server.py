@@ -19,6 +19,7 @@ import socket
 import sys
 import termios
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
                 events.unregister(key.fd)
                 os.close(key.fd)
                 status = os.waitpid(pid, 0)[1]
-                with answers:
+                with answers, suppress(OSError):  # whoever asked for it may have been killed
                     answers.send(f"{status}\n".encode(), socket.MSG_NOSIGNAL)
                 continue
             message, files, *_ = socket.recv_fds(requests, 1 << 20, 4)

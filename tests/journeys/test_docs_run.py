@@ -19,7 +19,7 @@ NOT_RUN = re.compile(r"^make ([\w-]+)")
 """Only the target's existence is checked."""
 OWN_HOME = ("rehearsing.md",)
 """Documents whose commands make a key and a fleet in the home folder."""
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 NOT_HERE = ("benchmarks.md", "torch.md")
 """One takes hours, the other needs torch (tests/oracle/test_torch_docs.py)."""
 

@@ -21,7 +21,7 @@ PATIENCE_S = 240.0
 
 
 class Shown(NamedTuple):
-    text: str  # standard output, and the results
+    text: str  # standard output, and the results, without the lines of JAX's CPU collectives, which come at any time
     errors: str  # standard error
     failed: str  # `NAME: VALUE` of its error, with the traceback
     types: tuple[str, ...]  # MIME types of what it displayed
@@ -110,6 +110,7 @@ class Cells:
                 call_at = ""
                 callback()
             if not left:
+                text = re.sub(r"(?m)^\[Gloo\].*\n", "", text)
                 return Shown(text, errors, failed, tuple(types), time.monotonic() - began)
         raise AssertionError
 

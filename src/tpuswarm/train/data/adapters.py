@@ -5,6 +5,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from multiprocessing import get_context
@@ -192,8 +193,6 @@ class StreamSource:
             wanted -= min(size, wanted)
             found.append(part)
         self._next += count
-        if len(found) == 1:
-            return found[0]
         return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
     def _read(self) -> ArrayRows:
@@ -202,7 +201,8 @@ class StreamSource:
             for item in self._items:
                 if not self._batched:
                     return stacked([item], self._names)
-                part = {name: np.asarray(each) for name, each in _named(item, self._names).items()}
+                # A copy: the data may fill the same arrays again for its next item.
+                part = {name: np.array(value) for name, value in _named(item, self._names).items()}
                 sizes = {name: array.shape[:1] for name, array in part.items()}
                 if len(set(sizes.values())) != 1 or () in sizes.values():
                     raise InputError(f"a batch of the stream has arrays of different rows: {sizes}; use batched=False")
@@ -263,21 +263,39 @@ def decoded(state: Any) -> Any:
     return [decoded(value) for value in state] if isinstance(state, list) else state
 
 
-def stacked(items: Sequence[Any], names: Sequence[str]) -> ArrayRows:
-    """Items as one batch; InputError where they are no arrays of numbers of one shape."""
-    rows = [_named(item, names) for item in items]
-    found = {}
-    for name in rows[0]:
-        try:
-            found[name] = np.stack([np.asarray(row[name]) for row in rows])
-        except (ValueError, KeyError) as error:
-            raise InputError(f"{name} of the data cannot be one array: {error}; pad or cut it to one shape") from error
-        if found[name].dtype.kind in NO_NUMBERS:
+def stacked(items: Iterable[Any], names: Sequence[str]) -> ArrayRows:
+    """Stack items to one batch; each is copied before the next is read, which may fill the same arrays again.
+
+    Raises InputError unless they are arrays of numbers of one shape.
+    """
+    columns: dict[str, list[np.ndarray]] = {}
+    types: dict[str, str] = {}
+    for number, item in enumerate(items):
+        row = _named(item, names)
+        if number == 0:
+            types = {name: type(value).__name__ for name, value in row.items()}
+            columns = {name: [] for name in row}
+        for name, column in columns.items():
+            with _one_shape(name):
+                column.append(np.array(row[name]))
+    rows = {}
+    for name, column in columns.items():
+        with _one_shape(name):
+            rows[name] = np.stack(column)
+        if rows[name].dtype.kind in NO_NUMBERS:
             raise InputError(
-                f"{name} of the data is a {type(rows[0][name]).__name__}: items are dicts of arrays and numbers; name "
-                "the others with names=[…]"
+                f"{name} of the data is a {types[name]}: items are dicts of arrays and numbers; name the others with "
+                "names=[…]"
             )
-    return found
+    return rows
+
+
+@contextmanager
+def _one_shape(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        raise InputError(f"{name} of the data cannot be one array: {error}; pad or cut it to one shape") from error
 
 
 def _named(item: Any, names: Sequence[str]) -> Mapping[str, Any]:
@@ -295,9 +313,8 @@ def _named(item: Any, names: Sequence[str]) -> Mapping[str, Any]:
     return dict(zip(names, parts, strict=True))
 
 
-def _items(data: Any, index: list[int]) -> list[Any]:
-    found = data.__getitems__(index) if hasattr(data, "__getitems__") else [data[each] for each in index]
-    return list(found)
+def _items(data: Any, index: list[int]) -> Iterable[Any]:
+    return data.__getitems__(index) if hasattr(data, "__getitems__") else (data[row] for row in index)
 
 
 _mine: list[Any] = []

@@ -15,6 +15,7 @@ from tpuswarm.torch.graph import Exported, read, write
 from tpuswarm.torch.ops import ATTENTION
 from tpuswarm.torch.run import run
 from tpuswarm.train.data.arrays import to_torch
+from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.losses import Loss
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.trees import load
@@ -73,7 +74,7 @@ def recipe(
 def _row(data: Any) -> Mapping[str, np.ndarray]:
     """One row of the training data, whatever it is given as."""
     probe = supervised(lambda key: {}, lambda params, batch, key: 0.0, None, data)
-    return {name: np.asarray(each) for name, each in probe.data("train").rows(0, 1).items()}
+    return rows_of(probe.data("train"), 0, 1)
 
 
 class ModuleRecipe(Supervised):

@@ -343,7 +343,7 @@ class Supervised(Recipe):
     @functools.cached_property
     def _row(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of one row, which is read once: a start makes many programs, and a stream begins anew."""
-        row = {name: np.asarray(array) for name, array in rows_of(source_of(self, "train"), 0, 1).items()}
+        row = rows_of(source_of(self, "train"), 0, 1)
         return {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in row.items()}
 
     def loss(self, options: Options) -> Loss:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.placing import copied, place_batch
+from tpuswarm.train.data.placing import in_jax_types, place_batch
 from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.recipe import Batch, Source
 from tpuswarm.train.user_code import blame
@@ -122,7 +122,7 @@ def read_batch(source: Source, spec: Mapping[str, Any], sharding: Sharding, star
     def read(first: int, count: int) -> Mapping[str, np.ndarray]:
         return read_rows(source, spec, start + first, count)
 
-    return place_batch(read, size, sharding) if send else copied(read(0, size))
+    return place_batch(read, size, sharding) if send else in_jax_types(read(0, size))
 
 
 def read_rows(source: Source, spec: Mapping[str, Any], start: int, count: int) -> dict[str, np.ndarray]:

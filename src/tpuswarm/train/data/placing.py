@@ -25,12 +25,13 @@ def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
 def place_batch(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int, sharding: Sharding) -> Batch:
     """A batch of `size` rows, of which each host reads its own: `read(first, count)` gives rows of the batch.
 
-    Raises InputError, naming the array, for a number that JAX's 32 bits do not hold.
+    A CPU device may keep the arrays that are read as they are: nobody may change them. Raises InputError, naming the
+    array, for a number that JAX's 32 bits do not hold.
     """
     mine = sharding.addressable_devices_indices_map((size,)).values()
     bounds = [index[0].indices(size)[:2] for index in mine if index is not None]
     first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
-    rows = copied(read(first, last - first))
+    rows = in_jax_types(read(first, last - first))
     if sharding.is_fully_addressable:
         return jax.device_put(rows, sharding)
 
@@ -44,12 +45,9 @@ def place_batch(read: Callable[[int, int], Mapping[str, np.ndarray]], size: int,
     return {name: placed(array) for name, array in rows.items()}
 
 
-def copied(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rows in JAX's types, as they are now: a source may fill the same arrays again for the next batch.
-
-    Devices, which on a CPU may keep an array as it is, get these. Raises InputError as `place_batch` does.
-    """
-    return {name: narrowed(np.array(array), name) for name, array in rows.items()}
+def in_jax_types(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rows in the dtypes that JAX gives them. Raises InputError as `place_batch` does."""
+    return {name: narrowed(array, name) for name, array in rows.items()}
 
 
 def within_host(sharding: Sharding) -> Sharding:

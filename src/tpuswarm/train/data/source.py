@@ -1,7 +1,9 @@
 """Seeded infinite orders: the row at a position is a pure function of the position."""
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, lru_cache
 from mmap import ALLOCATIONGRANULARITY
@@ -16,6 +18,8 @@ from tpuswarm.train.recipe import Recipe, Source
 from tpuswarm.train.user_code import line_of, require_call
 
 SPLITS = ("train", "validation", "all")
+POLL_S = 0.2
+_reading = threading.RLock()
 
 
 @lru_cache(maxsize=4)
@@ -111,20 +115,24 @@ class ArraySource:
 
 
 class Repeated:
-    """The first rows of a source again and again, in their order: what a model should be able to learn by heart."""
+    """The first rows of a source again and again, in their order: what a model should be able to learn by heart.
+
+    They are read once, at the first use, and held: a source whose order changes would give others the next time.
+    """
+
+    in_memory = True
 
     def __init__(self, source: Source, rows: int):
         self._source, self.rows_per_epoch = source, rows
 
+    @cached_property
+    def _held(self) -> dict[str, np.ndarray]:
+        return rows_of(self._source, 0, self.rows_per_epoch)
+
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
         """Rows start to start + count of the order."""
-        parts, stop = [], start + count
-        while start < stop:
-            first = start % self.rows_per_epoch
-            length = min(stop - start, self.rows_per_epoch - first)
-            parts.append({name: np.array(array) for name, array in rows_of(self._source, first, length).items()})
-            start += length
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        index = np.arange(start, start + count) % self.rows_per_epoch
+        return {name: array[index] for name, array in self._held.items()}
 
 
 def source_of(recipe: Recipe, split: str) -> Source:
@@ -141,14 +149,32 @@ def source_of(recipe: Recipe, split: str) -> Source:
 
 
 def rows_of(source: Source, start: int, count: int) -> dict[str, np.ndarray]:
-    """Rows start to start + count of a source; InputError where they are no arrays by name."""
-    rows = source.rows(start, count)
-    if not isinstance(rows, Mapping):
-        raise InputError(
-            f"rows({start}, {count}) of the data returns a {type(rows).__name__}, not a dict of arrays by name"
-            f"{line_of(source.rows)}"
-        )
-    return rows
+    """Read rows start to start + count of a source; InputError unless they are arrays by name.
+
+    One thread at a time reads, of whatever source: splits may share a data set, which need not bear two at once. The
+    arrays are copies, for a source may fill its own again at the next call.
+    """
+    with reading():
+        rows = source.rows(start, count)
+        if isinstance(rows, Mapping):
+            return {name: np.array(array) for name, array in rows.items()}
+    raise InputError(
+        f"rows({start}, {count}) of the data returns a {type(rows).__name__}, not a dict of arrays by name"
+        f"{line_of(source.rows)}"
+    )
+
+
+@contextmanager
+def reading(leave: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+    """Wait until no other thread reads data, and hold others back; False if told to leave while waiting."""
+    while not (is_alone := _reading.acquire(timeout=POLL_S)):
+        if leave():
+            break
+    try:
+        yield is_alone
+    finally:
+        if is_alone:
+            _reading.release()
 
 
 def training_rows(recipe: Recipe, seed: int) -> Source:

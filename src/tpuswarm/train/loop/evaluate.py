@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
-from tpuswarm.train.data.source import rows_of
+from tpuswarm.train.data.source import reading, rows_of
 from tpuswarm.train.program.compiled import Placed, with_sharding
 from tpuswarm.train.program.mesh import batch_sharding, replicated
 from tpuswarm.train.recipe import State, Weighted
@@ -87,7 +87,7 @@ def rehearse(placed: Placed, name: str, held: HeldOut, most_batches: int | None 
 def _require_same(placed: Placed, name: str, source: FiniteSource) -> None:
     """Raise InputError, naming the first that differs, for rows of other names, shapes or dtypes than a step takes."""
     with blame(f"the validation data of {name} failed"):
-        rows = {key: np.asarray(array) for key, array in rows_of(source, 0, 1).items()}
+        rows = rows_of(source, 0, 1)
     there, here = (
         {key: f"{np.dtype(each.dtype)}{list(each.shape[1:])}" for key, each in found.items()}
         for found in (rows, placed.program.batch_spec(1))
@@ -121,7 +121,10 @@ def evaluate(
         if leave():
             return None
         spec = placed.program.batch_spec(part.rows)
-        rows = read_batch(source, spec, split if part.split else whole, part.first)
+        with reading(leave) as is_alone:  # the feed may be in the middle of a slow read
+            if not is_alone:
+                return None
+            rows = read_batch(source, spec, split if part.split else whole, part.first)
         found.append(placed.evaluate(state, rows))
         if index >= 2:
             jax.block_until_ready(found[index - 2])  # at most two batches wait on the devices

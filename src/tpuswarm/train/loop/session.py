@@ -17,6 +17,7 @@ import numpy as np
 from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.data.adapters import StreamSource
 from tpuswarm.train.data.source import Repeated, rows_of, source_of, training_rows
 from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
@@ -333,6 +334,11 @@ def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
             if required:
                 raise
             return None
+    if isinstance(source, StreamSource) and source is source_of(recipe, "train"):
+        raise InputError(
+            f"training and validation data of {recipe.name} are one StreamSource, which would begin anew for each "
+            "evaluation and after it: give each split a StreamSource of its own"
+        )
     rows = getattr(source, "rows_per_epoch", None)
     if not rows:
         why = "no rows" if rows is not None else "no rows_per_epoch, so evaluation would never end"

@@ -1,0 +1,154 @@
+"""No object of the user's is called from two threads at once, and each reader gets its own rows."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tpuswarm import Every, IndexedSource, InputError, StreamSource, Trainer, supervised
+from tpuswarm.train.run.directory import METRICS, read_rows
+
+ROWS, BATCH, STEPS = 24, 8, 12
+
+
+class Entered:
+    """Fails if a second call enters it before the first has returned."""
+
+    def __init__(self):
+        self.threads = set()
+        self._inside = threading.Lock()
+
+    @contextmanager
+    def __call__(self):
+        assert self._inside.acquire(blocking=False), "entered twice"
+        try:
+            self.threads.add(threading.get_ident())
+            time.sleep(0.002)
+            yield
+        finally:
+            self._inside.release()
+
+
+class Dataset:
+    """Rows by number, which one thread at a time may read."""
+
+    def __init__(self):
+        self.entered = Entered()
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, row):
+        with self.entered():
+            return {"x": np.float32(row)}
+
+
+class Rows:
+    """A source of the user's own, whose rows lie in one array."""
+
+    rows_per_epoch = ROWS
+
+    def __init__(self):
+        self.entered, self._array = Entered(), np.empty(ROWS, np.float32)
+
+    def rows(self, start, count):
+        with self.entered():
+            self._array[:count] = np.arange(start, start + count) % ROWS
+            return {"x": self._array[:count]}
+
+
+def streamed(entered):
+    def items():
+        for row in range(ROWS):
+            with entered():
+                item = {"x": np.float32(row)}
+            yield item
+
+    return StreamSource(items, batched=False, rows_per_epoch=ROWS)
+
+
+def train(folder, data, **options):
+    """Train; return the mean of `x` in each step and in each evaluation."""
+
+    def loss(params, batch, key):
+        return jnp.square(params["w"]), {"mean": batch["x"].mean()}
+
+    recipe = supervised(lambda key: {"w": jnp.ones(())}, loss, optax.sgd(0.1), data)
+    trainer = Trainer(devices=1, eval_every=2, seed=0, **options)
+    trainer.fit(recipe, steps=STEPS, batch=BATCH, run=folder)
+    rows = list(read_rows(folder / METRICS))
+    return [row["mean"] for row in rows if "mean" in row], [row["eval_mean"] for row in rows if "eval_mean" in row]
+
+
+def in_order(steps=STEPS):
+    return [float(np.mean((np.arange(BATCH) + BATCH * step) % ROWS)) for step in range(steps)]
+
+
+def test_splits_may_share_a_dataset(tmp_path):
+    dataset = Dataset()
+    data = {split: IndexedSource(dataset, seed=1) for split in ("train", "validation")}
+    steps, evaluations = train(tmp_path / "run", data)
+    assert len(dataset.entered.threads) == 2, "a thread reads ahead"
+    alone, _ = train(
+        tmp_path / "alone", {"train": IndexedSource(Dataset(), seed=1)} | {"validation": {"x": np.zeros(8, np.float32)}}
+    )
+    assert steps == alone and evaluations == [np.arange(ROWS).mean()] * (STEPS // 2)
+
+
+def test_splits_may_be_one_source(tmp_path):
+    source = Rows()
+    steps, evaluations = train(tmp_path / "run", {"train": source, "validation": source})
+    assert steps == in_order() and evaluations == [np.arange(ROWS).mean()] * (STEPS // 2)
+
+
+def test_streams_of_two_splits_may_come_from_one_function(tmp_path):
+    """Each split reads with its own iterator."""
+    entered = Entered()
+    steps, evaluations = train(tmp_path / "run", {"train": streamed(entered), "validation": streamed(entered)})
+    assert steps == in_order() and evaluations == [np.arange(ROWS).mean()] * (STEPS // 2)
+
+
+def test_one_stream_for_two_splits_is_refused(tmp_path):
+    stream = streamed(Entered())
+    with pytest.raises(InputError, match=r"are one StreamSource.*give each split a StreamSource of its own"):
+        train(tmp_path / "run", {"train": stream, "validation": stream})
+
+
+@pytest.mark.parametrize("make", [lambda: streamed(Entered()), Rows])
+def test_overfitting_repeats_the_first_batches_in_training_and_evaluation(tmp_path, make):
+    steps, evaluations = train(tmp_path / "run", make(), overfit_batches=2)
+    assert steps == in_order(2) * (STEPS // 2) and evaluations == [np.mean(in_order(2))] * (STEPS // 2)
+
+
+def test_batches_to_overfit_are_read_once(tmp_path):
+    """Read again, an unseeded shuffle would give other rows."""
+    random = np.random.default_rng(0)
+
+    def items():
+        yield {"x": random.normal(size=64).astype(np.float32)}
+
+    steps, evaluations = train(tmp_path / "run", StreamSource(items), overfit_batches=2)
+    assert steps == steps[:2] * (STEPS // 2) and evaluations == pytest.approx([np.mean(steps[:2])] * (STEPS // 2))
+
+
+def test_hooks_and_loggers_are_called_from_the_thread_of_the_loop(tmp_path):
+    entered = Entered()
+
+    class Log:
+        def write(self, row):
+            with entered():
+                pass
+
+        def close(self):
+            pass
+
+    def look(step):
+        with entered():
+            pass
+
+    train(tmp_path / "run", Rows(), overfit_batches=1, hooks=[Every(1, look)], loggers=[Log()])
+    assert entered.threads == {threading.get_ident()}

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.paths import first_difference, mask
@@ -23,6 +24,7 @@ Terms = dict[str, Any]
 
 RESERVED = (
     "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version", "rows",
+    "counts",
 )  # fmt: skip
 """Columns of metrics.jsonl, where those of evaluations begin with EVALUATED: no names for a loss's metrics."""
 EVALUATED = "eval_"
@@ -71,14 +73,43 @@ def terms_and_extra(out: Any, before: Any) -> tuple[Terms, Any]:
 
 
 def objective(found: Terms) -> jax.Array:
-    """What is differentiated: the sum of a Weighted loss, whose weight is divided out once all of it is known."""
+    """What is differentiated: the sum of a Weighted loss, whose weight is divided out once all of it is known.
+
+    Raises InputError where the weight depends on parameters.
+    """
     loss = found["loss"]
-    return loss.sum if isinstance(loss, Weighted) else loss
+    if not isinstance(loss, Weighted):
+        return loss
+    _constant(loss.weight)
+    return loss.sum
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array) -> jax.Array:
+    return weight
+
+
+def _refuse_tangent(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+    if not isinstance(tangents[0], SymbolicZero):
+        raise InputError(
+            "the weight of the loss depends on parameters, and Weighted takes it as a constant: give "
+            "jax.lax.stop_gradient(weight), or return the quotient itself as the loss"
+        )
+    return primals[0], jnp.zeros_like(primals[0])
+
+
+_constant.defjvp(_refuse_tangent, symbolic_zeros=True)
 
 
 def means(total: Terms, count: int) -> Terms:
     """The terms of `count` micro-batches, added up, as those of the whole batch: scalars."""
-    return {name: each.mean if isinstance(each, Weighted) else _part(each, count) for name, each in total.items()}
+    return {name: term.mean if isinstance(term, Weighted) else _part(term, count) for name, term in total.items()}
+
+
+def counts(total: Terms) -> jax.Array | None:
+    """Whether any row counts, bool scalar; None for a loss that is not Weighted, whose rows all count."""
+    loss = total["loss"]
+    return loss.weight != 0 if isinstance(loss, Weighted) else None
 
 
 def mean_gradient(grads: Any, total: Terms, count: int) -> Any:

@@ -27,7 +27,8 @@ Batch = Mapping[str, Any]
 class Weighted(NamedTuple):
     """A mean over the batch as its two parts, both scalars: the mean of any split is then that of the whole.
 
-    A masked loss is `Weighted(sum of the losses that count, how many count)`. No gradient goes through the weight.
+    A masked loss is `Weighted(sum of the losses that count, how many count)`. The weight of a loss must not depend on
+    parameters.
     """
 
     sum: Any
@@ -35,8 +36,8 @@ class Weighted(NamedTuple):
 
     @property
     def mean(self) -> Any:
-        """sum / weight; 0 where nothing counts."""
-        return self.sum / (self.weight + (self.weight == 0))
+        """sum / weight; NaN where nothing counts, which divides 0 by 0."""
+        return self.sum / self.weight
 
 
 Metrics = Mapping[str, Any]

@@ -19,7 +19,17 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train import paths
 from tpuswarm.train.data.source import ArraySource, by_split, rows_of, source_of
-from tpuswarm.train.losses import Loss, Terms, in_precision, mean_gradient, means, objective, terms, terms_and_extra
+from tpuswarm.train.losses import (
+    Loss,
+    Terms,
+    counts,
+    in_precision,
+    mean_gradient,
+    means,
+    objective,
+    terms,
+    terms_and_extra,
+)
 from tpuswarm.train.micro_batches import added_up, added_up_by_device
 from tpuswarm.train.optional import check_defaults
 from tpuswarm.train.recipe import (
@@ -127,12 +137,14 @@ class SupervisedProgram(Program):
         return self._weights() if self._weights else None
 
     def step(self, state: TrainState, batch: Batch, clock: Clock) -> tuple[TrainState, Metrics]:
-        """Gradient, clipping, optimizer, moving average."""
+        """Gradient, clipping, optimizer, moving average; nothing changes if no row counts (`counts` is then 0)."""
         params = state.params
         trained = paths.keep(params, self._trained(params))
-        metrics, grads, extra = self._gradient(
+        total, count, grads, extra = self._gradient(
             params, trained, state.extra, batch, jax.random.fold_in(clock.key, clock.step)
         )
+        metrics, any_counts = means(total, count), counts(total)
+        grads = mean_gradient(grads, total, count)
         norm = optax.tree.norm(grads)
         if self._options.clip is not None:
             scale = jnp.minimum(1.0, self._options.clip / jnp.maximum(norm, 1e-30))
@@ -158,7 +170,11 @@ class SupervisedProgram(Program):
         if self._options.ema is not None:
             decay = self._options.ema
             ema = jax.tree.map(lambda old, new: old * decay + new.astype(old.dtype) * (1 - decay), ema, trained)
-        return _state(paths.overlay(params, trained), opt, ema, extra), metrics
+        after = _state(paths.overlay(params, trained), opt, ema, extra)
+        if any_counts is not None:
+            metrics["counts"] = any_counts.astype(jnp.float32)
+            after = jax.tree.map(lambda new, old: jax.lax.select(any_counts, new, old), after, state)
+        return after, metrics
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics of the moving average where there is one, else of the parameters."""
@@ -226,8 +242,10 @@ class SupervisedProgram(Program):
             return terms(self._loss(params, batch, key)), None
         return terms_and_extra(self._loss(params, extra, batch, key), extra)
 
-    def _gradient(self, params: Any, trained: Any, extra: Any, batch: Batch, key: jax.Array) -> tuple[Terms, Any, Any]:
-        """Loss and metrics, gradient, mutable state after it, of the whole batch, micro-batch by micro-batch."""
+    def _gradient(
+        self, params: Any, trained: Any, extra: Any, batch: Batch, key: jax.Array
+    ) -> tuple[Terms, int, Any, Any]:
+        """Sums over micro-batches of loss and metrics, their number, the gradient's sum, mutable state after it."""
 
         def loss(
             trained: Any, params: Any, extra: Any, batch: Batch, key: jax.Array
@@ -244,7 +262,7 @@ class SupervisedProgram(Program):
             count *= devices
         else:
             (grads, total), extra = added_up(gradient, count, trained, params, extra, batch, key)
-        return means(total, count), mean_gradient(grads, total, count), extra
+        return total, count, grads, extra
 
 
 def _floats(extra: Any) -> Any:

@@ -59,7 +59,7 @@ class MetricsRows:
             self._failure = error
 
     def _read_one(self, version: int, metrics: Metrics) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "counts"}
         now = time.monotonic()
         self._steps += 1
         row = {

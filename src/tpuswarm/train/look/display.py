@@ -142,7 +142,8 @@ class LiveDisplay(Display):
             return
         now = time.monotonic()
         self._pace.add(now, row["step"])
-        self._curve.add(row["loss"])
+        if row["loss"] is not None:
+            self._curve.add(row["loss"])
         if now - self._drawn_at >= LOOK or row["step"] == self._picture.steps:
             self._drawn_at = now
             self._picture = replace(

@@ -58,7 +58,8 @@ def loss_picture(updates: Sequence[dict[str, Any]], evaluations: Sequence[dict[s
     axes = figure.add_subplot()
     draw_losses(axes, [row["tokens"] for row in updates], [row["loss"] for row in updates], "training", "tab:blue")
     if evaluations:
-        tokens, losses = zip(*[(row["tokens"], row["eval_loss"]) for row in evaluations], strict=True)
+        tokens = [row["tokens"] for row in evaluations]
+        losses = [math.nan if row["eval_loss"] is None else row["eval_loss"] for row in evaluations]
         axes.plot(tokens, losses, "o-", color="tab:orange", label="held out")
     axes.set(xlabel=what, ylabel="loss")
     show_thousands(axes)

@@ -111,8 +111,8 @@ def evaluate(
 ) -> tuple[dict[str, float], int] | None:
     """Means of the metrics over the rows of the first epoch, and how many rows that were; None if told to leave.
 
-    Every row counts the same, but where a metric is Weighted. batch: rows at once, over all devices, which divide it;
-    far: is told how far it is.
+    Every row counts the same, but where a metric is Weighted: one of which no row counts has no mean, and is left out.
+    batch: rows at once, over all devices, which divide it; far: is told how far it is.
     """
     every = list(islice(parts(source.rows_per_epoch, batch, placed.mesh.size), most_batches))
     split, whole = batch_sharding(placed.mesh), replicated(placed.mesh)
@@ -130,11 +130,13 @@ def evaluate(
             jax.block_until_ready(found[index - 2])  # at most two batches wait on the devices
             far(f"{index - 1:,} of {len(every):,} batches")
     values, counts = jax.device_get(found), [part.rows for part in every]
-    return {name: _mean([value[name] for value in values], counts) for name in values[0]}, sum(counts)
+    means = {name: _mean([value[name] for value in values], counts) for name in values[0]}
+    return {name: mean for name, mean in means.items() if mean is not None}, sum(counts)
 
 
-def _mean(values: Sequence[Any], counts: Sequence[int]) -> float:
-    """Of a metric, given that of each part."""
+def _mean(values: Sequence[Any], counts: Sequence[int]) -> float | None:
+    """Of a metric, given that of each part; None where no row counts."""
     if isinstance(values[0], Weighted):
-        return float(Weighted(*np.sum(np.asarray(values, np.float64), axis=0)).mean)
+        total, weight = np.sum(np.asarray(values, np.float64), axis=0)
+        return None if weight == 0 else float(total / weight)
     return float(np.average(np.asarray(values, np.float64), weights=counts))

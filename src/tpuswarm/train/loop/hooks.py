@@ -71,6 +71,8 @@ class EarlyStopping:
     def __call__(self, step: Step) -> Stop | None:
         """Look at one evaluation; InputError where it lacks the figure."""
         self._best.require(step.row)
+        if not self._best.has(step.row):
+            return None
         self._waited = 0 if self._best.better(step.row, self._least) else self._waited + 1
         if self._waited < self._patience:
             return None

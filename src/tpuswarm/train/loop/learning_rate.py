@@ -73,6 +73,8 @@ def find_lr(
         batch = read_batch(source, spec, sharding, step * request.batch)
         state, metrics = compiled.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
         rate, loss = float(metrics["lr"]), float(metrics["loss"])
+        if not metrics.get("counts", True):
+            continue
         tried.append((rate, loss))
         far(f"{rate:.1e}: loss {loss:.4g}")
         if _too_large(_smooth([loss for _, loss in tried])):

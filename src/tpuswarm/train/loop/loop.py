@@ -41,6 +41,7 @@ from tpuswarm.train.user_code import blame
 
 ASKED = {Signals.SIGINT: "interrupted", Signals.SIGTERM: "SIGTERM", Signals.SIGHUP: "its terminal closed"}
 """Who asked a run to stop, as its end says it."""
+UNCOUNTED = "no row counts in {} (its weights are all 0), which {}; more of these are not reported"
 
 
 class Loop:
@@ -62,6 +63,7 @@ class Loop:
         self._wandb, self._loggers, self._eval_batches = wandb, loggers, eval_batches
         self._enough = ""
         """Why a hook ended the run."""
+        self._has_noted_uncounted = False
         every = session.settings["eval_every"]
         self._eval_every = Interval() if every is None else parse_every(every, "eval_every")
         self._save_every, self._hooks = parse_every(session.settings["save_every"], "save_every"), hooks
@@ -276,7 +278,9 @@ class Loop:
             values = {name: float(value.item()) for name, value in metrics.items()}
         else:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")):
+        if not values.pop("counts", True):
+            self._note_once(UNCOUNTED.format(f"step {step}", "changes nothing"))
+        elif not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")):
             self._fail_not_finite(step, f"loss {values['loss']}, gradient norm {values.get('grad_norm', 'unknown')}")
         now = time.monotonic()
         tokens = self._session.tokens_per_step
@@ -303,7 +307,9 @@ class Loop:
         if found is None:
             return []
         values, rows = found
-        if not math.isfinite(values["loss"]):
+        if "loss" not in values:
+            self._note_once(UNCOUNTED.format(f"the evaluation at step {self._done}", "has no loss"))
+        elif not math.isfinite(values["loss"]):
             self._fail_not_finite(self._done, f"held-out loss {values['loss']}")
         if jax.process_count() == 1 and isinstance(session.recipe, ShowsPicture):
             with self._watch.times.during(times.EVALUATION), blame(f"{session.recipe.name}.pictured failed"):
@@ -311,7 +317,8 @@ class Loop:
         self._evaluated_at = time.monotonic()
         self._read_at += self._evaluated_at - start  # speed is that of training alone
         row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
-        row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
+        row |= dict.fromkeys(session.measured)
+        row |= {f"eval_{name}": value for name, value in values.items() if math.isfinite(value)}
         written = [self._write(row)]
         self._count(row)
         return written
@@ -390,6 +397,12 @@ class Loop:
 
     def _traced(self, message: str | None) -> None:
         self._outputs.tell(self._done, TRACE, message)
+
+    def _note_once(self, message: str) -> None:
+        """Tell the user, the first time only, that no row of a batch or of all held-out rows counted."""
+        if not self._has_noted_uncounted:
+            self._has_noted_uncounted = True
+            self._outputs.tell(self._done, "note", message)
 
     def _event(self, event: str, message: str) -> None:
         self._outputs.event(self._done, event, message)

@@ -36,6 +36,10 @@ class Best:
         self._value, self.step = value, row["step"]
         return True
 
+    def has(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has a value of the figure: one of which no row counts has none."""
+        return row.get(self._name) is not None
+
     def require(self, names: Collection[str]) -> None:
         """Raise InputError where the figure is not among these."""
         if self._name not in names:

@@ -1,0 +1,105 @@
+"""Batches and held-out rows of which none counts: they change nothing, and have no figures."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tpuswarm import EarlyStopping, Every, InputError, Trainer, Weighted, supervised
+from tpuswarm.errors import RunFailed
+from tpuswarm.train.run.best import kept_step
+from tpuswarm.train.run.directory import METRICS, read_rows
+
+COUNTED = {"x": np.arange(8, dtype=np.float32), "mask": np.ones(8, np.float32), "rare": np.zeros(8, np.float32)}
+UNCOUNTED = COUNTED | {"mask": np.zeros(8, np.float32)}
+
+
+def loss(params, batch, key):
+    errors = jnp.square(params["w"] - batch["x"])
+    rare = Weighted((errors * batch["rare"]).sum(), batch["rare"].sum())
+    return Weighted((errors * batch["mask"]).sum(), batch["mask"].sum()), {"rare": rare}
+
+
+class Batches:
+    """A source whose batches of these numbers have no row that counts."""
+
+    def __init__(self, *uncounted):
+        self._uncounted = uncounted
+
+    def rows(self, start, count):
+        return UNCOUNTED if start // 8 in self._uncounted else COUNTED
+
+
+def recipe(train, validation=None, optimizer=None):
+    def decayed(lr, mask):
+        return optimizer or optax.adamw(lr, weight_decay=0.1)
+
+    data = {"train": train, "validation": validation}
+    return supervised(lambda key: {"w": jnp.ones(())}, loss, decayed, data.get, lambda progress: 0.1)
+
+
+def states(folder, source, **options):
+    trainer = Trainer(devices=1, **options)
+    loop = trainer.steps(recipe(source), steps=6, batch=8, run=folder)
+    return [(step.row, jax.device_get(step.state)) for step in loop]
+
+
+@pytest.mark.parametrize("options", [{}, {"ema": 0.9, "clip": 1.0}, {"devices": 4}], ids=str)
+def test_step_in_which_nothing_counts_changes_nothing(tmp_path, options):
+    """Neither Adam's momentum nor its decay moves a parameter."""
+    uncounted = Trainer(**{"devices": 1, "seed": 0} | options)
+    after = uncounted.fit(recipe(Batches(2, 3)), steps=4, batch=8, run=tmp_path / "uncounted")
+    before = Trainer(**{"devices": 1, "seed": 0} | options).fit(
+        recipe(Batches()), steps=2, batch=8, run=tmp_path / "counted"
+    )
+    assert jax.tree.all(jax.tree.map(np.array_equal, after.state, before.state)), "two steps more, of which none counts"
+    rows = list(read_rows(tmp_path / "uncounted" / METRICS))
+    assert [row["loss"] is None for row in rows] == [False, False, True, True]
+    assert all(row["rare"] is None for row in rows), "a metric of which no row counts"
+    events = (tmp_path / "uncounted" / "events.jsonl").read_text()
+    assert events.count("no row counts in step 3") == 1 and "step 4" not in events.replace("of 4", "")
+
+
+def test_training_goes_on_with_finite_losses_after_it(tmp_path):
+    result = Trainer(devices=1).fit(recipe(Batches(0, 3)), steps=5, batch=8, run=tmp_path / "run")
+    losses = [row["loss"] for row in read_rows(tmp_path / "run" / METRICS)]
+    assert losses[0] is losses[3] is None and losses[1] > losses[2] > losses[4] and result.metrics["loss"] == losses[4]
+
+
+def test_divergence_is_still_found(tmp_path):
+    bad = COUNTED | {"x": np.full(8, np.nan, np.float32)}
+    with pytest.raises(RunFailed, match="NaN or infinity at step 1"):
+        Trainer(devices=1).fit(recipe(bad), steps=2, batch=8, run=tmp_path / "run")
+
+
+def test_evaluation_in_which_nothing_counts_is_neither_best_nor_an_early_stop(tmp_path):
+    stop = Every("evaluation", EarlyStopping(patience=1))
+    trainer = Trainer(devices=1, eval_every=1, keep_best="eval_loss", hooks=[stop])
+    result = trainer.fit(recipe(COUNTED, UNCOUNTED), steps=4, batch=8, run=tmp_path / "run")
+    assert result.ended == "finished" and result.step == 4 and kept_step(tmp_path / "run") is None
+    rows = [row for row in read_rows(tmp_path / "run" / METRICS) if "eval_rows" in row]
+    assert len(rows) == 4 and all(row["eval_loss"] is None and row["eval_rare"] is None for row in rows)
+    assert (tmp_path / "run" / "events.jsonl").read_text().count("no row counts in the evaluation at step 1") == 1
+
+
+def test_weight_that_depends_on_parameters_is_refused(tmp_path):
+    """No gradient would go through it."""
+
+    def attended(params, batch, key):
+        weights = jax.nn.sigmoid(params["w"] * batch["x"])
+        return Weighted((weights * batch["x"]).sum(), weights.sum())
+
+    recipe = supervised(lambda key: {"w": jnp.ones(())}, attended, optax.sgd(0.1), COUNTED)
+    with pytest.raises(InputError, match=r"the weight of the loss depends on parameters.*stop_gradient"):
+        Trainer(devices=1).fit(recipe, steps=1, batch=8, run=tmp_path / "run")
+
+
+def test_weight_that_compares_with_parameters_is_a_constant(tmp_path):
+    def near(params, batch, key):
+        is_near = jnp.abs(params["w"] - batch["x"]) < 3
+        return Weighted((is_near * jnp.square(params["w"] - batch["x"])).sum(), is_near.sum())
+
+    recipe = supervised(lambda key: {"w": jnp.ones(())}, near, optax.sgd(0.1), COUNTED)
+    result = Trainer(devices=1).fit(recipe, steps=1, batch=8, run=tmp_path / "run")
+    assert result.metrics["loss"] == pytest.approx((1 + 0 + 1 + 4) / 4)

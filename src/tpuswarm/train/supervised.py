@@ -1,6 +1,7 @@
 """A complete recipe from one loss function; supports every option."""
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -44,7 +45,14 @@ from tpuswarm.train.recipe import (
     Recipe,
     Source,
 )
-from tpuswarm.train.user_code import line_of, require_call
+from tpuswarm.train.user_code import blame, line_of, require_call
+
+HARDLY, MUCH = 0.02, 0.1
+"""Shares of a schedule's largest rate: by less it hardly moves, by more it does."""
+STATISTICS = ("BatchStat",)
+"""Types of Flax NNX's variables that are observed."""
+UNDECAYED = ("b", "bias", "biases", "scale", "gain", "offset")
+"""Names of parameters without weight decay, whatever their shape: those of stacked layers have two axes."""
 
 
 @jax.tree_util.register_dataclass
@@ -71,8 +79,9 @@ class SupervisedProgram(Program):
     """Gradient descent on one loss.
 
     optimizer: an optax transformation, or, with `schedule`, a function of (learning_rate, decay_mask) that returns one;
-    schedule: progress (float32 scalar, 0 to 1) → learning rate. `loss` already computes in `options.precision`;
-    micro_batches: the loss of a batch is the mean of those of its equal parts, or Weighted.
+    schedule: progress (float32 scalar, 0 to 1), or number of updates (see `in_steps`) → learning rate. `loss` already
+    computes in `options.precision`; micro_batches: the loss of a batch is the mean of those of its equal parts, or
+    Weighted.
     """
 
     failures = "the loss of {} fails", "the evaluation of {} fails (its key is None)"
@@ -94,7 +103,9 @@ class SupervisedProgram(Program):
     ):
         self._extra, self._weights, self._micro_batches = extra, weights, micro_batches
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
-        self.scheduled = schedule is not None
+        self.has_schedule, self._in_steps = schedule is not None, schedule is not None and in_steps(schedule)
+        self.scheduled = self.has_schedule and not self._in_steps
+        """Whether a step depends on its share of the run, which then has a length."""
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
         self.tokens_per_row = tokens_per_row
         check({"ema": options.ema, "clip": options.clip})
@@ -110,7 +121,7 @@ class SupervisedProgram(Program):
     def at(self, schedule: Callable[[jax.Array], Any]) -> "SupervisedProgram":
         """The same program with another schedule, for one that has a schedule."""
         other = copy(self)
-        other._schedule = schedule
+        other._schedule, other._in_steps = schedule, False
         return other
 
     def init(self, key: jax.Array, shared: Any = None) -> TrainState:
@@ -122,12 +133,18 @@ class SupervisedProgram(Program):
             params, statistics = (shared, None) if extra is None else (shared["params"], shared["extra"])
             extra = paths.overlay(extra, statistics) if statistics is not None else extra
         for path, leaf in zip(paths.leaf_paths(params), jax.tree.leaves(params), strict=True):
+            if "batch_stats" in path.split("/"):
+                raise InputError(
+                    f"parameter {path} is a running statistic, which no gradient trains: make it in extra="
+                    f"{line_of(self._init)}"
+                )
             found = paths.array_type(leaf)
             if found is None or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
                 raise InputError(
                     f"parameter {path} is {found or f'a {type(leaf).__name__}'}: parameters are floating-point arrays"
                     f"{line_of(self._init)}"
                 )
+        _refuse_statistics(params, line_of(self._init))
         trained = paths.keep(params, self._trained(params))
         opt = self._transformation(0.0, params).init(trained)
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
@@ -144,7 +161,7 @@ class SupervisedProgram(Program):
             params, trained, state.extra, batch, jax.random.fold_in(clock.key, clock.step)
         )
         metrics, any_counts = means(total, count), counts(total)
-        grads = mean_gradient(grads, total, count)
+        grads = jax.tree.map(jnp.conj, mean_gradient(grads, total, count))  # JAX conjugates those of complex parameters
         norm = optax.tree.norm(grads)
         if self._options.clip is not None:
             scale = jnp.minimum(1.0, self._options.clip / jnp.maximum(norm, 1e-30))
@@ -152,7 +169,8 @@ class SupervisedProgram(Program):
         metrics["grad_norm"] = norm
         rate: Any = None
         if self._schedule is not None:
-            rate = jnp.asarray(self._schedule(jnp.asarray(clock.progress)), jnp.float32)
+            position = clock.step if self._in_steps else clock.progress
+            rate = jnp.asarray(self._schedule(jnp.asarray(position)), jnp.float32)
             metrics["lr"] = rate
 
         def value(trained: Any) -> jax.Array:
@@ -175,6 +193,15 @@ class SupervisedProgram(Program):
             metrics["counts"] = any_counts.astype(jnp.float32)
             after = jax.tree.map(lambda new, old: jax.lax.select(any_counts, new, old), after, state)
         return after, metrics
+
+    def gradient(self, state: TrainState, batch: Batch, key: jax.Array) -> Any:
+        """The gradient by the trained parameters of a batch that is computed at once: float arrays by their paths."""
+        trained = paths.keep(state.params, self._trained(state.params))
+
+        def loss(trained: Any) -> jax.Array:
+            return objective(self._terms(paths.overlay(state.params, trained), state.extra, batch, key)[0])
+
+        return jax.grad(loss)(trained)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics of the moving average where there is one, else of the parameters."""
@@ -229,6 +256,8 @@ class SupervisedProgram(Program):
         return jax.tree.map(lambda each: not each, frozen)
 
     def _decayed(self, params: Any) -> Any:
+        if self._options.decay is None and self.has_schedule:
+            return usual_decay(params)
         return paths.mask(params, self._options.decay, "decay")
 
     def _transformation(self, rate: Any, params: Any) -> optax.GradientTransformation:
@@ -265,6 +294,56 @@ class SupervisedProgram(Program):
         return total, count, grads, extra
 
 
+def in_steps(schedule: Callable[..., Any]) -> bool:
+    """Whether a schedule is a function of the number of updates: its parameter is `count` or `step`, as optax's are."""
+    return _parameter(schedule) in ("count", "step")
+
+
+def _parameter(function: Callable[..., Any]) -> str:
+    """The name of a function's first parameter; empty where it does not tell, as one of a library in C."""
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return ""
+
+
+@functools.cache
+def check_schedule(schedule: Callable[..., Any]) -> None:
+    """Raise InputError for a schedule that hardly moves with progress and does with steps, as one of optax's would."""
+    if _parameter(schedule) in ("progress", "count", "step"):
+        return
+    with blame("the schedule fails"):
+        over_run, over_steps = (
+            np.array([float(schedule(jnp.float32(at))) for at in places])
+            for places in ((0, 0.25, 0.5, 0.75, 1), (0, 10, 100, 1_000, 10_000))
+        )
+    moves, steps_move = np.ptp(over_run), np.ptp(over_steps)
+    if moves < HARDLY * np.abs(over_run).max() and steps_move > MUCH * np.abs(over_steps).max():
+        raise InputError(
+            f"the schedule moves from {over_run[0]:g} to {over_run[-1]:g} as progress goes from 0 to 1, and to "
+            f"{over_steps[-1]:g} in 10,000 steps: it seems to be made of steps; give a function whose parameter is "
+            f"called `step` or `count`, as optax's own are{line_of(schedule)}"
+        )
+
+
+def _refuse_statistics(params: Any, place: str) -> None:
+    """Raise InputError for variables of Flax NNX among the parameters that are running statistics."""
+    found = {type(leaf).__name__ for leaf in jax.tree.leaves(params, is_leaf=lambda x: type(x).__name__ in STATISTICS)}
+    if wrong := found.intersection(STATISTICS):
+        raise InputError(
+            f"there is an nnx.{min(wrong)} among the parameters, a running statistic that no gradient trains: split it "
+            f"off, nnx.split(model, nnx.Param, ...), and give it in extra={place}"
+        )
+
+
+def usual_decay(params: Any) -> Any:
+    """A mask of bools: arrays of two or more axes decay; vectors, biases and the scales of norms do not."""
+    names = [path.rpartition("/")[2].lower() for path in paths.leaf_paths(params)]
+    leaves, structure = jax.tree.flatten(params)
+    decayed = [jnp.ndim(leaf) > 1 and name not in UNDECAYED for name, leaf in zip(names, leaves, strict=True)]
+    return jax.tree.unflatten(structure, decayed)
+
+
 def _floats(extra: Any) -> Any:
     """The floating-point leaves of mutable state: averages, which can be merged; not counters and keys."""
     return paths.keep(extra, jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), extra))
@@ -293,8 +372,10 @@ class Supervised(Recipe):
     - init(key) → parameters, any pytree of float32 arrays.
     - loss(params, batch, key) → the mean loss of a batch (scalar), or (loss, dict of scalar metrics); key is a typed
       PRNG key, None during evaluation. In the place of any mean it may return Weighted(sum, weight).
-    - optimizer: an optax transformation, those that need the loss too, such as reduce_on_plateau and lbfgs; with
-      `schedule(progress) → learning rate`, a function of (learning_rate, decay_mask) that returns one.
+    - optimizer: an optax transformation, those that need the loss too, such as reduce_on_plateau and lbfgs; with a
+      schedule, a function of (learning_rate, decay_mask) that returns one.
+    - schedule: progress (0 to 1) → learning rate; or one of optax's, or any function whose parameter is called `step`
+      or `count`: number of updates → learning rate.
     - data: a mapping of arrays with a common first axis, a Source, or a mapping or function from a split's name
       (`train`, `validation`, `all`) to either (None where there is no such split).
     - defaults: settings of a run when the user names none, such as {"steps": 400, "batch": 64}.
@@ -352,6 +433,8 @@ class Supervised(Recipe):
                 raise InputError(f"cast names {name}, which the data has not; {did_you_mean(name, list(row))}")
             if row[name].dtype != np.float32:
                 raise InputError(f"cast names {name}, which is {row[name].dtype}: only float32 inputs are cast")
+        if self._schedule is not None:
+            check_schedule(self._schedule)  # not before: a run over several hosts has to start before JAX computes
         loss = in_precision(self.loss(options), options.precision, self._cast, self._float32)
         return SupervisedProgram(
             self._init, loss, self._optimizer, self._schedule, spec, options,

@@ -16,7 +16,7 @@ import pytest
 from tests.train import toy
 from tests.train.findings import place, read_findings, run_steps
 from tests.train.program.test_flops import count
-from tpuswarm import supervised
+from tpuswarm import InputError, supervised
 from tpuswarm.train.diagnose.cpu_fallback import Machine, cpu_fallback, holders
 from tpuswarm.train.diagnose.environment import DEAD, dead_variables
 from tpuswarm.train.diagnose.products import float32_in_bf16, half_empty
@@ -48,9 +48,9 @@ def test_run_reports_all_faults_before_its_first_step(tmp_path, monkeypatch, cap
     recipe = supervised(init, loss, optax.sgd(0.01), toy.data())
     list(run_steps(tmp_path, recipe, steps=2, precision="bf16"))
     found = read_findings(tmp_path)
-    kinds = ["cpu-fallback", "environment", "tied-weights", "host-callback", "precision"]
+    kinds = ["cpu-fallback", "environment", "tied-weights", "no-gradient", "host-callback", "precision"]
     assert [(finding["kind"], finding["step"]) for finding in found] == [(kind, 0) for kind in kinds]
-    assert (found[3]["call"], found[3]["place"]) == ("jax.debug.print", place(__file__, "# the callback"))
+    assert (found[4]["call"], found[4]["place"]) == ("jax.debug.print", place(__file__, "# the callback"))
     page = (tmp_path / "report.html").read_text()
     for text in (capsys.readouterr().err, page):
         assert "embed and head start as one 3x4 array" in text and "XRT_TPU_CONFIG has no effect" in text
@@ -185,3 +185,59 @@ def test_nothing_installed_reads_the_dead_variables():
     assert len(files) > 3
     done = subprocess.run(["grep", "-aoF", *patterns, *files], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def bias_in(dtype):
+    """A loss whose bias is cast before or after it is broadcast over the rows."""
+
+    def loss(params, batch, key):
+        bias = params["b"].astype(jnp.bfloat16) if dtype == "before" else params["b"]
+        x = batch["x"].astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
+        return jnp.square(x + jnp.broadcast_to(bias, x.shape).astype(jnp.bfloat16)).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(("cast", "found"), [("before", [["b"]]), ("after", [])])
+def test_bias_whose_gradient_is_summed_in_bfloat16_is_named(tmp_path, cast, found):
+    def init(key):
+        return {"w": jnp.ones((5, 3)), "b": jnp.ones(3)}
+
+    rows = {"x": np.ones((8, 64, 5), np.float32)}
+    recipe = supervised(init, bias_in(cast), optax.sgd(0.1), rows)
+    list(run_steps(tmp_path, recipe, steps=1))
+    named = [finding["parameters"] for finding in read_findings(tmp_path) if finding["kind"] == "bfloat16-sum"]
+    assert named == found
+
+
+def test_parameter_that_the_loss_does_not_use_is_named(tmp_path):
+    def init(key):
+        return {"w": jnp.ones(5), "mean": jnp.zeros(5), "scale": jnp.ones(())}
+
+    def loss(params, batch, key):
+        return jnp.square(batch["x"] @ params["w"]).mean() + 0 * jax.lax.stop_gradient(params["scale"])
+
+    list(run_steps(tmp_path, supervised(init, loss, optax.sgd(0.1), toy.data()), steps=1))
+    (finding,) = [finding for finding in read_findings(tmp_path) if finding["kind"] == "no-gradient"]
+    assert finding["parameters"] == ["mean", "scale"] and "the loss does not use mean, scale" in finding["message"]
+
+
+def test_running_statistics_among_the_parameters_are_refused(tmp_path):
+    def init(key):
+        return {"params": {"w": jnp.ones(5)}, "batch_stats": {"mean": jnp.zeros(5)}}
+
+    def loss(params, batch, key):
+        return jnp.square(batch["x"] @ params["params"]["w"]).mean()
+
+    with pytest.raises(InputError, match=r"parameter batch_stats/mean is a running statistic.*make it in extra="):
+        list(run_steps(tmp_path, supervised(init, loss, optax.sgd(0.1), toy.data()), steps=1))
+
+
+def test_batch_norm_of_nnx_among_the_parameters_is_refused(tmp_path):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def init(key):
+        return nnx.split(nnx.BatchNorm(5, rngs=nnx.Rngs(0)))[1]
+
+    with pytest.raises(InputError, match=r"nnx\.BatchStat among the parameters.*extra="):
+        list(run_steps(tmp_path, supervised(init, toy.loss, optax.sgd(0.1), toy.data()), steps=1))

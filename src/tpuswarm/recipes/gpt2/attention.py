@@ -24,7 +24,8 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     if key is None or rate == 0:
         return x
     kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros_like(x))
+    scaled = (x.astype(jnp.float32) / (1 - rate)).astype(x.dtype)  # 1 - rate is not a bfloat16
+    return jnp.where(kept, scaled, jnp.zeros_like(x))
 
 
 def attend(

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from tpuswarm.recipes.stylegan2.config import FIRST, Config
 from tpuswarm.recipes.stylegan2.convolution import convolve
 from tpuswarm.recipes.stylegan2.fold import Form, refold
-from tpuswarm.recipes.stylegan2.generator import HALVES
 from tpuswarm.recipes.stylegan2.layers import (
     Params,
     activate,
@@ -48,7 +47,7 @@ def score(params: Params, x_BxHxWx3: jax.Array, config: Config, form: Form) -> j
     half = form.half
     for resolution in config.resolutions[:0:-1]:
         fold, after = (form.fold(config.width(side), side) for side in (resolution, resolution // 2))
-        x = x.astype(jnp.bfloat16 if half and resolution << HALVES > config.resolution else jnp.float32)
+        x = x.astype(form.dtype(resolution, config.resolution))
         if resolution == config.resolution:
             x = convolve(refold(x, 1, fold), scaled(params["rgb"]["w"]), half, folds=(fold, fold))
             x = activate(x, params["rgb"]["b"])

@@ -7,7 +7,7 @@ kernel has a tap, or zero, for each two of the pixels.
 
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ import numpy as np
 from tpuswarm.recipes.stylegan2.config import FIRST
 from tpuswarm.train.program.flops import stated
 
+HALVES = 4
+"""With bf16, so many of the highest resolutions compute in it, of 8 or more (Karras et al. 2020, 2006.06676, appendix
+C)."""
 LANES = 128
 """Channels of a TPU's tile (https://docs.jax.dev/en/latest/pallas/tpu/details.html)."""
 
@@ -27,6 +30,11 @@ class Form(NamedTuple):
     """Products of bfloat16, and everything in it at the highest resolutions."""
     folds: bool = False
     """Rows are folded where channels are few."""
+
+    def dtype(self, resolution: int, highest: int) -> Any:
+        """Of what a block computes, in networks whose pictures have `highest` pixels a side."""
+        is_half = self.half and resolution > FIRST and resolution << HALVES > highest
+        return jnp.bfloat16 if is_half else jnp.float32
 
     def fold(self, channels: int, side: int) -> int:
         """Pixels of a row of `side` that are held in one place, a power of two."""

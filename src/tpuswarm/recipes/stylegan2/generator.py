@@ -17,8 +17,6 @@ from tpuswarm.recipes.stylegan2.resample import upsample
 
 MAPPING_RATE = 0.01
 """Of the learning rate (Karras et al. 2019, appendix C)."""
-HALVES = 4
-"""With bf16, this many of the highest resolutions compute in it (Karras et al. 2020, 2006.06676, appendix C)."""
 
 
 def init(key: jax.Array, config: Config) -> Params:
@@ -81,7 +79,7 @@ def synthesize(params: Params, w_BxLxD: jax.Array, key: jax.Array | None, config
     for resolution in config.resolutions:
         before, fold = fold, form.fold(config.width(resolution), resolution)
         block = params["blocks"][f"{resolution}"]
-        x = x.astype(jnp.bfloat16 if form.half and resolution << HALVES > config.resolution else jnp.float32)
+        x = x.astype(form.dtype(resolution, config.resolution))
         for name, up in (("up", 2), ("same", 1)):
             if name in block:
                 x = modulated(x, w_BxLxD[:, index], block[name], form.half, up=up, folds=(before, fold))

@@ -179,13 +179,12 @@ class StyleGAN2Program(Program):
         return self._update_generator(replace(state, w_mean=mean), grads), value
 
     def _smooth_discriminator(self, state: State, real: jax.Array, key: jax.Array) -> State:
-        """R1, made as strong as its interval is long."""
-        real = self._augmented(real, key, state.seen["strength"])
+        """R1 by the pictures before their augmentation, made as strong as its interval is long."""
         side, count = self._config.resolution, len(real)
         gamma = 0.0002 * side * side / count if self._r1 is None else self._r1
 
         def loss(params: Params) -> jax.Array:
-            return losses.r1(lambda x: self._score(params, x), real)
+            return losses.r1(lambda x: self._score(params, self._augmented(x, key, state.seen["strength"])), real)
 
         value, grads = jax.value_and_grad(loss)(state.discriminator)
         grads = jax.tree.map(lambda grad: grad * (gamma / 2 * R1_EVERY), grads)

@@ -18,6 +18,7 @@ from tpuswarm.train.loop.evaluate import HeldOut, rehearse
 from tpuswarm.train.loop.session import held_out, request
 from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Compiled, compile_step
 from tpuswarm.train.recipe import Metrics, Recipe, Source, State
 from tpuswarm.train.run.loaded import load_parameters
@@ -84,7 +85,7 @@ class Ready:
         return self._recipe.pictured(self.compiled.init(self._keys()[0], self.compiled.program.exchange().get(state)))
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
-        init_key, step_key = jax.random.split(jax.random.key(self._plan.settings["seed"]))
+        init_key, step_key = jax.random.split(run_key(self._plan.settings["seed"]))
         return init_key, step_key
 
 

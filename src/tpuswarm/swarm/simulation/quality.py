@@ -22,6 +22,7 @@ from tpuswarm.swarm.simulation import twins
 from tpuswarm.train.data.feed import read_rows
 from tpuswarm.train.loop.evaluate import FiniteSource
 from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.recipe import Batch, Clock, Program, Source, State
 
 
@@ -141,7 +142,7 @@ def simulate(program: Program, source: Source, arm: Arm, *, batch: int, steps: i
             f"cycles of {a_cycle} steps of all"
         )
     size, cycles = batch // every, steps * every // a_cycle
-    init_key, step_key = jax.random.split(jax.random.key(seed))
+    init_key, step_key = jax.random.split(run_key(seed))
     swarm = start(init_key, program=program, arm=arm)
     gathered = 0.0
     for cycle in range(cycles):

@@ -19,6 +19,7 @@ from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
 from tpuswarm.swarm.storage.verify import newest_whole
 from tpuswarm.train.loop.session import request
 from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Placed, place
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.loaded import LoadedRun
@@ -35,7 +36,7 @@ def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] 
     newest = _newest(folder)
     recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     placed = place(recipe, request(config["train"]), devices)
-    state = placed.init(jax.random.key(0), on_devices(placed, newest.layout, newest.state))
+    state = placed.init(run_key(0), on_devices(placed, newest.layout, newest.state))
     average = placed.program.exchange().average
     if newest.average and average:
         state = average.put(state, on_devices(placed, newest.layout, newest.average))

@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.recipe import Program
 
 DIMENSIONS = 2
@@ -33,7 +34,7 @@ def tied_weights(program: Program) -> list[Finding]:
         paths.extend(leaf_paths(made))
         return jax.tree.leaves(made)
 
-    traced = jax.make_jaxpr(parameters)(jax.eval_shape(lambda: jax.random.key(0)))
+    traced = jax.make_jaxpr(parameters)(jax.eval_shape(lambda: run_key(0)))
     outside = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
     filled = {eqn.outvars[0] for eqn in traced.jaxpr.eqns if _fills(eqn)}
     leaves = [

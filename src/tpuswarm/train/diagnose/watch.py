@@ -11,6 +11,7 @@ from tpuswarm.train.diagnose import cpu_fallback, times
 from tpuswarm.train.diagnose.callbacks import host_callbacks
 from tpuswarm.train.diagnose.environment import dead_variables
 from tpuswarm.train.diagnose.finding import Finding
+from tpuswarm.train.diagnose.gradients import gradients
 from tpuswarm.train.diagnose.host_sync import HostSync
 from tpuswarm.train.diagnose.products import float32_in_bf16, half_empty
 from tpuswarm.train.diagnose.recompilation import Recompilation
@@ -55,6 +56,7 @@ class Watch:
             lambda: cpu_fallback.look(device),
             lambda: dead_variables(os.environ),
             lambda: tied_weights(compiled.program),
+            lambda: gradients(compiled, micro_batch),
             lambda: host_callbacks(compiled.jaxpr),
             lambda: float32_in_bf16(compiled),
             lambda: half_empty(compiled.flops, device.device_kind, micro_batch, compiled.mesh.size),

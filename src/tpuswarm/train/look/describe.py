@@ -63,9 +63,11 @@ def memory_sentence(compiled: Compiled) -> str:
     count = sum(row.count for row in rows if not row.statistic)
     statistics = f" and {observed:,} running statistics" if observed else ""
     rest = "optimizer, average and statistics" if observed else "optimizer and average"
+    decayed = sum(row.count for row in rows if row.decayed)
+    decay = f", {decayed:,} of them in the decay mask" if decayed else ""
     mib = 2**20
     return (
-        f"{count:,} parameters{statistics}; memory per device: {parameters / mib:.1f} MiB parameters "
+        f"{count:,} parameters{decay}{statistics}; memory per device: {parameters / mib:.1f} MiB parameters "
         f"+ {(state - parameters) / mib:.1f} MiB {rest} "
         f"+ {compiled.memory.temporaries / mib:.1f} MiB temporaries"
     )

@@ -16,6 +16,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.optional import SavesMemory, SetsCompiler
+from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.contract import program_of
 from tpuswarm.train.program.mesh import batch_sharding
@@ -64,7 +65,7 @@ def find_lr(
     compiled = compile_step(_Growing(recipe), request, devices)
     parent = asked.get("init_from")
     shared = load_parameters(parent, recipe, compiled) if parent else None
-    init_key, step_key = jax.random.split(jax.random.key(seed))
+    init_key, step_key = jax.random.split(run_key(seed))
     state = compiled.init(init_key, shared)
     source, sharding = training_rows(recipe, seed), batch_sharding(compiled.mesh)
     spec = compiled.program.batch_spec(request.batch)
@@ -125,7 +126,7 @@ class _Growing(Recipe):
     def program(self, options: Options) -> SupervisedProgram:
         """The same but for the schedule."""
         program = program_of(self._recipe, options)
-        if not isinstance(program, SupervisedProgram) or not program.scheduled:
+        if not isinstance(program, SupervisedProgram) or not program.has_schedule:
             raise InputError(
                 f"{self.name} has no schedule whose learning rate could be looked for: give its optimizer as a "
                 "function of (learning_rate, decay_mask), with a schedule"

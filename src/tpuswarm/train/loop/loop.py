@@ -317,6 +317,8 @@ class Loop:
         self._evaluated_at = time.monotonic()
         self._read_at += self._evaluated_at - start  # speed is that of training alone
         row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
+        if rows < (every := session.validation.source.rows_per_epoch):
+            row["eval_rows_there"] = every
         row |= dict.fromkeys(session.measured)
         row |= {f"eval_{name}": value for name, value in values.items() if math.isfinite(value)}
         written = [self._write(row)]
@@ -385,7 +387,8 @@ class Loop:
         self._checkpoints.wait()
         advice = "check the data for NaNs"
         if bad:
-            advice = "a lower learning rate or --clip may help, unless the data has NaNs"
+            clip = "" if self._session.compiled.options.clip else " or --clip"
+            advice = f"a lower learning rate{clip} may help, unless the data has NaNs"
         raise RunFailed(
             f"NaN or infinity at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} is safe; "
             f"{advice}"

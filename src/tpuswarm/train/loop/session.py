@@ -22,9 +22,11 @@ from tpuswarm.train.data.source import Repeated, rows_of, source_of, training_ro
 from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
 from tpuswarm.train.loop.evaluate import FiniteSource, HeldOut, rehearse
+from tpuswarm.train.loop.finite import not_finite
 from tpuswarm.train.loop.result import Result, last_row
 from tpuswarm.train.optional import KeepsFiles
 from tpuswarm.train.process import platform
+from tpuswarm.train.process.numerics import changed_numerics, numerics, run_key
 from tpuswarm.train.process.stop import held
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import Compiled, compile_step, place
@@ -242,6 +244,7 @@ def prepare(
         with waiting(f"reading the parameters of {settings['init_from']}"):
             shared = load_parameters(settings["init_from"], recipe, compiled, agreement.agree)
     written = configuration(recipe, settings) | {"chosen": chosen(compiled)}
+    written["numerics"] = (config or {}).get("numerics") or numerics()
 
     notes.insert(0, f"{choice.why}; {compiled.options.precision}")
     if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
@@ -249,7 +252,8 @@ def prepare(
     if settings["overfit_batches"]:
         notes.append(f"trains and evaluates on the first {settings['overfit_batches'] * batch:,} rows alone")
     notes += damaged
-    init_key, step_key = jax.random.split(jax.random.key(settings["seed"]))
+    notes += changed_numerics(written["numerics"])
+    init_key, step_key = jax.random.split(run_key(settings["seed"]))
     first_step, wall_s, save_seconds = 0, 0.0, None
     if saved is not None:
         with waiting(f"restoring the checkpoint of step {saved.step}"):
@@ -258,6 +262,11 @@ def prepare(
         if (position := saved.position) is not None and hasattr(source, "go_to"):
             with blame("the data source failed"):
                 source.go_to(position)
+        elif isinstance(source, StreamSource) and first_step:
+            notes.append(
+                f"the stream has no position: {first_step * batch:,} rows are read again, and the next ones are new "
+                "only if all come in the same order as before"
+            )
         cut = run.cut_metrics(first_step)
         notes.append(f"resumed from the checkpoint of step {first_step}" + (f"; {cut} later rows cut" if cut else ""))
     else:
@@ -267,6 +276,10 @@ def prepare(
             notes.append(f"parameters from {settings['init_from']}")
         with waiting("making the parameters"):
             state = compiled.init(init_key, shared)
+        if bad := not_finite(compiled.program.exchange().get(state)):
+            names, more = ", ".join(bad[:3]), f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+            where = settings["init_from"] or f"init of {recipe.name}"
+            raise InputError(f"{where} gives parameters with NaN or infinity: {names}{more}")
     return Session(
         run, agreement, recipe, settings, compiled, source, validation, measured, state, first_step, wall_s,
         save_seconds, step_key, written, notes,

@@ -22,6 +22,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.data.feed import ALIVE
 from tpuswarm.train.data.placing import place as place_array
 from tpuswarm.train.optional import SavesMemory, SetsCompiler
+from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program import mesh as meshes
 from tpuswarm.train.program.contract import (
     abstract_state,
@@ -288,7 +289,7 @@ def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Me
     """
     options = replace(options, shard=choice.shard, remat=choice.remat, accumulate=choice.accumulate)
     everywhere = meshes.replicated(mesh)
-    clock = Clock(jax.eval_shape(lambda: jax.random.key(0)), np.int32(0), np.float32(0))
+    clock = Clock(jax.eval_shape(lambda: run_key(0)), np.int32(0), np.float32(0))
     with blame(f"init of {recipe.name} fails"):
         placed = _place(recipe, options, mesh, choice.shard)
     program = placed.program

@@ -20,6 +20,7 @@ from tpuswarm.train.optional import (
     WritesText,
 )  # fmt: skip
 from tpuswarm.train.paths import array_type, first_difference, leaf_paths
+from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.recipe import Batch, Clock, Exchange, Metrics, Options, Parameter, Program, Recipe, State, Weighted
 from tpuswarm.train.user_code import blame, line_of, require_call
 
@@ -72,7 +73,7 @@ def abstract_state(program: Program, name: str) -> State:
                 )
         return state
 
-    return jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    return jax.eval_shape(init, jax.eval_shape(lambda: run_key(0)))
 
 
 def batch_spec(program: Program, name: str, size: int) -> dict[str, Any]:

@@ -84,6 +84,7 @@ class Config(_Table):
     train: _Train
     may_change: _MayChange | None = None
     chosen: _Chosen | None = None
+    numerics: dict[str, str] | None = None
     swarm: _Swarm | None = None
 
     @model_validator(mode="after")

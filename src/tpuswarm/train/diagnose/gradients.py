@@ -1,0 +1,89 @@
+"""Gradients that are not what the user believes: none at all, or sums that bfloat16 has rounded away."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from tpuswarm.train.diagnose.finding import Finding
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.process.numerics import run_key
+from tpuswarm.train.program.compiled import Compiled
+from tpuswarm.train.supervised import SupervisedProgram
+
+MOST = 3
+"""Parameters that are named; the others are counted."""
+LONGEST = 256
+"""Terms of a sum in bfloat16, of 8 significant bits, above which small ones are lost."""
+SUMS = ("reduce_sum", "reduce_window_sum", "cumsum")
+
+
+def gradients(compiled: Compiled, micro_batch: int) -> list[Finding]:
+    """Parameters whose gradient is always 0, and those whose gradient is a long sum in bfloat16.
+
+    Looks at how the gradient is computed (its jaxpr), not at numbers. micro_batch: rows, over all devices.
+    """
+    program = compiled.program
+    if not isinstance(program, SupervisedProgram):
+        return []
+    rows, key = dict(program.batch_spec(micro_batch)), jax.eval_shape(lambda: run_key(0))
+    paths: list[str] = []
+
+    def gradient(state: Any, rows: Any, key: jax.Array) -> list[jax.Array]:
+        found = program.gradient(state, rows, key)
+        paths.extend(leaf_paths(found))
+        return jax.tree.leaves(found)
+
+    with jax.sharding.use_abstract_mesh(compiled.mesh.abstract_mesh):
+        traced = jax.make_jaxpr(gradient)(compiled.state, rows, key)
+    leaves = list(zip(paths, traced.jaxpr.outvars, strict=True))
+    makers = {variable: equation for equation in traced.jaxpr.eqns for variable in equation.outvars}
+    zero = [path for path, leaf in leaves if _is_zero(leaf, makers)]
+    rounded = [path for path, leaf in leaves if _is_long_sum(leaf, makers)]
+    return [
+        *([_finding("no-gradient", zero, NO_GRADIENT)] if zero else []),
+        *([_finding("bfloat16-sum", rounded, ROUNDED)] if rounded else []),
+    ]
+
+
+NO_GRADIENT = (
+    "the loss does not use {}, so no gradient moves them: running statistics belong into extra=, what is not to be "
+    "trained into --freeze, the rest can go"
+)
+ROUNDED = (
+    "the gradient of {} is a sum of more than 256 terms in bfloat16, which loses small ones: name them in float32=, or "
+    "broadcast them before they are cast"
+)
+
+
+def _finding(kind: str, paths: list[str], sentence: str) -> Finding:
+    more = f" and {len(paths) - MOST} more" if len(paths) > MOST else ""
+    return Finding(kind, sentence.format(", ".join(paths[:MOST]) + more), {"parameters": paths})
+
+
+def _is_zero(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
+    """Whether a result is a constant 0."""
+    if isinstance(leaf, Literal):
+        return bool(leaf.val == 0)
+    maker = makers.get(leaf)
+    return maker is not None and maker.primitive.name == "broadcast_in_dim" and _is_zero(maker.invars[0], {})
+
+
+def _is_long_sum(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
+    """Whether a result is, but for its shape and dtype, such a sum."""
+    while not isinstance(leaf, Literal) and (maker := makers.get(leaf)) is not None:
+        if maker.primitive.name in SUMS:
+            taken: Any = maker.invars[0].aval
+            given: Any = maker.outvars[0].aval
+            is_long = taken.size > LONGEST * max(given.size, 1)
+            return bool(taken.dtype == given.dtype == jnp.bfloat16 and is_long)
+        if maker.primitive.name in ("jit", "pjit", "scan"):
+            body = maker.params["jaxpr"].jaxpr
+            leaf = body.outvars[maker.outvars.index(leaf)]
+            makers = {variable: equation for equation in body.eqns for variable in equation.outvars}
+        elif maker.primitive.name in ("convert_element_type", "reshape", "squeeze", "copy", "transpose", "neg"):
+            leaf = maker.invars[0]
+        else:
+            return False
+    return False

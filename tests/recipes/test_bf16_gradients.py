@@ -1,0 +1,116 @@
+"""Gradients in bfloat16 against those in float32, leaf by leaf: sums over many rows lose no digits."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from tpuswarm.recipes.gpt2 import attention, loss, model
+from tpuswarm.recipes.gpt2.config import Config as GPT2Config
+from tpuswarm.recipes.stylegan2 import discriminator, generator
+from tpuswarm.recipes.stylegan2.config import Config as StyleGAN2Config
+from tpuswarm.recipes.stylegan2.fold import Form
+from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.recipe import Options
+
+GPT2 = GPT2Config(layers=1, heads=2, width=32, context=256, vocab=70)
+TOKENS = np.random.default_rng(0).integers(0, 70, (64, 257)).astype(np.int32)  # 16,384 tokens
+STYLEGAN2 = StyleGAN2Config(32, latent=16, mapping=2, channels=16, most_channels=32, group=4)
+PICTURES = 32
+
+
+def gpt2(options: Options):
+    params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), GPT2)
+
+    def mean_loss(params):
+        x_BxTxD = model.hidden(params, TOKENS[:, :-1], GPT2, options, None)
+        return loss.mean_loss(x_BxTxD, params["wte"], TOKENS[:, 1:], GPT2)
+
+    return mean_loss, params
+
+
+def scattered(params):
+    """Noise strengths and biases begin at 0, where some gradients vanish."""
+    leaves, structure = jax.tree.flatten(params)
+    random = np.random.default_rng(1)
+    return jax.tree.unflatten(structure, [leaf + 0.1 * random.normal(size=leaf.shape).astype("f") for leaf in leaves])
+
+
+def make(options: Options):
+    form = Form(half=options.precision == "bf16", folds=False)
+    params = scattered(generator.init(jax.random.key(0), STYLEGAN2))
+    random = np.random.default_rng(2)
+    w = random.normal(size=(PICTURES, STYLEGAN2.layers, STYLEGAN2.latent)).astype(np.float32)
+
+    def synthesize(params, form):
+        return generator.synthesize(params, w, jax.random.key(1), STYLEGAN2, form)
+
+    goal = synthesize(jax.tree.map(lambda leaf: 0.5 * leaf, params), Form())  # else a noise's gradient cancels out
+    return lambda params: jnp.square(synthesize(params, form) - goal).mean(), params
+
+
+def score(options: Options):
+    form = Form(half=options.precision == "bf16", folds=False)
+    params = scattered(discriminator.init(jax.random.key(0), STYLEGAN2))
+    pictures = np.random.default_rng(3).normal(size=(PICTURES, 32, 32, 3)).astype(np.float32)
+    return lambda params: jax.nn.softplus(discriminator.score(params, pictures, STYLEGAN2, form)).mean(), params
+
+
+def by_leaf(gradient):
+    """Gradients as float64 vectors, all single numbers in one: the terms of a noise strength nearly cancel."""
+    vectors, scalars = {}, []
+    for path, leaf in zip(leaf_paths(gradient), jax.tree.leaves(gradient), strict=True):
+        if leaf.size == 1:
+            scalars.append(float(leaf.reshape(())))
+        else:
+            vectors[path] = np.float64(leaf).ravel()
+    return vectors | ({"single numbers": np.array(scalars)} if scalars else {})
+
+
+@pytest.mark.parametrize("build", [gpt2, make, score])
+def test_each_gradient_is_close_to_that_in_float32(build):
+    found = []
+    for precision in ("f32", "bf16"):
+        function, params = build(Options(precision=precision))
+        found.append(by_leaf(jax.jit(jax.grad(function))(params)))
+    for path, exact in found[0].items():
+        half = found[1][path]
+        if np.abs(exact).max() > 1e-12:
+            projection = exact @ half / (exact @ exact)
+            error = np.linalg.norm(half - exact) / np.linalg.norm(exact)
+            assert abs(projection - 1) < 0.02 and error < 0.05, (path, projection, error)
+
+
+def long_sums(jaxpr):
+    """Yield the sums of more than 256 bfloat16 terms that are bfloat16 themselves."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("reduce_sum", "cumsum", "reduce_window_sum", "add_any_sum"):
+            taken, given = equation.invars[0].aval, equation.outvars[0].aval
+            if taken.dtype == given.dtype == jnp.bfloat16 and taken.size > 256 * max(given.size, 1):
+                yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from long_sums(inner)
+
+
+@pytest.mark.parametrize("build", [gpt2, make, score])
+def test_no_long_sum_is_in_bfloat16(build):
+    function, params = build(Options(precision="bf16"))
+    sums = list(long_sums(jax.make_jaxpr(jax.grad(function))(params).jaxpr))
+    assert not sums, sums
+
+
+def test_dropout_keeps_the_mean_in_bfloat16():
+    kept = attention.dropout(jnp.ones(200_000, jnp.bfloat16), 0.1, jax.random.key(0))
+    values = np.unique(np.float32(kept))
+    np.testing.assert_allclose(values, [0, 1 / 0.9], rtol=2**-9)
+    assert values[1] == np.float32(jnp.bfloat16(1 / 0.9))
+
+
+@pytest.mark.parametrize(("highest", "halves"), [(32, {8, 16, 32}), (16, {8, 16}), (256, {32, 64, 128, 256})])
+def test_half_precision_never_covers_the_4_x_4_block(highest, halves):
+    resolutions = [4 << n for n in range(highest.bit_length() - 2)]
+    dtype = partial(Form(half=True).dtype, highest=highest)
+    assert {resolution for resolution in resolutions if dtype(resolution) == jnp.bfloat16} == halves

@@ -1,0 +1,90 @@
+"""Gradient descent of own models: complex parameters, schedules, weight decay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tpuswarm import InputError, Trainer, supervised
+from tpuswarm.train.run.directory import METRICS, read_rows
+
+DATA = {"x": np.zeros(8, np.float32)}
+
+
+def train(folder, init, loss, optimizer, steps, schedule=None, **options):
+    recipe = supervised(init, loss, optimizer, DATA, schedule)
+    return Trainer(devices=1, **options).fit(recipe, steps=steps, batch=8, run=folder)
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.1), optax.sgd(0.1, momentum=0.5)])
+def test_complex_parameters_descend(tmp_path, optimizer):
+    goal = jnp.array([1 - 2j, 0.5j])
+
+    def loss(params, batch, key):
+        return jnp.square(jnp.abs(params["w"] - goal)).sum() + 0 * batch["x"].sum()
+
+    result = train(tmp_path / "run", lambda key: {"w": jnp.zeros(2, jnp.complex64)}, loss, optimizer, 200)
+    np.testing.assert_allclose(result.state.params["w"], goal, atol=0.05)
+    losses = [row["loss"] for row in read_rows(tmp_path / "run" / METRICS)]
+    assert losses[0] == pytest.approx(5.25) and losses[-1] < 1e-2
+
+
+def quadratic(params, batch, key):
+    return jnp.square(params["w"]).sum() + 0 * batch["x"].sum()
+
+
+def rates(folder, schedule, steps=12, **options):
+    def optimizer(rate, mask):
+        return optax.sgd(rate)
+
+    train(folder, lambda key: {"w": jnp.ones(())}, quadratic, optimizer, steps, schedule, **options)
+    return [row["lr"] for row in read_rows(folder / METRICS)]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        optax.cosine_decay_schedule(1e-2, 12),
+        optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 12),
+        optax.exponential_decay(1e-2, 5, 0.5),
+        optax.piecewise_constant_schedule(1e-2, {4: 0.1}),
+        optax.constant_schedule(1e-2),
+    ],
+)
+def test_schedules_of_optax_count_updates(tmp_path, schedule):
+    expected = [float(schedule(step)) for step in range(12)]
+    np.testing.assert_allclose(rates(tmp_path / "run", schedule), expected, rtol=1e-6)
+    assert len(rates(tmp_path / "run", schedule, steps=14)) == 14, "a schedule of steps fits a longer run"
+
+
+@pytest.mark.parametrize("schedule", [lambda progress: 1e-2 * (1 - progress), lambda p: jnp.where(p < 0.5, 1e-2, 1e-3)])
+def test_other_schedules_get_progress(tmp_path, schedule):
+    expected = [float(schedule(step / 12)) for step in range(12)]
+    np.testing.assert_allclose(rates(tmp_path / "run", schedule), expected, rtol=1e-6)
+
+
+def test_schedule_that_only_moves_with_steps_is_refused(tmp_path):
+    inner = optax.cosine_decay_schedule(1e-2, 24)
+    with pytest.raises(InputError, match=r"moves from 0\.01 to 0\.009957.*parameter is called `step` or `count`"):
+        rates(tmp_path / "run", lambda x: inner(x))
+
+
+def test_matrices_decay_unless_told_otherwise(tmp_path, capsys):
+    def init(key):
+        layer = {"w": jnp.ones((3, 2)), "b": jnp.ones((4, 2)), "scale": jnp.ones((4, 2)), "vector": jnp.ones(5)}
+        return {"layer": layer}
+
+    def flat(params, batch, key):
+        return 0 * sum(leaf.sum() for leaf in jax.tree.leaves(params)) + batch["x"].sum()
+
+    def optimizer(rate, mask):
+        return optax.adamw(rate, weight_decay=0.5, mask=mask)
+
+    def decayed(**options):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        params = train(folder, init, flat, optimizer, 1, lambda progress: 0.1, **options).state.params["layer"]
+        return {name for name, leaf in params.items() if np.all(np.asarray(leaf) < 1)}
+
+    assert decayed() == {"w"} and "6 of them in the decay mask" in capsys.readouterr().err
+    assert decayed(decay="vector|scale") == {"vector", "scale"}

@@ -133,3 +133,19 @@ def test_grid_shows_the_averaged_generator_and_follows_seed_and_truncation(recip
     across = np.abs(walk[0].astype(int) - walk[4].astype(int)).mean()
     assert len(walk) == 8 and 0 < steps.max() < across, "a walk of small steps that comes back"
     np.testing.assert_array_equal(next(recipe.grids(other, 2, 3, truncation=1.0, seed=0)), grid())
+
+
+def test_r1_differentiates_by_the_pictures_before_augmentation(recipe, fresh, monkeypatch):
+    """As the authors' code does; pictures that the augmentation doubles have a gradient twice as large."""
+    program, real = recipe.program(Options()), rows(recipe, 0)["pictures"]
+
+    def penalty(pictures):
+        after = program._smooth_discriminator(jax.tree.map(jnp.asarray, fresh), pictures, jax.random.key(0))
+        return float(after.seen["r1"])
+
+    real = jnp.asarray(real, jnp.float32) / 128 - 1
+    assert program._adapt
+    monkeypatch.setattr(augment, "augment", lambda x, *_: x)
+    plain = penalty(2 * real)
+    monkeypatch.setattr(augment, "augment", lambda x, *_: 2 * x)
+    assert penalty(real) == pytest.approx(4 * plain, rel=1e-4)

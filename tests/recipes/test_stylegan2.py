@@ -3,13 +3,15 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpuswarm.recipes.stylegan2 import augment
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
-from tpuswarm.train.recipe import Clock
+from tpuswarm.train.recipe import Clock, Options
 
 pytestmark = pytest.mark.slow
 TINY = {"resolution": 8, "latent": 4, "mapping": 1, "channels": 4, "most_channels": 4, "group": 2}

@@ -95,3 +95,38 @@ def test_member_has_its_share_whatever_the_shell_had_set():
 def test_too_few_devices_are_refused():
     with pytest.raises(InputError, match=r"3 members with 2 devices each need 6, .* has 4 "):
         local_devices.share_out("tpu", [0, 1, 2, 3], 3, 2)
+
+
+SCHEDULED = """
+import jax.numpy as jnp, numpy as np, optax
+from tpuswarm import supervised
+
+
+def loss(params, batch, key):
+    return jnp.square(params["w"] - batch["x"]).mean()
+
+
+def recipe():
+    optimizer = {optimizer}
+    return supervised(lambda key: {{"w": jnp.ones(())}}, loss, optimizer, {{"x": np.ones(64, np.float32)}})
+"""
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "optax.adam(optax.cosine_decay_schedule(1e-2, 24))",
+        "optax.chain(optax.clip(1.0), optax.sgd(optax.linear_schedule(1e-2, 0.0, 24)))",
+        "optax.inject_hyperparams(optax.adamw)(optax.exponential_decay(1e-2, 5, 0.5))",
+    ],
+)
+def test_optimizer_with_a_schedule_of_its_own_is_refused(typed, tmp_path, monkeypatch, optimizer):
+    """Each member would run through it by its own steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "Cluster", lambda *arguments: pytest.fail("a cluster was about to be started"))
+    (tmp_path / "mine.py").write_text(SCHEDULED.format(optimizer=optimizer))
+    code, out, err = typed(
+        *["train", "mine.py:recipe", "--steps", "24", "--batch", "8", "--members", "2", "--run", "new"]
+    )
+    assert (code, out) == (2, "") and "the optimizer of mine has a schedule of its own" in err
+    assert "give it as schedule=" in err and not (tmp_path / "new").exists()

@@ -49,6 +49,8 @@ from tpuswarm.train.user_code import blame, line_of, require_call
 
 HARDLY, MUCH = 0.02, 0.1
 """Shares of a schedule's largest rate: by less it hardly moves, by more it does."""
+COUNTING = ("ScaleByScheduleState", "WrappedScheduleState", "InjectHyperparamsState")
+"""Types of optax's states that count the steps of a schedule."""
 STATISTICS = ("BatchStat",)
 """Types of Flax NNX's variables that are observed."""
 UNDECAYED = ("b", "bias", "biases", "scale", "gain", "offset")
@@ -148,6 +150,11 @@ class SupervisedProgram(Program):
         trained = paths.keep(params, self._trained(params))
         opt = self._transformation(0.0, params).init(trained)
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
+
+    def has_own_schedule(self, state: TrainState) -> bool:
+        """Whether the optimizer counts its steps for a schedule that it was made with."""
+        parts = jax.tree.leaves(state.opt, is_leaf=lambda part: type(part).__name__ in COUNTING)
+        return any(type(part).__name__ in COUNTING for part in parts)
 
     def weights(self) -> Any:
         """The parameters that a recipe holds already, in the form of `exchange().get`."""

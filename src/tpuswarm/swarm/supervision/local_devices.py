@@ -14,6 +14,7 @@ from tpuswarm.train.process.platform import has_gpu, has_tpu
 from tpuswarm.train.program.contract import abstract_state, check_exchange, program_of
 from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Average, Options, Recipe
+from tpuswarm.train.supervised import SupervisedProgram
 
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """How the chips of one process lie; https://docs.jax.dev/en/latest/multi_process.html."""
@@ -93,6 +94,8 @@ class Sizes(NamedTuple):
     """The paths of arrays that are exchanged and not trained: running averages."""
     average: Average | None = None
     """The moving average of the parameters that it keeps."""
+    has_own_schedule: bool = False
+    """Whether its optimizer counts steps for a schedule."""
 
 
 def sizes(recipe: Recipe, ema: float | None) -> Sizes:
@@ -105,7 +108,8 @@ def sizes(recipe: Recipe, ema: float | None) -> Sizes:
     told = zip(leaf_paths(exchanged), program.parameters(state), strict=True)
     statistics = tuple(path for path, each in told if each.statistic)
     whole = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
-    return Sizes(sum(shared), max(shared), whole, statistics, program.exchange().average)
+    has_own_schedule = isinstance(program, SupervisedProgram) and program.has_own_schedule(state)
+    return Sizes(sum(shared), max(shared), whole, statistics, program.exchange().average, has_own_schedule)
 
 
 def _bytes(leaf: Any) -> int:

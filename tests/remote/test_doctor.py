@@ -154,17 +154,18 @@ def test_log_of_a_job_tells_about_its_machine(fleet):
     line = (
         "python3 -c \"print('50%|###   | step 1 of 2 ' * 3000, end=chr(13))\"; "
         f"echo {error} >&2; "
-        "echo 'RuntimeWarning: os.fork() was called. os.fork() is incompatible with multithreaded code'; echo done"
+        "echo 'RuntimeWarning: os.fork() was called. os.fork() is incompatible with multithreaded code'; echo done; sleep 5670"
     )
-    fleet.detach("v2", "speaks", line, prints="done")
-    try:
+    with fleet.job("v2", "speaks", line, prints="done"):
         bad, fork = sorted(findings(fleet, "all"), key=lambda finding: finding["check"])
         assert checks([bad, fork]) == [(HOST, "bad-node"), (HOST, "fork")]
         assert bad["what"] == f"job speaks says: {error}" and "replace the machine" in bad["mend"]
         assert "job speaks forks" in fork["what"]
-    finally:
+    try:
         fleet.exec("v2", "touch -d '2 days ago' ~/.tpuswarm/jobs/speaks/log")
-    assert fleet.run("doctor", "v2")[0] == WELL
+        assert fleet.run("doctor", "v2")[0] == WELL
+    finally:
+        fleet.exec("v2", "rm -r ~/.tpuswarm/jobs/speaks")
 
 
 def findings_after(fleet, preparation: str, code: int = 1) -> list[dict]:

@@ -40,8 +40,8 @@ def by_hand(c):
     # forward, then by weights and by inputs, of which the real and the made pictures need none
     of_discriminator = generator + 2 * augmentation + 2 * (3 * discriminator - first)
     of_generator = 3 * generator + 2 * (augmentation + discriminator)
-    # forward, slope, then by weights and slopes of both; only the deviation bends the slope, which lies before the last.
-    # The augmentation has no weights: forward, slope, and the slope of that
+    # forward, slope, then by weights and slopes of both; only the deviation bends the slope, which lies before the last
+    # the augmentation has no weights: forward, slope, and the slope of that
     r1 = 3 * augmentation + 6 * discriminator - 2 * last - first
     # the same of the generator, where every style bends it; RGB is a sum: its slope, and that by weights; of half as
     # many pictures

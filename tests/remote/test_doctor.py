@@ -154,7 +154,8 @@ def test_log_of_a_job_tells_about_its_machine(fleet):
     line = (
         "python3 -c \"print('50%|###   | step 1 of 2 ' * 3000, end=chr(13))\"; "
         f"echo {error} >&2; "
-        "echo 'RuntimeWarning: os.fork() was called. os.fork() is incompatible with multithreaded code'; echo done; sleep 5670"
+        "echo 'RuntimeWarning: os.fork() was called. os.fork() is incompatible with multithreaded code'; "
+        "echo done; sleep 5670"
     )
     with fleet.job("v2", "speaks", line, prints="done"):
         bad, fork = sorted(findings(fleet, "all"), key=lambda finding: finding["check"])

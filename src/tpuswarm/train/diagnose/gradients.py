@@ -1,6 +1,6 @@
 """Gradients that are not what the user believes: none at all, or sums that bfloat16 has rounded away."""
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Compiled
-from tpuswarm.train.supervised import SupervisedProgram
+from tpuswarm.train.recipe import Batch, State
 
 MOST = 3
 """Parameters that are named; the others are counted."""
@@ -19,13 +19,22 @@ LONGEST = 256
 SUMS = ("reduce_sum", "reduce_window_sum", "cumsum")
 
 
+@runtime_checkable
+class GivesGradient(Protocol):
+    """A program that gives the gradient of a batch by its trained parameters."""
+
+    def gradient(self, state: State, batch: Batch, key: jax.Array) -> Any:
+        """A tree of arrays."""
+        ...
+
+
 def gradients(compiled: Compiled, micro_batch: int) -> list[Finding]:
     """Parameters whose gradient is always 0, and those whose gradient is a long sum in bfloat16.
 
     Looks at how the gradient is computed (its jaxpr), not at numbers. micro_batch: rows, over all devices.
     """
     program = compiled.program
-    if not isinstance(program, SupervisedProgram):
+    if not isinstance(program, GivesGradient):
         return []
     rows, key = dict(program.batch_spec(micro_batch)), jax.eval_shape(lambda: run_key(0))
     paths: list[str] = []

@@ -24,10 +24,11 @@ Terms = dict[str, Any]
 
 RESERVED = (
     "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version", "rows",
-    "counts",
 )  # fmt: skip
 """Columns of metrics.jsonl, where those of evaluations begin with EVALUATED: no names for a loss's metrics."""
 EVALUATED = "eval_"
+COUNTS = "_any_row_counts"
+"""The metric of a step that says whether any row of a Weighted loss counts; it is in no row of metrics.jsonl."""
 
 NUMERIC = (jax.Array, np.ndarray, np.generic, float, int)
 """What a loss or a metric may be, before its shape is looked at."""

@@ -21,6 +21,7 @@ from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train import paths
 from tpuswarm.train.data.source import ArraySource, by_split, rows_of, source_of
 from tpuswarm.train.losses import (
+    COUNTS,
     Loss,
     Terms,
     counts,
@@ -105,8 +106,8 @@ class SupervisedProgram(Program):
     ):
         self._extra, self._weights, self._micro_batches = extra, weights, micro_batches
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
-        self.has_schedule, self._in_steps = schedule is not None, schedule is not None and in_steps(schedule)
-        self.scheduled = self.has_schedule and not self._in_steps
+        self.has_schedule, self.has_step_schedule = schedule is not None, schedule is not None and in_steps(schedule)
+        self.scheduled = self.has_schedule and not self.has_step_schedule
         """Whether a step depends on its share of the run, which then has a length."""
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
         self.tokens_per_row = tokens_per_row
@@ -123,7 +124,7 @@ class SupervisedProgram(Program):
     def at(self, schedule: Callable[[jax.Array], Any]) -> "SupervisedProgram":
         """The same program with another schedule, for one that has a schedule."""
         other = copy(self)
-        other._schedule, other._in_steps = schedule, False
+        other._schedule, other.has_step_schedule = schedule, False
         return other
 
     def init(self, key: jax.Array, shared: Any = None) -> TrainState:
@@ -135,19 +136,14 @@ class SupervisedProgram(Program):
             params, statistics = (shared, None) if extra is None else (shared["params"], shared["extra"])
             extra = paths.overlay(extra, statistics) if statistics is not None else extra
         for path, leaf in zip(paths.leaf_paths(params), jax.tree.leaves(params), strict=True):
-            if "batch_stats" in path.split("/"):
-                raise InputError(
-                    f"parameter {path} is a running statistic, which no gradient trains: make it in extra="
-                    f"{line_of(self._init)}"
-                )
             found = paths.array_type(leaf)
             if found is None or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
                 raise InputError(
                     f"parameter {path} is {found or f'a {type(leaf).__name__}'}: parameters are floating-point arrays"
                     f"{line_of(self._init)}"
                 )
-        _refuse_statistics(params, line_of(self._init))
         trained = paths.keep(params, self._trained(params))
+        _refuse_statistics(trained, line_of(self._init))
         opt = self._transformation(0.0, params).init(trained)
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
 
@@ -161,7 +157,7 @@ class SupervisedProgram(Program):
         return self._weights() if self._weights else None
 
     def step(self, state: TrainState, batch: Batch, clock: Clock) -> tuple[TrainState, Metrics]:
-        """Gradient, clipping, optimizer, moving average; nothing changes if no row counts (`counts` is then 0)."""
+        """Gradient, clipping, optimizer, moving average; nothing changes if no row counts (COUNTS is then 0)."""
         params = state.params
         trained = paths.keep(params, self._trained(params))
         total, count, grads, extra = self._gradient(
@@ -176,7 +172,7 @@ class SupervisedProgram(Program):
         metrics["grad_norm"] = norm
         rate: Any = None
         if self._schedule is not None:
-            position = clock.step if self._in_steps else clock.progress
+            position = clock.step if self.has_step_schedule else clock.progress
             rate = jnp.asarray(self._schedule(jnp.asarray(position)), jnp.float32)
             metrics["lr"] = rate
 
@@ -197,11 +193,11 @@ class SupervisedProgram(Program):
             ema = jax.tree.map(lambda old, new: old * decay + new.astype(old.dtype) * (1 - decay), ema, trained)
         after = _state(paths.overlay(params, trained), opt, ema, extra)
         if any_counts is not None:
-            metrics["counts"] = any_counts.astype(jnp.float32)
+            metrics[COUNTS] = any_counts.astype(jnp.float32)
             after = jax.tree.map(lambda new, old: jax.lax.select(any_counts, new, old), after, state)
         return after, metrics
 
-    def gradient(self, state: TrainState, batch: Batch, key: jax.Array) -> Any:
+    def batch_gradient(self, state: TrainState, batch: Batch, key: jax.Array) -> Any:
         """The gradient by the trained parameters of a batch that is computed at once: float arrays by their paths."""
         trained = paths.keep(state.params, self._trained(state.params))
 
@@ -314,7 +310,6 @@ def _parameter(function: Callable[..., Any]) -> str:
         return ""
 
 
-@functools.cache
 def check_schedule(schedule: Callable[..., Any]) -> None:
     """Raise InputError for a schedule that hardly moves with progress and does with steps, as one of optax's would."""
     if _parameter(schedule) in ("progress", "count", "step"):
@@ -334,7 +329,13 @@ def check_schedule(schedule: Callable[..., Any]) -> None:
 
 
 def _refuse_statistics(params: Any, place: str) -> None:
-    """Raise InputError for variables of Flax NNX among the parameters that are running statistics."""
+    """Raise InputError for running statistics among the trained parameters: Flax's collection, and variables of NNX."""
+    for path in paths.leaf_paths(params):
+        if "batch_stats" in path.split("/"):
+            raise InputError(
+                f"parameter {path} is a running statistic, which no gradient trains: make it in extra=, or keep it "
+                f"with --freeze batch_stats{place}"
+            )
     found = {type(leaf).__name__ for leaf in jax.tree.leaves(params, is_leaf=lambda x: type(x).__name__ in STATISTICS)}
     if wrong := found.intersection(STATISTICS):
         raise InputError(
@@ -418,7 +419,7 @@ class Supervised(Recipe):
             require_call(schedule, "schedule", "progress")
             if callable(optimizer):  # what is neither this nor an optax transformation is refused with both in words
                 require_call(optimizer, "optimizer", "learning_rate", "decay_mask")
-        self._extra, self._float32 = extra, float32
+        self._extra, self._float32, self._has_checked_schedule = extra, float32, False
         self.forms = ("accumulate",) if micro_batches else ()
         check_defaults({} if defaults is None else defaults, "defaults")
         self.defaults = dict(defaults or {})
@@ -440,7 +441,8 @@ class Supervised(Recipe):
                 raise InputError(f"cast names {name}, which the data has not; {did_you_mean(name, list(row))}")
             if row[name].dtype != np.float32:
                 raise InputError(f"cast names {name}, which is {row[name].dtype}: only float32 inputs are cast")
-        if self._schedule is not None:
+        if self._schedule is not None and not self._has_checked_schedule:
+            self._has_checked_schedule = True
             check_schedule(self._schedule)  # not before: a run over several hosts has to start before JAX computes
         loss = in_precision(self.loss(options), options.precision, self._cast, self._float32)
         return SupervisedProgram(

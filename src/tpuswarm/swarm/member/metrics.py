@@ -11,6 +11,7 @@ import jax
 
 from tpuswarm.swarm.member.contract import Evaluated
 from tpuswarm.train.look.pictures import PICTURE
+from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.recipe import Metrics
 
 
@@ -59,7 +60,7 @@ class MetricsRows:
             self._failure = error
 
     def _read_one(self, version: int, metrics: Metrics) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "counts"}
+        values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != COUNTS}
         now = time.monotonic()
         self._steps += 1
         row = {

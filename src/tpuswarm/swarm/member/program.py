@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.member import compile_cache
@@ -109,6 +110,11 @@ def make_ready(
     compile_cache.bring(say)
     say(f"{recipe.name}: compiling")
     compiled = compile_step(recipe, request(plan.settings | {"batch": batch}), devices)
+    if batch != int(plan.settings["batch"]) and getattr(compiled.program, "has_step_schedule", False):
+        raise InputError(
+            f"the schedule of {recipe.name} counts steps of {plan.settings['batch']} rows, and this member's have "
+            f"{batch}: leave --batch out, or give a schedule of progress"
+        )
     compile_cache.send(say)
     layout = layout_of(compiled, plan.swarm.fragments)
     digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))

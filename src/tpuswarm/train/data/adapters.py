@@ -16,7 +16,7 @@ import numpy as np
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.source import shuffled
+from tpuswarm.train.data.source import copied, shuffled
 from tpuswarm.train.process.waiting import waiting
 
 ArrayRows = dict[str, np.ndarray]
@@ -202,7 +202,7 @@ class StreamSource:
                 if not self._batched:
                     return stacked([item], self._names)
                 # A copy: the data may fill the same arrays again for its next item.
-                part = {name: np.array(value) for name, value in _named(item, self._names).items()}
+                part = {name: copied(value) for name, value in _named(item, self._names).items()}
                 sizes = {name: array.shape[:1] for name, array in part.items()}
                 if len(set(sizes.values())) != 1 or () in sizes.values():
                     raise InputError(f"a batch of the stream has arrays of different rows: {sizes}; use batched=False")
@@ -277,7 +277,7 @@ def stacked(items: Iterable[Any], names: Sequence[str]) -> ArrayRows:
             columns = {name: [] for name in row}
         for name, column in columns.items():
             with _one_shape(name):
-                column.append(np.array(row[name]))
+                column.append(copied(row[name]))
     rows = {}
     for name, column in columns.items():
         with _one_shape(name):

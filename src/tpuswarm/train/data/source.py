@@ -3,7 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import cached_property, lru_cache
 from mmap import ALLOCATIONGRANULARITY
@@ -151,17 +151,22 @@ def source_of(recipe: Recipe, split: str) -> Source:
 def rows_of(source: Source, start: int, count: int) -> dict[str, np.ndarray]:
     """Read rows start to start + count of a source; InputError unless they are arrays by name.
 
-    One thread at a time reads, of whatever source: splits may share a data set, which need not bear two at once. The
-    arrays are copies, for a source may fill its own again at the next call.
+    One thread at a time reads what is not in memory, of whatever source: splits may share a data set, which need not
+    bear two at once. The arrays are copies, for a source may fill its own again at the next call.
     """
-    with reading():
+    with nullcontext() if getattr(source, "in_memory", False) else reading():
         rows = source.rows(start, count)
         if isinstance(rows, Mapping):
-            return {name: np.array(array) for name, array in rows.items()}
+            return {name: copied(array) for name, array in rows.items()}
     raise InputError(
         f"rows({start}, {count}) of the data returns a {type(rows).__name__}, not a dict of arrays by name"
         f"{line_of(source.rows)}"
     )
+
+
+def copied(array: Any) -> np.ndarray:
+    """A copy of an array of any library as NumPy's."""
+    return np.array(np.asarray(array))  # in two steps: torch's tensors refuse to be copied by NumPy
 
 
 @contextmanager

@@ -16,14 +16,14 @@ MOST = 3
 """Parameters that are named; the others are counted."""
 LONGEST = 256
 """Terms of a sum in bfloat16, of 8 significant bits, above which small ones are lost."""
-SUMS = ("reduce_sum", "reduce_window_sum", "cumsum")
+SUMS = ("reduce_sum", "reduce_window_sum")
 
 
 @runtime_checkable
 class GivesGradient(Protocol):
     """A program that gives the gradient of a batch by its trained parameters."""
 
-    def gradient(self, state: State, batch: Batch, key: jax.Array) -> Any:
+    def batch_gradient(self, state: State, batch: Batch, key: jax.Array) -> Any:
         """A tree of arrays."""
         ...
 
@@ -40,7 +40,7 @@ def gradients(compiled: Compiled, micro_batch: int) -> list[Finding]:
     paths: list[str] = []
 
     def gradient(state: Any, rows: Any, key: jax.Array) -> list[jax.Array]:
-        found = program.gradient(state, rows, key)
+        found = program.batch_gradient(state, rows, key)
         paths.extend(leaf_paths(found))
         return jax.tree.leaves(found)
 
@@ -57,8 +57,8 @@ def gradients(compiled: Compiled, micro_batch: int) -> list[Finding]:
 
 
 NO_GRADIENT = (
-    "the loss does not use {}, so no gradient moves them: running statistics belong into extra=, what is not to be "
-    "trained into --freeze, the rest can go"
+    "no gradient reaches {}, so nothing trains them: running statistics belong into extra=, what is not to be trained "
+    "into --freeze, the rest can go"
 )
 ROUNDED = (
     "the gradient of {} is a sum of more than 256 terms in bfloat16, which loses small ones: name them in float32=, or "

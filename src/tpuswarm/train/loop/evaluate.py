@@ -108,11 +108,13 @@ def evaluate(
     most_batches: int | None = None,
     leave: Callable[[], bool] = lambda: False,
     far: Callable[[str], None] = lambda text: None,
+    leaves_feed: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, float], int] | None:
     """Means of the metrics over the rows of the first epoch, and how many rows that were; None if told to leave.
 
     Every row counts the same, but where a metric is Weighted: one of which no row counts has no mean, and is left out.
-    batch: rows at once, over all devices, which divide it; far: is told how far it is.
+    batch: rows at once, over all devices, which divide it; far: is told how far it is; leaves_feed: whether to stop
+    waiting for another thread that reads, which this host decides alone.
     """
     every = list(islice(parts(source.rows_per_epoch, batch, placed.mesh.size), most_batches))
     split, whole = batch_sharding(placed.mesh), replicated(placed.mesh)
@@ -121,7 +123,7 @@ def evaluate(
         if leave():
             return None
         spec = placed.program.batch_spec(part.rows)
-        with reading(leave) as is_alone:  # the feed may be in the middle of a slow read
+        with reading(leaves_feed) as is_alone:  # the feed may be in the middle of a slow read
             if not is_alone:
                 return None
             rows = read_batch(source, spec, split if part.split else whole, part.first)

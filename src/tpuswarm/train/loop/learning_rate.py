@@ -15,6 +15,7 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import training_rows
+from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.optional import SavesMemory, SetsCompiler
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import compile_step
@@ -74,7 +75,7 @@ def find_lr(
         batch = read_batch(source, spec, sharding, step * request.batch)
         state, metrics = compiled.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
         rate, loss = float(metrics["lr"]), float(metrics["loss"])
-        if not metrics.get("counts", True):
+        if not metrics.get(COUNTS, True):
             continue
         tried.append((rate, loss))
         far(f"{rate:.1e}: loss {loss:.4g}")

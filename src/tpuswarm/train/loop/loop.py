@@ -27,6 +27,7 @@ from tpuswarm.train.loop.finite import not_finite
 from tpuswarm.train.loop.hooks import Hooks, Step, Stop
 from tpuswarm.train.loop.result import Result, figures, last_row
 from tpuswarm.train.loop.session import Session
+from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.optional import ShowsPicture, sampled
 from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, last_words
 from tpuswarm.train.process.waiting import waiting
@@ -278,7 +279,7 @@ class Loop:
             values = {name: float(value.item()) for name, value in metrics.items()}
         else:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if not values.pop("counts", True):
+        if not values.pop(COUNTS, True):
             self._note_once(UNCOUNTED.format(f"step {step}", "changes nothing"))
         elif not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")):
             self._fail_not_finite(step, f"loss {values['loss']}, gradient norm {values.get('grad_norm', 'unknown')}")
@@ -303,6 +304,7 @@ class Loop:
         with self._watch.times.during(times.EVALUATION), waiting("evaluating") as far:
             found = evaluate(
                 session.compiled, self._state, *session.validation, self._eval_batches, leave=self._stopping, far=far,
+                leaves_feed=self._agreement.leaves_feed,
             )  # fmt: skip
         if found is None:
             return []

@@ -252,6 +252,8 @@ def prepare(
     if settings["overfit_batches"]:
         notes.append(f"trains and evaluates on the first {settings['overfit_batches'] * batch:,} rows alone")
     notes += damaged
+    if getattr(compiled.program, "has_step_schedule", False):
+        notes.append("the schedule counts updates, as its parameter is called `step` or `count`")
     notes += changed_numerics(written["numerics"])
     init_key, step_key = jax.random.split(run_key(settings["seed"]))
     first_step, wall_s, save_seconds = 0, 0.0, None
@@ -279,7 +281,7 @@ def prepare(
         if bad := not_finite(compiled.program.exchange().get(state)):
             names, more = ", ".join(bad[:3]), f" and {len(bad) - 3} more" if len(bad) > 3 else ""
             where = settings["init_from"] or f"init of {recipe.name}"
-            raise InputError(f"{where} gives parameters with NaN or infinity: {names}{more}")
+            raise InputError(f"{where} gives NaN or infinity in {names}{more}: check what makes or holds them")
     return Session(
         run, agreement, recipe, settings, compiled, source, validation, measured, state, first_step, wall_s,
         save_seconds, step_key, written, notes,

@@ -8,6 +8,7 @@ import pytest
 
 from tpuswarm import InputError, Trainer, supervised
 from tpuswarm.train.run.directory import METRICS, read_rows
+from tpuswarm.train.supervised import usual_decay
 
 DATA = {"x": np.zeros(8, np.float32)}
 
@@ -88,3 +89,11 @@ def test_matrices_decay_unless_told_otherwise(tmp_path, capsys):
 
     assert decayed() == {"w"} and "6 of them in the decay mask" in capsys.readouterr().err
     assert decayed(decay="vector|scale") == {"vector", "scale"}
+
+
+def test_biases_and_scales_of_stacked_layers_do_not_decay():
+    """Whatever library named them: Haiku, Flax NNX, PyTorch."""
+    names = {"layer/w": True, "layer/b": False, "norm/scale/value": False, "kernel/value": True, "ln.bias": False}
+    names |= {"ln.weight": True, "norm/gamma": False}
+    found = usual_decay({name: np.ones((4, 2), np.float32) for name in names})
+    assert found == names

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
@@ -50,11 +51,11 @@ from tpuswarm.train.user_code import blame, line_of, require_call
 
 HARDLY, MUCH = 0.02, 0.1
 """Shares of a schedule's largest rate: by less it hardly moves, by more it does."""
-COUNTING = ("ScaleByScheduleState", "WrappedScheduleState", "InjectHyperparamsState")
+COUNTING = ("ScaleByScheduleState", "WrappedScheduleState")
 """Types of optax's states that count the steps of a schedule."""
 STATISTICS = ("BatchStat",)
 """Types of Flax NNX's variables that are observed."""
-UNDECAYED = ("b", "bias", "biases", "scale", "gain", "offset")
+UNDECAYED = ("b", "bias", "biases", "beta", "scale", "gain", "gamma", "offset")
 """Names of parameters without weight decay, whatever their shape: those of stacked layers have two axes."""
 
 
@@ -346,7 +347,8 @@ def _refuse_statistics(params: Any, place: str) -> None:
 
 def usual_decay(params: Any) -> Any:
     """A mask of bools: arrays of two or more axes decay; vectors, biases and the scales of norms do not."""
-    names = [path.rpartition("/")[2].lower() for path in paths.leaf_paths(params)]
+    # NNX ends the path of each parameter in `value`; PyTorch has dots in its names.
+    names = [re.split(r"[/.]", path.removesuffix("/value"))[-1].lower() for path in paths.leaf_paths(params)]
     leaves, structure = jax.tree.flatten(params)
     decayed = [jnp.ndim(leaf) > 1 and name not in UNDECAYED for name, leaf in zip(names, leaves, strict=True)]
     return jax.tree.unflatten(structure, decayed)

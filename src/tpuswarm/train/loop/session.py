@@ -257,8 +257,8 @@ def prepare(
     decayed = sum(parameter.decayed for parameter in compiled.program.parameters(compiled.state))
     if config and "numerics" not in config and settings["decay"] is None and decayed:
         notes.append(
-            f"this run began when nothing decayed without --decay; from here on {decayed} arrays of two or more axes do, "
-            "if the optimizer uses its decay_mask"
+            f"this run began when nothing decayed without --decay; from here on {decayed} arrays of two or more axes "
+            "do, if the optimizer uses its decay_mask"
         )
     notes += changed_numerics(written["numerics"])
     init_key, step_key = jax.random.split(run_key(settings["seed"]))

@@ -6,8 +6,11 @@ import numpy as np
 import optax
 import pytest
 
+from tests.waiting import until
 from tpuswarm import EarlyStopping, Every, InputError, Trainer, Weighted, supervised
 from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.member.metrics import MetricsRows
+from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.run.best import kept_step
 from tpuswarm.train.run.directory import METRICS, read_rows
 
@@ -103,3 +106,13 @@ def test_weight_that_compares_with_parameters_is_a_constant(tmp_path):
     recipe = supervised(lambda key: {"w": jnp.ones(())}, near, optax.sgd(0.1), COUNTED)
     result = Trainer(devices=1).fit(recipe, steps=1, batch=8, run=tmp_path / "run")
     assert result.metrics["loss"] == pytest.approx((1 + 0 + 1 + 4) / 4)
+
+
+def test_member_of_a_swarm_marks_steps_in_which_nothing_counts():
+    """Without a mark its supervisor would take the missing loss for one that is not finite."""
+    rows = MetricsRows("m0", 0, 8, lambda: 1)
+    for counts in (1.0, 0.0):
+        rows.took({"loss": jnp.float32(2.0 if counts else np.nan), "grad_norm": jnp.float32(counts), COUNTS: counts})
+    found = until(lambda: len(rows.since(0)) == 2 and rows.since(0))
+    assert [row.get("uncounted") for row in found] == [None, True]
+    assert [row["loss"] for row in found] == [2.0, None] and not any(COUNTS in row for row in found)

@@ -85,6 +85,18 @@ def test_stop_waits_until_the_last_push_is_decided(supervise, is_slow):
     assert supervisors[0].status.tokens == Tokens(32, 32, 0, 0, 0)
 
 
+def test_step_in_which_nothing_counts_is_no_sign_of_divergence(supervise):
+    def script(supervisor, cluster):
+        yield
+        row = {"step": 1, "tokens": 8, "version": 0}
+        cluster.newest("m0").lease("a")
+        cluster.newest("m0").rows = [row | {"loss": 1.0}, row | {"loss": None, "uncounted": True}, row | {"loss": None}]
+        yield from rounds(2)
+        assert [step.loss for step in supervisor.kept["m0"].steps] == [1.0, None]
+
+    supervise.finished(script)
+
+
 def test_end_of_the_run_waits_only_for_members_that_trained(supervise):
     def script(supervisor, cluster):
         cluster.nodes = {"n1": "compiles", "n2": "trained"}

@@ -60,7 +60,8 @@ class MetricsRows:
             self._failure = error
 
     def _read_one(self, version: int, metrics: Metrics) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != COUNTS}
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        uncounted = {} if values.pop(COUNTS, True) else {"uncounted": True}  # no row of the step counts: it has no loss
         now = time.monotonic()
         self._steps += 1
         row = {
@@ -71,6 +72,7 @@ class MetricsRows:
             "wall_s": now - self._began,
             "member": self._name,
             "version": version,
+            **uncounted,
         }
         self._read_at = now
         with self._lock:

@@ -309,7 +309,8 @@ class Supervisor:
         for row in rows:
             if "loss" in row:
                 kept.row = row
-                kept.steps.append(Step(row["version"], row["loss"], row.get("grad_norm")))
+                if not row.get("uncounted"):
+                    kept.steps.append(Step(row["version"], row["loss"], row.get("grad_norm")))
         self.telling.rows(kept.name, rows)
 
     def _follow(self) -> None:

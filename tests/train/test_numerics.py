@@ -8,6 +8,7 @@ import pytest
 
 from tests.train import toy
 from tpuswarm import InputError, Trainer, supervised
+from tpuswarm.errors import RunFailed
 from tpuswarm.train.run.directory import METRICS, read_config, read_rows
 
 
@@ -62,3 +63,17 @@ def test_imported_parameters_that_are_no_numbers_are_named(tmp_path, monkeypatch
     monkeypatch.setattr(session, "load_parameters", broken)
     with pytest.raises(InputError, match=r"parent gives NaN or infinity in layer/b, layer/w, unused: check"):
         Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "run", init_from=folder)
+
+
+LOWER = "a lower learning rate"
+
+
+@pytest.mark.parametrize(("clip", "advice"), [(None, f"{LOWER} or --clip may help"), (1e9, f"{LOWER} may help")])
+def test_advice_names_no_option_that_is_on(tmp_path, clip, advice):
+    def loss(params, batch, key):
+        return jnp.square(params["w"]).sum() + 0 * batch["x"].sum()
+
+    data = {"x": np.zeros(8, np.float32)}
+    diverges = supervised(lambda key: {"w": jnp.ones(2)}, loss, optax.sgd(float("inf")), data)
+    with pytest.raises(RunFailed, match=advice):
+        Trainer(devices=1, clip=clip).fit(diverges, steps=9, batch=8, run=tmp_path / "run")

@@ -8,7 +8,7 @@ import pytest
 
 from tpuswarm import InputError, Trainer, supervised
 from tpuswarm.train.run.directory import METRICS, read_rows
-from tpuswarm.train.supervised import usual_decay
+from tpuswarm.train.trained import usual_decay
 
 DATA = {"x": np.zeros(8, np.float32)}
 

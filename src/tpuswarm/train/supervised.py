@@ -1,9 +1,7 @@
 """A complete recipe from one loss function; supports every option."""
 
 import functools
-import inspect
 import math
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
@@ -47,16 +45,9 @@ from tpuswarm.train.recipe import (
     Recipe,
     Source,
 )
-from tpuswarm.train.user_code import blame, line_of, require_call
-
-HARDLY, MUCH = 0.02, 0.1
-"""Shares of a schedule's largest rate: by less it hardly moves, by more it does."""
-COUNTING = ("ScaleByScheduleState", "WrappedScheduleState")
-"""Types of optax's states that count the steps of a schedule."""
-STATISTICS = ("BatchStat",)
-"""Types of Flax NNX's variables that are observed."""
-UNDECAYED = ("b", "bias", "biases", "beta", "scale", "gain", "gamma", "offset")
-"""Names of parameters without weight decay, whatever their shape: those of stacked layers have two axes."""
+from tpuswarm.train.schedule import check_schedule, counts_steps, in_steps
+from tpuswarm.train.trained import refuse_statistics, usual_decay
+from tpuswarm.train.user_code import line_of, require_call
 
 
 @jax.tree_util.register_dataclass
@@ -144,14 +135,13 @@ class SupervisedProgram(Program):
                     f"{line_of(self._init)}"
                 )
         trained = paths.keep(params, self._trained(params))
-        _refuse_statistics(trained, line_of(self._init))
+        refuse_statistics(trained, line_of(self._init))
         opt = self._transformation(0.0, params).init(trained)
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
 
     def has_own_schedule(self, state: TrainState) -> bool:
         """Whether the optimizer counts its steps for a schedule that it was made with."""
-        parts = jax.tree.leaves(state.opt, is_leaf=lambda part: type(part).__name__ in COUNTING)
-        return any(type(part).__name__ in COUNTING for part in parts)
+        return counts_steps(state.opt)
 
     def weights(self) -> Any:
         """The parameters that a recipe holds already, in the form of `exchange().get`."""
@@ -296,62 +286,6 @@ class SupervisedProgram(Program):
         else:
             (grads, total), extra = added_up(gradient, count, trained, params, extra, batch, key)
         return total, count, grads, extra
-
-
-def in_steps(schedule: Callable[..., Any]) -> bool:
-    """Whether a schedule is a function of the number of updates: its parameter is `count` or `step`, as optax's are."""
-    return _parameter(schedule) in ("count", "step")
-
-
-def _parameter(function: Callable[..., Any]) -> str:
-    """The name of a function's first parameter; empty where it does not tell, as one of a library in C."""
-    try:
-        return next(iter(inspect.signature(function).parameters), "")
-    except (TypeError, ValueError):
-        return ""
-
-
-def check_schedule(schedule: Callable[..., Any]) -> None:
-    """Raise InputError for a schedule that hardly moves with progress and does with steps, as one of optax's would."""
-    if _parameter(schedule) in ("progress", "count", "step"):
-        return
-    with blame("the schedule fails"):
-        over_run, over_steps = (
-            np.array([float(schedule(jnp.float32(at))) for at in places])
-            for places in ((0, 0.25, 0.5, 0.75, 1), (0, 10, 100, 1_000, 10_000))
-        )
-    moves, steps_move = np.ptp(over_run), np.ptp(over_steps)
-    if moves < HARDLY * np.abs(over_run).max() and steps_move > MUCH * np.abs(over_steps).max():
-        raise InputError(
-            f"the schedule moves from {over_run[0]:g} to {over_run[-1]:g} as progress goes from 0 to 1, and to "
-            f"{over_steps[-1]:g} in 10,000 steps: it seems to be made of steps; give a function whose parameter is "
-            f"called `step` or `count`, as optax's own are{line_of(schedule)}"
-        )
-
-
-def _refuse_statistics(params: Any, place: str) -> None:
-    """Raise InputError for running statistics among the trained parameters: Flax's collection, and variables of NNX."""
-    for path in paths.leaf_paths(params):
-        if "batch_stats" in path.split("/"):
-            raise InputError(
-                f"parameter {path} is a running statistic, which no gradient trains: make it in extra=, or keep it "
-                f"with --freeze batch_stats{place}"
-            )
-    found = {type(leaf).__name__ for leaf in jax.tree.leaves(params, is_leaf=lambda x: type(x).__name__ in STATISTICS)}
-    if wrong := found.intersection(STATISTICS):
-        raise InputError(
-            f"there is an nnx.{min(wrong)} among the parameters, a running statistic that no gradient trains: split it "
-            f"off, nnx.split(model, nnx.Param, ...), and give it in extra={place}"
-        )
-
-
-def usual_decay(params: Any) -> Any:
-    """A mask of bools: arrays of two or more axes decay; vectors, biases and the scales of norms do not."""
-    # NNX ends the path of each parameter in `value`; PyTorch has dots in its names.
-    names = [re.split(r"[/.]", path.removesuffix("/value"))[-1].lower() for path in paths.leaf_paths(params)]
-    leaves, structure = jax.tree.flatten(params)
-    decayed = [jnp.ndim(leaf) > 1 and name not in UNDECAYED for name, leaf in zip(names, leaves, strict=True)]
-    return jax.tree.unflatten(structure, decayed)
 
 
 def _floats(extra: Any) -> Any:

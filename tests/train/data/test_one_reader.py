@@ -71,15 +71,16 @@ def streamed(entered):
     return StreamSource(items, batched=False, rows_per_epoch=ROWS)
 
 
-def train(folder, data, **options):
+def train(folder, data, steps=STEPS, **options):
     """Train; return the mean of `x` in each step and in each evaluation."""
 
     def loss(params, batch, key):
         return jnp.square(params["w"]), {"mean": batch["x"].mean()}
 
     recipe = supervised(lambda key: {"w": jnp.ones(())}, loss, optax.sgd(0.1), data)
-    trainer = Trainer(devices=1, eval_every=2, seed=0, **options)
-    trainer.fit(recipe, steps=STEPS, batch=BATCH, run=folder)
+    has_validation = isinstance(data, dict) or "overfit_batches" in options
+    trainer = Trainer(devices=1, eval_every=2 if has_validation else None, seed=0, **options)
+    trainer.fit(recipe, steps=steps, batch=BATCH, run=folder)
     rows = list(read_rows(folder / METRICS))
     return [row["mean"] for row in rows if "mean" in row], [row["eval_mean"] for row in rows if "eval_mean" in row]
 
@@ -152,3 +153,11 @@ def test_hooks_and_loggers_are_called_from_the_thread_of_the_loop(tmp_path):
 
     train(tmp_path / "run", Rows(), overfit_batches=1, hooks=[Every(1, look)], loggers=[Log()])
     assert entered.threads == {threading.get_ident()}
+
+
+def test_resumed_stream_without_a_position_is_reported(tmp_path):
+    stream = streamed(Entered())
+    train(tmp_path / "run", stream, steps=2)
+    train(tmp_path / "run", stream, steps=4)
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert events.count("the stream has no position: 16 rows are read again") == 1

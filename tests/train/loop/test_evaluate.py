@@ -9,10 +9,11 @@ import optax
 import pytest
 
 from tests.train import toy
-from tpuswarm import ArraySource, EarlyStopping, Every, InputError, StreamSource, Weighted, supervised
+from tpuswarm import ArraySource, EarlyStopping, Every, InputError, StreamSource, Trainer, Weighted, supervised
 from tpuswarm.train.loop.evaluate import HeldOut, evaluate, parts, rehearse
 from tpuswarm.train.program.compiled import place
 from tpuswarm.train.program.request import Request
+from tpuswarm.train.run.directory import METRICS, read_rows
 
 HELD_OUT = {name: array[:11] for name, array in toy.data(1).items()}
 
@@ -124,3 +125,11 @@ def test_run_whose_evaluations_cannot_work_does_not_start(tmp_path, held_out, op
     with pytest.raises(InputError, match=words):
         toy.trainer(eval_every=None, **options).fit(recipe, steps=2, batch=8, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_of_a_part_of_the_rows_says_of_how_many(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tpuswarm.train.trainer.EVAL_BATCHES", 3)
+    Trainer(devices=1, eval_batch=8).fit(toy.recipe(), steps=1, batch=8, run=tmp_path / "run")
+    (row,) = (row for row in read_rows(tmp_path / "run" / METRICS) if "eval_loss" in row)
+    assert (row["eval_rows"], row["eval_rows_total"]) == (24, toy.ROWS)
+    assert f"over 24 of {toy.ROWS} rows" in capsys.readouterr().err

@@ -32,7 +32,7 @@ class Form(NamedTuple):
     """Rows are folded where channels are few."""
 
     def dtype(self, resolution: int, highest: int) -> Any:
-        """Of what a block computes, in networks whose pictures have `highest` pixels a side."""
+        """The dtype of a block's activations, in networks whose pictures have `highest` pixels a side."""
         is_half = self.half and resolution > FIRST and resolution << HALVES > highest
         return jnp.bfloat16 if is_half else jnp.float32
 

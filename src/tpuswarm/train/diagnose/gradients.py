@@ -12,11 +12,19 @@ from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.recipe import Batch, State
 
-MOST = 3
+MAX_NAMED = 3
 """Parameters that are named; the others are counted."""
-LONGEST = 256
+MAX_TERMS = 256
 """Terms of a sum in bfloat16, of 8 significant bits, above which small ones are lost."""
 SUMS = ("reduce_sum", "reduce_window_sum")
+NO_GRADIENT = (
+    "no gradient reaches {}, so nothing trains them: running statistics belong into extra=, what is not to be trained "
+    "into --freeze, the rest can go"
+)
+ROUNDED = (
+    "the gradient of {} is a sum of more than 256 terms in bfloat16, which loses small ones: name them in float32=, or "
+    "broadcast them before they are cast"
+)
 
 
 @runtime_checkable
@@ -56,19 +64,9 @@ def gradients(compiled: Compiled, micro_batch: int) -> list[Finding]:
     ]
 
 
-NO_GRADIENT = (
-    "no gradient reaches {}, so nothing trains them: running statistics belong into extra=, what is not to be trained "
-    "into --freeze, the rest can go"
-)
-ROUNDED = (
-    "the gradient of {} is a sum of more than 256 terms in bfloat16, which loses small ones: name them in float32=, or "
-    "broadcast them before they are cast"
-)
-
-
 def _finding(kind: str, paths: list[str], sentence: str) -> Finding:
-    more = f" and {len(paths) - MOST} more" if len(paths) > MOST else ""
-    return Finding(kind, sentence.format(", ".join(paths[:MOST]) + more), {"parameters": paths})
+    more = f" and {len(paths) - MAX_NAMED} more" if len(paths) > MAX_NAMED else ""
+    return Finding(kind, sentence.format(", ".join(paths[:MAX_NAMED]) + more), {"parameters": paths})
 
 
 def _is_zero(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
@@ -85,7 +83,7 @@ def _is_long_sum(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
         if maker.primitive.name in SUMS:
             taken: Any = maker.invars[0].aval
             given: Any = maker.outvars[0].aval
-            is_long = taken.size > LONGEST * max(given.size, 1)
+            is_long = taken.size > MAX_TERMS * max(given.size, 1)
             return bool(taken.dtype == given.dtype == jnp.bfloat16 and is_long)
         if maker.primitive.name in ("jit", "pjit", "scan"):
             body = maker.params["jaxpr"].jaxpr

@@ -235,7 +235,7 @@ def row_sentence(row: Mapping[str, Any], opening: Opening) -> str:
     """A metrics row in words."""
     where = f"step {row['step']:,} of {opening.steps:,}"
     if "eval_loss" in row:
-        there = f" of {row['eval_rows_there']:,}" if "eval_rows_there" in row else ""
+        there = f" of {row['eval_rows_total']:,}" if "eval_rows_total" in row else ""
         return f"{where}: held-out loss {significant(row['eval_loss'])} over {row['eval_rows']:,}{there} rows"
     return f"{where}: loss {significant(row['loss'])}, {speed_text(row['tokens_per_s'], opening.unit)}"
 

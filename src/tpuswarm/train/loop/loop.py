@@ -320,7 +320,7 @@ class Loop:
         self._read_at += self._evaluated_at - start  # speed is that of training alone
         row: dict[str, Any] = {"step": self._done, "tokens": self._done * session.tokens_per_step, "eval_rows": rows}
         if rows < (every := session.validation.source.rows_per_epoch):
-            row["eval_rows_there"] = every
+            row["eval_rows_total"] = every
         row |= dict.fromkeys(session.measured)
         row |= {f"eval_{name}": value for name, value in values.items() if math.isfinite(value)}
         written = [self._write(row)]

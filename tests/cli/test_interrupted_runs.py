@@ -62,43 +62,6 @@ def test_second_ctrl_c_ends_a_run_whose_devices_hang(tmp_path):
     assert life.state == "stopped" and "the checkpoint of step 0 is safe" in life.message
 
 
-FORKS_WORKERS = """
-import os, time
-from tpuswarm.train.process import stop
-import jax, jax.numpy as jnp, numpy as np, optax
-from tpuswarm import supervised
-
-stop.TIDY = 0.3
-
-def fork(w):
-    worker = os.fork()
-    if not worker:  # in the terminal's foreground, with Python's handlers
-        time.sleep(2 * stop.TIDY)
-        os._exit(0)
-    open("forked", "w").close()
-    os.waitpid(worker, 0)
-    return np.float32(0)
-
-def loss(params, batch, key):
-    held = jax.pure_callback(fork, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(params["w"]))
-    return jnp.mean((batch["x"] * params["w"]) ** 2) + held
-
-def recipe():
-    return supervised(lambda key: {"w": jnp.ones(())}, loss, optax.sgd(0.1), {"x": np.ones(64, np.float32)})
-"""
-"""A recipe whose steps take long and fork a worker."""
-
-
-def test_one_ctrl_c_counts_once_although_workers_get_it_too(tmp_path):
-    (tmp_path / "forks.py").write_text(FORKS_WORKERS)
-    words = ["train", "forks.py:recipe", "--steps", "9", "--batch", "8", "--run", "runs/a"]
-    with terminal(words, tmp_path) as opened:
-        opened.wait(lambda _: (tmp_path / "forked").exists())
-        opened.send(CTRL_C)
-        opened.finish(130)
-    assert "interrupted: saved at step" in opened.sentences and "twice" not in opened.sentences
-
-
 @pytest.mark.parametrize("name", ["gcs_server", "raylet/raylet", "ray::Actor"])
 def test_ctrl_c_while_a_swarm_starts_does_not_wait_for_it(tmp_path, name):
     with terminal(SWARM, tmp_path) as opened:

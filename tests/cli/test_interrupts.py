@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP before there is a run: one sentence, the right exit code, and nothing is left behind."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from tests.cli.moments import TRAIN, contains, maps, processes_of, wait_until
 from tests.terminal import CTRL_C, terminal
 from tests.waiting import until
+from tpuswarm.train.process import stop
 from tpuswarm.train.run.life import read_life
 
 BEFORE_THERE_IS_A_RUN = [
@@ -98,3 +100,42 @@ def test_last_words_say_what_became_of_the_run():
     program = PROGRAM.format(body="stop.last_words('step 3 is safe'); raise KeyboardInterrupt", before="")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (130, "step 3 is safe\n")
+
+
+FORKS_A_WORKER = """
+import os, signal, time
+os.register_at_fork(after_in_child=lambda: (os.write(1, b"forked\\n"), time.sleep(0.3)))
+from tpuswarm.train.process import stop
+stop.SLOW = stop.TIDY = 0.1
+interrupts = stop.Interrupts()
+with stop.StopSignals() as signals:
+    worker = os.fork()
+    if worker:
+        os.waitpid(worker, 0)
+        time.sleep(1)
+        interrupts.end(0 if signals.asked else 1)
+    os.write(1, b"works\\n")
+    time.sleep(0.3)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("moment", [b"forked\n", b"works\n"])
+def test_one_ctrl_c_counts_once_although_a_forked_worker_gets_it_too(moment):
+    """Also where it comes before the worker has run its first line of Python."""
+    process = subprocess.Popen([sys.executable, "-c", FORKS_A_WORKER], stdout=subprocess.PIPE, start_new_session=True)
+    with process:
+        assert process.stdout
+        while process.stdout.readline() != moment:
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+    assert process.returncode == 0, "it was interrupted twice"
+
+
+def test_signal_waits_for_a_process_that_has_just_been_started():
+    body = "stop.unblock(); end.end(0)"
+    with stop.blocked():
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(body=body, before="")], stderr=subprocess.PIPE)
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=240)[1], process.returncode) == (b"interrupted\n", 130)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == set()

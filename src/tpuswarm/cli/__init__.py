@@ -19,11 +19,12 @@ SLOW = (
 def main() -> "NoReturn":
     """The command `tpuswarm`: exit 2 for wrong input, 1 for a failed run, 128 + N for signal N, with one sentence."""
     try:
-        from tpuswarm.train.process.stop import Interrupts
+        from tpuswarm.train.process.stop import Interrupts, unblock
     except KeyboardInterrupt:  # nothing is there yet that would take it
         raise SystemExit(130) from None
     interrupts = Interrupts()
     try:
+        unblock()
         from tpuswarm.train.process.terminal import at_once, settle, take_over
 
         take_over()

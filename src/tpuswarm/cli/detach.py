@@ -18,7 +18,7 @@ import typer
 from tpuswarm.cli.asked import Asked
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.stamped import STAMP, Stamped
-from tpuswarm.train.process.stop import Interrupted, held
+from tpuswarm.train.process.stop import Interrupted, blocked, held
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
@@ -67,7 +67,8 @@ def detach(asked: Asked, hosts: int | None, as_json: bool) -> None:
 def _start(folder: Path, new: bool, log: BinaryIO) -> "subprocess.Popen[bytes]":
     words = [each for each in sys.argv[1:] if each not in ("--detach", "--json")]
     command = [sys.executable, "-P", "-m", __name__, *words, *(["--run", str(folder)] if new else [])]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    with blocked():
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
 def _trains(folder: Path, began: float) -> bool:

@@ -70,13 +70,33 @@ class _Process:
     """Ends it at once, as Ctrl-C does; None in a program or a notebook of the user's, which is not ours to end."""
 
 
-def _deaf() -> None:
+class _Fork(threading.local):
+    """A fork by this thread."""
+
+    blocked: set[int] | set[Signals] = set()  # noqa: RUF012  # replaced, not changed
+    """The signals that were blocked before."""
+
+
+_fork = _Fork()
+
+
+def _before_fork() -> None:
+    _fork.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.blocked)
+
+
+def _after_fork_in_child() -> None:
     if _Process.listening:
         signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.blocked)
 
 
-os.register_at_fork(after_in_child=_deaf)
-"""A worker that is forked, a DataLoader's say, would write its own Ctrl-C there, too: one would count as two."""
+# A forked process, a worker of a DataLoader say, gets the Ctrl-C of its terminal, too. It must not write that into the
+# parent's wake-up descriptor, not even between the fork and the first line of Python: one Ctrl-C would count as two.
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def last_words(text: str) -> None:
@@ -170,6 +190,24 @@ def _on_its_way() -> bool:
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error is not None
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Block SIGNALS in this thread, and in a process that is started meanwhile until it calls `unblock`.
+
+    Python itself may lose a signal that comes while it starts.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def unblock() -> None:
+    """Let SIGNALS in, those too that came while this process started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextmanager

@@ -63,7 +63,6 @@ AT_ONCE = [
     ("train gpt2-tiny --run s3://bucket/run", "takes a local directory or gs://BUCKET/FOLDER, not s3://bucket/run"),
     ("train gpt2-tiny --run runs/used", "runs/used is in use by process"),
     ("train gpt2-tiny --cycle 20", "--cycle needs --members"),
-    ("train gpt2-tiny --accept-code", "--accept-code needs --members"),
     ("train gpt2-tiny --dashboard", "--dashboard needs --members"),
     ("train gpt2-tiny --members -1", "members must be at least 0, not -1"),
     ("train gpt2-tiny --members 2 --cycle 0", "cycle must be at least 1, not 0"),

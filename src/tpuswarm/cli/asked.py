@@ -158,10 +158,6 @@ def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[s
         for name in ("expect", "ports"):
             if words[name] is not None:
                 raise InputError(f"--{name} needs --members")
-        if words["accept_code"]:
-            raise InputError(
-                "--accept-code needs --members; a plain run resumes with any code and with its own settings"
-            )
         return None
     if words["hosts"] is not None:
         raise InputError(

@@ -139,7 +139,7 @@ def train(
     paid: Annotated[bool, option("--paid", "With a fleet: pay for TPUs that no grant covers.", SWARM)] = False,
     yes: Annotated[bool, option("--yes", "With a fleet: rent its machines without asking.", SWARM)] = False,
     accept_code: Annotated[
-        bool, option("--accept-code", "Resume with changed code or settings, and record the change.", SWARM)
+        bool, option("--accept-code", "Resume with changed code, a swarm with changed settings, too.", KEPT)
     ] = False,
 ) -> None:
     """Train a recipe. Its own options work too: --lr 3e-4 --context 256.
@@ -194,7 +194,7 @@ def _trainer(asked: Asked, **options: Any) -> Any:
 
 def _plain(asked: Asked, words: dict[str, Any]) -> int | None:
     """Train in this process; the signal that stopped it."""
-    trainer = _trainer(asked, **{name: words[name] for name in ("hosts", "host", "hosts_at")})
+    trainer = _trainer(asked, **{name: words[name] for name in ("hosts", "host", "hosts_at", "accept_code")})
     if words["hosts"] is not None:
         _alone_on_stdout()
     recipe = asked.recipe

@@ -48,6 +48,7 @@ class Trainer:
     - overfit_batches: train and evaluate on the first so many batches alone, which a sound model learns by heart.
     - fast_dev_run: two steps, one batch of evaluation and a checkpoint, whatever length was asked for, in a run that is
       not kept; `run` is not touched.
+    - accept_code: resume a run with another loss, optimizer or schedule than it began with, and record that.
     - profile: trace a few steps for xprof and TensorBoard; wandb: the Weights & Biases project to log to.
     - hooks: your own functions, called between steps: `hooks=[Every(100, look)]`.
     - loggers: objects of yours that get every row of metrics.jsonl (train/look/outputs.py Logger).
@@ -74,6 +75,7 @@ class Trainer:
     deterministic: bool | None = None
     overfit_batches: int | None = None
     fast_dev_run: bool = False
+    accept_code: bool = False
     profile: bool = False
     wandb: str | None = None
     hooks: Sequence[Every] = ()
@@ -167,7 +169,7 @@ class Trainer:
                 raise InputError(f"several hosts save on a disk that they share, and {run} is a bucket: use its folder")
             folder = folder_for(str(run)) if run else None
             with taken(recipe, asked, folder, hosts, ends) as (directory, agreement):
-                session = prepare(directory, agreement, recipe, asked, tokens, epochs)
+                session = prepare(directory, agreement, recipe, asked, tokens, epochs, self.accept_code)
             display = self.display or auto_display(quiet=not agreement.leads)
             with agreement:
                 if isinstance(session, Result):

@@ -31,6 +31,7 @@ from tpuswarm.train.process.stop import held
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import Compiled, compile_step, place
 from tpuswarm.train.program.contract import program_of
+from tpuswarm.train.program.digest import is_another, step_digest
 from tpuswarm.train.program.largest_batch import AUTO, largest_batch
 from tpuswarm.train.program.request import BATCH, Request, default_batch
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
@@ -187,11 +188,18 @@ def resolve(
 
 
 def prepare(
-    run: Run, agreement: Agreement, recipe: Recipe, asked: dict[str, Any], tokens: int | None, epochs: float | None
+    run: Run,
+    agreement: Agreement,
+    recipe: Recipe,
+    asked: dict[str, Any],
+    tokens: int | None,
+    epochs: float | None,
+    accept_code: bool = False,
 ) -> Session | Result:
     """Resolve every setting, compile, and restore or make the state; of a run that is finished compile nothing.
 
-    asked: the settings of FIXED and FREE that the user named, None for the others. Raises InputError for anything
+    asked: the settings of FIXED and FREE that the user named, None for the others; accept_code: whether to go on with
+    another program than the run began with. Raises InputError for anything
     that cannot be done as asked.
     """
     devices = agreement.devices(asked["devices"])
@@ -211,6 +219,15 @@ def prepare(
     if settings["eval_batch"]:
         check_batch(settings["eval_batch"], len(devices), 1, name="eval_batch")
     agreement.agree(lambda: facts(recipe, settings, source))
+    with waiting(f"tracing {recipe.name}"):
+        program = step_digest(recipe, request(settings), devices[0].platform)
+    if is_another((config or {}).get("program", {}), program):
+        if not accept_code:
+            raise InputError(
+                f"{shown(run.folder)} began with another loss, optimizer or schedule than those of {recipe.name} now; "
+                "use another --run, or go on with these by --accept-code, which records the change"
+            )
+        notes.append("the loss, optimizer or schedule is another than before, as accepted")
     saved, damaged = _last_saved(run, agreement)
     last = last_event(run.folder)
     ended = ""
@@ -245,6 +262,14 @@ def prepare(
             shared = load_parameters(settings["init_from"], recipe, compiled, agreement.agree)
     written = configuration(recipe, settings) | {"chosen": chosen(compiled)}
     written["numerics"] = (config or {}).get("numerics") or numerics()
+    written["program"] = program or (config or {}).get("program", {})
+    first_row = {} if settings["data"] else {"first_row": _first_row(source)}
+    written["data"] = (config or {}).get("data") or first_row
+    if first_row and written["data"] != first_row:
+        notes.append(
+            "the first row of the data is another than when this run began: other data, another order, or random "
+            "changes of the rows, which no resumed run repeats"
+        )
 
     notes.insert(0, f"{choice.why}; {compiled.options.precision}")
     if asked["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
@@ -308,17 +333,22 @@ def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None
 def facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[str, str]:
     """What the hosts of one run have to agree on, by name."""
     options = {name: value for name, value in recipe.options().items() if name != "data"}  # what is in it counts
-    row = hashlib.sha256()
-    with blame("the data source failed"):
-        for name, array in sorted(rows_of(source, 0, 1).items()):  # a source need not give a digest
-            row.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
     return {
         "recipe": recipe.name,
         "recipe file": file_digest(recipe.target),
         **{f"{name} of {recipe.name}": str(value) for name, value in options.items()},
         **{name: str(value) for name, value in settings.items()},
-        "first row of the data": row.hexdigest(),
+        "first row of the data": _first_row(source),
     }
+
+
+def _first_row(source: Source) -> str:
+    """Its digest, for a source need not give one of all rows."""
+    row = hashlib.sha256()
+    with blame("the data source failed"):
+        for name, array in sorted(rows_of(source, 0, 1).items()):
+            row.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return row.hexdigest()
 
 
 def _first(*values: Any) -> Any:

@@ -85,6 +85,8 @@ class Config(_Table):
     may_change: _MayChange | None = None
     chosen: _Chosen | None = None
     numerics: dict[str, str] | None = None
+    program: dict[str, str] | None = None
+    data: dict[str, str] | None = None
     swarm: _Swarm | None = None
 
     @model_validator(mode="after")

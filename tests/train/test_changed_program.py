@@ -1,0 +1,132 @@
+"""A run directory that is resumed with another loss, optimizer or data than it began with."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tpuswarm import InputError, StreamSource, Trainer, supervised
+from tpuswarm.train.program.digest import step_digest
+from tpuswarm.train.program.request import Request
+from tpuswarm.train.run.directory import EVENTS, read_config, read_rows
+
+
+def recipe(scale=1.0, power=2, optimizer=None, schedule=None, data=None, held=None):
+    def loss(params, batch, key):
+        error = scale * jnp.abs(params["w"] - batch["x"].mean()) ** power
+        return error if held is None else error + (jnp.asarray(held) * params["w"]).sum()
+
+    data = {"x": np.linspace(0, 1, 16, dtype=np.float32)} if data is None else data
+    optimizer = optax.adam(0.1) if optimizer is None and schedule is None else optimizer or optax_sgd
+    return supervised(lambda key: {"w": jnp.full((), 2.0)}, loss, optimizer, data, schedule=schedule)
+
+
+def optax_sgd(rate, mask):
+    return optax.sgd(rate)
+
+
+def fit(folder, recipe, steps=2, **options):
+    return Trainer(devices=1, seed=0, **options).fit(recipe, steps=steps, batch=8, run=folder)
+
+
+CHANGES = {
+    "loss": (recipe(), recipe(power=4)),
+    "constant": (recipe(scale=1.0), recipe(scale=1.5)),
+    "array": (recipe(held=np.arange(3.0, dtype=np.float32)), recipe(held=np.ones(3, np.float32))),
+    "optimizer": (recipe(), recipe(optimizer=optax.adam(0.1, b2=0.99))),
+    "learning rate": (recipe(), recipe(optimizer=optax.adam(0.2))),
+    "schedule": (recipe(schedule=lambda step: 0.1), recipe(schedule=lambda step: 0.1 / (1 + step))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("ended", [False, True], ids=["resumed", "finished"])
+def test_another_program_is_refused_until_it_is_accepted(tmp_path, change, ended):
+    before, after = CHANGES[change]
+    loop = Trainer(devices=1, seed=0).steps(before, steps=4, batch=8, run=tmp_path / "run")
+    for _ in range(4 if ended else 2):
+        next(loop)
+    list(loop) if ended else loop.close()
+    with pytest.raises(InputError, match="began with another loss, optimizer or schedule"):
+        fit(tmp_path / "run", after, 4)
+    assert fit(tmp_path / "run", after, 4, accept_code=True).ended == "finished"
+    if not ended:
+        notes = [row["message"] for row in read_rows(tmp_path / "run" / EVENTS) if row["event"] == "note"]
+        assert any("another than before, as accepted" in each for each in notes)
+        fit(tmp_path / "run", after, 4)
+        with pytest.raises(InputError, match="began with another"):
+            fit(tmp_path / "run", before, 4)
+
+
+def test_the_same_program_goes_on_from_other_code_devices_and_forms(tmp_path):
+    fit(tmp_path / "run", recipe(), 2)
+
+    def loss(params, batch, key):  # of other lines and names
+        mean = batch["x"].mean()
+        return 1.0 * jnp.abs(params["w"] - mean) ** 2
+
+    data = {"x": np.linspace(0, 1, 16, dtype=np.float32)}
+    other = supervised(lambda key: {"w": jnp.full((), 2.0)}, loss, optax.adam(0.1), data)
+    for steps, options in enumerate(({"devices": 2}, {"devices": 2, "shard": "fsdp"}, {"devices": 1}), 3):
+        trainer = Trainer(seed=0, **options)
+        assert trainer.fit(other, steps=steps, batch=8, run=tmp_path / "run").step == steps
+
+
+DIGESTS = """
+import jax.numpy as jnp, numpy as np, optax
+import flax.linen as nn
+from tpuswarm import supervised
+from tpuswarm.train.program.digest import step_digest
+from tpuswarm.train.program.request import Request
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dropout(0.1, deterministic=not train)(nn.gelu(nn.LayerNorm()(nn.Dense(8)(x))))
+        return nn.MultiHeadDotProductAttention(2)(x[:, None])[:, 0].sum(-1)
+
+def loss(params, batch, key):
+    out = Net().apply(params, batch["x"], key is not None, rngs={} if key is None else {"dropout": key})
+    return optax.huber_loss(out).mean(), {"largest": jnp.abs(out).max()}
+
+data = {"x": np.ones((16, 4), np.float32)}
+made = supervised(lambda key: Net().init(key, data["x"], False), loss, optax.adamw(1e-3), data, float32="LayerNorm")
+print(step_digest(made, Request(8), "cpu")["step"])
+"""
+
+
+def test_digest_is_the_same_in_every_process():
+    def digest(seed):
+        environment = {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin"}
+        done = subprocess.run(
+            [sys.executable, "-c", DIGESTS], env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert digest("1") == digest("2") != ""
+
+
+def test_programs_are_compared_under_the_same_settings_of_jax_alone():
+    now = step_digest(recipe(), Request(8), "cpu")
+    with jax.default_matmul_precision("highest"):
+        assert step_digest(recipe(), Request(8), "cpu")["under"] != now["under"]
+    assert step_digest(recipe(), Request(8), "tpu")["under"] != now["under"]
+
+
+def test_first_row_of_a_stream_is_compared(tmp_path):
+    def stream(first):
+        rows = [{"x": np.float32(first + number)} for number in range(16)]
+        return recipe(data=StreamSource(lambda: iter(rows), batched=False))
+
+    fit(tmp_path / "run", stream(0), 2)
+    fit(tmp_path / "run", stream(0), 3)
+    said = "the first row of the data is another"
+    assert said not in (tmp_path / "run" / EVENTS).read_text()
+    fit(tmp_path / "run", stream(1), 4)
+    assert (tmp_path / "run" / EVENTS).read_text().count(said) == 1
+    assert set(read_config(tmp_path / "run")["data"]) == {"first_row"}

@@ -29,7 +29,7 @@ class Bare:
 
     def step(self, batch: Batch) -> Metrics:
         """One update; returns when it is dispatched."""
-        clock = Clock(self._key, np.int32(self.done), np.float32(min(1.0, self.done / self._steps)))
+        clock = Clock(self._key, np.int32(self.done), np.float32(min(1.0, self.done / self._steps)), np.float32(1))
         self.state, metrics = self.compiled.step(self.state, batch, clock)
         self.done += 1
         return metrics

@@ -113,7 +113,7 @@ def _cycle(
 
     def member(state: State, rows: Batch, tick: Ticks, left: jax.Array) -> State:
         batch = jax.tree.map(lambda leaf: leaf[tick.own], rows)
-        new, _ = program.step(state, batch, Clock(key, tick.number, tick.progress))
+        new, _ = program.step(state, batch, Clock(jax.random.fold_in(key, tick.number), tick.number, tick.progress))
         share = 1 - jnp.maximum(left - tick.own, 0) / RAMP
         small = jax.tree.map(
             lambda a, b: jnp.where(share < 1, a + share * (b - a), b), exchange.get(state), exchange.get(new)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tpuswarm.train.data.arrays import cpu_keys, shapes, to_jax, to_numpy, to_torch
     from tpuswarm.train.data.source import ArraySource
     from tpuswarm.train.look.outputs import Logger
-    from tpuswarm.train.loop.hooks import EarlyStopping, Every, Step, Stop
+    from tpuswarm.train.loop.hooks import EarlyStopping, Every, ReduceOnPlateau, ScaleLearningRate, Step, Stop
     from tpuswarm.train.loop.result import Result
     from tpuswarm.train.recipe import Average, Clock, Exchange, Options, Parameter, Program, Recipe, Source, Weighted
     from tpuswarm.train.run.trees import load, save
@@ -35,8 +35,10 @@ _HOME = {
     "Parameter": "train.recipe",
     "Program": "train.recipe",
     "Recipe": "train.recipe",
+    "ReduceOnPlateau": "train.loop.hooks",
     "Result": "train.loop.result",
     "RunFailed": "errors",
+    "ScaleLearningRate": "train.loop.hooks",
     "Source": "train.recipe",
     "Step": "train.loop.hooks",
     "Stop": "train.loop.hooks",
@@ -69,8 +71,10 @@ __all__ = [
     "Parameter",
     "Program",
     "Recipe",
+    "ReduceOnPlateau",
     "Result",
     "RunFailed",
+    "ScaleLearningRate",
     "Source",
     "Step",
     "Stop",

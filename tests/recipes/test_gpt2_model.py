@@ -49,7 +49,7 @@ def plain(params):
 
 
 def clock(step):
-    return Clock(jax.random.key(0), np.int32(step), np.float32(0))
+    return Clock(jax.random.fold_in(jax.random.key(0), step), np.int32(step), np.float32(0))
 
 
 def test_124m_step_lowers_for_cuda_with_cudnn_attention_and_unrolled_layers(monkeypatch):

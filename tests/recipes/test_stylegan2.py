@@ -29,7 +29,7 @@ def one(recipe):
 
 
 def clock(step):
-    return Clock(jax.random.key(5), np.int32(step), np.float32(0))
+    return Clock(jax.random.fold_in(jax.random.key(5), step), np.int32(step), np.float32(0))
 
 
 def rows(recipe, step):

@@ -97,3 +97,37 @@ def test_biases_and_scales_of_stacked_layers_do_not_decay():
     names |= {"ln.weight": True, "norm/gamma": False}
     found = usual_decay({name: np.ones((4, 2), np.float32) for name in names})
     assert found == names
+
+
+def noisy_quadratic(params, batch, key):
+    noise = 0.0 if key is None else jax.random.normal(key, (2,))
+    return jnp.square(params["w"] - jnp.array([1.0, -2.0]) + noise).sum() + 0 * batch["x"].sum()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "freeze"), [(lambda each: each, None), (lambda each: optax.chain(optax.clip(10.0), each), "frozen")]
+)
+def test_schedule_free_optimizers_are_evaluated_at_their_average(tmp_path, wrap, freeze):
+    optimizer = wrap(optax.contrib.schedule_free_sgd(0.2))
+    splits = {"train": DATA, "validation": DATA}
+
+    def init(key):
+        return {"w": jnp.full(2, 9.0)} | ({"frozen": jnp.ones(3)} if freeze else {})
+
+    recipe = supervised(init, noisy_quadratic, optimizer, splits)
+    result = Trainer(devices=1, freeze=freeze).fit(recipe, steps=60, batch=8, run=tmp_path / "run")
+    params, opt = result.state.params, result.state.opt[1] if freeze else result.state.opt
+    average = optax.contrib.schedule_free_eval_params(opt, {"w": params["w"]} | ({"frozen": None} if freeze else {}))
+    at_average, at_training = (
+        float(noisy_quadratic({"w": each["w"]}, {"x": jnp.zeros(8)}, None)) for each in (average, params)
+    )
+    assert result.metrics["eval_loss"] == pytest.approx(at_average, rel=1e-5)
+    assert at_average < at_training
+
+
+def test_schedule_free_part_of_an_optimizer_is_refused(tmp_path):
+    parts = {"a": optax.contrib.schedule_free_sgd(0.1), "b": optax.sgd(0.1)}
+    optimizer = optax.multi_transform(parts, {"a": "a", "b": "b"})
+    recipe = supervised(lambda key: {"a": jnp.ones(2), "b": jnp.ones(2)}, quadratic, optimizer, DATA)
+    with pytest.raises(InputError, match="schedule-free optimizer averages all parameters"):
+        Trainer(devices=1).fit(recipe, steps=2, batch=8, run=tmp_path / "run")

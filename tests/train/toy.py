@@ -78,4 +78,4 @@ def trainer(**options):
 
 
 def clock(step=0, progress=0.0, seed=0):
-    return Clock(jax.random.key(seed), np.int32(step), np.float32(progress))
+    return Clock(jax.random.fold_in(jax.random.key(seed), step), np.int32(step), np.float32(progress))

@@ -70,6 +70,13 @@ def keep(tree: Any, wanted: Any) -> Any:
     return jax.tree.map(lambda leaf, want: leaf if want else None, tree, wanted)
 
 
+def like(tree: Any, part: Any) -> Any:
+    """`tree` with None wherever `part`, a tree made by `keep`, has it."""
+    return jax.tree.map(
+        lambda kept, leaf: None if kept is None else leaf, part, tree, is_leaf=lambda node: node is None
+    )
+
+
 def overlay(tree: Any, part: Any) -> Any:
     """`tree` with the leaves of `part` (a tree made by `keep`) in their places."""
     return jax.tree.map(

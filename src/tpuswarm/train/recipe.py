@@ -94,13 +94,15 @@ class Options:
 class Clock(NamedTuple):
     """The position of a step in its run, passed in by the host.
 
-    key: the run's typed PRNG key, the same at every step (fold `step` into it); step: int32, updates done before this
-    one; progress: float32, the share of the run's tokens consumed before this step, 0 to 1.
+    key: a typed PRNG key, another at every step; step: int32, updates done before this one; progress: float32, the
+    share of the run's tokens consumed before this step, 0 to 1; lr_scale: float32, by what the hooks of the run have
+    multiplied the learning rate so far.
     """
 
     key: "jax.Array"
     step: "jax.Array | np.int32"
     progress: "jax.Array | np.float32"
+    lr_scale: "jax.Array | np.float32 | float" = 1.0
 
 
 class Average(NamedTuple):

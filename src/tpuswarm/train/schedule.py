@@ -1,7 +1,7 @@
-"""Learning-rate schedules: functions of progress, or of the number of updates, as optax's are."""
+"""Learning-rate schedules, functions of progress or of the number of updates; what an optimizer has instead."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ STILL, MOVING = 0.02, 0.1
 """Shares of the largest rate: a schedule that changes by less stands still, one that changes by more moves."""
 COUNTING = ("ScaleByScheduleState", "WrappedScheduleState")
 """Types of optax's states that count the steps of a schedule."""
+SCHEDULE_FREE = "ScheduleFreeState"
+"""The type of optax's state that holds what gives the average of the parameters."""
 
 
 def in_steps(schedule: Callable[..., Any]) -> bool:
@@ -50,5 +52,18 @@ def check_schedule(schedule: Callable[..., Any]) -> None:
 
 def counts_steps(opt: Any) -> bool:
     """Whether an optimizer's state counts its steps for a schedule of its own."""
-    parts = jax.tree.leaves(opt, is_leaf=lambda part: type(part).__name__ in COUNTING)
-    return any(type(part).__name__ in COUNTING for part in parts)
+    return bool(_parts(opt, COUNTING))
+
+
+def averaged_by(opt: Any) -> Any:
+    """The state of optax's schedule-free wrapper in that of an optimizer; None where there is none."""
+    return next(iter(_parts(opt, (SCHEDULE_FREE,))), None)
+
+
+def _parts(opt: Any, names: Sequence[str]) -> list[Any]:
+    """The parts of an optimizer's state whose types have one of these names."""
+
+    def is_one(part: Any) -> bool:
+        return type(part).__name__ in names
+
+    return [part for part in jax.tree.leaves(opt, is_leaf=is_one) if is_one(part)]

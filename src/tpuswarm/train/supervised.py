@@ -45,7 +45,7 @@ from tpuswarm.train.recipe import (
     Recipe,
     Source,
 )
-from tpuswarm.train.schedule import check_schedule, counts_steps, in_steps
+from tpuswarm.train.schedule import averaged_by, check_schedule, counts_steps, in_steps
 from tpuswarm.train.trained import refuse_statistics, usual_decay
 from tpuswarm.train.user_code import line_of, require_call
 
@@ -137,11 +137,27 @@ class SupervisedProgram(Program):
         trained = paths.keep(params, self._trained(params))
         refuse_statistics(trained, line_of(self._init))
         opt = self._transformation(0.0, params).init(trained)
+        found = averaged_by(opt)
+        if found is not None and paths.leaf_paths(found.z) != paths.leaf_paths(trained):
+            raise InputError(
+                "a schedule-free optimizer averages all parameters that are trained, and here it is a part of another "
+                "optimizer: make it the whole one, and keep the other parameters with --freeze"
+            )
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
 
-    def has_own_schedule(self, state: TrainState) -> bool:
-        """Whether the optimizer counts its steps for a schedule that it was made with."""
-        return counts_steps(state.opt)
+    def alone_because(self, state: TrainState) -> str:
+        """Why the optimizer is for one member of a swarm alone, and the way out; empty where it is not."""
+        if counts_steps(state.opt):
+            return (
+                "has a schedule of its own, which each member would run through by its own steps: give it as "
+                "schedule=, and the optimizer as a function of (learning_rate, decay_mask)"
+            )
+        if averaged_by(state.opt):
+            return (
+                "is schedule-free: its average of the parameters is each member's own; use another, with a schedule "
+                "or --ema"
+            )
+        return ""
 
     def weights(self) -> Any:
         """The parameters that a recipe holds already, in the form of `exchange().get`."""
@@ -151,9 +167,7 @@ class SupervisedProgram(Program):
         """Gradient, clipping, optimizer, moving average; nothing changes if no row counts (COUNTS is then 0)."""
         params = state.params
         trained = paths.keep(params, self._trained(params))
-        total, count, grads, extra = self._gradient(
-            params, trained, state.extra, batch, jax.random.fold_in(clock.key, clock.step)
-        )
+        total, count, grads, extra = self._gradient(params, trained, state.extra, batch, clock.key)
         metrics, any_counts = means(total, count), counts(total)
         grads = jax.tree.map(jnp.conj, mean_gradient(grads, total, count))  # JAX conjugates those of complex parameters
         norm = optax.tree.norm(grads)
@@ -164,19 +178,20 @@ class SupervisedProgram(Program):
         rate: Any = None
         if self._schedule is not None:
             position = clock.step if self.has_step_schedule else clock.progress
-            rate = jnp.asarray(self._schedule(jnp.asarray(position)), jnp.float32)
+            rate = jnp.asarray(self._schedule(jnp.asarray(position)), jnp.float32) * clock.lr_scale
             metrics["lr"] = rate
 
         def value(trained: Any) -> jax.Array:
             """The loss of the whole batch at once, for the line search of an optimizer that has one."""
-            key = jax.random.fold_in(clock.key, clock.step)
-            return means(self._terms(paths.overlay(params, trained), state.extra, batch, key)[0], 1)["loss"]
+            return means(self._terms(paths.overlay(params, trained), state.extra, batch, clock.key)[0], 1)["loss"]
 
         transformation = optax.with_extra_args_support(self._transformation(rate, params))
         with jax.numpy_dtype_promotion("standard"):  # optax's updates do not pass the strict rules
             updates, opt = transformation.update(
                 grads, state.opt, trained, value=metrics["loss"], grad=grads, value_fn=value
             )
+            if self._schedule is None:  # its learning rate is its own: what it makes of it is scaled
+                updates = jax.tree.map(lambda update: update * jnp.asarray(clock.lr_scale, update.dtype), updates)
             trained = optax.apply_updates(trained, updates)
         ema = state.ema
         if self._options.ema is not None:
@@ -198,7 +213,7 @@ class SupervisedProgram(Program):
         return jax.grad(loss)(trained)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """Loss and metrics of the moving average where there is one, else of the parameters."""
+        """Loss and metrics of the parameters for inference."""
         return self._terms(inference_params(state), state.extra, batch, None)[0]
 
     def batch_spec(self, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -298,10 +313,13 @@ def _state(params: Any, opt: Any, ema: Any, extra: Any) -> TrainState:
 
 
 def inference_params(state: TrainState) -> Any:
-    """The parameters to evaluate and sample with: the moving average where there is one."""
-    if state.ema is None:
-        return state.params
-    averaged = paths.overlay(state.params, state.ema)
+    """The parameters to evaluate and sample with: the moving average, or that of a schedule-free optimizer, if any."""
+    average = state.ema
+    if average is None:
+        if (found := averaged_by(state.opt)) is None:
+            return state.params
+        average = optax.contrib.schedule_free_eval_params(found, paths.like(state.params, found.z))
+    averaged = paths.overlay(state.params, average)
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), averaged, state.params)
 
 

@@ -80,7 +80,8 @@ def train_by_hand(program, source, arm: Arm, batch: int, steps: int, seed: int) 
                 rows = member["life"].next_rows
                 ((first, _),) = rows.ranges
                 done, whole = member["life"].progress
-                clock = Clock(step_key, np.int32(first // rows_of_step), np.float32(done / whole))
+                number = np.int32(first // rows_of_step)
+                clock = Clock(jax.random.fold_in(step_key, number), number, np.float32(done / whole))
                 member["state"], _ = step(member["state"], source.rows(first, rows_of_step), clock)
                 member["life"] = books.trained(member["life"], rows)
             adopt(member)
@@ -144,7 +145,8 @@ def test_members_with_cycles_of_one_sgd_step_are_one_member_on_whole_batches():
     init_key, step_key = jax.random.split(jax.random.key(3))
     state, step = program.init(init_key), jax.jit(program.step)
     for at in range(12):
-        state, _ = step(state, source.rows(at * 8, 8), Clock(step_key, np.int32(at), np.float32(at / 12)))
+        clock = Clock(jax.random.fold_in(step_key, at), np.int32(at), np.float32(at / 12))
+        state, _ = step(state, source.rows(at * 8, 8), clock)
     for cycle, tolerance in [((4,), 1e-6), ((1,) * 2, 1e-5)]:  # contributions of two members are not clipped
         swarm = simulate(program, source, Arm(cycle, Outer("average")), batch=8, steps=12, seed=3)
         np.testing.assert_allclose(swarm.params["w"], state.params["w"], rtol=0, atol=tolerance)

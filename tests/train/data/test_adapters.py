@@ -4,13 +4,14 @@ import json
 from random import Random
 from typing import ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from tests.train import toy
 from tpuswarm import ArraySource, IndexedSource, InputError, StreamSource, Trainer, supervised
-from tpuswarm.train.run.directory import METRICS, read_rows
+from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
 ROWS = toy.data()
 NAMES = ["x", "y"]
@@ -210,3 +211,28 @@ def recipe_data(data):
 def test_unreadable_data_is_refused_with_the_reason(make, words):
     with pytest.raises(InputError, match=words):
         make()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_stream_that_ends_before_its_rows_per_epoch_is_reported(tmp_path, batched):
+    """A run is told; an evaluation would count rows twice."""
+
+    def stream(rows_per_epoch):
+        x = np.arange(12, dtype=np.float32)
+        items = [{"x": part, "y": part} for part in (x.reshape(3, 4) if batched else x)]
+        return StreamSource(lambda: iter(items), batched=batched, rows_per_epoch=rows_per_epoch)
+
+    def fit(training, held, folder, **options):
+        data = {"train": stream(training)} | ({"validation": stream(held)} if held else {})
+        loss = lambda params, batch, key: jnp.square(params["w"] * batch["x"] - batch["y"]).mean()  # noqa: E731
+        recipe = supervised(lambda key: {"w": jnp.zeros(())}, loss, optax.sgd(1e-3), data)
+        Trainer(devices=1, **options).fit(recipe, steps=6, batch=4, run=tmp_path / folder)
+        return (tmp_path / folder / EVENTS).read_text().count("the stream ended after 12 rows, fewer than its rows_per")
+
+    assert fit(20, None, "long") == 1
+    assert fit(12, 12, "right", eval_every=2) == 0
+    assert fit(8, None, "short") == 0
+    with pytest.raises(
+        InputError, match=r"ended after 12 rows, and its rows_per_epoch is 20: .* give rows_per_epoch=12"
+    ):
+        fit(12, 20, "evaluated", eval_every=2)

@@ -84,7 +84,7 @@ class StyleGAN2Program(Program):
 
     def step(self, state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
         """One update of each network and the regularisers whose turn it is, then the averages."""
-        keys = jax.random.split(jax.random.fold_in(clock.key, clock.step), 4)
+        keys = jax.random.split(clock.key, 4)
         real = pixels(batch["pictures"])
         self._require_groups(len(real))
         with self._computing():

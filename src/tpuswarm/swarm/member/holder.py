@@ -92,7 +92,7 @@ class ProgramHolder:
         ((start, stop),) = rows.ranges
         batch = self._feed.next(rows, ahead)
         number = start // (stop - start)
-        clock = Clock(self._key, np.int32(number), np.float32(progress[0] / progress[1]))
+        clock = Clock(self._key, np.int32(number), np.float32(progress[0] / progress[1]), np.float32(1))
         with StepTraceAnnotation("train", step_num=number):
             if self._ramp_left:
                 metrics = self._ramped_step(batch, clock)

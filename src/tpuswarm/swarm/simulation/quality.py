@@ -197,7 +197,8 @@ def train(
 
     def member(state: State, rows: Batch, tick: Ticks) -> State:
         batch = jax.tree.map(lambda leaf: leaf[tick.own], rows)
-        new, _ = program.step(state, batch, Clock(key, tick.number, tick.progress))
+        clock = Clock(jax.random.fold_in(key, tick.number), tick.number, tick.progress)
+        new, _ = program.step(state, batch, clock)
         if (active := tick.active) is None:
             return new
         return jax.tree.map(lambda then, now: jnp.where(active, then, now), new, state)

@@ -159,11 +159,8 @@ def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int
     rate = swarm.outer_lr if swarm.outer_lr is not None else stored.get("outer_lr") if same else None
     if outer == "average" and rate is not None:
         raise InputError(f"--outer average takes no --outer-lr ({rate}); leave one of them out")
-    if sizes.has_own_schedule and not stored and members + (swarm.expect or 0) > 1:
-        raise InputError(
-            f"the optimizer of {recipe.name} has a schedule of its own, which each member would run through by its own "
-            "steps: give it as schedule=, and the optimizer as a function of (learning_rate, decay_mask)"
-        )
+    if sizes.alone_because and not stored and members + (swarm.expect or 0) > 1:
+        raise InputError(f"the optimizer of {recipe.name} {sizes.alone_because}")
     form: Any = swarm.quantize or stored.get("quantize") or "plain"
     if sizes.statistics and form != "plain":
         raise InputError(

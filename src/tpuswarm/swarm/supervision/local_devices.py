@@ -94,8 +94,8 @@ class Sizes(NamedTuple):
     """The paths of arrays that are exchanged and not trained: running averages."""
     average: Average | None = None
     """The moving average of the parameters that it keeps."""
-    has_own_schedule: bool = False
-    """Whether its optimizer counts steps for a schedule."""
+    alone_because: str = ""
+    """Why its optimizer is for one member alone, and the way out; empty where it is not."""
 
 
 def sizes(recipe: Recipe, ema: float | None) -> Sizes:
@@ -108,8 +108,8 @@ def sizes(recipe: Recipe, ema: float | None) -> Sizes:
     told = zip(leaf_paths(exchanged), program.parameters(state), strict=True)
     statistics = tuple(path for path, each in told if each.statistic)
     whole = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
-    has_own_schedule = isinstance(program, SupervisedProgram) and program.has_own_schedule(state)
-    return Sizes(sum(shared), max(shared), whole, statistics, program.exchange().average, has_own_schedule)
+    alone_because = program.alone_because(state) if isinstance(program, SupervisedProgram) else ""
+    return Sizes(sum(shared), max(shared), whole, statistics, program.exchange().average, alone_because)
 
 
 def _bytes(leaf: Any) -> int:

@@ -112,6 +112,10 @@ class StreamSource:
         self._positions: list[dict[str, Any]] = []
         if rows_per_epoch is not None:
             self.rows_per_epoch = rows_per_epoch
+        self.ended_after: int | None = None
+        """Rows of a pass over the data that ended before `rows_per_epoch`."""
+        self._passed: int | None = None
+        """Rows of this pass so far; None where it did not begin at the first."""
         self._items: Iterator[Any] = iter(())
         self._held: list[ArrayRows] = []
         self._last: tuple[int, ArrayRows] | None = None
@@ -151,13 +155,13 @@ class StreamSource:
                 "data; give what the run was begun with, or begin another run"
             )
         methods[1](decoded(position["state"]))
-        self._made, self._items = made, iter(made)
+        self._made, self._items, self._passed = made, iter(made), None
         self._held, self._last, self._next, self._positions = [], None, position["row"], []
 
     def _begin(self) -> None:
         """A new pass over the data."""
         self._made = self._data() if callable(self._data) else self._data
-        self._items = iter(self._made)
+        self._items, self._passed = iter(self._made), 0
 
     def _remember(self, row: int) -> None:
         """The position before the next item, which begins with `row`."""
@@ -200,16 +204,23 @@ class StreamSource:
         for _ in range(2):
             for item in self._items:
                 if not self._batched:
-                    return stacked([item], self._names)
+                    return self._counted(stacked([item], self._names))
                 # A copy: the data may fill the same arrays again for its next item.
                 part = {name: copied(value) for name, value in _named(item, self._names).items()}
                 sizes = {name: array.shape[:1] for name, array in part.items()}
                 if len(set(sizes.values())) != 1 or () in sizes.values():
                     raise InputError(f"a batch of the stream has arrays of different rows: {sizes}; use batched=False")
                 if sizes[next(iter(sizes))] != (0,):
-                    return part
+                    return self._counted(part)
+            if self._passed and self._passed < getattr(self, "rows_per_epoch", 0):
+                self.ended_after = self._passed
             self._begin()
         raise InputError("the stream has no rows: it ended as soon as it began")
+
+    def _counted(self, part: ArrayRows) -> ArrayRows:
+        if self._passed is not None:
+            self._passed += len(next(iter(part.values())))
+        return part
 
 
 BYTES = "base64"

@@ -127,6 +127,11 @@ def evaluate(
             if not is_alone:
                 return None
             rows = read_batch(source, spec, split if part.split else whole, part.first)
+        if (ended := getattr(source, "ended_after", None)) is not None:
+            raise InputError(
+                f"the held-out stream ended after {ended:,} rows, and its rows_per_epoch is {source.rows_per_epoch:,}: "
+                f"an evaluation would count rows twice; give rows_per_epoch={ended}"
+            )
         found.append(placed.evaluate(state, rows))
         if index >= 2:
             jax.block_until_ready(found[index - 2])  # at most two batches wait on the devices

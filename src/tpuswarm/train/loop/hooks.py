@@ -4,10 +4,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from tpuswarm.config.units import Interval, check_number, parse_every
 from tpuswarm.errors import InputError
+from tpuswarm.train.paths import by_path
 from tpuswarm.train.recipe import State
 from tpuswarm.train.run.best import Best
 from tpuswarm.train.user_code import blame, require_call
@@ -36,8 +38,8 @@ class Stop(NamedTuple):
 class Every(NamedTuple):
     """`call(step)` every so many steps (100), after so much time ("5m") or each "evaluation", and at the run's end.
 
-    What it returns counts where it is a Stop, a text (a sample, for the report and the screen) or a picture, uint8
-    (height, width, 3), which goes to the run's folder and TensorBoard.
+    What it returns counts where it is a Stop, a ScaleLearningRate, a text (for the report and the screen) or a picture,
+    uint8 (height, width, 3), which goes to the run's folder and TensorBoard.
 
     Its Step is of one moment: the row of the newest update, with the figures of the newest evaluation, and the state
     right after that update, which is good until the function returns. On several hosts each calls it.
@@ -47,8 +49,17 @@ class Every(NamedTuple):
     call: Callable[[Step], Any]
 
 
-class EarlyStopping:
-    """`Every("evaluation", EarlyStopping())`: ends the run after `patience` of them without a better figure.
+class ScaleLearningRate(NamedTuple):
+    """What a hook returns to multiply the learning rate from here on, also after the run was resumed.
+
+    For recipes of `supervised`; of an optimizer that was made with its rate, the updates are multiplied.
+    """
+
+    factor: float
+
+
+class Patience:
+    """Counts evaluations without a better figure.
 
     metric: `eval_loss`, or `eval_accuracy:max` where the highest is best; least: a smaller step is no improvement. A
     process that resumes the run counts anew.
@@ -68,15 +79,42 @@ class EarlyStopping:
         """Raise InputError where the metric is not among these, the figures of a run."""
         self._best.require(names)
 
-    def __call__(self, step: Step) -> Stop | None:
-        """Look at one evaluation; InputError where it lacks the figure."""
+    def ran_out(self, step: Step) -> bool:
+        """Whether an evaluation is the last of `patience` without a better figure; InputError where it lacks it."""
         self._best.require(step.row)
         if not self._best.has(step.row):
-            return None
+            return False
         self._waited = 0 if self._best.better(step.row, self._least) else self._waited + 1
-        if self._waited < self._patience:
+        return self._waited == self._patience
+
+
+class EarlyStopping(Patience):
+    """`Every("evaluation", EarlyStopping())`: ends the run after `patience` of them without a better figure."""
+
+    def __call__(self, step: Step) -> Stop | None:
+        """Look at one evaluation."""
+        if not self.ran_out(step):
             return None
         return Stop(f"{self._metric} was no better in {self._patience} evaluations than at step {self._best.step}")
+
+
+class ReduceOnPlateau(Patience):
+    """`Every("evaluation", ReduceOnPlateau())`: multiplies the rate by `factor` where EarlyStopping would stop.
+
+    It then counts anew, from the best figure so far.
+    """
+
+    def __init__(self, metric: str = "eval_loss", factor: float = 0.1, patience: int = 3, least: float = 0.0):
+        super().__init__(metric, patience, least)
+        check_number(factor, "factor", above=0)
+        self._factor = factor
+
+    def __call__(self, step: Step) -> ScaleLearningRate | None:
+        """Look at one evaluation."""
+        if not self.ran_out(step):
+            return None
+        self._waited = 0
+        return ScaleLearningRate(self._factor)
 
 
 class Hooks:
@@ -91,11 +129,12 @@ class Hooks:
             if not isinstance(each, Every):
                 raise InputError(f"hooks are given as [Every(100, function)], not as a {type(each).__name__}")
             require_call(each.call, "hook", "step")
-            if isinstance(each.call, EarlyStopping):
+            if isinstance(each.call, Patience):
                 if each.every != EVALUATION:
+                    name = type(each.call).__name__
                     raise InputError(
-                        f'EarlyStopping counts evaluations: give it as Every("{EVALUATION}", EarlyStopping()), not '
-                        f"as Every({each.every!r}, …); eval_every says how often they are"
+                        f'{name} counts evaluations: give it as Every("{EVALUATION}", {name}()), not as '
+                        f"Every({each.every!r}, …); eval_every says how often they are"
                     )
                 each.call.begin()
         self._hooks = [(_interval(each.every), each.call) for each in hooks]
@@ -106,7 +145,7 @@ class Hooks:
     def require(self, names: Collection[str]) -> None:
         """Raise InputError where one of them reads a figure that is not among these."""
         for _, call in self._hooks:
-            if isinstance(call, EarlyStopping):
+            if isinstance(call, Patience):
                 call.require(names)
 
     def due(self, step: int) -> list[int]:
@@ -130,10 +169,29 @@ class Hooks:
         """What each of those returns, by its number; InputError, with its line, where one fails."""
         found: dict[int, Any] = {}
         for index in due:
+            given = copied(state)
             with blame(f"a hook failed at step {row['step']}"):
-                found[index] = _required(self._hooks[index][1](Step(dict(row), state)))
+                found[index] = _required(self._hooks[index][1](Step(dict(row), given)))
+            require_unchanged(given, state)
             self._called[index], self._called_at[index] = time.monotonic(), row["step"]
         return found
+
+
+def copied(state: State) -> State:
+    """A state of the same arrays for the user's code: what it changes in its dicts is not trained."""
+    return jax.tree.map(lambda leaf: leaf, state)
+
+
+def require_unchanged(given: State, state: State) -> None:
+    """Raise InputError, naming the first, where the user's code has replaced arrays in its copy of a state."""
+    now, before = by_path(given), by_path(state)
+    for path in now.keys() | before.keys():
+        if now.get(path) is not before.get(path):
+            raise InputError(
+                f"the state that a hook or a loop gets is to be looked at, and {path} in it was replaced: for another "
+                "learning rate return ScaleLearningRate(factor), or use ReduceOnPlateau; the rest is a matter of loss "
+                "and optimizer"
+            )
 
 
 def _required(returned: Any) -> Any:

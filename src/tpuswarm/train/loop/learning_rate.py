@@ -73,7 +73,8 @@ def find_lr(
     tried: list[tuple[float, float]] = []
     for step in range(steps):
         batch = read_batch(source, spec, sharding, step * request.batch)
-        state, metrics = compiled.step(state, batch, Clock(step_key, np.int32(step), np.float32(step / steps)))
+        clock = Clock(step_key, np.int32(step), np.float32(step / steps), np.float32(1))
+        state, metrics = compiled.step(state, batch, clock)
         rate, loss = float(metrics["lr"]), float(metrics["loss"])
         if not metrics.get(COUNTS, True):
             continue

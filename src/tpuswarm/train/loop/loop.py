@@ -13,7 +13,7 @@ from jax.profiler import StepTraceAnnotation
 
 from tpuswarm.config.shown import unit
 from tpuswarm.config.units import Interval, parse_every
-from tpuswarm.errors import RunFailed, TpuswarmError, first_line
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError, first_line
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.diagnose import times
@@ -24,9 +24,9 @@ from tpuswarm.train.look.outputs import Logger, Outputs
 from tpuswarm.train.look.profile import TRACE, Profiler
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.loop.finite import not_finite
-from tpuswarm.train.loop.hooks import Hooks, Step, Stop
+from tpuswarm.train.loop.hooks import Hooks, ScaleLearningRate, Step, Stop, copied, require_unchanged
 from tpuswarm.train.loop.result import Result, figures, last_row
-from tpuswarm.train.loop.session import Session
+from tpuswarm.train.loop.session import LR_SCALE, Session
 from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.optional import ShowsPicture, sampled
 from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, last_words
@@ -64,7 +64,8 @@ class Loop:
         self._wandb, self._loggers, self._eval_batches = wandb, loggers, eval_batches
         self._enough = ""
         """Why a hook ended the run."""
-        self._has_noted_uncounted = False
+        self._noted: set[str] = set()
+        """The kinds of notes that are written once."""
         every = session.settings["eval_every"]
         self._eval_every = Interval() if every is None else parse_every(every, "eval_every")
         self._save_every, self._hooks = parse_every(session.settings["save_every"], "save_every"), hooks
@@ -89,7 +90,10 @@ class Loop:
         self._agreement.tell(self._slow, self._cut_short)
         try:
             self._open()
-            yield from self._train()
+            for step in self._train():
+                given = copied(step.state)
+                yield step._replace(state=given)
+                require_unchanged(given, step.state)
             if (self._enough or self._done == self._session.steps) and (ended := (yield from self._finish())):
                 return self._result("finished", ended, None)
             asked = self._agreement.asked
@@ -280,9 +284,11 @@ class Loop:
         else:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not values.pop(COUNTS, True):
-            self._note_once(UNCOUNTED.format(f"step {step}", "changes nothing"))
+            self._note_once("uncounted", UNCOUNTED.format(f"step {step}", "changes nothing"))
         elif not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")):
             self._fail_not_finite(step, f"loss {values['loss']}, gradient norm {values.get('grad_norm', 'unknown')}")
+        if (ended := getattr(self._session.source, "ended_after", None)) is not None:
+            self._note_once("stream", f"the stream ended after {ended:,} rows, fewer than its rows_per_epoch")
         now = time.monotonic()
         tokens = self._session.tokens_per_step
         row = {
@@ -310,7 +316,7 @@ class Loop:
             return []
         values, rows = found
         if "loss" not in values:
-            self._note_once(UNCOUNTED.format(f"the evaluation at step {self._done}", "has no loss"))
+            self._note_once("uncounted", UNCOUNTED.format(f"the evaluation at step {self._done}", "has no loss"))
         elif not math.isfinite(values["loss"]):
             self._fail_not_finite(self._done, f"held-out loss {values['loss']}")
         if jax.process_count() == 1 and isinstance(session.recipe, ShowsPicture):
@@ -345,7 +351,24 @@ class Loop:
         if returned and not self._enough:
             wanted = [str(found.reason) for found in returned.values() if isinstance(found, Stop)]
             self._enough = self._agreement.same("deciding whether a hook ends the run", "; ".join(wanted))
+        if returned:
+            factors = [float(found.factor) for found in returned.values() if isinstance(found, ScaleLearningRate)]
+            factor = self._agreement.same("multiplying the learning rate", math.prod(factors))
+            if factor != 1:
+                self._scale(factor)
         self._read_at += time.monotonic() - start  # speed is that of training alone
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the learning rate; InputError for a program whose steps do not look at it."""
+        session = self._session
+        if not session.compiled.scales_learning_rate:
+            raise InputError(
+                f"a hook multiplies the learning rate, and the steps of {session.recipe.name} do not use "
+                "clock.lr_scale: multiply by it in Program.step"
+            )
+        session.lr_scale *= factor
+        message = f"the learning rate is multiplied by {factor:g}, in all by {session.lr_scale:g}"
+        self._outputs.tell(self._done, LR_SCALE, message, total=session.lr_scale)
 
     def _write(self, row: dict[str, Any]) -> Step:
         self._outputs.row(row)
@@ -403,10 +426,10 @@ class Loop:
     def _traced(self, message: str | None) -> None:
         self._outputs.tell(self._done, TRACE, message)
 
-    def _note_once(self, message: str) -> None:
-        """Tell the user, the first time only, that no row of a batch or of all held-out rows counted."""
-        if not self._has_noted_uncounted:
-            self._has_noted_uncounted = True
+    def _note_once(self, kind: str, message: str) -> None:
+        """Tell the user, the first time only."""
+        if kind not in self._noted:
+            self._noted.add(kind)
             self._outputs.tell(self._done, "note", message)
 
     def _event(self, event: str, message: str) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,12 +37,14 @@ from tpuswarm.train.program.request import BATCH, Request, default_batch
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import Best
-from tpuswarm.train.run.directory import FollowedRun, Run
+from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
 from tpuswarm.train.run.life import last_event
 from tpuswarm.train.run.loaded import load_parameters
 from tpuswarm.train.settings import FIXED, FREE, HABITS, check_batch, count_steps, differences, refuse_differences
 from tpuswarm.train.user_code import blame, file_digest
 
+LR_SCALE = "lr_scale"
+"""The event by which hooks multiply the learning rate; `total`: by what, all of them together."""
 STEPS = 1_000
 """For a recipe that wants nothing else."""
 
@@ -64,6 +66,8 @@ class Session:
     first_step: int
     wall_s: float
     """Seconds of training before this process."""
+    lr_scale: float
+    """By what hooks have multiplied the learning rate."""
     save_seconds: float | None
     """What the checkpoint gone on from took to save."""
     step_key: jax.Array
@@ -91,7 +95,7 @@ class Session:
 
     def clock(self, step: int) -> Clock:
         """The clock of the step after `step` updates; progress = steps so far / steps of the run."""
-        return Clock(self.step_key, np.int32(step), np.float32(step / self.steps))
+        return Clock(self.step_key, np.int32(step), np.float32(step / self.steps), np.float32(self.lr_scale))
 
     def position(self, step: int) -> Any:
         """Where the data goes on after `step` updates; None where it has no positions, or each host one of its own."""
@@ -287,11 +291,12 @@ def prepare(
         )
     notes += changed_numerics(written["numerics"])
     init_key, step_key = jax.random.split(run_key(settings["seed"]))
-    first_step, wall_s, save_seconds = 0, 0.0, None
+    first_step, wall_s, lr_scale, save_seconds = 0, 0.0, 1.0, None
     if saved is not None:
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             state = checkpoint.restore(saved, compiled.state)
         first_step, wall_s, save_seconds = saved.step, saved.about.get("wall_s", 0.0), saved.seconds
+        lr_scale = agreement.same("reading the events", _lr_scale(read_rows(run.folder / EVENTS), first_step))
         if (position := saved.position) is not None and hasattr(source, "go_to"):
             with blame("the data source failed"):
                 source.go_to(position)
@@ -315,8 +320,19 @@ def prepare(
             raise InputError(f"{where} gives NaN or infinity in {names}{more}: check what makes or holds them")
     return Session(
         run, agreement, recipe, settings, compiled, source, validation, measured, state, first_step, wall_s,
-        save_seconds, step_key, written, notes,
+        lr_scale, save_seconds, step_key, written, notes,
     )  # fmt: skip
+
+
+def _lr_scale(events: Iterable[Mapping[str, Any]], step: int) -> float:
+    """By what hooks had multiplied the learning rate after `step` updates, without what a later start has undone."""
+    scales: list[tuple[int, float]] = []
+    for row in events:
+        if row["event"] == "started":
+            scales = [each for each in scales if each[0] <= row["step"]]
+        elif row["event"] == LR_SCALE:
+            scales.append((row["step"], row["total"]))
+    return next((total for at, total in reversed(scales) if at <= step), 1.0)
 
 
 def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None, list[str]]:

@@ -110,6 +110,12 @@ class Compiled(Placed):
         """Model FLOPs of one step over all devices; counting takes milliseconds."""
         return model_flops(self.jaxpr)
 
+    @property
+    def scales_learning_rate(self) -> bool:
+        """Whether a step looks at its clock's `lr_scale`, the last of its arguments."""
+        jaxpr = self.jaxpr.jaxpr
+        return any(jaxpr.invars[-1] is used for equation in jaxpr.eqns for used in equation.invars)
+
 
 def compile_step(
     recipe: Recipe,
@@ -289,7 +295,7 @@ def trace(recipe: Recipe, options: Options, choice: Choice, batch: int, mesh: Me
     """
     options = replace(options, shard=choice.shard, remat=choice.remat, accumulate=choice.accumulate)
     everywhere = meshes.replicated(mesh)
-    clock = Clock(jax.eval_shape(lambda: run_key(0)), np.int32(0), np.float32(0))
+    clock = Clock(jax.eval_shape(lambda: run_key(0)), np.int32(0), np.float32(0), np.float32(1))
     with blame(f"init of {recipe.name} fails"):
         placed = _place(recipe, options, mesh, choice.shard)
     program = placed.program

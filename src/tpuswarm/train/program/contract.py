@@ -123,9 +123,13 @@ def check_exchange(program: Program, name: str, state: State) -> None:
 
 
 def checked_step(program: Program, name: str, before: State) -> Callable[[State, Batch, Clock], tuple[State, Metrics]]:
-    """`program.step`, whose result is looked at when it is traced; before: the abstract state that it is given."""
+    """`program.step`, whose result is looked at when it is traced; before: the abstract state that it is given.
+
+    Its key is made of that of its clock, which is the run's, and the number of the step.
+    """
 
     def step(state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
+        clock = clock._replace(key=jax.random.fold_in(clock.key, clock.step))
         out: Any = program.step(state, batch, clock)
         place = line_of(program.step)
         if type(out) is not tuple or len(out) != 2:

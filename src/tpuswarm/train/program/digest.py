@@ -37,7 +37,7 @@ def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, st
         precision=request.options(platform, "").precision, clip=request.clip, freeze=request.freeze,
         decay=request.decay, ema=request.ema, platform=platform,
     )  # fmt: skip
-    clock = Clock(jax.eval_shape(lambda: run_key(0)), np.int32(0), np.float32(0))
+    clock = Clock(jax.eval_shape(lambda: run_key(0)), np.int32(0), np.float32(0), np.float32(1))
     try:
         program = program_of(recipe, options)
         state = abstract_state(program, recipe.name)

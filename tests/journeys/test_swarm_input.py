@@ -97,7 +97,7 @@ def test_too_few_devices_are_refused():
         local_devices.share_out("tpu", [0, 1, 2, 3], 3, 2)
 
 
-SCHEDULED = """
+RECIPE = """
 import jax.numpy as jnp, numpy as np, optax
 from tpuswarm import supervised
 
@@ -112,6 +112,17 @@ def recipe():
 """
 
 
+def train_two_members(typed, folder, monkeypatch, optimizer):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(start, "Cluster", lambda *arguments: pytest.fail("a cluster was about to be started"))
+    (folder / "mine.py").write_text(RECIPE.format(optimizer=optimizer))
+    code, out, err = typed(
+        *["train", "mine.py:recipe", "--steps", "24", "--batch", "8", "--members", "2", "--run", "new"]
+    )
+    assert (code, out) == (2, "") and not (folder / "new").exists()
+    return err
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -122,11 +133,18 @@ def recipe():
 )
 def test_optimizer_with_a_schedule_of_its_own_is_refused(typed, tmp_path, monkeypatch, optimizer):
     """Each member would run through it by its own steps."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "Cluster", lambda *arguments: pytest.fail("a cluster was about to be started"))
-    (tmp_path / "mine.py").write_text(SCHEDULED.format(optimizer=optimizer))
-    code, out, err = typed(
-        *["train", "mine.py:recipe", "--steps", "24", "--batch", "8", "--members", "2", "--run", "new"]
-    )
-    assert (code, out) == (2, "") and "the optimizer of mine has a schedule of its own" in err
-    assert "give it as schedule=" in err and not (tmp_path / "new").exists()
+    err = train_two_members(typed, tmp_path, monkeypatch, optimizer)
+    assert "the optimizer of mine has a schedule of its own" in err and "give it as schedule=" in err
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "optax.lookahead(optax.sgd(0.1), 5, 0.5)",
+        "optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.1)))",
+    ],
+)
+def test_optimizer_that_keeps_parameters_is_refused(typed, tmp_path, monkeypatch, optimizer):
+    """They would draw each member back to where it was before a commit."""
+    err = train_two_members(typed, tmp_path, monkeypatch, optimizer)
+    assert "the optimizer of mine keeps parameters of its own" in err and "--members 1" in err

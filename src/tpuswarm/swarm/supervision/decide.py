@@ -164,6 +164,11 @@ def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int
             f"the optimizer of {recipe.name} has a schedule of its own, which each member would run through by its own "
             "steps: give it as schedule=, and the optimizer as a function of (learning_rate, decay_mask)"
         )
+    if sizes.keeps_params and members + (swarm.expect or 0) > 1:
+        raise InputError(
+            f"the optimizer of {recipe.name} keeps parameters of its own, which the members do not share: train with "
+            "--members 1, or without optax.lookahead and, unless in opaque mode, optax.contrib.sam"
+        )
     form: Any = swarm.quantize or stored.get("quantize") or "plain"
     if sizes.statistics and form != "plain":
         raise InputError(

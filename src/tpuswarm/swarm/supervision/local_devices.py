@@ -96,6 +96,8 @@ class Sizes(NamedTuple):
     """The moving average of the parameters that it keeps."""
     has_own_schedule: bool = False
     """Whether its optimizer counts steps for a schedule."""
+    keeps_params: bool = False
+    """Whether its optimizer keeps parameters of its own."""
 
 
 def sizes(recipe: Recipe, ema: float | None) -> Sizes:
@@ -108,8 +110,10 @@ def sizes(recipe: Recipe, ema: float | None) -> Sizes:
     told = zip(leaf_paths(exchanged), program.parameters(state), strict=True)
     statistics = tuple(path for path, each in told if each.statistic)
     whole = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
-    has_own_schedule = isinstance(program, SupervisedProgram) and program.has_own_schedule(state)
-    return Sizes(sum(shared), max(shared), whole, statistics, program.exchange().average, has_own_schedule)
+    optimizer = (False, False)
+    if isinstance(program, SupervisedProgram):
+        optimizer = program.has_own_schedule(state), program.keeps_params(state)
+    return Sizes(sum(shared), max(shared), whole, statistics, program.exchange().average, *optimizer)
 
 
 def _bytes(leaf: Any) -> int:

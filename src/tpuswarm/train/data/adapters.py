@@ -9,15 +9,18 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
 from typing import Any
 from weakref import finalize
 
 import numpy as np
 
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.data.source import copied, shuffled
 from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.user_code import blame
 
 ArrayRows = dict[str, np.ndarray]
 AGAIN = 10_000
@@ -56,13 +59,12 @@ class IndexedSource:
         each = -(-len(index) // self._workers)
         parts = [index[first : first + each] for first in range(0, len(index), each)]
         try:
-            found = list(self._pool.map(_work, parts))
+            return _joined(list(self._pool.map(_work, parts)))
         except BrokenProcessPool as error:
             raise InputError(
                 "a process that reads rows has died; is the program's own code under `if __name__ == '__main__':`, and "
                 "is there memory for all workers?"
             ) from error
-        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
     def seeded(self, seed: int) -> "IndexedSource":
         """The same rows in the order of a run's seed; itself where it was given one."""
@@ -75,6 +77,7 @@ class IndexedSource:
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
+        _check_workers_can_read(self._data)
         context = get_context("spawn")  # a fork would take JAX's threads with it
         pool = ProcessPoolExecutor(self._workers, context, initializer=_begin, initargs=(self._data, self._names))
         finalize(self, pool.shutdown)  # one that ends by itself may do so while Python ends, which prints a traceback
@@ -193,7 +196,7 @@ class StreamSource:
             wanted -= min(size, wanted)
             found.append(part)
         self._next += count
-        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+        return _joined(found)
 
     def _read(self) -> ArrayRows:
         """The next item as rows."""
@@ -290,6 +293,22 @@ def stacked(items: Iterable[Any], names: Sequence[str]) -> ArrayRows:
     return rows
 
 
+def _joined(parts: Sequence[ArrayRows]) -> ArrayRows:
+    """One batch from parts of one; InputError where one lacks an array, or has rows of another shape."""
+    first = parts[0]
+    for part in parts[1:]:
+        for name in first.keys() | part.keys():
+            if name not in first or name not in part:
+                raise InputError(f"some items of the data have {name}, others do not: give each of them the same names")
+            shape, other = first[name].shape[1:], part[name].shape[1:]
+            if shape != other:
+                raise InputError(
+                    f"{name} of the data has rows of shape {shape} and of {other}, and a batch has rows of one: pad or "
+                    "cut them to one shape"
+                )
+    return {name: np.concatenate([part[name] for part in parts]) for name in first}
+
+
 @contextmanager
 def _one_shape(name: str) -> Iterator[None]:
     try:
@@ -317,6 +336,39 @@ def _items(data: Any, index: list[int]) -> Iterable[Any]:
     return data.__getitems__(index) if hasattr(data, "__getitems__") else (data[row] for row in index)
 
 
+def _check_workers_can_read(data: Any) -> None:
+    """Raise InputError for data that cannot be sent to worker processes, or that these cannot import."""
+    kind = type(data).__name__
+    try:
+        _WorkerPickler(_Discarded()).dump(data)
+    except InputError:
+        raise
+    except Exception as error:  # whatever the classes in it raise
+        raise InputError(
+            f"the {kind} cannot be sent to worker processes ({first_line(error)}): define classes and functions at the "
+            "top of a file, open files only where rows are read, or leave out workers"
+        ) from error
+
+
+class _Discarded:
+    def write(self, part: Any) -> None:
+        """Nothing but the pickler's errors is needed."""
+
+
+class _WorkerPickler(ForkingPickler):
+    """As the pickler that starts a process; refuses what is defined in a notebook, which has no file to import."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Leave each value to the pickler, once it is checked."""
+        is_named = isinstance(value, type | FunctionType)
+        if is_named and value.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+            raise InputError(
+                f"{value.__name__} is defined in a notebook or at a prompt, where worker processes cannot import it: "
+                "put it into a .py file and import it, or leave out workers"
+            )
+        return NotImplemented
+
+
 _mine: list[Any] = []
 """In a worker: its copy of the data, and the names."""
 
@@ -327,4 +379,5 @@ def _begin(*mine: Any) -> None:
 
 def _work(index: list[int]) -> ArrayRows:
     data, names = _mine
-    return stacked(_items(data, index), names)
+    with blame("the data fails in a worker process"):  # here, where its line is known
+        return stacked(_items(data, index), names)

@@ -19,6 +19,7 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train import paths
 from tpuswarm.train.data.source import ArraySource, by_split, rows_of, source_of
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.losses import (
     COUNTS,
     Loss,
@@ -442,4 +443,4 @@ class Supervised(Recipe):
         return data
 
 
-supervised = Supervised
+supervised = entry_point(Supervised, "supervised")

@@ -19,6 +19,7 @@ import numpy as np
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.data.source import copied, shuffled
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.user_code import blame
 
@@ -31,6 +32,7 @@ POSITIONS = 8
 """Of a stream that are remembered: more than batches are read ahead of the step that is saved."""
 
 
+@entry_point
 class IndexedSource:
     """Whatever has `len(data)` and `data[i]`, or is called with lists of i by `__getitems__`, as a source.
 
@@ -84,6 +86,7 @@ class IndexedSource:
         return pool
 
 
+@entry_point
 class StreamSource:
     """What only comes one after the other, as a source: a DataLoader, a streamed dataset, a function that makes one.
 

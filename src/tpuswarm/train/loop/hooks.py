@@ -8,6 +8,7 @@ import numpy as np
 
 from tpuswarm.config.units import Interval, check_number, parse_every
 from tpuswarm.errors import InputError
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.recipe import State
 from tpuswarm.train.run.best import Best
 from tpuswarm.train.user_code import blame, require_call
@@ -47,6 +48,7 @@ class Every(NamedTuple):
     call: Callable[[Step], Any]
 
 
+@entry_point
 class EarlyStopping:
     """`Every("evaluation", EarlyStopping())`: ends the run after `patience` of them without a better figure.
 

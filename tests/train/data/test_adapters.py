@@ -233,6 +233,8 @@ def test_unreadable_data_is_refused_with_the_reason(make, words):
 
 
 IN_A_NOTEBOOK = """
+from multiprocessing import get_context
+
 from tpuswarm import IndexedSource
 
 
@@ -242,6 +244,10 @@ class Pairs:
 
     def __getitem__(self, index):
         return {"x": index}
+
+
+    def __init__(self):
+        self.lock = get_context("spawn").Lock()  # which only a process that is started may be sent
 
 
 print(IndexedSource(Pairs()).rows(0, 3)["x"].shape)

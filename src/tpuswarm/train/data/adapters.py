@@ -5,11 +5,11 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property
 from multiprocessing import get_context
-from multiprocessing.reduction import ForkingPickler
+from pickle import Pickler, PicklingError
 from types import FunctionType
 from typing import Any
 from weakref import finalize
@@ -60,8 +60,17 @@ class IndexedSource:
             return stacked(_items(self._data, index), self._names)
         each = -(-len(index) // self._workers)
         parts = [index[first : first + each] for first in range(0, len(index), each)]
+        pool = self._pool
         try:
-            return _joined(list(self._pool.map(_work, parts)))
+            try:
+                found = pool.map(_work, parts)
+            except (AttributeError, TypeError, ValueError, PicklingError) as error:  # as a process is started
+                raise InputError(
+                    f"the {type(self._data).__name__} cannot be sent to worker processes ({first_line(error)}): define "
+                    "classes and functions at the top of a file, open files only where rows are read, or leave out "
+                    "workers"
+                ) from error
+            return _joined(list(found))
         except BrokenProcessPool as error:
             raise InputError(
                 "a process that reads rows has died; is the program's own code under `if __name__ == '__main__':`, and "
@@ -79,7 +88,7 @@ class IndexedSource:
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
-        _check_workers_can_read(self._data)
+        _refuse_notebook_classes(self._data)
         context = get_context("spawn")  # a fork would take JAX's threads with it
         pool = ProcessPoolExecutor(self._workers, context, initializer=_begin, initargs=(self._data, self._names))
         finalize(self, pool.shutdown)  # one that ends by itself may do so while Python ends, which prints a traceback
@@ -339,36 +348,34 @@ def _items(data: Any, index: list[int]) -> Iterable[Any]:
     return data.__getitems__(index) if hasattr(data, "__getitems__") else (data[row] for row in index)
 
 
-def _check_workers_can_read(data: Any) -> None:
-    """Raise InputError for data that cannot be sent to worker processes, or that these cannot import."""
-    kind = type(data).__name__
-    try:
-        _WorkerPickler(_Discarded()).dump(data)
-    except InputError:
-        raise
-    except Exception as error:  # whatever the classes in it raise
+def _refuse_notebook_classes(data: Any) -> None:
+    """Raise InputError if data needs what is defined in a notebook: worker processes have no file to import it from."""
+    if hasattr(sys.modules["__main__"], "__file__"):
+        return
+    finder = _MainFinder(_Discarded())
+    with suppress(Exception):  # what cannot be pickled is found as a process starts
+        finder.dump(data)
+    if finder.found:
         raise InputError(
-            f"the {kind} cannot be sent to worker processes ({first_line(error)}): define classes and functions at the "
-            "top of a file, open files only where rows are read, or leave out workers"
-        ) from error
+            f"{finder.found} is defined in a notebook or at a prompt, where worker processes cannot import it: put it "
+            "into a .py file and import it, or leave out workers"
+        )
 
 
 class _Discarded:
     def write(self, part: Any) -> None:
-        """Nothing but the pickler's errors is needed."""
+        """Keep nothing."""
 
 
-class _WorkerPickler(ForkingPickler):
-    """As the pickler that starts a process; refuses what is defined in a notebook, which has no file to import."""
+class _MainFinder(Pickler):
+    """Find a class or function of `__main__` in what is pickled."""
+
+    found = ""
 
     def reducer_override(self, value: Any) -> Any:
-        """Leave each value to the pickler, once it is checked."""
-        is_named = isinstance(value, type | FunctionType)
-        if is_named and value.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-            raise InputError(
-                f"{value.__name__} is defined in a notebook or at a prompt, where worker processes cannot import it: "
-                "put it into a .py file and import it, or leave out workers"
-            )
+        """Look at a value, and leave it to the pickler."""
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            self.found = value.__name__
         return NotImplemented
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ def _wrapped(function: Any, name: str) -> Any:
         try:
             return (yield from function(*args, **kwargs))
         except TpuswarmError as error:
-            raise _with_user_frames(error) from None
+            raise _with_user_frames(error)  # noqa: B904
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,7 @@ def _wrapped(function: Any, name: str) -> Any:
                 raise InputError(_wrong_call(error, name, signature)) from error
             return run(*args, **kwargs)
         except TpuswarmError as error:
-            raise _with_user_frames(error) from None
+            raise _with_user_frames(error)  # noqa: B904
 
     run = generate if inspect.isgeneratorfunction(function) else function
     return call
@@ -85,12 +86,18 @@ def _wrong_call(error: TypeError, name: str, signature: inspect.Signature) -> st
 
 
 def _with_user_frames(error: TpuswarmError) -> TpuswarmError:
-    """Leave only the user's frames in an error's traceback: those on its way, and those of the error that caused it."""
+    """Leave only the user's frames in an error's traceback: those on its way, and those of the error that caused it.
+
+    With TPUSWARM_DEBUG in the environment, which `tpuswarm --debug` sets, all frames stay.
+    """
+    if os.environ.get("TPUSWARM_DEBUG"):
+        return error
     parts = [*_entries(error)] + ([*_entries(error.__cause__)] if error.__cause__ else [])
     trace = None
     for entry in reversed(parts):
         if owner(entry.tb_frame.f_code.co_filename) == "user":
             trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__cause__ = None  # which is not shown then
     error.__notes__ = []  # JAX's, on frames that it has removed
     return error.with_traceback(trace)
 

@@ -42,7 +42,7 @@ def _wrapped(function: Any, name: str) -> Any:
         try:
             return (yield from function(*args, **kwargs))
         except TpuswarmError as error:
-            raise _with_user_frames(error)  # noqa: B904
+            raise _with_user_frames(error) from error.__cause__
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def _wrapped(function: Any, name: str) -> Any:
                 raise InputError(_wrong_call(error, name, signature)) from error
             return run(*args, **kwargs)
         except TpuswarmError as error:
-            raise _with_user_frames(error)  # noqa: B904
+            raise _with_user_frames(error) from error.__cause__
 
     run = generate if inspect.isgeneratorfunction(function) else function
     return call

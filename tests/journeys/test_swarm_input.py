@@ -97,7 +97,7 @@ def test_too_few_devices_are_refused():
         local_devices.share_out("tpu", [0, 1, 2, 3], 3, 2)
 
 
-SCHEDULED = """
+RECIPE = """
 import jax.numpy as jnp, numpy as np, optax
 from tpuswarm import supervised
 
@@ -112,22 +112,32 @@ def recipe():
 """
 
 
+def train_two_members(typed, folder, monkeypatch, optimizer):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(start, "Cluster", lambda *arguments: pytest.fail("a cluster was about to be started"))
+    (folder / "mine.py").write_text(RECIPE.format(optimizer=optimizer))
+    code, out, err = typed(
+        *["train", "mine.py:recipe", "--steps", "24", "--batch", "8", "--members", "2", "--run", "new"]
+    )
+    assert (code, out) == (2, "") and not (folder / "new").exists()
+    return err
+
+
 @pytest.mark.parametrize(
     ("optimizer", "reason"),
     [
         ("optax.adam(optax.cosine_decay_schedule(1e-2, 24))", "has a schedule of its own"),
         ("optax.chain(optax.clip(1.0), optax.sgd(optax.linear_schedule(1e-2, 0.0, 24)))", "give it as schedule="),
         ("optax.inject_hyperparams(optax.adamw)(optax.exponential_decay(1e-2, 5, 0.5))", "has a schedule of its own"),
-        ("optax.contrib.schedule_free_sgd(0.1, warmup_steps=None)", "use another, with a schedule or --ema"),
+        ("optax.contrib.schedule_free_sgd(0.1, warmup_steps=None)", "keeps parameters of its own"),
+        ("optax.lookahead(optax.sgd(0.1), 5, 0.5)", "keeps parameters of its own"),
+        (
+            "optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.1)))",
+            "--members 1, or with another optimizer",
+        ),
     ],
 )
 def test_optimizer_for_one_member_alone_is_refused(typed, tmp_path, monkeypatch, optimizer, reason):
-    """Each member would run through its schedule by its own steps, and average its own parameters."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "Cluster", lambda *arguments: pytest.fail("a cluster was about to be started"))
-    (tmp_path / "mine.py").write_text(SCHEDULED.format(optimizer=optimizer))
-    code, out, err = typed(
-        *["train", "mine.py:recipe", "--steps", "24", "--batch", "8", "--members", "2", "--run", "new"]
-    )
-    assert (code, out) == (2, "") and "error: the optimizer of mine " in err and reason in err
-    assert not (tmp_path / "new").exists()
+    """Each member would run through its schedule by its own steps, and keep or average its own parameters."""
+    err = train_two_members(typed, tmp_path, monkeypatch, optimizer)
+    assert "error: the optimizer of mine " in err and reason in err

@@ -1,4 +1,4 @@
-"""Optimizers other than AdamW: those that need the loss, and GPT-2's."""
+"""Optimizers other than AdamW: those that need the loss, keep parameters or cannot work, and GPT-2's."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from tests.train import toy
 from tpuswarm import InputError, Weighted, supervised
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.recipe import Options
+from tpuswarm.train.supervised import inference_params
 
 RATE = 3e-3
 
@@ -42,6 +43,133 @@ def test_line_search_sees_the_loss_of_the_whole_batch(loss, accumulate):
     recipe = supervised(toy.init, loss, optax.lbfgs(), toy.data())
     _, losses = train(recipe, 12, accumulate=accumulate, freeze="unused")
     assert losses[-1] < 1e-6 * losses[0] and losses == sorted(losses, reverse=True)
+
+
+ASCENT = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+STEPS = 5
+
+
+def train_by_hand(optimizer, params, extra_args=lambda loss: {}):
+    """Return the parameters after STEPS steps on the batch of `train`, in a loop as optax documents it."""
+    batch, state = toy.recipe().data("train").rows(0, 16), optimizer.init(params)
+
+    def loss(params):
+        return toy.loss(params, batch, None)[0]
+
+    for _ in range(STEPS):
+        grads = jax.grad(loss)(getattr(params, "fast", params))
+        updates, state = optimizer.update(grads, state, params, **extra_args(loss))
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def train_supervised(optimizer, **options):
+    recipe = supervised(toy.init, toy.loss, optimizer, toy.splits)
+    return train(recipe, STEPS, **options)[0]
+
+
+def assert_close(params, wanted):
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-5), params, wanted)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "extra_args"),
+    [
+        (optax.contrib.sam(optax.sgd(0.1), ASCENT), lambda loss: {}),
+        (
+            optax.contrib.sam(optax.sgd(0.1), ASCENT, opaque_mode=True),
+            lambda loss: {"grad_fn": lambda params, _: jax.grad(loss)(params)},
+        ),
+        (optax.contrib.sophia(0.1), lambda loss: {"obj_fn": loss}),
+        (optax.MultiSteps(optax.adam(0.1), 2), lambda loss: {}),
+    ],
+    ids=["sam", "opaque sam", "sophia", "MultiSteps"],
+)
+def test_optimizer_trains_as_in_the_loop_of_its_documentation(optimizer, extra_args):
+    states = train_supervised(optimizer)
+    assert_close(states[-1].params, train_by_hand(optimizer, states[0].params, extra_args))
+
+
+def test_lookahead_trains_fast_parameters_and_evaluates_slow_ones():
+    optimizer = optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5)
+    states = train_supervised(optimizer, freeze="unused")
+    wanted = train_by_hand(optimizer, optax.LookaheadParams.init_synced(states[0].params))
+    assert_close(states[-1].params, wanted.fast)
+    assert_close(inference_params(states[-1]), wanted.slow)
+
+
+def test_sam_is_evaluated_at_the_parameters_of_its_updates():
+    """After an odd number of steps the parameters are those of the ascent."""
+    states = train_supervised(optax.contrib.sam(optax.sgd(0.1), ASCENT))
+    assert_close(inference_params(states[1]), states[0].params)
+    assert_close(inference_params(states[2]), states[2].params)
+    averaged = train_supervised(optax.contrib.sam(optax.sgd(0.1), ASCENT), ema=0.5)
+    assert_close(averaged[1].ema, states[0].params)
+
+
+def test_clip_holds_for_gradients_that_an_optimizer_computes():
+    """The optimizer of SAM sees only the gradient at the ascended parameters, which `grad_fn` gives."""
+    before, after = train_supervised(optax.contrib.sam(optax.sgd(1.0), ASCENT, opaque_mode=True), clip=0.1)[:2]
+    moved = optax.tree.norm(jax.tree.map(jnp.subtract, before.params, after.params))
+    assert float(moved) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_sam_takes_its_arguments_inside_a_chain():
+    sam = optax.contrib.sam(optax.sgd(0.1), ASCENT, opaque_mode=True)
+    assert_close(train_supervised(optax.chain(optax.identity(), sam))[-1].params, train_supervised(sam)[-1].params)
+
+
+def needs_temperature(updates, state, params=None, *, temperature):
+    return updates, state
+
+
+def fails(updates, state, params=None):
+    raise ValueError("my own mistake")
+
+
+EMPTY = optax.init_empty_state
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0), "dpsgd needs the gradient of each row"),
+        (optax.GradientTransformationExtraArgs(EMPTY, needs_temperature), "optimizer fails.*'temperature'.*izers.py:"),
+        (optax.GradientTransformation(EMPTY, fails), r"optimizer fails: ValueError: my own mistake \(.*izers.py:"),
+        (optax.GradientTransformation(lambda params: {}["a"], fails), r"optimizer fails: KeyError: 'a' \(.*izers.py:"),
+    ],
+)
+def test_optimizer_that_cannot_work_is_refused_by_name(optimizer, words):
+    def vector_loss(params, batch, key):  # dpsgd would take the entries of its only parameter as rows
+        return jnp.mean(batch["x"] @ params)
+
+    with pytest.raises(InputError, match=words):
+        train(supervised(lambda key: jnp.zeros(5), vector_loss, optimizer, toy.data()), 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda rate, decay_mask: None, "returned a NoneType: return an optax.*izers.py:"),
+        (lambda rate, decay_mask: optax.adam(rte=rate), "fails: TypeError.*rte.*izers.py:"),
+    ],
+)
+def test_function_that_makes_no_optimizer_is_refused_with_its_line(make, words):
+    with pytest.raises(InputError, match=r"optimizer\(learning_rate, decay_mask\) " + words):
+        train(toy.recipe(make), 1)
+
+
+def test_parameters_in_the_form_of_lookahead_are_refused_with_the_way_out():
+    with pytest.raises(InputError, match=r"init returned optax\.LookaheadParams: return the parameters"):
+        train(
+            supervised(
+                lambda key: optax.LookaheadParams.init_synced(toy.init(key)),
+                lambda params, batch, key: toy.loss(params.fast, batch, key),
+                optax.lookahead(optax.adam(0.1), 5, 0.5),
+                toy.data(),
+            ),
+            1,
+        )
 
 
 def gpt2(optimizer, **options):

@@ -16,6 +16,7 @@ from tpuswarm.torch.ops import ATTENTION
 from tpuswarm.torch.run import run
 from tpuswarm.train.data.arrays import to_torch
 from tpuswarm.train.data.source import rows_of
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.losses import Loss
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.trees import load
@@ -25,6 +26,7 @@ COUNTED = "num_batches_tracked"
 """BatchNorm's counter, which nothing reads."""
 
 
+@entry_point
 def save(module: Any, loss: Callable[..., Any], row: Mapping[str, Any], path: str | Path) -> None:
     """Export a module and its loss to a file, where torch is; `recipe(path, …)` needs torch no more.
 
@@ -35,6 +37,7 @@ def save(module: Any, loss: Callable[..., Any], row: Mapping[str, Any], path: st
     write(Path(path), export(module, loss, row))
 
 
+@entry_point
 def recipe(
     module: Any,
     loss: Callable[..., Any] | None = None,
@@ -131,6 +134,7 @@ def _arrays(given: Mapping[str, np.ndarray], key: jax.Array) -> dict[str, jax.Ar
     return {name: jnp.asarray(array) for name, array in given.items()}
 
 
+@entry_point
 def state_dict(run: str | Path, module: str | Path | Any | None = None) -> dict[str, Any]:
     """What a run has trained, as `module.load_state_dict` takes it, where torch is.
 

@@ -1,10 +1,9 @@
-"""Learning-rate schedules, functions of progress or of the number of updates; what an optimizer has instead."""
+"""Learning-rate schedules: functions of progress, or of the number of updates, as optax's are."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,10 +12,6 @@ from tpuswarm.train.user_code import blame, line_of
 
 STILL, MOVING = 0.02, 0.1
 """Shares of the largest rate: a schedule that changes by less stands still, one that changes by more moves."""
-COUNTING = ("ScaleByScheduleState", "WrappedScheduleState")
-"""Types of optax's states that count the steps of a schedule."""
-SCHEDULE_FREE = "ScheduleFreeState"
-"""The type of optax's state that holds what gives the average of the parameters."""
 
 
 def in_steps(schedule: Callable[..., Any]) -> bool:
@@ -48,22 +43,3 @@ def check_schedule(schedule: Callable[..., Any]) -> None:
             f"{over_steps[-1]:g} in 10,000 steps: it seems to be made of steps; give a function whose parameter is "
             f"called `step` or `count`, as optax's own are{line_of(schedule)}"
         )
-
-
-def counts_steps(opt: Any) -> bool:
-    """Whether an optimizer's state counts its steps for a schedule of its own."""
-    return bool(_parts(opt, COUNTING))
-
-
-def averaged_by(opt: Any) -> Any:
-    """The state of optax's schedule-free wrapper in that of an optimizer; None where there is none."""
-    return next(iter(_parts(opt, (SCHEDULE_FREE,))), None)
-
-
-def _parts(opt: Any, names: Sequence[str]) -> list[Any]:
-    """The parts of an optimizer's state whose types have one of these names."""
-
-    def is_one(part: Any) -> bool:
-        return type(part).__name__ in names
-
-    return [part for part in jax.tree.leaves(opt, is_leaf=is_one) if is_one(part)]

@@ -19,6 +19,7 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train import paths
 from tpuswarm.train.data.source import ArraySource, by_split, rows_of, source_of
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.losses import (
     COUNTS,
     Loss,
@@ -32,6 +33,7 @@ from tpuswarm.train.losses import (
     terms_and_extra,
 )
 from tpuswarm.train.micro_batches import added_up, added_up_by_device
+from tpuswarm.train.optimizer import alone_because, as_transformation, init_state, params_to_use, update
 from tpuswarm.train.optional import check_defaults
 from tpuswarm.train.recipe import (
     Average,
@@ -45,9 +47,9 @@ from tpuswarm.train.recipe import (
     Recipe,
     Source,
 )
-from tpuswarm.train.schedule import averaged_by, check_schedule, counts_steps, in_steps
+from tpuswarm.train.schedule import check_schedule, in_steps
 from tpuswarm.train.trained import refuse_statistics, usual_decay
-from tpuswarm.train.user_code import line_of, require_call
+from tpuswarm.train.user_code import blame, line_of, require_call
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +106,7 @@ class SupervisedProgram(Program):
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
         self.tokens_per_row = tokens_per_row
         check({"ema": options.ema, "clip": options.clip})
-        ready = isinstance(optimizer, optax.GradientTransformation)
+        ready = as_transformation(optimizer) is not None
         if ready == (schedule is not None) or not (ready or callable(optimizer)):
             raise InputError(
                 "optimizer is a ready optax transformation such as optax.adam(1e-3), or, with a schedule, a function "
@@ -136,28 +138,12 @@ class SupervisedProgram(Program):
                 )
         trained = paths.keep(params, self._trained(params))
         refuse_statistics(trained, line_of(self._init))
-        opt = self._transformation(0.0, params).init(trained)
-        found = averaged_by(opt)
-        if found is not None and paths.leaf_paths(found.z) != paths.leaf_paths(trained):
-            raise InputError(
-                "a schedule-free optimizer averages all parameters that are trained, and here it is a part of another "
-                "optimizer: make it the whole one, and keep the other parameters with --freeze"
-            )
+        opt = init_state(self._transformation(0.0, params), trained)
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
 
     def alone_because(self, state: TrainState) -> str:
         """Why the optimizer is for one member of a swarm alone, and the way out; empty where it is not."""
-        if counts_steps(state.opt):
-            return (
-                "has a schedule of its own, which each member would run through by its own steps: give it as "
-                "schedule=, and the optimizer as a function of (learning_rate, decay_mask)"
-            )
-        if averaged_by(state.opt):
-            return (
-                "is schedule-free: its average of the parameters is each member's own; use another, with a schedule "
-                "or --ema"
-            )
-        return ""
+        return alone_because(state.opt)
 
     def weights(self) -> Any:
         """The parameters that a recipe holds already, in the form of `exchange().get`."""
@@ -169,34 +155,34 @@ class SupervisedProgram(Program):
         trained = paths.keep(params, self._trained(params))
         total, count, grads, extra = self._gradient(params, trained, state.extra, batch, clock.key)
         metrics, any_counts = means(total, count), counts(total)
-        grads = jax.tree.map(jnp.conj, mean_gradient(grads, total, count))  # JAX conjugates those of complex parameters
-        norm = optax.tree.norm(grads)
-        if self._options.clip is not None:
-            scale = jnp.minimum(1.0, self._options.clip / jnp.maximum(norm, 1e-30))
-            grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
-        metrics["grad_norm"] = norm
+        grads, metrics["grad_norm"] = self._clip(mean_gradient(grads, total, count))
         rate: Any = None
         if self._schedule is not None:
             position = clock.step if self.has_step_schedule else clock.progress
             rate = jnp.asarray(self._schedule(jnp.asarray(position)), jnp.float32) * clock.lr_scale
             metrics["lr"] = rate
 
-        def value(trained: Any) -> jax.Array:
-            """The loss of the whole batch at once, for the line search of an optimizer that has one."""
+        def value(trained: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
+            """The loss of the whole batch at once, for optimizers that ask for it.
+
+            optax's line searches require that it takes, as here, the extra arguments that are not theirs.
+            """
             return means(self._terms(paths.overlay(params, trained), state.extra, batch, clock.key)[0], 1)["loss"]
 
-        transformation = optax.with_extra_args_support(self._transformation(rate, params))
-        with jax.numpy_dtype_promotion("standard"):  # optax's updates do not pass the strict rules
-            updates, opt = transformation.update(
-                grads, state.opt, trained, value=metrics["loss"], grad=grads, value_fn=value
-            )
-            if self._schedule is None:  # its learning rate is its own: what it makes of it is scaled
-                updates = jax.tree.map(lambda update: update * jnp.asarray(clock.lr_scale, update.dtype), updates)
-            trained = optax.apply_updates(trained, updates)
+        extra_args = {
+            "value": metrics["loss"],
+            "grad": grads,
+            "value_fn": value,
+            "obj_fn": value,
+            "grad_fn": lambda params, *_: self._clip(jax.grad(value)(params))[0],
+        }
+        scale = clock.lr_scale if self._schedule is None else None  # of an optimizer with a rate of its own
+        trained, opt = update(self._transformation(rate, params), grads, state.opt, trained, extra_args, scale)
         ema = state.ema
         if self._options.ema is not None:
             decay = self._options.ema
-            ema = jax.tree.map(lambda old, new: old * decay + new.astype(old.dtype) * (1 - decay), ema, trained)
+            averaged = params_to_use(opt, trained)
+            ema = jax.tree.map(lambda old, new: old * decay + new.astype(old.dtype) * (1 - decay), ema, averaged)
         after = _state(paths.overlay(params, trained), opt, ema, extra)
         if any_counts is not None:
             metrics[COUNTS] = any_counts.astype(jnp.float32)
@@ -270,9 +256,26 @@ class SupervisedProgram(Program):
         return paths.mask(params, self._options.decay, "decay")
 
     def _transformation(self, rate: Any, params: Any) -> optax.GradientTransformation:
-        if self._schedule is None:
-            return self._optimizer
-        return self._optimizer(rate, paths.keep(self._decayed(params), self._trained(params)))
+        made = self._optimizer
+        if self._schedule is not None:
+            decay_mask = paths.keep(self._decayed(params), self._trained(params))
+            with blame("optimizer(learning_rate, decay_mask) fails"):
+                made = made(rate, decay_mask)
+        if (optimizer := as_transformation(made)) is None:
+            raise InputError(
+                f"optimizer(learning_rate, decay_mask) returned a {type(made).__name__}: return an optax "
+                f"transformation{line_of(self._optimizer)}"
+            )
+        return optimizer
+
+    def _clip(self, grads: Any) -> tuple[Any, jax.Array]:
+        """Return a gradient as optax takes it, no longer than `clip`, and its norm before."""
+        grads = jax.tree.map(jnp.conj, grads)  # JAX conjugates those of complex parameters
+        norm = optax.tree.norm(grads)
+        if self._options.clip is not None:
+            scale = jnp.minimum(1.0, self._options.clip / jnp.maximum(norm, 1e-30))
+            grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
+        return grads, norm
 
     def _terms(self, params: Any, extra: Any, batch: Batch, key: jax.Array | None) -> tuple[Terms, Any]:
         """Loss and metrics, and the mutable state after the batch."""
@@ -313,13 +316,8 @@ def _state(params: Any, opt: Any, ema: Any, extra: Any) -> TrainState:
 
 
 def inference_params(state: TrainState) -> Any:
-    """The parameters to evaluate and sample with: the moving average, or that of a schedule-free optimizer, if any."""
-    average = state.ema
-    if average is None:
-        if (found := averaged_by(state.opt)) is None:
-            return state.params
-        average = optax.contrib.schedule_free_eval_params(found, paths.like(state.params, found.z))
-    averaged = paths.overlay(state.params, average)
+    """The parameters to evaluate and sample with: the moving average, or those that the optimizer means for it."""
+    averaged = params_to_use(state.opt, state.params) if state.ema is None else paths.overlay(state.params, state.ema)
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), averaged, state.params)
 
 
@@ -334,8 +332,8 @@ class Supervised(Recipe):
     - init(key) → parameters, any pytree of float32 arrays.
     - loss(params, batch, key) → the mean loss of a batch (scalar), or (loss, dict of scalar metrics); key is a typed
       PRNG key, None during evaluation. In the place of any mean it may return Weighted(sum, weight).
-    - optimizer: an optax transformation, those that need the loss too, such as reduce_on_plateau and lbfgs; with a
-      schedule, a function of (learning_rate, decay_mask) that returns one.
+    - optimizer: an optax optimizer, those that need the loss too, such as reduce_on_plateau and lbfgs; with a schedule,
+      a function of (learning_rate, decay_mask) that returns one.
     - schedule: progress (0 to 1) → learning rate; or one of optax's, or any function whose parameter is called `step`
       or `count`: number of updates → learning rate.
     - data: a mapping of arrays with a common first axis, a Source, or a mapping or function from a split's name
@@ -437,4 +435,4 @@ class Supervised(Recipe):
         return data
 
 
-supervised = Supervised
+supervised = entry_point(Supervised, "supervised")

@@ -12,6 +12,7 @@ from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import folder_for, is_url, shown
 from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.hosts.several import several
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.display import Display, auto_display
@@ -31,6 +32,7 @@ from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import FIXED, FREE
 
 
+@entry_point
 @dataclass(frozen=True)
 class Trainer:
     """Trains recipes on this process's devices, or on those of several hosts.
@@ -99,19 +101,31 @@ class Trainer:
         check(asked)
         return asked
 
-    def fit(self, recipe: Recipe, **options: Any) -> Result:
+    @entry_point
+    def fit(
+        self,
+        recipe: Recipe,
+        *,
+        steps: int | None = None,
+        tokens: int | None = None,
+        epochs: float | None = None,
+        batch: int | Literal["auto"] | None = None,
+        run: str | Path | None = None,
+        init_from: str | Path | None = None,
+    ) -> Result:
         """Train to the end, or until asked to stop; takes the same arguments as `steps`.
 
         Raises InputError for what cannot be done as asked, and RunFailed when a run fails; its last good checkpoint is
         safe.
         """
-        loop = self.steps(recipe, **options)
+        loop = self.steps(recipe, steps=steps, tokens=tokens, epochs=epochs, batch=batch, run=run, init_from=init_from)
         while True:
             try:
                 next(loop)
             except StopIteration as end:
                 return end.value
 
+    @entry_point
     def find_lr(
         self, recipe: Recipe, *, batch: int | None = None, steps: int = STEPS, init_from: str | Path | None = None
     ) -> Rates:
@@ -129,6 +143,7 @@ class Trainer:
         with waiting(f"looking for the learning rate of {recipe.name}", short=0.0) as far:
             return find_lr(recipe, asked, devices, steps, far)
 
+    @entry_point
     def steps(
         self,
         recipe: Recipe,

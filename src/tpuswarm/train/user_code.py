@@ -74,7 +74,7 @@ def blame(what: str) -> Iterator[None]:
     except TpuswarmError:
         raise
     except (Exception, SystemExit) as error:  # anything can be in a user's file; what is not from one is raised again
-        place = _user_line(error)
+        place = user_line(error)
         if place is None:
             raise
         if isinstance(error, SystemExit):
@@ -85,7 +85,7 @@ def blame(what: str) -> Iterator[None]:
         raise InputError(f"{what}: {type(error).__name__}: {message[:500]} ({place}){help_}") from error
 
 
-def _user_line(error: BaseException) -> str | None:
+def user_line(error: BaseException) -> str | None:
     """file:line of the innermost frame outside of us and of installed packages; None where there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

@@ -1,6 +1,8 @@
 """Data of other libraries: sets with an index, and streams that can only be read in order."""
 
 import json
+import subprocess
+import sys
 from random import Random
 from typing import ClassVar
 
@@ -191,6 +193,17 @@ def test_run_on_a_stream_of_rows_evaluates_on_a_stream(tmp_path):
     assert row_numbers(rows, 62, 4) == [62, 63, 0, 1]
 
 
+class Broken(list):
+    """Its items cannot be read, which is found out in a worker process."""
+
+    def __getitem__(self, index):
+        return {"x": ROWS["z"]}
+
+
+def lengths(*shapes):
+    return StreamSource([{"x": np.ones(shape)} for shape in shapes])
+
+
 def recipe_data(data):
     return supervised(toy.init, toy.loss, optax.sgd(0.1), data).data("train")
 
@@ -205,6 +218,13 @@ def recipe_data(data):
         (lambda: StreamSource(iter([{"x": ROWS["x"]}])), "a list_iterator can be read only once: .*; give a function"),
         (lambda: StreamSource(lambda: iter([])).rows(0, 1), "the stream has no rows: it ended as soon as it began"),
         (lambda: StreamSource([ROWS | {"y": 3}]).rows(0, 1), "arrays of different rows: .*; use batched=False"),
+        (lambda: lengths((4, 3), (4, 5)).rows(0, 8), r"x of the data has rows of shape \(3,\) and of \(5,\).*: pad or"),
+        (lambda: StreamSource([ROWS, {"x": ROWS["x"]}]).rows(0, 100), "some items of the data have y, others do not"),
+        (lambda: IndexedSource([{"x": print}, lambda: 0], workers=2).rows(0, 2), "list cannot be sent to worker proc"),
+        (
+            lambda: IndexedSource(Broken([0]), workers=1).rows(0, 1),
+            r"worker process: KeyError: 'z' \(.*adapters.py:\d+",
+        ),
         (lambda: recipe_data(Loader(3)), "is a Loader: give .*IndexedSource and StreamSource make one of"),
     ],
 )
@@ -236,3 +256,37 @@ def test_stream_that_ends_before_its_rows_per_epoch_is_reported(tmp_path, batche
         InputError, match=r"ended after 12 rows, and its rows_per_epoch is 20: .* give rows_per_epoch=12"
     ):
         fit(12, 20, "evaluated", eval_every=2)
+
+
+IN_A_NOTEBOOK = """
+from multiprocessing import get_context
+
+from tpuswarm import IndexedSource
+
+
+class Pairs:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"x": index}
+
+
+    def __init__(self):
+        self.lock = get_context("spawn").Lock()  # which only a process that is started may be sent
+
+
+print(IndexedSource(Pairs()).rows(0, 3)["x"].shape)
+try:
+    IndexedSource([Pairs()], workers=2).rows(0, 1)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_dataset_defined_in_a_notebook_is_read_without_workers_and_refused_by_name_with_them():
+    """A worker process would end with a traceback of its own, and the run with a guess at the cause."""
+    words = [sys.executable, "-c", IN_A_NOTEBOOK]  # a program without a file, as a notebook is
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("(3,)\nInputError Pairs is defined in a notebook")
+    assert "leave out workers" in done.stdout and done.stderr == ""

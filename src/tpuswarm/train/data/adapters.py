@@ -5,19 +5,23 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property
 from multiprocessing import get_context
+from pickle import Pickler, PicklingError
+from types import FunctionType
 from typing import Any
 from weakref import finalize
 
 import numpy as np
 
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.data.source import copied, shuffled
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.user_code import blame
 
 ArrayRows = dict[str, np.ndarray]
 AGAIN = 10_000
@@ -28,6 +32,7 @@ POSITIONS = 8
 """Of a stream that are remembered: more than batches are read ahead of the step that is saved."""
 
 
+@entry_point
 class IndexedSource:
     """Whatever has `len(data)` and `data[i]`, or is called with lists of i by `__getitems__`, as a source.
 
@@ -55,14 +60,22 @@ class IndexedSource:
             return stacked(_items(self._data, index), self._names)
         each = -(-len(index) // self._workers)
         parts = [index[first : first + each] for first in range(0, len(index), each)]
+        pool = self._pool
         try:
-            found = list(self._pool.map(_work, parts))
+            try:
+                found = pool.map(_work, parts)
+            except (AttributeError, TypeError, ValueError, PicklingError) as error:  # as a process is started
+                raise InputError(
+                    f"the {type(self._data).__name__} cannot be sent to worker processes ({first_line(error)}): define "
+                    "classes and functions at the top of a file, open files only where rows are read, or leave out "
+                    "workers"
+                ) from error
+            return _joined(list(found))
         except BrokenProcessPool as error:
             raise InputError(
                 "a process that reads rows has died; is the program's own code under `if __name__ == '__main__':`, and "
                 "is there memory for all workers?"
             ) from error
-        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
     def seeded(self, seed: int) -> "IndexedSource":
         """The same rows in the order of a run's seed; itself where it was given one."""
@@ -75,12 +88,14 @@ class IndexedSource:
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
+        _refuse_notebook_classes(self._data)
         context = get_context("spawn")  # a fork would take JAX's threads with it
         pool = ProcessPoolExecutor(self._workers, context, initializer=_begin, initargs=(self._data, self._names))
         finalize(self, pool.shutdown)  # one that ends by itself may do so while Python ends, which prints a traceback
         return pool
 
 
+@entry_point
 class StreamSource:
     """What only comes one after the other, as a source: a DataLoader, a streamed dataset, a function that makes one.
 
@@ -197,7 +212,7 @@ class StreamSource:
             wanted -= min(size, wanted)
             found.append(part)
         self._next += count
-        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+        return _joined(found)
 
     def _read(self) -> ArrayRows:
         """The next item as rows."""
@@ -301,6 +316,22 @@ def stacked(items: Iterable[Any], names: Sequence[str]) -> ArrayRows:
     return rows
 
 
+def _joined(parts: Sequence[ArrayRows]) -> ArrayRows:
+    """One batch from parts of one; InputError where one lacks an array, or has rows of another shape."""
+    first = parts[0]
+    for part in parts[1:]:
+        for name in first.keys() | part.keys():
+            if name not in first or name not in part:
+                raise InputError(f"some items of the data have {name}, others do not: give each of them the same names")
+            shape, other = first[name].shape[1:], part[name].shape[1:]
+            if shape != other:
+                raise InputError(
+                    f"{name} of the data has rows of shape {shape} and of {other}, and a batch has rows of one: pad or "
+                    "cut them to one shape"
+                )
+    return {name: np.concatenate([part[name] for part in parts]) for name in first}
+
+
 @contextmanager
 def _one_shape(name: str) -> Iterator[None]:
     try:
@@ -328,6 +359,37 @@ def _items(data: Any, index: list[int]) -> Iterable[Any]:
     return data.__getitems__(index) if hasattr(data, "__getitems__") else (data[row] for row in index)
 
 
+def _refuse_notebook_classes(data: Any) -> None:
+    """Raise InputError if data needs what is defined in a notebook: worker processes have no file to import it from."""
+    if hasattr(sys.modules["__main__"], "__file__"):
+        return
+    finder = _MainFinder(_Discarded())
+    with suppress(Exception):  # what cannot be pickled is found as a process starts
+        finder.dump(data)
+    if finder.found:
+        raise InputError(
+            f"{finder.found} is defined in a notebook or at a prompt, where worker processes cannot import it: put it "
+            "into a .py file and import it, or leave out workers"
+        )
+
+
+class _Discarded:
+    def write(self, part: Any) -> None:
+        """Keep nothing."""
+
+
+class _MainFinder(Pickler):
+    """Find a class or function of `__main__` in what is pickled."""
+
+    found = ""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Look at a value, and leave it to the pickler."""
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            self.found = value.__name__
+        return NotImplemented
+
+
 _mine: list[Any] = []
 """In a worker: its copy of the data, and the names."""
 
@@ -338,4 +400,5 @@ def _begin(*mine: Any) -> None:
 
 def _work(index: list[int]) -> ArrayRows:
     data, names = _mine
-    return stacked(_items(data, index), names)
+    with blame("the data fails in a worker process"):  # here, where its line is known
+        return stacked(_items(data, index), names)

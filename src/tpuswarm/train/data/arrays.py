@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.errors import InputError, first_line
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.process.platform import prepare
 
 DLPACK_CPU = 1
@@ -23,6 +24,7 @@ UNREADABLE = (BufferError, RuntimeError, TypeError, ValueError)
 """What libraries raise for an array that they cannot hand over, or JAX for one that it cannot take."""
 
 
+@entry_point
 def to_jax(tree: Any) -> Any:
     """A pytree of NumPy arrays, torch tensors, other DLPack arrays or numbers, as JAX arrays in the same tree.
 
@@ -39,6 +41,7 @@ def to_jax(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(_to_jax, tree)
 
 
+@entry_point
 def to_numpy(tree: Any, writable: bool = False) -> Any:
     """A pytree of JAX arrays, or of anything `to_jax` takes, as NumPy arrays; bfloat16 becomes ml_dtypes' bfloat16.
 
@@ -55,6 +58,7 @@ def to_numpy(tree: Any, writable: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
+@entry_point
 def to_torch(tree: Any, writable: bool = False) -> Any:
     """A pytree of JAX arrays as torch tensors; `import torch` first. bfloat16 stays bfloat16.
 
@@ -83,6 +87,7 @@ def to_torch(tree: Any, writable: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
+@entry_point
 def shapes(tree: Any) -> str:
     """One line per array of a pytree, with path and type, and a total: `print(shapes(params))`.
 
@@ -97,6 +102,7 @@ def shapes(tree: Any) -> str:
     return "\n".join([*lines, f"{len(found)} arrays, {sum(counts):,} numbers, {size / 2**20:.2f} MiB"])
 
 
+@entry_point
 def cpu_keys(seed: int) -> Iterator[jax.Array]:
     """An endless supply of random keys made on the CPU: key n is `jax.random.fold_in(jax.random.key(seed), n)`.
 

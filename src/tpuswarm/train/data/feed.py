@@ -136,5 +136,8 @@ def read_rows(source: Source, spec: Mapping[str, Any], start: int, count: int) -
     want = {name: ((count, *leaf.shape[1:]), np.dtype(leaf.dtype)) for name, leaf in spec.items()}
     if got != want:  # only now by name, for which NumPy takes microseconds
         are, expected = ({name: (shape, dtype.name) for name, (shape, dtype) in each.items()} for each in (got, want))
-        raise InputError(f"rows {start} to {start + count} of the data are {are}, the program expects {expected}")
+        raise InputError(
+            f"rows {start} to {start + count} of the data are {are}, the program expects {expected}: every batch has "
+            "the same names, shapes and dtypes, so pad or cut rows to one shape"
+        )
     return rows

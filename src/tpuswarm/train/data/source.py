@@ -14,6 +14,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.contents import contents_digest
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.recipe import Recipe, Source
 from tpuswarm.train.user_code import line_of, require_call
 
@@ -63,6 +64,7 @@ def _numbers(name: str, data: Any) -> np.ndarray:
     return array
 
 
+@entry_point
 class ArraySource:
     """Arrays with a common first axis; every epoch is a new permutation of all rows, drawn from `seed`.
 

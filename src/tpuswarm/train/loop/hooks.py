@@ -9,6 +9,7 @@ import numpy as np
 
 from tpuswarm.config.units import Interval, check_number, parse_every
 from tpuswarm.errors import InputError
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.paths import by_path
 from tpuswarm.train.recipe import State
 from tpuswarm.train.run.best import Best
@@ -88,6 +89,7 @@ class Patience:
         return self._waited == self._patience
 
 
+@entry_point
 class EarlyStopping(Patience):
     """`Every("evaluation", EarlyStopping())`: ends the run after `patience` of them without a better figure."""
 
@@ -98,6 +100,7 @@ class EarlyStopping(Patience):
         return Stop(f"{self._metric} was no better in {self._patience} evaluations than at step {self._best.step}")
 
 
+@entry_point
 class ReduceOnPlateau(Patience):
     """`Every("evaluation", ReduceOnPlateau())`: multiplies the rate by `factor` where EarlyStopping would stop.
 

@@ -13,6 +13,7 @@ from safetensors.numpy import save as to_bytes
 from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import bring, is_url
 from tpuswarm.train.data.arrays import to_numpy
+from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.paths import by_path, leaf_paths, other_model
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import prepare
@@ -27,6 +28,7 @@ SWARM = "tpuswarm.swarm.storage.load:shared_arrays"
 """Reads the run of a swarm; found by its name, as recipes are: this room knows of no swarm."""
 
 
+@entry_point
 def save(tree: Any, file: str | Path) -> None:
     """Write a pytree of arrays to FILE.safetensors, each under its path; other libraries read it too.
 
@@ -57,6 +59,7 @@ def save(tree: Any, file: str | Path) -> None:
         raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
 
+@entry_point
 def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
     """The pytree in FILE.safetensors, or the state of a run's newest whole checkpoint, as NumPy arrays.
 

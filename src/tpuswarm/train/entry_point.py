@@ -1,0 +1,109 @@
+"""What a user's program calls: wrong arguments refused in one sentence, errors without the frames between it and us."""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Generator, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tpuswarm.config.nearest import ALSO, did_you_mean
+from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.train.user_code import owner
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_arguments: dict[str, list[str]] = {}
+"""The names of the arguments of each entry point."""
+MAIN = ("Trainer", "fit", "supervised")
+"""Entry points whose arguments are often given to another one."""
+
+
+def entry_point(target: T, name: str = "") -> T:
+    """Decorate a function, a generator function, or the constructor of a class.
+
+    Arguments that it does not take raise InputError. The traceback of a TpuswarmError has only the user's lines and
+    one of this file; any other error keeps all of its traceback. name: what users call it.
+    """
+    name = name or target.__name__
+    if isinstance(target, type):
+        target.__init__ = _wrapped(target.__init__, name)  # type: ignore[misc]
+        return target
+    return _wrapped(target, name)
+
+
+def _wrapped(function: Any, name: str) -> Any:
+    signature = inspect.signature(function)
+    arguments = [each.name for each in signature.parameters.values() if each.name != "self"]
+    _arguments[name] = arguments
+
+    def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        __tracebackhide__ = True  # in IPython
+        try:
+            return (yield from function(*args, **kwargs))
+        except TpuswarmError as error:
+            raise _with_user_frames(error) from error.__cause__
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            if unknown := next((each for each in kwargs if each not in arguments), None):
+                raise InputError(_unknown_argument(unknown, name))
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise InputError(_wrong_call(error, name, signature)) from error
+            return run(*args, **kwargs)
+        except TpuswarmError as error:
+            raise _with_user_frames(error) from error.__cause__
+
+    run = generate if inspect.isgeneratorfunction(function) else function
+    return call
+
+
+def _unknown_argument(argument: str, name: str) -> str:
+    """Return a sentence that names the right argument, or the entry point that takes this one."""
+    ours = ALSO.get(argument, argument)
+    if ours not in _arguments[name]:
+        for other in MAIN:
+            if ours in _arguments.get(other, ()):
+                return f"{name} takes no {argument}; give {ours} to {other}"
+    return f"{name} takes no {argument}; {did_you_mean(argument, _arguments[name])}"
+
+
+def _wrong_call(error: TypeError, name: str, signature: inspect.Signature) -> str:
+    parts = []
+    for each in signature.parameters.values():
+        if each.kind is each.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        if each.name != "self":
+            parts.append(each.name if each.default is each.empty else f"{each.name}=…")
+    hint = ""
+    if "recipe" in parts:
+        hint = "; a recipe holds the model and its data, as supervised(init, loss, optimizer, data) makes it"
+    return f"{name} is called as {name}({', '.join(parts)}): {error}{hint}"
+
+
+def _with_user_frames(error: TpuswarmError) -> TpuswarmError:
+    """Leave only the user's frames in an error's traceback: those on its way, and those of the error that caused it.
+
+    With TPUSWARM_DEBUG in the environment, which `tpuswarm --debug` sets, all frames stay.
+    """
+    if os.environ.get("TPUSWARM_DEBUG"):
+        return error
+    parts = [*_entries(error)] + ([*_entries(error.__cause__)] if error.__cause__ else [])
+    trace = None
+    for entry in reversed(parts):
+        if owner(entry.tb_frame.f_code.co_filename) == "user":
+            trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__cause__ = None  # which is not shown then
+    error.__notes__ = []  # JAX's, on frames that it has removed
+    return error.with_traceback(trace)
+
+
+def _entries(error: BaseException) -> Iterator[TracebackType]:
+    entry = error.__traceback__
+    while entry:
+        yield entry
+        entry = entry.tb_next

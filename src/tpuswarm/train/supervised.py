@@ -35,6 +35,7 @@ from tpuswarm.train.losses import (
 from tpuswarm.train.micro_batches import added_up, added_up_by_device
 from tpuswarm.train.optimizer import alone_because, as_transformation, init_state, params_to_use, update
 from tpuswarm.train.optional import check_defaults
+from tpuswarm.train.program.rounding import sums_in_float32
 from tpuswarm.train.recipe import (
     Average,
     Batch,
@@ -196,7 +197,7 @@ class SupervisedProgram(Program):
         def loss(trained: Any) -> jax.Array:
             return objective(self._terms(paths.overlay(state.params, trained), state.extra, batch, key)[0])
 
-        return jax.grad(loss)(trained)
+        return sums_in_float32(jax.grad(loss))(trained)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics of the parameters for inference."""
@@ -294,7 +295,7 @@ class SupervisedProgram(Program):
             found, after = self._terms(paths.overlay(params, trained), extra, batch, key)
             return objective(found), (found, after)
 
-        gradient = jax.grad(loss, has_aux=True)
+        gradient = sums_in_float32(jax.grad(loss, has_aux=True))
         count, devices = self._options.accumulate, jax.sharding.get_abstract_mesh().size
         if count == 1:
             grads, (total, extra) = gradient(trained, params, extra, batch, key)

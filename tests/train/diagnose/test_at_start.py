@@ -187,24 +187,27 @@ def test_nothing_installed_reads_the_dead_variables():
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def bias_in(dtype):
-    """A loss whose bias is cast before or after it is broadcast over the rows."""
+def recurrent(inside):
+    """A loss whose weight is cast inside or before a loop over the rows' times."""
 
     def loss(params, batch, key):
-        bias = params["b"].astype(jnp.bfloat16) if dtype == "before" else params["b"]
-        x = batch["x"].astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
-        return jnp.square(x + jnp.broadcast_to(bias, x.shape).astype(jnp.bfloat16)).mean()
+        def step(state, x):
+            w = params["w"].astype(jnp.bfloat16) if inside else half
+            return jnp.tanh(state @ w + x), None
+
+        half, x_TxBxD = params["w"].astype(jnp.bfloat16), batch["x"].astype(jnp.bfloat16).swapaxes(0, 1)
+        return jnp.square(jax.lax.scan(step, jnp.zeros_like(x_TxBxD[0]), x_TxBxD)[0]).mean()
 
     return loss
 
 
-@pytest.mark.parametrize(("cast", "found"), [("before", [["b"]]), ("after", [])])
-def test_bias_whose_gradient_is_summed_in_bfloat16_is_named(tmp_path, cast, found):
+@pytest.mark.parametrize(("inside", "times", "found"), [(False, 300, [["w"]]), (False, 200, []), (True, 300, [])])
+def test_gradient_that_a_loop_adds_up_in_bfloat16_is_named(tmp_path, inside, times, found):
     def init(key):
-        return {"w": jnp.ones((5, 3)), "b": jnp.ones(3)}
+        return {"w": jnp.ones((5, 5))}
 
-    rows = {"x": np.ones((8, 64, 5), np.float32)}
-    recipe = supervised(init, bias_in(cast), optax.sgd(0.1), rows)
+    rows = {"x": np.ones((8, times, 5), np.float32)}
+    recipe = supervised(init, recurrent(inside), optax.sgd(0.1), rows)
     list(run_steps(tmp_path, recipe, steps=1))
     named = [finding["parameters"] for finding in read_findings(tmp_path) if finding["kind"] == "bfloat16-sum"]
     assert named == found

@@ -10,20 +10,18 @@ from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Compiled
+from tpuswarm.train.program.rounding import MAX_TERMS, is_long_sum
 from tpuswarm.train.recipe import Batch, State
 
 MAX_NAMED = 3
 """Parameters that are named; the others are counted."""
-MAX_TERMS = 256
-"""Terms of a sum in bfloat16, of 8 significant bits, above which small ones are lost."""
-SUMS = ("reduce_sum", "reduce_window_sum")
 NO_GRADIENT = (
     "no gradient reaches {}, so nothing trains them: running statistics belong into extra=, what is not to be trained "
     "into --freeze, the rest can go"
 )
 ROUNDED = (
-    "the gradient of {} is a sum of more than 256 terms in bfloat16, which loses small ones: name them in float32=, or "
-    "broadcast them before they are cast"
+    "the gradient of {} adds up in bfloat16 over more than 256 steps of a loop, which loses small terms: name them in "
+    "float32=, or cast them in the loop"
 )
 
 
@@ -78,13 +76,10 @@ def _is_zero(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
 
 
 def _is_long_sum(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
-    """Whether a result is, but for its shape and dtype, such a sum."""
+    """Whether a result is, but for its shape and dtype, a sum of many bfloat16 numbers that is one itself."""
     while not isinstance(leaf, Literal) and (maker := makers.get(leaf)) is not None:
-        if maker.primitive.name in SUMS:
-            taken: Any = maker.invars[0].aval
-            given: Any = maker.outvars[0].aval
-            is_long = taken.size > MAX_TERMS * max(given.size, 1)
-            return bool(taken.dtype == given.dtype == jnp.bfloat16 and is_long)
+        if is_long_sum(maker) or _adds_up(maker, leaf):
+            return True
         if maker.primitive.name in ("jit", "pjit", "scan"):
             body = maker.params["jaxpr"].jaxpr
             leaf = body.outvars[maker.outvars.index(leaf)]
@@ -94,3 +89,15 @@ def _is_long_sum(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
         else:
             return False
     return False
+
+
+def _adds_up(loop: JaxprEqn, leaf: Any) -> bool:
+    """Whether a result of a loop is what its steps have added to it, as the gradient of a recurrent layer."""
+    if loop.primitive.name != "scan" or loop.params["length"] <= MAX_TERMS or leaf.aval.dtype != jnp.bfloat16:
+        return False
+    carried, body = loop.outvars.index(leaf), loop.params["jaxpr"].jaxpr
+    if carried >= loop.params["num_carry"]:
+        return False
+    before, after = body.invars[loop.params["num_consts"] + carried], body.outvars[carried]
+    added = next((each for each in body.eqns if after in each.outvars), None)
+    return added is not None and added.primitive.name in ("add", "add_any") and before in added.invars

@@ -1,7 +1,18 @@
 """Rounding to bfloat16 that keeps sums of gradients in float32."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+
+MAX_TERMS = 256
+"""Terms of a sum in bfloat16, of 8 significant bits, above which small ones are lost."""
+SUMS, SCATTERED = ("reduce_sum", "cumsum", "reduce_window_sum"), ("scatter-add",)
+"""Primitives that add: each number of the result has many terms, or as many as there are equal indices."""
+INSIDE = ("jit", "pjit", "closed_call", "checkpoint", "scan", "while", "cond", "custom_jvp_call")
+"""Primitives with programs inside that are looked at; kernels and the parts of a shard_map are left as they are."""
 
 
 def widened(values: jax.Array, like: jax.Array) -> jax.Array:
@@ -11,3 +22,68 @@ def widened(values: jax.Array, like: jax.Array) -> jax.Array:
     most of their digits.
     """
     return jnp.broadcast_to(values, like.shape).astype(like.dtype)
+
+
+def sums_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose sums of many bfloat16 numbers are made in float32 and rounded once, as PyTorch's are.
+
+    JAX's own are not where a broadcast is differentiated: gradients of biases, scales and embeddings.
+    """
+
+    def wide(*args: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = jaxpr_as_fun(traced.replace(jaxpr=_wide(traced.jaxpr)))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return wide
+
+
+def is_long_sum(equation: JaxprEqn) -> bool:
+    """Whether an equation sums more than MAX_TERMS bfloat16 numbers to one."""
+    name = equation.primitive.name
+    given: Any = equation.outvars[0].aval if equation.outvars else None
+    if name not in SUMS + SCATTERED or given.dtype != jnp.bfloat16:
+        return False
+    taken: Any = equation.invars[0].aval
+    if name == "cumsum":
+        return bool(taken.shape[equation.params["axis"]] > MAX_TERMS)
+    return name in SCATTERED or taken.size > MAX_TERMS * max(given.size, 1)
+
+
+def _wide(jaxpr: Jaxpr) -> Jaxpr:
+    return jaxpr.replace(eqns=[_wide_equation(each) for each in jaxpr.eqns])
+
+
+def _wide_equation(equation: JaxprEqn) -> JaxprEqn:
+    if is_long_sum(equation):
+        shapes = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in equation.invars]  # type: ignore[attr-defined]
+        (call,) = jax.make_jaxpr(jax.jit(_in_float32(equation)))(*shapes).eqns
+        return call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
+    if equation.primitive.name not in INSIDE:
+        return equation
+    return equation.replace(params={name: _inside(value) for name, value in equation.params.items()})
+
+
+def _in_float32(equation: JaxprEqn) -> Callable[..., jax.Array]:
+    def summed(*args: jax.Array) -> jax.Array:
+        args = tuple(each.astype(jnp.float32) if each.dtype == jnp.bfloat16 else each for each in args)
+        if equation.primitive.name in SCATTERED:  # its parameters hold the addition in bfloat16, too
+            names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+            operand, indices, updates = args
+            result = jax.lax.scatter_add(operand, indices, updates, **{name: equation.params[name] for name in names})
+        else:
+            result = equation.primitive.bind(*args, **equation.params)
+        return result.astype(jnp.bfloat16)
+
+    return summed
+
+
+def _inside(value: Any) -> Any:
+    """A parameter of an equation, the programs in it made wide."""
+    if isinstance(value, ClosedJaxpr):
+        return value.replace(jaxpr=_wide(value.jaxpr))
+    if isinstance(value, Jaxpr):
+        return _wide(value)
+    if isinstance(value, tuple) and any(isinstance(each, ClosedJaxpr) for each in value):
+        return tuple(_inside(each) for each in value)
+    return value

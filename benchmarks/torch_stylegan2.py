@@ -55,16 +55,16 @@ class StyleGAN2:
         return {"rgb": _conv(1, 3, self.width[self.side]), "blocks": blocks, "last": last}
 
     def codes(self, params: Tree, count: int) -> torch.Tensor:
-        """Random w of each layer, BxLxD; most change to another code at a random layer."""
+        """Random w of each layer, BxLxD; most batches change to other codes at a random layer."""
         layers = 2 * len(self.sizes)
         x = torch.randn(2 * count, self.D, device=params["constant"].device)
         x = x * (x.square().mean(-1, keepdim=True) + 1e-8).rsqrt()
         for layer in range(self.mapping):
             x = _leaky(_linear(x, params["mapping"][str(layer)], MAPPING_RATE))
-        cut = torch.randint(1, layers, (count, 1), device=x.device)
-        cut = torch.where(torch.rand(count, 1, device=x.device) < 0.9, cut, layers)
-        early = torch.arange(layers, device=x.device)[None] < cut
-        return torch.where(early[..., None], x[:count, None], x[count:, None])
+        cut = torch.randint(1, layers, (), device=x.device)
+        cut = torch.where(torch.rand((), device=x.device) < 0.9, cut, layers)
+        early = torch.arange(layers, device=x.device) < cut
+        return torch.where(early[None, :, None], x[:count, None], x[count:, None])
 
     def synthesize(self, params: Tree, w: torch.Tensor) -> torch.Tensor:
         """Pictures B3HW of codes BxLxD."""
@@ -229,8 +229,9 @@ def main(device: str, shape: dict[str, int]) -> None:
             made = nets.synthesize(g, w)
             (slope,) = torch.autograd.grad((made * torch.randn_like(made)).sum() / nets.side, w, create_graph=True)
             length = (slope.square().sum(2).mean(1) + 1e-12).sqrt()
-            path_mean = path_mean.lerp(length.mean().detach(), 0.01)
-            update(g_adam, g_all, (length - path_mean).square().mean() * (2 * PATH_EVERY))
+            target = path_mean.lerp(length.mean(), 0.01)
+            path_mean = target.detach()
+            update(g_adam, g_all, (length - target).square().mean() * (2 * PATH_EVERY))
         with torch.no_grad():
             torch._foreach_lerp_(mean, g_all, 0.002)
 

@@ -1,7 +1,5 @@
 """The discriminator: residual blocks, minibatch deviation, one score for each picture."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -71,10 +69,8 @@ def score(params: Params, x_BxHxWx3: jax.Array, config: Config, form: Form) -> j
 def deviation(x_BxHxWxC: jax.Array, group: int) -> jax.Array:
     """How much a picture's group varies, on average over everything: d_B (Karras et al. 2018, section 3).
 
-    A group is `group` pictures in a row, which lie on one device wherever its share of the batch holds whole groups;
-    what remains of held-out pictures may be too few for whole groups, and is taken in smaller ones.
+    A group is `group` pictures in a row, which lie on one device wherever its share of the batch holds whole groups.
     """
-    group = math.gcd(group, len(x_BxHxWxC))
     B, H, W, C = x_BxHxWxC.shape
     x_NxGxHxWxC = x_BxHxWxC.reshape(B // group, group, H, W, C)
     variance_NxHxWxC = jnp.square(x_NxGxHxWxC - x_NxGxHxWxC.mean(1, keepdims=True)).mean(1)

@@ -29,9 +29,9 @@ PATH_WEIGHT = 2.0
 PATH_DECAY = 0.99
 """Per path regularisation, of the mean length."""
 W_DECAY = 0.995
-"""Per step, of the mean of w."""
+"""Per batch of generated pictures, of the mean of w."""
 MIXED = 0.9
-"""Share of the pictures that are made from two codes."""
+"""Share of the batches whose pictures are made from two codes each."""
 AVERAGE_SHARE = 0.05
 """The half-life of the generator's moving average is at most this share of the pictures so far."""
 BETA2 = 0.99
@@ -83,26 +83,31 @@ class StyleGAN2Program(Program):
         )
 
     def step(self, state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
-        """One update of each network and the regularisers whose turn it is, then the averages."""
+        """Update the generator, then the discriminator, each with its regulariser if due; then the averages."""
         keys = jax.random.split(clock.key, 4)
         real = pixels(batch["pictures"])
         self._require_groups(len(real))
         with self._computing():
-            state, d_loss = self._train_discriminator(state, real, keys[0])
-            state = _every(R1_EVERY, clock.step, lambda now: self._smooth_discriminator(now, real, keys[1]), state)
             state, g_loss = self._train_generator(state, len(real), keys[2])
             state = _every(PATH_EVERY, clock.step, lambda now: self._smooth_generator(now, len(real), keys[3]), state)
+            state, d_loss = self._train_discriminator(state, real, keys[0])
+            state = _every(R1_EVERY, clock.step, lambda now: self._smooth_discriminator(now, real, keys[1]), state)
         state = self._adapted(state, clock.step, len(real))
         state = self._averaged(state, clock.step, len(real))
         shown = {name: state.seen[name] for name in ("path_mean", "r1", "strength")}
         return state, {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss, **shown}
 
     def evaluate(self, state: State, batch: Batch) -> Metrics:
-        """The losses of both networks on held-out pictures and those of the averaged generator, from fixed codes."""
-        real = pixels(batch["pictures"])
+        """The losses of both networks on held-out pictures and those of the averaged generator, from fixed codes.
+
+        A last group that is not whole is filled up with the first pictures, whose scores there do not count.
+        """
+        pictures, group = batch["pictures"], self._config.group
+        count = len(pictures)
+        real = pixels(jnp.resize(pictures, (-(-count // group) * group, *pictures.shape[1:])))
         with self._computing():
             made = self.make(state.average, jax.random.normal(jax.random.key(0), (len(real), self._config.latent)))
-            real_B, made_B = (self._score(state.discriminator, x) for x in (real, made))
+            real_B, made_B = (self._score(state.discriminator, x)[:count] for x in (real, made))
         d_loss, g_loss = losses.real(real_B) + losses.fake(made_B), losses.real(made_B)
         return {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
 
@@ -154,7 +159,8 @@ class StyleGAN2Program(Program):
 
     def _train_discriminator(self, state: State, real: jax.Array, key: jax.Array) -> tuple[State, jax.Array]:
         keys = jax.random.split(key, 4)
-        made, _ = self._made(state.generator, len(real), keys[0])
+        made, w_BxLxD = self._made(state.generator, len(real), keys[0])
+        state = _with_w_mean(state, w_BxLxD)
         strength = state.seen["strength"]
 
         def loss(params: Params) -> tuple[jax.Array, jax.Array]:
@@ -172,11 +178,10 @@ class StyleGAN2Program(Program):
         def loss(params: Params) -> tuple[jax.Array, jax.Array]:
             made, w_BxLxD = self._made(params, count, keys[0])
             made = self._augmented(made, keys[1], state.seen["strength"])
-            return losses.real(self._score(state.discriminator, made)), w_BxLxD[:, 0].mean(0)
+            return losses.real(self._score(state.discriminator, made)), w_BxLxD
 
-        (value, w_mean), grads = jax.value_and_grad(loss, has_aux=True)(state.generator)
-        mean = W_DECAY * state.w_mean + (1 - W_DECAY) * w_mean
-        return self._update_generator(replace(state, w_mean=mean), grads), value
+        (value, w_BxLxD), grads = jax.value_and_grad(loss, has_aux=True)(state.generator)
+        return self._update_generator(_with_w_mean(state, w_BxLxD), grads), value
 
     def _smooth_discriminator(self, state: State, real: jax.Array, key: jax.Array) -> State:
         """R1 by the pictures before their augmentation, made as strong as its interval is long."""
@@ -196,16 +201,17 @@ class StyleGAN2Program(Program):
         count, side = max(count // 2, 1), self._config.resolution
         noise = jax.random.normal(keys[0], (count, side, side, 3))
 
-        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+        def loss(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             w_BxLxD = self._codes(params, count, keys[1])
             length_B = losses.path_lengths(lambda w: self._synthesize(params, w, keys[2]), w_BxLxD, noise)
-            now, before = jax.lax.stop_gradient(length_B.mean()), state.seen["path_mean"]
+            now, before = length_B.mean(), state.seen["path_mean"]
             # begun at 0 it would shorten all paths for hundreds of steps before it has come to where they are
             mean = jnp.where(before == 0, now, PATH_DECAY * before + (1 - PATH_DECAY) * now)
-            return PATH_WEIGHT * PATH_EVERY * jnp.square(length_B - mean).mean(), mean
+            return PATH_WEIGHT * PATH_EVERY * jnp.square(length_B - mean).mean(), (mean, w_BxLxD)
 
-        (_, mean), grads = jax.value_and_grad(loss, has_aux=True)(state.generator)
-        return self._update_generator(replace(state, seen=state.seen | {"path_mean": mean}), grads)
+        (_, (mean, w_BxLxD)), grads = jax.value_and_grad(loss, has_aux=True)(state.generator)
+        state = _with_w_mean(replace(state, seen=state.seen | {"path_mean": mean}), w_BxLxD)
+        return self._update_generator(state, grads)
 
     def _made(self, params: Params, count: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Pictures from random codes, and the codes w_BxLxD."""
@@ -214,15 +220,14 @@ class StyleGAN2Program(Program):
         return self._synthesize(params, w_BxLxD, keys[1]), w_BxLxD
 
     def _codes(self, params: Params, count: int, key: jax.Array) -> jax.Array:
-        """Random w_BxLxD; most change to another code at a random layer (Karras et al. 2019, section 3.1)."""
+        """Random w_BxLxD; most batches change to other codes at a random layer (Karras et al. 2019, section 3.1)."""
         D, L = self._config.latent, self._config.layers
         keys = jax.random.split(key, 3)
         z_Bx2xD = jax.random.normal(keys[0], (count, 2, D))  # both codes of a picture are on its device
         w_Bx2xD = generator.to_w(params, z_Bx2xD.reshape(-1, D)).reshape(z_Bx2xD.shape)
-        cut_B = jax.random.randint(keys[1], (count,), 1, L)
-        cut_B = jnp.where(jax.random.bernoulli(keys[2], MIXED, (count,)), cut_B, L)
-        early_BxL = jnp.arange(L)[None] < cut_B[:, None]
-        return jnp.where(early_BxL[..., None], w_Bx2xD[:, :1], w_Bx2xD[:, 1:])
+        cut = jnp.where(jax.random.bernoulli(keys[2], MIXED), jax.random.randint(keys[1], (), 1, L), L)
+        early_L = jnp.arange(L) < cut
+        return jnp.where(early_L[None, :, None], w_Bx2xD[:, :1], w_Bx2xD[:, 1:])
 
     def _synthesize(self, params: Params, w_BxLxD: jax.Array, key: jax.Array) -> jax.Array:
         return generator.synthesize(params, w_BxLxD, key, self._config, self._form)
@@ -250,15 +255,21 @@ class StyleGAN2Program(Program):
         return replace(state, seen=state.seen | {"strength": strength})
 
     def _averaged(self, state: State, step: Any, count: int) -> State:
-        """The generator's moving average, of a half-life in pictures."""
-        pictures = (jnp.asarray(step, jnp.float32) + 1) * count
-        decay = 0.5 ** (count / jnp.minimum(self._half_life, AVERAGE_SHARE * pictures))
+        """The generator's moving average, of a half-life in pictures: at most a share of those before this step."""
+        pictures = jnp.asarray(step, jnp.float32) * count
+        half_life = jnp.minimum(self._half_life, AVERAGE_SHARE * pictures)
+        decay = 0.5 ** (count / jnp.maximum(half_life, 1e-8))  # 0 in the first step
         average = jax.tree.map(lambda old, new: new + (old - new) * decay, state.average, state.generator)
         return replace(state, average=average)
 
     def _computing(self) -> AbstractContextManager[Any]:
         full = self._precision == "highest"
         return jax.default_matmul_precision("highest") if full else nullcontext()
+
+
+def _with_w_mean(state: State, w_BxLxD: jax.Array) -> State:
+    """The mean of w moved towards the codes of a batch, of which the first layer has those that are not mixed in."""
+    return replace(state, w_mean=W_DECAY * state.w_mean + (1 - W_DECAY) * w_BxLxD[:, 0].mean(0))
 
 
 def pixels(pictures: jax.Array) -> jax.Array:

@@ -94,6 +94,7 @@ def _rows_and_columns(grid: str) -> tuple[int, int]:
 def evaluate(
     run: Run,
     data: Annotated[str | None, typer.Option(help="Use all of this data instead of the run's held-out part.")] = None,
+    split: Annotated[str, typer.Option(help="Rows to use: validation, test, train or all.")] = "validation",
     features: Annotated[
         str | None,
         typer.Option(metavar="FILE.py:NAME", help="Compare pictures by a function of yours, such as Inception's."),
@@ -103,23 +104,11 @@ def evaluate(
 ) -> None:
     """Measure the loss of a trained model on data; of pictures also how far they are from real ones."""
     loaded = load(run, data, best)
-    from tpuswarm.train.data.source import source_of
-    from tpuswarm.train.loop.evaluate import evaluate as measure
+    from tpuswarm.train.loop.evaluate import evaluate_run
     from tpuswarm.train.optional import Measured
-    from tpuswarm.train.user_code import blame
 
-    with blame(f"the data of {loaded.recipe.name} failed"), waiting("reading the data"):
-        source: Any = source_of(loaded.recipe, "all" if data else "validation")
-    if getattr(source, "rows_per_epoch", None) is None:
-        raise InputError(f"the data of {loaded.recipe.name} has no rows_per_epoch, so evaluation would never end")
-    devices = loaded.placed.mesh.size
-    own = loaded.config.get("may_change", {}).get("eval_batch")
-    micro = loaded.config["train"]["batch"] // loaded.config.get("chosen", {}).get("micro_batches", 1)
-    batch = -(-(own or micro) // devices) * devices
     with waiting("evaluating") as far:
-        found = measure(loaded.placed, loaded.state, source, batch, far=far)
-    assert found is not None
-    values, rows = found
+        values, rows = evaluate_run(loaded, "all" if data else split, far=far)
     more = {}
     if isinstance(loaded.recipe, Measured):
         with waiting("generating pictures") as far:
@@ -130,7 +119,8 @@ def evaluate(
         print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "rows": rows, **values, **more}))
         return
     shown = ", ".join(f"{name} {significant(value)}" for name, value in values.items())
-    say(f"{loaded.folder} at step {loaded.step:,}: {shown} over {rows:,} rows of {data or 'the held-out data'}")
+    what = data or ("the held-out data" if split == "validation" else f"the {split} data")
+    say(f"{loaded.folder} at step {loaded.step:,}: {shown} over {rows:,} rows of {what}")
     if more:
         from tpuswarm.cli.pictures import told
 

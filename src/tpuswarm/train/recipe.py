@@ -216,7 +216,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def data(self, split: str) -> Source:
-        """The rows of `train`, `validation` or `all`; NoSuchSplit if there is none of that name."""
+        """The rows of `train`, `validation`, `test` or `all`; NoSuchSplit if there is none of that name."""
 
     def options(self) -> dict[str, Any]:
         """The arguments that rebuild this recipe, resolved: plain values that TOML can hold."""

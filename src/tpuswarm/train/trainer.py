@@ -10,14 +10,14 @@ from typing import Any, Literal
 from tpuswarm.config.limits import check
 from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError
-from tpuswarm.train.bucket.mirror import folder_for, is_url, shown
+from tpuswarm.train.bucket.mirror import bring, folder_for, is_url, shown
 from tpuswarm.train.diagnose.watch import Watch
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.hosts.several import several
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.display import Display, auto_display
 from tpuswarm.train.look.outputs import Logger
-from tpuswarm.train.loop.evaluate import EVAL_BATCHES
+from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate_run
 from tpuswarm.train.loop.hooks import Every, Hooks, Step
 from tpuswarm.train.loop.learning_rate import STEPS, Rates, find_lr
 from tpuswarm.train.loop.loop import Loop
@@ -28,6 +28,9 @@ from tpuswarm.train.process import platform
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.run.directory import read_config
+from tpuswarm.train.run.listing import find_run
+from tpuswarm.train.run.loaded import load_run
 from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import FIXED, FREE
 
@@ -124,6 +127,34 @@ class Trainer:
                 next(loop)
             except StopIteration as end:
                 return end.value
+
+    @entry_point
+    def evaluate(
+        self,
+        recipe: Recipe,
+        *,
+        run: str | Path,
+        split: str = "validation",
+        batch: int | None = None,
+        best: bool = False,
+    ) -> dict[str, float]:
+        """The metrics of a run's newest checkpoint over all rows of a split, on one host.
+
+        split: `validation`, `test`, `train` or `all`; batch: rows at once, by default as in the run's evaluations;
+        best: the checkpoint that `keep_best` kept. Raises InputError for what is no run of this recipe, and
+        NoSuchSplit.
+        """
+        check_recipe(recipe)
+        if self.hosts is not None:
+            raise InputError("evaluate runs on one host: leave out hosts")
+        platform.prepare(bool(self.deterministic))
+        folder = bring(str(run), whole=True) if is_url(str(run)) else find_run(str(run))
+        if "swarm" in read_config(folder):
+            raise InputError(
+                f"{folder} is the run of a swarm: `tpuswarm evaluate {folder} --split {split}` evaluates it"
+            )
+        loaded = load_run(folder, select_devices(self.devices, platform.local_devices()), best=best, recipe=recipe)
+        return evaluate_run(loaded, split, batch)[0]
 
     @entry_point
     def find_lr(

@@ -9,7 +9,18 @@ import optax
 import pytest
 
 from tests.train import toy
-from tpuswarm import ArraySource, EarlyStopping, Every, InputError, StreamSource, Trainer, Weighted, supervised
+from tpuswarm import (
+    ArraySource,
+    EarlyStopping,
+    Every,
+    InputError,
+    NoSuchSplit,
+    StreamSource,
+    Trainer,
+    Weighted,
+    load,
+    supervised,
+)
 from tpuswarm.train.loop.evaluate import HeldOut, evaluate, parts, rehearse
 from tpuswarm.train.program.compiled import place
 from tpuswarm.train.program.request import Request
@@ -133,3 +144,27 @@ def test_evaluation_of_a_part_of_the_rows_says_of_how_many(tmp_path, capsys, mon
     (row,) = (row for row in read_rows(tmp_path / "run" / METRICS) if "eval_loss" in row)
     assert (row["eval_rows"], row["eval_rows_total"]) == (24, toy.ROWS)
     assert f"over 24 of {toy.ROWS} rows" in capsys.readouterr().err
+
+
+def test_checkpoint_of_a_run_is_evaluated_on_each_split(tmp_path):
+    sizes = {"train": 24, "validation": 10, "test": 7}
+    data = {name: {"x": np.random.default_rng(size).normal(size=size).astype("f")} for name, size in sizes.items()}
+
+    def loss(params, batch, key):
+        return jnp.square(batch["x"] - params["w"]).mean(), {"largest": jnp.abs(params["w"])}
+
+    recipe = supervised(lambda key: {"w": jnp.zeros(())}, loss, optax.sgd(0.1), data)
+    trainer = Trainer(devices=2, eval_every=2, keep_best="eval_loss")
+    trained = trainer.fit(recipe, steps=6, batch=8, run=tmp_path / "run")
+    w = float(trained.state.params["w"])
+    for split in sizes:
+        found = trainer.evaluate(recipe, run=tmp_path / "run", split=split, batch=4)
+        assert found["loss"] == pytest.approx(np.square(data[split]["x"] - w).mean(), rel=1e-5)
+        assert found["largest"] == pytest.approx(abs(w), rel=1e-6)
+    best = load(tmp_path / "run", best=True, like={"params": {"w": 0.0}})["params"]["w"]
+    found = trainer.evaluate(recipe, run=tmp_path / "run", best=True)
+    assert found["loss"] == pytest.approx(np.square(data["validation"]["x"] - best).mean(), rel=1e-5)
+    with pytest.raises(NoSuchSplit, match="no all data"):
+        trainer.evaluate(recipe, run=tmp_path / "run", split="all")
+    with pytest.raises(InputError, match="does not exist"):
+        trainer.evaluate(recipe, run=tmp_path / "none")

@@ -289,6 +289,8 @@ class GPT2(Recipe):
         from tpuswarm.recipes.gpt2.tokens import HELD_OUT, FakeTokens, TokenSource, split_tokens
 
         context = self._shape["context"]
+        if split not in ("train", "validation", "all"):
+            raise NoSuchSplit(f"a text has no {split} part; evaluate it on another text, with --data")
         if self._data == FAKE:
             return FakeTokens(self.config.vocab, context, self._seed + (split == "validation"))
         whole = self._data or "the Python standard library"

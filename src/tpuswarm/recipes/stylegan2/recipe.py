@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuswarm.config.limits import LIMITS as SETTINGS
 from tpuswarm.config.units import check_number
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.recipes.stylegan2.config import FIRST, SIZES, Config
 from tpuswarm.train.recipe import Options, Recipe, Source
 
@@ -125,7 +125,9 @@ class StyleGAN2(Recipe):
 
         pictures = self._pictures
         first = len(pictures) - len(pictures) // 10
-        part = {"train": slice(0, first), "validation": slice(first, None), "all": slice(None)}[split]
+        part = {"train": slice(0, first), "validation": slice(first, None), "all": slice(None)}.get(split)
+        if part is None:
+            raise NoSuchSplit(f"pictures have no {split} part; evaluate on other pictures, with --data")
         return ArraySource({"pictures": pictures[part]}, self._seed)
 
     def share(self, folder: Path) -> dict[str, Any]:

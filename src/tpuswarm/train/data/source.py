@@ -18,7 +18,7 @@ from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.recipe import Recipe, Source
 from tpuswarm.train.user_code import line_of, require_call
 
-SPLITS = ("train", "validation", "all")
+SPLITS = ("train", "validation", "test", "all")
 POLL_S = 0.2
 _reading = threading.RLock()
 

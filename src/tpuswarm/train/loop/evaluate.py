@@ -9,10 +9,11 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
-from tpuswarm.train.data.source import reading, rows_of
+from tpuswarm.train.data.source import reading, rows_of, source_of
 from tpuswarm.train.program.compiled import Placed, with_sharding
 from tpuswarm.train.program.mesh import batch_sharding, replicated
 from tpuswarm.train.recipe import State, Weighted
+from tpuswarm.train.run.loaded import LoadedRun
 from tpuswarm.train.user_code import blame
 
 EVAL_BATCHES = 200
@@ -139,6 +140,27 @@ def evaluate(
     values, counts = jax.device_get(found), [part.rows for part in every]
     means = {name: _mean([value[name] for value in values], counts) for name in values[0]}
     return {name: mean for name, mean in means.items() if mean is not None}, sum(counts)
+
+
+def evaluate_run(
+    loaded: LoadedRun, split: str, batch: int | None = None, far: Callable[[str], None] = lambda text: None
+) -> tuple[dict[str, float], int]:
+    """`evaluate` over all rows of a split; batch: None is that of the run's own evaluations.
+
+    Raises InputError for a split without an end, and NoSuchSplit.
+    """
+    with blame(f"the data of {loaded.recipe.name} failed"):
+        source: Any = source_of(loaded.recipe, split)
+    if getattr(source, "rows_per_epoch", None) is None:
+        raise InputError(f"the data of {loaded.recipe.name} has no rows_per_epoch, so evaluation would never end")
+    devices = loaded.placed.mesh.size
+    own = loaded.config.get("may_change", {}).get("eval_batch")
+    micro = loaded.config["train"]["batch"] // loaded.config.get("chosen", {}).get("micro_batches", 1)
+    held = HeldOut(source, -(-(batch or own or micro) // devices) * devices)
+    rehearse(loaded.placed, loaded.recipe.name, held, None)
+    found = evaluate(loaded.placed, loaded.state, *held, far=far)
+    assert found is not None
+    return found
 
 
 def _mean(values: Sequence[Any], counts: Sequence[int]) -> float | None:

@@ -51,21 +51,23 @@ def load_run(
     options: Mapping[str, Any] | None = None,
     agree: Agree = alone,
     best: bool = False,
+    recipe: Recipe | None = None,
 ) -> LoadedRun:
     """The recipe (with `options` in place of its own) and newest state of the run in `folder`.
 
-    best: that of its best evaluation, where it keeps one. Raises InputError where it is no run, cannot be rebuilt, or
-    has no whole checkpoint.
+    best: that of its best evaluation, where it keeps one; recipe: the run's, where it is there already. Raises
+    InputError where it is no run, cannot be rebuilt, or has no whole checkpoint.
     """
     config = read_config(folder)
-    if not config["recipe"]["target"]:
+    if recipe is None and not config["recipe"]["target"]:
         raise InputError(
             f"{folder} was trained by a Python program; to use it here, put its recipe into a file and train "
             "file.py:Recipe"
         )
     saved, notes = (kept_best(folder), list[str]()) if best else checkpoint.intact(folder)
     agree(lambda: _begun_with(folder, saved.digest))
-    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
+    if recipe is None:
+        recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     train = config["train"]
     names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
     placed = place(recipe, Request(**{name: train.get(name) for name in names}), devices)

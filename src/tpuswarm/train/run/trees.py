@@ -66,7 +66,8 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
     place: a file, or a run as commands name it: a folder, a name in ./runs, `last`, gs://…. The state of a recipe of
     `supervised` has `params`, `opt`, `ema` and `extra`; of a swarm's run it is `params` (and `extra`), what its members
     share, and `ema`, of the newest whole version. best: the checkpoint that `keep_best` kept, in place of the newest.
-    like: a tree whose structure the result gets, of arrays or shapes; None: dicts in dicts, a list by its indices.
+    like: a tree whose structure the result gets, of arrays or shapes, or a dict of some of those keys, {"params": …};
+    None: dicts in dicts, a list by its indices.
     Raises InputError for what is no such thing, for a checkpoint that is damaged, and for another path or shape than in
     `like`.
     """
@@ -80,6 +81,8 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
         name = str(place)
         folder = bring(name, whole=True) if is_url(name) else find_run(name)
         arrays = checkpoint.arrays(kept_best(folder)) if best else _of_run(folder)
+        if isinstance(like, Mapping):
+            arrays = {path: array for path, array in arrays.items() if path.partition("/")[0] in like}
     if like is not None:
         return _like(arrays, like, str(place))
     if both := _both(arrays):

@@ -63,14 +63,29 @@ def test_another_program_is_refused_until_it_is_accepted(tmp_path, change, ended
 
 
 def test_the_same_program_goes_on_from_other_code_devices_and_forms(tmp_path):
-    fit(tmp_path / "run", recipe(), 2)
-
-    def loss(params, batch, key):  # of other lines and names
-        mean = batch["x"].mean()
-        return 1.0 * jnp.abs(params["w"] - mean) ** 2
-
     data = {"x": np.linspace(0, 1, 16, dtype=np.float32)}
-    other = supervised(lambda key: {"w": jnp.full((), 2.0)}, loss, optax.adam(0.1), data)
+
+    @jax.jit
+    def squared(x):
+        return jax.checkpoint(jnp.square)(x)
+
+    def loss(params, batch, key):
+        jax.debug.callback(lambda _: None, params["w"])
+        return squared(params["w"] - batch["x"]).mean()
+
+    @jax.jit
+    def error(y):  # of other lines and names
+        return jax.checkpoint(jnp.square)(y)
+
+    def objective(weights, rows, key):
+        first = weights["w"]
+        jax.debug.callback(lambda number: None, first)
+        return error(first - rows["x"]).mean()
+
+    before, other = (
+        supervised(lambda key: {"w": jnp.full((), 2.0)}, each, optax.adam(0.1), data) for each in (loss, objective)
+    )
+    fit(tmp_path / "run", before, 2)
     for steps, options in enumerate(({"devices": 2}, {"devices": 2, "shard": "fsdp"}, {"devices": 1}), 3):
         trainer = Trainer(seed=0, **options)
         assert trainer.fit(other, steps=steps, batch=8, run=tmp_path / "run").step == steps

@@ -3,14 +3,14 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh
 
 from tpuswarm.train.process.numerics import numerics, run_key
@@ -21,8 +21,9 @@ from tpuswarm.train.recipe import Clock, Options, Recipe
 
 BUILT_IN = "tpuswarm."
 """The recipes of this package change with its version alone."""
-ADDRESS = re.compile(r"0x[0-9a-f]+|[^\s\"']+\.py:\d+")
-"""In the text of a jaxpr: where objects lie, and functions in their files."""
+NAMES = ("name", "name_and_src_info", "debug_info")
+"""Parameters of equations that name functions and their lines."""
+ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, str]:
@@ -45,9 +46,9 @@ def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, st
             traced = jax.make_jaxpr(program.step)(state, dict(program.batch_spec(request.batch)), clock)
     except Exception:  # noqa: BLE001  # whatever a user's code raises: it is traced again to be compiled
         return {}
-    digest = hashlib.sha256(ADDRESS.sub("", str(traced)).encode())
-    for constant in constants(traced):
-        digest.update(constant)
+    digest = hashlib.sha256()
+    for part in _parts(traced):
+        digest.update(part)
     conditions = {"platform": platform, "jax": jax.__version__, "tpuswarm": version("tpuswarm")} | numerics()
     under = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode())
     return {"step": digest.hexdigest(), "under": under.hexdigest()}
@@ -59,16 +60,43 @@ def is_another(recorded: Mapping[str, str], now: Mapping[str, str]) -> bool:
     return comparable and recorded.get("step") != now["step"]
 
 
-def constants(jaxpr: Any) -> Iterator[bytes]:
-    """The arrays that a program holds, which its text does not show."""
-    if isinstance(jaxpr, ClosedJaxpr):
-        for constant in jaxpr.consts:
-            is_key = isinstance(constant, jax.Array) and jnp.issubdtype(constant.dtype, jax.dtypes.prng_key)
-            array = np.asarray(jax.random.key_data(constant) if is_key else constant)
-            yield f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()
-        jaxpr = jaxpr.jaxpr
+def _parts(value: Any) -> Iterator[bytes]:
+    """What a program computes, without the names in it: its equations and the arrays that it holds, in their order."""
+    if isinstance(value, ClosedJaxpr):
+        yield from _parts(value.consts)
+        yield from _parts(value.jaxpr)
+    elif isinstance(value, Jaxpr):
+        yield from _equations(value)
+    elif isinstance(value, Mapping):
+        yield from _parts(sorted(value.items(), key=repr))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _parts(each)
+    elif isinstance(value, set | frozenset):
+        yield from _parts(sorted(value, key=repr))
+    elif isinstance(value, np.ndarray | np.generic | jax.Array):
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        array = np.asarray(value)
+        yield f"{array.dtype} {array.shape}".encode() + array.tobytes()
+    elif not callable(value) or isinstance(value, type):
+        yield f"{ADDRESS.sub('', repr(value))};".encode()
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[bytes]:
+    numbers: dict[Any, int] = {}
+
+    def names(variables: Sequence[Any]) -> str:
+        for each in variables:
+            if not isinstance(each, Literal):
+                numbers.setdefault(each, len(numbers))
+        return ",".join(
+            f"{each.val!r}" if isinstance(each, Literal) else f"{numbers[each]}:{each.aval}" for each in variables
+        )
+
+    yield f"{names(jaxpr.constvars)};{names(jaxpr.invars)}".encode()
     for equation in jaxpr.eqns:
-        for value in equation.params.values():
-            for inner in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(inner, ClosedJaxpr | Jaxpr):
-                    yield from constants(inner)
+        inputs = names(equation.invars)
+        yield f"{names(equation.outvars)}={equation.primitive.name}({inputs})".encode()
+        yield from _parts({name: each for name, each in equation.params.items() if name not in NAMES})
+    yield names(jaxpr.outvars).encode()

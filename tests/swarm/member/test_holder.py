@@ -203,15 +203,31 @@ def test_ramp_raises_updates_to_their_full_size():
     np.testing.assert_allclose(-np.diff(values), [min(1, (step + 1) / RAMP) for step in range(RAMP + 2)], atol=1e-5)
 
 
+def member(folder, target="tests.train.toy:toy", own=None, **settings):
+    swarm = Swarm("run", 1, cycle=4, outer="average", outer_lr=None, quantize="plain", overlap=False, fragments=1)
+    settings = {"batch": 16, "seed": 0, "eval_batch": None, "init_from": None, **settings}
+    plan = Plan(swarm, target, {}, settings, {}, {}, 1, data="", code=code_digest(target), evaluate_every=None)
+    ready = make_ready(plan, folder, jax.devices()[:1], True, lambda n, metrics: None, lambda text: None, own)
+    assert ready.digests.config == plan.config
+    return ready
+
+
+def test_first_version_holds_numbers(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import jax.numpy as jnp, optax\n"
+        "from tests.train import toy\n"
+        "from tpuswarm import supervised\n"
+        "def recipe():\n"
+        "    def init(key): return toy.init(key) | {'unused': jnp.full(7, jnp.nan)}\n"
+        "    return supervised(init, toy.loss, optax.sgd(0.1), toy.data())\n"
+    )
+    with pytest.raises(InputError, match="init of mine gives NaN or infinity in unused"):
+        member(tmp_path, f"{tmp_path}/mine.py:recipe").begin()
+
+
 def test_member_evaluates_in_batches_of_the_requested_size(tmp_path):
     def eval_batch(own=None, **settings):
-        swarm = Swarm("run", 1, cycle=4, outer="average", outer_lr=None, quantize="plain", overlap=False, fragments=1)
-        settings = {"batch": 16, "seed": 0, "eval_batch": None, "init_from": None, **settings}
-        target = "tests.train.toy:toy"
-        plan = Plan(swarm, target, {}, settings, {}, {}, 1, data="", code=code_digest(target), evaluate_every=None)
-        ready = make_ready(plan, tmp_path, jax.devices()[:1], True, lambda n, metrics: None, lambda text: None, own)
-        assert ready.digests.config == plan.config
-        return ready.validation.batch
+        return member(tmp_path, own=own, **settings).validation.batch
 
     assert [eval_batch(), eval_batch(accumulate=2), eval_batch(eval_batch=48), eval_batch(own=4)] == [16, 8, 48, 4]
 

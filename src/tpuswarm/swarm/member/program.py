@@ -16,6 +16,7 @@ from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
 from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.loop.evaluate import HeldOut, rehearse
+from tpuswarm.train.loop.finite import require_finite
 from tpuswarm.train.loop.session import held_out, request
 from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.paths import leaf_paths
@@ -59,6 +60,7 @@ class Ready:
         parent = self._plan.settings["init_from"]
         given = load_parameters(parent, self._recipe, self.compiled) if parent else None
         shared = self.compiled.program.exchange().get(self.compiled.init(self._keys()[0], given))
+        require_finite(shared, parent or f"init of {self._recipe.name}")
         return self.layout.split(dict(zip(leaf_paths(shared), to_host(jax.tree.leaves(shared)), strict=True)))
 
     def holder(self, fragments: Sequence[np.ndarray]) -> ProgramHolder:

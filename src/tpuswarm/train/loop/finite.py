@@ -5,7 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tpuswarm.errors import InputError
 from tpuswarm.train.paths import leaf_paths
+
+
+def require_finite(tree: Any, where: str) -> None:
+    """Raise InputError, naming the first, where parameters that `where` gives hold a NaN or an infinity."""
+    if bad := not_finite(tree):
+        names, more = ", ".join(bad[:3]), f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise InputError(f"{where} gives NaN or infinity in {names}{more}: check what makes or holds them")
 
 
 def not_finite(tree: Any) -> list[str]:

@@ -22,7 +22,7 @@ from tpuswarm.train.data.source import Repeated, rows_of, source_of, training_ro
 from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
 from tpuswarm.train.loop.evaluate import FiniteSource, HeldOut, rehearse
-from tpuswarm.train.loop.finite import not_finite
+from tpuswarm.train.loop.finite import require_finite
 from tpuswarm.train.loop.result import Result, last_row
 from tpuswarm.train.optional import KeepsFiles
 from tpuswarm.train.process import platform
@@ -314,10 +314,8 @@ def prepare(
             notes.append(f"parameters from {settings['init_from']}")
         with waiting("making the parameters"):
             state = compiled.init(init_key, shared)
-        if bad := not_finite(compiled.program.exchange().get(state)):
-            names, more = ", ".join(bad[:3]), f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-            where = settings["init_from"] or f"init of {recipe.name}"
-            raise InputError(f"{where} gives NaN or infinity in {names}{more}: check what makes or holds them")
+        made = compiled.program.exchange().get(state)
+        require_finite(made, settings["init_from"] or f"init of {recipe.name}")
     return Session(
         run, agreement, recipe, settings, compiled, source, validation, measured, state, first_step, wall_s,
         lr_scale, save_seconds, step_key, written, notes,

@@ -21,18 +21,19 @@ DATA = {"digits": DIGITS, "sorted": np.sort(DIGITS)}
 
 class Linen(nn.Module):
     dtype: jnp.dtype | None = None
+    dense: type[nn.Module] = nn.Dense
 
     @nn.compact
     def __call__(self, ids):
         x = nn.Embed(CLASSES, WIDTH, dtype=self.dtype)(ids)
         x = x + nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
-        x = x + nn.Dense(WIDTH, dtype=self.dtype)(nn.gelu(nn.RMSNorm(dtype=self.dtype)(x)))
+        x = x + self.dense(WIDTH, dtype=self.dtype)(nn.gelu(nn.RMSNorm(dtype=self.dtype)(x)))
         x = nn.Conv(WIDTH, (3,), dtype=self.dtype)(nn.GroupNorm(2, dtype=self.dtype)(x))
         return nn.Dense(CLASSES, dtype=self.dtype)(x)
 
 
-def linen(dtype):
-    model = Linen(dtype)
+def linen(dtype, dense=nn.Dense):
+    model = Linen(dtype, dense)
     return lambda key: model.init(key, DIGITS[:2]), lambda params, ids: model.apply(params, ids)
 
 
@@ -84,6 +85,7 @@ def equinox():
 FORMS = {
     "linen": lambda precision: linen(None),
     "linen with dtype": lambda precision: linen(jnp.bfloat16 if precision == "bf16" else None),
+    "linen recomputed": lambda precision: linen(None, nn.remat(nn.Dense)),
     "nnx": lambda precision: of_nnx(),
     "equinox": lambda precision: equinox(),
 }

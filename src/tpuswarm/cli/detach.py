@@ -67,7 +67,7 @@ def detach(asked: Asked, hosts: int | None, as_json: bool) -> None:
 def _start(folder: Path, new: bool, log: BinaryIO) -> "subprocess.Popen[bytes]":
     words = [each for each in sys.argv[1:] if each not in ("--detach", "--json")]
     command = [sys.executable, "-P", "-m", __name__, *words, *(["--run", str(folder)] if new else [])]
-    with blocked():
+    with held(), blocked():
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 

@@ -14,7 +14,7 @@ from tpuswarm.train.user_code import owner
 T = TypeVar("T", bound=Callable[..., Any])
 
 _arguments: dict[str, list[str]] = {}
-"""The names of the arguments of each entry point."""
+"""The names of the arguments of each of MAIN."""
 MAIN = ("Trainer", "fit", "supervised")
 """Entry points whose arguments are often given to another one."""
 
@@ -35,7 +35,8 @@ def entry_point(target: T, name: str = "") -> T:
 def _wrapped(function: Any, name: str) -> Any:
     signature = inspect.signature(function)
     arguments = [each.name for each in signature.parameters.values() if each.name != "self"]
-    _arguments[name] = arguments
+    if name in MAIN:
+        _arguments[name] = arguments
 
     def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         __tracebackhide__ = True  # in IPython
@@ -49,7 +50,7 @@ def _wrapped(function: Any, name: str) -> Any:
         __tracebackhide__ = True
         try:
             if unknown := next((each for each in kwargs if each not in arguments), None):
-                raise InputError(_unknown_argument(unknown, name))
+                raise InputError(_unknown_argument(unknown, name, arguments))
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -62,14 +63,14 @@ def _wrapped(function: Any, name: str) -> Any:
     return call
 
 
-def _unknown_argument(argument: str, name: str) -> str:
+def _unknown_argument(argument: str, name: str, arguments: list[str]) -> str:
     """Return a sentence that names the right argument, or the entry point that takes this one."""
     ours = ALSO.get(argument, argument)
-    if ours not in _arguments[name]:
+    if ours not in arguments:
         for other in MAIN:
             if ours in _arguments.get(other, ()):
                 return f"{name} takes no {argument}; give {ours} to {other}"
-    return f"{name} takes no {argument}; {did_you_mean(argument, _arguments[name])}"
+    return f"{name} takes no {argument}; {did_you_mean(argument, arguments)}"
 
 
 def _wrong_call(error: TypeError, name: str, signature: inspect.Signature) -> str:

@@ -84,7 +84,7 @@ def update(
             updates, inner = _call(function, grads, state.optimizer, pair, **extra_args)
             fast, slow = optax.apply_updates(pair, updates)
             return fast, WithSlow(inner, slow)
-        is_scaled = scale is not None and not _sam_states(state)
+        is_scaled = scale is not None and not _keeps_params(state)
         updates, state = _call(function, grads, state, params, **extra_args)
         if is_scaled:
             updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
@@ -114,12 +114,16 @@ def alone_because(state: Any) -> str:
             "has a schedule of its own, which each member would run through by its own steps: give it as schedule=, "
             "and the optimizer as a function of (learning_rate, decay_mask)"
         )
-    if isinstance(state, WithSlow) or _sam_states(state) or _find(state, SCHEDULE_FREE):
+    if _keeps_params(state):
         return (
             "keeps parameters of its own, which the members do not share: train with --members 1, or with another "
             "optimizer"
         )
     return ""
+
+
+def _keeps_params(state: Any) -> bool:
+    return isinstance(state, WithSlow) or bool(_sam_states(state) or _find(state, SCHEDULE_FREE))
 
 
 def _call(function: Callable[..., Any], *args: Any, **extra_args: Any) -> Any:

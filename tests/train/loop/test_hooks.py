@@ -2,6 +2,7 @@ import signal
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,6 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from tests.train import toy
+from tests.train.test_own_program import Game
 from tests.train.test_own_program import Recipe as GameRecipe
 from tpuswarm import EarlyStopping, Every, InputError, ReduceOnPlateau, ScaleLearningRate, Stop, Trainer, load
 from tpuswarm.train.look import report
@@ -226,19 +228,46 @@ def test_what_a_later_start_undoes_does_not_scale_its_learning_rate():
     assert session._lr_scale(events, 12) == 0.5
 
 
-def test_program_that_ignores_the_scale_is_refused(tmp_path):
+class JittedGame(Game):
+    step = jax.jit(Game.step, static_argnums=0)
+
+
+class JittedGameRecipe(GameRecipe):
+    def program(self, options):
+        return JittedGame()
+
+
+KEEP_PARAMETERS = optax.lookahead(optax.sgd(0.1), 5, 0.5), optax.contrib.schedule_free_sgd(0.1)
+
+
+@pytest.mark.parametrize("recipe", [GameRecipe(), JittedGameRecipe(), *map(noisy, KEEP_PARAMETERS)])
+def test_what_ignores_the_scale_is_refused(tmp_path, recipe):
     hooks = [Every(2, lambda step: ScaleLearningRate(0.5))]
-    with pytest.raises(InputError, match="the steps of game do not use"):
-        Trainer(devices=1, hooks=hooks).fit(GameRecipe(), steps=4, batch=8, run=tmp_path / "run")
+    with pytest.raises(InputError, match="a hook is to multiply the learning rate, and "):
+        Trainer(devices=1, hooks=hooks).fit(recipe, steps=4, batch=8, run=tmp_path / "run")
+
+
+def test_plateau_hook_that_cannot_work_is_refused_before_the_first_step(tmp_path):
+    trainer = Trainer(devices=1, eval_every=2, hooks=[Every("evaluation", ReduceOnPlateau())])
+    with pytest.raises(InputError, match="a hook is to multiply the learning rate, and "):
+        trainer.fit(noisy(KEEP_PARAMETERS[0]), steps=4, batch=8, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("factor", [np.nan, -1.0, 0, "x", None])
+def test_factor_that_is_none_is_refused(tmp_path, factor):
+    hooks = [Every(2, lambda step: ScaleLearningRate(factor))]
+    with pytest.raises(InputError, match="the factor of ScaleLearningRate"):
+        fit(tmp_path / "run", hooks=hooks)
 
 
 def test_state_that_a_hook_or_a_loop_changes_is_refused(tmp_path):
     def replaces(step):
         step.state.params["layer"]["w"] = jnp.zeros(3)
 
-    with pytest.raises(InputError, match="params/layer/w in it was replaced"):
+    with pytest.raises(InputError, match="it replaced params/layer/w"):
         fit(tmp_path / "hook", hooks=[Every(2, replaces)])
     loop = Trainer(devices=1).steps(toy.recipe(), steps=4, batch=8, run=tmp_path / "loop")
     del next(loop).state.params["layer"]
-    with pytest.raises(InputError, match=r"params/layer/\w+ in it was replaced"):
+    with pytest.raises(InputError, match=r"it replaced params/layer/\w+"):
         next(loop)

@@ -4,7 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.paths import leaf_paths
@@ -80,8 +80,9 @@ def _is_long_sum(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
     while not isinstance(leaf, Literal) and (maker := makers.get(leaf)) is not None:
         if is_long_sum(maker) or _adds_up(maker, leaf):
             return True
-        if maker.primitive.name in ("jit", "pjit", "scan"):
-            body = maker.params["jaxpr"].jaxpr
+        if maker.primitive.name in ("jit", "pjit", "scan", "remat2"):
+            inside = maker.params["jaxpr"]
+            body = inside.jaxpr if isinstance(inside, ClosedJaxpr) else inside
             leaf = body.outvars[maker.outvars.index(leaf)]
             makers = {variable: equation for equation in body.eqns for variable in equation.outvars}
         elif maker.primitive.name in ("convert_element_type", "reshape", "squeeze", "copy", "transpose", "neg"):

@@ -1,5 +1,6 @@
 """Functions of the user's that a run calls between its steps."""
 
+import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -151,6 +152,11 @@ class Hooks:
             if isinstance(call, Patience):
                 call.require(names)
 
+    @property
+    def scale_learning_rate(self) -> bool:
+        """Whether one of them is there to do so."""
+        return any(isinstance(call, ReduceOnPlateau) for _, call in self._hooks)
+
     def due(self, step: int) -> list[int]:
         """The numbers of those that it is time for."""
         now = time.monotonic()
@@ -172,7 +178,7 @@ class Hooks:
         """What each of those returns, by its number; InputError, with its line, where one fails."""
         found: dict[int, Any] = {}
         for index in due:
-            given = copied(state)
+            given = copy_containers(state)
             with blame(f"a hook failed at step {row['step']}"):
                 found[index] = _required(self._hooks[index][1](Step(dict(row), given)))
             require_unchanged(given, state)
@@ -180,25 +186,29 @@ class Hooks:
         return found
 
 
-def copied(state: State) -> State:
+def copy_containers(state: State) -> State:
     """A state of the same arrays for the user's code: what it changes in its dicts is not trained."""
     return jax.tree.map(lambda leaf: leaf, state)
 
 
 def require_unchanged(given: State, state: State) -> None:
     """Raise InputError, naming the first, where the user's code has replaced arrays in its copy of a state."""
+    leaves = jax.tree.leaves(given), jax.tree.leaves(state)
+    if len(leaves[0]) == len(leaves[1]) and all(map(operator.is_, *leaves)):
+        return
     now, before = by_path(given), by_path(state)
-    for path in now.keys() | before.keys():
+    for path in sorted(now.keys() | before.keys()):
         if now.get(path) is not before.get(path):
             raise InputError(
-                f"the state that a hook or a loop gets is to be looked at, and {path} in it was replaced: for another "
-                "learning rate return ScaleLearningRate(factor), or use ReduceOnPlateau; the rest is a matter of loss "
-                "and optimizer"
+                f"a hook or a loop must not change the state, and it replaced {path}: to change the learning rate, "
+                "return ScaleLearningRate(factor) or use ReduceOnPlateau"
             )
 
 
 def _required(returned: Any) -> Any:
-    """What a hook returned; InputError for an array of three dimensions that is no picture."""
+    """What a hook returned; InputError for an array of three dimensions that is no picture, and for a bad factor."""
+    if isinstance(returned, ScaleLearningRate):
+        check_number(returned.factor, "the factor of ScaleLearningRate", above=0)
     shape: tuple[int, ...] = getattr(returned, "shape", ())
     dtype = getattr(returned, "dtype", None)
     if len(shape) == 3 and not (dtype == np.uint8 and shape[2] == 3):

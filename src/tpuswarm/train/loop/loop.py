@@ -24,7 +24,7 @@ from tpuswarm.train.look.outputs import Logger, Outputs
 from tpuswarm.train.look.profile import TRACE, Profiler
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.loop.finite import not_finite
-from tpuswarm.train.loop.hooks import Hooks, ScaleLearningRate, Step, Stop, copied, require_unchanged
+from tpuswarm.train.loop.hooks import Hooks, ScaleLearningRate, Step, Stop, copy_containers, require_unchanged
 from tpuswarm.train.loop.result import Result, figures, last_row
 from tpuswarm.train.loop.session import LR_SCALE, Session
 from tpuswarm.train.losses import COUNTS
@@ -75,6 +75,8 @@ class Loop:
         self._profiler = Profiler(session.run, session.first_step, session.steps, profile)
         goal = session.settings["keep_best"]
         self._best = Best(goal, session.run.folder) if goal else None
+        if hooks.scale_learning_rate:
+            self._require_scale()
         hooks.require([*session.measured, *session.compiled.step.out_info[1]])  # type: ignore[attr-defined]
         self._checkpoints.pinned = best.kept_step(session.run.folder)
         self._state = session.state
@@ -91,7 +93,7 @@ class Loop:
         try:
             self._open()
             for step in self._train():
-                given = copied(step.state)
+                given = copy_containers(step.state)
                 yield step._replace(state=given)
                 require_unchanged(given, step.state)
             if (self._enough or self._done == self._session.steps) and (ended := (yield from self._finish())):
@@ -361,14 +363,17 @@ class Loop:
     def _scale(self, factor: float) -> None:
         """Multiply the learning rate; InputError for a program whose steps do not look at it."""
         session = self._session
-        if not session.compiled.scales_learning_rate:
-            raise InputError(
-                f"a hook multiplies the learning rate, and the steps of {session.recipe.name} do not use "
-                "clock.lr_scale: multiply by it in Program.step"
-            )
+        self._require_scale()
         session.lr_scale *= factor
         message = f"the learning rate is multiplied by {factor:g}, in all by {session.lr_scale:g}"
         self._outputs.tell(self._done, LR_SCALE, message, total=session.lr_scale)
+
+    def _require_scale(self) -> None:
+        if not self._session.compiled.scales_learning_rate:
+            raise InputError(
+                f"a hook is to multiply the learning rate, and {self._session.recipe.name} does not look at that: its "
+                "optimizer keeps parameters of its own, or its Program.step does not multiply by clock.lr_scale"
+            )
 
     def _write(self, row: dict[str, Any]) -> Step:
         self._outputs.row(row)

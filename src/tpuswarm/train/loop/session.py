@@ -229,7 +229,7 @@ def prepare(
         if not accept_code:
             raise InputError(
                 f"{shown(run.folder)} began with another loss, optimizer or schedule than those of {recipe.name} now; "
-                "use another --run, or go on with these by --accept-code, which records the change"
+                "use another --run, or go on with these by --accept-code or accept_code=True, which the run records"
             )
         notes.append("the loss, optimizer or schedule is another than before, as accepted")
     saved, damaged = _last_saved(run, agreement)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
 from tpuswarm.config.limits import check
@@ -114,7 +115,7 @@ class Compiled(Placed):
     def scales_learning_rate(self) -> bool:
         """Whether a step looks at its clock's `lr_scale`, the last of its arguments."""
         jaxpr = self.jaxpr.jaxpr
-        return any(jaxpr.invars[-1] is used for equation in jaxpr.eqns for used in equation.invars)
+        return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][-1]
 
 
 def compile_step(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh
 
 from tpuswarm.train.process.numerics import numerics, run_key
@@ -19,20 +20,22 @@ from tpuswarm.train.program.mesh import AXIS
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options, Recipe
 
-BUILT_IN = "tpuswarm."
+BUILT_IN = "tpuswarm.recipes."
 """The recipes of this package change with its version alone."""
+SEEN = ("debug_callback", "debug_print")
+"""Primitives that only look."""
 NAMES = ("name", "name_and_src_info", "debug_info")
 """Parameters of equations that name functions and their lines."""
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, str]:
-    """`step`: SHA-256 of a step as JAX traces it; `under`: of all that changes it besides the recipe and its settings.
+    """`step`: SHA-256 of what a step does to the state; `under`: of what changes that besides the recipe and settings.
 
     It is traced in the simplest form, on one device: however a run is resumed, the digest is the same. Empty for a
     recipe of this package, and where the trace fails, for which there is a better place to say so.
     """
-    if recipe.target.startswith(BUILT_IN):
+    if type(recipe).__module__.startswith(BUILT_IN):
         return {}
     options = Options(
         precision=request.options(platform, "").precision, clip=request.clip, freeze=request.freeze,
@@ -43,7 +46,11 @@ def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, st
         program = program_of(recipe, options)
         state = abstract_state(program, recipe.name)
         with jax.sharding.use_abstract_mesh(AbstractMesh((1,), (AXIS,))):
-            traced = jax.make_jaxpr(program.step)(state, dict(program.batch_spec(request.batch)), clock)
+            rows = dict(program.batch_spec(request.batch))
+            traced, (after, _) = jax.make_jaxpr(program.step, return_shape=True)(state, rows, clock)
+            count = len(jax.tree.leaves(after))
+            outputs = [number < count for number in range(len(traced.jaxpr.outvars))]
+            traced = traced.replace(jaxpr=dce_jaxpr(traced.jaxpr, outputs, instantiate=True)[0])
     except Exception:  # noqa: BLE001  # whatever a user's code raises: it is traced again to be compiled
         return {}
     digest = hashlib.sha256()
@@ -96,6 +103,8 @@ def _equations(jaxpr: Jaxpr) -> Iterator[bytes]:
 
     yield f"{names(jaxpr.constvars)};{names(jaxpr.invars)}".encode()
     for equation in jaxpr.eqns:
+        if equation.primitive.name in SEEN:
+            continue
         inputs = names(equation.invars)
         yield f"{names(equation.outvars)}={equation.primitive.name}({inputs})".encode()
         yield from _parts({name: each for name, each in equation.params.items() if name not in NAMES})

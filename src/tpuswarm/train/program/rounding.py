@@ -11,7 +11,7 @@ MAX_TERMS = 256
 """Terms of a sum in bfloat16, of 8 significant bits, above which small ones are lost."""
 SUMS, SCATTERED = ("reduce_sum", "cumsum", "reduce_window_sum"), ("scatter-add",)
 """Primitives that add: each number of the result has many terms, or as many as there are equal indices."""
-INSIDE = ("jit", "pjit", "closed_call", "checkpoint", "scan", "while", "cond", "custom_jvp_call")
+INSIDE = ("jit", "pjit", "closed_call", "remat2", "scan", "while", "cond", "custom_jvp_call")
 """Primitives with programs inside that are looked at; kernels and the parts of a shard_map are left as they are."""
 
 
@@ -32,7 +32,7 @@ def sums_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def wide(*args: Any) -> Any:
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = jaxpr_as_fun(traced.replace(jaxpr=_wide(traced.jaxpr)))(*jax.tree.leaves(args))
+        results = jaxpr_as_fun(traced.replace(jaxpr=_wide(traced.jaxpr, {})))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return wide
@@ -50,18 +50,28 @@ def is_long_sum(equation: JaxprEqn) -> bool:
     return name in SCATTERED or taken.size > MAX_TERMS * max(given.size, 1)
 
 
-def _wide(jaxpr: Jaxpr) -> Jaxpr:
-    return jaxpr.replace(eqns=[_wide_equation(each) for each in jaxpr.eqns])
+def _wide(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
+    """The same object where nothing in it is such a sum: JAX lowers a program that is called twice once.
+
+    done: what has become of each jaxpr, by its id.
+    """
+    if id(jaxpr) not in done:
+        equations = [_wide_equation(equation, done) for equation in jaxpr.eqns]
+        is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
+        done[id(jaxpr)] = jaxpr if is_same else jaxpr.replace(eqns=equations)
+    return done[id(jaxpr)]
 
 
-def _wide_equation(equation: JaxprEqn) -> JaxprEqn:
+def _wide_equation(equation: JaxprEqn, done: dict[int, Jaxpr]) -> JaxprEqn:
     if is_long_sum(equation):
         shapes = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in equation.invars]  # type: ignore[attr-defined]
         (call,) = jax.make_jaxpr(jax.jit(_in_float32(equation)))(*shapes).eqns
         return call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
     if equation.primitive.name not in INSIDE:
         return equation
-    return equation.replace(params={name: _inside(value) for name, value in equation.params.items()})
+    params = {name: _inside(value, done) for name, value in equation.params.items()}
+    is_same = all(params[name] is value for name, value in equation.params.items())
+    return equation if is_same else equation.replace(params=params)
 
 
 def _in_float32(equation: JaxprEqn) -> Callable[..., jax.Array]:
@@ -78,12 +88,14 @@ def _in_float32(equation: JaxprEqn) -> Callable[..., jax.Array]:
     return summed
 
 
-def _inside(value: Any) -> Any:
+def _inside(value: Any, done: dict[int, Jaxpr]) -> Any:
     """A parameter of an equation, the programs in it made wide."""
     if isinstance(value, ClosedJaxpr):
-        return value.replace(jaxpr=_wide(value.jaxpr))
+        jaxpr = _wide(value.jaxpr, done)
+        return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
     if isinstance(value, Jaxpr):
-        return _wide(value)
-    if isinstance(value, tuple) and any(isinstance(each, ClosedJaxpr) for each in value):
-        return tuple(_inside(each) for each in value)
+        return _wide(value, done)
+    if isinstance(value, tuple) and any(isinstance(part, ClosedJaxpr) for part in value):
+        parts = tuple(_inside(part, done) for part in value)
+        return value if all(new is old for new, old in zip(parts, value, strict=True)) else parts
     return value

@@ -54,8 +54,11 @@ def test_another_program_is_refused_until_it_is_accepted(tmp_path, change, ended
     list(loop) if ended else loop.close()
     with pytest.raises(InputError, match="began with another loss, optimizer or schedule"):
         fit(tmp_path / "run", after, 4)
-    assert fit(tmp_path / "run", after, 4, accept_code=True).ended == "finished"
-    if not ended:
+    if ended:
+        with pytest.raises(InputError, match="is finished: begin another run, with --init-from"):
+            fit(tmp_path / "run", after, 4, accept_code=True)
+    else:
+        assert fit(tmp_path / "run", after, 4, accept_code=True).ended == "finished"
         notes = [row["message"] for row in read_rows(tmp_path / "run" / EVENTS) if row["event"] == "note"]
         assert any("another than before, as accepted" in each for each in notes)
         fit(tmp_path / "run", after, 4)

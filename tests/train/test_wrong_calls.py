@@ -37,7 +37,10 @@ def loss(params, batch, key):
         ({"schedule": lambda: 0.1, "optimizer": optax.adam}, r"schedule is called as schedule\(progress\)"),
         ({"schedule": lambda p: p, "optimizer": lambda lr: optax.adam(lr)}, r"optimizer\(learning_rate, decay_mask\)"),
         ({"data": lambda: DATA}, r"data is called as data\(split\)"),
-        ({"data": {"train": {"x": X}, "valid": {"x": X}}}, r"data has a dict under train.*train, validation, all"),
+        (
+            {"data": {"train": {"x": X}, "valid": {"x": X}}},
+            r"data has a dict under train.*train, validation, test, all",
+        ),
         ({"data": IndexedSource(ITEMS, names=["x", "txt"])}, r"an item of the data has no txt; did you mean text\?"),
         ({"data": IndexedSource(ITEMS, names=["x", "text"])}, r"text of the data is a str"),
         ({"data": IndexedSource(ITEMS, names=["x", "parts"])}, r"parts of the data is a dict"),

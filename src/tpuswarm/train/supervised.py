@@ -109,9 +109,10 @@ class SupervisedProgram(Program):
         check({"ema": options.ema, "clip": options.clip})
         ready = as_transformation(optimizer) is not None
         if ready == (schedule is not None) or not (ready or callable(optimizer)):
+            got = "a ready one" if ready else f"a {type(optimizer).__name__}"
             raise InputError(
                 "optimizer is a ready optax transformation such as optax.adam(1e-3), or, with a schedule, a function "
-                f"of (learning_rate, decay_mask) that returns one; got {optimizer!r} and schedule {schedule!r}"
+                f"of (learning_rate, decay_mask) that returns one; got {got} and {'a' if schedule else 'no'} schedule"
             )
         if options.decay is not None and schedule is None:
             raise InputError("decay needs an optimizer(learning_rate, decay_mask) with a schedule, not a ready one")
@@ -160,7 +161,9 @@ class SupervisedProgram(Program):
         rate: Any = None
         if self._schedule is not None:
             position = clock.step if self.has_step_schedule else clock.progress
-            rate = jnp.asarray(self._schedule(jnp.asarray(position)), jnp.float32) * clock.lr_scale
+            with blame("the schedule fails"):
+                rate = jnp.asarray(self._schedule(jnp.asarray(position)), jnp.float32)
+            rate = rate * clock.lr_scale
             metrics["lr"] = rate
 
         def value(trained: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:

@@ -290,3 +290,19 @@ def test_dataset_defined_in_a_notebook_is_read_without_workers_and_refused_by_na
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("(3,)\nInputError Pairs is defined in a notebook")
     assert "leave out workers" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        *(
+            (lambda rows=rows: StreamSource([], rows_per_epoch=rows), "number of rows, 1 or more")
+            for rows in (0, -3, 10.5, "a")
+        ),
+        (lambda: StreamSource(5), "a int is no stream"),
+        (lambda: StreamSource(lambda: 5).rows(0, 1), r"the function of the stream returns a int.*test_adapters\.py"),
+    ],
+)
+def test_what_is_no_stream_is_refused(make, words):
+    with pytest.raises(InputError, match=words):
+        make()

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property
 from multiprocessing import get_context
+from numbers import Integral
 from pickle import Pickler, PicklingError
 from types import FunctionType
 from typing import Any
@@ -21,7 +22,7 @@ from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.data.source import copied, shuffled
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.user_code import blame
+from tpuswarm.train.user_code import blame, line_of
 
 ArrayRows = dict[str, np.ndarray]
 AGAIN = 10_000
@@ -122,6 +123,10 @@ class StreamSource:
                 f"a {type(data).__name__} can be read only once: a run that resumes, or evaluates, begins anew; give a "
                 "function that makes it"
             )
+        if not (callable(data) or isinstance(data, Iterable)):
+            raise InputError(f"a {type(data).__name__} is no stream: give an iterable, or a function that makes one")
+        if rows_per_epoch is not None and not (isinstance(rows_per_epoch, Integral) and rows_per_epoch > 0):
+            raise InputError(f"rows_per_epoch is a number of rows, 1 or more, not {rows_per_epoch!r}")
         self._data, self._names, self._batched = data, tuple(names), batched
         self._made: Any = None
         self._positions: list[dict[str, Any]] = []
@@ -176,6 +181,9 @@ class StreamSource:
     def _begin(self) -> None:
         """A new pass over the data."""
         self._made = self._data() if callable(self._data) else self._data
+        if not isinstance(self._made, Iterable):
+            what = f"the function of the stream returns a {type(self._made).__name__}, which is no iterable"
+            raise InputError(f"{what}{line_of(self._data)}")
         self._items, self._passed = iter(self._made), 0
 
     def _remember(self, row: int) -> None:

@@ -110,7 +110,7 @@ class ReduceOnPlateau(Patience):
 
     def __init__(self, metric: str = "eval_loss", factor: float = 0.1, patience: int = 3, least: float = 0.0):
         super().__init__(metric, patience, least)
-        check_number(factor, "factor", above=0)
+        check_number(factor, "factor", above=0, most=1)
         self._factor = factor
 
     def __call__(self, step: Step) -> ScaleLearningRate | None:

@@ -225,13 +225,13 @@ def prepare(
     agreement.agree(lambda: facts(recipe, settings, source))
     with waiting(f"tracing {recipe.name}"):
         program = step_digest(recipe, request(settings), devices[0].platform)
-    if is_another((config or {}).get("program", {}), program):
-        if not accept_code:
-            raise InputError(
-                f"{shown(run.folder)} began with another loss, optimizer or schedule than those of {recipe.name} now; "
-                "use another --run, or go on with these by --accept-code or accept_code=True, which the run records"
-            )
-        notes.append("the loss, optimizer or schedule is another than before, as accepted")
+    changed = is_another((config or {}).get("program", {}), program)
+    sentence = f"{shown(run.folder)} began with another loss, optimizer or schedule than those of {recipe.name} now"
+    if changed and not accept_code:
+        raise InputError(
+            f"{sentence}; use another --run, or go on with these by --accept-code or accept_code=True, which the run "
+            "records"
+        )
     saved, damaged = _last_saved(run, agreement)
     last = last_event(run.folder)
     ended = ""
@@ -241,6 +241,8 @@ def prepare(
         elif saved.step == settings["steps"]:
             ended = f"finished: {saved.step} steps"
     if saved and (ended := agreement.same("looking for what is left to do", ended)):
+        if changed:
+            raise InputError(f"{sentence}, and is finished: begin another run, with --init-from to take its parameters")
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             placed = place(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
             state, metrics = checkpoint.restore(saved, placed.state), last_row(run.folder)
@@ -281,6 +283,8 @@ def prepare(
     if settings["overfit_batches"]:
         notes.append(f"trains and evaluates on the first {settings['overfit_batches'] * batch:,} rows alone")
     notes += damaged
+    if changed:
+        notes.append("the loss, optimizer or schedule is another than before, as accepted")
     if getattr(compiled.program, "has_step_schedule", False):
         notes.append("the schedule counts updates, as its parameter is called `step` or `count`")
     decayed = sum(parameter.decayed for parameter in compiled.program.parameters(compiled.state))

@@ -56,7 +56,10 @@ def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, st
     digest = hashlib.sha256()
     for part in _parts(traced):
         digest.update(part)
-    conditions = {"platform": platform, "jax": jax.__version__, "tpuswarm": version("tpuswarm")} | numerics()
+    conditions = {
+        "platform": platform, "jax": jax.__version__, "tpuswarm": version("tpuswarm"),
+        "jit": str(jax.config.values["jax_disable_jit"]), **numerics(),
+    }  # fmt: skip
     under = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode())
     return {"step": digest.hexdigest(), "under": under.hexdigest()}
 

@@ -18,7 +18,7 @@ from tpuswarm.train.hosts.agreement import SECRET, Agreement
 from tpuswarm.train.hosts.line import Line
 from tpuswarm.train.hosts.rendezvous import Hosts
 from tpuswarm.train.hosts.several import PORT, Several, several
-from tpuswarm.train.loop import session
+from tpuswarm.train.loop import recorded
 from tpuswarm.train.run.loaded import load_parameters
 from tpuswarm.train.user_code import build_recipe
 
@@ -50,7 +50,7 @@ def test_hosts_that_differ_are_refused_by_name(pair, tmp_path, host_1, differenc
         (tmp_path / f"{index}.txt").write_text(text * 99)
         recipe = GPT2(**{"data": str(tmp_path / f"{index}.txt"), **options})
         source = recipe.data("train")
-        return session.facts(recipe, {"batch": batch, "steps": 20, "data": source.digest}, source)
+        return recorded.facts(recipe, {"batch": batch, "steps": 20, "data": source.digest}, source)
 
     results = call_both(lambda: pair[0].agree(lambda: facts(0)), lambda: pair[1].agree(lambda: facts(1, **host_1)))
     words = difference and f"host 1 and host 0 disagree on {difference}; all hosts need the same"
@@ -58,7 +58,7 @@ def test_hosts_that_differ_are_refused_by_name(pair, tmp_path, host_1, differenc
 
 
 def test_data_without_a_digest_are_compared_by_their_first_row():
-    one, other = (session.facts(toy.recipe(), {"data": None}, ArraySource(toy.data(seed))) for seed in (0, 1))
+    one, other = (recorded.facts(toy.recipe(), {"data": None}, ArraySource(toy.data(seed))) for seed in (0, 1))
     assert [name for name in one if one[name] != other[name]] == ["first row of the data"]
 
 

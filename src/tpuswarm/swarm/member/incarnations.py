@@ -30,7 +30,7 @@ from tpuswarm.swarm.processes.founder import Begin, Joining
 from tpuswarm.swarm.processes.plan import HEAD, Plan
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.train.hosts.rendezvous import Absent, Hosts
-from tpuswarm.train.loop.session import chosen
+from tpuswarm.train.loop.recorded import chosen
 from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
 

@@ -35,7 +35,8 @@ from tpuswarm.swarm.views.screen import Screen, auto_screen
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, look, read_status, write_status
 from tpuswarm.train.bucket.mirror import shown
-from tpuswarm.train.loop.session import Resolved, configuration, request
+from tpuswarm.train.loop.recorded import configuration
+from tpuswarm.train.loop.session import Resolved, request
 from tpuswarm.train.optional import KeepsFiles, SharesData, sampled
 from tpuswarm.train.process.stop import Interrupted, held
 from tpuswarm.train.process.waiting import waiting

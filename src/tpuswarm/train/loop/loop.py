@@ -25,8 +25,9 @@ from tpuswarm.train.look.profile import TRACE, Profiler
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.loop.finite import not_finite
 from tpuswarm.train.loop.hooks import Hooks, ScaleLearningRate, Step, Stop, copy_containers, require_unchanged
+from tpuswarm.train.loop.recorded import LR_SCALE
 from tpuswarm.train.loop.result import Result, figures, last_row
-from tpuswarm.train.loop.session import LR_SCALE, Session
+from tpuswarm.train.loop.session import Session
 from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.optional import ShowsPicture, sampled
 from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, last_words

@@ -1,13 +1,10 @@
 """Everything a training loop needs, made ready: directory, settings, program, data, state."""
 
-import hashlib
-import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,12 @@ from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.adapters import StreamSource
-from tpuswarm.train.data.source import Repeated, rows_of, source_of, training_rows
+from tpuswarm.train.data.source import Repeated, source_of, training_rows
 from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
 from tpuswarm.train.loop.evaluate import FiniteSource, HeldOut, rehearse
 from tpuswarm.train.loop.finite import require_finite
+from tpuswarm.train.loop.recorded import chosen, configuration, facts, first_row, lr_scale_after
 from tpuswarm.train.loop.result import Result, last_row
 from tpuswarm.train.optional import KeepsFiles
 from tpuswarm.train.process import platform
@@ -41,10 +39,8 @@ from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
 from tpuswarm.train.run.life import last_event
 from tpuswarm.train.run.loaded import load_parameters
 from tpuswarm.train.settings import FIXED, FREE, HABITS, check_batch, count_steps, differences, refuse_differences
-from tpuswarm.train.user_code import blame, file_digest
+from tpuswarm.train.user_code import blame
 
-LR_SCALE = "lr_scale"
-"""The event by which hooks multiply the learning rate; `total`: by what, all of them together."""
 STEPS = 1_000
 """For a recipe that wants nothing else."""
 
@@ -203,8 +199,7 @@ def prepare(
     """Resolve every setting, compile, and restore or make the state; of a run that is finished compile nothing.
 
     asked: the settings of FIXED and FREE that the user named, None for the others; accept_code: whether to go on with
-    another program than the run began with. Raises InputError for anything
-    that cannot be done as asked.
+    another program than the run began with. Raises InputError for anything that cannot be done as asked.
     """
     devices = agreement.devices(asked["devices"])
     notes = []
@@ -269,9 +264,9 @@ def prepare(
     written = configuration(recipe, settings) | {"chosen": chosen(compiled)}
     written["numerics"] = (config or {}).get("numerics") or numerics()
     written["program"] = program or (config or {}).get("program", {})
-    first_row = {} if settings["data"] else {"first_row": _first_row(source)}
-    written["data"] = (config or {}).get("data") or first_row
-    if first_row and written["data"] != first_row:
+    unnamed = {} if settings["data"] else {"first_row": first_row(source)}
+    written["data"] = (config or {}).get("data") or unnamed
+    if unnamed and written["data"] != unnamed:
         notes.append(
             "the first row of the data is another than when this run began: other data, another order, or random "
             "changes of the rows, which no resumed run repeats"
@@ -300,7 +295,7 @@ def prepare(
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             state = checkpoint.restore(saved, compiled.state)
         first_step, wall_s, save_seconds = saved.step, saved.about.get("wall_s", 0.0), saved.seconds
-        lr_scale = agreement.same("reading the events", _lr_scale(read_rows(run.folder / EVENTS), first_step))
+        lr_scale = agreement.same("reading the events", lr_scale_after(read_rows(run.folder / EVENTS), first_step))
         if (position := saved.position) is not None and hasattr(source, "go_to"):
             with blame("the data source failed"):
                 source.go_to(position)
@@ -326,17 +321,6 @@ def prepare(
     )  # fmt: skip
 
 
-def _lr_scale(events: Iterable[Mapping[str, Any]], step: int) -> float:
-    """By what hooks had multiplied the learning rate after `step` updates, without what a later start has undone."""
-    scales: list[tuple[int, float]] = []
-    for row in events:
-        if row["event"] == "started":
-            scales = [each for each in scales if each[0] <= row["step"]]
-        elif row["event"] == LR_SCALE:
-            scales.append((row["step"], row["total"]))
-    return next((total for at, total in reversed(scales) if at <= step), 1.0)
-
-
 def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None, list[str]]:
     """The checkpoint to go on from, what is newer put out of its way; and sentences about damaged ones."""
     if not agreement.leads:
@@ -346,27 +330,6 @@ def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None
     checkpoint.set_aside(run.checkpoints, saved)
     agreement.same("choosing the checkpoint", {**vars(saved), "folder": saved.folder.name} if saved else {})
     return saved, damaged
-
-
-def facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[str, str]:
-    """What the hosts of one run have to agree on, by name."""
-    options = {name: value for name, value in recipe.options().items() if name != "data"}  # what is in it counts
-    return {
-        "recipe": recipe.name,
-        "recipe file": file_digest(recipe.target),
-        **{f"{name} of {recipe.name}": str(value) for name, value in options.items()},
-        **{name: str(value) for name, value in settings.items()},
-        "first row of the data": _first_row(source),
-    }
-
-
-def _first_row(source: Source) -> str:
-    """Its digest, for a source need not give one of all rows."""
-    row = hashlib.sha256()
-    with blame("the data source failed"):
-        for name, array in sorted(rows_of(source, 0, 1).items()):
-            row.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
-    return row.hexdigest()
 
 
 def _first(*values: Any) -> Any:
@@ -413,36 +376,3 @@ def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
         why = "no rows" if rows is not None else "no rows_per_epoch, so evaluation would never end"
         raise InputError(f"the validation data of {recipe.name} has {why}; say how many it has, or leave it out")
     return source
-
-
-def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.toml says of a run; InputError for options that are no plain values."""
-    options = recipe.options()
-    try:
-        json.dumps(options)
-    except TypeError as error:
-        raise InputError(f"the options of {recipe.name} must be plain values: {error}") from error
-    return {
-        "recipe": {"name": recipe.name, "target": recipe.target, "options": options},
-        "train": {name: settings[name] for name in FIXED if settings[name] is not None},
-        "may_change": {name: settings[name] for name in FREE if settings[name] is not None},
-    }
-
-
-def chosen(compiled: Compiled) -> dict[str, Any]:
-    """How a program runs on its devices, and with which versions."""
-    device = compiled.mesh.devices.flat[0]
-    return {
-        "platform": device.platform,
-        "device": device.device_kind,
-        "devices": compiled.mesh.size,
-        "hosts": len({each.process_index for each in compiled.mesh.devices.flat}),
-        "sharding": compiled.choice.shard,
-        "remat": compiled.choice.remat,
-        "attention": compiled.options.attention,
-        "micro_batches": compiled.choice.accumulate,
-        "reason": compiled.choice.why,
-        "tokens_per_row": compiled.program.tokens_per_row,
-        "jax": jax.__version__,
-        "tpuswarm": version("tpuswarm"),
-    }

@@ -1,0 +1,85 @@
+"""What a run records of itself, and what its hosts compare."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.data.source import rows_of
+from tpuswarm.train.program.compiled import Compiled
+from tpuswarm.train.recipe import Recipe, Source
+from tpuswarm.train.settings import FIXED, FREE
+from tpuswarm.train.user_code import blame, file_digest
+
+LR_SCALE = "lr_scale"
+"""The event by which hooks multiply the learning rate; `total`: by what, all of them together."""
+
+
+def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.toml says of a run; InputError for options that are no plain values."""
+    options = recipe.options()
+    try:
+        json.dumps(options)
+    except TypeError as error:
+        raise InputError(f"the options of {recipe.name} must be plain values: {error}") from error
+    return {
+        "recipe": {"name": recipe.name, "target": recipe.target, "options": options},
+        "train": {name: settings[name] for name in FIXED if settings[name] is not None},
+        "may_change": {name: settings[name] for name in FREE if settings[name] is not None},
+    }
+
+
+def chosen(compiled: Compiled) -> dict[str, Any]:
+    """How a program runs on its devices, and with which versions."""
+    device = compiled.mesh.devices.flat[0]
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": compiled.mesh.size,
+        "hosts": len({each.process_index for each in compiled.mesh.devices.flat}),
+        "sharding": compiled.choice.shard,
+        "remat": compiled.choice.remat,
+        "attention": compiled.options.attention,
+        "micro_batches": compiled.choice.accumulate,
+        "reason": compiled.choice.why,
+        "tokens_per_row": compiled.program.tokens_per_row,
+        "jax": jax.__version__,
+        "tpuswarm": version("tpuswarm"),
+    }
+
+
+def facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[str, str]:
+    """What the hosts of one run have to agree on, by name."""
+    options = {name: value for name, value in recipe.options().items() if name != "data"}  # what is in it counts
+    return {
+        "recipe": recipe.name,
+        "recipe file": file_digest(recipe.target),
+        **{f"{name} of {recipe.name}": str(value) for name, value in options.items()},
+        **{name: str(value) for name, value in settings.items()},
+        "first row of the data": first_row(source),
+    }
+
+
+def first_row(source: Source) -> str:
+    """Its digest, for a source need not give one of all rows."""
+    row = hashlib.sha256()
+    with blame("the data source failed"):
+        for name, array in sorted(rows_of(source, 0, 1).items()):
+            row.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return row.hexdigest()
+
+
+def lr_scale_after(events: Iterable[Mapping[str, Any]], step: int) -> float:
+    """By what hooks had multiplied the learning rate after `step` updates, without what a later start has undone."""
+    scales: list[tuple[int, float]] = []
+    for row in events:
+        if row["event"] == "started":
+            scales = [each for each in scales if each[0] <= row["step"]]
+        elif row["event"] == LR_SCALE:
+            scales.append((row["step"], row["total"]))
+    return next((total for at, total in reversed(scales) if at <= step), 1.0)

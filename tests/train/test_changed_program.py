@@ -52,7 +52,7 @@ def test_another_program_is_refused_until_it_is_accepted(tmp_path, change, ended
     for _ in range(4 if ended else 2):
         next(loop)
     list(loop) if ended else loop.close()
-    with pytest.raises(InputError, match="began with another loss, optimizer or schedule"):
+    with pytest.raises(InputError, match="began with a different loss, optimizer or schedule"):
         fit(tmp_path / "run", after, 4)
     if ended:
         with pytest.raises(InputError, match="is finished: begin another run, with --init-from"):
@@ -60,9 +60,9 @@ def test_another_program_is_refused_until_it_is_accepted(tmp_path, change, ended
     else:
         assert fit(tmp_path / "run", after, 4, accept_code=True).ended == "finished"
         notes = [row["message"] for row in read_rows(tmp_path / "run" / EVENTS) if row["event"] == "note"]
-        assert any("another than before, as accepted" in each for each in notes)
+        assert any("has changed since this run began, which was accepted" in each for each in notes)
         fit(tmp_path / "run", after, 4)
-        with pytest.raises(InputError, match="began with another"):
+        with pytest.raises(InputError, match="began with a different"):
             fit(tmp_path / "run", before, 4)
 
 
@@ -145,7 +145,7 @@ def test_first_row_of_a_stream_is_compared(tmp_path):
 
     fit(tmp_path / "run", stream(0), 2)
     fit(tmp_path / "run", stream(0), 3)
-    said = "the first row of the data is another"
+    said = "the first row of the data is not the one"
     assert said not in (tmp_path / "run" / EVENTS).read_text()
     fit(tmp_path / "run", stream(1), 4)
     assert (tmp_path / "run" / EVENTS).read_text().count(said) == 1

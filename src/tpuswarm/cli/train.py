@@ -139,7 +139,7 @@ def train(
     paid: Annotated[bool, option("--paid", "With a fleet: pay for TPUs that no grant covers.", SWARM)] = False,
     yes: Annotated[bool, option("--yes", "With a fleet: rent its machines without asking.", SWARM)] = False,
     accept_code: Annotated[
-        bool, option("--accept-code", "Resume with changed code, a swarm with changed settings, too.", KEPT)
+        bool, option("--accept-code", "Resume although the code (in a swarm, also settings) changed.", KEPT)
     ] = False,
 ) -> None:
     """Train a recipe. Its own options work too: --lr 3e-4 --context 256.

@@ -103,6 +103,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure the loss of a trained model on data; of pictures also how far they are from real ones."""
+    if data and split != "validation":
+        raise InputError("--data is evaluated as a whole: leave --split out")
     loaded = load(run, data, best)
     from tpuswarm.train.loop.evaluate import evaluate_run
     from tpuswarm.train.optional import Measured

@@ -299,8 +299,8 @@ def test_dataset_defined_in_a_notebook_is_read_without_workers_and_refused_by_na
             (lambda rows=rows: StreamSource([], rows_per_epoch=rows), "number of rows, 1 or more")
             for rows in (0, -3, 10.5, "a")
         ),
-        (lambda: StreamSource(5), "a int is no stream"),
-        (lambda: StreamSource(lambda: 5).rows(0, 1), r"the function of the stream returns a int.*test_adapters\.py"),
+        (lambda: StreamSource(5), "takes an iterable, or a function that makes one, not 5"),
+        (lambda: StreamSource(lambda: 5).rows(0, 1), r"the stream's function returned 5.*test_adapters\.py"),
     ],
 )
 def test_what_is_no_stream_is_refused(make, words):

@@ -243,13 +243,13 @@ KEEP_PARAMETERS = optax.lookahead(optax.sgd(0.1), 5, 0.5), optax.contrib.schedul
 @pytest.mark.parametrize("recipe", [GameRecipe(), JittedGameRecipe(), *map(noisy, KEEP_PARAMETERS)])
 def test_what_ignores_the_scale_is_refused(tmp_path, recipe):
     hooks = [Every(2, lambda step: ScaleLearningRate(0.5))]
-    with pytest.raises(InputError, match="a hook is to multiply the learning rate, and "):
+    with pytest.raises(InputError, match="a hook scales the learning rate, but "):
         Trainer(devices=1, hooks=hooks).fit(recipe, steps=4, batch=8, run=tmp_path / "run")
 
 
 def test_plateau_hook_that_cannot_work_is_refused_before_the_first_step(tmp_path):
     trainer = Trainer(devices=1, eval_every=2, hooks=[Every("evaluation", ReduceOnPlateau())])
-    with pytest.raises(InputError, match="a hook is to multiply the learning rate, and "):
+    with pytest.raises(InputError, match="a hook scales the learning rate, but "):
         trainer.fit(noisy(KEEP_PARAMETERS[0]), steps=4, batch=8, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -124,7 +124,7 @@ class StreamSource:
                 "function that makes it"
             )
         if not (callable(data) or isinstance(data, Iterable)):
-            raise InputError(f"a {type(data).__name__} is no stream: give an iterable, or a function that makes one")
+            raise InputError(f"StreamSource takes an iterable, or a function that makes one, not {data!r}")
         if rows_per_epoch is not None and not (isinstance(rows_per_epoch, Integral) and rows_per_epoch > 0):
             raise InputError(f"rows_per_epoch is a number of rows, 1 or more, not {rows_per_epoch!r}")
         self._data, self._names, self._batched = data, tuple(names), batched
@@ -182,8 +182,7 @@ class StreamSource:
         """A new pass over the data."""
         self._made = self._data() if callable(self._data) else self._data
         if not isinstance(self._made, Iterable):
-            what = f"the function of the stream returns a {type(self._made).__name__}, which is no iterable"
-            raise InputError(f"{what}{line_of(self._data)}")
+            raise InputError(f"the stream's function returned {self._made!r}, not an iterable{line_of(self._data)}")
         self._items, self._passed = iter(self._made), 0
 
     def _remember(self, row: int) -> None:

@@ -372,7 +372,7 @@ class Loop:
     def _require_scale(self) -> None:
         if not self._session.compiled.scales_learning_rate:
             raise InputError(
-                f"a hook is to multiply the learning rate, and {self._session.recipe.name} does not look at that: its "
+                f"a hook scales the learning rate, but {self._session.recipe.name} ignores the scale: its "
                 "optimizer keeps parameters of its own, or its Program.step does not multiply by clock.lr_scale"
             )
 

@@ -221,10 +221,10 @@ def prepare(
     with waiting(f"tracing {recipe.name}"):
         program = step_digest(recipe, request(settings), devices[0].platform)
     changed = is_another((config or {}).get("program", {}), program)
-    sentence = f"{shown(run.folder)} began with another loss, optimizer or schedule than those of {recipe.name} now"
+    sentence = f"{shown(run.folder)} began with a different loss, optimizer or schedule than {recipe.name} has now"
     if changed and not accept_code:
         raise InputError(
-            f"{sentence}; use another --run, or go on with these by --accept-code or accept_code=True, which the run "
+            f"{sentence}; use another --run, or accept the change with --accept-code (accept_code=True), which the run "
             "records"
         )
     saved, damaged = _last_saved(run, agreement)
@@ -268,8 +268,8 @@ def prepare(
     written["data"] = (config or {}).get("data") or unnamed
     if unnamed and written["data"] != unnamed:
         notes.append(
-            "the first row of the data is another than when this run began: other data, another order, or random "
-            "changes of the rows, which no resumed run repeats"
+            "the first row of the data is not the one that this run began with: other data, another order, or random "
+            "augmentation"
         )
 
     notes.insert(0, f"{choice.why}; {compiled.options.precision}")
@@ -279,7 +279,7 @@ def prepare(
         notes.append(f"trains and evaluates on the first {settings['overfit_batches'] * batch:,} rows alone")
     notes += damaged
     if changed:
-        notes.append("the loss, optimizer or schedule is another than before, as accepted")
+        notes.append("the loss, optimizer or schedule has changed since this run began, which was accepted")
     if getattr(compiled.program, "has_step_schedule", False):
         notes.append("the schedule counts updates, as its parameter is called `step` or `count`")
     decayed = sum(parameter.decayed for parameter in compiled.program.parameters(compiled.state))

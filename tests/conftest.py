@@ -1,6 +1,7 @@
 """Every test runs on 8 virtual CPU devices, under strict rank promotion, with caches of this session's own."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -95,6 +96,14 @@ def _leaves_the_signals():
     sys.unraisablehook = unraisable
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forgets_what_is_compiled():
+    """A worker that kept the programs of all modules would take 4 GiB."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """What a user's program sees of a wrong call: one sentence under the user's own lines."""
 
 import re
+import signal
 import subprocess
 import sys
 import traceback
@@ -9,7 +10,9 @@ from unittest import mock
 import pytest
 
 from tests.train import toy
+from tests.waiting import until
 from tpuswarm import EarlyStopping, InputError, Trainer, load, supervised
+from tpuswarm.train.run.directory import METRICS, read_rows
 
 PARTS = (toy.init, toy.loss, toy.sgd(0.1, False), toy.data())
 
@@ -29,6 +32,7 @@ PARTS = (toy.init, toy.loss, toy.sgd(0.1, False), toy.data())
             lambda: Trainer().fit(toy.init, toy.data()),
             r"called as fit\(recipe, \*, .*: too many pos.* supervised\(init",
         ),
+        (lambda: Trainer().fit(toy.recipe(), run=5), "run is a int: give the path of a folder"),
         (lambda: Trainer().fit(), r"fit is called as .*missing a required argument: 'recipe'"),
         (lambda: supervised(*PARTS, epochs=3), "supervised takes no epochs; give epochs to fit"),
         (lambda: supervised(*PARTS[:3]), r"supervised\(init, loss, optimizer, data, schedule=….*'data'"),
@@ -125,6 +129,34 @@ def test_traceback_in_ipython_has_the_users_lines_and_at_most_one_of_ours(folder
         assert_in_order([call, *words], trace)
         assert trace.count("tpuswarm/train/") <= 1 and "site-packages" not in trace, trace
         assert len(trace.splitlines()) < 40, trace
+
+
+ENDLESS = """
+import time, numpy as np, optax, jax.numpy as jnp
+from tpuswarm import Every, Trainer, supervised
+
+def loss(params, batch, key): return jnp.mean(batch["x"] @ params["w"])
+
+def hook(step): time.sleep(3600)
+
+recipe = supervised(lambda key: {"w": jnp.zeros(3)}, loss, optax.adam(0.1), {"x": np.ones((64, 3), np.float32)})
+Trainer(devices=1, hooks=[Every(2, hook)]).fit(recipe)
+"""
+
+
+def test_second_ctrl_c_ends_a_script_like_any_other_with_the_users_lines(tmp_path):
+    (tmp_path / "mine.py").write_text(ENDLESS)
+    script = subprocess.Popen([sys.executable, "mine.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    until(lambda: any(row["step"] == 2 for run in (tmp_path / "runs").glob("*") for row in read_rows(run / METRICS)))
+    script.send_signal(signal.SIGINT)
+    assert any("Ctrl-C again" in line for line in script.stderr), "it says that it waits for a step"
+    script.send_signal(signal.SIGINT)
+    _, err = script.communicate(timeout=120)
+    assert script.returncode == -signal.SIGINT
+    trace = err[err.index("Traceback") :]
+    assert trace.count("File ") <= 3 and "mine.py" in trace and trace.rstrip().endswith("KeyboardInterrupt: SIGINT"), (
+        trace
+    )
 
 
 def failing_frames(folder, error):

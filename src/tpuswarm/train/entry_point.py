@@ -3,7 +3,7 @@
 import functools
 import inspect
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,8 +22,8 @@ MAIN = ("Trainer", "fit", "supervised")
 def entry_point(target: T, name: str = "") -> T:
     """Decorate a function, a generator function, or the constructor of a class.
 
-    Arguments that it does not take raise InputError. The traceback of a TpuswarmError has only the user's lines and
-    one of this file; any other error keeps all of its traceback. name: what users call it.
+    Arguments that it does not take raise InputError. The traceback of a TpuswarmError, and of Ctrl-C, has only the
+    user's lines and one of this file; any other error keeps all of its traceback. name: what users call it.
     """
     name = name or target.__name__
     if isinstance(target, type):
@@ -44,6 +44,8 @@ def _wrapped(function: Any, name: str) -> Any:
             return (yield from function(*args, **kwargs))
         except TpuswarmError as error:
             raise _with_user_frames(error) from error.__cause__
+        except KeyboardInterrupt as error:
+            raise _interrupted(error) from None
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -58,6 +60,8 @@ def _wrapped(function: Any, name: str) -> Any:
             return run(*args, **kwargs)
         except TpuswarmError as error:
             raise _with_user_frames(error) from error.__cause__
+        except KeyboardInterrupt as error:
+            raise _interrupted(error) from None
 
     run = generate if inspect.isgeneratorfunction(function) else function
     return call
@@ -93,14 +97,25 @@ def _with_user_frames(error: TpuswarmError) -> TpuswarmError:
     """
     if os.environ.get("TPUSWARM_DEBUG"):
         return error
-    parts = [*_entries(error)] + ([*_entries(error.__cause__)] if error.__cause__ else [])
-    trace = None
-    for entry in reversed(parts):
-        if owner(entry.tb_frame.f_code.co_filename) == "user":
-            trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    trace = _user_frames([*_entries(error)] + ([*_entries(error.__cause__)] if error.__cause__ else []))
     error.__cause__ = None  # which is not shown then
     error.__notes__ = []  # JAX's, on frames that it has removed
     return error.with_traceback(trace)
+
+
+def _interrupted(error: KeyboardInterrupt) -> KeyboardInterrupt:
+    """Ctrl-C as Python knows it: of another class, even a derived one, a script would end with code 1."""
+    if os.environ.get("TPUSWARM_DEBUG"):
+        return error
+    return KeyboardInterrupt(*error.args).with_traceback(_user_frames([*_entries(error)]))
+
+
+def _user_frames(entries: Sequence[TracebackType]) -> TracebackType | None:
+    trace = None
+    for entry in reversed(entries):
+        if owner(entry.tb_frame.f_code.co_filename) == "user":
+            trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return trace
 
 
 def _entries(error: BaseException) -> Iterator[TracebackType]:

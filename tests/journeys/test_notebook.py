@@ -1,6 +1,7 @@
 """The notebook in examples/ runs from top to bottom, and is stored without outputs."""
 
 import re
+from itertools import chain
 
 import nbformat
 import numpy as np
@@ -19,6 +20,8 @@ def test_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     NotebookClient(notebook, timeout=240, kernel_name="python3").execute(cwd=tmp_path)
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    progress = "".join(output.get("text", "") for output in chain(*outputs) if output.get("name") == "stderr")
+    assert "step 60 of 60: held-out loss" in progress and "ipywidgets" not in progress
     curves, sample, line = outputs[-3:]
     assert any("image/png" in output.get("data", {}) for output in curves)
     assert re.search(r"12 squared.{50}", sample[0].text, flags=re.DOTALL)

@@ -97,9 +97,22 @@ def test_too_few_devices_are_refused():
         local_devices.share_out("tpu", [0, 1, 2, 3], 3, 2)
 
 
+@pytest.mark.parametrize(
+    ("hooks", "named"),
+    [
+        ("[Every('evaluation', print), Every(5, max)]", "mine brings Every(5, max)"),
+        ("[Every('evaluation', EarlyStopping())]", "mine brings Every('evaluation', EarlyStopping)"),
+    ],
+)
+def test_hook_that_a_swarm_cannot_call_is_refused(typed, tmp_path, monkeypatch, hooks, named):
+    more = f"    made.hooks = lambda: {hooks}\n    return made\n"
+    err = train_two_members(typed, tmp_path, monkeypatch, "optax.sgd(0.1)", more)
+    assert "a swarm calls hooks at evaluations of its commits" in err and named in " ".join(err.split())
+
+
 RECIPE = """
 import jax.numpy as jnp, numpy as np, optax
-from tpuswarm import supervised
+from tpuswarm import EarlyStopping, Every, supervised
 
 
 def loss(params, batch, key):
@@ -108,14 +121,14 @@ def loss(params, batch, key):
 
 def recipe():
     optimizer = {optimizer}
-    return supervised(lambda key: {{"w": jnp.ones(())}}, loss, optimizer, {{"x": np.ones(64, np.float32)}})
+    made = supervised(lambda key: {{"w": jnp.ones(())}}, loss, optimizer, {{"x": np.ones(64, np.float32)}})
 """
 
 
-def train_two_members(typed, folder, monkeypatch, optimizer):
+def train_two_members(typed, folder, monkeypatch, optimizer, more="    return made\n"):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(start, "Cluster", lambda *arguments: pytest.fail("a cluster was about to be started"))
-    (folder / "mine.py").write_text(RECIPE.format(optimizer=optimizer))
+    (folder / "mine.py").write_text(RECIPE.format(optimizer=optimizer) + more)
     code, out, err = typed(
         *["train", "mine.py:recipe", "--steps", "24", "--batch", "8", "--members", "2", "--run", "new"]
     )

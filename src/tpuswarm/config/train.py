@@ -43,6 +43,7 @@ class Train(Strict):
     keep_best: str | None = None
     grace: float = 10.0
     init_from: str | None = None
+    init_only: str | None = None
     run: str | None = None
     seed: int | None = None
     deterministic: bool | None = None

@@ -1,6 +1,6 @@
 """What a recipe may have and do beside its contract: who needs one asks `isinstance(recipe, …)`; nobody inherits."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -135,6 +135,22 @@ class ShowsPicture(Protocol):
 
     def pictured(self, state: State) -> "np.ndarray | None":
         """A picture uint8 (height, width, 3) of what is learnt so far, made at each evaluation; None: nothing yet."""
+
+
+@runtime_checkable
+class HasHooks(Protocol):
+    """It brings hooks: for runs of the command line, and for a swarm, which calls those of evaluations."""
+
+    def hooks(self) -> Sequence[Any]:
+        """Those of `Trainer(hooks=…)`; asked in each process that calls them."""
+
+
+@runtime_checkable
+class HasLoggers(Protocol):
+    """It brings loggers: for runs of the command line, and for a swarm, where the process of the command writes."""
+
+    def loggers(self) -> Sequence[Any]:
+        """Those of `Trainer(loggers=…)`."""
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Parameters by path: `blocks/attn/qkv/w`, and masks from regular expressions over such paths."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,9 +52,13 @@ def mask(tree: Any, pattern: str | None, what: str) -> Any:
 
     Raises InputError naming `what` if the pattern is no regular expression or matches nothing.
     """
-    names = leaf_paths(tree)
     if pattern is None:
         return jax.tree.map(lambda _: False, tree)
+    return jax.tree.unflatten(jax.tree.structure(tree), matching(leaf_paths(tree), pattern, what))
+
+
+def matching(names: Sequence[str], pattern: str, what: str) -> list[bool]:
+    """Whether `pattern` is found in each of these paths; InputError as of `mask`."""
     try:
         found = [re.search(pattern, name) is not None for name in names]
     except re.error as error:
@@ -62,7 +66,7 @@ def mask(tree: Any, pattern: str | None, what: str) -> Any:
     if not any(found):
         rate = " (its rate is --weight-decay)" if what == "decay" and re.fullmatch(r"[\d.e+-]+", pattern) else ""
         raise InputError(f"{what} {pattern!r} matches none of the parameters{rate}: {', '.join(names)}")
-    return jax.tree.unflatten(jax.tree.structure(tree), found)
+    return found
 
 
 def keep(tree: Any, wanted: Any) -> Any:

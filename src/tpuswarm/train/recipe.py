@@ -169,6 +169,10 @@ class Program(ABC):
     def evaluate(self, state: State, batch: Batch) -> Metrics:
         """The metrics of one batch without an update, without randomness."""
 
+    def predict(self, function: Callable[..., Any], state: State, batch: Batch) -> Any:
+        """What a user's function gives for the rows of a batch: `function(state, batch)`."""
+        return function(state, batch)
+
     @abstractmethod
     def batch_spec(self, size: int) -> "Mapping[str, jax.ShapeDtypeStruct]":
         """Shapes and dtypes of a batch of `size` rows."""
@@ -187,7 +191,8 @@ class Source(Protocol):
 
     Optional: `rows_per_epoch` (int; without it `--epochs` and validation are refused), `digest` (str, of the content;
     a run refuses to resume with another), `in_memory` (bool; true: rows that come quickly need no thread),
-    `seeded(seed)` (the same rows in the order of the run's seed), and, of a stream that cannot begin at any row,
+    `seeded(seed)` (the same rows in the order of the run's seed), `row_numbers(start, count)` (int64[count], which rows
+    of the data `rows` gives: predictions are put into that order), and, of a stream that cannot begin at any row,
     `position(row)` (what a checkpoint keeps) and `go_to(position)`.
     """
 

@@ -20,6 +20,7 @@ FIXED = (
     "seed",
     "deterministic",
     "init_from",
+    "init_only",
     "data",
     "overfit_batches",
 )

@@ -206,6 +206,12 @@ class SupervisedProgram(Program):
         """Loss and metrics of the parameters for inference."""
         return self._terms(inference_params(state), state.extra, batch, None)[0]
 
+    def predict(self, function: Callable[..., Any], state: TrainState, batch: Batch) -> Any:
+        """`function(params, batch)`, or `function(params, extra, batch)`, of the parameters for inference."""
+        extra = {} if self._extra is None else {"extra": state.extra}
+        require_call(function, "function", "params", *extra, "batch")
+        return function(inference_params(state), *extra.values(), batch)
+
     def batch_spec(self, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of a batch of `size` rows."""
         return self._batch_spec(size)

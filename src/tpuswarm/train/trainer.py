@@ -1,6 +1,6 @@
 """The trainer: the settings of a run, on the devices of one process or of several hosts together."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,9 @@ from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.hosts.several import several
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.display import Display, auto_display
-from tpuswarm.train.look.outputs import Logger
-from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate_run
-from tpuswarm.train.loop.hooks import Every, Hooks, Step
+from tpuswarm.train.look.outputs import Logger, all_loggers
+from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate_run, predict_run
+from tpuswarm.train.loop.hooks import Every, Hooks, Step, hooks_of
 from tpuswarm.train.loop.learning_rate import STEPS, Rates, find_lr
 from tpuswarm.train.loop.loop import Loop
 from tpuswarm.train.loop.result import Result
@@ -30,7 +30,7 @@ from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.listing import find_run
-from tpuswarm.train.run.loaded import load_run
+from tpuswarm.train.run.loaded import LoadedRun, load_run
 from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import FIXED, FREE
 
@@ -92,7 +92,11 @@ class Trainer:
     hosts_at: str | None = None
 
     def settings(
-        self, steps: int | None = None, batch: int | Literal["auto"] | None = None, init_from: str | Path | None = None
+        self,
+        steps: int | None = None,
+        batch: int | Literal["auto"] | None = None,
+        init_from: str | Path | None = None,
+        init_only: str | None = None,
     ) -> dict[str, Any]:
         """The settings as given, by the names of train/settings.py; None for those not set.
 
@@ -100,7 +104,9 @@ class Trainer:
         """
         named = {name: getattr(self, name) for name in (*FIXED, *FREE) if name in self.__dataclass_fields__}
         parent = find_parent(init_from) if init_from else None
-        asked = named | {"steps": steps, "batch": batch, "init_from": parent}
+        if init_only is not None and parent is None:
+            raise InputError(f"init_only {init_only!r} says which parameters of init_from are taken: give that too")
+        asked = named | {"steps": steps, "batch": batch, "init_from": parent, "init_only": init_only}
         check(asked)
         return asked
 
@@ -115,13 +121,17 @@ class Trainer:
         batch: int | Literal["auto"] | None = None,
         run: str | Path | None = None,
         init_from: str | Path | None = None,
+        init_only: str | None = None,
     ) -> Result:
         """Train to the end, or until asked to stop; takes the same arguments as `steps`.
 
         Raises InputError for what cannot be done as asked, and RunFailed when a run fails; its last good checkpoint is
         safe.
         """
-        loop = self.steps(recipe, steps=steps, tokens=tokens, epochs=epochs, batch=batch, run=run, init_from=init_from)
+        loop = self.steps(
+            recipe, steps=steps, tokens=tokens, epochs=epochs, batch=batch, run=run, init_from=init_from,
+            init_only=init_only,
+        )  # fmt: skip
         while True:
             try:
                 next(loop)
@@ -144,21 +154,52 @@ class Trainer:
         best: the checkpoint that `keep_best` kept. Raises InputError for what is no run of this recipe, and
         NoSuchSplit.
         """
+        return evaluate_run(self._loaded(recipe, run, split, best), split, batch)[0]
+
+    @entry_point
+    def predict(
+        self,
+        recipe: Recipe,
+        function: Callable[..., Any],
+        *,
+        run: str | Path,
+        split: str = "test",
+        batch: int | None = None,
+        best: bool = False,
+    ) -> Any:
+        """What `function` gives for each row of a split, with a run's newest checkpoint; on one host.
+
+        In the order of the data, for arrays, an ArraySource and an IndexedSource; for another source in its own.
+
+        function: `(params, batch)` of a recipe of `supervised`, `(params, extra, batch)` where its loss has mutable
+        state, else `(state, batch)`: to a pytree of arrays, the first axis of each the rows of the batch. It is
+        compiled; the parameters are those that evaluations use, in their own dtypes. Returns the same pytree of NumPy
+        arrays. The other arguments and errors are those of `evaluate`.
+        """
+        return predict_run(self._loaded(recipe, run, split, best), function, split, batch)
+
+    def _loaded(self, recipe: Recipe, run: str | Path, split: str, best: bool) -> LoadedRun:
+        """A run of this recipe, on the devices."""
         check_recipe(recipe)
         if self.hosts is not None:
-            raise InputError("evaluate runs on one host: leave out hosts")
+            raise InputError("a run is evaluated on one host: leave out hosts")
         platform.prepare(bool(self.deterministic))
         folder = bring(str(run), whole=True) if is_url(str(run)) else find_run(str(run))
         if "swarm" in read_config(folder):
             raise InputError(
                 f"{folder} is the run of a swarm: `tpuswarm evaluate {folder} --split {split}` evaluates it"
             )
-        loaded = load_run(folder, select_devices(self.devices, platform.local_devices()), best=best, recipe=recipe)
-        return evaluate_run(loaded, split, batch)[0]
+        return load_run(folder, select_devices(self.devices, platform.local_devices()), best=best, recipe=recipe)
 
     @entry_point
     def find_lr(
-        self, recipe: Recipe, *, batch: int | None = None, steps: int = STEPS, init_from: str | Path | None = None
+        self,
+        recipe: Recipe,
+        *,
+        batch: int | None = None,
+        steps: int = STEPS,
+        init_from: str | Path | None = None,
+        init_only: str | None = None,
     ) -> Rates:
         """The peak learning rate: where the loss falls fastest while it grows from 1e-6 to 1 in `steps` steps.
 
@@ -166,7 +207,7 @@ class Trainer:
         never falls.
         """
         check_recipe(recipe)
-        asked = self.settings(steps, batch, init_from)
+        asked = self.settings(steps, batch, init_from, init_only)
         if self.hosts is not None or asked["batch"] == "auto":
             raise InputError("find_lr runs on one host, with a batch in rows: leave out hosts and batch='auto'")
         platform.prepare(bool(self.deterministic))
@@ -185,23 +226,25 @@ class Trainer:
         batch: int | Literal["auto"] | None = None,
         run: str | Path | None = None,
         init_from: str | Path | None = None,
+        init_only: str | None = None,
     ) -> Generator[Step, None, Result]:
         """The training loop as a generator: yields a Step for every row of metrics, returns a Result.
 
         run: the run directory, or gs://BUCKET/FOLDER; an existing one resumes, None creates one in ./runs. batch: rows
-        of one whole step, over all devices; `auto`: as many as fit. Closing the loop early (`contextlib.closing`, or
-        leaving the function that holds it) saves and ends the run like Ctrl-C; a loop left open at the end of a script
-        resumes from its last checkpoint.
+        of one whole step, over all devices; `auto`: as many as fit. init_from: a run, or a model that the recipe reads,
+        whose parameters to begin with; init_only: a regular expression, searched in their paths, of those that are
+        taken: the others, such as a new head of another shape, are made by the recipe. Closing the loop early
+        (`contextlib.closing`, or leaving the function that holds it) saves and ends the run like Ctrl-C; a loop left
+        open at the end of a script resumes from its last checkpoint.
         """
         check_recipe(recipe)
-        asked = self.settings(steps, batch, init_from)
+        asked = self.settings(steps, batch, init_from, init_only)
         for name in ("save_every", "eval_every"):
             if asked[name] is not None:
                 parse_every(asked[name], name)
-        hooks = Hooks(self.hooks)
-        for each in self.loggers:
-            if not isinstance(each, Logger):
-                raise InputError(f"a logger needs write(row) and close(); got a {type(each).__name__}")
+        if run is not None and not isinstance(run, (str, Path)):
+            raise InputError(f"run is a {type(run).__name__}: give the path of a folder, or gs://BUCKET/FOLDER")
+        hooks, loggers = Hooks(self.hooks, hooks_of(recipe)), all_loggers(recipe, self.loggers)
         if self.wandb is not None:
             wandb_log.require()
         hosts = several(self.hosts, self.host, self.hosts_at)
@@ -223,7 +266,7 @@ class Trainer:
                     return session
                 loop = Loop(
                     session, watch, display, hooks=hooks, profile=self.profile,
-                    wandb=None if self.fast_dev_run else self.wandb, loggers=self.loggers,
+                    wandb=None if self.fast_dev_run else self.wandb, loggers=loggers,
                     eval_batches=1 if self.fast_dev_run else EVAL_BATCHES,
                 )  # fmt: skip
                 return (yield from watch.hand_out(loop.run()))

@@ -188,15 +188,14 @@ def test_sgd_with_one_step_a_cycle_is_synchronous_data_parallel(tmp_path):
 
 def test_evaluations_are_of_published_versions_and_change_no_bit(tmp_path, plain):
     evaluations, every = [], 3 * BATCH
-    swarm = Swarm(
-        tmp_path, TOY, fragments=2, evaluate_every=every, evaluated=lambda *evaluation: evaluations.append(evaluation)
-    )
+    swarm = Swarm(tmp_path, TOY, fragments=2, evaluate_every=every, evaluated=evaluations.append)
     assert_same_bits(swarm.run(), plain)
-    assert swarm.holders[0].evaluate(lambda: True, None) is None, "asked to leave"
-    assert len(evaluations) >= 2 and len({tokens // every for _, tokens, _ in evaluations}) == len(evaluations)
-    for version, tokens, (values, rows, picture) in evaluations:
-        assert (tokens, rows, picture) == (swarm.ledger.record(version).tokens, toy.ROWS, None)
-        assert values["loss"] == pytest.approx(loss_of(swarm.version(version), toy.data(1)), rel=1e-5)
+    assert swarm.holders[0].evaluate(lambda: True, None, 0, 0) is None, "asked to leave"
+    assert len(evaluations) >= 2 and len({found.row["tokens"] // every for found in evaluations}) == len(evaluations)
+    for row, pictures, texts in evaluations:
+        assert (row["tokens"], row["eval_rows"]) == (swarm.ledger.record(row["version"]).tokens, toy.ROWS)
+        assert not pictures and not texts
+        assert row["eval_loss"] == pytest.approx(loss_of(swarm.version(row["version"]), toy.data(1)), rel=1e-5)
 
 
 def test_moving_average_is_the_plain_trainers_and_is_evaluated(tmp_path):
@@ -204,7 +203,7 @@ def test_moving_average_is_the_plain_trainers_and_is_evaluated(tmp_path):
     swarm = Swarm(
         tmp_path / "swarm", TOY, cycle=1, overlap=False, fragments=2, shards=2, ema=ema,
         outer=Outer("average", average=Average(BATCH * math.log(0.5) / math.log(ema))), evaluate_every=3 * BATCH,
-        evaluated=lambda *evaluation: evaluations.append(evaluation),
+        evaluated=evaluations.append,
     )  # fmt: skip
     swarm.run()
 
@@ -218,8 +217,8 @@ def test_moving_average_is_the_plain_trainers_and_is_evaluated(tmp_path):
     for path, array in found.items():
         np.testing.assert_allclose(array, expected[path], rtol=1e-5, atol=1e-7)
     assert len(evaluations) >= 2
-    for version, _, (values, _, _) in evaluations:
-        assert values["loss"] == pytest.approx(loss_of(averaged(version), toy.data(1)), rel=1e-5)
+    for row, _, _ in evaluations:
+        assert row["eval_loss"] == pytest.approx(loss_of(averaged(row["version"]), toy.data(1)), rel=1e-5)
     assert not problems_of(swarm.store)
 
 

@@ -1,3 +1,4 @@
+import json
 import signal
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -7,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from matplotlib import pyplot as plt
 from matplotlib.image import imread
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.train import toy
 from tests.train.test_own_program import Game
 from tests.train.test_own_program import Recipe as GameRecipe
 from tpuswarm import EarlyStopping, Every, InputError, ReduceOnPlateau, ScaleLearningRate, Stop, Trainer, load
+from tpuswarm.train.bucket.mirror import BEST
 from tpuswarm.train.look import report
 from tpuswarm.train.loop import recorded
 from tpuswarm.train.loop.hooks import Hooks, Step
@@ -160,6 +164,82 @@ def test_best_checkpoint_is_kept_however_old(tmp_path):
     held_out = toy.data(1)
     error = held_out["x"] @ loaded["w"] + loaded["b"] - held_out["y"]
     assert np.mean(np.square(error)) == pytest.approx(losses[best], rel=1e-5)
+
+
+def test_numbers_of_hooks_are_logged_and_decide_what_is_best_and_when_to_stop(tmp_path):
+    """Of evaluations at 2, 4, … the score rises until 6; the second process keeps the best of both."""
+    scores, logger = {2: 1.0, 4: 3.0, 6: 5.0, 8: 4.0, 10: np.float32(2.0), 12: float("nan")}, Logger()
+
+    def score(step):
+        return {"score": scores[step.row["step"]]}
+
+    hooks = [
+        Every("evaluation", EarlyStopping("eval_score:max", patience=2)),
+        Every("evaluation", score),
+        Every(3, lambda step: {"norm": jnp.linalg.norm(step.state.params["layer"]["w"]), "odd": True}),
+    ]
+    options = {"eval_every": 2, "keep_best": "eval_score:max", "hooks": hooks}
+    for steps in (4, 20):
+        result = fit(tmp_path / "run", NEVER_BETTER, steps=steps, loggers=[logger], **options)
+    assert (result.step, result.metrics["eval_score"]) == (10, 2.0)
+    assert result.message == "ended at step 10: eval_score:max was no better in 2 evaluations than at step 6"
+    rows = list(read_rows(tmp_path / "run" / METRICS))
+    evaluations = {row["step"]: row for row in rows if "eval_loss" in row}
+    assert {step: row["eval_score"] for step, row in evaluations.items()} == {
+        step: scores[step] for step in range(2, 11, 2)
+    }
+    own = [row for row in rows if "norm" in row]
+    assert [(row["step"], row["tokens"], row["odd"]) for row in own] == [
+        (3, 24, 1),
+        (4, 32, 1),
+        (6, 48, 1),
+        (9, 72, 1),
+        (10, 80, 1),
+    ]
+    assert all(row.keys() == {"step", "tokens", "norm", "odd"} for row in own) and logger.rows == rows
+    kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert 6 in kept and json.loads((tmp_path / "run" / BEST).read_text()) == {"step": 6, "eval_score": 5.0}
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("eval_score")] == [2, 4, 6, 8, 10]
+    assert [event.step for event in board.Scalars("norm")] == [3, 4, 6, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ({"loss": 1.0}, "a hook returned a number called eval_loss, as rows have one already: rename it"),
+        ({"rows": 1.0}, "a number called eval_rows, as rows"),
+        ({"text": "good"}, "a hook returned a dict with 'text': 'good'; in a dict of a hook are names and numbers"),
+        ({"picture": np.zeros(3)}, "a hook returned a dict with 'picture'"),
+        ({3: 1.0}, "a hook returned a dict with 3: 1.0"),
+        ({"z": 1j}, "a hook returned a dict with 'z': 1j"),
+        ({"other": 1.0}, "the evaluations have no eval_score; they have eval_loss, eval_worst, eval_other"),
+    ],
+)
+def test_numbers_that_cannot_be_rows_are_refused_and_the_evaluation_stays(tmp_path, returned, says):
+    hooks = [Every("evaluation", lambda step: returned)]
+    with pytest.raises(InputError, match=says):
+        fit(tmp_path / "run", eval_every=2, hooks=hooks, keep_best="eval_score")
+    assert [row["step"] for row in read_rows(tmp_path / "run" / METRICS) if "eval_loss" in row] == [2]
+
+
+def test_two_hooks_with_one_number_are_refused(tmp_path):
+    hooks = [Every(2, lambda step: {"score": 1}), Every(1, lambda step: {"score": 1})]
+    with pytest.raises(InputError, match="two hooks returned a number called score: rename one"):
+        fit(tmp_path / "run", hooks=hooks)
+
+
+def test_figure_of_matplotlib_is_a_picture(tmp_path):
+    def draw(step):
+        figure, axes = plt.subplots(figsize=(2, 1), dpi=50, facecolor="red")
+        axes.remove()
+        plt.close(figure)
+        return figure
+
+    fit(tmp_path / "run", steps=2, hooks=[Every(2, draw)])
+    [file] = (tmp_path / "run" / "pictures").iterdir()
+    picture = imread(file)
+    assert picture.shape[:2] == (50, 100) and (picture[..., :3] == [1, 0, 0]).all()
 
 
 def test_ctrl_c_while_the_report_is_written_leaves_the_run_finished(tmp_path, monkeypatch):

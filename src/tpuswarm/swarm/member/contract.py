@@ -24,10 +24,12 @@ class Payload:
 class Evaluated(NamedTuple):
     """A published version on held-out rows."""
 
-    values: dict[str, float]
-    rows: int
-    picture: np.ndarray | None
-    """What its model makes, uint8 (height, width, 3), where it makes pictures."""
+    row: dict[str, Any]
+    """Of metrics.jsonl, but for who measured it."""
+    pictures: dict[str, np.ndarray]
+    """What its model makes and hooks return, uint8 (height, width, 3), by what ends their names."""
+    texts: list[str]
+    """What hooks say."""
 
 
 class Holder(Protocol):
@@ -60,10 +62,11 @@ class Holder(Protocol):
         """Come to a version that `place` gave, in the way that `adopt.how` says; keep: see Member.keep."""
         ...
 
-    def evaluate(self, leave: Callable[[], bool], average: Any | None) -> Evaluated | None:
+    def evaluate(self, leave: Callable[[], bool], average: Any | None, version: int, tokens: int) -> Evaluated | None:
         """The version adopted last on held-out rows; None if told to leave. Asked for with `evaluate_every` only.
 
-        average: its moving average, which `place` brought, where the run keeps one.
+        version, tokens: its number, and the tokens counted by then; average: its moving average, which `place` brought,
+        where the run keeps one.
         """
         ...
 

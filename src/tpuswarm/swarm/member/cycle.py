@@ -61,8 +61,8 @@ class MemberProcesses:
     """The run is over."""
     evaluate_every: int | None = None
     """Tokens counted between two evaluations; None: there are none."""
-    evaluated: Callable[[int, int, Evaluated], None] = lambda version, tokens, found: None
-    """Told of an evaluation: of which version, and its counted tokens."""
+    evaluated: Callable[[Evaluated], None] = lambda found: None
+    """Told of an evaluation."""
     _accepted: Identity | None = None
     """The last contribution that was."""
     _snapshot: Any = None
@@ -214,9 +214,9 @@ class MemberProcesses:
         self.books = core.adopted(self.books, adopt, tokens)
         if evaluates:
             yield from self._settle()
-            evaluate = partial(self.holder.evaluate, self._between_batches, average)
+            evaluate = partial(self.holder.evaluate, self._between_batches, average, adopt.version, tokens)
             if found := (yield from self._on_devices(EVALUATES, evaluate)):
-                self.evaluated(adopt.version, tokens, found)
+                self.evaluated(found)
 
     def _evaluates(self, tokens: int) -> bool:
         """Whether the version to adopt, of so many tokens, is one to evaluate."""

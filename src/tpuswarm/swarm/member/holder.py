@@ -1,5 +1,6 @@
 """A member's arrays: the trainer's compiled step around the shared state, its anchor and its error feedback."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,10 @@ def placed(compiled: Compiled, layout: Layout, fragments: Sequence[np.ndarray]) 
     )
 
 
+Looked = Callable[[State, dict[str, Any]], Evaluated]
+"""Takes the state of a version and the row of its evaluation."""
+
+
 class ProgramHolder:
     """What a member trains.
 
@@ -67,15 +72,15 @@ class ProgramHolder:
         anchor: Sequence[np.ndarray],
         took: Callable[[int, Metrics], None],
         validation: HeldOut | None = None,
-        pictured: Callable[[State], np.ndarray | None] = lambda state: None,
+        looked: Looked = lambda state, row: Evaluated(row, {}, []),
     ):
         """state: its shared part is `anchor`, float32[size] of each fragment; took: told of every step its number
-        in the run's order of batches and its metrics, which are still on the devices; validation and pictured, of
-        a recipe: for `evaluate`.
+        in the run's order of batches and its metrics, which are still on the devices; validation and looked: for
+        `evaluate`.
         """
         self.state = state
         self._compiled, self._form, self._key = compiled, form, step_key
-        self._took, self._validation, self._pictured = took, validation, pictured
+        self._took, self._validation, self._looked = took, validation, looked
         self._feed = Prefetch(_reader(compiled, source))
         self._exchanged = Exchanged(compiled, layout, form)
         self._anchor = self._exchanged.put(anchor)
@@ -150,14 +155,19 @@ class ProgramHolder:
             self.state = self._exchanged.take(self.state, version)
         self._anchor, self._reference, self._next_feedback = version, [], []
 
-    def evaluate(self, leave: Callable[[], bool], average: Flat | None) -> Evaluated | None:
-        """The version adopted last, as it was published, on held-out rows."""
+    def evaluate(self, leave: Callable[[], bool], average: Flat | None, version: int, tokens: int) -> Evaluated | None:
+        """The version adopted last, as it was published, on held-out rows, and what hooks find of it."""
         assert self._validation is not None
         state = self._exchanged.take(self.state, self._anchor)
         if average is not None:
             state = self._exchanged.put_average(state, average)
         found = evaluate(self._compiled, state, *self._validation, EVAL_BATCHES, leave)
-        return Evaluated(*found, self._pictured(state)) if found else None
+        if found is None:
+            return None
+        values, rows = found
+        row: dict[str, Any] = {"tokens": tokens, "version": version, "eval_rows": rows}
+        row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
+        return self._looked(state, row)
 
     def ramp(self) -> None:
         """The state has parameters that were trained and no inner state: begin with small updates."""

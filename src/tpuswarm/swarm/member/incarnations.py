@@ -239,9 +239,8 @@ class MemberHost:
             asked = [(number, last.version) for number in range(len(last.state))]
             means = [self._answer(Call(self._shard(number), "average", each)) for number, each in enumerate(asked)]
             average = holder.place(means)
-        found = holder.evaluate(lambda: self._leaving, average)
-        if found:
-            self._rows.evaluated(last.version, last.tokens, found)
+        if found := holder.evaluate(lambda: self._leaving, average, last.version, last.tokens):
+            self._rows.evaluated(found)
 
     def _newest(self, ready: Ready, programs: Ready | Lead) -> tuple[Joining, list[np.ndarray]] | None:
         """What the run is, and the fragments of its newest version; None when told to leave.

@@ -111,7 +111,7 @@ class LeadHolder:
             self._lead.tell("adopt", how=adopt.how, number=version.number, keep=keep)
             self._holder.adopt(adopt, version.version, keep)
 
-    def evaluate(self, leave: Callable[[], bool], average: object) -> None:
+    def evaluate(self, leave: Callable[[], bool], average: object, version: int, tokens: int) -> None:
         """Nothing: the other hosts have no held-out rows. A run of such members alone has no held-out loss."""
 
     def ramp(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from tpuswarm.swarm.member.contract import Evaluated
-from tpuswarm.train.look.pictures import PICTURE
+from tpuswarm.train.look.pictures import PICTURES, TEXTS
 from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.recipe import Metrics
 
@@ -37,13 +37,11 @@ class MetricsRows:
             raise self._failure
         self._pending.put((self._version(), metrics))
 
-    def evaluated(self, version: int, tokens: int, found: Evaluated) -> None:
-        """A version was evaluated. What its model makes goes with the row, to whoever writes it."""
-        row: dict[str, Any] = {"step": self._steps, "tokens": tokens, "eval_rows": found.rows}
-        row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in found.values.items()}
-        row |= {} if found.picture is None else {PICTURE: found.picture}
+    def evaluated(self, found: Evaluated) -> None:
+        """A version was evaluated. Pictures and texts go with the row, to whoever writes it."""
+        with_it = {name: value for name, value in ((PICTURES, found.pictures), (TEXTS, found.texts)) if value}
         with self._lock:
-            self._rows.append(row | {"member": self._name, "version": version})
+            self._rows.append({"step": self._steps} | found.row | {"member": self._name} | with_it)
 
     def since(self, number: int) -> list[dict[str, Any]]:
         """Rows from `number` on, counted from 0; those before are forgotten."""

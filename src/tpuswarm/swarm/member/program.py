@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,18 +13,20 @@ from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.member import compile_cache
 from tpuswarm.swarm.member.arrays import to_host
+from tpuswarm.swarm.member.contract import Evaluated
 from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
 from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.loop.evaluate import HeldOut, rehearse
 from tpuswarm.train.loop.finite import require_finite
+from tpuswarm.train.loop.hooks import EVALUATION, Hooks, Patience, ScaleLearningRate, Stop, hooks_of
 from tpuswarm.train.loop.session import held_out, request
 from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Compiled, compile_step
 from tpuswarm.train.recipe import Metrics, Recipe, Source, State
-from tpuswarm.train.run.loaded import load_parameters
+from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.user_code import blame, build_recipe
 
 Took = Callable[[int, Metrics], None]
@@ -39,6 +42,7 @@ class Ready:
     digests: Digests
     validation: HeldOut | None
     """The held-out rows, where there are any and this member evaluates."""
+    _hooks: Hooks
     _recipe: Recipe
     _plan: Plan
     _source: Source
@@ -58,8 +62,9 @@ class Ready:
     def begin(self) -> list[np.ndarray]:
         """Float32[size] of each fragment of a first state: a fresh one, or around the parameters of --init-from."""
         parent = self._plan.settings["init_from"]
-        given = load_parameters(parent, self._recipe, self.compiled) if parent else None
-        shared = self.compiled.program.exchange().get(self.compiled.init(self._keys()[0], given))
+        key, only = self._keys()[0], self._plan.settings.get("init_only")
+        given = initial_parameters(parent, only, self._recipe, self.compiled, key) if parent else None
+        shared = self.compiled.program.exchange().get(self.compiled.init(key, given))
         require_finite(shared, parent or f"init of {self._recipe.name}")
         return self.layout.split(dict(zip(leaf_paths(shared), to_host(jax.tree.leaves(shared)), strict=True)))
 
@@ -78,14 +83,37 @@ class Ready:
             fragments,
             self._took,
             self.validation,
-            self._pictured,
+            self._looked,
         )
 
-    def _pictured(self, state: State) -> np.ndarray | None:
-        """What the committed parameters make, as `sample` shows them, with nothing of this member's own."""
-        if not isinstance(self._recipe, ShowsPicture):
-            return None
-        return self._recipe.pictured(self.compiled.init(self._keys()[0], self.compiled.program.exchange().get(state)))
+    def _looked(self, state: State, row: dict[str, Any]) -> Evaluated:
+        """What the committed parameters make, as `sample` shows them, and what hooks find, whose faults are a text.
+
+        The state that both get has nothing of this member's own.
+        """
+        found = Evaluated(row, {}, [])
+        due = self._hooks.evaluated() if self._hooks else []
+        if not due and not isinstance(self._recipe, ShowsPicture):
+            return found
+        fresh = self.compiled.init(self._keys()[0], self.compiled.program.exchange().get(state))
+        if isinstance(self._recipe, ShowsPicture) and (picture := self._recipe.pictured(fresh)) is not None:
+            found.pictures[""] = picture
+        step = row["tokens"] // (int(self._plan.settings["batch"]) * self._plan.tokens_per_row)
+        try:
+            returned, numbers = self._hooks.call(due, row | {"step": step}, fresh)
+            if taken := sorted(numbers.keys() & row.keys()):
+                raise InputError(f"a hook returned a number called {taken[0]}, as rows have one already: rename it")
+            found.row.update(numbers)
+            for index, each in returned.items():
+                if isinstance(each, str):
+                    found.texts.append(each)
+                elif isinstance(each, Stop | ScaleLearningRate):
+                    found.texts.append(f"a hook returned {each}, which a swarm does not follow")
+                elif len(getattr(each, "shape", ())) == 3:
+                    found.pictures[f"-{index}"] = np.asarray(each)
+        except InputError as error:
+            found.texts.append(str(error))
+        return found
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         init_key, step_key = jax.random.split(run_key(self._plan.settings["seed"]))
@@ -126,4 +154,22 @@ def make_ready(
     validation = HeldOut(rows, at_once) if rows is not None else None
     if validation is not None:
         rehearse(compiled, recipe.name, validation)
-    return Ready(compiled, layout, digests, validation, recipe, plan, source, took)
+    hooks = swarm_hooks(recipe) if evaluates else Hooks([])
+    return Ready(compiled, layout, digests, validation, hooks, recipe, plan, source, took)
+
+
+def swarm_hooks(recipe: Recipe) -> Hooks:
+    """The hooks that a recipe brings; InputError for one that a swarm cannot call."""
+    every = hooks_of(recipe)
+    hooks = Hooks(every)
+    for each in every:
+        if each.every != EVALUATION or isinstance(each.call, Patience):
+            raise InputError(
+                f'a swarm calls hooks at evaluations of its commits, Every("{EVALUATION}", function), and runs for as '
+                f"long as it was asked to: {recipe.name} brings Every({each.every!r}, {_name(each.call)}); leave it out"
+            )
+    return hooks
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

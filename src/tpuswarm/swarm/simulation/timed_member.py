@@ -89,7 +89,7 @@ class TimedHolder:
     def adopt(self, adopt: Adopt, version: Any, keep: float) -> None:
         """Done."""
 
-    def evaluate(self, leave: Callable[[], bool], average: object) -> None:
+    def evaluate(self, leave: Callable[[], bool], average: object, version: int, tokens: int) -> None:
         """Not asked for."""
 
     def ramp(self) -> None:

@@ -14,6 +14,7 @@ from tpuswarm.config.units import Interval, parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
 from tpuswarm.swarm.engines.ports import Ports
+from tpuswarm.swarm.member.program import swarm_hooks
 from tpuswarm.swarm.processes.plan import CYCLE, Swarm, code_digest
 from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
@@ -82,6 +83,7 @@ def decide(
     """What a run is to be, from what was asked and from what is there. Raises InputError for what cannot be."""
     if not recipe.target:
         raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
+    swarm_hooks(recipe)
     check({name: value for name, value in asdict(swarm).items() if name not in ("token", "ports")})
     jax.config.update("jax_platforms", "cpu")  # the devices are for the members
     config = run.config()

@@ -35,9 +35,11 @@ from tpuswarm.swarm.views.screen import Screen, auto_screen
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, look, read_status, write_status
 from tpuswarm.train.bucket.mirror import shown
+from tpuswarm.train.look.outputs import Blamed, all_loggers
 from tpuswarm.train.loop.recorded import configuration
 from tpuswarm.train.loop.session import Resolved, request
 from tpuswarm.train.optional import KeepsFiles, SharesData, sampled
+from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.process.stop import Interrupted, held
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import place
@@ -52,7 +54,7 @@ from tpuswarm.train.run.directory import (
     writing,
 )
 from tpuswarm.train.run.life import last_event, removed_sentence, stopped_sentence
-from tpuswarm.train.run.loaded import load_parameters
+from tpuswarm.train.run.loaded import initial_parameters
 
 Environment = Callable[[int | None], dict[str, str]]
 SAMPLED_BYTES = 2**31
@@ -175,7 +177,8 @@ def _prepare(run: Run, recipe: Recipe, intended: Intended, asked: Asked) -> _Rea
         notes.append(f"{shown(run.folder)} will hold up to {keeps / 2**30:.1f} GiB")
     if (parent := settings["init_from"]) and not (run.folder / FOUNDING).exists():
         # A member reads them again: here they are only found to be wrong before anything is started.
-        load_parameters(parent, recipe, place(recipe, request(settings), jax.devices()))
+        placed = place(recipe, request(settings), jax.devices())
+        initial_parameters(parent, settings["init_only"], recipe, placed, run_key(settings["seed"]))
         notes.append(f"parameters from {parent}")
     shared = recipe.share(run.folder / "data") if isinstance(recipe, SharesData) else {}
     data = files.described(run.folder / "data", intended.files) if shared else {}
@@ -286,21 +289,30 @@ def _result(run: Run, ended: Ended, newest: Record | None) -> SwarmResult:
 
 
 @contextmanager
-def _wandb(run: Run, project: str | None, screen: Screen) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What takes in each row of a member. Raises InputError where W&B refuses."""
-    if project is None:
-        yield lambda row: None
-        return
-    from tpuswarm.train.look import wandb_log
+def _logging(
+    run: Run, recipe: Recipe, project: str | None, screen: Screen
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What takes in each row of a member, for the recipe's loggers and W&B. Raises InputError where W&B refuses."""
+    with ExitStack() as ends:
+        took: list[Callable[[dict[str, Any]], None]] = []
+        for logger in map(Blamed, all_loggers(recipe)):
+            ends.callback(logger.close)
+            took.append(logger.write)
+        if project is not None:
+            from tpuswarm.train.look import wandb_log
 
-    with waiting("opening W&B"):
-        log = wandb_log.WandbLog(run.folder, project)
-    try:
-        run.write_event(wandb_log.EVENT, id=log.id, message=f"W&B: {log.where}")
-        screen.note(f"W&B: {log.where}")
-        yield log.write_member
-    finally:
-        log.close()
+            with waiting("opening W&B"):
+                log = wandb_log.WandbLog(run.folder, project)
+            ends.callback(log.close)
+            run.write_event(wandb_log.EVENT, id=log.id, message=f"W&B: {log.where}")
+            screen.note(f"W&B: {log.where}")
+            took.append(log.write_member)
+
+        def take(row: dict[str, Any]) -> None:
+            for each in took:
+                each(row)
+
+        yield take
 
 
 def _supervise(
@@ -320,7 +332,7 @@ def _supervise(
         (run.folder / name).unlink(missing_ok=True)  # of the processes before these
     run.write_event("started", message=who, command=command_line())
     try:
-        with _wandb(run, ready.wandb, screen) as log, ready.cluster as cluster:
+        with _logging(run, recipe, ready.wandb, screen) as log, ready.cluster as cluster:
             if not cluster.found and not (run.config() or {}).get("swarm", {}).get("demo"):
                 screen.note(f"to add a machine: `tpuswarm join {cluster.address} --token-file {cluster.token}`")
             if cluster.dashboard:

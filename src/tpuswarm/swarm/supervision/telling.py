@@ -17,8 +17,8 @@ from tpuswarm.swarm.views.events import sentence
 from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, Progress, SwarmStatus, after_the_end, compose, write_status
 from tpuswarm.train.look.live import Pace
-from tpuswarm.train.look.pictures import PICTURE, write_picture
-from tpuswarm.train.run.directory import METRICS, Run, append_rows
+from tpuswarm.train.look.pictures import PICTURES, TEXTS, write_picture
+from tpuswarm.train.run.directory import METRICS, SAMPLE, Run, append_rows
 from tpuswarm.train.run.listing import newest_evaluation
 
 STATUS = 1.0
@@ -57,10 +57,16 @@ class Telling:
                 if row["loss"] is not None:
                     self._screen.loss(row["loss"])
             else:
-                if (picture := row.pop(PICTURE, None)) is not None:
-                    write_picture(self._run.folder, f"{row['version']:08d}.png", picture)
+                for end, picture in row.pop(PICTURES, {}).items():
+                    write_picture(self._run.folder, f"{row['version']:08d}{end}.png", picture)
+                texts = row.pop(TEXTS, [])
                 self.evaluation = row
                 self._screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
+                step = row["tokens"] // (int(self._plan.settings["batch"]) * self._plan.tokens_per_row)
+                for text in texts:
+                    about = {"step": step, "version": row["version"], "message": f"a hook at commit {row['version']}"}
+                    self._run.write_event(SAMPLE, **about, text=text)
+                    self._screen.note(f"commit {row['version']}: {text}")
         append_rows(self._run.folder / "members" / member / METRICS, rows)
         append_rows(self._run.folder / METRICS, rows)
         for row in rows:

@@ -12,7 +12,7 @@ from tpuswarm.config.shown import clock, significant
 from tpuswarm.swarm.views.drawing import About, draw
 from tpuswarm.swarm.views.status import SwarmStatus
 from tpuswarm.train.look.display import PLAIN_WIDTH, speed_text
-from tpuswarm.train.look.live import Curve, region
+from tpuswarm.train.look.live import Curve, can_draw, region
 from tpuswarm.train.process.stamped import logged
 from tpuswarm.train.process.terminal import say_on
 from tpuswarm.train.process.waiting import stderr_console
@@ -122,7 +122,7 @@ def auto_screen() -> Screen:
     if logged():
         return LogScreen()
     console = stderr_console()
-    return LiveScreen(console) if console.is_terminal or console.is_jupyter else Screen()
+    return LiveScreen(console) if can_draw(console) else Screen()
 
 
 def status_sentence(about: About, status: SwarmStatus) -> str:

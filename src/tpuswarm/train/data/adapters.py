@@ -19,7 +19,7 @@ import numpy as np
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, first_line
-from tpuswarm.train.data.source import copied, shuffled
+from tpuswarm.train.data.source import copied, row_numbers
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.user_code import blame, line_of
@@ -56,7 +56,7 @@ class IndexedSource:
 
     def rows(self, start: int, count: int) -> ArrayRows:
         """Rows start to start + count of the order."""
-        index = np.concatenate([rows for _, rows in shuffled(start, count, self.rows_per_epoch, self._seed)]).tolist()
+        index = self.row_numbers(start, count).tolist()
         if not self._workers:
             return stacked(_items(self._data, index), self._names)
         each = -(-len(index) // self._workers)
@@ -77,6 +77,10 @@ class IndexedSource:
                 "a process that reads rows has died; is the program's own code under `if __name__ == '__main__':`, and "
                 "is there memory for all workers?"
             ) from error
+
+    def row_numbers(self, start: int, count: int) -> np.ndarray:
+        """int64[count]: which rows of the data have the positions start to start + count in the order."""
+        return row_numbers(start, count, self.rows_per_epoch, self._seed)
 
     def seeded(self, seed: int) -> "IndexedSource":
         """The same rows in the order of a run's seed; itself where it was given one."""

@@ -43,6 +43,11 @@ def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator
         start += length
 
 
+def row_numbers(start: int, count: int, rows_per_epoch: int, seed: int) -> np.ndarray:
+    """int64[count]: the rows at positions start to start + count, as `shuffled` gives them."""
+    return np.concatenate([rows for _, rows in shuffled(start, count, rows_per_epoch, seed)])
+
+
 def _first_byte(array: np.memmap) -> int:
     """Where in its file a memory map, or a part of one, begins."""
     mapped = array.offset - array.offset % ALLOCATIONGRANULARITY
@@ -103,8 +108,12 @@ class ArraySource:
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
         """Rows start to start + count of the order."""
-        index = np.concatenate([rows for _, rows in shuffled(start, count, self.rows_per_epoch, self._seed)])
+        index = self.row_numbers(start, count)
         return {name: array[index] for name, array in self._arrays.items()}
+
+    def row_numbers(self, start: int, count: int) -> np.ndarray:
+        """int64[count]: which rows of the arrays have the positions start to start + count in the order."""
+        return row_numbers(start, count, self.rows_per_epoch, self._seed)
 
     def seeded(self, seed: int) -> "ArraySource":
         """The same rows in the order of a run's seed; itself where it was given one."""

@@ -55,8 +55,8 @@ class Board:
         self._flushed_at = time.monotonic()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of metrics.jsonl; every evaluation and every tenth update is written."""
-        if "eval_loss" not in row and row["step"] % EVERY != 1:
+        """Take in a row of metrics.jsonl; of updates every tenth is written."""
+        if "loss" in row and row["step"] % EVERY != 1:
             return
         shown = {name: value for name, value in row.items() if name not in SKIPPED and value is not None}
         values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]

@@ -13,7 +13,7 @@ from rich.text import Text
 from tpuswarm.config.shown import clock, pace, significant
 from tpuswarm.train.diagnose.summary import rows as summary_rows
 from tpuswarm.train.look.describe import ParameterRow
-from tpuswarm.train.look.live import Column, Curve, Pace, bar, region, sparkline, table
+from tpuswarm.train.look.live import Column, Curve, Pace, bar, can_draw, region, sparkline, table
 from tpuswarm.train.process.stamped import logged
 from tpuswarm.train.process.terminal import say_on
 from tpuswarm.train.process.waiting import stderr_console
@@ -52,7 +52,7 @@ class Display:
     """Lines on stderr: the opening, notes, evaluations, and every tenth of the way."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(stderr=True, highlight=False, width=PLAIN_WIDTH)
+        self.console = console or Console(stderr=True, highlight=False, width=PLAIN_WIDTH, force_jupyter=False)
         self._opening: Opening | None = None
         self._tenth = 0
 
@@ -73,7 +73,7 @@ class Display:
         """Take in a row of metrics.jsonl."""
         assert self._opening is not None
         tenth = row["step"] * 10 // self._opening.steps
-        if "eval_loss" in row or tenth > self._tenth:
+        if "eval_loss" in row or ("loss" in row and tenth > self._tenth):
             self._tenth = max(tenth, self._tenth)
             self.note(row_sentence(row, self._opening))
 
@@ -139,6 +139,7 @@ class LiveDisplay(Display):
         assert self._picture is not None
         if "eval_loss" in row:
             self._picture = replace(self._picture, eval_loss=row["eval_loss"], eval_step=row["step"])
+        if "loss" not in row:
             return
         now = time.monotonic()
         self._pace.add(now, row["step"])
@@ -200,7 +201,7 @@ def auto_display(quiet: bool = False) -> Display:
     if quiet:
         return Display(Console(quiet=True))
     console = stderr_console()
-    return LiveDisplay(console) if console.is_terminal or console.is_jupyter else Display()
+    return LiveDisplay(console) if can_draw(console) else Display()
 
 
 def parameter_table(rows: Sequence[ParameterRow], width: int) -> Table:

@@ -1,5 +1,6 @@
 """What every live view is made of: a region that is drawn anew, a bar, a curve, tables that fit and do not jump."""
 
+import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class _Sized:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Rule(style="dim")
         yield self.draw(options.max_width, max(LEAST, console.height - ABOVE))
+
+
+def can_draw(console: Console) -> bool:
+    """Whether a view can be drawn anew there: on a terminal, and in a notebook that has ipywidgets, which rich uses."""
+    return console.is_terminal or (console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None)
 
 
 def region(console: Console, draw: Draw) -> Live:

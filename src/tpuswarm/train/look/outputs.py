@@ -6,12 +6,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from tpuswarm.errors import InputError
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.summary import sentence
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.board import Board
 from tpuswarm.train.look.display import Display
 from tpuswarm.train.look.pictures import write_picture
+from tpuswarm.train.optional import HasLoggers
+from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import SAMPLE, Run
 from tpuswarm.train.user_code import blame
 
@@ -23,7 +26,7 @@ class Logger(Protocol):
     def write(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl; one of an update has `loss`, one of an evaluation `eval_loss`.
 
-        What is not finite is None.
+        One of numbers that a hook returned has neither. What is not finite is None.
         """
         ...
 
@@ -32,17 +35,31 @@ class Logger(Protocol):
         ...
 
 
-class _Blamed:
+def all_loggers(recipe: Recipe, loggers: Iterable[Logger] = ()) -> list[Logger]:
+    """Those that were given and those that the recipe brings; InputError for what is no logger."""
+    found = list(loggers)
+    if isinstance(recipe, HasLoggers):
+        with blame(f"loggers of {recipe.name} fails"):
+            found += recipe.loggers()
+    for each in found:
+        if not isinstance(each, Logger):
+            raise InputError(f"a logger needs write(row) and close(); got a {type(each).__name__}")
+    return found
+
+
+class Blamed:
     """A logger of the user's, whose faults are told with their line."""
 
     def __init__(self, logger: Logger):
         self._logger = logger
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Take in a row."""
         with blame(f"a logger failed at step {row['step']}"):
             self._logger.write(dict(row))
 
     def close(self) -> None:
+        """The run ends."""
         with blame("a logger failed at the end"):
             self._logger.close()
 
@@ -59,7 +76,7 @@ class Outputs:
         """Begin to write, to the user's loggers too."""
         if self._run.writes:
             self._board = Board(self._run.folder / "tensorboard", self._first_step)
-            self._loggers += [self._board, *map(_Blamed, loggers)]
+            self._loggers += [self._board, *map(Blamed, loggers)]
 
     def open_wandb(self, step: int, project: str) -> None:
         """Send the rows to a project of W&B as well; InputError where it refuses."""

@@ -1,14 +1,19 @@
 """Pictures of a run: what its model makes as it learns, and what hooks return."""
 
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tpuswarm.train.run.directory import writing
 
 FOLDER = "pictures"
-PICTURE = "picture"
-"""In the row of an evaluation on its way to who writes it: what the model makes. No file of rows has it."""
+PICTURES, TEXTS = "pictures", "texts"
+"""In the row of an evaluation on its way to who writes it: pictures by what ends their names, and what hooks say.
+
+No file of rows has them.
+"""
 MADE = "[0-9]" * 8 + ".png"
 """Names of those that the model makes, by step, in a swarm by commit; those of hooks have the hook's number too."""
 
@@ -21,6 +26,15 @@ def write_picture(folder: Path, name: str, picture: np.ndarray) -> None:
 
         place.parent.mkdir(exist_ok=True)
         imsave(place, picture)
+
+
+def drawn(figure: Any) -> np.ndarray:
+    """A matplotlib figure as a picture, uint8 (height, width, 3)."""
+    from PIL import Image
+
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return np.asarray(Image.open(file).convert("RGB"))
 
 
 def made(folder: Path, most: int) -> list[tuple[int, bytes]]:

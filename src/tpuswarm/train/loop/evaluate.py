@@ -10,6 +10,7 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import reading, rows_of, source_of
+from tpuswarm.train.paths import by_path
 from tpuswarm.train.program.compiled import Placed, with_sharding
 from tpuswarm.train.program.mesh import batch_sharding, replicated
 from tpuswarm.train.recipe import State, Weighted
@@ -85,6 +86,15 @@ def rehearse(placed: Placed, name: str, held: HeldOut, most_batches: int | None 
     return names
 
 
+def _require_whole(source: FiniteSource) -> None:
+    """Raise InputError for a stream that has begun anew before its rows_per_epoch."""
+    if (ended := getattr(source, "ended_after", None)) is not None:
+        raise InputError(
+            f"the stream ended after {ended:,} rows, and its rows_per_epoch is {source.rows_per_epoch:,}: an "
+            f"evaluation would count rows twice; give rows_per_epoch={ended}"
+        )
+
+
 def _require_same(placed: Placed, name: str, source: FiniteSource) -> None:
     """Raise InputError, naming the first that differs, for rows of other names, shapes or dtypes than a step takes."""
     with blame(f"the validation data of {name} failed"):
@@ -128,11 +138,7 @@ def evaluate(
             if not is_alone:
                 return None
             rows = read_batch(source, spec, split if part.split else whole, part.first)
-        if (ended := getattr(source, "ended_after", None)) is not None:
-            raise InputError(
-                f"the held-out stream ended after {ended:,} rows, and its rows_per_epoch is {source.rows_per_epoch:,}: "
-                f"an evaluation would count rows twice; give rows_per_epoch={ended}"
-            )
+        _require_whole(source)
         found.append(placed.evaluate(state, rows))
         if index >= 2:
             jax.block_until_ready(found[index - 2])  # at most two batches wait on the devices
@@ -149,6 +155,46 @@ def evaluate_run(
 
     Raises InputError for a split without an end, and NoSuchSplit.
     """
+    held = _held_out(loaded, split, batch)
+    rehearse(loaded.placed, loaded.recipe.name, held, None)
+    found = evaluate(loaded.placed, loaded.state, *held, far=far)
+    assert found is not None
+    return found
+
+
+def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, batch: int | None = None) -> Any:
+    """What a user's function gives for all rows of a split, see `Trainer.predict`.
+
+    Raises InputError as `evaluate_run` does, and where the function fails or gives another number of rows.
+    """
+    source, batch = _held_out(loaded, split, batch)
+    placed, found = loaded.placed, list[Any]()
+    _require_same(placed, loaded.recipe.name, source)
+    call, split_over, whole = placed.predict(function), batch_sharding(placed.mesh), replicated(placed.mesh)
+    for part in parts(source.rows_per_epoch, batch, placed.mesh.size):
+        spec = placed.program.batch_spec(part.rows)
+        rows = read_batch(source, spec, split_over if part.split else whole, part.first)
+        _require_whole(source)
+        with blame(f"the function fails over a batch of {part.rows} rows"):
+            found.append(jax.device_get(call(loaded.state, rows)))
+        for path, leaf in by_path(found[-1]).items():
+            if np.shape(leaf)[:1] != (part.rows,):
+                raise InputError(
+                    f"the function gives {path or 'an array'} of shape {np.shape(leaf)} for {part.rows} rows: its "
+                    "first axis has to be those"
+                )
+    numbers = getattr(source, "row_numbers", None)
+    order = None if numbers is None else np.argsort(numbers(0, source.rows_per_epoch))
+
+    def joined(*arrays: np.ndarray) -> np.ndarray:
+        whole = np.concatenate(arrays)
+        return whole if order is None else whole[order]
+
+    return jax.tree.map(joined, *found)
+
+
+def _held_out(loaded: LoadedRun, split: str, batch: int | None) -> HeldOut:
+    """The rows of a split; InputError where they have no end."""
     with blame(f"the data of {loaded.recipe.name} failed"):
         source: Any = source_of(loaded.recipe, split)
     if getattr(source, "rows_per_epoch", None) is None:
@@ -156,11 +202,7 @@ def evaluate_run(
     devices = loaded.placed.mesh.size
     own = loaded.config.get("may_change", {}).get("eval_batch")
     micro = loaded.config["train"]["batch"] // loaded.config.get("chosen", {}).get("micro_batches", 1)
-    held = HeldOut(source, -(-(batch or own or micro) // devices) * devices)
-    rehearse(loaded.placed, loaded.recipe.name, held, None)
-    found = evaluate(loaded.placed, loaded.state, *held, far=far)
-    assert found is not None
-    return found
+    return HeldOut(source, -(-(batch or own or micro) // devices) * devices)
 
 
 def _mean(values: Sequence[Any], counts: Sequence[int]) -> float | None:

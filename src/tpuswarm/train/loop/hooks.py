@@ -1,5 +1,6 @@
 """Functions of the user's that a run calls between its steps."""
 
+import math
 import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -11,8 +12,10 @@ import numpy as np
 from tpuswarm.config.units import Interval, check_number, parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.train.entry_point import entry_point
+from tpuswarm.train.look.pictures import drawn
+from tpuswarm.train.optional import HasHooks
 from tpuswarm.train.paths import by_path
-from tpuswarm.train.recipe import State
+from tpuswarm.train.recipe import Recipe, State
 from tpuswarm.train.run.best import Best
 from tpuswarm.train.user_code import blame, require_call
 
@@ -40,8 +43,10 @@ class Stop(NamedTuple):
 class Every(NamedTuple):
     """`call(step)` every so many steps (100), after so much time ("5m") or each "evaluation", and at the run's end.
 
-    What it returns counts where it is a Stop, a ScaleLearningRate, a text (for the report and the screen) or a picture,
-    uint8 (height, width, 3), which goes to the run's folder and TensorBoard.
+    What it returns counts where it is a Stop, a ScaleLearningRate, a text (for the report and the screen), a picture,
+    uint8 (height, width, 3), or a matplotlib Figure (both for the run's folder and TensorBoard), or a dict of numbers,
+    which become a row of metrics.jsonl. Those of an "evaluation" are in its row, under `eval_NAME`: keep_best,
+    EarlyStopping and ReduceOnPlateau can go by them.
 
     Its Step is of one moment: the row of the newest update, with the figures of the newest evaluation, and the state
     right after that update, which is good until the function returns. On several hosts each calls it.
@@ -124,11 +129,11 @@ class ReduceOnPlateau(Patience):
 class Hooks:
     """The hooks of a run, and when each was called last."""
 
-    def __init__(self, hooks: Iterable[Every]):
+    def __init__(self, hooks: Iterable[Every], more: Iterable[Every] = ()):
         """Raises InputError for what is no Every, for an interval that is none, and for what takes no Step."""
-        if isinstance(hooks, Every):
+        if isinstance(hooks, Every) or isinstance(more, Every):
             raise InputError("hooks are given as a list, [Every(100, function)]")
-        hooks = list(hooks)
+        hooks = [*hooks, *more]
         for each in hooks:
             if not isinstance(each, Every):
                 raise InputError(f"hooks are given as [Every(100, function)], not as a {type(each).__name__}")
@@ -153,6 +158,11 @@ class Hooks:
                 call.require(names)
 
     @property
+    def may_measure(self) -> bool:
+        """Whether one is called after evaluations that could return more figures of them."""
+        return any(interval is None and not isinstance(call, Patience) for interval, call in self._hooks)
+
+    @property
     def scale_learning_rate(self) -> bool:
         """Whether one of them is there to do so."""
         return any(isinstance(call, ReduceOnPlateau) for _, call in self._hooks)
@@ -174,16 +184,37 @@ class Hooks:
         """
         return [index for index, at in enumerate(self._called_at) if evaluated or at != step]
 
-    def call(self, due: Sequence[int], row: Mapping[str, Any], state: State) -> dict[int, Any]:
-        """What each of those returns, by its number; InputError, with its line, where one fails."""
-        found: dict[int, Any] = {}
-        for index in due:
+    def call(self, due: Sequence[int], row: Mapping[str, Any], state: State) -> tuple[dict[int, Any], dict[str, Any]]:
+        """What each of those returns, by its number, and all the numbers among it, by their names in rows.
+
+        Those that count evaluations come last, and see the numbers of the others. InputError, with its line, where one
+        fails, and where two numbers have one name.
+        """
+        returned: dict[int, Any] = {}
+        numbers: dict[str, Any] = {}
+        for index in sorted(due, key=lambda index: isinstance(self._hooks[index][1], Patience)):
+            interval, function = self._hooks[index]
             given = copy_containers(state)
             with blame(f"a hook failed at step {row['step']}"):
-                found[index] = _required(self._hooks[index][1](Step(dict(row), given)))
+                found = _required(function(Step({**row, **numbers}, given)))
             require_unchanged(given, state)
+            if isinstance(found, Mapping):
+                for name, value in found.items():
+                    name = f"eval_{name.removeprefix('eval_')}" if interval is None else name
+                    if name in numbers:
+                        raise InputError(f"two hooks returned a number called {name}: rename one")
+                    numbers[name] = value
+            returned[index] = found
             self._called[index], self._called_at[index] = time.monotonic(), row["step"]
-        return found
+        return returned, numbers
+
+
+def hooks_of(recipe: Recipe) -> list[Every]:
+    """The hooks that a recipe brings."""
+    if not isinstance(recipe, HasHooks):
+        return []
+    with blame(f"hooks of {recipe.name} fails"):
+        return list(recipe.hooks())
 
 
 def copy_containers(state: State) -> State:
@@ -206,14 +237,30 @@ def require_unchanged(given: State, state: State) -> None:
 
 
 def _required(returned: Any) -> Any:
-    """What a hook returned; InputError for an array of three dimensions that is no picture, and for a bad factor."""
+    """What a hook returned, a figure as a picture, numbers as floats (None where they are not finite).
+
+    InputError for an array of three dimensions that is no picture, for a bad factor, and for a dict of anything else.
+    """
     if isinstance(returned, ScaleLearningRate):
         check_number(returned.factor, "the factor of ScaleLearningRate", above=0)
+    if isinstance(returned, Mapping):
+        return {name: _number(name, value) for name, value in returned.items()}
+    if hasattr(returned, "savefig"):
+        return drawn(returned)
     shape: tuple[int, ...] = getattr(returned, "shape", ())
     dtype = getattr(returned, "dtype", None)
     if len(shape) == 3 and not (dtype == np.uint8 and shape[2] == 3):
         raise InputError(f"a hook returned {dtype} {shape}: a picture is uint8 (height, width, 3)")
     return returned
+
+
+def _number(name: Any, value: Any) -> float | None:
+    """A number that a hook returned; None where it is not finite."""
+    array = np.asarray(value)
+    if not isinstance(name, str) or array.shape or array.dtype.kind not in "biufV":  # V: bfloat16
+        raise InputError(f"a hook returned a dict with {name!r}: {value!r}; in a dict of a hook are names and numbers")
+    number = float(array)
+    return number if math.isfinite(number) else None
 
 
 def _interval(every: int | str) -> Interval | None:

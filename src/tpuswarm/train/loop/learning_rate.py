@@ -23,7 +23,7 @@ from tpuswarm.train.program.contract import program_of
 from tpuswarm.train.program.mesh import batch_sharding
 from tpuswarm.train.program.request import Request, default_batch, usual_request
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source
-from tpuswarm.train.run.loaded import load_parameters
+from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.supervised import SupervisedProgram
 
 LOWEST, HIGHEST = 1e-6, 1.0
@@ -65,8 +65,8 @@ def find_lr(
     seed = recipe.defaults.get("seed", 0) if asked.get("seed") is None else asked["seed"]
     compiled = compile_step(_Growing(recipe), request, devices)
     parent = asked.get("init_from")
-    shared = load_parameters(parent, recipe, compiled) if parent else None
     init_key, step_key = jax.random.split(run_key(seed))
+    shared = initial_parameters(parent, asked.get("init_only"), recipe, compiled, init_key) if parent else None
     state = compiled.init(init_key, shared)
     source, sharding = training_rows(recipe, seed), batch_sharding(compiled.mesh)
     spec = compiled.program.batch_spec(request.batch)

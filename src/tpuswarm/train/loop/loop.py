@@ -23,12 +23,12 @@ from tpuswarm.train.look.display import Display, Opening
 from tpuswarm.train.look.outputs import Logger, Outputs
 from tpuswarm.train.look.profile import TRACE, Profiler
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate
-from tpuswarm.train.loop.finite import not_finite
+from tpuswarm.train.loop.finite import diverged, not_finite
 from tpuswarm.train.loop.hooks import Hooks, ScaleLearningRate, Step, Stop, copy_containers, require_unchanged
 from tpuswarm.train.loop.recorded import LR_SCALE
 from tpuswarm.train.loop.result import Result, figures, last_row
 from tpuswarm.train.loop.session import Session
-from tpuswarm.train.losses import COUNTS
+from tpuswarm.train.losses import COUNTS, RESERVED
 from tpuswarm.train.optional import ShowsPicture, sampled
 from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, last_words
 from tpuswarm.train.process.waiting import waiting
@@ -78,7 +78,13 @@ class Loop:
         self._best = Best(goal, session.run.folder) if goal else None
         if hooks.scale_learning_rate:
             self._require_scale()
-        hooks.require([*session.measured, *session.compiled.step.out_info[1]])  # type: ignore[attr-defined]
+        named = [*session.measured, *session.compiled.step.out_info[1]]  # type: ignore[attr-defined]
+        self._names = {*RESERVED, "eval_rows", "eval_rows_total", *named}
+        """Names in rows that a hook's numbers must not have."""
+        if not hooks.may_measure:
+            hooks.require(named)
+            if self._best:
+                self._best.require(session.measured)
         self._checkpoints.pinned = best.kept_step(session.run.folder)
         self._state = session.state
         session.state = None  # its buffers are donated to the first step
@@ -183,9 +189,9 @@ class Loop:
 
     def _train(self) -> Iterator[Step]:
         session, step = self._session, self._session.compiled.step
-        if 0 < self._done < session.steps and self._not_evaluated() and self._evaluation_due(0.0):
-            yield from (found := self._evaluate())  # the process before this one saved here and ended before it did
-            self._call(self._hooks.evaluated() if found else [])
+        missing = 0 < self._done < session.steps and self._not_evaluated() and self._evaluation_due(0.0)
+        if missing and (row := self._evaluate()):  # the process before this one saved here and ended before it did
+            yield from self._call(self._hooks.evaluated(), row)
         spec = session.compiled.program.batch_spec(session.settings["batch"])
         sharding = batch_sharding(session.compiled.mesh)
         feed = Feed(session.source, spec, sharding, self._done, session.steps)
@@ -217,10 +223,8 @@ class Loop:
                     yield from self._flush()
                     if save:
                         self._save(wait=False)
-                    if evaluate:
-                        yield from (found := self._evaluate())
-                        hooks = self._hooks.evaluated(hooks) if found else hooks
-                    self._call(hooks)
+                    row = self._evaluate() if evaluate else None
+                    yield from self._call(self._hooks.evaluated(hooks) if row else hooks, row)
             yield from self._flush()
             self._traced(self._profiler.close())
 
@@ -232,10 +236,11 @@ class Loop:
         session = self._session
         if self._saved < self._done:
             self._save(wait=True)
-        yield from (found := self._evaluate() if self._not_evaluated() else [])
-        if self._stopping():
+        row = self._evaluate() if self._not_evaluated() else None
+        leave = self._stopping()
+        yield from self._call([] if leave else self._hooks.last(self._done, evaluated=row is not None), row)
+        if leave:
             return ""
-        self._call(self._hooks.last(self._done, evaluated=bool(found)))
         if session.run.writes:
             self._sum_up()
             if (text := self._sample()) is not None:
@@ -306,8 +311,8 @@ class Loop:
         self._last |= row
         return self._write(row)
 
-    def _evaluate(self) -> list[Step]:
-        """One row; none where the run is asked to stop meanwhile: the next process evaluates."""
+    def _evaluate(self) -> dict[str, Any] | None:
+        """The row, yet to be written; None where the run is asked to stop meanwhile: the next process evaluates."""
         session, start = self._session, time.monotonic()
         assert session.validation is not None
         with self._watch.times.during(times.EVALUATION), waiting("evaluating") as far:
@@ -316,7 +321,7 @@ class Loop:
                 leaves_feed=self._agreement.leaves_feed,
             )  # fmt: skip
         if found is None:
-            return []
+            return None
         values, rows = found
         if "loss" not in values:
             self._note_once("uncounted", UNCOUNTED.format(f"the evaluation at step {self._done}", "has no loss"))
@@ -332,9 +337,9 @@ class Loop:
             row["eval_rows_total"] = every
         row |= dict.fromkeys(session.measured)
         row |= {f"eval_{name}": value for name, value in values.items() if math.isfinite(value)}
-        written = [self._write(row)]
-        self._count(row)
-        return written
+        self._last = {name: value for name, value in self._last.items() if name not in figures(self._last)}
+        self._last |= figures(row)
+        return row
 
     def _count(self, row: dict[str, Any]) -> None:
         """Of an evaluation of this step: the newest figures, and perhaps the best."""
@@ -345,12 +350,29 @@ class Loop:
             self._event(best.EVENT, str(self._best))
             self._checkpoints.pin(self._done, partial(best.write_best, self._session.run.folder, self._best.row))
 
-    def _call(self, hooks: list[int]) -> None:
-        start = time.monotonic()
-        with self._watch.times.during(times.USER):
-            returned = self._hooks.call(hooks, self._last | {"step": self._done}, self._state)
-            for index, found in returned.items():
-                self._outputs.returned(self._done, index, found)
+    def _call(self, hooks: list[int], evaluation: dict[str, Any] | None) -> list[Step]:
+        """Call hooks, and write their numbers: with the row of an evaluation, or as a row of their own."""
+        start, rows = time.monotonic(), [evaluation] if evaluation else []
+        try:
+            with self._watch.times.during(times.USER):
+                returned, numbers = self._hooks.call(hooks, self._last | {"step": self._done}, self._state)
+                for index, found in returned.items():
+                    self._outputs.returned(self._done, index, found)
+            if returned:
+                numbers = self._agreement.same("writing the numbers of hooks", numbers)
+            if taken := sorted(numbers.keys() & self._names):
+                raise InputError(f"a hook returned a number called {taken[0]}, as rows have one already: rename it")
+            if evaluation:
+                evaluation |= figures(numbers)
+                numbers = {name: value for name, value in numbers.items() if name not in evaluation}
+            if numbers:
+                rows.append({"step": self._done, "tokens": self._done * self._session.tokens_per_step} | numbers)
+        finally:
+            written = [self._write(row) for row in rows]
+        if evaluation:
+            self._count(evaluation)
+            if self._best:
+                self._best.require(evaluation)
         if returned and not self._enough:
             wanted = [str(found.reason) for found in returned.values() if isinstance(found, Stop)]
             self._enough = self._agreement.same("deciding whether a hook ends the run", "; ".join(wanted))
@@ -360,6 +382,7 @@ class Loop:
             if factor != 1:
                 self._scale(factor)
         self._read_at += time.monotonic() - start  # speed is that of training alone
+        return written
 
     def _scale(self, factor: float) -> None:
         """Multiply the learning rate; InputError for a program whose steps do not look at it."""
@@ -412,18 +435,10 @@ class Loop:
         self._read_at += self._saved_at - start
 
     def _fail_not_finite(self, step: int, what: str) -> None:
-        bad = not_finite(self._session.compiled.program.exchange().get(self._state))
-        names = f"parameters not finite: {', '.join(bad[:3])}" if bad else "all parameters are finite"
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        compiled = self._session.compiled
         self._checkpoints.wait()
-        advice = "check the data for NaNs"
-        if bad:
-            clip = "" if self._session.compiled.options.clip else " or --clip"
-            advice = f"a lower learning rate{clip} may help, unless the data has NaNs"
-        raise RunFailed(
-            f"NaN or infinity at step {step} ({what}; {names}{more}); the checkpoint of step {self._saved} is safe; "
-            f"{advice}"
-        )
+        params = compiled.program.exchange().get(self._state)
+        raise diverged(params, step, what, self._saved, bool(compiled.options.clip))
 
     def _sum_up(self) -> None:
         """Where the time went: an event, which the report reads, and a table on the display."""

@@ -34,10 +34,9 @@ from tpuswarm.train.program.largest_batch import AUTO, largest_batch
 from tpuswarm.train.program.request import BATCH, Request, default_batch
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
 from tpuswarm.train.run import checkpoint
-from tpuswarm.train.run.best import Best
 from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
 from tpuswarm.train.run.life import last_event
-from tpuswarm.train.run.loaded import load_parameters
+from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.settings import FIXED, FREE, HABITS, check_batch, count_steps, differences, refuse_differences
 from tpuswarm.train.user_code import blame
 
@@ -253,14 +252,15 @@ def prepare(
     if validation is not None:
         with waiting(f"tracing the evaluation of {recipe.name}"):
             measured = [f"eval_{name}" for name in rehearse(compiled, recipe.name, validation)]
-    if goal := settings["keep_best"]:
-        if validation is None:
-            raise InputError(f"{recipe.name} has no held-out rows: keep_best {goal} has no meaning")
-        Best(goal).require(measured)
+    if validation is None and (goal := settings["keep_best"]):
+        raise InputError(f"{recipe.name} has no held-out rows: keep_best {goal} has no meaning")
+    init_key, step_key = jax.random.split(run_key(settings["seed"]))
     shared = None
     if saved is None and settings["init_from"]:
         with waiting(f"reading the parameters of {settings['init_from']}"):
-            shared = load_parameters(settings["init_from"], recipe, compiled, agreement.agree)
+            shared = initial_parameters(
+                settings["init_from"], settings["init_only"], recipe, compiled, init_key, agreement.agree
+            )
     written = configuration(recipe, settings) | {"chosen": chosen(compiled)}
     written["numerics"] = (config or {}).get("numerics") or numerics()
     written["program"] = program or (config or {}).get("program", {})
@@ -289,7 +289,6 @@ def prepare(
             "do, if the optimizer uses its decay_mask"
         )
     notes += changed_numerics(written["numerics"])
-    init_key, step_key = jax.random.split(run_key(settings["seed"]))
     first_step, wall_s, lr_scale, save_seconds = 0, 0.0, 1.0, None
     if saved is not None:
         with waiting(f"restoring the checkpoint of step {saved.step}"):
@@ -310,7 +309,8 @@ def prepare(
         if cut := run.cut_metrics(0):
             notes.append(f"starting over: no checkpoint was finished; {cut} rows of metrics cut")
         if shared is not None:
-            notes.append(f"parameters from {settings['init_from']}")
+            matching = f" that match {settings['init_only']!r}" if settings["init_only"] else ""
+            notes.append(f"parameters{matching} from {settings['init_from']}")
         with waiting("making the parameters"):
             state = compiled.init(init_key, shared)
         made = compiled.program.exchange().get(state)

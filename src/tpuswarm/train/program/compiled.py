@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +93,12 @@ class Placed:
         """The compiled evaluation of one batch; compiled at its first use."""
         evaluate, everywhere = _seeing(self.mesh, self.program.evaluate), meshes.replicated(self.mesh)
         return jax.jit(evaluate, out_shardings=everywhere, compiler_options=self.compiling)
+
+    def predict(self, function: Callable[..., Any]) -> Callable[[State, Batch], Any]:
+        """A user's function of a state and a batch, to be compiled at its first use."""
+        return jax.jit(
+            _seeing(self.mesh, partial(self.program.predict, function)), out_shardings=meshes.replicated(self.mesh)
+        )
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Best:
     def require(self, names: Collection[str]) -> None:
         """Raise InputError where the figure is not among these."""
         if self._name not in names:
-            known = ", ".join(name for name in names if name.startswith("eval_") and name != "eval_rows")
+            known = ", ".join(name for name in names if name.startswith("eval_") and not name.startswith("eval_rows"))
             if not known:
                 raise InputError(f"{self._name} is a figure of evaluations, and there are none: give validation data")
             raise InputError(f"the evaluations have no {self._name}; they have {known}")

@@ -11,7 +11,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.placing import place as place_array
 from tpuswarm.train.optional import ComparesPublished, ReadsPublished, identity_of
-from tpuswarm.train.paths import by_path, other_model
+from tpuswarm.train.paths import by_path, matching, other_model
 from tpuswarm.train.program.compiled import Placed, place
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Recipe, State
@@ -74,28 +74,59 @@ def load_run(
     return LoadedRun(folder, config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
 
 
-def load_parameters(parent: str, recipe: Recipe, onto: Placed, agree: Agree = alone) -> Any:
-    """The shared parameters of another run, or of a published model that the recipe reads, in the shardings of `onto`.
+def initial_parameters(
+    parent: str, only: str | None, recipe: Recipe, onto: Placed, key: jax.Array, agree: Agree = alone
+) -> Any:
+    """The shared parameters to begin with: those of another run, or of a published model that the recipe reads.
 
-    What one name means may differ from host to host (a disk of its own, an older cache): they agree on what they read.
-    Raises InputError where a leaf is missing, extra or of another shape, and where it means something else (another
-    tokenizer), naming the first.
+    only: a regular expression; what it matches is taken from there, all else is as init makes it with `key`. They are
+    in the shardings of `onto`. What one name means may differ from host to host (a disk of its own, an older cache):
+    they agree on what they read. Raises InputError where a leaf is missing, extra or of another shape, and where it
+    means something else (another tokenizer), naming the first.
     """
+    exchange = onto.program.exchange()
+    shared = exchange.get(onto.state)
+    structure, every = jax.tree.structure(shared), by_path(shared)
+    names = [parameter.path for parameter in onto.program.parameters(onto.state)]
+    wanted = matching(names, only, "init-only") if only is not None else [True] * len(names)
+    ours = {path: leaf for (path, leaf), want in zip(every.items(), wanted, strict=True) if want}
     folder = parent_folder(parent)
+    theirs: Mapping[str, Any]
     if folder is None:
         if not isinstance(recipe, ReadsPublished):
             raise no_run(parent, recipe.name)
         agree(lambda: _begun_with(parent, _published_digest(recipe, parent)))
-        return recipe.load_shared(parent, onto.program.exchange().get(onto.state))
+        theirs = by_path(recipe.load_shared(parent, shared))
+    else:
+        theirs = _arrays(folder, recipe, onto, agree)
+        _refuse_another(
+            folder, theirs if only is None else {name: theirs[name] for name in ours if name in theirs}, ours
+        )
+    fresh = {} if only is None else by_path(exchange.get(onto.init(key)))
+
+    def placed(path: str, like: Any) -> jax.Array:
+        if path not in ours:
+            return fresh[path]
+        there = theirs[path]
+        return (
+            jax.device_put(there, like.sharding) if isinstance(there, jax.Array) else place_array(there, like.sharding)
+        )
+
+    return jax.tree.unflatten(structure, [placed(path, leaf) for path, leaf in every.items()])
+
+
+def _arrays(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mapping[str, Any]:
+    """What a run shares, by its paths in what `recipe` shares."""
     if "swarm" in read_config(folder):
-        return _of_swarm(folder, recipe, onto, agree)
+        _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
+        theirs, _, digest = swarm_arrays(folder)
+        agree(lambda: _begun_with(folder, digest))
+        return theirs
     if not read_config(folder)["recipe"]["target"]:
         return _by_path(folder, recipe, onto, agree)
     loaded = load_run(folder, list(onto.mesh.devices.flat), agree=agree)
     _refuse_other_meaning(folder, recipe, loaded.recipe.options())
-    theirs, ours = loaded.placed.program.exchange().get(loaded.state), onto.program.exchange().get(onto.state)
-    _refuse_another(folder, by_path(theirs), by_path(ours))
-    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), theirs, ours)
+    return by_path(loaded.placed.program.exchange().get(loaded.state))
 
 
 def _published_digest(recipe: Recipe, parent: str) -> str:
@@ -107,19 +138,7 @@ def _published_digest(recipe: Recipe, parent: str) -> str:
     return recipe.shared_digest(parent)
 
 
-def _of_swarm(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
-    """What the members of a swarm share: all of it, by its paths."""
-    _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
-    theirs, _, digest = swarm_arrays(folder)
-    agree(lambda: _begun_with(folder, digest))
-    shared = onto.program.exchange().get(onto.state)
-    ours = by_path(shared)
-    _refuse_another(folder, theirs, ours)
-    arrays = [place_array(theirs[name], like.sharding) for name, like in ours.items()]
-    return jax.tree.unflatten(jax.tree.structure(shared), arrays)
-
-
-def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
+def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mapping[str, Any]:
     """The shared parameters of a run whose recipe was built in a program: by their paths in the state of this one."""
     _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
     saved, _ = checkpoint.intact(folder)
@@ -132,11 +151,10 @@ def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Any:
             f"{shown(folder)} was made in a program, whose parameters are found by their paths, and what the exchange "
             f"of {recipe.name} gives are no leaves of its state: train the other run from its file, file.py:recipe"
         )
-    ours = {names[id(leaf)]: leaf for leaf in jax.tree.leaves(shared)}
+    ours = {names[id(leaf)]: path for path, leaf in by_path(shared).items()}
     roots, own = {name.partition("/")[0] for name in ours}, set(names.values()) - set(ours)
     theirs = {name: array for name, array in arrays.items() if name.partition("/")[0] in roots and name not in own}
-    _refuse_another(folder, theirs, ours)
-    return jax.tree.map(lambda leaf: place_array(theirs[names[id(leaf)]], leaf.sharding), shared)
+    return {ours.get(name, name): array for name, array in theirs.items()}
 
 
 def _refuse_other_meaning(folder: Path, recipe: Recipe, theirs: Mapping[str, Any]) -> None:

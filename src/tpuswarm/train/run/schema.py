@@ -47,6 +47,7 @@ class _Train(_Table):
     ema: float | None = None
     deterministic: bool | None = None
     init_from: str | None = None
+    init_only: str | None = None
     data: str | None = None
     overfit_batches: PositiveInt | None = None
 

@@ -1,0 +1,112 @@
+"""What a user's function gives for each row of a split, with the parameters of a run."""
+
+import numpy as np
+import optax
+import pytest
+
+from tests.train import toy
+from tests.train.test_own_program import Recipe as GameRecipe
+from tpuswarm import IndexedSource, InputError, NoSuchSplit, StreamSource, Trainer, load, supervised
+
+TEST = {name: array[:11] for name, array in toy.data(2).items()}
+
+
+def guesses(params, batch):
+    return {"guess": batch["x"] @ params["layer"]["w"] + params["layer"]["b"], "twice": 2 * batch["x"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A recipe with a test split of 11 rows, and a run of it whose average is far behind its parameters."""
+    splits = {"train": toy.data(0), "test": TEST}
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), splits)
+    folder = tmp_path_factory.mktemp("runs") / "trained"
+    Trainer(devices=1, ema=0.9).fit(recipe, steps=4, batch=8, run=folder)
+    return recipe, folder
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_each_row_is_predicted_in_order_with_the_parameters_of_evaluations(trained, devices):
+    recipe, folder = trained
+    found = Trainer(devices=devices).predict(recipe, guesses, run=folder)
+    average = load(folder)["ema"]["layer"]
+    np.testing.assert_allclose(found["guess"], TEST["x"] @ average["w"] + average["b"], rtol=1e-5)
+    np.testing.assert_array_equal(found["twice"], 2 * TEST["x"])
+    np.testing.assert_array_equal(
+        Trainer(devices=devices).predict(recipe, lambda params, batch: batch["y"], run=folder, batch=2), TEST["y"]
+    )
+
+
+def test_mutable_state_and_programs_of_ones_own(tmp_path):
+    def loss(params, extra, batch, key):
+        return (params["w"][None] * batch["x"]).sum(), ({}, {"seen": extra["seen"] + 1})
+
+    recipe = supervised(
+        lambda key: {"w": np.ones(5, np.float32)}, loss, optax.sgd(0.0), {"train": toy.data(), "test": TEST},
+        extra=lambda key: {"seen": np.zeros(())},
+    )  # fmt: skip
+    Trainer(devices=1).fit(recipe, steps=3, batch=8, run=tmp_path / "run")
+    found = Trainer(devices=1).predict(
+        recipe, lambda params, extra, batch: batch["y"] + extra["seen"], run=tmp_path / "run"
+    )
+    np.testing.assert_allclose(found, TEST["y"] + 3, rtol=1e-6)
+    Trainer(devices=1).fit(GameRecipe(), steps=3, batch=8, run=tmp_path / "game")
+    state = load(tmp_path / "game")
+    found = Trainer(devices=1).predict(
+        GameRecipe(), lambda state, batch: next(iter(batch.values())), run=tmp_path / "game", split="train"
+    )
+    assert state and found.ndim
+
+
+def numbered():
+    """A function that makes a stream of eleven rows, which has them in its own order."""
+    return ({"x": np.full(5, number, np.float32), "y": np.float32(number)} for number in range(11))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"x": np.arange(11, dtype=np.float32)[:, None].repeat(5, 1), "y": np.arange(11, dtype=np.float32)},
+        IndexedSource(list(numbered()), seed=5),
+        StreamSource(numbered, batched=False, rows_per_epoch=11),
+    ],
+    ids=["arrays", "indexed", "stream"],
+)
+def test_predictions_have_the_order_of_the_data(trained, source):
+    _, folder = trained
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), {"train": toy.data(0), "test": source})
+    found = Trainer(devices=1).predict(recipe, lambda params, batch: batch["y"], run=folder, batch=4)
+    np.testing.assert_array_equal(found, np.arange(11))
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda params: 0, r"function is called as function\(params, batch\), but takes \(params\)"),
+        (lambda params, batch: batch["x"].sum(), r"gives an array of shape \(\) for 8 rows: its first axis has to be"),
+        (lambda params, batch: {"all": batch["x"].T}, r"gives all of shape \(5, 8\) for 8 rows"),
+        (
+            lambda params, batch: batch["z"],
+            r"the function fails over a batch of 8 rows: KeyError: 'z' \(.*test_predict",
+        ),
+        (5, r"function is a int; give a function function\(params, batch\)"),
+    ],
+)
+def test_wrong_function_is_named_by_its_line(trained, function, says):
+    recipe, folder = trained
+    with pytest.raises(InputError, match=says):
+        Trainer(devices=1).predict(recipe, function, run=folder)
+
+
+def test_stream_that_is_shorter_than_it_says_is_refused(trained):
+    _, folder = trained
+    stream = StreamSource(numbered, batched=False, rows_per_epoch=20)
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), {"train": toy.data(0), "test": stream})
+    with pytest.raises(InputError, match="the stream ended after 11 rows, and its rows_per_epoch is 20"):
+        Trainer(devices=1).predict(recipe, guesses, run=folder)
+
+
+def test_split_that_is_not_there_is_refused(trained):
+    recipe, folder = trained
+    with pytest.raises(NoSuchSplit, match="has no validation data"):
+        Trainer(devices=1).predict(recipe, guesses, run=folder, split="validation")

@@ -1,0 +1,77 @@
+"""A run that takes some of its parameters from another one, and makes the others itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.swarm.storage.test_load import recipe as swarm_recipe
+from tests.swarm.storage.test_load import swarm_of
+from tpuswarm import InputError, Trainer, supervised
+from tpuswarm.train.user_code import build_recipe
+
+DATA = {"x": np.ones((16, 4), np.float32)}
+
+
+def recipe(classes: int = 2, rate: float = 0.0):
+    """A body, and a head of as many classes."""
+
+    def init(key):
+        body, head = jax.random.split(key)
+        return {"body": {"w": jax.random.normal(body, (4, 3))}, "head": {"w": jax.random.normal(head, (3, classes))}}
+
+    def loss(params, batch, key):
+        return jnp.square(batch["x"] @ params["body"]["w"] @ params["head"]["w"]).mean()
+
+    return supervised(init, loss, optax.sgd(rate), DATA)
+
+
+def fit(made, folder, **options):
+    return Trainer(devices=options.pop("devices", 1), **options.pop("trainer", {})).fit(
+        made, steps=1, batch=8, run=folder, **options
+    )
+
+
+@pytest.mark.parametrize("of_a_file", [True, False])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_new_head_stands_on_the_body_of_another_run(tmp_path, of_a_file, devices):
+    (tmp_path / "made.py").write_text("from tests.train.test_init_only import recipe\n")
+    made = build_recipe(f"{tmp_path / 'made.py'}:recipe", {"rate": 0.1}) if of_a_file else recipe(rate=0.1)
+    parent = fit(made, tmp_path / "parent").state.params
+    fresh = fit(recipe(5), tmp_path / "fresh", trainer={"seed": 3}).state.params
+    arguments = {"init_from": tmp_path / "parent", "init_only": "^body/", "devices": devices}
+    child = fit(recipe(5), tmp_path / "child", trainer={"seed": 3}, **arguments).state.params
+    np.testing.assert_array_equal(child["body"]["w"], parent["body"]["w"])
+    np.testing.assert_array_equal(child["head"]["w"], fresh["head"]["w"])
+    assert (fresh["body"]["w"] != parent["body"]["w"]).any()
+    with pytest.raises(InputError, match=r"init_only was \^body/, now w"):
+        fit(recipe(5), tmp_path / "child", init_from=tmp_path / "parent", init_only="w")
+
+
+def test_parameters_of_a_swarm_are_chosen_by_their_paths_too(tmp_path):
+    shared, _ = swarm_of(swarm_recipe(), tmp_path / "swarm")
+    made = swarm_recipe(7, rate=0.0)
+    child = fit(made, tmp_path / "child", init_from=tmp_path / "swarm", init_only="^extra/").state
+    np.testing.assert_array_equal(child.extra["seen"], shared["extra"]["seen"] + 1)
+    np.testing.assert_array_equal(child.params["w"], np.ones(7))
+
+
+@pytest.mark.parametrize(
+    ("only", "says"),
+    [
+        ("nothing", "init-only 'nothing' matches none of the parameters: body/w, head/w"),
+        ("(", r"init-only '\(' is not a regular expression"),
+        ("head", r"a different model: 1 parameters differ, the first head/w \(\(3, 2\) there, \(3, 5\) here\)"),
+    ],
+)
+def test_wrong_choice_is_refused(tmp_path, only, says):
+    fit(recipe(), tmp_path / "parent")
+    with pytest.raises(InputError, match=says):
+        fit(recipe(5), tmp_path / "child", init_from=tmp_path / "parent", init_only=only)
+    assert not (tmp_path / "child").exists()
+
+
+def test_choice_without_a_run_to_take_from_is_refused(tmp_path):
+    with pytest.raises(InputError, match="init_only 'body' says which parameters of init_from are taken"):
+        fit(recipe(), tmp_path / "child", init_only="body")

@@ -58,9 +58,9 @@ def test_imported_parameters_that_are_no_numbers_are_named(tmp_path, monkeypatch
     Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=folder)
     from tpuswarm.train.loop import session
 
-    load = session.load_parameters
+    load = session.initial_parameters
     broken = lambda *args: jax.tree.map(lambda leaf: leaf * jnp.nan, load(*args))  # noqa: E731
-    monkeypatch.setattr(session, "load_parameters", broken)
+    monkeypatch.setattr(session, "initial_parameters", broken)
     with pytest.raises(InputError, match=r"parent gives NaN or infinity in layer/b, layer/w, unused: check"):
         Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "run", init_from=folder)
 

@@ -19,7 +19,7 @@ from tpuswarm.train.hosts.line import Line
 from tpuswarm.train.hosts.rendezvous import Hosts
 from tpuswarm.train.hosts.several import PORT, Several, several
 from tpuswarm.train.loop import recorded
-from tpuswarm.train.run.loaded import load_parameters
+from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.user_code import build_recipe
 
 
@@ -96,7 +96,7 @@ def test_hosts_compare_a_published_model_before_they_read_it():
         (toy.recipe(), r"hf:small is not a tpuswarm run .*, and toy can only start from one"),
     ):
         with pytest.raises(InputError, match=words):
-            load_parameters("hf:small", recipe, None, agree)
+            initial_parameters("hf:small", None, recipe, None, None, agree)
 
 
 def test_stop_signal_at_any_host_stops_all_at_the_same_step(pair):

@@ -47,7 +47,8 @@ class Board:
         self._folder = folder
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._events = EventsWriter(str(folder / "events"), f".{os.getpid()}")
+            # In its name tensorboardX has the second; a process that resumes within it would replace the file.
+            self._events = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.time_ns()}")
             if first_step:  # TensorBoard then forgets what a process before this one wrote beyond its checkpoint
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 self._events.write_event(event_pb2.Event(wall_time=time.time(), step=first_step + 1, session_log=start))

@@ -84,25 +84,24 @@ def initial_parameters(
     they agree on what they read. Raises InputError where a leaf is missing, extra or of another shape, and where it
     means something else (another tokenizer), naming the first.
     """
-    exchange = onto.program.exchange()
-    shared = exchange.get(onto.state)
-    structure, every = jax.tree.structure(shared), by_path(shared)
-    names = [parameter.path for parameter in onto.program.parameters(onto.state)]
-    wanted = matching(names, only, "init-only") if only is not None else [True] * len(names)
-    ours = {path: leaf for (path, leaf), want in zip(every.items(), wanted, strict=True) if want}
     folder = parent_folder(parent)
     theirs: Mapping[str, Any]
     if folder is None:
         if not isinstance(recipe, ReadsPublished):
             raise no_run(parent, recipe.name)
         agree(lambda: _begun_with(parent, _published_digest(recipe, parent)))
-        theirs = by_path(recipe.load_shared(parent, shared))
+        theirs = by_path(recipe.load_shared(parent, onto.program.exchange().get(onto.state)))
     else:
         theirs = _arrays(folder, recipe, onto, agree)
-        _refuse_another(
-            folder, theirs if only is None else {name: theirs[name] for name in ours if name in theirs}, ours
-        )
-    fresh = {} if only is None else by_path(exchange.get(onto.init(key)))
+    shared = onto.program.exchange().get(onto.state)
+    structure, every = jax.tree.structure(shared), by_path(shared)
+    names = [parameter.path for parameter in onto.program.parameters(onto.state)]
+    wanted = matching(names, only, "init-only") if only is not None else [True] * len(names)
+    ours = {path: leaf for (path, leaf), want in zip(every.items(), wanted, strict=True) if want}
+    if folder is not None:
+        found = theirs if only is None else {path: theirs[path] for path in ours if path in theirs}
+        _refuse_another(folder, found, ours)
+    fresh = {} if only is None else by_path(onto.program.exchange().get(onto.init(key)))
 
     def placed(path: str, like: Any) -> jax.Array:
         if path not in ours:

@@ -16,7 +16,7 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Dtype, Exported, Graph, Group, Node, Ref, referred, shape_alone
 from tpuswarm.torch.masks import plain_masks
-from tpuswarm.torch.run import described, unknown
+from tpuswarm.torch.run import described, draws, unknown
 
 LEAST = (2, 6)
 """The first torch whose export keeps what we ask it to keep."""
@@ -80,8 +80,8 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
     complex_ = [name for name, each in module.named_parameters() if each.is_complex()]
     if complex_:
         raise InputError(f"{complex_[0]} is complex: split it into real and imaginary parts")
-    inputs = _inputs(module, row)
-    batch = {name: _example(torch, name, array).to(device) for name, array in row.items()}
+    inputs = inputs_of(module, row)
+    batch = {name: example(name, array[:1]).to(device) for name, array in row.items()}
     was = module.training
     try:
         train, metrics = _traced(torch, module.train(), loss, inputs, batch)
@@ -102,8 +102,11 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
     floats = {name: each for name, each in groups["params"].items() if not np.issubdtype(each.dtype, np.floating)}
     if floats:
         raise InputError(f"parameter {next(iter(floats))} is {floats[next(iter(floats))].dtype}: not a float")
+    if drawn := next((each for each in graphs[1].nodes if draws(each)), None):
+        raise InputError(f"{described(drawn)} draws random numbers in evaluation too: draw them in training alone")
     integers = tuple(name for name, each in batch.items() if not each.is_floating_point())
-    return Exported(type(module).__name__, groups, tied, graphs[0], graphs[1], integers, device != "meta")
+    frozen = tuple(name for name, each in module.named_parameters() if not each.requires_grad)
+    return Exported(type(module).__name__, groups, tied, graphs[0], graphs[1], integers, frozen, device != "meta")
 
 
 def _needs_torch() -> None:
@@ -119,7 +122,8 @@ def _needs_torch() -> None:
         raise InputError(f"torch {torch.__version__} is too old: {'.'.join(map(str, LEAST))} or newer exports modules")
 
 
-def _inputs(module: Any, row: Mapping[str, np.ndarray]) -> list[str]:
+def inputs_of(module: Any, row: Mapping[str, np.ndarray]) -> list[str]:
+    """The arrays of the data that are arguments of a module's forward. Raises InputError where there is none."""
     import inspect
 
     given = inspect.signature(module.forward).parameters
@@ -138,7 +142,10 @@ def _inputs(module: Any, row: Mapping[str, np.ndarray]) -> list[str]:
     return found
 
 
-def _example(torch: Any, name: str, array: np.ndarray) -> Any:
+def example(name: str, array: np.ndarray, rows: int = ROWS) -> Any:
+    """So many rows as torch's tensor, as a module gets them; the first one again and again."""
+    import torch
+
     array = np.asarray(array)
     if np.iscomplexobj(array):
         raise InputError(f"{name} is complex: split it into real and imaginary parts")
@@ -146,7 +153,7 @@ def _example(torch: Any, name: str, array: np.ndarray) -> Any:
         array = array.astype(np.float32)
     if array.dtype in (np.int32, np.uint16, np.uint32):  # JAX has no larger ones, torch indexes with no smaller ones
         array = array.astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(np.resize(array[:1], (ROWS, *array.shape[1:]))))
+    return torch.from_numpy(np.ascontiguousarray(np.resize(array[:rows], (rows, *array.shape[1:]))))
 
 
 def _traced(

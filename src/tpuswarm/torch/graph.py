@@ -73,8 +73,26 @@ class Exported:
     evaluate: Graph
     integers: tuple[str, ...] = field(default=())
     """Inputs that were traced as integers."""
+    frozen: tuple[str, ...] = field(default=())
+    """Parameters that were traced with `requires_grad` false."""
     weights: bool = True
     """Whether the arrays have values: those of a module on the meta device are zeros that take no memory."""
+
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """The buffers that training changes."""
+        changed = self.train.buffers
+        return {name: each for name, each in self.arrays["buffers"].items() if name in changed and not counts(name)}
+
+    @property
+    def fixed(self) -> dict[str, np.ndarray]:
+        """The other buffers. What only ever has its first value needs no place in a state."""
+        return {name: each for name, each in self.arrays["buffers"].items() if name not in self.state}
+
+
+def counts(name: str) -> bool:
+    """Whether a buffer is BatchNorm's counter, which nothing reads."""
+    return name.endswith("num_batches_tracked")
 
 
 def write(path: Path, exported: Exported) -> None:
@@ -87,6 +105,7 @@ def write(path: Path, exported: Exported) -> None:
         "name": exported.name,
         "tied": dict(exported.tied),
         "integers": list(exported.integers),
+        "frozen": list(exported.frozen),
         "shapes": {} if exported.weights else {name: [str(each.dtype), each.shape] for name, each in arrays.items()},
         "train": _encode_graph(exported.train),
         "evaluate": _encode_graph(exported.evaluate),
@@ -123,8 +142,8 @@ def read(path: Path) -> Exported:
     except (SafetensorError, ValueError) as error:
         raise InputError(f"{path} is no exported module ({error}): tpuswarm.torch.save writes one") from error
     train, evaluate = (_decode_graph(about[name]) for name in ("train", "evaluate"))
-    integers, weights = tuple(about["integers"]), not shapes
-    return Exported(about["name"], arrays, about["tied"], train, evaluate, integers, weights)
+    integers, frozen = tuple(about["integers"]), tuple(about.get("frozen", ()))
+    return Exported(about["name"], arrays, about["tied"], train, evaluate, integers, frozen, not shapes)
 
 
 def _encode_graph(graph: Graph) -> dict[str, Any]:

@@ -18,23 +18,27 @@ from tpuswarm.train.data.arrays import to_torch
 from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.losses import Loss
+from tpuswarm.train.process.terminal import say
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.trees import load
-from tpuswarm.train.supervised import Supervised, supervised
-
-COUNTED = "num_batches_tracked"
-"""BatchNorm's counter, which nothing reads."""
+from tpuswarm.train.supervised import Supervised, SupervisedProgram, supervised
 
 
 @entry_point
-def save(module: Any, loss: Callable[..., Any], row: Mapping[str, Any], path: str | Path) -> None:
+def save(
+    module: Any, loss: Callable[..., Any], row: Mapping[str, Any], path: str | Path, check: bool | None = None
+) -> None:
     """Export a module and its loss to a file, where torch is; `recipe(path, …)` needs torch no more.
 
-    row: the data's arrays, of which one row is looked at. Raises InputError, with the module's line.
+    row: the data's arrays, one row or more, of which five are compared; check: as of `recipe`. Raises InputError, with
+    the module's line.
     """
+    from tpuswarm.torch.check import checked
     from tpuswarm.torch.export import export
 
-    write(Path(path), export(module, loss, row))
+    exported = export(module, loss, row)
+    _tell(exported, checked(module, loss, row, exported, check), check)
+    write(Path(path), exported)
 
 
 @entry_point
@@ -47,6 +51,7 @@ def recipe(
     defaults: Mapping[str, Any] | None = None,
     cast: str | Collection[str] = (),
     micro_batches: bool = False,
+    check: bool | None = None,
 ) -> Supervised:
     """A recipe from a module and a loss of torch.
 
@@ -54,6 +59,9 @@ def recipe(
     - loss(outputs, batch) → a scalar tensor, or (scalar, dict of scalar metrics); in the file already, if it is one.
     - data, optimizer, schedule, defaults, cast, micro_batches: as `tpuswarm.supervised` takes them; arrays of the data
       go to the arguments of `forward` that have their names, and all of them are in the loss's `batch`.
+
+    - check: before it trains, rows of the data go through torch's own loss and backward, and through ours; a module
+      whose loss, gradients or buffers differ is refused. None: where it has at most 50 million parameters.
 
     Buffers are mutable state. Raises InputError for what cannot be exported, with the module's line.
     """
@@ -70,14 +78,32 @@ def recipe(
 
         if loss is None:
             raise InputError("the loss is missing: recipe(module, loss, data, optimizer)")
-        exported = export(module, loss, _row(data))
+        rows = _rows(data)
+        exported = export(module, loss, rows)
+
+        def compare() -> None:
+            from tpuswarm.torch.check import checked
+
+            _tell(exported, checked(module, loss, rows, exported, check), check)
+
+        return ModuleRecipe(exported, optimizer, data, schedule, defaults, cast, micro_batches, compare)
     return ModuleRecipe(exported, optimizer, data, schedule, defaults, cast, micro_batches)
 
 
-def _row(data: Any) -> Mapping[str, np.ndarray]:
-    """One row of the training data, whatever it is given as."""
+def _tell(exported: Exported, why: str, check: bool | None) -> None:
+    """Say that a module was not compared with torch, unless nobody wanted that."""
+    if why and check is not False:
+        say(f"{exported.name} was not compared with torch itself: {why}", err=True)
+
+
+def _rows(data: Any) -> Mapping[str, np.ndarray]:
+    """A few rows of the training data, whatever it is given as."""
     probe = supervised(lambda key: {}, lambda params, batch, key: 0.0, None, data)
-    return rows_of(probe.data("train"), 0, 1)
+    return rows_of(probe.data("train"), 0, SHOWN)
+
+
+SHOWN = 5
+"""Rows that are read to see what the data is, and to compare."""
 
 
 class ModuleRecipe(Supervised):
@@ -85,21 +111,26 @@ class ModuleRecipe(Supervised):
 
     def __init__(
         self, exported: Exported, optimizer: Any, data: Any, schedule: Any, defaults: Any,
-        cast: str | Collection[str], micro_batches: bool,
+        cast: str | Collection[str], micro_batches: bool, compare: Callable[[], None] = lambda: None,
     ):  # fmt: skip
-        self.exported = exported
-        buffers, changes = exported.arrays["buffers"], exported.train.buffers.keys()
-        # A swarm's members average floats that change; what only ever has its first value needs no place in the state.
-        self._state = {name: each for name, each in buffers.items() if name in changes and not name.endswith(COUNTED)}
-        self._fixed = {name: each for name, each in buffers.items() if name not in self._state}
+        """compare: called before the first program is made, not earlier: several hosts start before JAX computes."""
+        self.exported, self._compare = exported, compare
+        self._state, self._fixed = exported.state, exported.fixed
         extra = partial(_arrays, self._state) if self._state else None
         init = partial(_arrays, exported.arrays["params"])
         super().__init__(
             init, self.loss(Options()), optimizer, data, schedule, defaults, cast, micro_batches, extra, None
         )
+        self.frozen = exported.frozen
         if any(node.op in ATTENTION for node in exported.train.nodes):  # a TPU v2 or v3 recomputes layers that it may
             self.forms = ("remat", *self.forms)
         self.name = exported.name.lower()
+
+    def program(self, options: Options) -> SupervisedProgram:
+        """The program; the module has been compared with torch by then."""
+        compare, self._compare = self._compare, lambda: None
+        compare()
+        return super().program(options)
 
     def loss(self, options: Options) -> Loss:
         """The exported program, in the form of attention and with the recomputation that `compile_step` has chosen."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.torch.graph import Graph, Node, referred, resolve
-from tpuswarm.torch.ops import ATTENTION, NARROW, OPS, RANDOM, WIDE
+from tpuswarm.torch.ops import ATTENTION, NARROW, OPS, RANDOM, WIDE, randoms
 from tpuswarm.torch.ops.dtypes import in_dtype
 from tpuswarm.train.program.remat import recomputed
 from tpuswarm.train.recipe import Options, Remat
@@ -28,6 +28,15 @@ def unknown(graph: Graph) -> list[Node]:
         if not any(node.op in table for table in (OPS, RANDOM, ATTENTION)):
             found.setdefault(node.op, node)
     return list(found.values())
+
+
+def draws(node: Node) -> bool:
+    """Whether an operator draws numbers, as it was traced."""
+    if node.op == "native_dropout":
+        return node.args[1] > 0 and (len(node.args) < 3 or node.args[2] is not False)
+    if node.op in ATTENTION:
+        return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) > 0
+    return node.op in randoms.OPS
 
 
 def run(

@@ -98,7 +98,10 @@ class SupervisedProgram(Program):
         extra: Callable[[jax.Array], Any] | None = None,
         weights: Callable[[], Any] | None = None,
         micro_batches: bool = False,
+        frozen: Collection[str] = (),
     ):
+        """frozen: paths of parameters that are never trained, whatever `options.freeze` says."""
+        self._frozen = frozenset(frozen)
         self._extra, self._weights, self._micro_batches = extra, weights, micro_batches
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self.has_schedule, self.has_step_schedule = schedule is not None, schedule is not None and in_steps(schedule)
@@ -255,10 +258,13 @@ class SupervisedProgram(Program):
         return Average(put, lambda batch: batch * math.log(0.5) / math.log(decay))
 
     def _trained(self, params: Any) -> Any:
-        frozen = paths.mask(params, self._options.freeze, "freeze")
-        if self._options.freeze is not None and all(jax.tree.leaves(frozen)):
-            raise InputError(f"freeze {self._options.freeze!r} matches every parameter: nothing is left to train")
-        return jax.tree.map(lambda each: not each, frozen)
+        matched = paths.mask(params, self._options.freeze, "freeze")
+        names = jax.tree.unflatten(jax.tree.structure(params), paths.leaf_paths(params))
+        trained = jax.tree.map(lambda each, name: not each and name not in self._frozen, matched, names)
+        if not any(jax.tree.leaves(trained)):
+            of = " that its recipe trains" if self._frozen else ""
+            raise InputError(f"freeze {self._options.freeze!r} matches every parameter{of}: nothing is left to train")
+        return trained
 
     def _decayed(self, params: Any) -> Any:
         if self._options.decay is None and self.has_schedule:
@@ -382,6 +388,8 @@ class Supervised(Recipe):
             if callable(optimizer):  # what is neither this nor an optax transformation is refused with both in words
                 require_call(optimizer, "optimizer", "learning_rate", "decay_mask")
         self._extra, self._float32, self._has_checked_schedule = extra, float32, False
+        self.frozen: Collection[str] = ()
+        """Paths of parameters that are never trained."""
         self.forms = ("accumulate",) if micro_batches else ()
         check_defaults({} if defaults is None else defaults, "defaults")
         self.defaults = dict(defaults or {})
@@ -410,6 +418,7 @@ class Supervised(Recipe):
         return SupervisedProgram(
             self._init, loss, self._optimizer, self._schedule, spec, options,
             extra=self._extra, weights=self.weights, micro_batches="accumulate" in self.forms,
+            frozen=self.frozen,
         )  # fmt: skip
 
     @functools.cached_property

@@ -53,13 +53,25 @@ def power(a: Any, b: Any) -> Any:
     return jnp.power(a, b)
 
 
+def absolute(x: Any) -> Any:
+    """The gradient is 0 at 0, where JAX's own is 1."""
+    return x * lax.stop_gradient(jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
+
+
+def hardtanh(x: Any, low: float = -1.0, high: float = 1.0) -> Any:
+    """The gradient is 0 at the bounds."""
+    least, most = jnp.asarray(low, x.dtype), jnp.asarray(high, x.dtype)
+    return jnp.where(x <= least, least, jnp.where(x >= most, most, x))
+
+
 def clamp(x: Any, low: Any = None, high: Any = None, **given: Any) -> Any:
     """Between two bounds, numbers or arrays."""
     low, high = given.get("min", low), given.get("max", high)
     dtype = result_dtype(*(each for each in (x, low, high) if each is not None))
     x = jnp.asarray(x).astype(dtype)
-    x = x if low is None else jnp.maximum(x, jnp.asarray(low, dtype))
-    return x if high is None else jnp.minimum(x, jnp.asarray(high, dtype))
+    if low is not None:
+        x = jnp.where((x < low) | (low != low), jnp.asarray(low, dtype), x)  # a bound of NaN is a NaN
+    return x if high is None else jnp.where((x > high) | (high != high), jnp.asarray(high, dtype), x)
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
@@ -118,8 +130,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "logical_not": jnp.logical_not,
     "bitwise_and": _bits(jnp.logical_and, jnp.bitwise_and), "bitwise_or": _bits(jnp.logical_or, jnp.bitwise_or),
     "bitwise_xor": _bits(jnp.logical_xor, jnp.bitwise_xor), "bitwise_not": _bits(jnp.logical_not, jnp.bitwise_not),
-    "neg": jnp.negative, "abs": jnp.abs, "sign": jnp.sign, "floor": jnp.floor, "ceil": jnp.ceil, "trunc": jnp.trunc,
-    "round": jnp.round, "relu": lambda x: jnp.maximum(x, jnp.zeros((), x.dtype)), "isnan": jnp.isnan,
+    "neg": jnp.negative, "abs": absolute, "sign": jnp.sign, "floor": jnp.floor, "ceil": jnp.ceil, "trunc": jnp.trunc,
+    "round": jnp.round, "relu": jax.nn.relu, "isnan": jnp.isnan,
     "isinf": jnp.isinf, "square": jnp.square,
     **{name: _float(getattr(jnp, name)) for name in (
         "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh",
@@ -131,7 +143,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "rsqrt": _float(lax.rsqrt), "erf": _float(lax.erf), "sigmoid": _float(jax.nn.sigmoid),
     "gelu": gelu, "elu": elu, "softplus": softplus, "silu": jax.nn.silu, "mish": jax.nn.mish,
     "leaky_relu": lambda x, slope=0.01: jnp.where(x > 0, x, x * jnp.asarray(slope, x.dtype)),
-    "hardtanh": lambda x, low=-1.0, high=1.0: clamp(x, low, high).astype(x.dtype),
+    "hardtanh": hardtanh,
     "hardsigmoid": lambda x: jnp.clip(x / 6 + 0.5, 0, 1).astype(x.dtype),
     "hardswish": lambda x: (x * jnp.clip(x / 6 + 0.5, 0, 1)).astype(x.dtype),
     "log_sigmoid_forward": lambda x: (jax.nn.log_sigmoid(x), jnp.zeros((0,), x.dtype)),

@@ -1,0 +1,177 @@
+"""A module that would train differently here than in torch is refused, by the parameter that says so."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tests.oracle.zoo import functional, nn, torch
+
+from tpuswarm import InputError, Trainer
+from tpuswarm.torch import recipe, save
+from tpuswarm.torch.graph import read
+from tpuswarm.train.recipe import Options
+
+RANDOM = np.random.default_rng(0)
+X, Y = (RANDOM.normal(size=(64, width)).astype(np.float32) for width in (8, 1))
+
+
+class Module(nn.Module):
+    """Two layers, others, and a function of these and the input as its forward."""
+
+    def __init__(self, function, **others):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(8, 8), nn.Linear(8, 1), function
+        for name, each in others.items():
+            setattr(self, name, each)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.round()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
+
+
+def squared(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean()
+
+
+def plain(module, x):
+    return module.last(torch.relu(module.first(x)))
+
+
+def without_gradient(module, x):
+    with torch.no_grad():
+        hidden = module.first(x)
+    return module.last(hidden)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer of few bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([200], dtype=torch.uint8))
+        self.out = nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.out((self.scale * 2).float() * x[:, :1] / 200)
+
+
+def attend(module, x):
+    places = module.first(x)[:, None]
+    return module.last(module.attention(places, places, places)[0][:, 0])
+
+
+DIFFERENT = {
+    "detach": (Module(lambda m, x: m.last(m.first(x) * m.first(x).detach())), squared, "gradient of first.weight"),
+    "no_grad": (Module(without_gradient), squared, "the gradient of first.weight is of norm .* and of norm 0 in torch"),
+    "custom function": (Module(lambda m, x: m.last(StraightThrough.apply(m.first(x)))), squared, "first.weight"),
+    "number of rows": (Module(plain), lambda o, batch: squared(o, batch) * len(o), "the loss is .* here and"),
+    "loop over rows": (Module(plain), lambda o, batch: sum(row.sum() for row in o), "the loss is"),
+    "narrow buffer": (Scaled(), squared, "the loss is"),
+}  # fmt: skip
+
+SAME = {
+    "plain": Module(plain),
+    "dropout": Module(lambda m, x: m.last(m.drop(m.first(x))), drop=nn.Dropout(0.5)),
+    "dropout as a function": Module(lambda m, x: m.last(functional.dropout(m.first(x), 0.5, m.training))),
+    "batch norm": Module(lambda m, x: m.last(m.norm(m.first(x))), norm=nn.BatchNorm1d(8)),
+    "lstm": Module(
+        lambda m, x: m.last(m.cells(m.first(x)[:, None])[0][:, 0]),
+        cells=nn.LSTM(8, 8, 2, batch_first=True, dropout=0.3),
+    ),
+    "attention": Module(attend, attention=nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)),
+    "encoder": Module(
+        lambda m, x: m.last(m.layer(m.first(x)[:, None])[:, 0]),
+        layer=nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    ),
+}  # fmt: skip
+
+
+def made(module, loss=squared, **options):
+    return recipe(module, loss, {"x": X, "y": Y}, optax.adam(1e-2), **options)
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_module_that_would_train_differently_is_refused(case, tmp_path):
+    module, loss, what = DIFFERENT[case]
+    refused = f"would train differently here than in torch: over 5 rows of the data .*{what}"
+    with pytest.raises(InputError, match=refused):
+        made(module, loss).program(Options())
+    with pytest.raises(InputError, match=refused):
+        save(module, loss, {"x": X, "y": Y}, tmp_path / "module.safetensors")
+    assert not (tmp_path / "module.safetensors").exists()
+    made(module, loss, check=False).program(Options())
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_module_that_trains_as_in_torch_is_taken(case, capsys):
+    module = SAME[case]
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    state = torch.random.get_rng_state()
+    made(module).program(Options())
+    assert "not compared" not in capsys.readouterr().err
+    assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def ties(module, x):
+    """At 0 and at bounds, of which derivative is which torch decides."""
+    zero = module.first(x) * 0
+    hidden = torch.relu(zero) + zero.abs() + functional.relu6(zero + 6) + functional.hardtanh(zero - 1)
+    return module.last(hidden + torch.clamp(zero + 1, -1, 1) + torch.clamp(zero - 1, min=-1))
+
+
+def test_ties_have_torchs_derivative():
+    """A head of zeros too, whose logits are exactly 0."""
+    made(Module(ties)).program(Options())
+    head = Module(lambda module, x: module.last(x))
+    nn.init.zeros_(head.last.weight)
+    nn.init.zeros_(head.last.bias)
+    for loss in (functional.binary_cross_entropy_with_logits, lambda o, y: -functional.logsigmoid(o * y).mean()):
+        made(head, lambda o, batch, loss=loss: loss(o, (batch["y"] > 0).float())).program(Options())
+
+
+def test_module_that_cannot_be_compared_is_taken_with_a_sentence(capsys):
+    def noisy(module, x):
+        return module.last(module.first(x) + torch.rand_like(x) if module.training else module.first(x))
+
+    made(Module(noisy)).program(Options())
+    assert "Module was not compared with torch itself: " in capsys.readouterr().err
+    made(Module(noisy), check=False).program(Options())
+    assert "not compared" not in capsys.readouterr().err
+
+
+def test_random_numbers_in_evaluation_are_refused():
+    module = Module(lambda m, x: m.last(functional.dropout(m.first(x), 0.5, True)))
+    with pytest.raises(InputError, match=r"native_dropout.* draws random numbers in evaluation too"):
+        made(module)
+
+
+def test_parameters_without_a_gradient_stay_as_they_are(tmp_path):
+    """Also with decay; from a file too."""
+    module = Module(plain)
+    module.first.requires_grad_(False)
+    before = {name: each.detach().numpy().copy() for name, each in module.named_parameters()}
+    save(module, squared, {"x": X, "y": Y}, tmp_path / "module.safetensors")
+    assert read(tmp_path / "module.safetensors").frozen == ("first.weight", "first.bias")
+    for of in (module, tmp_path / "module.safetensors"):
+        loss = squared if of is module else None
+        made = recipe(of, loss, {"x": X, "y": Y}, optax.adamw(0.1, weight_decay=0.1), defaults={"batch": 8})
+        frozen = {each.path: each.frozen for each in made.program(Options()).parameters(_state(made))}
+        assert frozen == {"first.weight": True, "first.bias": True, "last.weight": False, "last.bias": False}
+        params = Trainer(devices=1).fit(made, steps=5, run=tmp_path / str(loss is None)).state.params
+        for name in ("first.weight", "first.bias"):
+            np.testing.assert_array_equal(params[name], before[name])
+        assert (params["last.weight"] != before["last.weight"]).all()
+
+
+def _state(made):
+    return jax.eval_shape(made.program(Options()).init, jax.random.key(0))

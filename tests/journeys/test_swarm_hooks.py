@@ -50,7 +50,7 @@ def recipe():
 
 def failing():
     made = recipe()
-    made.hooks = lambda: [Every("evaluation", fails)]
+    made.hooks = lambda: [Every("evaluation", each) for each in (fails, weights)]
     return made
 """
 
@@ -81,6 +81,6 @@ def test_swarm_calls_hooks_at_evaluations_and_writes_to_loggers(tmp_path):
 
 def test_failing_hook_is_told_and_the_swarm_goes_on(tmp_path):
     _, _, evaluations, texts, err = train(tmp_path, "failing")
-    assert evaluations[-1]["tokens"] == 64
+    assert evaluations[-1]["tokens"] == 64 and evaluations[-1]["eval_size"] > 0
     assert any("a hook failed at step 8: KeyError: 'colour' (" in text and "mine.py:" in text for text in texts)
     assert "a hook failed at step" in err

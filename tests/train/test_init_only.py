@@ -49,10 +49,12 @@ def test_new_head_stands_on_the_body_of_another_run(tmp_path, of_a_file, devices
         fit(recipe(5), tmp_path / "child", init_from=tmp_path / "parent", init_only="w")
 
 
-def test_parameters_of_a_swarm_are_chosen_by_their_paths_too(tmp_path):
+@pytest.mark.parametrize("only", ["^extra/", "^seen"])
+def test_parameters_of_a_swarm_are_chosen_by_their_paths_too(tmp_path, only):
+    """Statistics by those of their layer as well."""
     shared, _ = swarm_of(swarm_recipe(), tmp_path / "swarm")
     made = swarm_recipe(7, rate=0.0)
-    child = fit(made, tmp_path / "child", init_from=tmp_path / "swarm", init_only="^extra/").state
+    child = fit(made, tmp_path / "child", init_from=tmp_path / "swarm", init_only=only).state
     np.testing.assert_array_equal(child.extra["seen"], shared["extra"]["seen"] + 1)
     np.testing.assert_array_equal(child.params["w"], np.ones(7))
 
@@ -73,5 +75,7 @@ def test_wrong_choice_is_refused(tmp_path, only, says):
 
 
 def test_choice_without_a_run_to_take_from_is_refused(tmp_path):
+    with pytest.raises(InputError, match="init_only is a int: give a regular expression"):
+        fit(recipe(), tmp_path / "child", init_from=tmp_path, init_only=3)
     with pytest.raises(InputError, match="init_only 'body' says which parameters of init_from are taken"):
         fit(recipe(), tmp_path / "child", init_only="body")

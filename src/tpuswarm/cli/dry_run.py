@@ -28,8 +28,8 @@ def dry_run(asked: Asked) -> dict[str, str]:
     if asked.swarm is not None:
         said["swarm"] = f"{asked.swarm['members']} members"
     if asked.parent is not None:
-        those = f"those that match {table.init_only!r}" if table.init_only else "those"
-        said["parameters"] = f"{those} of {table.init_from}"
+        which = f"those that match {table.init_only!r}" if table.init_only else "those"
+        said["parameters"] = f"{which} of {table.init_from}"
     if folder is None:
         said["run"] = f"a new folder in ./runs, {recipe.name}-N"
     else:

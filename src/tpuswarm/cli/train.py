@@ -42,7 +42,7 @@ def train(
         str | None, option("--init-from", "Start from these parameters: RUN, gpt2, hf:ORG/NAME or hf:DIR.", LENGTH)
     ] = None,
     init_only: Annotated[
-        str | None, option("--init-only", "Of those take only the ones whose path matches this regex.", LENGTH)
+        str | None, option("--init-only", "Take only parameters whose path matches this regex.", LENGTH)
     ] = None,
     seed: Annotated[
         int | None, option("--seed", "Random seed: parameters, data order, dropout. Default: 0.", LENGTH)
@@ -201,13 +201,13 @@ def _plain(asked: Asked, words: dict[str, Any]) -> int | None:
     if words["hosts"] is not None:
         _alone_on_stdout()
     recipe = asked.recipe
-    begun = {"init_from": asked.parent, "init_only": asked.table.init_only}
+    init = {"init_from": asked.parent, "init_only": asked.table.init_only}
     if asked.with_lr is not None:
-        found = float(f"{trainer.find_lr(recipe, batch=asked.table.batch, **begun).lr:.1e}")
+        found = float(f"{trainer.find_lr(recipe, batch=asked.table.batch, **init).lr:.1e}")
         say(f"learning rate {found:g}: there the loss falls fastest, of 1e-06 to 1 in 100 steps", err=True)
         recipe = asked.with_lr(found)
     length = {name: getattr(asked.table, name) for name in ("steps", "tokens", "epochs", "batch")}
-    result = trainer.fit(recipe, run=asked.folder, **begun, **length)
+    result = trainer.fit(recipe, run=asked.folder, **init, **length)
     print_result(result, words["as_json"])
     return result.signal
 

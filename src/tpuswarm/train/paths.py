@@ -65,7 +65,7 @@ def matching(names: Sequence[str], pattern: str, what: str) -> list[bool]:
         raise InputError(f"{what} {pattern!r} is not a regular expression: {error}") from error
     if not any(found):
         rate = " (its rate is --weight-decay)" if what == "decay" and re.fullmatch(r"[\d.e+-]+", pattern) else ""
-        raise InputError(f"{what} {pattern!r} matches none of the parameters{rate}: {', '.join(names)}")
+        raise InputError(f"{what} {pattern!r} matches none of the parameters{rate}: {', '.join(dict.fromkeys(names))}")
     return found
 
 

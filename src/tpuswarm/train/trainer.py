@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.hosts.several import several
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.display import Display, auto_display
-from tpuswarm.train.look.outputs import Logger, all_loggers
+from tpuswarm.train.look.outputs import Logger, all_loggers, check_loggers
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate_run, predict_run
 from tpuswarm.train.loop.hooks import Every, Hooks, Step, hooks_of
 from tpuswarm.train.loop.learning_rate import STEPS, Rates, find_lr
@@ -104,6 +105,8 @@ class Trainer:
         """
         named = {name: getattr(self, name) for name in (*FIXED, *FREE) if name in self.__dataclass_fields__}
         parent = find_parent(init_from) if init_from else None
+        if init_only is not None and not isinstance(init_only, str):
+            raise InputError(f"init_only is a {type(init_only).__name__}: give a regular expression")
         if init_only is not None and parent is None:
             raise InputError(f"init_only {init_only!r} says which parameters of init_from are taken: give that too")
         asked = named | {"steps": steps, "batch": batch, "init_from": parent, "init_only": init_only}
@@ -154,7 +157,7 @@ class Trainer:
         best: the checkpoint that `keep_best` kept. Raises InputError for what is no run of this recipe, and
         NoSuchSplit.
         """
-        return evaluate_run(self._loaded(recipe, run, split, best), split, batch)[0]
+        return evaluate_run(self._loaded(recipe, run, best), split, self._rows_at_once(batch))[0]
 
     @entry_point
     def predict(
@@ -176,9 +179,15 @@ class Trainer:
         compiled; the parameters are those that evaluations use, in their own dtypes. Returns the same pytree of NumPy
         arrays. The other arguments and errors are those of `evaluate`.
         """
-        return predict_run(self._loaded(recipe, run, split, best), function, split, batch)
+        return predict_run(self._loaded(recipe, run, best), function, split, self._rows_at_once(batch))
 
-    def _loaded(self, recipe: Recipe, run: str | Path, split: str, best: bool) -> LoadedRun:
+    def _rows_at_once(self, batch: int | None) -> int | None:
+        """Those that were asked for, here or by `eval_batch`; None: those of the run's own evaluations."""
+        rows = self.eval_batch if batch is None else batch
+        check({"eval_batch": rows})
+        return rows
+
+    def _loaded(self, recipe: Recipe, run: str | Path, best: bool) -> LoadedRun:
         """A run of this recipe, on the devices."""
         check_recipe(recipe)
         if self.hosts is not None:
@@ -187,7 +196,8 @@ class Trainer:
         folder = bring(str(run), whole=True) if is_url(str(run)) else find_run(str(run))
         if "swarm" in read_config(folder):
             raise InputError(
-                f"{folder} is the run of a swarm: `tpuswarm evaluate {folder} --split {split}` evaluates it"
+                f"{folder} is the run of a swarm: `tpuswarm evaluate {folder}` evaluates it, and load(run) gives its "
+                "parameters"
             )
         return load_run(folder, select_devices(self.devices, platform.local_devices()), best=best, recipe=recipe)
 
@@ -244,7 +254,8 @@ class Trainer:
                 parse_every(asked[name], name)
         if run is not None and not isinstance(run, (str, Path)):
             raise InputError(f"run is a {type(run).__name__}: give the path of a folder, or gs://BUCKET/FOLDER")
-        hooks, loggers = Hooks(self.hooks, hooks_of(recipe)), all_loggers(recipe, self.loggers)
+        hooks = Hooks(self.hooks, hooks_of(recipe))
+        check_loggers(self.loggers)
         if self.wandb is not None:
             wandb_log.require()
         hosts = several(self.hosts, self.host, self.hosts_at)
@@ -266,7 +277,7 @@ class Trainer:
                     return session
                 loop = Loop(
                     session, watch, display, hooks=hooks, profile=self.profile,
-                    wandb=None if self.fast_dev_run else self.wandb, loggers=loggers,
+                    wandb=None if self.fast_dev_run else self.wandb, loggers=partial(all_loggers, recipe, self.loggers),
                     eval_batches=1 if self.fast_dev_run else EVAL_BATCHES,
                 )  # fmt: skip
                 return (yield from watch.hand_out(loop.run()))

@@ -225,6 +225,36 @@ def test_first_version_holds_numbers(tmp_path):
         member(tmp_path, f"{tmp_path}/mine.py:recipe").begin()
 
 
+HOOKED = """
+import optax
+from tests.train import toy
+from tpuswarm import Every, supervised
+
+def average(step):
+    return {"average": abs(step.state.ema["layer"]["w"]).sum()}
+
+def fails(step):
+    return {"ragged": [[1], [2, 3]]}
+
+def recipe():
+    made = supervised(toy.init, toy.loss, optax.sgd(0.1), toy.splits)
+    made.hooks = lambda: [Every("evaluation", each) for each in (fails, average, lambda step: "a text")]
+    return made
+"""
+
+
+def test_hooks_see_the_average_and_one_that_fails_leaves_the_others_alone(tmp_path):
+    (tmp_path / "mine.py").write_text(HOOKED)
+    ready = member(tmp_path, f"{tmp_path}/mine.py:recipe", ema=0.9)
+    holder, called = ready.holder(ready.begin()), []
+    average = jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), ready.compiled.program.exchange().get(holder.state))
+    row = {"tokens": 32, "version": 2, "eval_loss": 1.0}
+    found = ready._inspect(holder.state, average, row, lambda: called.append(0))
+    assert found.row == {**row, "step": 2, "eval_average": 35.0} and len(called) == 3
+    first, last = found.texts
+    assert first.startswith("a hook returned a dict that cannot be used: ") and last == "a text"
+
+
 def test_member_evaluates_in_batches_of_the_requested_size(tmp_path):
     def eval_batch(own=None, **settings):
         return member(tmp_path, own=own, **settings).validation.batch

@@ -18,7 +18,7 @@ from tests.train.test_own_program import Recipe as GameRecipe
 from tpuswarm import EarlyStopping, Every, InputError, ReduceOnPlateau, ScaleLearningRate, Stop, Trainer, load
 from tpuswarm.train.bucket.mirror import BEST
 from tpuswarm.train.look import report
-from tpuswarm.train.loop import recorded
+from tpuswarm.train.loop import loop, recorded
 from tpuswarm.train.loop.hooks import Hooks, Step
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
@@ -111,7 +111,7 @@ def test_texts_and_pictures_of_hooks_are_kept_and_stop_ends_the_run(tmp_path):
     np.testing.assert_array_equal((imread(file)[..., :3] * 255).round().astype(np.uint8), picture)
     no_picture = Hooks([Every(2, lambda step: np.zeros((4, 6, 3)))])
     with pytest.raises(InputError, match=r"a hook returned float64 \(4, 6, 3\): a picture is uint8 \(height, width, 3"):
-        no_picture.call([0], {"step": 2}, None)
+        no_picture.call(0, {"step": 2}, None)
 
 
 @pytest.mark.parametrize(
@@ -207,26 +207,100 @@ def test_numbers_of_hooks_are_logged_and_decide_what_is_best_and_when_to_stop(tm
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        ({"loss": 1.0}, "a hook returned a number called eval_loss, as rows have one already: rename it"),
-        ({"rows": 1.0}, "a number called eval_rows, as rows"),
+        ({"loss": 1.0}, "a hook returned a number called eval_loss, which is a column of rows already: rename it"),
+        ({"rows": 1.0}, "a number called eval_rows, which"),
         ({"text": "good"}, "a hook returned a dict with 'text': 'good'; in a dict of a hook are names and numbers"),
         ({"picture": np.zeros(3)}, "a hook returned a dict with 'picture'"),
+        ({"ragged": [[1], [2, 3]]}, r"a hook returned a dict that cannot be used: .* \(.*test_hooks\.py:"),
         ({3: 1.0}, "a hook returned a dict with 3: 1.0"),
         ({"z": 1j}, "a hook returned a dict with 'z': 1j"),
-        ({"other": 1.0}, "the evaluations have no eval_score; they have eval_loss, eval_worst, eval_other"),
+        (np.zeros((0, 4, 3), np.uint8), r"a hook returned uint8 \(0, 4, 3\): a picture is"),
+        (
+            plt.Figure().suptitle("$\\nothing$").figure,
+            r"a hook returned a Figure that cannot be used: .*test_hooks\.py:",
+        ),
     ],
 )
-def test_numbers_that_cannot_be_rows_are_refused_and_the_evaluation_stays(tmp_path, returned, says):
-    hooks = [Every("evaluation", lambda step: returned)]
+def test_what_a_hook_must_not_return_is_refused(tmp_path, returned, says):
     with pytest.raises(InputError, match=says):
-        fit(tmp_path / "run", eval_every=2, hooks=hooks, keep_best="eval_score")
-    assert [row["step"] for row in read_rows(tmp_path / "run" / METRICS) if "eval_loss" in row] == [2]
+        fit(tmp_path / "run", eval_every=2, hooks=[Every("evaluation", lambda step: returned)])
 
 
-def test_two_hooks_with_one_number_are_refused(tmp_path):
-    hooks = [Every(2, lambda step: {"score": 1}), Every(1, lambda step: {"score": 1})]
-    with pytest.raises(InputError, match="two hooks returned a number called score: rename one"):
-        fit(tmp_path / "run", hooks=hooks)
+@pytest.mark.parametrize(
+    ("hooks", "options", "says"),
+    [
+        ([2, 1], {}, "a number called score, which is another hook's: rename it"),
+        (["evaluation"], {"keep_best": "eval_scor"}, "the evaluations have no eval_scor; they have .*, eval_score"),
+    ],
+)
+def test_names_of_numbers_are_checked(tmp_path, hooks, options, says):
+    hooks = [Every(every, lambda step: {"score": 1}) for every in hooks]
+    with pytest.raises(InputError, match=says):
+        fit(tmp_path / "run", eval_every=2, hooks=hooks, **options)
+
+
+def test_number_of_an_evaluation_is_for_a_hook_of_evaluations(tmp_path):
+    with pytest.raises(InputError, match="a hook returned eval_score: numbers of evaluations are for hooks of Every"):
+        fit(tmp_path / "run", hooks=[Every(2, lambda step: {"eval_score": 1})])
+
+
+@pytest.mark.parametrize("call", [EarlyStopping(), lambda step: {"score": 1}], ids=["early stopping", "number"])
+def test_hook_of_evaluations_is_refused_where_there_are_none(tmp_path, call):
+    recipe = toy.supervised(toy.init, toy.loss, optax.sgd(0.1), toy.data())
+    with pytest.raises(InputError, match=r"a hook is for each .evaluation., and there are none: give validation data"):
+        fit(tmp_path / "run", recipe, hooks=[Every("evaluation", call)])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("at", [4, 8], ids=["mid-run", "at the end"])
+@pytest.mark.parametrize("how", ["fails", "SIGTERM"])
+def test_evaluation_whose_hooks_were_not_called_is_made_again(tmp_path, monkeypatch, at, how):
+    """The score is best there: a run that resumed without it would keep another checkpoint."""
+    left = []
+
+    def score(step):
+        if how == "fails" and step.row["step"] == at and not left:
+            left.append(at)
+            raise OSError("no network")
+        return {"score": 9.0 if step.row["step"] == at else 1.0}
+
+    def interrupted(*given, **named):
+        found = evaluate(*given, **named)
+        if how == "SIGTERM" and len(evaluations) == at // 2 - 1 and not left:
+            left.append(at)
+            signal.raise_signal(signal.SIGTERM)
+        evaluations.append(found)
+        return found
+
+    evaluate, evaluations = loop.evaluate, []
+    monkeypatch.setattr(loop, "evaluate", interrupted)
+    options = {"eval_every": 2, "save_every": 2, "keep_best": "eval_score:max", "hooks": [Every("evaluation", score)]}
+    try:
+        assert fit(tmp_path / "run", NEVER_BETTER, **options).ended == "stopped"
+    except InputError as error:
+        assert how == "fails" and "no network" in str(error)
+    assert left
+    result = fit(tmp_path / "run", NEVER_BETTER, **options)
+    assert result.ended == "finished" and result.metrics["eval_score"] == (9.0 if at == 8 else 1.0)
+    assert json.loads((tmp_path / "run" / BEST).read_text()) == {"step": at, "eval_score": 9.0}
+    scores = {row["step"]: row["eval_score"] for row in read_rows(tmp_path / "run" / METRICS) if "eval_loss" in row}
+    assert scores == {step: 9.0 if step == at else 1.0 for step in (2, 4, 6, 8)}
+
+
+def test_recipe_brings_hooks_and_loggers_which_are_made_where_they_are_needed(tmp_path):
+    seen, made = [], []
+    recipe = toy.recipe()
+    recipe.hooks = lambda: [Every(4, lambda step: seen.append(step.row["step"]))]
+    recipe.loggers = lambda: [made.append(Logger()) or made[-1]]
+    fit(tmp_path / "run", recipe, hooks=[Every(8, lambda step: seen.append(-step.row["step"]))])
+    assert sorted(seen) == [-8, 4, 8] and len(made) == 1 and made[0].rows and made[0].closed == 1
+    fit(tmp_path / "run", recipe)  # is finished
+    assert len(made) == 1
+    for name, wrong in (("hooks", None), ("hooks", Every(1, print)), ("loggers", Logger())):
+        other = toy.recipe()
+        setattr(other, name, lambda wrong=wrong: wrong)
+        with pytest.raises(InputError, match=rf"{name} of .* returns a \w+, not a list of"):
+            fit(tmp_path / name, other)
 
 
 def test_figure_of_matplotlib_is_a_picture(tmp_path):

@@ -1,12 +1,13 @@
 """What a user's function gives for each row of a split, with the parameters of a run."""
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from tests.train import toy
 from tests.train.test_own_program import Recipe as GameRecipe
-from tpuswarm import IndexedSource, InputError, NoSuchSplit, StreamSource, Trainer, load, supervised
+from tpuswarm import ArraySource, IndexedSource, InputError, NoSuchSplit, StreamSource, Trainer, load, supervised
 
 TEST = {name: array[:11] for name, array in toy.data(2).items()}
 
@@ -89,6 +90,8 @@ def test_predictions_have_the_order_of_the_data(trained, source):
             lambda params, batch: batch["z"],
             r"the function fails over a batch of 8 rows: KeyError: 'z' \(.*test_predict",
         ),
+        (jnp.add, r"the function fails over a batch of 8 rows: "),
+        (lambda params, batch: "text", r"the function fails over a batch of 8 rows: "),
         (5, r"function is a int; give a function function\(params, batch\)"),
     ],
 )
@@ -98,12 +101,51 @@ def test_wrong_function_is_named_by_its_line(trained, function, says):
         Trainer(devices=1).predict(recipe, function, run=folder)
 
 
+@pytest.mark.parametrize("function", [lambda params, batch: batch["x"].mean(0), lambda params, batch: batch["x"].T])
+def test_sum_over_rows_is_refused_though_it_has_as_many(trained, function):
+    """Five features, and five rows at once."""
+    recipe, folder = trained
+    with pytest.raises(
+        InputError, match=r"gives an array of shape \(5,.*\) for 6 rows: its first axis has to be those"
+    ):
+        Trainer(devices=1, eval_batch=5).predict(recipe, function, run=folder)
+
+
 def test_stream_that_is_shorter_than_it_says_is_refused(trained):
     _, folder = trained
     stream = StreamSource(numbered, batched=False, rows_per_epoch=20)
     recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), {"train": toy.data(0), "test": stream})
     with pytest.raises(InputError, match="the stream ended after 11 rows, and its rows_per_epoch is 20"):
         Trainer(devices=1).predict(recipe, guesses, run=folder)
+
+
+@pytest.mark.parametrize("batch", [-4, 0, 2.5, "auto"])
+def test_wrong_batch_is_refused(trained, batch):
+    recipe, folder = trained
+    with pytest.raises(InputError, match="eval-batch must be"):
+        Trainer(devices=1).predict(recipe, guesses, run=folder, batch=batch)
+
+
+class InOrder(ArraySource):
+    def rows(self, start, count):
+        return {name: array[start : start + count] for name, array in self._arrays.items()}
+
+
+class Numbered(InOrder):
+    def row_numbers(self, start, count):
+        return np.arange(start, start + count)
+
+
+def test_source_with_rows_of_its_own_has_to_say_which_they_are(trained):
+    _, folder = trained
+
+    def predict(kind):
+        recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), {"train": toy.data(0), "test": kind(TEST)})
+        return Trainer(devices=1).predict(recipe, lambda params, batch: batch["y"], run=folder)
+
+    with pytest.raises(InputError, match="InOrder has rows of its own and row_numbers of ArraySource: give it"):
+        predict(InOrder)
+    np.testing.assert_array_equal(predict(Numbered), TEST["y"])
 
 
 def test_split_that_is_not_there_is_refused(trained):

@@ -25,11 +25,11 @@ class Evaluated(NamedTuple):
     """A published version on held-out rows."""
 
     row: dict[str, Any]
-    """Of metrics.jsonl, but for who measured it."""
+    """A row of metrics.jsonl without the member's name and step."""
     pictures: dict[str, np.ndarray]
-    """What its model makes and hooks return, uint8 (height, width, 3), by what ends their names."""
+    """Pictures of the model and of hooks, uint8 (height, width, 3), by the end of their file's name."""
     texts: list[str]
-    """What hooks say."""
+    """Texts that hooks returned, and errors of hooks."""
 
 
 class Holder(Protocol):

@@ -44,8 +44,8 @@ def placed(compiled: Compiled, layout: Layout, fragments: Sequence[np.ndarray]) 
     )
 
 
-Looked = Callable[[State, dict[str, Any]], Evaluated]
-"""Takes the state of a version and the row of its evaluation."""
+Inspect = Callable[[State, Any, dict[str, Any], Callable[[], object]], Evaluated]
+"""Takes the state of a version, its moving average, the row of its evaluation, and what says that it is alive."""
 
 
 class ProgramHolder:
@@ -72,15 +72,15 @@ class ProgramHolder:
         anchor: Sequence[np.ndarray],
         took: Callable[[int, Metrics], None],
         validation: HeldOut | None = None,
-        looked: Looked = lambda state, row: Evaluated(row, {}, []),
+        inspect: Inspect = lambda state, average, row, alive: Evaluated(row, {}, []),
     ):
         """state: its shared part is `anchor`, float32[size] of each fragment; took: told of every step its number
-        in the run's order of batches and its metrics, which are still on the devices; validation and looked: for
+        in the run's order of batches and its metrics, which are still on the devices; validation and inspect: for
         `evaluate`.
         """
         self.state = state
         self._compiled, self._form, self._key = compiled, form, step_key
-        self._took, self._validation, self._looked = took, validation, looked
+        self._took, self._validation, self._inspect = took, validation, inspect
         self._feed = Prefetch(_reader(compiled, source))
         self._exchanged = Exchanged(compiled, layout, form)
         self._anchor = self._exchanged.put(anchor)
@@ -167,7 +167,8 @@ class ProgramHolder:
         values, rows = found
         row: dict[str, Any] = {"tokens": tokens, "version": version, "eval_rows": rows}
         row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
-        return self._looked(state, row)
+        shared = None if average is None else self._exchanged.tree(average)
+        return self._inspect(state, shared, row, leave)
 
     def ramp(self) -> None:
         """The state has parameters that were trained and no inner state: begin with small updates."""

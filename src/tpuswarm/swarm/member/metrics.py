@@ -39,9 +39,9 @@ class MetricsRows:
 
     def evaluated(self, found: Evaluated) -> None:
         """A version was evaluated. Pictures and texts go with the row, to whoever writes it."""
-        with_it = {name: value for name, value in ((PICTURES, found.pictures), (TEXTS, found.texts)) if value}
+        attachments = {name: value for name, value in ((PICTURES, found.pictures), (TEXTS, found.texts)) if value}
         with self._lock:
-            self._rows.append({"step": self._steps} | found.row | {"member": self._name} | with_it)
+            self._rows.append({"step": self._steps} | found.row | {"member": self._name} | attachments)
 
     def since(self, number: int) -> list[dict[str, Any]]:
         """Rows from `number` on, counted from 0; those before are forgotten."""

@@ -19,7 +19,7 @@ from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
 from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.loop.evaluate import HeldOut, rehearse
 from tpuswarm.train.loop.finite import require_finite
-from tpuswarm.train.loop.hooks import EVALUATION, Hooks, Patience, ScaleLearningRate, Stop, hooks_of
+from tpuswarm.train.loop.hooks import EVALUATION, Hooks, Patience, ScaleLearningRate, Stop, add_numbers, hooks_of
 from tpuswarm.train.loop.session import held_out, request
 from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.paths import leaf_paths
@@ -29,6 +29,8 @@ from tpuswarm.train.recipe import Metrics, Recipe, Source, State
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.user_code import blame, build_recipe
 
+LARGEST = 2048
+"""Pixels of a side of a hook's picture: the supervisor writes it between its other work."""
 Took = Callable[[int, Metrics], None]
 """Told of every step its number in the run's order of batches and its metrics, still on the devices."""
 
@@ -83,36 +85,49 @@ class Ready:
             fragments,
             self._took,
             self.validation,
-            self._looked,
+            self._inspect,
         )
 
-    def _looked(self, state: State, row: dict[str, Any]) -> Evaluated:
-        """What the committed parameters make, as `sample` shows them, and what hooks find, whose faults are a text.
+    def _inspect(
+        self, state: State, average: Any | None, row: dict[str, Any], alive: Callable[[], object]
+    ) -> Evaluated:
+        """What the committed parameters make, as `sample` shows them, and what hooks find; their faults are texts.
 
-        The state that both get has nothing of this member's own.
+        Both get a state that has nothing of this member's own. average: the moving average of what is shared, where the
+        run keeps one; alive: called before each hook.
         """
-        found = Evaluated(row, {}, [])
-        due = self._hooks.evaluated() if self._hooks else []
+        step = row["tokens"] // (int(self._plan.settings["batch"]) * self._plan.tokens_per_row)
+        found = Evaluated({"step": step, **row}, {}, [])
+        due = self._hooks.evaluated()
         if not due and not isinstance(self._recipe, ShowsPicture):
             return found
-        fresh = self.compiled.init(self._keys()[0], self.compiled.program.exchange().get(state))
+        exchange = self.compiled.program.exchange()
+        fresh = self.compiled.init(self._keys()[0], exchange.get(state))
+        if average is not None and exchange.average is not None:
+            fresh = exchange.average.put(fresh, average)
         if isinstance(self._recipe, ShowsPicture) and (picture := self._recipe.pictured(fresh)) is not None:
             found.pictures[""] = picture
-        step = row["tokens"] // (int(self._plan.settings["batch"]) * self._plan.tokens_per_row)
-        try:
-            returned, numbers = self._hooks.call(due, row | {"step": step}, fresh)
-            if taken := sorted(numbers.keys() & row.keys()):
-                raise InputError(f"a hook returned a number called {taken[0]}, as rows have one already: rename it")
-            found.row.update(numbers)
-            for index, each in returned.items():
-                if isinstance(each, str):
-                    found.texts.append(each)
-                elif isinstance(each, Stop | ScaleLearningRate):
-                    found.texts.append(f"a hook returned {each}, which a swarm does not follow")
-                elif len(getattr(each, "shape", ())) == 3:
-                    found.pictures[f"-{index}"] = np.asarray(each)
-        except InputError as error:
-            found.texts.append(str(error))
+        numbers: dict[str, Any] = {}
+        for index in due:
+            alive()
+            try:
+                returned = self._hooks.call(index, found.row, fresh)
+                add_numbers(numbers, returned, found.row.keys())
+            except Exception as error:  # noqa: BLE001  # a user's function: the swarm goes on
+                found.texts.append(str(error) if isinstance(error, InputError) else f"a hook failed: {error!r}")
+                continue
+            if isinstance(returned, str):
+                found.texts.append(returned)
+            elif isinstance(returned, Stop | ScaleLearningRate):
+                found.texts.append(f"a hook returned {returned}, which a swarm does not follow")
+            elif len(shape := tuple(getattr(returned, "shape", ()))) == 3:
+                if max(shape) > LARGEST:
+                    found.texts.append(
+                        f"a hook returned a picture of {'x'.join(map(str, shape))}: a swarm takes {LARGEST} at most"
+                    )
+                else:
+                    found.pictures[f"-{index}"] = np.asarray(returned)
+        found.row.update(numbers)
         return found
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:

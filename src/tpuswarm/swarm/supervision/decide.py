@@ -83,9 +83,9 @@ def decide(
     """What a run is to be, from what was asked and from what is there. Raises InputError for what cannot be."""
     if not recipe.target:
         raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
-    swarm_hooks(recipe)
     check({name: value for name, value in asdict(swarm).items() if name not in ("token", "ports")})
     jax.config.update("jax_platforms", "cpu")  # the devices are for the members
+    swarm_hooks(recipe)
     config = run.config()
     if config and "swarm" in config and not _begun(run.folder):
         forget(run.folder)

@@ -294,10 +294,10 @@ def _logging(
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """What takes in each row of a member, for the recipe's loggers and W&B. Raises InputError where W&B refuses."""
     with ExitStack() as ends:
-        took: list[Callable[[dict[str, Any]], None]] = []
+        writers: list[Callable[[dict[str, Any]], None]] = []
         for logger in map(Blamed, all_loggers(recipe)):
             ends.callback(logger.close)
-            took.append(logger.write)
+            writers.append(logger.write)
         if project is not None:
             from tpuswarm.train.look import wandb_log
 
@@ -306,11 +306,11 @@ def _logging(
             ends.callback(log.close)
             run.write_event(wandb_log.EVENT, id=log.id, message=f"W&B: {log.where}")
             screen.note(f"W&B: {log.where}")
-            took.append(log.write_member)
+            writers.append(log.write_member)
 
         def take(row: dict[str, Any]) -> None:
-            for each in took:
-                each(row)
+            for write in writers:
+                write(row)
 
         yield take
 

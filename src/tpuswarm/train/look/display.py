@@ -121,6 +121,8 @@ class LiveDisplay(Display):
         self._live: Live | None = None
         self._picture: Picture | None = None
         self._pace, self._curve = Pace(), Curve()
+        self._newest: tuple[int, float | None] | None = None
+        """Step and loss of the newest row."""
         self._began = self._drawn_at = 0.0
 
     def open(self, opening: Opening) -> None:
@@ -142,15 +144,20 @@ class LiveDisplay(Display):
         if "loss" not in row:
             return
         now = time.monotonic()
+        self._newest = row["step"], row["loss"]
         self._pace.add(now, row["step"])
         if row["loss"] is not None:
             self._curve.add(row["loss"])
         if now - self._drawn_at >= LOOK or row["step"] == self._picture.steps:
             self._drawn_at = now
+            self._draw_newest()
+
+    def _draw_newest(self) -> None:
+        if self._picture is not None and self._newest is not None:
+            step, loss = self._newest
             self._picture = replace(
-                self._picture, step=row["step"], per_second=self._pace.per_second, loss=row["loss"],
-                losses=self._curve.means,
-            )  # fmt: skip
+                self._picture, step=step, per_second=self._pace.per_second, loss=loss, losses=self._curve.means
+            )
 
     def picture(self, picture: "np.ndarray") -> None:
         """Show the newest of what the model makes, where there are colours to show it in."""
@@ -161,6 +168,7 @@ class LiveDisplay(Display):
     def close(self) -> None:
         """Draw once more and leave the view on the screen."""
         if self._live is not None:
+            self._draw_newest()
             self._live.stop()
             self._live = None
 

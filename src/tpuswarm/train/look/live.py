@@ -1,6 +1,7 @@
 """What every live view is made of: a region that is drawn anew, a bar, a curve, tables that fit and do not jump."""
 
 import importlib.util
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ def can_draw(console: Console) -> bool:
 
 def region(console: Console, draw: Draw) -> Live:
     """The end of a terminal, drawn anew twice a second; what is printed scrolls above it."""
-    live = Drawn(_Sized(draw), console=console, refresh_per_second=REFRESH_HZ, redirect_stdout=False)
+    to_terminal = sys.stdout.isatty()  # then what is printed would be drawn over
+    live = Drawn(_Sized(draw), console=console, refresh_per_second=REFRESH_HZ, redirect_stdout=to_terminal)
     live.start()
     return live
 

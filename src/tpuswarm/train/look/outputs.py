@@ -1,6 +1,6 @@
 """What one process says of its run: to the run directory, to TensorBoard and W&B, and to the person who watches."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from tpuswarm.train.look.pictures import write_picture
 from tpuswarm.train.optional import HasLoggers
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import SAMPLE, Run
-from tpuswarm.train.user_code import blame
+from tpuswarm.train.user_code import blame, require_call
 
 
 @runtime_checkable
@@ -35,15 +35,24 @@ class Logger(Protocol):
         ...
 
 
-def all_loggers(recipe: Recipe, loggers: Iterable[Logger] = ()) -> list[Logger]:
-    """Those that were given and those that the recipe brings; InputError for what is no logger."""
-    found = list(loggers)
-    if isinstance(recipe, HasLoggers):
-        with blame(f"loggers of {recipe.name} fails"):
-            found += recipe.loggers()
-    for each in found:
+def check_loggers(loggers: Iterable[Any]) -> None:
+    """Raise InputError for what is no logger."""
+    for each in loggers:
         if not isinstance(each, Logger):
             raise InputError(f"a logger needs write(row) and close(); got a {type(each).__name__}")
+
+
+def all_loggers(recipe: Recipe, loggers: Iterable[Logger] = ()) -> list[Logger]:
+    """Those that were given and those that the recipe brings; InputError for what is no logger."""
+    found: list[Any] = list(loggers)
+    if isinstance(recipe, HasLoggers):
+        require_call(recipe.loggers, "loggers")
+        with blame(f"loggers of {recipe.name} fails"):
+            theirs = recipe.loggers()
+        if not isinstance(theirs, list | tuple):
+            raise InputError(f"loggers of {recipe.name} returns a {type(theirs).__name__}, not a list of loggers")
+        found += theirs
+    check_loggers(found)
     return found
 
 
@@ -72,11 +81,11 @@ class Outputs:
         self._board: Board | None = None
         self._loggers: list[Logger] = []
 
-    def open(self, loggers: Iterable[Logger] = ()) -> None:
-        """Begin to write, to the user's loggers too."""
+    def open(self, loggers: Callable[[], Iterable[Logger]] = list) -> None:
+        """Begin to write, to the user's loggers too, which are made only where they are written to."""
         if self._run.writes:
             self._board = Board(self._run.folder / "tensorboard", self._first_step)
-            self._loggers += [self._board, *map(Blamed, loggers)]
+            self._loggers += [self._board, *map(Blamed, loggers())]
 
     def open_wandb(self, step: int, project: str) -> None:
         """Send the rows to a project of W&B as well; InputError where it refuses."""

@@ -1,5 +1,6 @@
 """Pictures of a run: what its model makes as it learns, and what hooks return."""
 
+import sys
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from tpuswarm.train.run.directory import writing
 
 FOLDER = "pictures"
 PICTURES, TEXTS = "pictures", "texts"
-"""In the row of an evaluation on its way to who writes it: pictures by what ends their names, and what hooks say.
+"""Keys of an evaluation's row on its way to the process that writes it; they are in no file.
 
-No file of rows has them.
+Pictures by the end of their file's name, and the texts of hooks.
 """
 MADE = "[0-9]" * 8 + ".png"
 """Names of those that the model makes, by step, in a swarm by commit; those of hooks have the hook's number too."""
@@ -28,12 +29,14 @@ def write_picture(folder: Path, name: str, picture: np.ndarray) -> None:
         imsave(place, picture)
 
 
-def drawn(figure: Any) -> np.ndarray:
-    """A matplotlib figure as a picture, uint8 (height, width, 3)."""
+def to_picture(figure: Any) -> np.ndarray:
+    """A matplotlib figure as a picture, uint8 (height, width, 3); one that pyplot holds is closed."""
     from PIL import Image
 
     file = BytesIO()
     figure.savefig(file, format="png")
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close(figure)
     return np.asarray(Image.open(file).convert("RGB"))
 
 

@@ -1,13 +1,13 @@
 """The mean of a program's metrics over held-out rows."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import reading, rows_of, source_of
 from tpuswarm.train.paths import by_path
@@ -168,6 +168,7 @@ def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, bat
     Raises InputError as `evaluate_run` does, and where the function fails or gives another number of rows.
     """
     source, batch = _held_out(loaded, split, batch)
+    numbers = _row_numbers(source)
     placed, found = loaded.placed, list[Any]()
     _require_same(placed, loaded.recipe.name, source)
     call, split_over, whole = placed.predict(function), batch_sharding(placed.mesh), replicated(placed.mesh)
@@ -175,22 +176,57 @@ def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, bat
         spec = placed.program.batch_spec(part.rows)
         rows = read_batch(source, spec, split_over if part.split else whole, part.first)
         _require_whole(source)
-        with blame(f"the function fails over a batch of {part.rows} rows"):
-            found.append(jax.device_get(call(loaded.state, rows)))
-        for path, leaf in by_path(found[-1]).items():
-            if np.shape(leaf)[:1] != (part.rows,):
-                raise InputError(
-                    f"the function gives {path or 'an array'} of shape {np.shape(leaf)} for {part.rows} rows: its "
-                    "first axis has to be those"
-                )
-    numbers = getattr(source, "row_numbers", None)
+        fails = f"the function fails over a batch of {part.rows} rows"
+        try:
+            with blame(fails):
+                shapes = jax.eval_shape(call, loaded.state, rows)
+                found.append(jax.device_get(call(loaded.state, rows)))
+            arrays = by_path(jax.tree.map(np.asarray, found[-1]))
+        except TypeError as error:  # of one that is not the user's, or that returns what is no array
+            raise InputError(f"{fails}: {first_line(error)}") from error
+        for path, array in arrays.items():
+            if array.shape[:1] != (part.rows,):
+                raise _not_by_row(path, array.shape, part.rows)
+        if len(found) == 1:
+            _require_by_row(call, loaded.state, placed.program.batch_spec(part.rows + 1), shapes)
     order = None if numbers is None else np.argsort(numbers(0, source.rows_per_epoch))
 
     def joined(*arrays: np.ndarray) -> np.ndarray:
-        whole = np.concatenate(arrays)
-        return whole if order is None else whole[order]
+        rows = np.concatenate(arrays)
+        return rows if order is None else rows[order]
 
     return jax.tree.map(joined, *found)
+
+
+def _require_by_row(call: Callable[..., Any], state: State, spec: Mapping[str, Any], before: Any) -> None:
+    """Raise InputError where an array's first axis stays the same for one row more, as that of a sum over them does."""
+    try:
+        after = jax.eval_shape(call, state, dict(spec))
+    except Exception:  # noqa: BLE001  # a function for one size of batches alone
+        return
+    for (path, was), now in zip(by_path(before).items(), jax.tree.leaves(after), strict=False):
+        if was.shape[0] == now.shape[0]:
+            raise _not_by_row(path, now.shape, was.shape[0] + 1)
+
+
+def _not_by_row(path: str, shape: Sequence[int], rows: int) -> InputError:
+    what = f"{path or 'an array'} of shape {tuple(shape)}"
+    return InputError(f"the function gives {what} for {rows} rows: its first axis has to be those")
+
+
+def _row_numbers(source: Any) -> Callable[[int, int], np.ndarray] | None:
+    """`source.row_numbers`; InputError where it may not be about what `source.rows` gives."""
+    order = type(source).__mro__
+    of_rows, of_numbers = (
+        next((index for index, each in enumerate(order) if name in vars(each)), len(order))
+        for name in ("rows", "row_numbers")
+    )
+    if of_rows < of_numbers < len(order):
+        raise InputError(
+            f"{type(source).__name__} has rows of its own and row_numbers of {order[of_numbers].__name__}: give it "
+            "row_numbers(start, count), which rows of the data they are, so that predictions come in the data's order"
+        )
+    return getattr(source, "row_numbers", None)
 
 
 def _held_out(loaded: LoadedRun, split: str, batch: int | None) -> HeldOut:
@@ -202,7 +238,7 @@ def _held_out(loaded: LoadedRun, split: str, batch: int | None) -> HeldOut:
     devices = loaded.placed.mesh.size
     own = loaded.config.get("may_change", {}).get("eval_batch")
     micro = loaded.config["train"]["batch"] // loaded.config.get("chosen", {}).get("micro_batches", 1)
-    return HeldOut(source, -(-(batch or own or micro) // devices) * devices)
+    return HeldOut(source, -(-(batch if batch is not None else own or micro) // devices) * devices)
 
 
 def _mean(values: Sequence[Any], counts: Sequence[int]) -> float | None:

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 
 from tpuswarm.config.units import Interval, check_number, parse_every
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.entry_point import entry_point
-from tpuswarm.train.look.pictures import drawn
+from tpuswarm.train.look.pictures import to_picture
 from tpuswarm.train.optional import HasHooks
 from tpuswarm.train.paths import by_path
 from tpuswarm.train.recipe import Recipe, State
 from tpuswarm.train.run.best import Best
-from tpuswarm.train.user_code import blame, require_call
+from tpuswarm.train.user_code import blame, line_of, require_call
 
 
 class Step(NamedTuple):
@@ -131,7 +131,7 @@ class Hooks:
 
     def __init__(self, hooks: Iterable[Every], more: Iterable[Every] = ()):
         """Raises InputError for what is no Every, for an interval that is none, and for what takes no Step."""
-        if isinstance(hooks, Every) or isinstance(more, Every):
+        if isinstance(hooks, Every):
             raise InputError("hooks are given as a list, [Every(100, function)]")
         hooks = [*hooks, *more]
         for each in hooks:
@@ -158,9 +158,14 @@ class Hooks:
                 call.require(names)
 
     @property
-    def may_measure(self) -> bool:
+    def can_add_metrics(self) -> bool:
         """Whether one is called after evaluations that could return more figures of them."""
         return any(interval is None and not isinstance(call, Patience) for interval, call in self._hooks)
+
+    def require_evaluations(self) -> None:
+        """Raise InputError where one of them needs evaluations, for a run that has none."""
+        if any(interval is None for interval, _ in self._hooks):
+            raise InputError(f'a hook is for each "{EVALUATION}", and there are none: give validation data')
 
     @property
     def scale_learning_rate(self) -> bool:
@@ -184,37 +189,61 @@ class Hooks:
         """
         return [index for index, at in enumerate(self._called_at) if evaluated or at != step]
 
-    def call(self, due: Sequence[int], row: Mapping[str, Any], state: State) -> tuple[dict[int, Any], dict[str, Any]]:
-        """What each of those returns, by its number, and all the numbers among it, by their names in rows.
+    def counts(self, index: int) -> bool:
+        """Whether one of them counts evaluations: it is called after the others, and goes by their numbers too."""
+        return isinstance(self._hooks[index][1], Patience)
 
-        Those that count evaluations come last, and see the numbers of the others. InputError, with its line, where one
-        fails, and where two numbers have one name.
+    def call(self, index: int, row: Mapping[str, Any], state: State) -> Any:
+        """What one of them returns: a figure as a picture, a dict of numbers under their names in rows.
+
+        InputError, with its line, where it fails or what it returns cannot be used.
         """
-        returned: dict[int, Any] = {}
-        numbers: dict[str, Any] = {}
-        for index in sorted(due, key=lambda index: isinstance(self._hooks[index][1], Patience)):
-            interval, function = self._hooks[index]
-            given = copy_containers(state)
-            with blame(f"a hook failed at step {row['step']}"):
-                found = _required(function(Step({**row, **numbers}, given)))
-            require_unchanged(given, state)
-            if isinstance(found, Mapping):
-                for name, value in found.items():
-                    name = f"eval_{name.removeprefix('eval_')}" if interval is None else name
-                    if name in numbers:
-                        raise InputError(f"two hooks returned a number called {name}: rename one")
-                    numbers[name] = value
-            returned[index] = found
-            self._called[index], self._called_at[index] = time.monotonic(), row["step"]
-        return returned, numbers
+        interval, function = self._hooks[index]
+        given = copy_containers(state)
+        with blame(f"a hook failed at step {row['step']}"):
+            returned = function(Step(dict(row), given))
+        require_unchanged(given, state)
+        self._called[index], self._called_at[index] = time.monotonic(), row["step"]
+        try:
+            found = _required(returned)
+            return _in_rows(found, interval is None) if isinstance(found, Mapping) else found
+        except InputError as error:
+            raise InputError(f"{error}{line_of(function)}") from None
+        except Exception as error:  # of the library that it is from
+            raise InputError(
+                f"a hook returned a {type(returned).__name__} that cannot be used: {first_line(error)}"
+                f"{line_of(function)}"
+            ) from error
+
+
+def add_numbers(numbers: dict[str, Any], returned: Any, names: Collection[str]) -> None:
+    """Add what a hook returned to the numbers of others; InputError for a name that another one has, or rows have."""
+    for name, value in returned.items() if isinstance(returned, Mapping) else ():
+        if name in numbers or name in names:
+            whose = "another hook's" if name in numbers else "a column of rows already"
+            raise InputError(f"a hook returned a number called {name}, which is {whose}: rename it")
+        numbers[name] = value
+
+
+def _in_rows(numbers: Mapping[str, Any], of_evaluation: bool) -> dict[str, Any]:
+    """Numbers of a hook under the names that they have in rows."""
+    if of_evaluation:
+        return {f"eval_{name.removeprefix('eval_')}": value for name, value in numbers.items()}
+    if wrong := next((name for name in numbers if name.startswith("eval_")), None):
+        raise InputError(f'a hook returned {wrong}: numbers of evaluations are for hooks of Every("{EVALUATION}", …)')
+    return dict(numbers)
 
 
 def hooks_of(recipe: Recipe) -> list[Every]:
     """The hooks that a recipe brings."""
     if not isinstance(recipe, HasHooks):
         return []
+    require_call(recipe.hooks, "hooks")
     with blame(f"hooks of {recipe.name} fails"):
-        return list(recipe.hooks())
+        found = recipe.hooks()
+    if isinstance(found, Every) or not isinstance(found, list | tuple):
+        raise InputError(f"hooks of {recipe.name} returns a {type(found).__name__}, not a list of Every")
+    return list(found)
 
 
 def copy_containers(state: State) -> State:
@@ -246,10 +275,10 @@ def _required(returned: Any) -> Any:
     if isinstance(returned, Mapping):
         return {name: _number(name, value) for name, value in returned.items()}
     if hasattr(returned, "savefig"):
-        return drawn(returned)
+        return to_picture(returned)
     shape: tuple[int, ...] = getattr(returned, "shape", ())
     dtype = getattr(returned, "dtype", None)
-    if len(shape) == 3 and not (dtype == np.uint8 and shape[2] == 3):
+    if len(shape) == 3 and not (dtype == np.uint8 and shape[2] == 3 and math.prod(shape)):
         raise InputError(f"a hook returned {dtype} {shape}: a picture is uint8 (height, width, 3)")
     return returned
 

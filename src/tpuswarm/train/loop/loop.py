@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from signal import Signals
@@ -24,7 +24,15 @@ from tpuswarm.train.look.outputs import Logger, Outputs
 from tpuswarm.train.look.profile import TRACE, Profiler
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.loop.finite import diverged, not_finite
-from tpuswarm.train.loop.hooks import Hooks, ScaleLearningRate, Step, Stop, copy_containers, require_unchanged
+from tpuswarm.train.loop.hooks import (
+    Hooks,
+    ScaleLearningRate,
+    Step,
+    Stop,
+    add_numbers,
+    copy_containers,
+    require_unchanged,
+)
 from tpuswarm.train.loop.recorded import LR_SCALE
 from tpuswarm.train.loop.result import Result, figures, last_row
 from tpuswarm.train.loop.session import Session
@@ -58,7 +66,7 @@ class Loop:
         hooks: Hooks,
         profile: bool,
         wandb: str | None,
-        loggers: Iterable[Logger] = (),
+        loggers: Callable[[], list[Logger]] = list,
         eval_batches: int = EVAL_BATCHES,
     ):
         self._session, self._watch, self._display, self._agreement = session, watch, display, session.agreement
@@ -76,12 +84,19 @@ class Loop:
         self._profiler = Profiler(session.run, session.first_step, session.steps, profile)
         goal = session.settings["keep_best"]
         self._best = Best(goal, session.run.folder) if goal else None
+        if self._best and self._best.instead_of:
+            session.notes.append(
+                f"the best checkpoint was kept by {self._best.instead_of}; from here on it is by {goal}, and the next "
+                "evaluation replaces it"
+            )
         if hooks.scale_learning_rate:
             self._require_scale()
         named = [*session.measured, *session.compiled.step.out_info[1]]  # type: ignore[attr-defined]
         self._names = {*RESERVED, "eval_rows", "eval_rows_total", *named}
         """Names in rows that a hook's numbers must not have."""
-        if not hooks.may_measure:
+        if session.validation is None:
+            hooks.require_evaluations()
+        if not hooks.can_add_metrics:
             hooks.require(named)
             if self._best:
                 self._best.require(session.measured)
@@ -237,10 +252,9 @@ class Loop:
         if self._saved < self._done:
             self._save(wait=True)
         row = self._evaluate() if self._not_evaluated() else None
-        leave = self._stopping()
-        yield from self._call([] if leave else self._hooks.last(self._done, evaluated=row is not None), row)
-        if leave:
+        if self._stopping():  # an evaluation whose hooks were not called is made again
             return ""
+        yield from self._call(self._hooks.last(self._done, evaluated=row is not None), row)
         if session.run.writes:
             self._sum_up()
             if (text := self._sample()) is not None:
@@ -350,25 +364,30 @@ class Loop:
             self._event(best.EVENT, str(self._best))
             self._checkpoints.pin(self._done, partial(best.write_best, self._session.run.folder, self._best.row))
 
-    def _call(self, hooks: list[int], evaluation: dict[str, Any] | None) -> list[Step]:
-        """Call hooks, and write their numbers: with the row of an evaluation, or as a row of their own."""
-        start, rows = time.monotonic(), [evaluation] if evaluation else []
-        try:
-            with self._watch.times.during(times.USER):
-                returned, numbers = self._hooks.call(hooks, self._last | {"step": self._done}, self._state)
-                for index, found in returned.items():
-                    self._outputs.returned(self._done, index, found)
-            if returned:
-                numbers = self._agreement.same("writing the numbers of hooks", numbers)
-            if taken := sorted(numbers.keys() & self._names):
-                raise InputError(f"a hook returned a number called {taken[0]}, as rows have one already: rename it")
-            if evaluation:
-                evaluation |= figures(numbers)
-                numbers = {name: value for name, value in numbers.items() if name not in evaluation}
-            if numbers:
-                rows.append({"step": self._done, "tokens": self._done * self._session.tokens_per_step} | numbers)
-        finally:
-            written = [self._write(row) for row in rows]
+    def _call(self, due: Sequence[int], evaluation: dict[str, Any] | None) -> list[Step]:
+        """Call hooks, and write their numbers: with the row of an evaluation, or as a row of their own.
+
+        Of an evaluation nothing is written where a hook fails: the process that resumes makes it again.
+        """
+        start, row, rows = time.monotonic(), self._last | {"step": self._done}, [evaluation] if evaluation else []
+        numbers: dict[str, Any] = {}
+        returned: dict[int, Any] = {}
+        with self._watch.times.during(times.USER):
+            for index in due:
+                if not self._hooks.counts(index):
+                    returned[index] = self._hooks.call(index, row, self._state)
+                    add_numbers(numbers, returned[index], self._names)
+                    self._outputs.returned(self._done, index, returned[index])
+        if due:
+            numbers = self._agreement.same("writing the numbers of hooks", numbers)
+        with self._watch.times.during(times.USER):
+            for index in filter(self._hooks.counts, due):
+                returned[index] = self._hooks.call(index, row | numbers, self._state)
+        if evaluation:
+            evaluation |= figures(numbers)
+        if own := {name: value for name, value in numbers.items() if name not in figures(numbers)}:
+            rows.append({"step": self._done, "tokens": self._done * self._session.tokens_per_step} | own)
+        written = [self._write(row) for row in rows]
         if evaluation:
             self._count(evaluation)
             if self._best:

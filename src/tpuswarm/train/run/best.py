@@ -25,8 +25,12 @@ class Best:
         self._value: float | None = None
         self.step: int | None = None
         """Of the best evaluation."""
+        self.instead_of = ""
+        """Another figure by which the run has kept its best checkpoint until now."""
         if run is not None and kept_step(run) is not None:
-            self.better(json.loads((run / BEST).read_text(encoding="utf-8")))
+            row = json.loads((run / BEST).read_text(encoding="utf-8"))
+            self.better(row)
+            self.instead_of = "" if self._name in row else next((name for name in row if name != "step"), "")
 
     def better(self, row: Mapping[str, Any], least: float = 0.0) -> bool:
         """Whether a row has the figure, and it is better than in all before it, by more than `least`."""

@@ -96,7 +96,10 @@ def initial_parameters(
     shared = onto.program.exchange().get(onto.state)
     structure, every = jax.tree.structure(shared), by_path(shared)
     names = [parameter.path for parameter in onto.program.parameters(onto.state)]
-    wanted = matching(names, only, "init-only") if only is not None else [True] * len(names)
+    wanted = [True] * len(names)
+    if only is not None:  # statistics go with the parameters of their layer
+        either = matching([*names, *(name.removeprefix("extra/") for name in names)], only, "init-only")
+        wanted = [any(each) for each in zip(either[: len(names)], either[len(names) :], strict=True)]
     ours = {path: leaf for (path, leaf), want in zip(every.items(), wanted, strict=True) if want}
     if folder is not None:
         found = theirs if only is None else {path: theirs[path] for path in ours if path in theirs}

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,26 @@ def test_colours_are_used_unless_no_color_is_set(runs, tmp_path, text_file, env)
         figures = re.findall(rb"\x1b\[([\d;]+)m", opened.written)
         colours = [figure for figure in figures if re.search(rb"(^|;)(3|4|9|10)\d(;|$)", figure)]
         assert bool(colours) == (not env), f"{words}: {colours}\n{shown}"
+
+
+PRINTS = """
+import time, numpy as np, optax, jax.numpy as jnp
+from tpuswarm import Every, Trainer, supervised
+
+def loss(params, batch, key): return jnp.mean(batch["x"] @ params["w"])
+
+def hook(step):
+    print("printed at", step.row["step"])
+    time.sleep(0.6)  # the view is drawn meanwhile
+
+recipe = supervised(lambda key: {"w": jnp.zeros(3)}, loss, optax.sgd(0.1), {"x": np.ones((8, 3), np.float32)})
+Trainer(devices=1, hooks=[Every(5, hook)]).fit(recipe, steps=20, batch=8)
+"""
+
+
+def test_what_a_program_prints_is_not_drawn_over(tmp_path):
+    (tmp_path / "program.py").write_text(PRINTS)
+    with terminal([sys.executable, "program.py"], tmp_path, SMALL) as opened:
+        text = opened.finish()
+    assert [f"printed at {step}" in text for step in (5, 10, 15, 20)] == [True] * 4
+    assert "20 of 20 steps" in opened.screen

@@ -79,3 +79,13 @@ def test_choice_without_a_run_to_take_from_is_refused(tmp_path):
         fit(recipe(), tmp_path / "child", init_from=tmp_path, init_only=3)
     with pytest.raises(InputError, match="init_only 'body' says which parameters of init_from are taken"):
         fit(recipe(), tmp_path / "child", init_only="body")
+
+
+def test_run_goes_on_though_the_one_that_it_began_with_is_gone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(recipe(), "runs/parent")
+    arguments = {"init_from": "runs/parent", "init_only": "^body/"}
+    first = fit(recipe(5), "runs/child", **arguments)
+    (tmp_path / "runs/parent").rename(tmp_path / "runs/moved")
+    again = Trainer(devices=1).fit(recipe(5), steps=3, batch=8, run="runs/child", **arguments)
+    assert (first.step, again.step) == (1, 3)

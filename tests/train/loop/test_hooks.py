@@ -15,7 +15,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.train import toy
 from tests.train.test_own_program import Game
 from tests.train.test_own_program import Recipe as GameRecipe
-from tpuswarm import EarlyStopping, Every, InputError, ReduceOnPlateau, ScaleLearningRate, Stop, Trainer, load
+from tpuswarm import (
+    EarlyStopping,
+    Every,
+    InputError,
+    ReduceOnPlateau,
+    RunFailed,
+    ScaleLearningRate,
+    Stop,
+    Trainer,
+    load,
+)
 from tpuswarm.train.bucket.mirror import BEST
 from tpuswarm.train.look import report
 from tpuswarm.train.loop import loop, recorded
@@ -301,6 +311,15 @@ def test_recipe_brings_hooks_and_loggers_which_are_made_where_they_are_needed(tm
         setattr(other, name, lambda wrong=wrong: wrong)
         with pytest.raises(InputError, match=rf"{name} of .* returns a \w+, not a list of"):
             fit(tmp_path / name, other)
+
+
+def test_numbers_of_the_last_step_are_written_once(tmp_path, monkeypatch):
+    """Though the process ended after it had written them, and the next one calls the hook again."""
+    with monkeypatch.context() as patch, pytest.raises(RunFailed, match="killed"):
+        patch.setattr(report, "write_report", Mock(side_effect=OSError("killed")))
+        fit(tmp_path / "run", hooks=[Every(4, lambda step: {"norm": 1.0})])
+    fit(tmp_path / "run", hooks=[Every(4, lambda step: {"norm": 1.0})])
+    assert [row["step"] for row in read_rows(tmp_path / "run" / METRICS) if "norm" in row] == [4, 8]
 
 
 def test_figure_of_matplotlib_is_a_picture(tmp_path):

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from signal import Signals
@@ -385,7 +385,8 @@ class Loop:
                 returned[index] = self._hooks.call(index, row | numbers, self._state)
         if evaluation:
             evaluation |= figures(numbers)
-        if own := {name: value for name, value in numbers.items() if name not in figures(numbers)}:
+        own = {name: value for name, value in numbers.items() if name not in figures(numbers)}
+        if own and not self._is_written(own):
             rows.append({"step": self._done, "tokens": self._done * self._session.tokens_per_step} | own)
         written = [self._write(row) for row in rows]
         if evaluation:
@@ -402,6 +403,14 @@ class Loop:
                 self._scale(factor)
         self._read_at += time.monotonic() - start  # speed is that of training alone
         return written
+
+    def _is_written(self, own: Collection[str]) -> bool:
+        """Whether the process before this one wrote numbers of hooks at this step, and ended at its end."""
+        if self._done > self._session.first_step:
+            return False
+        rows = read_rows(self._session.run.folder / METRICS)
+        found = any(row["step"] == self._done and row.keys() >= set(own) for row in rows)
+        return self._agreement.same("looking for numbers of hooks", found)
 
     def _scale(self, factor: float) -> None:
         """Multiply the learning rate; InputError for a program whose steps do not look at it."""

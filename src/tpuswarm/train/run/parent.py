@@ -13,7 +13,7 @@ from tpuswarm.train.run.listing import find_run
 def find_parent(name: str | Path) -> str:
     """What --init-from means: the absolute path or URL of a run; a published model, for the recipe to read, as written.
 
-    A folder within it (hf:DIR) is made absolute.
+    A folder within it (hf:DIR) is made absolute, and so is a path where there is no run any more.
     """
     if is_url(str(name)):
         return str(name)
@@ -21,7 +21,9 @@ def find_parent(name: str | Path) -> str:
     if (folder / CONFIG).exists():
         return str(folder.resolve())
     kind, colon, place = str(name).partition(":")
-    return f"{kind}:{Path(place).expanduser().resolve()}" if colon and Path(place).expanduser().is_dir() else str(name)
+    if colon:
+        return f"{kind}:{Path(place).expanduser().resolve()}" if Path(place).expanduser().is_dir() else str(name)
+    return str(Path(name).expanduser().resolve()) if "/" in str(name) else str(name)  # a run that has gone since
 
 
 def parent_folder(parent: str) -> Path | None:

@@ -124,7 +124,7 @@ def test_loss_that_cannot_take_the_number_of_held_out_rows_is_refused(devices, g
         (HELD_OUT | {"z": HELD_OUT["y"]}, {}, r"has float32\[\] z, and one of its training data none"),
         (HELD_OUT, {"keep_best": "eval_acc:max"}, "the evaluations have no eval_acc; they have .*eval_worst"),
         (HELD_OUT, {"hooks": "eval_acc:max"}, "the evaluations have no eval_acc; they have .*eval_worst"),
-        (None, {"hooks": "eval_loss"}, "a hook is for each .evaluation., and there are none: give validation"),
+        (None, {"hooks": "eval_loss"}, "eval_loss is a figure of evaluations, and there are none: give validation"),
         (None, {"keep_best": "eval_loss"}, "has no held-out rows: keep_best eval_loss has no meaning"),
     ],
 )

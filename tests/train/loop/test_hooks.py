@@ -254,12 +254,14 @@ def test_number_of_an_evaluation_is_for_a_hook_of_evaluations(tmp_path):
         fit(tmp_path / "run", hooks=[Every(2, lambda step: {"eval_score": 1})])
 
 
-@pytest.mark.parametrize("call", [EarlyStopping(), lambda step: {"score": 1}], ids=["early stopping", "number"])
-def test_hook_of_evaluations_is_refused_where_there_are_none(tmp_path, call):
+def test_run_without_evaluations_calls_their_hooks_at_the_end_alone(tmp_path):
     recipe = toy.supervised(toy.init, toy.loss, optax.sgd(0.1), toy.data())
-    with pytest.raises(InputError, match=r"a hook is for each .evaluation., and there are none: give validation data"):
-        fit(tmp_path / "run", recipe, hooks=[Every("evaluation", call)])
-    assert not (tmp_path / "run").exists()
+    score = Every("evaluation", lambda step: {"score": step.row["step"]})
+    fit(tmp_path / "run", recipe, hooks=[score])
+    assert [row["eval_score"] for row in read_rows(tmp_path / "run" / METRICS) if "eval_score" in row] == [8]
+    with pytest.raises(InputError, match="eval_loss is a figure of evaluations, and there are none: give validation"):
+        fit(tmp_path / "other", recipe, hooks=[score, Every("evaluation", EarlyStopping())])
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("at", [4, 8], ids=["mid-run", "at the end"])

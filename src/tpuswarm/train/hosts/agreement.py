@@ -107,6 +107,11 @@ class Agreement:
         """Have a thread call these where Ctrl-C does not end the run soon (see StopSignals)."""
         self._signals.slow, self._signals.unheard = slow, unheard
 
+    def wait(self) -> None:
+        """For a moment, in which the loss of another host, where that is the cause of a failure, ends this one."""
+        if self._hosts is not None:
+            self._hosts.wait()
+
     def since(self) -> float:
         """Seconds since it was asked; only host 0 knows."""
         return self._signals.since()

@@ -162,11 +162,6 @@ class Hooks:
         """Whether one is called after evaluations that could return more figures of them."""
         return any(interval is None and not isinstance(call, Patience) for interval, call in self._hooks)
 
-    def require_evaluations(self) -> None:
-        """Raise InputError where one of them needs evaluations, for a run that has none."""
-        if any(interval is None for interval, _ in self._hooks):
-            raise InputError(f'a hook is for each "{EVALUATION}", and there are none: give validation data')
-
     @property
     def scale_learning_rate(self) -> bool:
         """Whether one of them is there to do so."""

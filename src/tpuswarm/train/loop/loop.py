@@ -94,9 +94,7 @@ class Loop:
         named = [*session.measured, *session.compiled.step.out_info[1]]  # type: ignore[attr-defined]
         self._names = {*RESERVED, "eval_rows", "eval_rows_total", *named}
         """Names in rows that a hook's numbers must not have."""
-        if session.validation is None:
-            hooks.require_evaluations()
-        if not hooks.can_add_metrics:
+        if session.validation is None or not hooks.can_add_metrics:
             hooks.require(named)
             if self._best:
                 self._best.require(session.measured)
@@ -137,6 +135,7 @@ class Loop:
                 self._event("failed", str(error))
             raise
         except jax.errors.JaxRuntimeError as error:
+            self._agreement.wait()
             reason = first_line(error)
             self._event("failed", reason)
             raise RunFailed(
@@ -385,7 +384,8 @@ class Loop:
                 returned[index] = self._hooks.call(index, row | numbers, self._state)
         if evaluation:
             evaluation |= figures(numbers)
-        own = {name: value for name, value in numbers.items() if name not in figures(numbers)}
+        later = figures(numbers) if self._session.validation else {}  # of an evaluation whose row is there already
+        own = {name: value for name, value in numbers.items() if name not in later}
         if own and not self._is_written(own):
             rows.append({"step": self._done, "tokens": self._done * self._session.tokens_per_step} | own)
         written = [self._write(row) for row in rows]

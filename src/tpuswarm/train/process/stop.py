@@ -287,16 +287,20 @@ class StopSignals:
 
     def _listen(self, here: socket.socket) -> None:
         """What Python writes the number of each signal into, as it comes, until the other end is closed."""
-        pressed = 0
+        pressed, main = 0, threading.main_thread().ident
+        assert main is not None
         with here:
             while numbers := here.recv(64):
                 for _ in range(numbers.count(signal.SIGINT)):
                     pressed += 1
                     if pressed == 1 and not self._ended.wait(SLOW):
                         self.slow()
-                    elif pressed > 1 and _Process.ends and not self._ended.wait(TIDY):
-                        self.unheard()
-                        _Process.ends()
+                    elif pressed > 1 and not self._ended.wait(TIDY):
+                        if _Process.ends:
+                            self.unheard()
+                            _Process.ends()
+                        else:  # the first came just before a long call, and Python took both for one
+                            signal.pthread_kill(main, signal.SIGINT)
 
     def ask(self, wish: Signals) -> None:
         """Ask to stop, as the signal does."""

@@ -3,11 +3,14 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import typer
 
 from tests.journeys.documents import ROOT
 from tpuswarm.cli.app import make_app
 from tpuswarm.cli.recipe import make_recipe
+
+pytestmark = pytest.mark.slow
 
 GOLDEN = ROOT / "tests" / "recipes" / "golden" / "model"
 

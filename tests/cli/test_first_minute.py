@@ -9,6 +9,8 @@ import pytest
 
 from tests.terminal import terminal
 
+pytestmark = pytest.mark.slow
+
 UNUSED_BY_HELP = ("asyncio", "pydantic", "rich", "numpy", "jax", "ray", "optax", "orbax", "matplotlib")
 """Modules that take tenths of a second each on a slow machine."""
 ANNOUNCES_JAX = """

@@ -3,8 +3,12 @@
 import shutil
 import sys
 
+import pytest
+
 from tests import processes
 from tests.terminal import SMALL, terminal
+
+pytestmark = pytest.mark.slow
 
 FOLDER = "runs/a-name-that-is-not-short"
 PRINTS = """

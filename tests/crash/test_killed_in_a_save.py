@@ -11,6 +11,8 @@ from tpuswarm.train.bucket.mirror import BEST
 from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.listing import status
 
+pytestmark = pytest.mark.slow
+
 
 def train(monkeypatch: pytest.MonkeyPatch, point: str, folder: Path, *goal: str) -> int:
     for name, value in ONE_DEVICE.items():

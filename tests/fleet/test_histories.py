@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import inf
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -17,6 +18,8 @@ from tpuswarm.fleet.core.desired import Budget
 from tpuswarm.fleet.core.memory import Memory
 from tpuswarm.fleet.core.money import Grant, lot
 from tpuswarm.fleet.core.plan import PATIENCE, left
+
+pytestmark = pytest.mark.slow
 
 ZONES = (A, B, EUROPE)
 POOLS = (

@@ -16,6 +16,8 @@ from tpuswarm.swarm.supervision import needs, start
 from tpuswarm.swarm.supervision.supervisor import Ended
 from tpuswarm.train.run.directory import append_rows, read_rows
 
+pytestmark = pytest.mark.slow
+
 TRAIN = "train gpt2-tiny --data fake --layers 1 --width 16 --heads 1 --context 8 --batch 2 --run a --members 2"
 RUN = Path("a")
 

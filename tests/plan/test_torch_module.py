@@ -1,9 +1,12 @@
 """A module of PyTorch, planned from its file."""
 
 import numpy as np
+import pytest
 
 from tests.plan.test_sizes import plan
 from tpuswarm.torch.graph import Exported, Graph, Node, Ref, shape_alone, write
+
+pytestmark = pytest.mark.slow
 
 RECIPE = """
 import numpy as np

@@ -16,6 +16,8 @@ from tpuswarm.recipes.stylegan2.fold import Form
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Options
 
+pytestmark = pytest.mark.slow
+
 GPT2 = GPT2Config(layers=1, heads=2, width=32, context=256, vocab=70)
 TOKENS = np.random.default_rng(0).integers(0, 70, (64, 257)).astype(np.int32)  # 16,384 tokens
 STYLEGAN2 = StyleGAN2Config(32, latent=16, mapping=2, channels=16, most_channels=32, group=4)

@@ -8,6 +8,8 @@ from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.recipe import Clock, Options
 
+pytestmark = pytest.mark.slow
+
 BATCH = 8
 
 

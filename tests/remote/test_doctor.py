@@ -20,6 +20,8 @@ from tpuswarm.doctor import examine
 from tpuswarm.doctor.check import Wrong
 from tpuswarm.fleet.reach import Reached
 
+pytestmark = pytest.mark.slow
+
 HOST = f"{ONE}/0"
 WELL = "1 host: nothing is wrong\n"
 FINDINGS = {

@@ -14,6 +14,8 @@ from tpuswarm.fleet.core.flags import Flag
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.training import TOKEN
 
+pytestmark = pytest.mark.slow
+
 VMEM, PRECISION = "xla_tpu_scoped_vmem_limit_kib", "xla_jf_conv_full_precision"
 POOLS = swarm_toml(
     "knob",

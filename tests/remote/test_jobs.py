@@ -14,6 +14,8 @@ from tpuswarm.fleet.reach import Reach, find_reach
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.supervisor import Supervisor
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def fleet(spot_fleet, monkeypatch):

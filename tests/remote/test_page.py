@@ -7,10 +7,14 @@ from contextlib import contextmanager
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import pytest
+
 from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.remote.conftest import ONE, SLICE
 from tests.watch.fake_run import FakeRun
+
+pytestmark = pytest.mark.slow
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from tpuswarm.train.run.directory import METRICS, append_rows, read_rows
 from tpuswarm.watch.boards import Far, Made, of_run
 from tpuswarm.watch.page import lines
 
+pytestmark = pytest.mark.slow
+
 ZONE = "us-central1-f"
 TEXT = """
 const text = (node) => [...node.childNodes].map((each) =>

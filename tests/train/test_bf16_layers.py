@@ -14,6 +14,8 @@ from tpuswarm import Trainer, supervised
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.recipe import Options
 
+pytestmark = pytest.mark.slow
+
 ROWS, PLACES, WIDTH, CLASSES = 2048, 8, 16, 10
 DIGITS = np.random.default_rng(0).integers(0, CLASSES, (ROWS, PLACES)).astype(np.int32)  # 16,384 tokens
 DATA = {"digits": DIGITS, "sorted": np.sort(DIGITS)}

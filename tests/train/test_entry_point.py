@@ -14,6 +14,8 @@ from tests.waiting import until
 from tpuswarm import EarlyStopping, InputError, Trainer, load, supervised
 from tpuswarm.train.run.directory import METRICS, read_rows
 
+pytestmark = pytest.mark.slow
+
 PARTS = (toy.init, toy.loss, toy.sgd(0.1, False), toy.data())
 
 

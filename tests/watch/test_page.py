@@ -7,9 +7,12 @@ import socket
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.watch.fake_run import FakeRun
 from tpuswarm.train.look.pictures import write_picture
+
+pytestmark = pytest.mark.slow
 
 DRAWN = """
 const canvas = document.getElementById(arguments[0]);

@@ -20,6 +20,8 @@ from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.cloud.rehearsal.place import Place
 from tpuswarm.errors import InputError, RunFailed
 
+pytestmark = pytest.mark.slow
+
 
 def states(tpu):
     return {node.name.rsplit("/", 1)[-1]: node.state.name for node in tpu.list_nodes(parent=PARENT)}

@@ -19,6 +19,8 @@ from tpuswarm.swarm.supervision import entry
 from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.user_code import build_recipe
 
+pytestmark = pytest.mark.slow
+
 TARGET = f"{Path(toy.__file__).resolve()}:toy"
 SHARD = "aggregator-0"
 

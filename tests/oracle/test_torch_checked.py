@@ -78,7 +78,20 @@ DIFFERENT = {
     "narrow buffer": (Scaled(), squared, "the loss is"),
 }  # fmt: skip
 
+
+class Power(nn.Module):
+    """Has a number called p, which is no probability."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = 3.0
+
+    def forward(self, x):
+        return x.abs().clamp(min=1e-3) ** self.p
+
+
 SAME = {
+    "power": Module(lambda m, x: m.last(m.power(m.first(x))), power=Power()),
     "plain": Module(plain),
     "dropout": Module(lambda m, x: m.last(m.drop(m.first(x))), drop=nn.Dropout(0.5)),
     "dropout as a function": Module(lambda m, x: m.last(functional.dropout(m.first(x), 0.5, m.training))),

@@ -337,6 +337,17 @@ def test_figure_of_matplotlib_is_a_picture(tmp_path):
     assert picture.shape[:2] == (50, 100) and (picture[..., :3] == [1, 0, 0]).all()
 
 
+def test_another_figure_for_the_best_checkpoint_is_noted(tmp_path):
+    for steps, goal in ((4, "eval_loss"), (6, "eval_loss"), (8, "eval_worst")):
+        fit(tmp_path / "run", NEVER_BETTER, steps=steps, eval_every=2, keep_best=goal)
+    notes = [row["message"] for row in read_rows(tmp_path / "run" / EVENTS) if row["event"] == "note"]
+    assert (
+        sum("the best checkpoint was kept by eval_loss; from here on it is by eval_worst" in each for each in notes)
+        == 1
+    )
+    assert json.loads((tmp_path / "run" / BEST).read_text()).keys() == {"step", "eval_worst"}
+
+
 def test_ctrl_c_while_the_report_is_written_leaves_the_run_finished(tmp_path, monkeypatch):
     """Otherwise the same command would continue a run that a hook has ended."""
     write = report.write_report

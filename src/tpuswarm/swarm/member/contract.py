@@ -25,7 +25,7 @@ class Evaluated(NamedTuple):
     """A published version on held-out rows."""
 
     row: dict[str, Any]
-    """A row of metrics.jsonl without the member's name and step."""
+    """A row of metrics.jsonl without the member's name."""
     pictures: dict[str, np.ndarray]
     """Pictures of the model and of hooks, uint8 (height, width, 3), by the end of their file's name."""
     texts: list[str]

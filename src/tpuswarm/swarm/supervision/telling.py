@@ -62,9 +62,12 @@ class Telling:
                 texts = row.pop(TEXTS, [])
                 self.evaluation = row
                 self._screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
-                step = row["tokens"] // (int(self._plan.settings["batch"]) * self._plan.tokens_per_row)
                 for text in texts:
-                    about = {"step": step, "version": row["version"], "message": f"a hook at commit {row['version']}"}
+                    about = {
+                        "step": row["step"],
+                        "version": row["version"],
+                        "message": f"a hook at commit {row['version']}",
+                    }
                     self._run.write_event(SAMPLE, **about, text=text)
                     self._screen.note(f"commit {row['version']}: {text}")
         append_rows(self._run.folder / "members" / member / METRICS, rows)

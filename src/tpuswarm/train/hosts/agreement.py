@@ -108,7 +108,7 @@ class Agreement:
         self._signals.slow, self._signals.unheard = slow, unheard
 
     def wait(self) -> None:
-        """For a moment, in which the loss of another host, where that is the cause of a failure, ends this one."""
+        """Wait a moment after a failure: if another host was lost, its loss ends this process with the true reason."""
         if self._hosts is not None:
             self._hosts.wait()
 

@@ -179,7 +179,6 @@ def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, bat
         fails = f"the function fails over a batch of {part.rows} rows"
         try:
             with blame(fails):
-                shapes = jax.eval_shape(call, loaded.state, rows)
                 found.append(jax.device_get(call(loaded.state, rows)))
             arrays = by_path(jax.tree.map(np.asarray, found[-1]))
         except TypeError as error:  # of one that is not the user's, or that returns what is no array
@@ -188,7 +187,7 @@ def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, bat
             if array.shape[:1] != (part.rows,):
                 raise _not_by_row(path, array.shape, part.rows)
         if len(found) == 1:
-            _require_by_row(call, loaded.state, placed.program.batch_spec(part.rows + 1), shapes)
+            _require_by_row(call, loaded.state, placed.program.batch_spec(part.rows + 1), part.rows)
     order = None if numbers is None else np.argsort(numbers(0, source.rows_per_epoch))
 
     def joined(*arrays: np.ndarray) -> np.ndarray:
@@ -198,15 +197,15 @@ def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, bat
     return jax.tree.map(joined, *found)
 
 
-def _require_by_row(call: Callable[..., Any], state: State, spec: Mapping[str, Any], before: Any) -> None:
-    """Raise InputError where an array's first axis stays the same for one row more, as that of a sum over them does."""
+def _require_by_row(call: Callable[..., Any], state: State, spec: Mapping[str, Any], before: int) -> None:
+    """Raise InputError where an array's first axis is as long for one row more, as that of a sum over them is."""
     try:
-        after = jax.eval_shape(call, state, dict(spec))
+        shapes = jax.eval_shape(call, state, dict(spec))
     except Exception:  # noqa: BLE001  # a function for one size of batches alone
         return
-    for (path, was), now in zip(by_path(before).items(), jax.tree.leaves(after), strict=False):
-        if was.shape[0] == now.shape[0]:
-            raise _not_by_row(path, now.shape, was.shape[0] + 1)
+    for path, array in by_path(shapes).items():
+        if array.shape[0] == before:
+            raise _not_by_row(path, array.shape, before + 1)
 
 
 def _not_by_row(path: str, shape: Sequence[int], rows: int) -> InputError:

@@ -405,7 +405,7 @@ class Loop:
         return written
 
     def _is_written(self, own: Collection[str]) -> bool:
-        """Whether the process before this one wrote numbers of hooks at this step, and ended at its end."""
+        """Whether an earlier process wrote these numbers for this step, before it ended at the end of the run."""
         if self._done > self._session.first_step:
             return False
         rows = read_rows(self._session.run.folder / METRICS)

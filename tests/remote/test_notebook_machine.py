@@ -178,6 +178,7 @@ def test_page_runs_a_notebook_of_another_service_and_contacts_no_other_host(flee
     with opened(fleet, ONE, "--yes") as server:
         server.ask("PUT", "/api/contents/one.ipynb", {"type": "notebook", "format": "json", "content": content})
         browser.open(server.url.replace("/lab?", "/lab/tree/one.ipynb?"))
+        browser.wait(lambda tab: tab.js(STATUS) == "idle", "a kernel")  # Jupyter cannot list one that is starting: 500
         browser.wait(lambda _: [kernel["connections"] for kernel in server.ask("GET", "/api/kernels")] == [1])
         browser.wait(lambda tab: tab.js(STATUS) == "idle", "a kernel that is ready")
         browser.driver.find_element("css selector", ".jp-CodeCell .cm-content").click()

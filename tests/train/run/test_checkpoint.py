@@ -24,6 +24,7 @@ def state(value=1.0, count=8):
         "opt": (jax.device_put(jnp.int32(7), whole), None, {"half": jax.device_put(jnp.ones(3, jnp.bfloat16), whole)}),
         "key": jax.device_put(jax.random.key(3), whole),
         "keys": jax.device_put(jax.random.split(jax.random.key(4), 16), split),
+        "whole": jax.device_put(jnp.arange(64.0).reshape(16, 4), whole),
         "rbg": jax.device_put(jax.random.key(5, impl="rbg"), whole),
     }
 
@@ -55,6 +56,25 @@ def saved_steps(tmp_path_factory):
 @pytest.fixture
 def folder(saved_steps, tmp_path):
     return shutil.copytree(saved_steps, tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(("smallest", "cut"), [(checkpoint.SMALLEST_SLICE, 0), (32, 8)])
+def test_only_large_arrays_are_saved_in_slices(tmp_path, monkeypatch, smallest, cut):
+    """Each slice of each array takes a program of its own: for minutes, a first save on TPUs would compile them."""
+    compiled = []
+
+    def listen(event, seconds, **facts):
+        compiled.extend([facts["fun_name"]] if event.endswith("backend_compile_duration") else [])
+
+    monkeypatch.setattr(checkpoint, "SMALLEST_SLICE", smallest)
+    checkpoints, expected = Checkpoints(tmp_path, 1), state()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    checkpoints.save(1, expected, {})
+    jax.monitoring.unregister_event_duration_listener(listen)
+    checkpoints.close()
+    saved, _ = newest(tmp_path)
+    np.testing.assert_array_equal(restore(saved, abstract(expected))["whole"], expected["whole"])
+    assert sum("slice" in name for name in compiled) == cut
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])

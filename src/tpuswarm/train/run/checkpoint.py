@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.metadata.array_metadata_store import Store
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
@@ -32,6 +33,9 @@ from tpuswarm.train.run.directory import writing
 MANIFEST = "manifest.json"
 POSITION = "position.json"
 """Where the run's data goes on, for data that has positions."""
+SMALLEST_SLICE = 64 * 2**20
+"""In bytes. Orbax saves an array that several devices hold in slices, one from each of them. Every slice takes a
+program of its own, 0.06 s to compile for TPUs, and a state would have hundreds of small ones."""
 WAY_OUT = "make room and start the same command again"
 
 
@@ -76,7 +80,11 @@ class Checkpoints:
         """leads: of several hosts, the one that makes and proves the folders."""
         self._folder, self._keep, self._leads = folder, keep, leads
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise in words
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        arrays = ocp.type_handlers.ArrayHandler(
+            min_slice_bytes_for_replica_parallel=SMALLEST_SLICE, array_metadata_store=Store()
+        )
+        handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=handlers))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.pinned: int | None = None

@@ -58,7 +58,7 @@ def run(settings: Settings) -> Iterator[Table]:
         "PyTorch modules, as the TPU compiler fits them",
         ("module, parameters", "slice", "batch", "how, GiB a device", "of", "first hazard"),
         rows,
-        ["exported by torch.export on the meta device, bf16, AdamW in float32; no weights, no TPU"],
+        ["exported on the meta device, bf16, AdamW in float32; no weights, no TPU"],
     )
 
 

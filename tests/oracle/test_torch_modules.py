@@ -20,17 +20,16 @@ STEPS = 200
 def test_loss_gradients_and_buffers_are_torchs(traced):
     """Evaluated with fewer rows than in training: their number is free."""
     module, loss, rows, exported = traced
-    params = traced.arrays.pop("params")
+    arrays = traced.arrays
 
-    def objective(params, batch):
-        found, _, buffers = run(exported.train, {**traced.arrays, "params": params}, batch, jax.random.key(0))
-        return found, buffers
+    def step(arrays, batch):
+        return run(exported.train, arrays, batch, jax.random.key(0))
 
-    def evaluate(params, batch):
-        return run(exported.evaluate, {**traced.arrays, "params": params}, batch, None)[:2]
+    def evaluate(arrays, batch):
+        return run(exported.evaluate, arrays, batch, None)[:2]
 
     expected, grads, after = in_torch(module.train(), loss, rows)
-    (found, buffers), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(params, rows)
+    found, _, buffers, gradient = jax.jit(step)(arrays, rows)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     largest = max(np.abs(grad).max() for grad in grads.values())
     assert grads.keys() <= gradient.keys()
@@ -40,7 +39,7 @@ def test_loss_gradients_and_buffers_are_torchs(traced):
         np.testing.assert_allclose(buffer, after[path], rtol=1e-5, atol=1e-5, err_msg=path)
 
     fewer = {name: array[:2] for name, array in rows.items()}
-    found, metrics = jax.jit(evaluate)(params, fewer)
+    found, metrics = jax.jit(evaluate)(arrays, fewer)
     np.testing.assert_allclose(found, in_torch(module.eval(), loss, fewer)[0], rtol=1e-5)
     assert set(metrics) == ({"right"} if loss is classes else set())
 

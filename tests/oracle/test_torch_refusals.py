@@ -41,7 +41,7 @@ def outputs(outputs, batch):
 HERE = "test_torch_refusals.py:.*"
 CASES = {
     "branch": (Module(lambda x, w: x * 2 if x.sum() > 0 else x), squared, HERE + "depends on values of the data"),
-    "in-place": (Module(writes), squared, "writes into its input: copy it first"),
+    "in-place": (Module(writes), squared, "writes into its input x: copy it first"),
     "operator": (
         Module(lambda x, w: torch.special.bessel_j0(x).sum() * w.sum()), outputs,
         HERE + "special_bessel_j0.*has no form in JAX",
@@ -54,8 +54,9 @@ CASES = {
         nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 2, device="meta")), squared,
         "a part of the module is on the meta device, without values",
     ),
-    "complex": (
-        Module(lambda x, w: torch.fft.fft(x * w).abs()), squared, HERE + "_fft_r2c makes complex numbers: split them"
+    "strides": (
+        Module(lambda x, w: (x * w).t().as_strided((4,), (1,)).sum()), outputs,
+        HERE + "as_strided reads memory that has gaps",
     ),
     "metric": (nn.Linear(8, 2), lambda outputs, batch: (outputs.mean(), {"most": outputs}), "metric most is"),
     "module": (object(), squared, "object is no torch.nn.Module"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tpuswarm.torch.graph import Exported
+from tpuswarm.train.data.arrays import to_numpy
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -212,7 +213,11 @@ def in_torch(module, loss, rows):
     module.zero_grad()
     found = loss_in_torch(module, loss, rows)
     found.backward()
-    grads = {name: param.grad.numpy().copy() for name, param in module.named_parameters() if param.grad is not None}
-    buffers = {name: buffer.numpy().copy() for name, buffer in module.named_buffers()}
+    grads = {
+        name: to_numpy(param.grad.to_dense().clone())
+        for name, param in module.named_parameters()
+        if param.grad is not None
+    }
+    buffers = {name: to_numpy(buffer.clone()) for name, buffer in module.named_buffers()}
     module.load_state_dict(before)
     return float(found.detach()), grads, buffers

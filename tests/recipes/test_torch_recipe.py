@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import tpuswarm
 from tpuswarm import InputError, Trainer
 from tpuswarm.torch import op, recipe
-from tpuswarm.torch.graph import Dtype, Exported, Graph, Node, Ref, read, shape_alone, write
+from tpuswarm.torch.graph import Dtype, Exported, Graph, Node, Ref, Rows, read, shape_alone, write
 from tpuswarm.torch.ops import OPS
 from tpuswarm.torch.run import run
 from tpuswarm.train.program.compiled import compile_step
@@ -31,13 +31,13 @@ DATA = {"x": X, "y": X @ np.float32([[1], [-2], [3]]) + 0.5}
 
 
 def graph(train: bool) -> Graph:
-    """A line with a running mean of its input, and the mean square of its error."""
+    """A line with a running mean of its input, and the mean square of its error, with the gradients of that."""
+    rows = Rows(((1.0, 1.0),))
     nodes = [
-        Node("rows", "sym_size", (Ref("x"), 0), {}),
         Node("shifted", "sub", (Ref("x"), Ref("seen")), {}, "line", "model.py:7"),
         Node("product", "addmm", (Ref("b"), Ref("shifted"), Ref("w")), {}, "line", "model.py:8"),
         Node("error", "sub", (Ref("product"), Ref("y")), {}, "", "model.py:12"),
-        Node("flat", "view", (Ref("error"), [Ref("rows")]), {}),
+        Node("flat", "view", (Ref("error"), [rows]), {}),
         Node("squares", "pow", (Ref("flat"), 2), {}),
         Node("loss", "mean", (Ref("squares"),), {"dtype": Dtype("float32")}),
         Node("worst", "amax", (Ref("squares"), [0]), {}),
@@ -45,9 +45,19 @@ def graph(train: bool) -> Graph:
         Node("old", "mul", (Ref("seen"), 0.9), {}),
         Node("after", "add", (Ref("old"), Ref("mean")), {"alpha": 0.1}),
     ]
+    backward = [
+        Node("twice", "mul", (Ref("error"), 2), {}, "", "model.py:12"),
+        Node("slope", "div", (Ref("twice"), rows), {}, "", "model.py:12"),
+        Node("turned", "t", (Ref("shifted"),), {}, "line", "model.py:8"),
+        Node("of_w", "mm", (Ref("turned"), Ref("slope")), {}, "line", "model.py:8"),
+        Node("of_b", "sum", (Ref("slope"), [0]), {}, "line", "model.py:8"),
+    ]
     arrays = {"w": ("params", "line.weight"), "b": ("params", "line.bias"), "seen": ("buffers", "line.seen")}
     buffers = {"line.seen": Ref("after")} if train else {}
-    return Graph(arrays, {"x": "x", "y": "y"}, tuple(nodes), Ref("loss"), {"worst": Ref("worst")}, buffers)
+    gradients = {"line.weight": Ref("of_w"), "line.bias": Ref("of_b")} if train else {}
+    all_nodes = (*nodes, *(backward if train else ()))
+    batch, metrics = {"x": "x", "y": "y"}, {"worst": Ref("worst")}
+    return Graph(arrays, batch, all_nodes, Ref("loss"), metrics, buffers, gradients, len(nodes))
 
 
 EXPORTED = Exported(
@@ -70,16 +80,19 @@ def file(tmp_path):
 
 
 def test_file_is_read_as_it_was_written(file):
-    """Also one of an earlier version, without shapes."""
     assert file.stat().st_mode & 0o777 == 0o644, "whoever trains may be another user"
     found = read(file)
     assert (found.name, found.tied, found.train, found.evaluate) == ("Line", EXPORTED.tied, graph(True), graph(False))
     np.testing.assert_array_equal(found.arrays["params"]["line.weight"], np.zeros((3, 1)))
+
+
+def test_file_without_a_backward_pass_is_refused(file):
+    """As earlier versions wrote them."""
     with safe_open(file, "numpy") as opened:
-        about = json.loads(opened.metadata()["tpuswarm"])
-    del about["shapes"]
+        about = json.loads(opened.metadata()["tpuswarm"]) | {"format": "tpuswarm torch 1"}
     save_file(load_file(file), file, {"tpuswarm": json.dumps(about)})
-    assert read(file).weights and read(file).train == graph(True)
+    with pytest.raises(InputError, match=r"was written by an older tpuswarm: write it anew with tpuswarm\.torch\.save"):
+        read(file)
 
 
 def test_module_trains_and_resumes_with_its_buffers(file, tmp_path):
@@ -127,8 +140,8 @@ def test_operation_that_cannot_be_computed_is_named_with_its_line():
 
 def test_products_have_the_line_of_the_module():
     batch = {"x": jnp.zeros((4, 3)), "y": jnp.zeros((4, 1))}
-    slope = jax.grad(lambda arrays: run(graph(True), arrays, batch, None)[0], allow_int=True)
-    found = {product.place for product in model_flops(jax.make_jaxpr(slope)(ARRAYS)).products}
+    step = jax.make_jaxpr(lambda arrays: run(graph(True), arrays, batch, None))(ARRAYS)
+    found = {product.place for product in model_flops(step).products}
     assert found == {CodeLine("model.py", 8)}, "forward and backward"
 
 
@@ -140,7 +153,7 @@ def test_operator_can_be_added(monkeypatch):
         return 2 * x
 
     nodes = (Node("a", "sum", (Ref("x"),), {}), Node("b", "twice", (Ref("a"),), {}))
-    found, _, _ = run(Graph({}, {"x": "x"}, nodes, Ref("b"), {}, {}), {}, {"x": jnp.ones(3)}, None)
+    found = run(Graph({}, {"x": "x"}, nodes, Ref("b"), {}, {}), {}, {"x": jnp.ones(3)}, None).loss
     del OPS["twice"]
     assert found == 6
 
@@ -212,12 +225,12 @@ def test_other_files_and_arguments_are_refused(tmp_path, file):
         recipe(file, data=DATA)
 
 
-SELF_ATTENTION = (Ref("q"), Ref("q"), Ref("q"), None, 0.0, True), {"scale": 0.2}
+SELF_ATTENTION = (Ref("q"), Ref("q"), Ref("q"), None, 0.0, True, 0.2, False), {}
 ATTENTION = Graph(
     {}, {"x": "x"},
     (
         Node("q", "transpose", (Ref("x"), 1, 2), {}),
-        Node("y", "scaled_dot_product_attention", *SELF_ATTENTION, "attention", "model.py:5"),
+        Node("y", "tpuswarm.attention", *SELF_ATTENTION, "attention", "model.py:5"),
         Node("loss", "mean", (Ref("y"),), {}),
     ),
     Ref("loss"), {}, {},

@@ -13,12 +13,12 @@ from tpuswarm.errors import InputError
 from tpuswarm.torch.export import example, inputs_of
 from tpuswarm.torch.graph import Exported
 from tpuswarm.torch.ops import randoms
-from tpuswarm.torch.run import described, run
+from tpuswarm.torch.run import Found, described, run
 from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.data.placing import in_jax_types
 
-ROWS = 5
-"""Of the batch: another number than the one that was traced, so that a size taken from it is found."""
+ROWS = 4
+"""Of the batch: another number than those that were traced."""
 MOST = 50_000_000
 """Parameters, above which the user has to ask for the check: it takes memory, and seconds."""
 ROUNDING = 2e-3
@@ -99,7 +99,7 @@ def _in_torch(module: Any, loss: Callable[..., Any], inputs: list[str], batch: M
         if value.requires_grad:
             given = torch.autograd.grad(value, list(params.values()), allow_unused=True)
     gradients = {
-        name: np.zeros(tuple(each.shape), np.float32) if grad is None else to_numpy(grad.detach())
+        name: np.zeros(tuple(each.shape), np.float32) if grad is None else to_numpy(grad.detach().to_dense())
         for (name, each), grad in zip(params.items(), given, strict=True)
     }
     buffers = {name: to_numpy(each.detach()) for name, each in module.named_buffers(remove_duplicate=False)}
@@ -132,23 +132,21 @@ def _without_dropout(torch: Any) -> Iterator[None]:
 def _in_jax(exported: Exported, batch: Mapping[str, np.ndarray]) -> Step:
     """What a step of ours would take, on the CPU, with dropout off as it is without a key."""
     params, state = exported.arrays["params"], exported.state
-    trained = {name: each for name, each in params.items() if name not in exported.frozen}
     others = {"constants": exported.arrays["constants"]}
 
-    def objective(trained: Any, state: Any, batch: Any) -> Any:
-        arrays = {"params": {**params, **trained}, "buffers": {**exported.fixed, **state}, **others}
-        loss, _, buffers = run(exported.train, arrays, batch, None)
-        return loss, buffers
+    def step(params: Any, state: Any, batch: Any) -> Found:
+        return run(exported.train, {"params": params, "buffers": {**exported.fixed, **state}, **others}, batch, None)
 
     try:
         device = jax.devices("cpu")[0]
     except RuntimeError as error:
         raise Skipped("JAX has no CPU here (JAX_PLATFORMS)") from error
     with jax.default_device(device), jax.default_matmul_precision("highest"):
-        function = jax.jit(jax.value_and_grad(objective, has_aux=True))
-        given = trained, dict(state), in_jax_types(batch)
-        (loss, buffers), gradients = function.lower(*given).compile(QUICK)(*given)
-    return Step(float(loss), jax.device_get(gradients), jax.device_get(buffers))
+        given = dict(params), dict(state), in_jax_types(batch)
+        found = jax.device_get(jax.jit(step).lower(*given).compile(QUICK)(*given))
+    trained = {name: each for name, each in params.items() if name not in exported.frozen}
+    gradients = {name: found.gradients.get(name, np.zeros_like(each)) for name, each in trained.items()}
+    return Step(float(found.loss), gradients, found.buffers)
 
 
 def checked(

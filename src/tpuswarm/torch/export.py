@@ -1,4 +1,4 @@
-"""A PyTorch module and its loss, traced by torch.export into plain data. The only file that needs torch."""
+"""A PyTorch module and its loss, traced into plain data. Needs torch, as trace.py and whole.py do."""
 
 import io
 import logging
@@ -7,8 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
-from pathlib import Path
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -16,46 +15,19 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Dtype, Exported, Graph, Group, Node, Ref, referred, shape_alone
 from tpuswarm.torch.masks import plain_masks
+from tpuswarm.torch.rows import SIZES, merged
 from tpuswarm.torch.run import described, draws, unknown
+from tpuswarm.torch.trace import Place, Traced, trace, users_line
+from tpuswarm.train.process.terminal import say
 
 LEAST = (2, 6)
-"""The first torch whose export keeps what we ask it to keep."""
-WHOLE = ("scaled_dot_product_attention", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
-"""What is kept as one operation, for which JAX has a form of its own."""
-NOT_OURS = (r".*isinstance\(treespec, LeafSpec\)", "The tensor attributes .* were assigned during export")
-"""Warnings that torch gives of its own code: its way to ask, and the weights that an LSTM keeps in a list."""
-ROWS = 3
-"""Of the batch that is traced: a number that is no other size by chance, so that it is taken for none."""
-
-
-def _objective(module: Any, loss: Callable[..., Any], inputs: list[str], metrics: list[str]) -> Any:
-    """A torch module that computes loss and metrics of a batch; the metrics' names are put into `metrics`."""
-    import torch
-
-    class Objective(torch.nn.Module):  # type: ignore[misc]  # torch is known where a module is made
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, batch: dict[str, Any]) -> Any:
-            found = loss(self.module(**{name: batch[name] for name in inputs}), batch)
-            value, extra = found if isinstance(found, tuple) else (found, {})
-            _check(value, "the loss")
-            for name, each in extra.items():
-                _check(each, f"the metric {name}")
-            metrics[:] = list(extra)
-            return (value, *extra.values())
-
-    return Objective()
-
-
-def _check(value: Any, what: str) -> None:
-    import torch
-
-    if not isinstance(value, torch.Tensor) or value.dim():
-        sizes = [str(each) if isinstance(each, int) else "rows" for each in getattr(value, "shape", ())]
-        found = f"[{', '.join(sizes)}]" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise InputError(f"{what} is {found}: it has to be a scalar tensor, a mean over the batch")
+"""The first torch whose tracer does what we ask for."""
+SAME = ("clone", "detach", "alias", "lift_fresh_copy")
+"""What gives its argument."""
+MEANINGLESS = ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking")
+"""Arguments of operators, for JAX."""
+LARGEST = 2**31
+"""Of whole numbers: JAX has 32 bits for torch's 64."""
 
 
 def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray]) -> Exported:
@@ -81,18 +53,22 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
     if complex_:
         raise InputError(f"{complex_[0]} is complex: split it into real and imaginary parts")
     inputs = inputs_of(module, row)
-    batch = {name: example(name, array[:1]).to(device) for name, array in row.items()}
-    was = module.training
-    try:
-        train, metrics = _traced(torch, module.train(), loss, inputs, batch)
-        evaluate, others = _traced(torch, module.eval(), loss, inputs, batch)
-    finally:
-        module.train(was)
-    tied = _tied(module)
-    groups: dict[Group, dict[str, np.ndarray]] = {"params": {}, "buffers": {}, "constants": {}}
+    batch = {rows: {name: example(name, each[:1], rows) for name, each in row.items()} for rows in SIZES}
+    groups: dict[Group, dict[str, np.ndarray]] = {
+        "params": {name: _array(name, each) for name, each in module.named_parameters()},
+        "buffers": {name: _array(name, each) for name, each in module.named_buffers()},
+        "constants": {},
+    }
     graphs = [
-        _graph(torch, program, names, batch, tied, groups, prefix)
-        for program, names, prefix in ((train, metrics, "train."), (evaluate, others, "evaluate."))
+        merged(
+            [
+                _graph(
+                    torch, _traced(module, loss, inputs, batch[rows], train, rows == SIZES[0] and train), train, groups
+                )
+                for rows in SIZES
+            ]
+        )
+        for train in (True, False)
     ]
     if missing := [each for graph in graphs for each in unknown(graph)]:
         raise InputError(
@@ -104,9 +80,15 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
         raise InputError(f"parameter {next(iter(floats))} is {floats[next(iter(floats))].dtype}: not a float")
     if drawn := next((each for each in graphs[1].nodes if draws(each)), None):
         raise InputError(f"{described(drawn)} draws random numbers in evaluation too: draw them in training alone")
-    integers = tuple(name for name, each in batch.items() if not each.is_floating_point())
-    frozen = tuple(name for name, each in module.named_parameters() if not each.requires_grad)
-    return Exported(type(module).__name__, groups, tied, graphs[0], graphs[1], integers, frozen, device != "meta")
+    integers = tuple(name for name, each in batch[SIZES[0]].items() if not each.is_floating_point())
+    trained = {name for name, each in module.named_parameters() if each.requires_grad}
+    if lost := sorted(trained - graphs[0].gradients.keys()):
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        say(f"no gradient reaches {', '.join(lost[:3])}{more}: they stay as they are, as in torch", err=True)
+    frozen = tuple(name for name in groups["params"] if name not in graphs[0].gradients)
+    return Exported(
+        type(module).__name__, groups, _tied(module), graphs[0], graphs[1], integers, frozen, device != "meta"
+    )
 
 
 def _needs_torch() -> None:
@@ -142,7 +124,7 @@ def inputs_of(module: Any, row: Mapping[str, np.ndarray]) -> list[str]:
     return found
 
 
-def example(name: str, array: np.ndarray, rows: int = ROWS) -> Any:
+def example(name: str, array: np.ndarray, rows: int) -> Any:
     """So many rows as torch's tensor, as a module gets them; the first one again and again."""
     import torch
 
@@ -157,73 +139,50 @@ def example(name: str, array: np.ndarray, rows: int = ROWS) -> Any:
 
 
 def _traced(
-    torch: Any, module: Any, loss: Callable[..., Any], inputs: list[str], batch: Mapping[str, Any]
-) -> tuple[Any, list[str]]:
-    metrics: list[str] = []
-    objective = _objective(module, loss, inputs, metrics).train(module.training)
-    sizes = {name: {0: torch.export.Dim.AUTO} for name in batch}
-    table = torch.export.default_decompositions()
-    for each in WHOLE:
-        name, _, overload = each.partition(".")
-        kept = getattr(getattr(torch.ops.aten, name), overload or "default")
-        if kept in table:
-            table.pop(kept)
+    module: Any, loss: Callable[..., Any], inputs: list[str], batch: Mapping[str, Any], train: bool, first: bool
+) -> Traced:  # fmt: skip
+    """As `trace`; what the module prints and warns of is shown the first time."""
     try:
-        with _quietly():
-            program = torch.export.export(objective, (dict(batch),), dynamic_shapes=(sizes,), strict=False)
-            program = program.run_decompositions(table)
+        with _quietly(first):
+            return trace(module, loss, inputs, batch, train)
     except InputError:
         raise
     except Exception as error:  # torch raises many types, for what a program does that no graph can
         raise InputError(_why(error)) from error
-    for each in program.graph_signature.output_specs:
-        if each.kind.name == "USER_INPUT_MUTATION":
-            raise InputError(
-                "the module or its loss writes into its input: copy it first (x = x.clone()), the batch is not its own"
-            )
-        if each.kind.name == "PARAMETER_MUTATION":
-            raise InputError(f"the module writes into its parameter {each.target}: use a buffer for what it observes")
-    for each in program.graph.nodes:
-        if getattr(getattr(each.meta.get("val"), "dtype", None), "is_complex", False):
-            raise InputError(
-                f"{described(_node(torch, each))} makes complex numbers: split them into real and imaginary parts"
-            )
-    return program, metrics
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _quietly(first: bool) -> Iterator[None]:
     """Without what torch says of itself, and without the graphs that it prints where it fails: `_why` says the line."""
     disabled, held = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), redirect_stderr(held):
-            for message in NOT_OURS:
-                warnings.filterwarnings("ignore", message)
+        shown = nullcontext() if first else redirect_stdout(held)
+        with warnings.catch_warnings(), redirect_stderr(held), shown:
+            warnings.filterwarnings("error", ".*autograd kernel was not registered")  # its gradients would be lost
             yield
     finally:
         logging.disable(disabled)
-    sys.stderr.write(held.getvalue())  # what the module itself warns of, where it can be traced
+    if first:
+        sys.stderr.write(held.getvalue())  # what the module itself warns of, where it can be traced
 
 
 def _why(error: Exception) -> str:
     """In one sentence, with the line of the user's that it is about."""
-    text = str(error)
-    line = _line(text)
-    if "data-dependent" in text or "Could not guard" in text or "unbacked" in text or "GuardOnDataDependent" in text:
+    text, kind, last = str(error), type(error).__name__, error.__traceback__
+    line = ""
+    while last is not None:
+        line, last = users_line(last.tb_frame, last.tb_lineno) or line, last.tb_next
+    if kind == "DynamicOutputShapeException":
+        what = (
+            "a mask as an index gives a shape that depends on the data, which no compiled program has: use torch.where "
+            "or a sum with weights"
+        )
+    elif kind.startswith("DataDependent") or "data-dependent" in text or "unbacked" in text:
         what = "what it does depends on values of the data, and a compiled program has one flow: use torch.where"
     else:
-        what = f"torch.export cannot trace it: {text.strip().splitlines()[0][:300] if text.strip() else type(error)}"
+        what = f"torch cannot trace it: {text.strip().splitlines()[0][:300] if text.strip() else kind}"
     return f"{line + ': ' if line else ''}{what}"
-
-
-def _line(trace: str) -> str:
-    """The innermost line of a trace that is neither torch's nor ours."""
-    import torch
-
-    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-    found = [each for each in re.findall(r'File "([^"]+)", line (\d+)', trace) if not each[0].startswith(others)]
-    return f"{Path(found[-1][0]).name}:{found[-1][1]}" if found else ""
 
 
 def _tied(module: Any) -> dict[str, str]:
@@ -236,42 +195,71 @@ def _tied(module: Any) -> dict[str, str]:
     return found
 
 
-def _graph(
-    torch: Any, program: Any, metrics: list[str], batch: Mapping[str, Any], tied: Mapping[str, str],
-    groups: dict[Group, dict[str, np.ndarray]], prefix: str,
-) -> Graph:  # fmt: skip
-    """In plain data; arrays of the module are put into their groups."""
+def _graph(torch: Any, traced: Traced, train: bool, groups: dict[Group, dict[str, np.ndarray]]) -> Graph:
+    """In plain data; constants are put into their group."""
+    module, places, prefix = traced.graph, traced.places, "train." if train else "evaluate."
+    given = [each for each in module.graph.nodes if each.op == "placeholder"]
     arrays: dict[str, tuple[Group, str]] = {}
-    rows: dict[str, str] = {}
-    names = iter(batch)
-    for each in program.graph_signature.input_specs:
-        node, kind = each.arg.name, each.kind.name
-        if kind == "USER_INPUT":
-            rows[node] = next(names)
+    own: list[tuple[Group, str]] = [("params", name) for name in traced.params]
+    own += [("buffers", name) for name in traced.buffers]
+    arrays |= {node.name: which for node, which in zip(given, own, strict=False)}
+    rows = {node.name: name for node, name in zip(given[len(own) :], traced.batch, strict=True)}
+    plain_masks(torch, module)
+    same: dict[str, Ref] = {}
+    nodes, forward = [], 0
+    for each in module.graph.nodes:
+        if each.op == "get_attr":
+            name = f"{prefix}{each.target}"
+            arrays[each.name] = ("constants", name)
+            constant = _constant(getattr(module, each.target), name)
+            if not np.array_equal(
+                groups["constants"].setdefault(name, constant), constant, equal_nan=constant.dtype.kind == "f"
+            ):
+                raise InputError(
+                    f"{places[each].line}: a tensor is made there from the number of rows: use torch.arange, full"
+                )
+        if each.op != "call_function":
             continue
-        target = str(each.target).removeprefix("module.")
-        if kind == "PARAMETER":
-            group: Group = "params"
-            value, target = program.state_dict[each.target], tied.get(target, target)
-        elif kind == "BUFFER":
-            group = "buffers"
-            value = (program.state_dict if each.persistent else program.constants)[each.target]
-        else:
-            group, value, target = "constants", program.constants[each.target], f"{prefix}{target}"
-        arrays[node] = (group, target)
-        groups[group].setdefault(target, _array(value))
-    plain_masks(torch, program, batch)
-    nodes = [_node(torch, each) for each in program.graph.nodes if each.op == "call_function"]
-    outputs = next(each for each in program.graph.nodes if each.op == "output").args[0]
-    found: list[Any] = []
-    buffers: dict[str, Any] = {}
-    for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
-        if spec.kind.name == "BUFFER_MUTATION":
-            buffers[str(spec.target).removeprefix("module.")] = _argument(torch, value)
-        else:
-            found.append(_argument(torch, value))
-    used = _used(nodes, [*found, *buffers.values()])
-    return Graph(arrays, rows, tuple(used), found[0], dict(zip(metrics, found[1:], strict=True)), buffers)
+        node = _node(torch, each, places[each], same)
+        if node.op == "copy_":
+            _refuse_writing(node, arrays, rows)
+        if node.op in SAME:
+            same[node.name] = node.args[0]
+            continue
+        nodes.append(node)
+    outputs = [_argument(each, same) for each in next(iter(reversed(module.graph.nodes))).args[0]]
+    loss, *outputs = outputs
+    metrics = dict(zip(traced.metrics, outputs, strict=False))
+    outputs = outputs[len(metrics) :]
+    buffers = {
+        name: each
+        for name, each in zip(traced.buffers, outputs, strict=False)
+        if arrays.get(each.name) != ("buffers", name)
+    }
+    gradients = dict(zip(traced.gradients, outputs[len(traced.buffers) :], strict=True))
+    nodes = _used(nodes, [loss, *metrics.values(), *buffers.values(), *gradients.values()])
+    backward = {each.name for each in module.graph.nodes if places[each].backward}
+    forward = next((number for number, node in enumerate(nodes) if node.name in backward), len(nodes))
+    return Graph(arrays, rows, tuple(nodes), loss, metrics, buffers, gradients, forward)
+
+
+def _constant(value: Any, name: str) -> np.ndarray:
+    if value.requires_grad:
+        raise InputError(
+            "the loss has a parameter, or the module one that it does not name: make it a part of the module, where it "
+            "is trained"
+        )
+    return _array(name, value)
+
+
+def _refuse_writing(node: Node, arrays: Mapping[str, tuple[Group, str]], rows: Mapping[str, str]) -> None:
+    written = node.args[0].name
+    if written in rows:
+        raise InputError(
+            f"the module or its loss writes into its input {rows[written]}: copy it first (x = x.clone()), the batch "
+            "is not its own"
+        )
+    raise InputError(f"the module writes into {arrays[written][1]}: use a buffer for what it observes")
 
 
 def _used(nodes: list[Node], wanted: list[Any]) -> list[Node]:
@@ -285,42 +273,56 @@ def _used(nodes: list[Node], wanted: list[Any]) -> list[Node]:
     return kept[::-1]
 
 
-def _array(value: Any) -> np.ndarray:
+def _array(name: str, value: Any) -> np.ndarray:
     """As it trains: what a module keeps in 16 bits is float32; the trainer says what is computed in 16."""
     from tpuswarm.train.data.arrays import to_numpy
 
-    dtypes = {"float64": np.float32, "bfloat16": np.float32, "float16": np.float32, "int64": np.int32}
+    dtypes: dict[str, Any] = {
+        "float64": np.float32, "bfloat16": np.float32, "float16": np.float32, "int64": np.int32,
+        "complex128": np.complex64,
+    }  # fmt: skip
     if value.device.type == "meta":
-        name = str(value.dtype).removeprefix("torch.")
-        return shape_alone(value.shape, dtypes.get(name, name))
+        kind = str(value.dtype).removeprefix("torch.")
+        return shape_alone(value.shape, dtypes.get(kind, kind))
     found: np.ndarray = to_numpy(value.detach())
+    if found.dtype == np.int64 and found.size and max(-int(found.min()), int(found.max())) >= LARGEST:
+        raise InputError(f"{name} holds {int(np.abs(found).max())}, and JAX has whole numbers of 32 bits")
     other = dtypes.get(str(found.dtype))
     return found.astype(other) if other else found.copy()
 
 
-def _node(torch: Any, node: Any) -> Node:
+def _node(torch: Any, node: Any, place: Place, same: Mapping[str, Ref]) -> Node:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         namespace, _, name = target._schema.name.partition("::")
         op = name if namespace == "aten" else f"{namespace}.{name}"
+        if op.endswith("_copy") and op not in ("_to_copy", "lift_fresh_copy"):
+            op = op.removesuffix("_copy")  # a view that may not be one
     else:
-        module = "operator" if target in vars(operator).values() else getattr(target, "__module__", "")
-        op = target.__name__ if target.__name__.startswith("sym_") else f"{module}.{target.__name__}"
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((each[0] for each in reversed(list(stack.values()))), "")
-    path = re.sub(r"^L\['self'\]\.?|^module\.?", "", re.sub(r"^L\['self'\]\.?", "", str(path)))
-    kwargs = {name: _argument(torch, each) for name, each in node.kwargs.items() if name not in ("layout", "device")}
-    args = tuple(_argument(torch, each) for each in node.args)
-    return Node(node.name, op, args, kwargs, path, _line(node.meta.get("stack_trace") or ""))
+        op = "getitem" if target is operator.getitem else f"{getattr(target, '__module__', '')}.{target.__name__}"
+    args = tuple(_argument(each, same) for each in node.args)
+    kwargs = {name: _argument(each, same) for name, each in node.kwargs.items() if name not in MEANINGLESS}
+    found = Node(node.name, op, args, kwargs, place.module, place.line)
+    if not op.startswith("slice") and (large := _too_large([*args, *kwargs.values()])):
+        raise InputError(f"{described(found)} takes the number {large}, and JAX has whole numbers of 32 bits")
+    return found
 
 
-def _argument(torch: Any, value: Any) -> Any:
+def _too_large(value: Any) -> int:
+    if isinstance(value, list):
+        return next(filter(None, map(_too_large, value)), 0)
+    return value if isinstance(value, int) and abs(value) >= LARGEST else 0
+
+
+def _argument(value: Any, same: Mapping[str, Ref]) -> Any:
+    import torch
+
     if isinstance(value, torch.fx.Node):
-        return Ref(value.name)
+        return same.get(value.name, Ref(value.name))
     if isinstance(value, (list, tuple)):
-        return [_argument(torch, each) for each in value]
+        return [_argument(each, same) for each in value]
     if isinstance(value, torch.dtype):
         return Dtype(str(value).removeprefix("torch."))
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
     return None  # a layout, a device or a memory format, which mean nothing to JAX

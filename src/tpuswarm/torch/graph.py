@@ -1,4 +1,4 @@
-"""A program that torch.export has traced, in plain data: torch is not needed to read or run it."""
+"""A step that was traced from torch, in plain data: torch is not needed to read or run it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 
-FORMAT = "tpuswarm torch 1"
+FORMAT = "tpuswarm torch 2"
 Group = Literal["params", "buffers", "constants"]
 GROUPS: tuple[Group, ...] = ("params", "buffers", "constants")
 
@@ -30,12 +30,28 @@ class Dtype:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """A number that follows from the rows of the batch, in the place of an argument."""
+
+    terms: tuple[tuple[float, float], ...]
+    """Its summands: factors, and powers of the rows."""
+    whole: bool = True
+
+    def of(self, rows: int) -> int | float:
+        """For so many rows. Raises InputError where a whole number would be a fraction."""
+        found = sum(factor * rows**power for factor, power in self.terms)
+        if self.whole and abs(found - round(found)) > 1e-6:
+            raise InputError(f"a size of the module is {found:g} for {rows} rows: give it another number of rows")
+        return round(found) if self.whole else found
+
+
+@dataclass(frozen=True)
 class Node:
     """One operation."""
 
     name: str
     op: str
-    """An ATen operator without its overload (`add`), or a Python operator on sizes (`operator.mul`)."""
+    """An ATen operator without its overload (`add`), one of ours (`tpuswarm.attention`), or `getitem`."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     module: str = ""
@@ -58,6 +74,10 @@ class Graph:
     """What each metric is."""
     buffers: Mapping[str, Any]
     """What each buffer that changes is afterwards."""
+    gradients: Mapping[str, Any] = field(default_factory=dict)
+    """What the gradient of each parameter is; without those that get none, and empty in evaluation."""
+    forward: int = 0
+    """How many nodes are the forward pass: the first ones."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +94,7 @@ class Exported:
     integers: tuple[str, ...] = field(default=())
     """Inputs that were traced as integers."""
     frozen: tuple[str, ...] = field(default=())
-    """Parameters that were traced with `requires_grad` false."""
+    """Parameters that get no gradient, because they ask for none or because none reaches them."""
     weights: bool = True
     """Whether the arrays have values: those of a module on the meta device are zeros that take no memory."""
 
@@ -128,6 +148,8 @@ def read(path: Path) -> Exported:
     try:
         with safe_open(path, "numpy") as file:
             about = json.loads((file.metadata() or {}).get("tpuswarm", "{}"))
+            if about.get("format") == "tpuswarm torch 1":
+                raise InputError(f"{path} was written by an older tpuswarm: write it anew with tpuswarm.torch.save")
             if about.get("format") != FORMAT:
                 raise InputError(f"{path} is no exported module: tpuswarm.torch.save writes one, where torch is")
             for key in file.keys():  # noqa: SIM118  # it is no mapping
@@ -157,6 +179,8 @@ def _encode_graph(graph: Graph) -> dict[str, Any]:
         "loss": graph.loss.name,
         "metrics": _encode(graph.metrics),
         "buffers": _encode(graph.buffers),
+        "gradients": _encode(graph.gradients),
+        "forward": graph.forward,
     }
 
 
@@ -172,6 +196,8 @@ def _decode_graph(found: Mapping[str, Any]) -> Graph:
         Ref(found["loss"]),
         _decode(found["metrics"])["dict"],
         _decode(found["buffers"])["dict"],
+        _decode(found["gradients"])["dict"],
+        found["forward"],
     )
 
 
@@ -180,6 +206,10 @@ def _encode(value: Any) -> Any:
         return {"ref": value.name}
     if isinstance(value, Dtype):
         return {"dtype": value.name}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, Rows):
+        return {"rows": [value.terms, value.whole]}
     if isinstance(value, Mapping):
         return {"dict": {name: _encode(each) for name, each in value.items()}}
     return [_encode(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -194,15 +224,21 @@ def _decode(value: Any) -> Any:
         return Ref(value["ref"])
     if "dtype" in value:
         return Dtype(value["dtype"])
+    if "complex" in value:
+        return complex(*value["complex"])
+    if "rows" in value:
+        return Rows(tuple((factor, power) for factor, power in value["rows"][0]), value["rows"][1])
     return {"dict": {name: _decode(each) for name, each in value["dict"].items()}}
 
 
-def resolve(value: Any, known: Mapping[str, Any]) -> Any:
-    """An argument with the values of the nodes that it refers to."""
+def resolve(value: Any, known: Mapping[str, Any], rows: int) -> Any:
+    """An argument with the values of the nodes that it refers to, for a batch of so many rows."""
     if isinstance(value, Ref):
         return known[value.name]
+    if isinstance(value, Rows):
+        return value.of(rows)
     if isinstance(value, (list, tuple)):
-        return [resolve(each, known) for each in value]
+        return [resolve(each, known, rows) for each in value]
     return value
 
 

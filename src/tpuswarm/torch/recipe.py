@@ -12,7 +12,6 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Exported, read, write
-from tpuswarm.torch.ops import ATTENTION
 from tpuswarm.torch.run import run
 from tpuswarm.train.data.arrays import to_torch
 from tpuswarm.train.data.source import rows_of
@@ -30,7 +29,7 @@ def save(
 ) -> None:
     """Export a module and its loss to a file, where torch is; `recipe(path, …)` needs torch no more.
 
-    row: the data's arrays, one row or more, of which five are compared; check: as of `recipe`. Raises InputError, with
+    row: the data's arrays, one row or more, of which four are compared; check: as of `recipe`. Raises InputError, with
     the module's line.
     """
     from tpuswarm.torch.check import checked
@@ -102,7 +101,7 @@ def _rows(data: Any) -> Mapping[str, np.ndarray]:
     return rows_of(probe.data("train"), 0, SHOWN)
 
 
-SHOWN = 5
+SHOWN = 4
 """Rows that are read to see what the data is, and to compare."""
 
 
@@ -122,7 +121,9 @@ class ModuleRecipe(Supervised):
             init, self.loss(Options()), optimizer, data, schedule, defaults, cast, micro_batches, extra, None
         )
         self.frozen = exported.frozen
-        if any(node.op in ATTENTION for node in exported.train.nodes):  # a TPU v2 or v3 recomputes layers that it may
+        if any(
+            node.op == "tpuswarm.attention" for node in exported.train.nodes
+        ):  # a TPU v2 or v3 recomputes layers that it may
             self.forms = ("remat", *self.forms)
         self.name = exported.name.lower()
 
@@ -133,15 +134,35 @@ class ModuleRecipe(Supervised):
         return super().program(options)
 
     def loss(self, options: Options) -> Loss:
-        """The exported program, in the form of attention and with the recomputation that `compile_step` has chosen."""
+        """The traced step, in the form of attention and with the recomputation that `compile_step` has chosen.
+
+        Its derivative is the backward pass that was traced with it.
+        """
         exported, constants = self.exported, self.exported.arrays["constants"]
 
-        def with_state(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> Any:
+        def step(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
             graph = exported.evaluate if key is None else exported.train
             arrays = {"params": params, "buffers": {**self._fixed, **extra}, "constants": constants}
-            loss, metrics, after = run(graph, arrays, batch, key, options)
-            new = {name: jnp.asarray(after.get(name, old)).astype(old.dtype) for name, old in extra.items()}
-            return loss, (metrics, new)
+            found = run(graph, arrays, batch, key, options)
+            new = {name: jnp.asarray(found.buffers.get(name, old)).astype(old.dtype) for name, old in extra.items()}
+            return (found.loss, (found.metrics, new)), found.gradients
+
+        @jax.custom_vjp
+        def training(params: Any, extra: Any, batch: Any, key: jax.Array) -> Any:
+            return step(params, extra, batch, key)[0]
+
+        def forward(params: Any, extra: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
+            found, gradients = step(params, extra, batch, key)
+            given = {name: gradients.get(name, jnp.zeros_like(each)) for name, each in params.items()}
+            return found, {name: each.astype(params[name].dtype) for name, each in given.items()}
+
+        def backward(gradients: Any, slopes: Any) -> Any:
+            return {name: each * slopes[0] for name, each in gradients.items()}, None, None, None
+
+        training.defvjp(forward, backward)
+
+        def with_state(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> Any:
+            return training(params, extra, batch, key) if key is not None else step(params, extra, batch, None)[0]
 
         def without(params: Any, batch: Any, key: jax.Array | None) -> Any:
             loss, (metrics, _) = with_state(params, {}, batch, key)

@@ -1,7 +1,6 @@
-"""Runs an exported graph on JAX arrays: op by op, each in the scope of its module."""
+"""Runs a traced graph on JAX arrays: op by op, each in the scope of its module. The backward pass is torch's."""
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -12,20 +11,35 @@ import jax.numpy as jnp
 
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.torch.graph import Graph, Node, referred, resolve
-from tpuswarm.torch.ops import ATTENTION, NARROW, OPS, RANDOM, WIDE, randoms
+from tpuswarm.torch.ops import NARROW, OPS, RANDOM, WHOLE, WIDE, randoms
 from tpuswarm.torch.ops.dtypes import in_dtype
-from tpuswarm.train.program.remat import recomputed
 from tpuswarm.train.recipe import Options, Remat
 
 Arrays = Mapping[str, Any]
 USUAL = Options()
+BACKWARD = "_backward"
+SOFTMAX = ("_softmax", "_log_softmax")
+"""Computed in 32 bits; their gradient has the dtype of their argument."""
+KEPT = ("mm", "addmm", "tpuswarm.attention")
+"""What is not computed again where `remat` is "dots": products with weights, and attention."""
+
+
+class Found(NamedTuple):
+    """What a graph gives."""
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    buffers: dict[str, jax.Array]
+    """Those that change, as they are afterwards."""
+    gradients: dict[str, jax.Array]
+    """By parameter; none in evaluation."""
 
 
 def unknown(graph: Graph) -> list[Node]:
     """The first node of each operator that there is no form of."""
     found: dict[str, Node] = {}
     for node in graph.nodes:
-        if not any(node.op in table for table in (OPS, RANDOM, ATTENTION)):
+        if node.op not in OPS and node.op not in RANDOM and _whole(node) is None:
             found.setdefault(node.op, node)
     return list(found.values())
 
@@ -33,108 +47,195 @@ def unknown(graph: Graph) -> list[Node]:
 def draws(node: Node) -> bool:
     """Whether an operator draws numbers, as it was traced."""
     if node.op == "native_dropout":
-        return node.args[1] > 0 and (len(node.args) < 3 or node.args[2] is not False)
-    if node.op in ATTENTION:
-        return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) > 0
+        return node.args[1] > 0 and node.args[2] is not False
+    if node.op == "tpuswarm.attention":
+        return node.args[4] > 0
+    if node.op == "rrelu_with_noise_functional":
+        return bool(node.args[4:5] == (True,))
     return node.op in randoms.OPS
 
 
 def run(
     graph: Graph, arrays: Mapping[str, Arrays], batch: Arrays, key: jax.Array | None, options: Options = USUAL
-) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
-    """The loss of a batch, its metrics, and the buffers that change.
+) -> Found:
+    """The loss of a batch, its metrics, the buffers that change, and the gradients.
 
     arrays: those of each group by name; key: None in evaluation; options: precision, attention and remat are honoured.
     Raises InputError, with the module's line.
     """
-    known: dict[str, Any] = {name: arrays[group][of] for name, (group, of) in graph.arrays.items()}
-    known |= {name: batch[of] for name, of in graph.batch.items()}
-
-    def step(number: int, known: dict[str, Any]) -> None:
-        node = graph.nodes[number]
-        known[node.name] = _value(node, known, None if key is None else jax.random.fold_in(key, number), options)
-
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for part in blocks(graph) if options.remat != "none" else [Block(tuple(range(len(graph.nodes))), None)]:
-            if part.gives is None:
-                for number in part.numbers:
-                    step(number, known)
-            else:
-                known |= _recomputed(part, known, step, options.remat)
-    loss = resolve(graph.loss, known)
-    if jnp.shape(loss) != ():
-        raise InputError(f"the loss has shape {list(jnp.shape(loss))}: it returns a scalar, a mean over the batch")
-    metrics = {name: jnp.asarray(resolve(each, known), jnp.float32) for name, each in graph.metrics.items()}
-    return loss, metrics, {name: resolve(each, known) for name, each in graph.buffers.items()}
+        return _Run(graph, arrays, batch, key, options).found()
 
 
-class Block(NamedTuple):
-    """A stretch of a graph: the places of its nodes."""
+class _Run:
+    """One batch through a graph."""
 
-    numbers: tuple[int, ...]
-    gives: frozenset[str] | None
-    """What the rest of the graph takes of a layer; None for what is between layers."""
+    def __init__(self, graph: Graph, arrays: Mapping[str, Arrays], batch: Arrays, key: Any, options: Options):
+        self._graph, self._key, self._options = graph, key, options
+        self._at = {node.name: number for number, node in enumerate(graph.nodes)}
+        self._known = {name: jnp.asarray(arrays[group][of]) for name, (group, of) in graph.arrays.items()}
+        self._known |= {name: jnp.asarray(batch[of]) for name, of in graph.batch.items()}
+        self._rows = len(next(iter(batch.values())))
+        self._pullbacks: dict[str, Callable[..., Any]] = {}
+        self._narrow: set[str] = set()
+        """Softmaxes of what was in 16 bits."""
+
+    def found(self) -> Found:
+        graph, known = self._graph, self._known
+        layers = recomputations(graph, self._options.remat)
+        layer_of = {name: layer for layer, again in layers.items() for name in again.wanted}
+        for number, node in enumerate(graph.nodes):
+            if number >= graph.forward:
+                needed = _needs(node)
+                for layer in sorted({layer_of[name] for name in needed if name in layer_of}):
+                    if layer in layers:
+                        known = known | self._computed_again(layers.pop(layer), known, needed)
+            known[node.name] = self._value(number, known)
+        loss = self._resolved(graph.loss, self._known)
+        if jnp.shape(loss) != ():
+            raise InputError(f"the loss has shape {list(jnp.shape(loss))}: it returns a scalar, a mean over the batch")
+        return Found(
+            jnp.asarray(loss),
+            {name: jnp.asarray(self._resolved(each, known), jnp.float32) for name, each in graph.metrics.items()},
+            {name: self._resolved(each, known) for name, each in graph.buffers.items()},
+            {name: self._resolved(each, known) for name, each in graph.gradients.items()},
+        )
+
+    def _resolved(self, value: Any, known: Arrays) -> Any:
+        return resolve(value, known, self._rows)
+
+    def _computed_again(self, again: "Again", known: Arrays, trigger: set[str]) -> dict[str, Any]:
+        """What the backward pass takes of a layer, computed once more, not before the gradient that asks for it."""
+        gradients = {name: known[name] for name in trigger if self._at.get(name, -1) >= self._graph.forward}
+        held, _ = jax.lax.optimization_barrier(({name: known[name] for name in again.inputs}, gradients))
+        inner = {**known, **held}
+        for number in again.numbers:
+            inner[self._graph.nodes[number].name] = self._value(number, inner)
+        return {name: inner[name] for name in again.wanted}
+
+    def _value(self, number: int, known: Arrays) -> Any:
+        node, options = self._graph.nodes[number], self._options
+        form = _whole(node)
+        linked = 1 if form is not None and node.op.endswith(BACKWARD) else 0
+        args = self._resolved(node.args[linked:], known)
+        kwargs = {name: self._resolved(each, known) for name, each in node.kwargs.items()}
+        outer = node.op in ("mm", "bmm") and args[0].shape[-1] == 1  # it sums nothing: positions stay exact
+        narrow = node.op in NARROW and not outer
+        if node.op in SOFTMAX and args[0].dtype == jnp.bfloat16:
+            self._narrow.add(node.name)
+        if options.precision == "bf16" and (narrow or node.op in WIDE):
+            dtype = jnp.bfloat16 if narrow else jnp.float32
+            args, kwargs = in_dtype(args, dtype), {name: in_dtype(each, dtype) for name, each in kwargs.items()}
+
+        def made() -> Any:
+            if form is not None:
+                return self._backward(node, form, args) if linked else self._forward(node, form, args)
+            return (
+                RANDOM[node.op](self._key_of(node.name), *args, **kwargs)
+                if node.op in RANDOM
+                else OPS[node.op](*args, **kwargs)
+            )
+
+        with jax.named_scope(node.module or node.op):
+            try:
+                return _at(node.where)(made) if node.where else made()
+            except InputError as error:
+                raise InputError(f"{described(node)}: {error}") from error
+            except (TypeError, ValueError, IndexError) as error:
+                raise InputError(f"{described(node)} cannot be computed here: {first_line(error)}") from error
+
+    def _key_of(self, name: str) -> jax.Array | None:
+        return None if self._key is None else jax.random.fold_in(self._key, self._at[name])
+
+    def _forward(self, node: Node, form: Callable[..., Any], args: list[Any]) -> Any:
+        """Of an operator that JAX differentiates as a whole; its derivative is kept, unless layers are recomputed."""
+        function, floats = _of_floats(functools.partial(form, self._key_of(node.name), self._options), args)
+        if not self._graph.gradients or self._options.remat != "none":
+            return function(*floats)
+        found, self._pullbacks[node.name] = jax.vjp(function, *floats)
+        return found
+
+    def _backward(self, node: Node, form: Callable[..., Any], args: list[Any]) -> Any:
+        forward, gradients = node.args[0].name, args[0]
+        pull = self._pullbacks.get(forward)
+        function, floats = _of_floats(functools.partial(form, self._key_of(forward), self._options), args[1:])
+        shapes = jax.eval_shape(function, *floats)
+        if pull is None:
+            _, pull = jax.vjp(function, *floats)
+        given = [each.astype(like.dtype) for each, like in zip(gradients, jax.tree.leaves(shapes), strict=True)]
+        return list(pull(jax.tree.unflatten(jax.tree.structure(shapes), given)))
 
 
-def blocks(graph: Graph) -> list[Block]:
-    """A graph's layers, which are recomputed each by itself: what is in a module of a numbered path (`layers.3`)."""
-    parts = [
-        (label, tuple(number for number, _ in each))
-        for label, each in itertools.groupby(enumerate(graph.nodes), lambda pair: _layer(pair[1].module))
+def _of_floats(form: Callable[..., Any], args: list[Any]) -> tuple[Callable[..., Any], list[jax.Array]]:
+    """A function of the arrays of floats among its arguments, and these."""
+    leaves, tree = jax.tree.flatten(args)
+    at = [
+        n for n, each in enumerate(leaves) if isinstance(each, jax.Array) and jnp.issubdtype(each.dtype, jnp.floating)
     ]
-    at = {graph.nodes[number].name: part for part, (_, numbers) in enumerate(parts) for number in numbers}
-    gives: list[set[str]] = [set() for _ in parts]
-    takes = [(at[node.name], referred([*node.args, *node.kwargs.values()])) for node in graph.nodes]
-    takes.append((-1, referred([graph.loss, *graph.metrics.values(), *graph.buffers.values()])))
-    for part, names in takes:
-        for name in names:
-            if at.get(name, part) != part:
-                gives[at[name]].add(name)
-    return [Block(numbers, frozenset(gives[part]) if label else None) for part, (label, numbers) in enumerate(parts)]
+
+    def function(*floats: jax.Array) -> Any:
+        mine = dict(zip(at, floats, strict=True))
+        return form(*jax.tree.unflatten(tree, [mine.get(n, each) for n, each in enumerate(leaves)]))
+
+    return function, [leaves[n] for n in at]
+
+
+def _whole(node: Node) -> Callable[..., Any] | None:
+    """The form of an operator that has its derivative with it, also for its backward pass."""
+    return WHOLE.get(node.op.removesuffix(BACKWARD))
+
+
+def _needs(node: Node) -> set[str]:
+    """The nodes whose values a node takes: of a whole operator's result its backward pass needs the name alone."""
+    linked = 1 if _whole(node) is not None and node.op.endswith(BACKWARD) else 0
+    return referred([*node.args[linked:], *node.kwargs.values()])
+
+
+class Again(NamedTuple):
+    """What of a layer's forward pass is computed again in the backward pass."""
+
+    numbers: list[int]
+    """The places of its nodes in the graph."""
+    inputs: set[str]
+    """The nodes that they take from elsewhere, or that are kept."""
+    wanted: set[str]
+    """Those of them that the backward pass takes."""
+
+
+def recomputations(graph: Graph, remat: Remat) -> dict[str, Again]:
+    """By layer: what is in a module of a numbered path (`layers.3`)."""
+    if remat == "none":
+        return {}
+    forward = graph.nodes[: graph.forward]
+    layer = {node.name: label for node in forward if (label := _layer(node.module))}
+    at = {node.name: number for number, node in enumerate(forward)}
+    kept = {node.name for node in forward if remat == "dots" and node.op in KEPT}
+    kept |= referred([graph.loss, *graph.metrics.values(), *graph.buffers.values()])
+    for node in forward:  # what a layer gives to others is kept
+        kept |= {name for name in _needs(node) if layer.get(name) != layer.get(node.name)}
+    found: dict[str, Again] = {}
+    for node in graph.nodes[graph.forward :]:
+        for name in _needs(node):
+            if name in layer and name not in kept:
+                found.setdefault(layer[name], Again([], set(), set())).wanted.add(name)
+    for again in found.values():
+        waiting, seen = list(again.wanted), set(again.wanted)
+        while waiting:
+            name = waiting.pop()
+            again.numbers.append(at[name])
+            for other in _needs(forward[at[name]]) - seen:
+                seen.add(other)
+                if layer.get(other) == layer[name] and other not in kept:
+                    waiting.append(other)
+                else:
+                    again.inputs.add(other)
+        again.numbers.sort()
+    return found
 
 
 def _layer(path: str) -> str:
     found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", path)
     return found[0] if found else ""
-
-
-def _recomputed(
-    part: Block, known: dict[str, Any], step: Callable[[int, dict[str, Any]], None], remat: Remat
-) -> dict[str, Any]:
-    """What a layer gives; the backward pass computes again what is within it."""
-    plain: dict[str, Any] = {}
-
-    def layer() -> dict[str, Any]:
-        inner = dict(known)
-        for number in part.numbers:
-            step(number, inner)
-        found = {name: inner[name] for name in part.gives or ()}
-        plain.update({name: each for name, each in found.items() if isinstance(each, int)})  # sizes stay numbers
-        return {name: each for name, each in found.items() if name not in plain}
-
-    return recomputed(layer, remat)() | plain
-
-
-def _value(node: Node, known: Mapping[str, Any], key: jax.Array | None, options: Options) -> Any:
-    args, kwargs = resolve(node.args, known), {name: resolve(each, known) for name, each in node.kwargs.items()}
-    outer = node.op in ("mm", "bmm") and args[0].shape[-1] == 1  # it sums nothing: positions by frequencies stay exact
-    narrow = node.op in NARROW and not outer
-    if options.precision == "bf16" and (narrow or node.op in WIDE):
-        dtype = jnp.bfloat16 if narrow else jnp.float32
-        args, kwargs = in_dtype(args, dtype), {name: in_dtype(each, dtype) for name, each in kwargs.items()}
-
-    def made() -> Any:
-        if node.op in ATTENTION:
-            return ATTENTION[node.op](key, options, *args, **kwargs)
-        return RANDOM[node.op](key, *args, **kwargs) if node.op in RANDOM else OPS[node.op](*args, **kwargs)
-
-    with jax.named_scope(node.module or node.op):
-        try:
-            return _at(node.where)(made) if node.where else made()
-        except InputError as error:
-            raise InputError(f"{described(node)}: {error}") from error
-        except (TypeError, ValueError, IndexError) as error:
-            raise InputError(f"{described(node)} cannot be computed here: {first_line(error)}") from error
 
 
 def _call(make: Callable[[], Any]) -> Any:

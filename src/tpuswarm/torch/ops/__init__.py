@@ -3,7 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
-from tpuswarm.torch.ops import layers, pointwise, products, randoms, recurrent, reductions, sampling, shapes
+from tpuswarm.torch.ops import (
+    backward,
+    layers,
+    linear_algebra,
+    pointwise,
+    products,
+    randoms,
+    recurrent,
+    reductions,
+    sampling,
+    scattering,
+    shapes,
+)
 
 OPS: dict[str, Callable[..., Any]] = {
     **pointwise.OPS,
@@ -12,16 +24,19 @@ OPS: dict[str, Callable[..., Any]] = {
     **products.OPS,
     **layers.OPS,
     **sampling.OPS,
+    **scattering.OPS,
+    **linear_algebra.OPS,
+    **backward.OPS,
 }
 """By the operator's name without its overload."""
 
-RANDOM: dict[str, Callable[..., Any]] = {**randoms.OPS, **recurrent.OPS}
-"""The same for those that draw numbers: their first argument is a key."""
+RANDOM: dict[str, Callable[..., Any]] = randoms.OPS
+"""The same for those that draw numbers: their first argument is a key, None in evaluation."""
 
-ATTENTION = {"scaled_dot_product_attention": products.attention}
-"""The same for what has several forms: after the key come the options, by which `compile_step` has chosen one."""
+WHOLE: dict[str, Callable[..., Any]] = {**products.WHOLE, **recurrent.WHOLE}
+"""What JAX differentiates as a whole: after the key come the options."""
 
-NARROW = {*products.OPS, *recurrent.OPS} - {"embedding"}
+NARROW = {*products.OPS} - {"embedding"}
 """Computed in bfloat16 where the precision is bf16, whatever the operands are, as torch.autocast does; but for outer
 products."""
 WIDE = {

@@ -8,30 +8,33 @@ import jax.numpy as jnp
 from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Dtype
 
-NARROWED = {"float64": "float32", "int64": "int32", "bool": "bool_"}
+NARROWED = {"float64": "float32", "int64": "int32", "bool": "bool_", "complex128": "complex64"}
 """What JAX has for torch's dtypes of other names or of more bits than it uses."""
 
 
 def jax_dtype(dtype: Dtype | None, default: Any = None) -> Any:
-    """The dtype of JAX's for one of torch's; `default` for None. Raises InputError."""
+    """The dtype of JAX's for one of torch's; `default` for None."""
     if dtype is None:
         return default
     name = NARROWED.get(dtype.name, dtype.name)
-    if name.startswith("complex"):
-        raise InputError("complex numbers are not supported: split them into real and imaginary parts")
-    return jnp.dtype(getattr(jnp, name))
+    try:
+        return jnp.dtype(getattr(jnp, name))
+    except (AttributeError, TypeError):
+        raise InputError(f"JAX has no numbers of {dtype.name}") from None
 
 
 def _kind(value: Any) -> int:
-    """Bool, integer or float, which torch's rule looks at first."""
+    """Bool, integer, float or complex, which torch's rule looks at first."""
     dtype = jnp.result_type(value)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return 3
     return 2 if jnp.issubdtype(dtype, jnp.inexact) else 0 if dtype == jnp.bool_ else 1
 
 
 def result_dtype(*values: Any) -> Any:
     """What torch computes in: arrays with axes decide, then those without, then Python's numbers.
 
-    Each decides only if it is of a higher kind (bool, integer, float) than those before.
+    Each decides only if it is of a higher kind (bool, integer, float, complex) than those before.
     """
     arrays = [each for each in values if isinstance(each, jax.Array)]
     groups = [
@@ -45,7 +48,7 @@ def result_dtype(*values: Any) -> Any:
             if isinstance(top[0], jax.Array):
                 return jnp.result_type(*(each.dtype for each in top))
             break
-    return (jnp.bool_, jnp.int32, jnp.float32)[highest]
+    return (jnp.bool_, jnp.int32, jnp.float32, jnp.complex64)[highest]
 
 
 def alike(*values: Any) -> list[jax.Array]:

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpuswarm.errors import InputError
+from tpuswarm.torch.ops.pointwise import truncated
+
+NOTHING = np.zeros(0, np.float32)
+"""What torch saves of a batch whose statistics it does not take."""
 
 
 def _normalized(x: Any, over: tuple[int, ...], eps: float) -> tuple[Any, Any, Any]:
@@ -40,18 +43,19 @@ def rms_norm(x: Any, shape: Sequence[int], w: Any = None, eps: float | None = No
 
 def group_norm(x: Any, w: Any, b: Any, n: int, channels: int, rest: int, groups: int, eps: float) -> Any:
     """Over the channels of a group and all places."""
-    y, mean, rstd = _normalized(x.reshape(x.shape[0], groups, -1), (2,), eps)
+    y, mean, rstd = _normalized(x.reshape(n, groups, channels // groups * rest), (2,), eps)
     y = _affine(y.reshape(x.shape), w, b, (1, x.shape[1]) + (1,) * (x.ndim - 2))
     return y, mean[..., 0], rstd[..., 0]
 
 
-def _channels(x: Any) -> tuple[int, ...]:
+def channels(x: Any) -> tuple[int, ...]:
+    """The shape of what there is once for each channel."""
     return (1, -1) + (1,) * (x.ndim - 2)
 
 
 def batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, eps: float) -> Any:
     """With given statistics."""
-    shape = _channels(x)
+    shape = channels(x)
     wide = (x.astype(jnp.float32) - mean.reshape(shape)) * lax.rsqrt(var.reshape(shape) + eps)
     return _affine(wide.astype(x.dtype), w, b, shape)
 
@@ -59,7 +63,7 @@ def batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, eps: float) -> Any:
 def batch_norm_train(x: Any, w: Any, b: Any, mean: Any, var: Any, train: bool, momentum: float, eps: float) -> Any:
     """With the batch's own statistics, of all devices; y, mean, 1 / deviation, and the running ones afterwards."""
     if not train:
-        return batch_norm(x, w, b, mean, var, eps), None, None, mean, var
+        return batch_norm(x, w, b, mean, var, eps), NOTHING, NOTHING, mean, var
     over = (0, *range(2, x.ndim))
     wide = x.astype(jnp.float32)
     now, spread, count = wide.mean(over), wide.var(over), x.size // x.shape[1]
@@ -68,6 +72,13 @@ def batch_norm_train(x: Any, w: Any, b: Any, mean: Any, var: Any, train: bool, m
         mean = mean * (1 - momentum) + momentum * lax.stop_gradient(now)
         var = var * (1 - momentum) + momentum * lax.stop_gradient(spread) * count / max(1, count - 1)
     return y, now, lax.rsqrt(spread + eps), mean, var
+
+
+def batch_norm_legit(x: Any, w: Any, b: Any, *rest: Any) -> Any:
+    """The same without running statistics, or with some that do not change here."""
+    *statistics, train, momentum, eps = rest
+    mean, var = statistics or (None, None)
+    return batch_norm_train(x, w, b, mean, var, train, momentum, eps)[:3]
 
 
 def _sizes(given: Any, axes: int) -> list[int]:
@@ -95,6 +106,33 @@ def _lead(x: Any, axes: int, each: Any) -> tuple[Any, ...]:
     return (each,) * (x.ndim - axes)
 
 
+def places(
+    x: Any, size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], pads: Sequence[tuple[int, int]],
+    shape: Sequence[int],
+) -> Any:  # fmt: skip
+    """Where the largest of each window is, the first of equal ones: its number in the axes of the picture."""
+    axes = len(size)
+    sizes, counts = x.shape[-axes:], shape[-axes:]
+    lowest = jnp.asarray(-jnp.inf if jnp.issubdtype(x.dtype, jnp.inexact) else np.iinfo(x.dtype).min, x.dtype)
+    padded = lax.pad(x, lowest, [(0, 0, 0)] * (x.ndim - axes) + [(max(low, 0), max(high, 0), 0) for low, high in pads])
+    best: Any = None
+    found: Any = None
+    for offset in np.ndindex(*size):
+        first = [o * d for o, d in zip(offset, dilation, strict=True)]
+        ends = [f + (c - 1) * s + 1 for f, c, s in zip(first, counts, stride, strict=True)]
+        lead = x.ndim - axes
+        value = lax.slice(
+            padded, [0] * lead + first, [*x.shape[:lead], *ends], [1] * lead + [int(each) for each in stride]
+        )
+        at = [f + np.arange(c) * s - p[0] for f, c, s, p in zip(first, counts, stride, pads, strict=True)]
+        number = jnp.asarray(np.ravel_multi_index(np.meshgrid(*at, indexing="ij"), sizes, mode="clip"), jnp.int32)
+        number = jnp.broadcast_to(number, value.shape)
+        better = True if best is None else value > best
+        best = value if best is None else jnp.where(better, value, best)
+        found = number if found is None else jnp.where(better, number, found)
+    return found
+
+
 def _max_pool(axes: int) -> Callable[..., Any]:
     def apply(x: Any, size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil: bool = False) -> Any:
         k, s, d, pads = _windows(x, size, stride, padding, dilation, ceil, axes)
@@ -103,7 +141,7 @@ def _max_pool(axes: int) -> Callable[..., Any]:
         y = lax.reduce_window(
             x, np.asarray(lowest, x.dtype), lax.max, (*one, *k), (*one, *s), (*none, *pads), window_dilation=(*one, *d)
         )
-        return y, None  # where they were is asked for by MaxUnpool alone
+        return y, places(x, k, s, d, pads, y.shape)
 
     return apply
 
@@ -120,16 +158,17 @@ def _avg_pool(axes: int) -> Callable[..., Any]:
             zero = np.zeros((), array.dtype)
             return lax.reduce_window(array, zero, lax.add, (*one, *k), (*one, *s), (*none, *around))
 
+        divide = jnp.divide if jnp.issubdtype(x.dtype, jnp.inexact) else truncated
         total = summed(x, pads)
         if divisor_override is not None:
-            return total / divisor_override
+            return divide(total, divisor_override)
         p = _sizes(padding, axes)
         counted = jnp.ones(x.shape[-axes:], x.dtype)
         if count_include_pad:  # the padding that was asked for counts, what `ceil` adds does not
             counted = jnp.pad(counted, [(each, each) for each in p], constant_values=1)
             pads = [(low - each, high - each) for (low, high), each in zip(pads, p, strict=True)]
         ones = counted.reshape((*one, *counted.shape))
-        return total / summed(ones, pads)
+        return divide(total, summed(ones, pads))
 
     return apply
 
@@ -139,13 +178,66 @@ def adaptive_pool(x: Any, size: Sequence[int]) -> Any:
     for parts, at in zip(size, range(x.ndim - len(size), x.ndim), strict=True):
         n = x.shape[at]
         parts = n if parts is None else parts
-        if n % parts == 0:
+        if not parts:
+            x = lax.slice_in_dim(x, 0, 0, axis=at)
+        elif n % parts == 0:
             x = x.reshape(*x.shape[:at], parts, n // parts, *x.shape[at + 1 :]).mean(at + 1)
         else:
             bounds = [(each * n // parts, -(-(each + 1) * n // parts)) for each in range(parts)]
             means = [lax.slice_in_dim(x, low, high, axis=at).mean(at) for low, high in bounds]
             x = jnp.stack(means, at)
     return x
+
+
+def adaptive_max_pool(x: Any, size: Sequence[int]) -> Any:
+    """The largest of as many parts of each axis, and where each is, the first of equal ones."""
+    axes, numbers = len(size), np.zeros([1] * 2 * len(size), int)
+    for axis, (n, parts) in enumerate(zip(x.shape[-axes:], size, strict=True)):
+        bounds = [(each * n // parts, -(-(each + 1) * n // parts)) for each in range(parts)]
+        longest = max(high - low for low, high in bounds)
+        inside = np.array([[min(low + step, high - 1) for step in range(longest)] for low, high in bounds])
+        shape = [1] * 2 * axes
+        shape[axis], shape[axes + axis] = inside.shape
+        numbers = numbers * n + inside.reshape(shape)
+    numbers = numbers.reshape(*size, math.prod(numbers.shape[axes:]))
+    found = x.reshape(*x.shape[:-axes], math.prod(x.shape[-axes:]))[..., numbers]
+    best = jnp.argmax(found, -1, keepdims=True)
+    at = jnp.take_along_axis(jnp.broadcast_to(jnp.asarray(numbers), found.shape), best, -1)
+    return jnp.take_along_axis(found, best, -1)[..., 0], at[..., 0]
+
+
+def antialiased(cubic: bool) -> Callable[..., Any]:
+    """Resizing in which every pixel of the result is a mean over all that it covers."""
+
+    def weight(x: Any) -> Any:
+        x = np.abs(x)
+        if not cubic:
+            return np.maximum(1 - x, 0)
+        a = -0.5
+        near = ((a + 2) * x - (a + 3)) * x * x + 1
+        return np.where(x < 1, near, np.where(x < 2, (((x - 5) * x + 8) * x - 4) * a, 0))
+
+    def apply(x: Any, size: Any, align_corners: bool, *given: Any) -> Any:
+        scales = _scales(given)
+        for offset, new in enumerate(_target(x, size, scales, 2)):
+            at = x.ndim - 2 + offset
+            old = x.shape[at]
+            if align_corners:
+                ratio = (old - 1) / (new - 1) if new > 1 else 0.0
+            else:
+                scale = scales[offset] if scales else None
+                ratio = 1 / scale if scale else old / new
+            reach = (2 if cubic else 1) * max(ratio, 1)
+            table = np.zeros((new, old))
+            for row in range(new):
+                middle = ratio * (row + 0.5)
+                low, high = max(int(middle - reach + 0.5), 0), min(int(middle + reach + 0.5), old)
+                table[row, low:high] = weight((np.arange(low, high) - middle + 0.5) / max(ratio, 1))
+            table /= table.sum(1, keepdims=True)
+            x = jnp.moveaxis(jnp.tensordot(x, jnp.asarray(table, x.dtype), (at, 1)), -1, at)
+        return x
+
+    return apply
 
 
 def _scales(given: Sequence[Any]) -> list[float | None] | None:
@@ -169,7 +261,8 @@ def _nearest(axes: int) -> Callable[..., Any]:
             old = x.shape[at]
             scale = scales[offset] if scales else None
             ratio = 1 / scale if scale else old / new
-            places = np.minimum(np.floor(np.arange(new) * np.float32(ratio)).astype(int), old - 1)
+            places = np.floor(np.arange(new, dtype=np.float32) * np.float32(ratio))  # torch's rounding, in 32 bits
+            places = np.minimum(places.astype(int), old - 1)
             x = jnp.take(x, places, axis=at)
         return x
 
@@ -223,26 +316,22 @@ def _bicubic(x: Any, size: Any, align_corners: bool, *given: Any) -> Any:
     return x
 
 
-def _no_places(*_: Any, **__: Any) -> Any:
-    raise InputError("places of a max pool are not kept: use an unpooling that does not need them, such as Upsample")
-
-
 OPS: dict[str, Callable[..., Any]] = {
     "native_layer_norm": layer_norm, "_fused_rms_norm": lambda x, shape, w, eps: (rms_norm(x, shape, w, eps), None),
     "rms_norm": rms_norm, "native_group_norm": group_norm,
     "_native_batch_norm_legit_no_training": lambda x, w, b, mean, var, momentum, eps: (
-        batch_norm(x, w, b, mean, var, eps), None, None
+        batch_norm(x, w, b, mean, var, eps), NOTHING, NOTHING
     ),
     "_native_batch_norm_legit_functional": batch_norm_train,
-    "_native_batch_norm_legit": lambda x, w, b, *rest: (  # without running statistics, as InstanceNorm has it
-        batch_norm_train(x, w, b, None, None, True, rest[-2], rest[-1])[:3]
-    ),
+    "_native_batch_norm_legit": batch_norm_legit,
     "max_pool1d_with_indices": _max_pool(1), "max_pool2d_with_indices": _max_pool(2),
-    "max_pool3d_with_indices": _max_pool(3), "max_unpool2d": _no_places, "avg_pool1d": _avg_pool(1),
+    "max_pool3d_with_indices": _max_pool(3), "avg_pool1d": _avg_pool(1),
     "avg_pool2d": _avg_pool(2), "avg_pool3d": _avg_pool(3), "_adaptive_avg_pool2d": adaptive_pool,
     "_adaptive_avg_pool3d": adaptive_pool, "adaptive_avg_pool1d": adaptive_pool,
     "upsample_nearest1d": _nearest(1), "upsample_nearest2d": _nearest(2), "upsample_nearest3d": _nearest(3),
     "upsample_linear1d": _linear(1), "upsample_bilinear2d": _linear(2), "upsample_trilinear3d": _linear(3),
-    "upsample_bicubic2d": _bicubic,
+    "upsample_bicubic2d": _bicubic, "_upsample_bilinear2d_aa": antialiased(False),
+    "_upsample_bicubic2d_aa": antialiased(True), "adaptive_max_pool2d": adaptive_max_pool,
+    "adaptive_max_pool3d": adaptive_max_pool,
 }  # fmt: skip
 """By name."""

@@ -5,19 +5,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from tpuswarm.torch.ops.randoms import dropout as dropped
+from tpuswarm.train.recipe import Options
 
-Cell = Callable[[Any, Any, Any, Any], Any]
-"""(state, projected input, hidden weights, hidden bias) → state."""
+Cell = Callable[..., Any]
+"""(state, projected input, hidden weights, hidden bias, of an LSTM the projection of its output) → state."""
 
 
-def _lstm(state: Any, x: Any, w: Any, b: Any) -> Any:
+def _lstm(state: Any, x: Any, w: Any, b: Any, down: Any = None) -> Any:
     h, c = state
     i, f, g, o = jnp.split(x + h @ w.T + b, 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+    h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return h if down is None else h @ down.T, c
 
 
 def _gru(state: Any, x: Any, w: Any, b: Any) -> Any:
@@ -32,14 +35,17 @@ def _plain(activation: Callable[[Any], Any]) -> Cell:
     return lambda state, x, w, b: (activation(x + state[0] @ w.T + b),)
 
 
-def _layer(cell: Cell, x: Any, state: tuple[Any, ...], weights: Sequence[Any], reverse: bool) -> tuple[Any, Any]:
+def _layer(
+    cell: Cell, x: Any, state: tuple[Any, ...], weights: Sequence[Any], has_biases: bool, reverse: bool
+) -> tuple[Any, Any]:
     """x [T, B, C]; the outputs of all times and the last state."""
-    w_in, w_hidden, *biases = weights
-    projected = x @ w_in.T + (biases[0] if biases else 0)
-    bias = biases[1] if biases else jnp.zeros((), x.dtype)
+    w_in, w_hidden, *biases = weights[: 4 if has_biases else 2]
+    down = weights[4 if has_biases else 2 :]
+    projected = x @ w_in.T.astype(x.dtype) + (biases[0].astype(x.dtype) if biases else 0)
+    bias = biases[1] if biases else jnp.zeros(())
 
-    def step(state: Any, x: Any) -> tuple[Any, Any]:
-        state = cell(state, x, w_hidden, bias)
+    def step(state: Any, x: Any) -> tuple[Any, Any]:  # in 16 bits within the loop: their gradients are summed in 32
+        state = cell(state, x, *(each.astype(x.dtype) for each in (w_hidden, bias, *down)))
         return state, state[0]
 
     last, out = lax.scan(step, state, projected, reverse=reverse)
@@ -48,20 +54,20 @@ def _layer(cell: Cell, x: Any, state: tuple[Any, ...], weights: Sequence[Any], r
 
 def _recurrent(cell: Cell, states: int) -> Callable[..., Any]:
     def apply(
-        key: jax.Array | None, x: Any, begin: Any, params: Sequence[Any], has_biases: bool, layers: int,
-        dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+        key: jax.Array | None, options: Options, x: Any, given: Sequence[Any], params: Sequence[Any], has_biases: bool,
+        layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool,
     ) -> Any:  # fmt: skip
+        x = x.astype(jnp.bfloat16) if options.precision == "bf16" else x
         x = jnp.swapaxes(x, 0, 1) if batch_first else x
-        given = list(begin) if states > 1 else [begin]
-        each, ways = 4 if has_biases else 2, 2 if bidirectional else 1
+        ways = 2 if bidirectional else 1
+        each = len(params) // (layers * ways)
         ends: list[tuple[Any, ...]] = []
         for layer in range(layers):
             outs = []
             for way in range(ways):
                 at = layer * ways + way
                 state = tuple(one[at].astype(x.dtype) for one in given)
-                weights = [one.astype(x.dtype) for one in params[at * each : (at + 1) * each]]
-                out, last = _layer(cell, x, state, weights, reverse=way == 1)
+                out, last = _layer(cell, x, state, params[at * each : (at + 1) * each], has_biases, way == 1)
                 outs.append(out)
                 ends.append(last)
             x = jnp.concatenate(outs, axis=-1) if ways > 1 else outs[0]
@@ -73,8 +79,22 @@ def _recurrent(cell: Cell, states: int) -> Callable[..., Any]:
     return apply
 
 
-OPS: dict[str, Callable[..., Any]] = {
-    "lstm": _recurrent(_lstm, 2), "gru": _recurrent(_gru, 1), "rnn_tanh": _recurrent(_plain(jnp.tanh), 1),
-    "rnn_relu": _recurrent(_plain(jax.nn.relu), 1),
+def ctc(
+    key: jax.Array | None, options: Options, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any,
+    blank: int,
+) -> Any:  # fmt: skip
+    """The CTC loss of each sequence: log_probs [T, B, C], targets [B, S]; infinite where it is impossible."""
+    times, count = log_probs.shape[0], targets.shape[1]
+    logits = jnp.swapaxes(log_probs, 0, 1)
+    late = jnp.arange(times)[None] >= input_lengths[:, None]
+    absent = jnp.arange(count)[None] >= target_lengths[:, None]
+    loss = optax.ctc_loss(logits, late.astype(jnp.float32), targets, absent.astype(jnp.float32), blank_id=blank)
+    return jnp.where(loss > 5e4, jnp.inf, loss)
+
+
+WHOLE: dict[str, Callable[..., Any]] = {
+    "tpuswarm.ctc": ctc,
+    "tpuswarm.lstm": _recurrent(_lstm, 2), "tpuswarm.gru": _recurrent(_gru, 1),
+    "tpuswarm.rnn_tanh": _recurrent(_plain(jnp.tanh), 1), "tpuswarm.rnn_relu": _recurrent(_plain(jax.nn.relu), 1),
 }  # fmt: skip
-"""By name; each has a key first, None in evaluation."""
+"""By name; each has a key first, None in evaluation, and the options."""

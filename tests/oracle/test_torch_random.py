@@ -1,0 +1,179 @@
+"""Random modules, made of layers and of what stops, replaces or repeats gradients, train as in torch."""
+
+import copy
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+from tests.oracle.test_torch_exact import StraightThrough, same_as_torch
+from tests.oracle.zoo import functional, nn, torch
+from tests.train.toy import clock
+
+from tpuswarm.torch import recipe
+from tpuswarm.train.program.mesh import make_mesh
+from tpuswarm.train.recipe import Options
+
+WIDTH, STEPS = 8, 5
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        places = x.view(-1, 2, 4)
+        return self.inner(places, places, places, need_weights=False)[0].reshape(x.shape)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = kind(4, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x.view(-1, 2, 4))[0].reshape(x.shape)
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, x):
+        return functional.max_pool1d(self.inner(x[:, None]), 2).reshape(x.shape)
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(4, WIDTH, padding_idx=3)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        return x + self.rows((x[:, :2] > 0).sum(1)) * self.scale
+
+
+class Calls(nn.Module):
+    """A linear layer, and a function of it and of the input."""
+
+    def __init__(self, function, frozen=False):
+        super().__init__()
+        self.inner, self.function = nn.Linear(WIDTH, WIDTH), function
+        self.inner.weight.requires_grad_(not frozen)
+
+    def forward(self, x):
+        return self.function(self.inner, x)
+
+
+def without_gradient(inner, x):
+    with torch.no_grad():
+        gate = torch.sigmoid(inner(x))
+    return x * gate
+
+
+def in_place(inner, x):
+    x = inner(x)
+    x[:, :4] += 1
+    x[:, 2:6].mul_(2)
+    return x
+
+
+PARTS = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "layer norm": lambda: nn.LayerNorm(WIDTH),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "group norm": lambda: nn.GroupNorm(2, WIDTH),
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "attention": Attention,
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "convolution": Convolution,
+    "embedding": Table,
+    "frozen": lambda: Calls(lambda inner, x: torch.tanh(inner(x)), frozen=True),
+    "detach": lambda: Calls(lambda inner, x: x * inner(x).detach() + inner(x)),
+    "no_grad": lambda: Calls(without_gradient),
+    "straight through": lambda: Calls(lambda inner, x: StraightThrough.apply(inner(x))),
+    "checkpoint": lambda: Calls(
+        lambda inner, x: torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(inner(x)), x, use_reentrant=False)
+    ),
+    "number of rows": lambda: Calls(lambda inner, x: inner(x) * (1 / len(x)) + x.sum(0) / x.shape[0]),
+    "views": lambda: Calls(lambda inner, x: torch.cat(inner(x).chunk(2, 1)[::-1], 1).view(len(x), 2, 4).flatten(1)),
+    "in place": lambda: Calls(in_place),
+    "residual": lambda: Calls(lambda inner, x: x + functional.silu(inner(x))),
+    "softmax": lambda: Calls(lambda inner, x: inner(x).softmax(-1) * 3),
+    "normalized": lambda: Calls(lambda inner, x: functional.normalize(inner(x), dim=-1)),
+    "clamped": lambda: Calls(lambda inner, x: inner(x).clamp(-1, 1)),
+    "sorted": lambda: Calls(lambda inner, x: inner(x).sort(-1)[0]),
+}
+LOSSES = {
+    "squared": lambda o, batch: ((o.mean(1, keepdim=True) - batch["y"]) ** 2).mean(),
+    "classes": lambda o, batch: functional.cross_entropy(o, batch["t"], label_smoothing=0.1),
+    "logits": lambda o, batch: functional.binary_cross_entropy_with_logits(o, (batch["y"] > 0).float().expand_as(o)),
+    "by the rows": lambda o, batch: (o**2).sum() / len(o),
+}
+OPTIMIZERS = {
+    "sgd": (lambda: optax.sgd(0.05, momentum=0.9), lambda params: torch.optim.SGD(params, 0.05, momentum=0.9)),
+    "adam": (lambda: optax.adam(1e-2, eps=1e-5), lambda params: torch.optim.Adam(params, 1e-2, eps=1e-5)),
+    "adamw": (
+        lambda: optax.adamw(1e-2, eps=1e-5, weight_decay=0.1),
+        lambda params: torch.optim.AdamW(params, 1e-2, eps=1e-5, weight_decay=0.1),
+    ),
+}
+
+
+def batch_of(rows):
+    random = np.random.default_rng(rows)
+    x, y = (random.normal(size=(rows, width)).astype(np.float32) for width in (WIDTH, 1))
+    return {"input": x, "y": y, "t": random.integers(0, WIDTH, rows).astype(np.int32)}
+
+
+def built(names, seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(PARTS[name]() for name in names), nn.Linear(WIDTH, WIDTH))
+
+
+EXAMPLES = st.tuples(
+    st.lists(st.sampled_from(list(PARTS)), min_size=1, max_size=5), st.sampled_from(list(LOSSES)), st.integers(0, 99)
+)
+
+
+@settings(max_examples=12, derandomize=True)
+@given(EXAMPLES, st.sampled_from([2, 3, 4, 7, 64]))
+def test_gradients_of_random_modules(example, rows):
+    names, loss, seed = example
+    same_as_torch(built(names, seed), LOSSES[loss], (rows,), batch_of)
+
+
+@settings(max_examples=8, derandomize=True)
+@given(EXAMPLES, st.sampled_from(list(OPTIMIZERS)), st.sampled_from([1, 4]), st.sampled_from([1, 2]))
+def test_five_steps_of_random_modules(example, optimizer, devices, accumulate):
+    names, loss, seed = example
+    if accumulate > 1:  # a BatchNorm sees parts of the batch then, in torch too; a number of rows is that of a part
+        names = [name for name in names if name not in ("batch norm", "number of rows")]
+        loss = "squared" if loss == "by the rows" else loss
+    module, batch = built(names, seed), batch_of(8)
+    ours, theirs = OPTIMIZERS[optimizer]
+    program = recipe(module, LOSSES[loss], batch, ours(), check=False).program(Options(accumulate=accumulate))
+    mesh = make_mesh(jax.devices()[:devices])
+    state = jax.device_put(program.init(jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
+    given_batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    step = jax.jit(program.step)
+    other = copy.deepcopy(module).train()
+    updates = theirs([each for each in other.parameters() if each.requires_grad])
+    tensors = {name: torch.from_numpy(each) for name, each in batch.items()}
+    tensors["t"] = tensors["t"].long()
+    for index in range(STEPS):
+        state, metrics = step(state, given_batch, clock(index, index / STEPS))
+        updates.zero_grad()
+        found = LOSSES[loss](other(tensors["input"]), tensors)
+        found.backward()
+        updates.step()
+        assert float(metrics["loss"]) == pytest.approx(float(found.detach()), rel=1e-3, abs=1e-5)
+    for name, each in other.named_parameters():
+        np.testing.assert_allclose(state.params[name], each.detach().numpy(), rtol=2e-3, atol=2e-4, err_msg=name)

@@ -12,7 +12,7 @@ from tests.oracle.zoo import nn, torch
 
 from tpuswarm import InputError
 from tpuswarm.torch.check import QUICK
-from tpuswarm.torch.export import _array, _graph, _traced
+from tpuswarm.torch.export import _array, _graph, _traced_once
 from tpuswarm.torch.run import described, draws, run, unknown
 
 tree_flatten, tree_unflatten = torch.utils._pytree.tree_flatten, torch.utils._pytree.tree_unflatten
@@ -147,7 +147,7 @@ def in_jax(parts):
         "buffers": {name: _array(name, each) for name, each in module.named_buffers()},
         "constants": {},
     }
-    graph = _graph(torch, _traced(module, loss, list(module.given), module.given, True, False), True, groups)
+    graph = _graph(torch, _traced_once(module, loss, list(module.given), module.given, True, shown=False), True, groups)
     if missing := unknown(graph):
         raise InputError(f"{described(missing[0])} has no form in JAX")
     batch = {name: jnp.asarray(_array(name, each)) for name, each in module.given.items()}
@@ -273,7 +273,9 @@ def outputs_of(functions, x):
     given = {"a": torch.zeros(3), "x": x}
     buffers = {name: _array(name, each) for name, each in module.named_buffers()}
     groups = {"params": {}, "buffers": buffers, "constants": {}}
-    graph = _graph(torch, _traced(module, lambda found, batch: found, list(given), given, True, False), True, groups)
+    graph = _graph(
+        torch, _traced_once(module, lambda found, batch: found, list(given), given, True, shown=False), True, groups
+    )
     if missing := unknown(graph):
         raise InputError(f"{described(missing[0])} has no form in JAX")
     arrays = {group: {name: jnp.asarray(each) for name, each in of.items()} for group, of in groups.items()}

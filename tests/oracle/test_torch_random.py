@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.oracle.test_torch_exact import StraightThrough, same_as_torch
+from tests.oracle.beside_torch import StraightThrough, same_as_torch
 from tests.oracle.zoo import functional, nn, torch
 from tests.train.toy import clock
 

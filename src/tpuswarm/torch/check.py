@@ -82,10 +82,7 @@ def _in_torch(module: Any, loss: Callable[..., Any], inputs: list[str], batch: M
     """What torch's own autograd gives, with a copy of the module; its random numbers stay as they are."""
     import torch
 
-    try:
-        module = copy.deepcopy(module).train()
-    except Exception as error:  # whatever a module holds
-        raise Skipped(f"it cannot be copied ({type(error).__name__}: {error})") from error
+    module = copy.deepcopy(module).train()
     if narrow := next((name for name, each in module.named_parameters() if each.dtype != torch.float32), None):
         raise Skipped(f"{narrow} is not in float32, in which it trains here")
     for each in module.modules():  # their dropout is in C++, where _without_dropout sees no call

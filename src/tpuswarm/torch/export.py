@@ -6,13 +6,13 @@ import operator
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, first_line
 from tpuswarm.torch.graph import Dtype, Exported, Graph, Group, Node, Ref, referred, shape_alone
 from tpuswarm.torch.masks import plain_masks
 from tpuswarm.torch.rows import SIZES, merged
@@ -53,21 +53,14 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
     if complex_:
         raise InputError(f"{complex_[0]} is complex: split it into real and imaginary parts")
     inputs = inputs_of(module, row)
-    batch = {rows: {name: example(name, each[:1], rows) for name, each in row.items()} for rows in SIZES}
+    batches = [{name: example(name, each[:1], rows) for name, each in row.items()} for rows in SIZES]
     groups: dict[Group, dict[str, np.ndarray]] = {
         "params": {name: _array(name, each) for name, each in module.named_parameters()},
         "buffers": {name: _array(name, each) for name, each in module.named_buffers()},
         "constants": {},
     }
     graphs = [
-        merged(
-            [
-                _graph(
-                    torch, _traced(module, loss, inputs, batch[rows], train, rows == SIZES[0] and train), train, groups
-                )
-                for rows in SIZES
-            ]
-        )
+        merged([_graph(torch, traced, train, groups) for traced in _traced(module, loss, inputs, batches, train)])
         for train in (True, False)
     ]
     if missing := [each for graph in graphs for each in unknown(graph)]:
@@ -80,7 +73,7 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
         raise InputError(f"parameter {next(iter(floats))} is {floats[next(iter(floats))].dtype}: not a float")
     if drawn := next((each for each in graphs[1].nodes if draws(each)), None):
         raise InputError(f"{described(drawn)} draws random numbers in evaluation too: draw them in training alone")
-    integers = tuple(name for name, each in batch[SIZES[0]].items() if not each.is_floating_point())
+    integers = tuple(name for name, each in batches[0].items() if not each.is_floating_point())
     trained = {name for name, each in module.named_parameters() if each.requires_grad}
     if lost := sorted(trained - graphs[0].gradients.keys()):
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -139,11 +132,18 @@ def example(name: str, array: np.ndarray, rows: int) -> Any:
 
 
 def _traced(
-    module: Any, loss: Callable[..., Any], inputs: list[str], batch: Mapping[str, Any], train: bool, first: bool
+    module: Any, loss: Callable[..., Any], inputs: list[str], batches: Sequence[Mapping[str, Any]], train: bool
+) -> Iterator[Traced]:  # fmt: skip
+    """As `trace`, for each batch; what the module prints and warns of is shown for the first in training."""
+    for number, batch in enumerate(batches):
+        yield _traced_once(module, loss, inputs, batch, train, shown=train and number == 0)
+
+
+def _traced_once(
+    module: Any, loss: Callable[..., Any], inputs: list[str], batch: Mapping[str, Any], train: bool, shown: bool
 ) -> Traced:  # fmt: skip
-    """As `trace`; what the module prints and warns of is shown the first time."""
     try:
-        with _quietly(first):
+        with _quietly(shown):
             return trace(module, loss, inputs, batch, train)
     except InputError:
         raise
@@ -152,18 +152,17 @@ def _traced(
 
 
 @contextmanager
-def _quietly(first: bool) -> Iterator[None]:
+def _quietly(shown: bool) -> Iterator[None]:
     """Without what torch says of itself, and without the graphs that it prints where it fails: `_why` says the line."""
     disabled, held = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
-        shown = nullcontext() if first else redirect_stdout(held)
-        with warnings.catch_warnings(), redirect_stderr(held), shown:
+        with warnings.catch_warnings(), redirect_stderr(held), nullcontext() if shown else redirect_stdout(held):
             warnings.filterwarnings("error", ".*autograd kernel was not registered")  # its gradients would be lost
             yield
     finally:
         logging.disable(disabled)
-    if first:
+    if shown:
         sys.stderr.write(held.getvalue())  # what the module itself warns of, where it can be traced
 
 
@@ -181,7 +180,7 @@ def _why(error: Exception) -> str:
     elif kind.startswith("DataDependent") or "data-dependent" in text or "unbacked" in text:
         what = "what it does depends on values of the data, and a compiled program has one flow: use torch.where"
     else:
-        what = f"torch cannot trace it: {text.strip().splitlines()[0][:300] if text.strip() else kind}"
+        what = f"torch cannot trace it: {first_line(error)[:300]}"
     return f"{line + ': ' if line else ''}{what}"
 
 
@@ -206,7 +205,7 @@ def _graph(torch: Any, traced: Traced, train: bool, groups: dict[Group, dict[str
     rows = {node.name: name for node, name in zip(given[len(own) :], traced.batch, strict=True)}
     plain_masks(torch, module)
     same: dict[str, Ref] = {}
-    nodes, forward = [], 0
+    nodes = []
     for each in module.graph.nodes:
         if each.op == "get_attr":
             name = f"{prefix}{each.target}"
@@ -216,7 +215,7 @@ def _graph(torch: Any, traced: Traced, train: bool, groups: dict[Group, dict[str
                 groups["constants"].setdefault(name, constant), constant, equal_nan=constant.dtype.kind == "f"
             ):
                 raise InputError(
-                    f"{places[each].line}: a tensor is made there from the number of rows: use torch.arange, full"
+                    f"{places[each].line}: a constant depends on the number of rows: make it with torch.arange or full"
                 )
         if each.op != "call_function":
             continue
@@ -246,8 +245,7 @@ def _graph(torch: Any, traced: Traced, train: bool, groups: dict[Group, dict[str
 def _constant(value: Any, name: str) -> np.ndarray:
     if value.requires_grad:
         raise InputError(
-            "the loss has a parameter, or the module one that it does not name: make it a part of the module, where it "
-            "is trained"
+            "the loss uses a parameter that is not the module's: make it part of the module, so that it is trained"
         )
     return _array(name, value)
 

@@ -121,9 +121,7 @@ class ModuleRecipe(Supervised):
             init, self.loss(Options()), optimizer, data, schedule, defaults, cast, micro_batches, extra, None
         )
         self.frozen = exported.frozen
-        if any(
-            node.op == "tpuswarm.attention" for node in exported.train.nodes
-        ):  # a TPU v2 or v3 recomputes layers that it may
+        if any(node.op == "tpuswarm.attention" for node in exported.train.nodes):  # on a TPU v2 or v3 always
             self.forms = ("remat", *self.forms)
         self.name = exported.name.lower()
 

@@ -12,6 +12,7 @@ from tpuswarm.torch.graph import Dtype, Graph, Node, Ref, Rows
 
 SIZES = (6, 10, 16)
 """The rows that are traced: two of them give a number's rule, the third proves it. Even, so that halves are sizes."""
+OTHER = "the operations depend on the number of rows, as those of a loop over the batch do"
 POWERS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
 
 
@@ -27,9 +28,9 @@ def merged(graphs: Sequence[Graph]) -> Graph:
     first = graphs[0]
     for nodes in zip(*(graph.nodes for graph in graphs), strict=False):
         if len({(node.name, node.op) for node in nodes}) > 1:
-            raise _refused(graphs[0], nodes[0], "it does something else for other rows, such as a loop over them")
+            raise _refused(first, nodes[0], OTHER)
     if len({len(graph.nodes) for graph in graphs}) > 1:
-        raise _refused(first, first.nodes[-1], "it does more for more rows, such as a loop over them")
+        raise _refused(first, first.nodes[-1], OTHER)
     found = []
     for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
         try:
@@ -43,20 +44,18 @@ def merged(graphs: Sequence[Graph]) -> Graph:
 
 def _refused(graph: Graph, node: Node, why: str) -> InputError:
     before = [each.where for each in graph.nodes[: graph.nodes.index(node) + 1] if each.where]
-    return InputError(
-        f"{before[-1] + ': ' if before else ''}{node.op}: {why}; a program of any number of rows cannot do that"
-    )
+    return InputError(f"{before[-1] + ': ' if before else ''}{why} ({node.op}): use operations on the whole batch")
 
 
 def _value(values: list[Any]) -> Any:
     one = values[0]
     if isinstance(one, list):
         if len({len(each) for each in values}) > 1:
-            raise _Different("it takes more arrays for more rows")
+            raise _Different(OTHER)
         return [_value(list(each)) for each in zip(*values, strict=True)]
     if isinstance(one, (Ref, Dtype, str, bool)) or one is None:
         if any(each != one for each in values):
-            raise _Different("it does something else for other rows")
+            raise _Different(OTHER)
         return one
     if all(each == one for each in values) or all(each != each for each in values):
         return one
@@ -77,4 +76,5 @@ def _rule(values: list[float]) -> Rows:
     halves = all(abs(2 * each - round(2 * each)) < 1e-6 for each in (squares, once))  # as in n (n - 1) / 2
     if whole and halves and math.isclose(squares * SIZES[2] ** 2 + once * SIZES[2], values[2], rel_tol=1e-9):
         return Rows(((round(2 * squares) / 2, 2.0), (round(2 * once) / 2, 1.0)))
-    raise _Different(f"a number is {', '.join(f'{each:g}' for each in values)} for {', '.join(map(str, SIZES))} rows")
+    numbers = ", ".join(f"{each:g}" for each in values)
+    raise _Different(f"a number depends on the rows by no known rule: {numbers} for {', '.join(map(str, SIZES))} rows")

@@ -18,8 +18,6 @@ from tpuswarm.train.recipe import Options, Remat
 Arrays = Mapping[str, Any]
 USUAL = Options()
 BACKWARD = "_backward"
-SOFTMAX = ("_softmax", "_log_softmax")
-"""Computed in 32 bits; their gradient has the dtype of their argument."""
 KEPT = ("mm", "addmm", "tpuswarm.attention")
 """What is not computed again where `remat` is "dots": products with weights, and attention."""
 
@@ -77,8 +75,6 @@ class _Run:
         self._known |= {name: jnp.asarray(batch[of]) for name, of in graph.batch.items()}
         self._rows = len(next(iter(batch.values())))
         self._pullbacks: dict[str, Callable[..., Any]] = {}
-        self._narrow: set[str] = set()
-        """Softmaxes of what was in 16 bits."""
 
     def found(self) -> Found:
         graph, known = self._graph, self._known
@@ -121,8 +117,6 @@ class _Run:
         kwargs = {name: self._resolved(each, known) for name, each in node.kwargs.items()}
         outer = node.op in ("mm", "bmm") and args[0].shape[-1] == 1  # it sums nothing: positions stay exact
         narrow = node.op in NARROW and not outer
-        if node.op in SOFTMAX and args[0].dtype == jnp.bfloat16:
-            self._narrow.add(node.name)
         if options.precision == "bf16" and (narrow or node.op in WIDE):
             dtype = jnp.bfloat16 if narrow else jnp.float32
             args, kwargs = in_dtype(args, dtype), {name: in_dtype(each, dtype) for name, each in kwargs.items()}
@@ -130,11 +124,9 @@ class _Run:
         def made() -> Any:
             if form is not None:
                 return self._backward(node, form, args) if linked else self._forward(node, form, args)
-            return (
-                RANDOM[node.op](self._key_of(node.name), *args, **kwargs)
-                if node.op in RANDOM
-                else OPS[node.op](*args, **kwargs)
-            )
+            if node.op in RANDOM:
+                return RANDOM[node.op](self._key_of(node.name), *args, **kwargs)
+            return OPS[node.op](*args, **kwargs)
 
         with jax.named_scope(node.module or node.op):
             try:

@@ -69,8 +69,8 @@ def batch_norm_train(x: Any, w: Any, b: Any, mean: Any, var: Any, train: bool, m
     now, spread, count = wide.mean(over), wide.var(over), x.size // x.shape[1]
     y = batch_norm(x, w, b, now, spread, eps)
     if mean is not None:
-        mean = mean * (1 - momentum) + momentum * lax.stop_gradient(now)
-        var = var * (1 - momentum) + momentum * lax.stop_gradient(spread) * count / max(1, count - 1)
+        mean = mean * (1 - momentum) + momentum * now
+        var = var * (1 - momentum) + momentum * spread * count / max(1, count - 1)
     return y, now, lax.rsqrt(spread + eps), mean, var
 
 

@@ -169,10 +169,6 @@ def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
-def _copy(x: Any) -> Any:
-    return x
-
-
 OPS: dict[str, Callable[..., Any]] = {
     "add": add, "sub": sub, "div": div, "pow": power, "clamp": clamp, "where": where, "masked_fill": masked_fill,
     "mul": _binary(jnp.multiply), "remainder": _binary(jnp.remainder), "fmod": _binary(jnp.fmod),
@@ -207,7 +203,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "hardsigmoid": lambda x: jnp.clip(x / 6 + 0.5, 0, 1).astype(x.dtype),
     "hardswish": lambda x: (x * jnp.clip(x / 6 + 0.5, 0, 1)).astype(x.dtype),
     "log_sigmoid_forward": lambda x: (jax.nn.log_sigmoid(x), jnp.exp(-jnp.abs(x))),
-    "_to_copy": to_copy, "clone": _copy, "alias": _copy, "detach": lax.stop_gradient, "lift_fresh_copy": _copy,
+    "_to_copy": to_copy,
     "copy": lambda x, source, non_blocking=False: jnp.broadcast_to(jnp.asarray(source, x.dtype), x.shape),
     "fill": lambda x, value: jnp.full(x.shape, value, x.dtype),
 }  # fmt: skip

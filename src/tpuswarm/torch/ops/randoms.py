@@ -69,11 +69,10 @@ def normal(
 
 def multinomial(key: jax.Array | None, weights: Any, count: int, replacement: bool = False) -> Any:
     """Places along the last axis, by weights."""
-    scores = jnp.log(weights) + jax.random.gumbel(_key(key), (*weights.shape[:-1], 1, weights.shape[-1]))[..., 0, :]
     if replacement:
         drawn = jax.random.categorical(_key(key), jnp.log(weights), shape=(count, *weights.shape[:-1]))
         return jnp.moveaxis(drawn, 0, -1)
-    return jax.lax.top_k(scores, count)[1]
+    return jax.lax.top_k(jnp.log(weights) + jax.random.gumbel(_key(key), weights.shape), count)[1]
 
 
 def rrelu(

@@ -95,6 +95,14 @@ def test_file_without_a_backward_pass_is_refused(file):
         read(file)
 
 
+def test_operator_that_is_not_written_where_the_file_trains_is_refused(tmp_path):
+    """The file may come from a process that has registered one of its own."""
+    theirs = Node("theirs", "mine.twice", (Ref("x"),), {}, "line", "model.py:7")
+    write(tmp_path / "line.safetensors", replace(EXPORTED, evaluate=replace(graph(False), nodes=(theirs,))))
+    with pytest.raises(InputError, match=r'^model\.py:7: mine\.twice of line has no form .*op\("mine\.twice"\)'):
+        recipe(tmp_path / "line.safetensors", data=DATA, optimizer=optax.adam(0.1))
+
+
 def test_module_trains_and_resumes_with_its_buffers(file, tmp_path):
     made = recipe(file, data={"train": DATA, "validation": DATA}, optimizer=optax.adam(0.1))
     trainer = Trainer(devices=8, seed=0, shard="fsdp", ema=0.9, accumulate=1, eval_every=100)

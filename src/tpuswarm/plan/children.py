@@ -193,6 +193,7 @@ def _environment(order: Order) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(order.place.devices if order.lower_only else 1),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "JAX_TRACEBACK_FILTERING": "off",  # a note of JAX's about filtering would be its last words
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",

@@ -16,7 +16,7 @@ from tpuswarm.errors import InputError, first_line
 from tpuswarm.torch.graph import Dtype, Exported, Graph, Group, Node, Ref, referred, shape_alone
 from tpuswarm.torch.masks import plain_masks
 from tpuswarm.torch.rows import SIZES, merged
-from tpuswarm.torch.run import described, draws, unknown
+from tpuswarm.torch.run import check_operators, described, draws
 from tpuswarm.torch.trace import Place, Traced, trace, users_line
 from tpuswarm.train.process.terminal import say
 
@@ -63,11 +63,7 @@ def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray])
         merged([_graph(torch, traced, train, groups) for traced in _traced(module, loss, inputs, batches, train)])
         for train in (True, False)
     ]
-    if missing := [each for graph in graphs for each in unknown(graph)]:
-        raise InputError(
-            f'{described(missing[0])} has no form in JAX here: write one, `@tpuswarm.torch.op("{missing[0].op}")`, '
-            "with ATen's arguments (docs/torch.md)"
-        )
+    check_operators(*graphs)
     floats = {name: each for name, each in groups["params"].items() if not np.issubdtype(each.dtype, np.floating)}
     if floats:
         raise InputError(f"parameter {next(iter(floats))} is {floats[next(iter(floats))].dtype}: not a float")

@@ -12,7 +12,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Exported, read, write
-from tpuswarm.torch.run import run
+from tpuswarm.torch.run import check_operators, run
 from tpuswarm.train.data.arrays import to_torch
 from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.entry_point import entry_point
@@ -72,6 +72,7 @@ def recipe(
         if loss is not None:
             raise InputError(f"{module} has its loss in it: loss=None")
         exported = read(Path(module))
+        check_operators(exported.train, exported.evaluate)
     else:
         from tpuswarm.torch.export import export
 

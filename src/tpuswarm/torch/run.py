@@ -33,13 +33,14 @@ class Found(NamedTuple):
     """By parameter; none in evaluation."""
 
 
-def unknown(graph: Graph) -> list[Node]:
-    """The first node of each operator that there is no form of."""
-    found: dict[str, Node] = {}
-    for node in graph.nodes:
+def check_operators(*graphs: Graph) -> None:
+    """Raises InputError where there is no form of an operator, with the module's line."""
+    for node in (each for graph in graphs for each in graph.nodes):
         if node.op not in OPS and node.op not in RANDOM and _whole(node) is None:
-            found.setdefault(node.op, node)
-    return list(found.values())
+            raise InputError(
+                f'{described(node)} has no form in JAX here: write one, `@tpuswarm.torch.op("{node.op}")`, '
+                "with ATen's arguments (docs/torch.md)"
+            )
 
 
 def draws(node: Node) -> bool:

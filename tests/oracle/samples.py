@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from tests.oracle.zoo import nn, torch
 
-from tpuswarm import InputError
 from tpuswarm.torch.check import QUICK
 from tpuswarm.torch.export import _array, _graph, _traced_once
-from tpuswarm.torch.run import described, draws, run, unknown
+from tpuswarm.torch.run import check_operators, draws, run
 
 tree_flatten, tree_unflatten = torch.utils._pytree.tree_flatten, torch.utils._pytree.tree_unflatten
 PLACEMENTS = "parameter", "batch", "buffer"
@@ -148,8 +147,7 @@ def in_jax(parts):
         "constants": {},
     }
     graph = _graph(torch, _traced_once(module, loss, list(module.given), module.given, True, shown=False), True, groups)
-    if missing := unknown(graph):
-        raise InputError(f"{described(missing[0])} has no form in JAX")
+    check_operators(graph)
     batch = {name: jnp.asarray(_array(name, each)) for name, each in module.given.items()}
     fixed = {name: {of: jnp.asarray(each) for of, each in groups[name].items()} for name in ("buffers", "constants")}
 
@@ -276,8 +274,7 @@ def outputs_of(functions, x):
     graph = _graph(
         torch, _traced_once(module, lambda found, batch: found, list(given), given, True, shown=False), True, groups
     )
-    if missing := unknown(graph):
-        raise InputError(f"{described(missing[0])} has no form in JAX")
+    check_operators(graph)
     arrays = {group: {name: jnp.asarray(each) for name, each in of.items()} for group, of in groups.items()}
     batch = {name: jnp.asarray(_array(name, each)) for name, each in given.items()}
     step = jax.jit(lambda batch: run(graph, arrays, batch, None).buffers)

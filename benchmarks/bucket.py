@@ -29,9 +29,8 @@ from tpuswarm.swarm.processes.effects import Call, Do, Together
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
-from tpuswarm.swarm.storage.places import Copied
+from tpuswarm.swarm.storage.places import Copied, Memory
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.train.bucket.stored import Held
 
 MEMBERS = (4, 16, 64)
 FRAGMENTS, ELEMENTS = 8, 2**16
@@ -41,29 +40,18 @@ PER_SHARD = 16
 """Members for each aggregator, as the product has them."""
 
 
-class Slow(Copied):
+class Slow(Memory):
     """A bucket that takes its time, and counts."""
 
-    def __init__(self, url: str, folder: Path, seconds: float):
-        super().__init__(url, folder)
-        self._seconds, self._lock = seconds, threading.Lock()
+    def __init__(self, url: str, seconds: float):
+        super().__init__(url)
+        self._seconds, self._counting = seconds, threading.Lock()
         self.asked: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
-    def _connect(self, url: str) -> Any:
-        from fsspec.implementations.memory import MemoryFileSystem
-
-        return MemoryFileSystem()
-
-    def _held(self, about: dict[str, Any]) -> Held:
-        return Held(int(about["size"]), "", about["created"])
-
-    def _ask(self, call: Callable[[], Any]) -> Any:
-        time.sleep(self._seconds)
-        return super()._ask(call)
-
     def _count(self, name: str, size: int) -> None:
-        with self._lock:
+        time.sleep(self._seconds)
+        with self._counting:
             self.asked[name.partition("/")[0]] += 1
             self.sent[name.partition("/")[0]] += size
 
@@ -112,8 +100,8 @@ def _shard(call: Call, shards: list[Aggregator]) -> Any:
 def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, float]:
     """The bucket after one version of so many members, seconds of the slowest push, and of the commit."""
     store = Store(folder)
-    back = Slow(f"memory://{uuid.uuid4().hex}", folder, 0.0)
-    store._back = back
+    back = Slow(f"memory://{uuid.uuid4().hex}", 0.0)
+    store._back = Copied(back, folder)
     ledger, objects, outer = Ledger(store), Objects(store), Outer("nesterov")
     zero = np.zeros(ELEMENTS, np.float32)
     first = first_state(outer, zero)

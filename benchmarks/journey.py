@@ -16,8 +16,8 @@ from benchmarks.chaos import SMALL
 from benchmarks.goodput import measure
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.cli.demo_cloud import FILE, SPEED, Here, epoch_of, training, version_of
-from tpuswarm.train.bucket.mirror import bring
 from tpuswarm.train.run.directory import EVENTS, read_rows
+from tpuswarm.train.storage.copy import bring
 from tpuswarm.watch.state import State
 
 FIRST_S, BACK_S, HEAD_S, GOODPUT = 60.0, 45.0, 60.0, 0.95

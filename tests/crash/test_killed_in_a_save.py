@@ -7,9 +7,9 @@ import pytest
 
 from tests.crash import die_at
 from tests.processes import ONE_DEVICE, Forked, rows_without_times
-from tpuswarm.train.bucket.mirror import BEST
 from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.listing import status
+from tpuswarm.train.storage.copy import BEST
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from tpuswarm.remote.host import Host, Silent
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.ports import Ports, parse_ports
 from tpuswarm.swarm.views.status import Look, MemberStatus, SwarmStatus
-from tpuswarm.train.bucket import stored
+from tpuswarm.train.storage import bucket as stored
 from tpuswarm.watch.state import Machines, State
 
 NOW = 10_000.0
@@ -243,7 +243,7 @@ def test_auto_batch_is_computed_once_per_run(read, tmp_path, monkeypatch):
 
     class Bucket:
         def __init__(self, url: str):
-            self.exists, self.read = objects.__contains__, objects.__getitem__
+            self.exists, self.read, self.read_if_there = objects.__contains__, objects.__getitem__, objects.get
 
         def create(self, name: str, data: bytes) -> bool:
             return objects.setdefault(name, data) is data

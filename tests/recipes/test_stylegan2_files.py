@@ -15,7 +15,7 @@ from tests.swarm.bucket import bucket
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.stylegan2.files import prepare_pictures
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
-from tpuswarm.train.bucket.stored import Bucket
+from tpuswarm.train.storage.bucket import Bucket
 
 SIDE = 8
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 
@@ -27,13 +27,41 @@ class Bucket:
         """The message of a 403 to every request; empty: requests are allowed."""
         self.gone = False
         """Every request gets a 404, as after somebody deleted the bucket."""
+        self.faults: list[str] = []
+        """What happens to the next requests: a status code, "reset", "stall", "lose the answer", "corrupt" (of a
+        download), "forget the chunk" (a 308 without Range), or "fine"."""
+        self.requests: list[str] = []
+        """Methods and paths of all requests."""
+        self.refuses_deletion = False
+        """Deleting gets a 403, as under a retention policy."""
+        self.stalled = False
+        """No request is ever answered."""
 
     async def answer(self, request, call_next):
+        self.requests.append(f"{request.method} {request.url.path}")
+        fault = self.faults.pop(0) if self.faults else "fine"
+        if self.stalled or fault == "stall":
+            await asyncio.sleep(3600)
+        if fault == "reset":
+            raise ConnectionError("the connection breaks")
+        if self.refuses_deletion and request.method == "DELETE":
+            fault = "403"
+        if fault.isdigit():
+            return JSONResponse({"error": {"code": int(fault), "message": "as planned"}}, status_code=int(fault))
+        if fault == "forget the chunk":
+            await request.body()
+            return Response(status_code=308)
         if self.denied or self.gone:
             code, message = (404, "The specified bucket does not exist.") if self.gone else (403, self.denied)
             body = {"error": {"code": code, "message": message, "errors": [{"message": message}]}}
             return JSONResponse(body, status_code=code)
         response = await call_next(request)
+        if fault == "lose the answer":
+            raise ConnectionError("the answer is lost")
+        if fault == "corrupt":
+            body = b"".join([part async for part in response.body_iterator])
+            damaged = bytes([body[0] ^ 1]) + body[1:]
+            return Response(damaged, response.status_code, dict(response.headers))
         self.refused += response.status_code == 412
         if self.lose_answers and request.method == "POST" and request.url.path.startswith("/upload/"):
             self.lose_answers -= 1
@@ -62,7 +90,11 @@ def bucket(name: str, folder: Path) -> Iterator[Bucket]:
         routes = [*Storage(objects).routes(), Route("/batch/{rest:path}", batch, methods=["POST"])]
         app = BaseHTTPMiddleware(Starlette(routes=routes, exception_handlers={Rejected: reject}), made.answer)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-        stops.append(lambda: setattr(server, "should_exit", True))
+
+        def stop():
+            server.should_exit = server.force_exit = True  # without waiting for requests that a fault never answers
+
+        stops.append(stop)
         ready.set()
         await server.serve([listener])
 

@@ -41,12 +41,12 @@ class Asked(NamedTuple):
 
 def ask(context: typer.Context) -> Asked:
     """All of it; raises InputError for what cannot be done on any machine."""
-    from tpuswarm.train.bucket.mirror import folder_for
     from tpuswarm.train.hosts.several import several
     from tpuswarm.train.look.wandb_log import require
     from tpuswarm.train.optional import LooksForData
     from tpuswarm.train.run.directory import require_usable
     from tpuswarm.train.run.parent import find_parent
+    from tpuswarm.train.storage.copy import folder_for
 
     words = context.params
     if words["recipe"].startswith("-"):

@@ -29,14 +29,14 @@ def with_batch(file: "SwarmFile", url: str) -> "SwarmFile":
 
 
 def _chosen(file: "SwarmFile", train: "Train", url: str) -> dict[str, int] | None:
-    from tpuswarm.train.bucket.mirror import FILES
-    from tpuswarm.train.bucket.stored import Bucket
     from tpuswarm.train.run.directory import CONFIG
+    from tpuswarm.train.storage.bucket import Bucket
+    from tpuswarm.train.storage.record import read_file
 
     bucket = Bucket(url)
     pools = [pool.name for pool in file.pool]
     if not bucket.exists(CHOSEN):
-        if bucket.exists(f"{FILES}{CONFIG}"):
+        if read_file(bucket.read_if_there, CONFIG) is not None:
             return None  # it was begun with a number: the head goes on with that, and so do its members
         bucket.create(CHOSEN, json.dumps(_largest(file, train)).encode())
     found: dict[str, int] = json.loads(bucket.read(CHOSEN))  # maybe of another laptop's, which was the first

@@ -53,8 +53,8 @@ def logs(
         show_machine_logs(*found_machine, follow)
         return
     from tpuswarm.swarm.views.logs import Logs
-    from tpuswarm.train.bucket.mirror import origin, refresh
     from tpuswarm.train.run.directory import read_config
+    from tpuswarm.train.storage.copy import origin, refresh
 
     folder = _folder(run)
     read_config(folder)
@@ -87,12 +87,12 @@ class Speaker:
 
     def may_speak(self) -> bool:
         """Whether it lives; once it has let go of its run it has PARTING seconds."""
-        from tpuswarm.train.bucket.asking import elsewhere
         from tpuswarm.train.process.computer import alive, this_computer
         from tpuswarm.train.run.directory import holder
+        from tpuswarm.train.storage.sync import owner_elsewhere
 
         if (pid := holder(self._folder)) is not None:
-            self._pid, self._seen = 0 if elsewhere(self._folder) else pid, time.monotonic()
+            self._pid, self._seen = 0 if owner_elsewhere(self._folder) else pid, time.monotonic()
             return True
         return bool(self._pid and alive(this_computer(), self._pid)) and time.monotonic() - self._seen < PARTING
 
@@ -172,10 +172,10 @@ def stop(run: RunOrJob) -> None:
         return
     from tpuswarm.cli.over_fleet import end_jobs, open_jobs
     from tpuswarm.swarm.views.logs import RUN, Logs
-    from tpuswarm.train.bucket.asking import ask_to_stop, elsewhere
-    from tpuswarm.train.bucket.mirror import origin, refresh, shown
     from tpuswarm.train.run.directory import holder, read_config
     from tpuswarm.train.run.life import read_life, removed_sentence, stopped_sentence
+    from tpuswarm.train.storage.copy import origin, refresh, shown
+    from tpuswarm.train.storage.sync import STOP, owner_elsewhere, send_request
 
     folder = _folder(run)
     pid = holder(folder)
@@ -190,7 +190,7 @@ def stop(run: RunOrJob) -> None:
         raise InputError(f"{shown(folder)} is not running: {read_life(folder).state}; `tpuswarm status` lists the runs")
     happened = Logs(folder)
     happened.new()
-    far = ask_to_stop(folder) if elsewhere(folder) else None
+    far = send_request(folder, STOP, "") if owner_elsewhere(folder) else None
     who = f"process {pid}{f' on {far.host}' if far else ''}"
     try:
         if far is None:

@@ -86,8 +86,8 @@ def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
 
 def _is_run(where: str) -> bool:
     """Whether a folder or a bucket is meant, and no machine (NAME) or worker (NAME/2)."""
-    from tpuswarm.train.bucket.mirror import is_url
     from tpuswarm.train.run.directory import is_run
+    from tpuswarm.train.storage.copy import is_url
 
     folder, _, last = where.rpartition("/")
     return where == "last" or is_url(where) or is_run(Path(where)) or (bool(folder) and not last.isdigit())
@@ -96,9 +96,9 @@ def _is_run(where: str) -> bool:
 def _run(where: str, mend: bool, as_json: bool) -> int:
     """Of a run; the exit code."""
     from tpuswarm.doctor.run import WHY, of_run
-    from tpuswarm.train.bucket.mirror import shown
     from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.listing import find_run
+    from tpuswarm.train.storage.copy import shown
 
     if mend:
         raise InputError("nothing of a run is safe to mend without a person: leave --fix out")
@@ -167,7 +167,7 @@ def _head() -> str:
     """Where the head is of the swarm that the fleet of this folder trains; empty where there is none."""
     from tpuswarm.cli.picture import training_here
     from tpuswarm.swarm.views.status import look
-    from tpuswarm.train.bucket.mirror import bring
+    from tpuswarm.train.storage.copy import bring
 
     if (training := training_here(None)) is None:
         return ""

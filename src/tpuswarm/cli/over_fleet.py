@@ -121,8 +121,7 @@ def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[Planned, ...]") -> None:
     from tpuswarm.fleet.file import HEAD
     from tpuswarm.fleet.training import is_same
     from tpuswarm.swarm.views.status import FILE
-    from tpuswarm.train.bucket.mirror import FILES
-    from tpuswarm.train.bucket.stored import Bucket
+    from tpuswarm.train.storage.sync import delete_file
 
     cloud = fleet.provider()
     for each in jobs:
@@ -135,7 +134,7 @@ def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[Planned, ...]") -> None:
             end_jobs(fleet, [each.name])
             document = read(fleet)
         if each.name == HEAD:  # what an earlier head has said last would send members away
-            Bucket(url).delete(f"{FILES}{FILE}")
+            delete_file(url, FILE)
         where = each.where
         desired: Desired = document.desired
         pool = next(one for one in desired.pools if one.name == where)
@@ -195,7 +194,7 @@ def _follow(path: Path, url: str) -> None:
     from tpuswarm.cli.runs import make_console
     from tpuswarm.cli.watching import event_line
     from tpuswarm.swarm.views.logs import RUN, Logs
-    from tpuswarm.train.bucket.mirror import folder_of
+    from tpuswarm.train.storage.copy import folder_of
 
     training, console = training_here(url, path), make_console()
     assert training is not None

@@ -25,7 +25,7 @@ class Training(NamedTuple):
     def see(self) -> "State":
         """As it is now."""
         from tpuswarm.swarm.views.status import look
-        from tpuswarm.train.bucket.mirror import bring
+        from tpuswarm.train.storage.copy import bring
         from tpuswarm.watch.state import Machines, State
 
         try:

@@ -29,11 +29,11 @@ def profile(
     ] = None,
 ) -> None:
     """Trace a few steps of a running run; for one that has ended, list its traces and how to open them."""
-    from tpuswarm.train.bucket.asking import elsewhere
-    from tpuswarm.train.bucket.mirror import origin, refresh, shown
     from tpuswarm.train.look import profile as profiling
     from tpuswarm.train.run.directory import EVENTS, holder, read_config, read_rows
     from tpuswarm.train.run.listing import find_run
+    from tpuswarm.train.storage.copy import origin, refresh, shown
+    from tpuswarm.train.storage.sync import owner_elsewhere
 
     folder = Path(find_run(run))
     swarm = "swarm" in read_config(folder)
@@ -47,7 +47,7 @@ def profile(
         return
     if swarm:
         member = _training(folder, member)
-    count, far = steps or profiling.STEPS, elsewhere(folder)
+    count, far = steps or profiling.STEPS, owner_elsewhere(folder)
 
     def told(ours: str = "") -> list[str]:
         rows = (row for row in read_rows(folder / EVENTS) if row["event"] == profiling.TRACE)
@@ -81,9 +81,9 @@ def profile(
 
 def _bring(folder: Path, member: str | None, had: Collection[Path]) -> None:
     """Wait for a trace that the copy of a run in a bucket had not: the event of it may come before it."""
-    from tpuswarm.train.bucket.mirror import refresh, shown
     from tpuswarm.train.look.profile import BOARD, traces
     from tpuswarm.train.run.directory import holder
+    from tpuswarm.train.storage.copy import refresh, shown
 
     refresh(folder, BOARD)
     while set(traces(folder, member)) <= set(had):
@@ -96,8 +96,8 @@ def _bring(folder: Path, member: str | None, had: Collection[Path]) -> None:
 def _training(folder: Path, member: str | None) -> str:
     """The member that is meant, once it trains. Raises InputError where it does not, or none does, nor will soon."""
     from tpuswarm.swarm.views.status import read_status
-    from tpuswarm.train.bucket.mirror import origin, refresh, shown
     from tpuswarm.train.run.directory import holder
+    from tpuswarm.train.storage.copy import origin, refresh, shown
 
     with waiting(f"waiting until {member or 'a member'} trains"):
         while True:
@@ -127,8 +127,8 @@ def _training(folder: Path, member: str | None) -> str:
 
 
 def _show(folder: Path, steps: int | None, member: str | None) -> None:
-    from tpuswarm.train.bucket.mirror import refresh, shown
     from tpuswarm.train.look.profile import BOARD, HOW_TO_OPEN, traces
+    from tpuswarm.train.storage.copy import refresh, shown
 
     if steps is not None:
         raise InputError(

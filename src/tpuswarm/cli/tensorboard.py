@@ -154,9 +154,9 @@ def _sources(
 
     from tpuswarm.cli.storage import as_rehearsed
     from tpuswarm.cli.tunnels import one_host
-    from tpuswarm.train.bucket.mirror import is_url
     from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.listing import find_run, list_runs
+    from tpuswarm.train.storage.copy import is_url
     from tpuswarm.watch.boards import Far, of_run
 
     wanted = runs or [str(each) for each in list_runs()]

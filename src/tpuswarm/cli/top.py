@@ -61,7 +61,7 @@ class _Look:
     def see_members(self) -> None:
         """Of the swarm that the fleet trains, if it does."""
         from tpuswarm.swarm.views.status import look
-        from tpuswarm.train.bucket.mirror import bring
+        from tpuswarm.train.storage.copy import bring
 
         if self._training is not None:
             from tpuswarm.errors import InputError

@@ -172,10 +172,10 @@ def project(
 
 def load(run: str, data: str | None, best: bool = False) -> Any:
     """A run's newest state on all devices, or the best that it kept, with `data` in the place of its own."""
-    from tpuswarm.train.bucket.mirror import bring, is_url, shown
     from tpuswarm.train.process import platform
     from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.listing import find_run
+    from tpuswarm.train.storage.copy import bring, is_url, shown
 
     folder = bring(run, whole=True) if is_url(run) else Path(find_run(run))
     swarm = "swarm" in read_config(folder)

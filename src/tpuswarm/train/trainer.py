@@ -11,7 +11,6 @@ from typing import Any, Literal
 from tpuswarm.config.limits import check
 from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError
-from tpuswarm.train.bucket.mirror import bring, folder_for, is_url, shown
 from tpuswarm.train.diagnose.watch import Watch
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.hosts.several import several
@@ -34,6 +33,7 @@ from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.run.loaded import LoadedRun, load_run
 from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import FIXED, FREE
+from tpuswarm.train.storage.copy import bring, folder_for, is_url, shown
 
 
 @entry_point

@@ -13,10 +13,10 @@ from typing import Protocol
 from tpuswarm.errors import InputError
 from tpuswarm.remote.connect import Connections, ask
 from tpuswarm.remote.host import Host, NoWay
-from tpuswarm.train.bucket.mirror import bring, folder_of
 from tpuswarm.train.look.board import Board
 from tpuswarm.train.look.profile import BOARD
 from tpuswarm.train.run.directory import METRICS
+from tpuswarm.train.storage.copy import bring, folder_of
 from tpuswarm.watch.page.lines import Line, Lines
 
 AT_ONCE = 4 << 20

@@ -110,7 +110,7 @@ def test_temporary_files_are_not_listed_and_are_removed_when_old(tmp_path):
 
 
 def test_place_that_cannot_be_written_is_reported(loopback, tmp_path, monkeypatch):
-    with pytest.raises(RunFailed, match=r"a in gs://nowhere/run could not be written: there is no such bucket"):
+    with pytest.raises(RunFailed, match=r"gs://nowhere/run: there is no such bucket"):
         Store("gs://nowhere/run").create("a", b"")
     (tmp_path / "file").write_text("a file")
     with pytest.raises(RunFailed, match=r"a in .*file could not be written: .*start the same command again"):

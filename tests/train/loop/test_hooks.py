@@ -26,11 +26,11 @@ from tpuswarm import (
     Trainer,
     load,
 )
-from tpuswarm.train.bucket.mirror import BEST
 from tpuswarm.train.look import report
 from tpuswarm.train.loop import loop, recorded
 from tpuswarm.train.loop.hooks import Hooks, Step
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
+from tpuswarm.train.storage.copy import BEST
 
 
 class Logger:

@@ -10,7 +10,7 @@ from tpuswarm.fleet.core.traffic import Traffic, count
 from tpuswarm.fleet.keeping.document import Document
 from tpuswarm.fleet.training import is_head, run_in
 from tpuswarm.swarm.views import status
-from tpuswarm.train.bucket.mirror import FILES
+from tpuswarm.train.storage.record import read_file
 
 LOOK = 60.0
 """Seconds between two looks: each is a request."""
@@ -47,6 +47,12 @@ class Carried:
 
     def _read(self, url: str) -> Mapping[str, int]:
         bucket, _, folder = url.removeprefix("gs://").partition("/")
-        found = self._provider.bucket(bucket).read(f"{folder}/{FILES}{status.FILE}")
-        members = () if found is None else status.parse_status(found.data).members
+        stored = self._provider.bucket(bucket)
+
+        def read(name: str) -> bytes | None:
+            found = stored.read(f"{folder}/{name}")
+            return found.data if found else None
+
+        found = read_file(read, status.FILE)
+        members = () if found is None else status.parse_status(found).members
         return {each.id: each.carried for each in members}

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from tpuswarm.swarm.engines.variables import COMPILED
-from tpuswarm.train.bucket.stored import Bucket
+from tpuswarm.train.storage.bucket import Bucket
 
 PATIENCE = 30.0
 """Seconds for which what others have compiled is waited for."""

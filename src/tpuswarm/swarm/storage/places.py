@@ -1,26 +1,25 @@
 """The other kinds of places that a Store keeps files in, method by method as it says; errors come through as they are.
 
-The first is a bucket, train/bucket/stored.py.
+The first is a bucket, train/storage/bucket.py.
 """
 # ruff: noqa: D102
 
 import os
 import secrets
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from tpuswarm.train.bucket.stored import Bucket, Content, Held, parts
 from tpuswarm.train.process.atomic import sync
+from tpuswarm.train.storage.bucket import Bucket, Content
 
 
 class Folder:
     """A local folder."""
-
-    raised: type[Exception] = OSError
 
     def __init__(self, root: Path):
         self._root = root
@@ -101,33 +100,32 @@ class Folder:
             yield from (f"{inside}/{file}" for file in files) if inside else files
 
 
-class Copied(Bucket):
+class Copied:
     """A bucket's folder of files that never change, with a copy of each that was written or read on this disk."""
 
-    def __init__(self, url: str, folder: Path):
-        super().__init__(url)
-        self._copies = Folder(folder)
+    def __init__(self, bucket: "Bucket | Memory", folder: Path):
+        self._bucket, self._copies = bucket, Folder(folder)
 
     def path(self, name: str) -> Path:
         if not self._copies.exists(name):
-            self.fetch(name, self._copies.path(name))
+            self._bucket.fetch(name, self._copies.path(name))
         return self._copies.path(name)
 
     def here(self, name: str) -> Path:
         return self._copies.path(name)
 
     def create(self, name: str, data: Content) -> bool:
-        created = super().create(name, data)
-        if created:
+        is_new = self._bucket.create(name, data)
+        if is_new:
             self._copies.put(name, data)
-        return created
+        return is_new
 
     def put(self, name: str, data: Content) -> None:
-        super().put(name, data)
+        self._bucket.put(name, data)
         self._copies.put(name, data)
 
     def put_file(self, name: str, part: Path) -> None:
-        super().put_file(name, part)
+        self._bucket.put_file(name, part)
         self._copies.put_file(name, part)
 
     def temporary(self, name: str) -> Path:
@@ -136,37 +134,92 @@ class Copied(Bucket):
     def read(self, name: str) -> bytes:
         with suppress(FileNotFoundError):
             return self._copies.read(name)
-        data = super().read(name)
+        data = self._bucket.read(name)
         self._copies.put(name, data)
         return data
 
+    def exists(self, name: str) -> bool:
+        return self._bucket.exists(name)
+
+    def find(self, prefix: str) -> dict[str, float]:
+        return self._bucket.find(prefix)
+
+    def names(self, prefix: str) -> list[str]:
+        return self._bucket.names(prefix)
+
     def delete(self, name: str) -> None:
-        super().delete(name)
+        self._bucket.delete(name)
         self._copies.delete(name)
 
     def sweep(self, seconds: float) -> None:
         self._copies.sweep(seconds)
 
 
-class Memory(Bucket):
-    """The memory of this process. fsspec looks first and writes then, hence the lock."""
+class Memory:
+    """The memory of this process, for tests and benchmarks."""
 
-    _lock = threading.Lock()
+    _files: ClassVar[dict[str, tuple[bytes, float]]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def _connect(self, url: str) -> Any:
-        from fsspec.implementations.memory import MemoryFileSystem
+    def __init__(self, url: str):
+        self._url = url.rstrip("/")
 
-        return MemoryFileSystem()
+    def path(self, name: str) -> Path | None:
+        return None
+
+    here = path
 
     def create(self, name: str, data: Content) -> bool:
         with self._lock:
-            return super().create(name, data)
+            if self.exists(name):
+                return False
+            self.put(name, data)
+            return True
+
+    def put(self, name: str, data: Content) -> None:
+        self._files[f"{self._url}/{name}"] = b"".join(parts(data)), time.time()
 
     def put_file(self, name: str, part: Path) -> None:
-        self.put(name, part.read_bytes())  # all of it in one step
+        self.put(name, part.read_bytes())
 
-    def _held(self, about: dict[str, Any]) -> Held:
-        return Held(about["size"], "", about["created"])
+    def temporary(self, name: str) -> Path:
+        handle, path = tempfile.mkstemp(suffix=".part")
+        os.close(handle)
+        return Path(path)
+
+    def read(self, name: str) -> bytes:
+        try:
+            return self._files[f"{self._url}/{name}"][0]
+        except KeyError:
+            raise FileNotFoundError(name) from None
+
+    def fetch(self, name: str, to: Path) -> None:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_bytes(self.read(name))
+
+    def exists(self, name: str) -> bool:
+        return f"{self._url}/{name}" in self._files
+
+    def find(self, prefix: str) -> dict[str, float]:
+        cut = len(self._url) + 1
+        return {
+            full[cut:]: written
+            for full, (_, written) in list(self._files.items())
+            if full.startswith(f"{self._url}/{prefix}")
+        }
+
+    def names(self, prefix: str) -> list[str]:
+        return list(self.find(prefix))
+
+    def delete(self, name: str) -> None:
+        self._files.pop(f"{self._url}/{name}", None)
+
+    def sweep(self, seconds: float) -> None: ...
+
+
+def parts(data: Content) -> Sequence[bytes | memoryview]:
+    """Return the parts of a file's content."""
+    return [data] if isinstance(data, bytes) else data
 
 
 def _write(path: Path, data: Content) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.places import Copied, Folder, Memory
-from tpuswarm.train.bucket.mirror import origin
-from tpuswarm.train.bucket.stored import Bucket, Content
+from tpuswarm.train.storage.bucket import Bucket, Content
+from tpuswarm.train.storage.copy import origin
 
 
 class Missing(RunFailed):
@@ -42,7 +42,7 @@ class Conflict(RunFailed):
 class Store:
     """The files under one root: a local folder, or a URL gs://bucket/folder; memory://folder for tests and benchmarks.
 
-    A local folder that stands for a run in a bucket (train/bucket/mirror.py) is that run, with copies on this disk.
+    A local folder that stands for a run in a bucket (train/storage/copy.py) is that run, with copies on this disk.
 
     Names are relative, with / between their parts. What goes wrong outside is raised as RunFailed. Methods may be
     called from several threads and processes at once.
@@ -51,10 +51,10 @@ class Store:
     def __init__(self, root: str | Path):
         """Raises InputError for a root that cannot hold a run; touches nothing."""
         self.root = str(root)
-        self._back: Folder | Bucket
+        self._back: Folder | Bucket | Copied | Memory
         protocol, apart, _ = self.root.partition("://")
         if not apart and (url := origin(Path(root))):
-            self.root, self._back = url, Copied(url, Path(root))
+            self.root, self._back = url, Copied(Bucket(url), Path(root))
         elif not apart:
             self._back = Folder(Path(root))
         elif protocol == "file":
@@ -158,7 +158,7 @@ class Store:
             yield
         except RunFailed:
             raise
-        except self._back.raised as error:
+        except OSError as error:
             if isinstance(error, FileNotFoundError) and verb == "read":
                 raise Missing(name, self.root) from error
             raise RunFailed(f"{name} in {self.root} could not be {verb}: {_reason(error)}") from error
@@ -175,6 +175,4 @@ def _reason(error: Exception) -> str:
         return "the disk is full; make room and start the same command again"
     if isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EOPNOTSUPP) and error.filename2:
         return "its file system has no hard links; use a folder on another one"
-    if isinstance(error, FileNotFoundError) and error.errno is None:
-        return "there is no such bucket; create it, or use another one"
     return f"{' '.join(str(error).split())[:300] or type(error).__name__}; start the same command again"

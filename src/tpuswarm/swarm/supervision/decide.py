@@ -20,11 +20,11 @@ from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import local_devices as machine
-from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.loop.session import Resolved, held_out, resolve
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import COMMITS, CONFIG, Run
 from tpuswarm.train.settings import check_batch, differences
+from tpuswarm.train.storage.copy import shown
 
 STAYS = ("batch", "seed", "data")
 """Settings that give rows their meaning: --accept-code changes them no more than anything else does."""

@@ -20,10 +20,10 @@ from tpuswarm.swarm.engines.variables import BATCH, COMPILED
 from tpuswarm.swarm.member.group import STEPPED, Group
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, SwarmStatus, parse_status
-from tpuswarm.train.bucket.mirror import FILES
-from tpuswarm.train.bucket.stored import Bucket
 from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, TAKEN, WRONG
 from tpuswarm.train.process.stop import StopSignals
+from tpuswarm.train.storage.bucket import Bucket
+from tpuswarm.train.storage.record import read_file
 
 TRIES = 4
 """Ends of a host's process in a row without a step until it is given up, as the swarm's supervisor does with host 0."""
@@ -74,9 +74,10 @@ def join_run(
 
 def _status(bucket: Bucket) -> SwarmStatus | None:
     """What the head has said last; None before the first."""
+    found = read_file(bucket.read_if_there, STATUS)
     try:
-        return parse_status(bucket.read(f"{FILES}{STATUS}"))
-    except (FileNotFoundError, ValidationError):
+        return None if found is None else parse_status(found)
+    except ValidationError:
         return None
 
 

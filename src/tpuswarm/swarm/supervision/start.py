@@ -34,7 +34,6 @@ from tpuswarm.swarm.views.drawing import About
 from tpuswarm.swarm.views.screen import Screen, auto_screen
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, look, read_status, write_status
-from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.look.outputs import Blamed, all_loggers
 from tpuswarm.train.loop.recorded import configuration
 from tpuswarm.train.loop.session import Resolved, request
@@ -55,6 +54,7 @@ from tpuswarm.train.run.directory import (
 )
 from tpuswarm.train.run.life import last_event, removed_sentence, stopped_sentence
 from tpuswarm.train.run.loaded import initial_parameters
+from tpuswarm.train.storage.copy import shown
 
 Environment = Callable[[int | None], dict[str, str]]
 SAMPLED_BYTES = 2**31

@@ -12,11 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.summary import Summary, Tokens
-from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import read_config, reading, writing
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.schema import Stamp
+from tpuswarm.train.storage.copy import shown
 
 FILE = "status.json"
 

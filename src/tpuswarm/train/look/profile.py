@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuswarm.errors import first_line
-from tpuswarm.train.bucket.asking import REQUEST, ask, elsewhere
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import Run, writing
+from tpuswarm.train.storage.sync import TRACE_REQUEST, owner_elsewhere, send_request
 
 STEPS = 5
 """In one trace: enough to see a rhythm, small enough to open."""
@@ -55,17 +55,17 @@ def request(run: Path, steps: int, member: str | None = None) -> str:
     """
     made = Request(steps, member, secrets.token_hex(8))
     asked = json.dumps(made._asdict())
-    if elsewhere(run):
-        ask(run, REQUEST, asked)
+    if owner_elsewhere(run):
+        send_request(run, TRACE_REQUEST, asked)
     else:
-        with writing(run / REQUEST):
-            write_atomically(run / REQUEST, asked)
+        with writing(run / TRACE_REQUEST):
+            write_atomically(run / TRACE_REQUEST, asked)
     return made.id
 
 
 def take_request(run: Path) -> Request | None:
     """What somebody asked for; None where nobody did, or it is none. It is taken up now."""
-    path, found = run / REQUEST, None
+    path, found = run / TRACE_REQUEST, None
     if path.exists():
         with suppress(OSError, ValueError, TypeError):  # withdrawn meanwhile, or not ours
             asked = Request(**json.loads(path.read_text()))
@@ -78,7 +78,7 @@ def take_request(run: Path) -> Request | None:
 def withdraw(run: Path) -> bool:
     """Take a request back; False if it was taken up already."""
     with suppress(FileNotFoundError):
-        (run / REQUEST).unlink()
+        (run / TRACE_REQUEST).unlink()
         return True
     return False
 

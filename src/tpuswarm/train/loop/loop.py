@@ -14,7 +14,6 @@ from jax.profiler import StepTraceAnnotation
 from tpuswarm.config.shown import unit
 from tpuswarm.config.units import Interval, parse_every
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError, first_line
-from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.diagnose import times
 from tpuswarm.train.diagnose.watch import Watch
@@ -47,6 +46,7 @@ from tpuswarm.train.run.best import Best
 from tpuswarm.train.run.checkpoint import Checkpoints
 from tpuswarm.train.run.directory import METRICS, SAMPLE, command_line, read_rows, writing
 from tpuswarm.train.run.life import stopped_sentence
+from tpuswarm.train.storage.copy import shown
 from tpuswarm.train.user_code import blame
 
 ASKED = {Signals.SIGINT: "interrupted", Signals.SIGTERM: "SIGTERM", Signals.SIGHUP: "its terminal closed"}

@@ -13,7 +13,6 @@ import numpy as np
 
 from tpuswarm.config.limits import check
 from tpuswarm.errors import InputError, NoSuchSplit
-from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.adapters import StreamSource
 from tpuswarm.train.data.source import Repeated, source_of, training_rows
 from tpuswarm.train.hosts.agreement import Agreement, join
@@ -38,6 +37,7 @@ from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
 from tpuswarm.train.run.life import last_event
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.settings import FIXED, FREE, HABITS, check_batch, count_steps, differences, refuse_differences
+from tpuswarm.train.storage.copy import shown
 from tpuswarm.train.user_code import blame
 
 STEPS = 1_000

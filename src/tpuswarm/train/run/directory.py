@@ -20,12 +20,11 @@ import tomli_w
 from tpuswarm.config.nearest import nearest
 from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.bucket.asking import elsewhere
-from tpuswarm.train.bucket.mirror import LOCK, ORIGIN, origin, shown
-from tpuswarm.train.bucket.tended import Tended
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import lock_holder
 from tpuswarm.train.run import schema
+from tpuswarm.train.storage.copy import LOCK, ORIGIN, origin, shown
+from tpuswarm.train.storage.sync import RunSync, owner_elsewhere
 
 CONFIG, METRICS, EVENTS = "config.toml", schema.METRICS, schema.EVENTS
 CHECKPOINTS, COMMITS = "checkpoints", "commits"
@@ -44,7 +43,7 @@ class Run:
     def __init__(self, folder: Path | None, name: str = ""):
         """Make or take the directory, for None a new one in ./runs for a recipe's `name`.
 
-        Of a run in a bucket it is the copy on this disk, which is brought up to date first (train/bucket/mirror.py).
+        Of a run in a bucket it is the copy on this disk, which is brought up to date first (train/storage/copy.py).
         InputError if a living process has it, naming its pid, and if its files lack some.
         """
         place = folder or RUNS
@@ -66,12 +65,12 @@ class Run:
         self._lock.write(str(os.getpid()))
         self._lock.flush()
         self._metrics: Any = None
-        self._tended: Tended | None = None
+        self._sync: RunSync | None = None
         if origin(folder):
             try:
-                tended = Tended(folder)
-                tended.take()
-                self._tended = tended
+                sync = RunSync(folder)
+                sync.take()
+                self._sync = sync
                 require_whole(folder)
             except BaseException:
                 self.close()
@@ -115,24 +114,24 @@ class Run:
             kept = number if row else kept  # a damaged line with whole ones behind it stays
         with writing(path):
             os.truncate(path, sum(len(line) for line in lines[:kept]))
-        if self._tended:  # before new rows make the file as long as it was: what lies in a bucket is told by its bytes
-            self._tended.send()
+        if self._sync:  # before new rows make the file as long as it was: what lies in a bucket is told by its bytes
+            self._sync.upload()
         return len(lines) - kept
 
     @property
     def in_bucket(self) -> bool:
         """Whether each look at its record is a request."""
-        return self._tended is not None
+        return self._sync is not None
 
     def send_soon(self) -> None:
         """To a bucket, where the run is in one: somebody waits for what is new."""
-        if self._tended:
-            self._tended.soon()
+        if self._sync:
+            self._sync.upload_soon()
 
     def check(self) -> None:
         """Raise RunFailed where a run in a bucket is not this process's any more, or cannot be kept."""
-        if self._tended:
-            self._tended.check()
+        if self._sync:
+            self._sync.check()
 
     def write_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system at once."""
@@ -156,7 +155,7 @@ class Run:
     def abandon(self) -> None:
         """Let the directory go, and remove it if nothing came of it."""
         if not (self.folder / CONFIG).exists():
-            if self._tended:
+            if self._sync:
                 self.remove()
             (self.folder / LOCK).unlink(missing_ok=True)  # two threads may come to the end of a run
             for each in dict.fromkeys((self.folder, *self._made)):
@@ -166,17 +165,17 @@ class Run:
 
     def remove(self) -> None:
         """Remove all of it: nothing came of it."""
-        if self._tended:
-            self._tended.clear()
-        shutil.rmtree(self.folder, ignore_errors=self._tended is not None)
+        if self._sync:
+            self._sync.remove()
+        shutil.rmtree(self.folder, ignore_errors=self._sync is not None)
 
     def close(self) -> None:
         """Let the directory go."""
         if self._metrics is not None:
             self._metrics.close()
         try:
-            if self._tended:
-                self._tended.close()
+            if self._sync:
+                self._sync.close()
         finally:
             self._lock.close()
 
@@ -342,13 +341,13 @@ def _has(text: bytes, marks: Sequence[bytes]) -> bool:
 def holder(folder: Path) -> int | None:
     """The pid of the living process that holds a run, 0 where it has not said it yet; None where there is none.
 
-    Of a run in a bucket the process may be one of another machine: see `elsewhere`.
+    Of a run in a bucket the process may be one of another machine: see `owner_elsewhere`.
     """
     with reading(folder / LOCK):
         pid = lock_holder(folder / LOCK)
     if pid is not None:
         return int(pid) if pid.isdigit() else 0
-    far = elsewhere(folder)
+    far = owner_elsewhere(folder)
     return far.pid if far else None
 
 

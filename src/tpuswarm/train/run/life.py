@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.run.directory import EVENTS, holder, read_rows_back
+from tpuswarm.train.storage.copy import shown
 
 LAST = ("finished", "stopped", "failed")
 """Events that end a process's work on a run; without one of them it was killed."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from tpuswarm.config.shown import unit
 from tpuswarm.errors import InputError
-from tpuswarm.train.bucket.mirror import bring, folder_of, is_url, shown
 from tpuswarm.train.run.directory import (
     CONFIG,
     EVENTS,
@@ -21,6 +20,7 @@ from tpuswarm.train.run.directory import (
     reading,
 )
 from tpuswarm.train.run.life import read_life
+from tpuswarm.train.storage.copy import bring, folder_of, is_url, shown
 
 NEWEST = 300
 """Updates at the end of the metrics by which it is told how a run stands."""

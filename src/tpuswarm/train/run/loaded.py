@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.bucket.mirror import shown
 from tpuswarm.train.data.placing import place as place_array
 from tpuswarm.train.optional import ComparesPublished, ReadsPublished, identity_of
 from tpuswarm.train.paths import by_path, matching, other_model
@@ -21,6 +20,7 @@ from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.parent import no_run, parent_folder
 from tpuswarm.train.run.trees import swarm_arrays
 from tpuswarm.train.settings import differences
+from tpuswarm.train.storage.copy import shown
 from tpuswarm.train.user_code import build_recipe
 
 Agree = Callable[[Callable[[], Mapping[str, str]]], None]

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.bucket.mirror import bring, is_url
 from tpuswarm.train.optional import DescribesPublished, ReadsPublished, identity_of
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
+from tpuswarm.train.storage.copy import bring, is_url
 
 
 def find_parent(name: str | Path) -> str:

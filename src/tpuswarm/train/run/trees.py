@@ -11,7 +11,6 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as to_bytes
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.bucket.mirror import bring, is_url
 from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.paths import by_path, leaf_paths, other_model
@@ -21,6 +20,7 @@ from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
+from tpuswarm.train.storage.copy import bring, is_url
 from tpuswarm.train.user_code import find_maker
 
 SUFFIX = ".safetensors"

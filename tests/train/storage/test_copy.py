@@ -11,21 +11,22 @@ import optax
 import pytest
 
 from tests.train import toy
-from tests.train.bucket.conftest import CONFIG, URL, read_steps, start_run
+from tests.train.storage.conftest import CONFIG, URL, read_steps, start_run
 from tests.waiting import until
 from tpuswarm import Trainer, supervised
 from tpuswarm.cli import profile as cli
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.train.bucket.asking import ask_to_stop
-from tpuswarm.train.bucket.mirror import ROWS, Mirror, bring, folder_of, is_url
-from tpuswarm.train.bucket.stored import Bucket
 from tpuswarm.train.look.profile import request, take_request, traces
 from tpuswarm.train.run.best import Best, kept_best, write_best
 from tpuswarm.train.run.checkpoint import Checkpoints, newest, restore
 from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.listing import status
+from tpuswarm.train.storage.bucket import Bucket, BucketFailed
+from tpuswarm.train.storage.copy import ROWS, bring, folder_of, is_url
+from tpuswarm.train.storage.record import read_record
+from tpuswarm.train.storage.sync import STOP, send_request
 
 
 def test_run_is_resumed_from_another_disk(use_disk):
@@ -60,15 +61,21 @@ def test_rows_cut_on_resume_are_replaced_in_the_bucket(use_disk, last):
 
 
 def test_many_pieces_are_merged(use_disk, monkeypatch):
-    monkeypatch.setattr("tpuswarm.train.bucket.mirror.MERGED", 4)
+    monkeypatch.setattr("tpuswarm.train.storage.copy.MAX_PARTS", 4)
     run = start_run(1)
     for step in range(2, 12):
         run.write_metrics({"step": step, "tokens": 2 * step, "loss": 1.0})
-        run._tended.send()
-    assert len(Bucket(URL).listed("pieces/metrics.jsonl/")) < 4
+        run._sync.upload()
+    assert len(files()[ROWS].parts) <= 4
     run.close()
     use_disk("two")
     assert read_steps(bring(URL)) == [*range(1, 12)]
+
+
+def files():
+    found = read_record(Bucket(URL))
+    assert found
+    return found.record.files
 
 
 def save(checkpoints: Checkpoints, step: int) -> None:
@@ -83,7 +90,7 @@ def test_newest_and_best_checkpoints_are_in_the_bucket(use_disk):
         if best.better({"step": step, "eval_loss": abs(step - 1.5)}):
             checkpoints.pin(step, partial(write_best, run.folder, best.row))
         checkpoints.wait()
-        run._tended.send()
+        run._sync.upload()
     checkpoints.close()
     run.close()
     use_disk("two")
@@ -94,14 +101,14 @@ def test_newest_and_best_checkpoints_are_in_the_bucket(use_disk):
     again = Run(folder)
     again.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
     again.close()
-    assert {name.split("/")[1] for name in Bucket(URL).listed("checkpoints/")} == {"00000001", "00000003"}
+    assert {name.split("/")[1] for name in files() if name.startswith("checkpoints/")} == {"00000001", "00000003"}
 
 
 def test_best_checkpoint_is_named_only_once_it_is_uploaded(use_disk, monkeypatch):
     """A machine that dies while it uploads a new best one leaves the best one before."""
-    monkeypatch.setattr("tpuswarm.train.bucket.tended.SENT", 3600.0)
+    monkeypatch.setattr("tpuswarm.train.storage.sync.UPLOAD_INTERVAL_S", 3600.0)
     run = start_run()
-    checkpoints, mirror = Checkpoints(run.checkpoints, keep=1), run._tended._mirror
+    checkpoints, copy = Checkpoints(run.checkpoints, keep=1), run._sync._copy
 
     def save_best(step):
         save(checkpoints, step)
@@ -109,18 +116,18 @@ def test_best_checkpoint_is_named_only_once_it_is_uploaded(use_disk, monkeypatch
         checkpoints.wait()
 
     save_best(1)
-    mirror.push(lambda: None)
+    run._sync.upload()
     save_best(2)
-    put_file = mirror.bucket.put_file
+    put_file = copy.bucket.put_file
 
     def fail_on_checkpoints(name, path):
-        if name.startswith("checkpoints/"):
-            raise OSError("the machine is gone")
+        if "checkpoints" in path.parts:
+            raise BucketFailed("the machine is gone")
         return put_file(name, path)
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="is gone"):
-        patch.setattr(mirror.bucket, "put_file", fail_on_checkpoints)
-        mirror.push(lambda: None)
+    with monkeypatch.context() as patch, pytest.raises(BucketFailed, match="is gone"):
+        patch.setattr(copy.bucket, "put_file", fail_on_checkpoints)
+        run._sync.upload()
     checkpoints.close()
     use_disk("two")
     found = kept_best(bring(URL, whole=True)).step
@@ -140,7 +147,7 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
     use_disk, frequent_renewals, monkeypatch
 ):
     run = start_run()
-    run._tended.send()
+    run._sync.upload()
     use_disk("two")
     folder = bring(URL)
     seen = status(folder)
@@ -149,7 +156,7 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
     assert until(lambda: take_request(run.folder)) == (3, "m1", asked) and take_request(folder) is None
     signals = []
     monkeypatch.setattr("os.kill", lambda pid, number: signals.append(number))
-    assert ask_to_stop(folder).host
+    assert send_request(folder, STOP, "").host
     until(lambda: signals)
     run.write_event("stopped", message="as asked")
     run.close()
@@ -158,10 +165,10 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
 
 def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, monkeypatch, capsys):
     """Its event arrives first, and it is larger than what a command downloads by itself."""
-    monkeypatch.setattr("tpuswarm.train.bucket.mirror.LARGE", 2**12)
+    monkeypatch.setattr("tpuswarm.train.storage.copy.MAX_SMALL_BYTES", 2**12)
     monkeypatch.setattr(cli, "LOOK_FAR", 0.05)
     run = start_run()
-    run._tended.send()
+    run._sync.upload()
     use_disk("two")
     copy = folder_of(URL)
     xplane = "tensorboard/plugins/profile/now/host.xplane.pb"
@@ -169,12 +176,12 @@ def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, m
     def train():
         until(lambda: take_request(run.folder))
         run.write_event("profile", message="trace of steps 4 to 6 in tensorboard; to open it: x")
-        run._tended.send()
+        run._sync.upload()
         until(lambda: "steps 4 to 6" in (copy / "events.jsonl").read_text())
         path = run.folder / xplane
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(2**12 + 1))
-        run._tended.send()
+        run._sync.upload()
 
     trains = threading.Thread(target=train)
     trains.start()
@@ -190,44 +197,29 @@ def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, m
 
 def test_other_requests_change_no_file_and_end_no_run(use_disk, frequent_renewals, monkeypatch):
     run = start_run()
-    inbox = f"asked/{run._tended._lease.owner}/"
+    inbox = f"asked/{run._sync._owned.record.owner.id}/"
 
-    def files():
-        return {path.name: path.read_bytes() for path in run.folder.iterdir() if path.name != ".mirror.json"}
+    def contents():
+        return {path.name: path.read_bytes() for path in run.folder.iterdir() if not path.name.startswith(".")}
 
-    def deliver(name, data):
-        Bucket(URL).put(inbox + name, data)
-        until(lambda: not Bucket(URL).listed(inbox))
+    def deliver(data):
+        Bucket(URL).put(f"{inbox}profile-request.json", data)
+        until(lambda: not Bucket(URL).exists(f"{inbox}profile-request.json"))
 
-    before = files()
+    before = contents()
     for name in ("token", "config.toml", "sub/metrics.jsonl"):
-        deliver(name, b"another")
-    deliver("profile-request.json", b"\xff")
+        Bucket(URL).put(inbox + name, b"another")
+    deliver(b"\xff")
     fails = Mock(side_effect=OSError(28, "No space left"))
     with monkeypatch.context() as patch:
-        patch.setattr("tpuswarm.train.bucket.tended.write_atomically", fails)
-        deliver("profile-request.json", b"{}")
+        patch.setattr("tpuswarm.train.storage.sync.write_atomically", fails)
+        deliver(b"{}")
         until(lambda: fails.called)
-    deliver("profile-request.json", b"is heard")
+    deliver(b"is heard")
     until((run.folder / "profile-request.json").exists)
     run.check()
-    assert files() == {**before, "profile-request.json": b"is heard"}
+    assert contents() == {**before, "profile-request.json": b"is heard"}
     run.close()
-
-
-def test_copy_stays_while_the_first_piece_is_not_listed(use_disk):
-    run = start_run(2)
-    run._tended.send()
-    run.write_metrics({"step": 3, "tokens": 6, "loss": 0.3})
-    run.close()
-    use_disk("two")
-    assert read_steps(bring(URL)) == [1, 2, 3]
-    first = next(name for name in Bucket(URL).listed("pieces/metrics.jsonl/") if "/000000000000000-" in name)
-    data = Bucket(URL).read(first)
-    Bucket(URL).delete(first)
-    assert read_steps(bring(URL)) == [1, 2, 3]
-    Bucket(URL).put(first, data)
-    assert read_steps(bring(URL)) == [1, 2, 3]
 
 
 def test_missing_runs_and_buckets_and_wrong_urls_are_named(use_disk):
@@ -238,7 +230,7 @@ def test_missing_runs_and_buckets_and_wrong_urls_are_named(use_disk):
         bring(URL)
     with pytest.raises(RunFailed, match="there is no such bucket"):
         Run(folder_of("gs://nowhere/a"))
-    with pytest.raises(InputError, match="gs://nowhere/a: there is no such bucket, or you may not look into it"):
+    with pytest.raises(InputError, match="gs://nowhere/a: there is no such bucket"):
         bring("gs://nowhere/a")
     with pytest.raises(InputError, match="gs://BUCKET/FOLDER"):
         is_url("gs://bucket")
@@ -250,13 +242,16 @@ def test_new_run_in_place_of_a_deleted_one_has_nothing_of_it(use_disk):
     Store(folder_of(URL)).create(commit, b"of the first")
     use_disk("two")
     assert read_steps(bring(URL)) == [1, 2, 3] and Store(folder_of(URL)).exists(commit)
-    use_disk("one")
-    Mirror(folder_of(URL)).clear()
+    for name in Bucket(URL).listed(""):
+        Bucket(URL).delete(name)
+    with pytest.raises(InputError, match=r"was deleted, and .* has the last copy of it: delete that too"):
+        start_run()
+    use_disk("three")
     start_run(1).close()
     use_disk("two")
     assert read_steps(bring(URL)) == [1] and not Store(folder_of(URL)).exists(commit)
     Store(folder_of(URL)).create(commit, b"of the second")
-    use_disk("one")
+    use_disk("three")
     assert read_steps(bring(URL)) == [1] and Store(folder_of(URL)).read(commit) == b"of the second"
 
 
@@ -268,15 +263,15 @@ def test_run_that_lost_its_bucket_fails_and_resumes_once_it_is_back(
     denied = "me@example.com does not have storage.objects.create access to the bucket."
     server.gone, server.denied = fault == "deleted", denied if fault == "denied" else ""
     run.send_soon()
-    for thread in run._tended._threads:
+    for thread in run._sync._threads:
         thread.join()
     why = "there is no such bucket; create it" if fault == "deleted" else f".*{denied}"
-    with pytest.raises(RunFailed, match=f"{URL} could not be reached: {why}"):
+    with pytest.raises(RunFailed, match=f"{URL}: {why}"):
         run.check()
     store = Store(folder_of(URL))
-    with pytest.raises(RunFailed, match=f"commits/000001.json in {URL} could not be written: {why}"):
+    with pytest.raises(RunFailed, match=f"{URL}: {why}"):
         store.create("commits/000001.json", b"{}")
-    with pytest.raises(RunFailed, match="could not be reached"):
+    with pytest.raises(RunFailed, match=f"{URL}: {why}"):
         run.close()
     assert read_steps(folder_of(URL)) == [1, 2, 3], "what was trained is still on this disk"
     server.gone, server.denied = False, ""
@@ -287,21 +282,11 @@ def test_run_that_lost_its_bucket_fails_and_resumes_once_it_is_back(
     assert read_steps(bring(URL)) == [1, 2, 3, 4]
 
 
-def test_outage_of_a_bucket_that_has_answered_is_waited_out(use_disk, monkeypatch):
-    monkeypatch.setattr("tpuswarm.train.bucket.stored.PAUSE", 0.01)
-    bucket, cut = Bucket(URL), ConnectionError("cut")
-    bucket.put("a", b"1")
-    monkeypatch.setattr(bucket._fs, "cat_file", Mock(side_effect=[cut, cut, cut, b"1", cut]))
-    assert bucket.read("a") == b"1"
-    with pytest.raises(ConnectionError):  # an address that has never answered may be wrong
-        Bucket("gs://bucket/b").read("a")
-
-
 def test_rows_of_members_are_appended_and_cut_like_those_of_the_run(use_disk):
     def write(run: Run, step: int) -> None:
         for member in ("m0", "m1"):
             run.write_metrics({"step": step, "tokens": 2, "loss": 1.0, "member": member, "version": 0})
-        run._tended.send()
+        run._sync.upload()
 
     run = start_run(0)
     write(run, 1)
@@ -313,6 +298,6 @@ def test_rows_of_members_are_appended_and_cut_like_those_of_the_run(use_disk):
         assert bring(URL) and read_steps(own.parent) == [*range(1, step + 1)]
     assert own.stat().st_ino == inode and own.read_bytes().startswith(first)
     (run.folder / ROWS).write_bytes(b"".join((run.folder / ROWS).read_bytes().splitlines(keepends=True)[:2]))
-    run._tended.send()
+    run._sync.upload()
     assert bring(URL) and read_steps(own.parent) == [1]
     run.close()

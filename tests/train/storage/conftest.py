@@ -3,9 +3,9 @@
 import pytest
 
 from tests.swarm.bucket import bucket
-from tpuswarm.train.bucket import lease
-from tpuswarm.train.bucket.mirror import ROWS, folder_of
 from tpuswarm.train.run.directory import Run, read_rows
+from tpuswarm.train.storage import record, sync
+from tpuswarm.train.storage.copy import ROWS, folder_of
 
 URL = "gs://bucket/runs/a"
 CONFIG = {
@@ -49,10 +49,10 @@ def use_disk(server, tmp_path, monkeypatch):
 
 @pytest.fixture
 def short_lease(monkeypatch):
-    monkeypatch.setattr(lease, "LOOK", 0.05)
-    monkeypatch.setattr(lease, "TERM", 0.2)
+    monkeypatch.setattr(record, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(record, "TERM_S", 0.2)
 
 
 @pytest.fixture
 def frequent_renewals(monkeypatch):
-    monkeypatch.setattr("tpuswarm.train.bucket.tended.RENEWED", 0.05)
+    monkeypatch.setattr(sync, "RENEW_INTERVAL_S", 0.05)

@@ -1,0 +1,352 @@
+"""A client of Google Cloud Storage: every request has a time limit, every transfer is checked.
+
+Built on google-cloud-storage, which verifies CRC32C both ways and recovers resumable uploads.
+"""
+
+import email.utils
+import functools
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from tpuswarm.errors import InputError, RunFailed
+
+TIMEOUT_S = 5.0, 10.0
+"""Time limits of one request: to connect, and between two reads of its answer."""
+RETRY_FOR_S = 600.0
+"""How long a request is repeated while the bucket does not answer: a run outlives an outage."""
+FIRST_RETRY_FOR_S = 10.0
+"""The same for a bucket that has never answered: its address may be wrong."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
+RETRIED = 308, 408, 429, 500, 502, 503, 504
+"""Answers after which a request is repeated; 308: a chunk of an upload was not kept."""
+CONNECTIONS = 16
+CHUNK_BYTES = 32 * 2**20
+"""Of resumable uploads, which files above 8 MiB are."""
+
+Answer = TypeVar("Answer")
+Content = bytes | Sequence[bytes | memoryview]
+"""Bytes of an object, or parts of them in order."""
+
+
+class BucketFailed(RunFailed):
+    """The bucket does not answer, or refuses."""
+
+
+class Unreachable(BucketFailed):
+    """The bucket does not answer; it may later."""
+
+
+class Listed(NamedTuple):
+    """An object in a listing."""
+
+    size: int
+    written: float
+    """Unix seconds by the bucket's clock."""
+
+
+class Versioned(NamedTuple):
+    """An object's content with its generation, which each write changes."""
+
+    data: bytes
+    generation: int
+    age_s: float
+    """Seconds since it was written, by the bucket's clock alone."""
+
+
+class Bucket:
+    """The objects under one gs:// URL.
+
+    Methods raise FileNotFoundError for an absent object and BucketFailed for everything else that goes wrong. They may
+    be called from several threads.
+    """
+
+    def __init__(self, url: str):
+        """Raises InputError where the library is not installed; sends nothing."""
+        self.url = url.rstrip("/")
+        name, _, self._prefix = self.url.partition("://")[2].partition("/")
+        try:
+            self._client, self._headers = _client(*_endpoint())
+        except ImportError as error:
+            raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
+        self._bucket = self._client.bucket(name)
+        self._has_answered = False
+        self.sent_bytes = 0
+        """Grows while uploads make progress."""
+        self.gave_up = False
+        """Set to end the requests under way: none is repeated any more."""
+
+    def create(self, name: str, data: Content) -> bool:
+        """Write a new object; return False if one of that name exists."""
+        return self._write(name, data, 0) is not None
+
+    def swap(self, name: str, data: bytes, generation: int, retry_for_s: float | None = None) -> int | None:
+        """Replace an object of this generation (0: absent); return the new one, None if it has another.
+
+        A lost answer that was repeated gives None too: read the object to see.
+        """
+        return self._write(name, data, generation, retry_for_s)
+
+    def put(self, name: str, data: Content) -> None:
+        """Write an object, in the place of one that may exist."""
+        self._write(name, data, None)
+
+    def put_file(self, name: str, path: Path) -> int:
+        """Write an object from a file; return its size in bytes."""
+        from google.api_core.exceptions import GoogleAPICallError
+
+        def upload() -> int:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                blob = self._blob(name)
+                blob.chunk_size = CHUNK_BYTES if size > CHUNK_BYTES else None
+                try:
+                    blob.upload_from_file(_Counted(file, self), size=size, checksum="crc32c", **_ONCE)
+                except GoogleAPICallError as error:
+                    if error.code not in (404, 410):
+                        raise
+                    self._list("", most=1)  # raises where there is no bucket; else an upload session was lost
+                    raise ConnectionError(f"the upload of {name} was lost") from error
+            if blob.size != size:
+                raise ConnectionError(f"{blob.size} of {size} bytes were stored")
+            return size
+
+        return self._request(f"writing {name}", upload)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of an object."""
+        blob = self._blob(name)
+        return self._request(f"reading {name}", lambda: bytes(blob.download_as_bytes(checksum="crc32c", **_ONCE)))
+
+    def read_versioned(self, name: str, retry_for_s: float | None = None) -> Versioned | None:
+        """Return an object with its generation; None if there is none."""
+
+        def download() -> Versioned:
+            blob = self._blob(name)
+            data = blob.download_as_bytes(checksum="crc32c", **_ONCE)
+            now, written = (_seconds(self._headers.last.get(each)) for each in ("Date", "Last-Modified"))
+            return Versioned(data, int(blob.generation), max(0.0, now - written) if now and written else 0.0)
+
+        try:
+            return self._request(f"reading {name}", download, retry_for_s)
+        except FileNotFoundError:
+            return None
+
+    def read_if_there(self, name: str) -> bytes | None:
+        """Return the content of an object; None if there is none."""
+        try:
+            return self.read(name)
+        except FileNotFoundError:
+            return None
+
+    def fetch(self, name: str, to: Path) -> None:
+        """Download an object to a file, whole or not at all."""
+        to.parent.mkdir(parents=True, exist_ok=True)
+        part = to.with_name(f".{to.name}.{secrets.token_hex(8)}.part")
+
+        def download() -> None:
+            with part.open("wb") as file:
+                self._blob(name).download_to_file(file, checksum="crc32c", **_ONCE)
+
+        try:
+            self._request(f"reading {name}", download)
+            part.replace(to)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is an object of that name."""
+        return self._request(f"looking for {name}", lambda: bool(self._blob(name).exists(**_ONCE)))
+
+    def listed(self, prefix: str) -> dict[str, Listed]:
+        """Return all objects whose names begin with `prefix`, by name."""
+        return self._request(f"listing {prefix or 'it'}", lambda: self._list(prefix))
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if there is one."""
+        with suppress(FileNotFoundError):
+            self._request(f"deleting {name}", lambda: self._blob(name).delete(**_ONCE))
+
+    # What a Store asks of each of its places.
+
+    def path(self, name: str) -> Path | None:
+        """Return None: an object is no local file."""
+        return None
+
+    here = path
+
+    def temporary(self, name: str) -> Path:
+        """Return a new empty local file."""
+        handle, path = tempfile.mkstemp(prefix="tpuswarm-", suffix=".part")
+        os.close(handle)
+        return Path(path)
+
+    def find(self, prefix: str) -> dict[str, float]:
+        """Return when each object was written, in Unix seconds, by name."""
+        return {name: about.written for name, about in self.listed(prefix).items()}
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names that begin with `prefix`."""
+        return list(self.listed(prefix))
+
+    def sweep(self, seconds: float) -> None:
+        """Do nothing: a bucket has no temporary files."""
+
+    def _write(self, name: str, data: Content, generation: int | None, retry_for_s: float | None = None) -> int | None:
+        from google.api_core.exceptions import PreconditionFailed
+
+        content = data if isinstance(data, bytes) else b"".join(data)
+
+        def upload() -> int | None:
+            blob = self._blob(name)
+            try:
+                blob.upload_from_string(content, if_generation_match=generation, checksum="crc32c", **_ONCE)
+            except PreconditionFailed:
+                return None
+            self.sent_bytes += len(content)
+            return int(blob.generation)
+
+        return self._request(f"writing {name}", upload, retry_for_s)
+
+    def _list(self, prefix: str, most: int | None = None) -> dict[str, Listed]:
+        fields = "items(name,size,updated),nextPageToken"
+        found = self._client.list_blobs(
+            self._bucket, prefix=self._full(prefix), fields=fields, max_results=most, **_ONCE
+        )
+        blobs = [blob for blob in found if not blob.name.endswith("/")]  # the console makes those, as empty folders
+        cut = len(self._full(""))
+        return {blob.name[cut:]: Listed(blob.size, blob.updated.timestamp()) for blob in blobs}
+
+    def _blob(self, name: str) -> Any:
+        return self._bucket.blob(self._full(name))
+
+    def _full(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _request(self, doing: str, call: Callable[[], Answer], retry_for_s: float | None = None) -> Answer:
+        """Return what a request gives, repeating it while the bucket does not answer."""
+        from google.api_core.exceptions import NotFound, RetryError
+        from google.api_core.retry import Retry
+
+        usual = RETRY_FOR_S if self._has_answered else min(FIRST_RETRY_FOR_S, RETRY_FOR_S)
+        patience = usual if retry_for_s is None else retry_for_s
+        retry = Retry(
+            predicate=lambda error: not self.gave_up and _is_transient(error),
+            initial=MIN_PAUSE_S,
+            maximum=MAX_PAUSE_S,
+            timeout=patience,
+        )
+        try:
+            answer = retry(call)()
+        except NotFound as error:
+            self._has_answered = True
+            if doing.startswith(("reading", "deleting")):
+                raise FileNotFoundError(doing) from error
+            raise BucketFailed(f"{self.url}: there is no such bucket; create it, or use another one") from error
+        except OSError as error:
+            if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+                raise  # of the local file
+            raise self._failed(doing, error) from error
+        except RetryError as error:
+            raise self._failed(doing, error.cause or error) from error
+        except Exception as error:  # the library raises many types
+            raise self._failed(doing, error) from error
+        self._has_answered = True
+        return answer
+
+    def _failed(self, doing: str, error: BaseException) -> BucketFailed:
+        text = " ".join(str(getattr(error, "message", "") or error).split())[:300] or type(error).__name__
+        kind = Unreachable if _is_transient(error) else BucketFailed
+        return kind(f"{self.url}: {doing} failed: {text}; start the same command again")
+
+
+class _Counted:
+    """A file whose reads are counted as progress."""
+
+    def __init__(self, file: Any, bucket: Bucket):
+        self._file, self._bucket = file, bucket
+
+    def read(self, size: int = -1) -> bytes:
+        data: bytes = self._file.read(size)
+        self._bucket.sent_bytes += len(data)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+_ONCE: dict[str, Any] = {"timeout": TIMEOUT_S, "retry": None}
+
+
+def _endpoint() -> tuple[str, str]:
+    """Return where gs:// is, if not at Google, and the token for it."""
+    from fsspec.config import conf
+
+    found = conf.get("gs", {})
+    token = found.get("token", "")
+    return found.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST", ""), getattr(token, "token", token)
+
+
+@functools.lru_cache(maxsize=4)
+def _client(endpoint: str, token: str) -> tuple[Any, threading.local]:
+    """Return a client, and the headers of the last answer in each thread."""
+    from google.auth import default
+    from google.auth.credentials import AnonymousCredentials, Credentials
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.auth.transport.requests import AuthorizedSession
+    from google.cloud.storage import Client
+    from requests.adapters import HTTPAdapter
+
+    class Token(Credentials):
+        def refresh(self, request: object) -> None:
+            """Do nothing: a local cloud has one token."""
+
+    headers = threading.local()
+    credentials: Any = AnonymousCredentials()  # type: ignore[no-untyped-call]
+    if endpoint and token:
+        credentials = Token()  # type: ignore[no-untyped-call]
+        credentials.token = token
+    elif not endpoint:
+        try:
+            credentials, _ = default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])
+        except DefaultCredentialsError as error:
+            raise InputError(
+                f"not signed in to Google Cloud ({error}); `gcloud auth application-default login`"
+            ) from error
+    session: Any = AuthorizedSession(credentials, refresh_timeout=int(TIMEOUT_S[1]))  # type: ignore[no-untyped-call]
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+
+    def note(answer: Any, *_: Any, **__: Any) -> None:
+        headers.last = answer.headers
+
+    session.hooks["response"].append(note)
+    options = {"api_endpoint": endpoint} if endpoint else None
+    return Client(project="none", credentials=credentials, _http=session, client_options=options), headers
+
+
+def _seconds(date: str | None) -> float:
+    with suppress(TypeError, ValueError):
+        return email.utils.parsedate_to_datetime(str(date)).timestamp()
+    return 0.0
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Return whether a request may succeed later: the network is cut, or the server is busy."""
+    import requests
+    import urllib3
+    from google.api_core.exceptions import GoogleAPICallError
+    from google.auth.exceptions import TransportError
+    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+
+    if isinstance(error, GoogleAPICallError):
+        return error.code in RETRIED
+    if isinstance(error, InvalidResponse):
+        return error.response.status_code in RETRIED
+    lost = requests.RequestException, urllib3.exceptions.HTTPError, TransportError, DataCorruption
+    return isinstance(error, (*lost, ConnectionError, TimeoutError))

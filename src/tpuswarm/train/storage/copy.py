@@ -1,0 +1,462 @@
+"""The copy of a run in a bucket on this disk: what is new is downloaded, or uploaded by the run's owner.
+
+A process works on the copy as on any run. Files that only grow are uploaded in parts, all others whole. An upload ends
+with one change of the run's record, so readers see all of it or nothing. A swarm's record is not uploaded from here:
+swarm/storage/store.py writes it to the bucket first. A secret never leaves the disk.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.computer import lock_holder
+from tpuswarm.train.process.platform import cache_folder
+from tpuswarm.train.storage.bucket import CONNECTIONS, Bucket, BucketFailed
+from tpuswarm.train.storage.record import DATA, RECORD, File, OwnedRecord, Part, Read, Record, read_record
+
+ORIGIN, INDEX, OWNER, PULLING = "bucket", ".bucket.json", ".owner.json", ".pulling"
+EARLIER_INDEX = ".mirror.json"
+CHECKPOINTS, MANIFEST, ROWS = "checkpoints", "manifest.json", "metrics.jsonl"
+BEST = "best.json"
+"""Names the checkpoint that is kept besides the newest (train/run/best.py)."""
+LOCK = "lock"
+NOT_UPLOADED = {
+    *("commits", "headers", "objects", "payloads", "views", "members", "founding.json"),  # a swarm's store writes them
+    *(LOCK, "token", "index.sqlite", ORIGIN),  # of this machine alone, or secret
+}
+TEMPORARY = re.compile(r"\.part$|\.\d+$|-journal$|-wal$|-shm$")
+MAX_PARTS = 256
+"""A file of more parts is uploaded as one."""
+MAX_SMALL_BYTES = 2**23
+"""Larger files are downloaded only where a command needs them."""
+MAX_ATTEMPTS = 5
+"""Downloads of a run whose owner replaces files meanwhile."""
+
+
+@dataclass(frozen=True)
+class Synced:
+    """A file of this copy that is as in the bucket."""
+
+    file: File
+    stamp: tuple[int, int]
+    """Size and time of change (ns) of the local file."""
+
+
+@dataclass
+class Index:
+    """What this copy has of the bucket."""
+
+    run: str = ""
+    """Empty: nothing was downloaded yet."""
+    owner: str = ""
+    """The process of this disk that owned the run last; empty if none did."""
+    files: dict[str, Synced] = field(default_factory=dict)
+
+
+_INDEX: TypeAdapter[Index] = TypeAdapter(Index)
+
+
+def origin(folder: Path) -> str | None:
+    """Return the URL of the run that a folder is a copy of; None for a run of this disk."""
+    path = folder / ORIGIN
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def shown(folder: Path) -> str:
+    """Return what a person calls a run."""
+    return origin(folder) or str(folder)
+
+
+def is_url(run: str) -> bool:
+    """Return whether a run lies in a bucket. Raises InputError for a URL of another kind."""
+    scheme, separator, rest = run.partition("://")
+    if not separator:
+        return False
+    if scheme != "gs" or not rest.strip("/").count("/"):
+        raise InputError(f"a run is a local folder or gs://BUCKET/FOLDER, not {run}")
+    return True
+
+
+def folder_of(url: str) -> Path:
+    """Return the folder of this disk's copy of a run, made if it is not there; downloads nothing."""
+    url = url.rstrip("/")
+    folder = cache_folder("runs") / url.removeprefix("gs://")
+    folder.mkdir(parents=True, exist_ok=True)
+    if origin(folder) != url:
+        write_atomically(folder / ORIGIN, url)
+    return folder
+
+
+def folder_for(run: str) -> Path:
+    """Return the folder of a run that exists or is to be; the copy of one in a bucket is brought up to date."""
+    if not is_url(run):
+        return Path(run)
+    folder = folder_of(run)
+    RunCopy(folder).pull()
+    return folder
+
+
+def bring(url: str, whole: bool = False) -> Path:
+    """Return the up-to-date copy of a run; whole: with large files and the newest and best checkpoint.
+
+    Raises InputError if there is no such run, or its bucket does not answer.
+    """
+    folder = folder_of(url)
+    if lock_holder(folder / LOCK) is not None:  # the copy is ahead of the bucket
+        return folder
+    try:
+        found = RunCopy(folder).pull(whole)
+    except BucketFailed as error:
+        raise InputError(str(error)) from error
+    if not found:
+        raise InputError(f"there is no run at {url}; `tpuswarm train --run {url}` begins one")
+    return folder
+
+
+def refresh(folder: Path, large: str | None = None) -> None:
+    """Bring a copy up to date; does nothing for a run of this disk.
+
+    large: a folder of the run from which large files are downloaded too.
+    """
+    if origin(folder) and lock_holder(folder / LOCK) is None:
+        RunCopy(folder).pull(large=large)
+
+
+class RunCopy:
+    """A run in a bucket, and its copy in a folder of this disk."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.url = folder, str(origin(folder))
+        self.bucket = Bucket(self.url)
+        self._index = self._load()
+        self._pushing = threading.Lock()
+
+    # From the bucket.
+
+    def pull(self, whole: bool = False, large: str | None = None) -> bool:
+        """Bring the copy up to date; return whether there is a run. whole, large: as in `bring` and `refresh`."""
+        with self._alone():
+            before: Read | None = None
+            for _ in range(MAX_ATTEMPTS):
+                found = read_record(self.bucket)
+                if found is None:
+                    return False
+                write_atomically(self.folder / OWNER, json.dumps(found.record.owner.__dict__ | {"age": found.age_s}))
+                try:
+                    self._pull(found.record, whole, large)
+                    return True
+                except FileNotFoundError as error:
+                    if before and before.generation == found.generation:
+                        raise BucketFailed(f"{self.url}: {error} failed: an object of this run was deleted") from error
+                    before = found  # its owner has replaced the object since
+            raise BucketFailed(f"{self.url} changes faster than it can be read; start the same command again")
+
+    def take(self, owned: OwnedRecord) -> None:
+        """Own the run, with all of it on this disk. Raises InputError while another process owns it."""
+        with self._alone():
+            before = owned.take()
+            try:
+                self._take(before)
+            except BaseException:
+                with suppress(RunFailed):
+                    owned.release()
+                raise
+            self._index.run, self._index.owner = before.run, owned.record.owner.id
+            self._save()
+
+    def _take(self, before: Record) -> None:
+        if self._index.run not in ("", before.run) and not before.files and any(self._walk()):
+            raise InputError(
+                f"the run at {self.url} was deleted, and {self.folder} has the last copy of it: delete that too to "
+                "begin a new run, or use another --run"
+            )
+        is_ahead = before.owner.id == self._index.owner != ""
+        self._pull(before, True, None)
+        if not is_ahead:
+            for path in [*self._walk(), *(self.folder / CHECKPOINTS).glob("[0-9]*/**/*")]:
+                if path.is_file() and self._name(path) not in before.files:
+                    path.unlink()
+
+    def _pull(self, record: Record, whole: bool, large: str | None) -> None:
+        is_ahead = record.owner.id == self._index.owner != ""
+        if self._index.run not in ("", record.run):
+            self._wipe()
+        self._index.run = record.run
+        has_newer = is_ahead and bool(self._local_steps())
+        steps = self._wanted_checkpoints(record) if whole and not has_newer else set()
+        wanted = {}
+        for name, file in record.files.items():
+            first, _, rest = name.partition("/")
+            if first == CHECKPOINTS:
+                is_wanted = rest.partition("/")[0] in steps
+            else:
+                is_wanted = whole or file.size <= MAX_SMALL_BYTES or (bool(large) and name.startswith(f"{large}/"))
+            if is_wanted:
+                wanted[name] = file
+        manifests = [name for name in wanted if name.endswith(f"/{MANIFEST}")]
+        others = [name for name in wanted if name not in manifests]
+        try:
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                for names in (others, manifests):  # what a manifest names is there before it
+                    list(pool.map(lambda name: self._pull_file(name, wanted[name], is_ahead), names))
+            if not is_ahead:
+                for name in [name for name in self._index.files if name not in record.files]:
+                    (self.folder / name).unlink(missing_ok=True)
+                    del self._index.files[name]
+        finally:
+            self._save()
+
+    def _wanted_checkpoints(self, record: Record) -> set[str]:
+        """Return the newest step, and the best one if the run keeps it."""
+        steps = sorted({name.split("/")[1] for name in record.files if name.startswith(f"{CHECKPOINTS}/")})
+        best = record.files.get(BEST, File(()))
+        step = _step_of(b"".join(self.bucket.read(part.object) for part in best.parts))
+        return {*steps[-1:], *({step} & set(steps))}
+
+    def _pull_file(self, name: str, file: File, is_ahead: bool) -> None:
+        path, synced = self.folder / name, self._index.files.get(name)
+        start, parts = 0, file.parts
+        if path.exists():
+            if is_ahead:
+                return
+            if synced and _stamp(path) == synced.stamp:
+                count = len(synced.file.parts)
+                if file.parts == synced.file.parts:
+                    return
+                if synced.file.parts == file.parts[:count]:
+                    start, parts = synced.file.size, file.parts[count:]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if start:
+            self._append(path, parts)
+        elif len(parts) == 1:
+            self.bucket.fetch(parts[0].object, path)
+        else:
+            part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+            try:
+                self._append(part, parts)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+        os.utime(path, (file.written, file.written))
+        self._index.files[name] = Synced(file, _stamp(path))
+        if name == ROWS:
+            self._split_members(start)
+
+    def _append(self, path: Path, parts: Iterable[Part]) -> None:
+        """Append objects to a file, all of them or none."""
+        with path.open("ab") as file:
+            start = file.tell()
+            try:
+                for part in parts:
+                    file.write(self.bucket.read(part.object))
+            except BaseException:
+                file.truncate(start)
+                raise
+
+    def _split_members(self, start: int) -> None:
+        """Give each member its own file of rows: those of the run's file from this byte on are new."""
+        with (self.folder / ROWS).open("rb") as file:
+            file.seek(max(0, start - 1))
+            new = file.read()
+        if start and not new.startswith(b"\n"):  # a part ended within a line
+            self._split_members(0)
+            return
+        rows: dict[str, list[bytes]] = {}
+        for line in new.splitlines(keepends=True):
+            with suppress(ValueError):
+                if member := json.loads(line).get("member"):
+                    rows.setdefault(str(member), []).append(line)
+        for member, lines in rows.items():
+            own = self.folder / "members" / member / ROWS
+            own.parent.mkdir(parents=True, exist_ok=True)
+            with own.open("ab" if start else "wb") as file:
+                file.writelines(lines)
+
+    def _wipe(self) -> None:
+        """Remove the copy of another run, which was at this URL before."""
+        for path in self.folder.iterdir():
+            if path.name in {ORIGIN, PULLING, LOCK, "token"}:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        self._index = Index()
+
+    # To the bucket.
+
+    def push(self, owned: OwnedRecord) -> None:
+        """Upload what has changed here, and name it in the run's record. Raises Lost and BucketFailed."""
+        with self._pushing:
+            changed = self._upload_files(owned) | self._upload_checkpoints(owned)
+            before = owned.record.files
+            removed = self._removed(before, changed)
+            best = changed.get(BEST)
+            if best and f"{CHECKPOINTS}/{best_of(self.folder)}/{MANIFEST}" not in {*before, *changed} - removed:
+                del changed[BEST]  # its checkpoint is not there yet
+            if changed or removed:
+                new = {name: synced.file for name, synced in changed.items()}
+                owned.change(lambda files: {name: files[name] for name in files if name not in removed} | new)
+            for name in removed:
+                self._index.files.pop(name, None)
+            self._index.files |= changed
+            self._save()
+            self._delete(_objects(before.values()) - _objects(owned.record.files.values()))
+
+    def unsent(self) -> list[str]:
+        """Return the files that are newer here than in the bucket."""
+        names = []
+        for path in [*self._walk(), *(self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}")]:
+            synced = self._index.files.get(self._name(path))
+            with suppress(FileNotFoundError):
+                if synced is None or synced.stamp != _stamp(path):
+                    names.append(self._name(path))
+        return names
+
+    def sweep(self, owned: OwnedRecord) -> None:
+        """Delete objects that earlier owners uploaded and never named."""
+        named, epoch = _objects(owned.record.files.values()), f"{DATA}{owned.record.epoch:06d}/"
+        self._delete({name for name in self.bucket.listed(DATA) if name < epoch and name not in named})
+
+    def clear(self, owned: OwnedRecord) -> None:
+        """Delete the run from the bucket. Raises Lost and BucketFailed."""
+        owned.renew()
+        for name in [RECORD, *self.bucket.listed("")]:
+            self.bucket.delete(name)
+
+    def _upload_files(self, owned: OwnedRecord) -> dict[str, Synced]:
+        changed = {}
+        for path in self._walk():
+            with suppress(FileNotFoundError):  # removed meanwhile
+                if synced := self._upload(path, owned):
+                    changed[self._name(path)] = synced
+        return changed
+
+    def _upload_checkpoints(self, owned: OwnedRecord) -> dict[str, Synced]:
+        """Upload each checkpoint that is whole here; one that is pruned meanwhile is left out."""
+        changed: dict[str, Synced] = {}
+        for step in self._local_steps():
+            paths = [path for path in (self.folder / CHECKPOINTS / step).rglob("*") if path.is_file()]
+            if f"{CHECKPOINTS}/{step}/{MANIFEST}" in self._index.files:
+                continue
+            with suppress(FileNotFoundError), ThreadPoolExecutor(CONNECTIONS) as pool:
+                found = list(pool.map(lambda path: self._upload(path, owned), paths))
+                if (self.folder / CHECKPOINTS / step / MANIFEST).exists():
+                    changed |= {self._name(path): new for path, new in zip(paths, found, strict=True) if new}
+        return changed
+
+    def _upload(self, path: Path, owned: OwnedRecord) -> Synced | None:
+        """Upload what is new of a file; None if nothing is. Raises FileNotFoundError if it was removed."""
+        name, about = self._name(path), path.stat()
+        synced, stamp = self._index.files.get(name), (about.st_size, about.st_mtime_ns)
+        if synced and synced.stamp == stamp:
+            return None
+        parts = synced.file.parts if synced else ()
+        sent = synced.file.size if synced else 0
+        if _grows(path) and sent < about.st_size and len(parts) < MAX_PARTS:
+            with path.open("rb") as file:
+                file.seek(sent)
+                data = file.read(about.st_size - sent)
+            added = Part(owned.new_object(name), len(data))
+            self.bucket.create(added.object, data)
+            parts = (*parts, added)
+        else:
+            new = owned.new_object(name)
+            parts = (Part(new, self.bucket.put_file(new, path)),)
+        return Synced(File(parts, about.st_mtime), stamp)
+
+    def _removed(self, before: Iterable[str], changed: Iterable[str]) -> set[str]:
+        """Return the files of the record that this disk has no more."""
+        has_checkpoint = bool(self._local_steps())
+        return {
+            name
+            for name in before
+            if name not in changed
+            and not (self.folder / name).exists()
+            and (has_checkpoint or not name.startswith(f"{CHECKPOINTS}/"))
+        }
+
+    def _local_steps(self) -> list[str]:
+        """Return the steps of the whole checkpoints of this disk."""
+        return sorted(path.parent.name for path in (self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}"))
+
+    def _delete(self, objects: Iterable[str]) -> None:
+        """Delete objects that no record names any more; what cannot be deleted, as under a retention policy, stays."""
+        with suppress(BucketFailed):
+            for name in sorted(objects):
+                self.bucket.delete(name)
+
+    def _walk(self) -> Iterator[Path]:
+        """Yield the files of the run that are uploaded, without checkpoints."""
+        for path in sorted(self.folder.rglob("*")):
+            parts = path.relative_to(self.folder).parts
+            if parts[0] in NOT_UPLOADED | {CHECKPOINTS} or any(part.startswith(".") for part in parts):
+                continue
+            if path.is_file() and not TEMPORARY.search(path.name):
+                yield path
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+    def _load(self) -> Index:
+        try:
+            return _INDEX.validate_json((self.folder / INDEX).read_bytes())
+        except FileNotFoundError:
+            with suppress(FileNotFoundError, ValueError, KeyError):
+                found = json.loads((self.folder / EARLIER_INDEX).read_text(encoding="utf-8"))
+                return Index(owner=found["owner"])
+        except ValidationError:  # torn, or of another version: everything is downloaded again
+            pass
+        return Index()
+
+    def _save(self) -> None:
+        with suppress(FileNotFoundError):  # the run was removed
+            write_atomically(self.folder / INDEX, _INDEX.dump_json(self._index))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let one command of this machine at a time download the run."""
+        with (self.folder / PULLING).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._index = self._load()
+            yield
+
+
+def best_of(folder: Path) -> str:
+    """Return the folder of the best checkpoint of a run that keeps it; empty if there is none."""
+    with suppress(FileNotFoundError):
+        return _step_of((folder / BEST).read_bytes())
+    return ""
+
+
+def _step_of(best: bytes) -> str:
+    with suppress(ValueError, KeyError, TypeError):
+        return f"{json.loads(best)['step']:08d}"
+    return ""
+
+
+def _grows(path: Path) -> bool:
+    """Return whether a file of a run only grows."""
+    return path.suffix in (".jsonl", ".log") or ".tfevents." in path.name
+
+
+def _objects(files: Iterable[File]) -> set[str]:
+    return {part.object for file in files for part in file.parts}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns

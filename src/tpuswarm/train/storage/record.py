@@ -1,0 +1,300 @@
+"""The record of a run in a bucket: who owns the run, and which objects make it up.
+
+It is one object, replaced only if nobody else has replaced it since it was read (by its generation). So owning a run
+and changing it are the same write: a process that lost the run cannot change what readers see, however late its
+requests arrive. All other objects are written once, under names with the owner's epoch; what no record names is garbage.
+
+An owner renews the record. Who wants the run waits until the record stands still for TERM_S, by its own clock: no two
+clocks are compared.
+"""
+
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from pydantic import TypeAdapter, ValidationError
+
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.process.computer import alive, this_computer
+from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.storage.bucket import Bucket, BucketFailed
+
+RECORD = "run.json"
+DATA = "data/"
+RENEW_INTERVAL_S, TERM_S = 10.0, 30.0
+"""Between two renewals; how long a record that nobody renews keeps others out."""
+POLL_INTERVAL_S = 2.0
+"""Between two looks at the record of somebody who may be gone."""
+REQUEST_FOR_S = 15.0
+"""How long one renewal is tried before the owner looks whether the run is still its own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive bytes of a file of the run."""
+
+    object: str
+    size: int
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the run: its parts in order, and when it was written (Unix seconds by its writer's clock)."""
+
+    parts: tuple[Part, ...]
+    written: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return sum(part.size for part in self.parts)
+
+
+Files = Mapping[str, File]
+"""Files of a run by their paths in its folder."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that owns, or owned, a run."""
+
+    id: str
+    """Random."""
+    host: str
+    pid: int
+    computer: str
+    """Where `pid` means something (`this_computer`)."""
+    renewals: int = 0
+    released: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was a process of this computer that has ended."""
+        return alive(self.computer, self.pid) is False
+
+
+@dataclass(frozen=True)
+class Record:
+    """What RECORD holds."""
+
+    run: str
+    """Random: a run that was deleted and begun anew in its place has another."""
+    epoch: int
+    """Counts owners; the names of new objects begin with it."""
+    owner: Owner
+    files: Files = field(default_factory=dict)
+
+
+_JSON: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A record as it was read."""
+
+    record: Record
+    generation: int
+    """0: it is made up from the objects of an earlier version's run, and nothing is stored yet."""
+    age_s: float
+    """Since it was written, by the bucket's clock."""
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether its owner may be alive."""
+        return not self.record.owner.released and not self.record.owner.is_gone
+
+
+class Lost(RunFailed):
+    """Another process owns the run now."""
+
+
+def read_record(bucket: Bucket, retry_for_s: float | None = None) -> Read | None:
+    """Read the record of a run; return None if there is no run. Raises BucketFailed."""
+    found = bucket.read_versioned(RECORD, retry_for_s)
+    if found is None:
+        return _of_earlier_version(bucket)
+    try:
+        return Read(_JSON.validate_json(found.data), found.generation, found.age_s)
+    except ValidationError as error:
+        raise BucketFailed(
+            f"{bucket.url}/{RECORD} is damaged ({len(found.data)} bytes); restore an earlier version of that object"
+        ) from error
+
+
+def read_file(read: Callable[[str], bytes | None], path: str) -> bytes | None:
+    """Return one file of a run as its record has it now; None if there is none.
+
+    read: returns the content of an object by its name in the run's folder, None if there is none.
+    """
+    stored = read(RECORD)
+    if stored is None:
+        return read(f"files/{path}")  # an earlier version's run
+    try:
+        file = _JSON.validate_json(stored).files.get(path)
+    except ValidationError:
+        return None
+    parts = [read(part.object) for part in file.parts] if file else [None]
+    return None if None in parts else b"".join(part for part in parts if part is not None)
+
+
+class OwnedRecord:
+    """The record of a run that this process owns, or wants to own."""
+
+    def __init__(self, bucket: Bucket):
+        self._bucket = bucket
+        self._owner = Owner(secrets.token_hex(8), socket.gethostname(), os.getpid(), this_computer())
+        self._lock = threading.RLock()
+        self._read: Read | None = None
+        self._renewed_at = 0.0
+        self._names = 0
+
+    @property
+    def record(self) -> Record:
+        """The record as this process has written it last."""
+        assert self._read is not None
+        return self._read.record
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the record was renewed: since before the request that did it was sent."""
+        return boot_time() - self._renewed_at
+
+    def take(self) -> Record:
+        """Own the run; return its record as the owner before left it.
+
+        Waits for an owner that may be gone. Raises InputError while there is one, and BucketFailed.
+        """
+        with self._lock:
+            found = read_record(self._bucket)
+            if found and found.is_owned:
+                found = self._wait_for_end(found)
+            before = found.record if found else Record(secrets.token_hex(8), 0, replace(self._owner, id=""))
+            self._read = found or Read(before, 0, 0.0)
+            try:
+                self._replace(replace(before, epoch=before.epoch + 1, owner=self._owner))
+            except Lost as error:  # somebody else was faster
+                raise self._in_use(read_record(self._bucket)) from error
+            return before
+
+    def renew(self) -> None:
+        """Own the run for another TERM_S. Raises Lost, and BucketFailed if the bucket does not answer."""
+        self.change(lambda files: files)
+
+    def change(self, change: Callable[[Files], Files], released: bool = False) -> None:
+        """Replace the files of the record, and renew it. Raises Lost and BucketFailed."""
+        with self._lock:
+            owner = replace(self.record.owner, renewals=self.record.owner.renewals + 1, released=released)
+            self._replace(replace(self.record, owner=owner, files=change(self.record.files)))
+
+    def release(self) -> None:
+        """Let the run go: the next owner need not wait."""
+        self.change(lambda files: files, released=True)
+
+    def new_object(self, name: str) -> str:
+        """Return a name for a new object, which nobody else ever uses."""
+        with self._lock:
+            self._names += 1
+            return f"{DATA}{self.record.epoch:06d}/{self._names:06d}-{re.sub(r'[^A-Za-z0-9._-]', '-', name)[-60:]}"
+
+    def _replace(self, record: Record) -> None:
+        """Write the record in the place of the one that was read last, if that is still there."""
+        data = _JSON.dump_json(record)
+        while True:
+            assert self._read is not None
+            sent = boot_time()
+            generation = self._bucket.swap(RECORD, data, self._read.generation, REQUEST_FOR_S)
+            if generation is not None:
+                self._read = Read(record, generation, 0.0)
+                self._renewed_at = sent
+                return
+            there = read_record(self._bucket, REQUEST_FOR_S)
+            if there is None or (there.record.owner.id, there.record.epoch) != (self._owner.id, record.epoch):
+                raise self._lost(there)
+            # Ours, of an attempt whose answer was lost: go on from there.
+            self._read = there
+
+    def _wait_for_end(self, found: Read) -> Read:
+        """Wait until an owner has stood still for TERM_S; return the record then."""
+        owner = found.record.owner
+        since = boot_time()
+        with waiting(f"{owner.host} owned this run {found.age_s:.0f} s ago; waiting {TERM_S:.0f} s to see if it lives"):
+            while boot_time() - since < TERM_S:
+                time.sleep(POLL_INTERVAL_S)
+                now = read_record(self._bucket)
+                if now is None or not now.is_owned:
+                    return now or found
+                if (now.generation, now.record.owner) != (found.generation, owner):
+                    raise self._in_use(now)
+        return found
+
+    def _in_use(self, found: Read | None) -> InputError:
+        url = self._bucket.url
+        who = f"by process {found.record.owner.pid} on {found.record.owner.host}" if found else "by another process"
+        return InputError(f"{url} is in use {who}; stop it first with `tpuswarm stop {url}`, or use another --run")
+
+    def _lost(self, there: Read | None) -> Lost:
+        url = self._bucket.url
+        if there is None:
+            return Lost(f"{url} was deleted, so this process ends")
+        owner = there.record.owner
+        return Lost(f"{url} was taken over by process {owner.pid} on {owner.host}, so this process ends")
+
+
+def _of_earlier_version(bucket: Bucket) -> Read | None:
+    """Return the record of a run whose objects an earlier version stored without one.
+
+    It kept whole files under files/, growing ones in pieces named by their bytes, checkpoints as folders with a
+    manifest, and its owner in the last object of lease/.
+    """
+    objects = bucket.listed("")
+    pieces: dict[str, dict[int, tuple[int, str]]] = {}
+    files: dict[str, File] = {}
+    for name, listed in objects.items():
+        folder, _, rest = name.partition("/")
+        if match := re.fullmatch(r"pieces/(.+)/(\d{15})-(\d{15})", name):
+            start, end = int(match[2]), int(match[3])
+            longest = pieces.setdefault(match[1], {})
+            longest[start] = max(longest.get(start, (0, "")), (end, name))
+        elif folder == "files" and rest != "born":
+            files[rest] = File((Part(name, listed.size),), listed.written)
+        elif folder == "checkpoints" and f"checkpoints/{rest.partition('/')[0]}/manifest.json" in objects:
+            files[name] = File((Part(name, listed.size),), listed.written)
+    for path, longest in pieces.items():
+        parts: list[Part] = []
+        end = 0
+        while end in longest:
+            start, (end, name) = end, longest[end]
+            parts.append(Part(name, end - start))
+        files[path] = File(tuple(parts), max(objects[part.object].written for part in parts) if parts else 0.0)
+    if not files:
+        return None
+    run = bucket.read("files/born").decode()[:16] if "files/born" in objects else "earlier"
+    owner, age_s = _earlier_owner(bucket, (name for name in objects if name.startswith("lease/")))
+    return Read(Record(run, 0, owner, files), 0, age_s)
+
+
+def _earlier_owner(bucket: Bucket, leases: Iterable[str]) -> tuple[Owner, float]:
+    for name in sorted(leases, reverse=True):
+        with suppress(ValueError, KeyError, TypeError):
+            found = bucket.read_versioned(name)
+            if found is None:
+                continue
+            lease = json.loads(found.data)
+            number = int(re.sub(r"\D", "", name))
+            owner = Owner(
+                lease["owner"], lease["host"], lease["pid"], lease.get("computer", ""), number, lease["ended"]
+            )
+            return owner, found.age_s
+    return Owner("", "", 0, "", released=True), 0.0
+
+
+def boot_time() -> float:
+    """Return seconds that go on while the computer sleeps, where the system can tell."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

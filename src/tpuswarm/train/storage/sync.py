@@ -1,0 +1,190 @@
+"""A run in a bucket while this process owns it: its record is renewed, what is new is uploaded, requests are heard."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tpuswarm.errors import RunFailed
+from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.storage.bucket import RETRY_FOR_S, Bucket, Unreachable
+from tpuswarm.train.storage.copy import OWNER, RunCopy
+from tpuswarm.train.storage.record import (
+    RENEW_INTERVAL_S,
+    REQUEST_FOR_S,
+    TERM_S,
+    Lost,
+    OwnedRecord,
+    Owner,
+    boot_time,
+    read_file,
+)
+
+UPLOAD_INTERVAL_S = 20.0
+STALLED_S = 12.0
+"""A bucket that takes no byte for so long keeps no process from ending."""
+REQUESTS = "asked/"
+STOP, TRACE_REQUEST = "stop", "profile-request.json"
+"""What others may ask the owner for: to stop, and by this file for a trace (train/look/profile.py)."""
+
+
+class RunSync:
+    """Owns the run of a folder from `take` to `close`."""
+
+    def __init__(self, folder: Path):
+        self._copy = RunCopy(folder)
+        self._owned = OwnedRecord(self._copy.bucket)
+        self._end, self._wake = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(work,), name="bucket", daemon=True)
+            for work in (self._renew_and_listen, self._upload)
+        ]
+        self._error: RunFailed | None = None
+        self._uploaded_at = 0.0
+        self._is_swept = False
+
+    def take(self) -> None:
+        """Own the run, with all of it on this disk. Raises InputError while another process owns it, and RunFailed."""
+        self._copy.take(self._owned)
+        self._uploaded_at = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def check(self) -> None:
+        """Raise RunFailed if the run is not this process's any more, or its bucket refuses."""
+        if self._error is not None:
+            raise self._error
+
+    def upload_soon(self) -> None:
+        """Upload what is new now, in the background."""
+        self._wake.set()
+
+    def upload(self) -> None:
+        """Upload what is new, and return when it is in the bucket. Raises RunFailed."""
+        self._copy.push(self._owned)
+
+    def remove(self) -> None:
+        """Delete the run from the bucket: nothing came of it."""
+        self._stop()
+        self._copy.clear(self._owned)
+
+    def close(self) -> None:
+        """Upload the rest and let the run go. Raises RunFailed, with what is on this disk alone."""
+        if self._end.is_set() or isinstance(self._error, Lost):
+            self._stop()
+            return
+        self._end.set()
+        self._wake.set()
+        failed: list[RunFailed] = []
+        rest = threading.Thread(target=self._finish, args=(failed,), name="bucket", daemon=True)
+        rest.start()
+        if not self._wait_while_it_sends(rest):
+            self._copy.bucket.gave_up = True
+            rest.join(STALLED_S)
+            failed.append(Unreachable(f"{self._copy.url} does not answer"))
+        if failed and not isinstance(failed[0], Lost):
+            unsent = self._copy.unsent()
+            only_here = f"; only on this disk, in {self._copy.folder}: {', '.join(unsent)}" if unsent else ""
+            raise RunFailed(f"{failed[0]}{only_here}; start the same command again on this machine")
+
+    def _finish(self, failed: list[RunFailed]) -> None:
+        try:
+            self._stop()
+            self._copy.push(self._owned)
+            self._owned.release()
+        except RunFailed as error:
+            failed.append(error)
+
+    def _wait_while_it_sends(self, thread: threading.Thread) -> bool:
+        """Wait for a thread while bytes go to the bucket; return whether it ended."""
+        bucket, sent, since = self._copy.bucket, -1, boot_time()
+        while thread.is_alive():
+            if bucket.sent_bytes != sent:
+                sent, since = bucket.sent_bytes, boot_time()
+            if boot_time() - since > STALLED_S:
+                return False
+            thread.join(0.2)
+        return True
+
+    def _stop(self) -> None:
+        self._end.set()
+        self._wake.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        """Renew and upload each in a thread of its own: a checkpoint may take longer than the record holds."""
+        failing_since: float | None = None
+        while not self._end.is_set() and self._error is None:
+            try:
+                work()
+                failing_since = None
+            except Unreachable as error:
+                failing_since = boot_time() if failing_since is None else failing_since
+                if boot_time() - failing_since > RETRY_FOR_S:
+                    self._error = error
+            except RunFailed as error:
+                self._error = error
+            except Exception as error:  # noqa: BLE001  # whoever trains is told at its next check
+                self._error = RunFailed(f"{self._copy.url}: {type(error).__name__}: {error}")
+
+    def _renew_and_listen(self) -> None:
+        if self._end.wait(max(0.0, RENEW_INTERVAL_S - self._owned.age_s)) or self._owned.age_s < RENEW_INTERVAL_S:
+            return
+        self._owned.renew()
+        bucket, requests = self._copy.bucket, f"{REQUESTS}{self._owned.record.owner.id}/"
+        for name in (STOP, TRACE_REQUEST):
+            if (found := bucket.read_versioned(requests + name, REQUEST_FOR_S)) is None:
+                continue
+            bucket.delete(requests + name)
+            if name == STOP:
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                with suppress(OSError, ValueError):  # no room, or no text: the run does not end of it
+                    write_atomically(self._copy.folder / TRACE_REQUEST, found.data.decode())
+
+    def _upload(self) -> None:
+        if not self._is_swept:
+            self._copy.sweep(self._owned)
+            self._is_swept = True
+        is_asked = self._wake.wait(max(0.0, UPLOAD_INTERVAL_S - (time.monotonic() - self._uploaded_at)))
+        self._wake.clear()
+        if not self._end.is_set() and (is_asked or time.monotonic() - self._uploaded_at >= UPLOAD_INTERVAL_S):
+            self._copy.push(self._owned)
+            self._uploaded_at = time.monotonic()
+
+
+def owner_elsewhere(folder: Path) -> Owner | None:
+    """Return who owns the run of a copy, as it was downloaded last; None if nobody does or a process of this disk."""
+    path = folder / OWNER
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        age_s, owner = found.pop("age"), Owner(**found)
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+    return None if owner.released or owner.is_gone or age_s > 3 * TERM_S else owner
+
+
+def send_request(folder: Path, name: str, text: str) -> Owner | None:
+    """Leave a request, STOP or TRACE_REQUEST, for the owner of a run in its bucket; return the owner, or None."""
+    owner = owner_elsewhere(folder)
+    if owner:
+        RunCopy(folder).bucket.put(f"{REQUESTS}{owner.id}/{name}", text.encode())
+    return owner
+
+
+def delete_file(url: str, path: str) -> None:
+    """Delete a file of a run that nobody owns, if it has one. Raises InputError while somebody owns it."""
+    bucket = Bucket(url)
+    if read_file(bucket.read_if_there, path) is None:
+        return
+    owned = OwnedRecord(bucket)
+    owned.take()
+    owned.change(lambda files: {name: file for name, file in files.items() if name != path}, released=True)

@@ -1,0 +1,200 @@
+"""A bucket that loses answers, stalls, refuses or damages what it sends loses nothing and hangs nobody."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from tests.train.storage.conftest import URL, read_steps, start_run
+from tests.waiting import until
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.run.directory import Run
+from tpuswarm.train.storage import bucket as client
+from tpuswarm.train.storage import sync
+from tpuswarm.train.storage.bucket import Bucket, BucketFailed, Unreachable
+from tpuswarm.train.storage.copy import bring, folder_of
+
+SMALL, LARGE = b"x" * 1000, os.urandom(9 * 2**20)
+"""The larger one is sent by a resumable upload, in chunks."""
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(client, "MIN_PAUSE_S", 0.01)
+    monkeypatch.setitem(client._ONCE, "timeout", (1.0, 0.5))
+    monkeypatch.setattr(client, "CHUNK_BYTES", 2**21)
+
+
+@pytest.fixture
+def stored(server, impatient, monkeypatch, tmp_path):
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+    found = Bucket(URL)
+    found.put("there", SMALL)
+    (tmp_path / "small").write_bytes(SMALL)
+    (tmp_path / "large").write_bytes(LARGE)
+    return found
+
+
+def create(bucket, folder):
+    bucket.create("new", SMALL)
+    return bucket.read("new") == SMALL
+
+
+def swap(bucket, folder):
+    generation = bucket.read_versioned("there").generation
+    new = bucket.swap("there", b"other", generation)
+    return bucket.read("there") == b"other" and new in (None, bucket.read_versioned("there").generation)
+
+
+def put_small(bucket, folder):
+    return bucket.put_file("new", folder / "small") == 1000 and bucket.read("new") == SMALL
+
+
+def put_large(bucket, folder):
+    return bucket.put_file("new", folder / "large") == len(LARGE) and bucket.read("new") == LARGE
+
+
+def read(bucket, folder):
+    return bucket.read("there") == SMALL and bucket.read_if_there("absent") is None
+
+
+def fetch(bucket, folder):
+    bucket.fetch("there", folder / "fetched")
+    return (folder / "fetched").read_bytes() == SMALL
+
+
+def find(bucket, folder):
+    return bucket.listed("")["there"].size == 1000 and bucket.exists("there") and not bucket.exists("absent")
+
+
+def delete(bucket, folder):
+    bucket.delete("there")
+    return not bucket.exists("there")
+
+
+REQUESTS = create, swap, put_small, put_large, read, fetch, find, delete
+FAULTS = "408", "429", "500", "502", "503", "504", "reset", "lose the answer", "stall"
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: each.__name__)
+def test_request_is_repeated_until_it_is_right(server, stored, tmp_path, request_):
+    """The fault meets the first request or the second; of a large upload also a chunk, and the answer to the last."""
+    for fault in FAULTS:
+        for at in range(6 if request_ is put_large else 2):
+            for name in ("new", "there"):
+                stored.delete(name)
+            stored.put("there", SMALL)
+            server.faults = ["fine"] * at + [fault]
+            assert request_(stored, tmp_path), f"{fault} of request {at}"
+            server.faults = []
+
+
+@pytest.mark.parametrize("fault", ["404", "410", "forget the chunk"])
+def test_lost_upload_session_and_lost_chunk_are_sent_anew(server, stored, tmp_path, fault):
+    for at in (1, 2, 5):
+        server.faults = ["fine"] * at + [fault]
+        assert put_large(stored, tmp_path), f"{fault} of request {at}"
+
+
+@pytest.mark.parametrize("request_", [read, fetch], ids=lambda each: each.__name__)
+def test_damaged_download_is_not_kept(server, stored, tmp_path, request_):
+    server.faults = ["corrupt", "corrupt"]
+    assert request_(stored, tmp_path)
+
+
+@pytest.mark.parametrize("code", ["400", "403"])
+def test_refusal_is_told_at_once_in_one_sentence(server, stored, code):
+    server.faults = [code] * 9
+    with pytest.raises(BucketFailed, match=rf"^{URL}: listing it failed: .*as planned; start the same command again$"):
+        stored.listed("")
+    assert len(server.faults) == 8
+
+
+def test_bucket_that_never_answered_is_given_up_soon(server, impatient, monkeypatch):
+    monkeypatch.setattr(client, "FIRST_RETRY_FOR_S", 0.2)
+    server.faults = ["503"] * 999
+    with pytest.raises(Unreachable, match="listing it failed"):
+        Bucket(URL).listed("")
+    with pytest.raises(InputError, match=f"{URL}: reading run.json failed"):
+        bring(URL)
+
+
+@pytest.mark.parametrize("when", ["while it trains", "as it ends"])
+def test_run_ends_though_its_bucket_never_answers(server, use_disk, short_lease, impatient, monkeypatch, when):
+    monkeypatch.setattr(sync, "STALLED_S", 1.0)
+    monkeypatch.setattr(sync, "RENEW_INTERVAL_S", 0.05 if when == "while it trains" else 60.0)
+    run = start_run()
+    run._sync.upload()
+    run.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
+    server.stalled = True
+    if when == "while it trains":
+        seen = len(server.requests)
+        until(lambda: len(server.requests) > seen)
+    ended = threading.Event()
+
+    def close():
+        with pytest.raises(
+            RunFailed, match=r"only on this disk, in .*: .*metrics\.jsonl; start the same command again"
+        ):
+            run.close()
+        ended.set()
+
+    threading.Thread(target=close).start()
+    assert ended.wait(60)
+    server.stalled = False
+    Run(folder_of(URL)).close()
+    use_disk("two")
+    assert read_steps(bring(URL)) == [1, 2, 3, 4]
+
+
+def test_checkpoint_that_is_pruned_while_it_is_sent_ends_no_run(use_disk, monkeypatch):
+    run = start_run()
+    put_file = Bucket.put_file
+    folder = run.checkpoints / "00000001"
+    folder.mkdir(parents=True)
+    (folder / "arrays").write_bytes(b"arrays")
+    (folder / "manifest.json").write_text("{}")
+
+    def prune(self, name, path):
+        if path.parent == folder:
+            for each in folder.iterdir():
+                each.unlink()
+        return put_file(self, name, path)
+
+    monkeypatch.setattr(Bucket, "put_file", prune)
+    run._sync.upload()
+    run.close()
+    use_disk("two")
+    assert read_steps(bring(URL, whole=True)) == [1, 2, 3]
+
+
+def test_object_that_may_not_be_deleted_ends_no_run(server, use_disk):
+    """As under a retention policy."""
+    run = start_run()
+    run._sync.upload()
+    (run.folder / "status.json").write_text("one")
+    run._sync.upload()
+    (run.folder / "status.json").write_text("two")
+    server.refuses_deletion = True
+    run._sync.upload()
+    run.close()
+    use_disk("two")
+    assert (bring(URL) / "status.json").read_text() == "two"
+
+
+def test_few_requests_are_made(server, use_disk, monkeypatch):
+    """An hour of a plain run by its intervals: two minutes at sixty times the speed."""
+    monkeypatch.setattr(sync, "RENEW_INTERVAL_S", sync.RENEW_INTERVAL_S / 60)
+    monkeypatch.setattr(sync, "UPLOAD_INTERVAL_S", sync.UPLOAD_INTERVAL_S / 60)
+    run = start_run()
+    until(lambda: run._sync._is_swept)
+    before, end = len(server.requests), time.monotonic() + 6
+    while time.monotonic() < end:
+        run.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
+        time.sleep(0.01)
+    made = server.requests[before:]
+    run.close()
+    writes = [each for each in made if not each.startswith(("GET", "DELETE"))]
+    lists = [each for each in made if each == "GET /storage/v1/b/bucket/o"]
+    assert 10 * (len(writes) + len(lists)) <= 900, made

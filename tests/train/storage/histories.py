@@ -57,8 +57,8 @@ class World:
         self.objects: dict[str, Stored] = {}
         self.late: list[Callable[[], None]] = []
         self.history: list[Record] = []
-        self.seen: list[list[str]] = []
-        """The rows of each record in the history."""
+        self.seen: list[tuple[list[str], bytes]] = []
+        """The rows and the configuration of each record in the history."""
         self.processes: list[Process] = []
         self.current: Process | None = None
         self.failure: BaseException | None = None
@@ -116,17 +116,17 @@ class World:
         fault = self.random.random() if self.faults else 1.0
         if fault < 0.01:
             raise Killed
-        if fault < 0.02:  # the computer sleeps
+        if fault < 0.03:  # the computer sleeps
             self.sleep(self.random.uniform(1, 200))
-        if fault < 0.05:
+        elif fault < 0.05:
             raise Unreachable("not sent")
-        if fault < 0.07:
+        elif fault < 0.07:
             self.late.append(apply)
             raise Unreachable("late")
         answer = apply()
-        if fault < 0.09:
+        if 0.07 < fault < 0.08:
             raise Killed
-        if fault < 0.12:
+        if 0.08 < fault < 0.12:
             raise Unreachable("the answer is lost")
         return answer
 
@@ -155,17 +155,19 @@ class World:
             assert (new.epoch, new.owner.id) == (old.epoch, old.owner.id) or new.epoch == old.epoch + 1
             if new.epoch != old.epoch:
                 assert new.files == old.files
-        file = new.files.get(ROWS)
-        data = b"".join(self.objects[part.object].data for part in file.parts) if file else b""
-        rows = [json.loads(line)["id"] for line in data.splitlines()]
+        rows = [json.loads(line)["id"] for line in self._content(new, ROWS).splitlines()]
         if self.seen:
-            assert rows[: len(self.seen[-1])] == self.seen[-1], "rows are lost"
+            assert rows[: len(self.seen[-1][0])] == self.seen[-1][0], "rows are lost"
         assert len(set(rows)) == len(rows), "rows are there twice"
         for file in new.files.values():
             for part in file.parts:
                 assert len(self.objects[part.object].data) == part.size
         self.history.append(new)
-        self.seen.append(rows)
+        self.seen.append((rows, self._content(new, "config.toml")))
+
+    def _content(self, found: Record, path: str) -> bytes:
+        file = found.files.get(path)
+        return b"".join(self.objects[part.object].data for part in file.parts) if file else b""
 
 
 class FakeBucket:
@@ -250,9 +252,9 @@ def owner(world: World, pushes: int) -> Callable[[Process], None]:
                 run = RunCopy(process.folder)
                 owned = OwnedRecord(run.bucket)
                 run.take(owned)
-                run.sweep(owned)
                 while left:
                     left -= 1
+                    run.sweep(owned)
                     _train(world, process)
                     _until_answered(world, partial(run.push, owned))
                     world.sleep(world.random.choice([1, 10, 60]))
@@ -297,6 +299,7 @@ def reader(world: World, looks: int) -> Callable[[Process], None]:
 
     def work(process: Process) -> None:
         write_atomically(process.folder / ORIGIN, URL)
+        config = process.folder / "config.toml"
         for _ in range(looks):
             world.sleep(world.random.uniform(0, 60))
             try:
@@ -305,9 +308,9 @@ def reader(world: World, looks: int) -> Callable[[Process], None]:
                     continue
             except Unreachable:
                 continue
-            path = process.folder / ROWS
-            rows = [json.loads(line)["id"] for line in path.read_bytes().splitlines()] if path.exists() else []
-            assert rows in world.seen, "no record had these rows"
+            contents = [path.read_bytes() if path.exists() else b"" for path in (process.folder / ROWS, config)]
+            rows = [json.loads(line)["id"] for line in contents[0].splitlines()]
+            assert (rows, contents[1]) in world.seen, "no record was like this"
             for manifest in process.folder.glob("checkpoints/*/manifest.json"):
                 assert manifest.with_name("arrays").exists()
 

@@ -160,7 +160,7 @@ class RunCopy:
                     return True
                 except FileNotFoundError as error:
                     if before and before.generation == found.generation:
-                        raise BucketFailed(f"{self.url}: {error} failed: an object of this run was deleted") from error
+                        raise self._incomplete(error) from error
                     before = found  # its owner has replaced the object since
             raise BucketFailed(f"{self.url} changes faster than it can be read; start the same command again")
 
@@ -170,12 +170,17 @@ class RunCopy:
             before = owned.take()
             try:
                 self._take(before)
-            except BaseException:
+            except BaseException as error:
                 with suppress(RunFailed):
                     owned.release()
+                if isinstance(error, FileNotFoundError):
+                    raise self._incomplete(error) from error
                 raise
             self._index.run, self._index.owner = before.run, owned.record.owner.id
             self._save()
+
+    def _incomplete(self, error: FileNotFoundError) -> BucketFailed:
+        return BucketFailed(f"{self.url}: {error} failed: an object of this run was deleted; restore it")
 
     def _take(self, before: Record) -> None:
         if self._index.run not in ("", before.run) and not before.files and any(self._walk()):

@@ -2,7 +2,8 @@
 
 It is one object, replaced only if nobody else has replaced it since it was read (by its generation). So owning a run
 and changing it are the same write: a process that lost the run cannot change what readers see, however late its
-requests arrive. All other objects are written once, under names with the owner's epoch; what no record names is garbage.
+requests arrive. All other objects are written once, under names with the owner's epoch. Those that no record names are
+garbage.
 
 An owner renews the record. Who wants the run waits until the record stands still for TERM_S, by its own clock: no two
 clocks are compared.

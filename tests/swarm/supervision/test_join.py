@@ -174,7 +174,8 @@ def test_node_outlives_the_notice_of_a_preemption_but_not_a_killed_join(tmp_path
 @pytest.mark.parametrize(("phase", "words"), [(FINISHED, "is finished"), (STOPPED, "was stopped")])
 def test_join_ends_when_the_run_is_over(tmp_path, monkeypatch, phase, words):
     status = replace(compose(None, (), 100, (), "127.0.0.1:1", {}, 1.0, Progress(0.0)), phase=phase)
-    bucket = SimpleNamespace(read=lambda name: TypeAdapter(SwarmStatus).dump_json(status))
+    files = {"files/status.json": TypeAdapter(SwarmStatus).dump_json(status)}
+    bucket = SimpleNamespace(read_if_there=files.get)
     monkeypatch.setattr(joining, "Bucket", lambda url: bucket)
     monkeypatch.setenv(COMPILED, "")  # joining sets it; restored after the test
     lines = []

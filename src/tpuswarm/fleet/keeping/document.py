@@ -5,7 +5,9 @@ It is written only if nobody else has written it meanwhile.
 """
 
 import os
+import random
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -32,8 +34,10 @@ KEPT_EVENTS = 200
 """Of the last ones; the rest are in the history of whoever kept the fleet."""
 KEPT_JOBS = 200
 """Jobs that are over and still known."""
-TRIES = 20
-"""Of a change, when others write as well."""
+CHANGE_FOR_S, MAX_PAUSE_S = 60.0, 2.0
+"""How long a change is tried while others write, or the bucket does not answer; the longest pause between two tries."""
+KEPT_COMMANDS = 100
+"""More than others can carry out in that time."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Document:
     """Who has changed what is wanted last, and on which computer; a keeper does not count."""
     asked_at: float = 0.0
     """When, Unix seconds by that computer's clock: for people."""
+    commands: tuple[str, ...] = ()
+    """Ids of the changes made last: one whose answer was lost is not made twice."""
     format: int = FORMAT
 
 
@@ -119,17 +125,25 @@ class DocumentStore:
         self._generation = self._bucket.write(self._path, data, self._generation)
 
     def change(self, make: Callable[[Document | None], Document]) -> Document:
-        """Read, change and write, again if others write meanwhile; the document as it is now. Raises Damaged."""
-        for left in range(TRIES, 0, -1):
-            document = make(self.load())
+        """Read, change and write, again if others write meanwhile; return the document as it is now. Raises Damaged.
+
+        The change is made once, also if the answer to a write is lost.
+        """
+        command, give_up = secrets.token_hex(8), time.monotonic() + CHANGE_FOR_S
+        while True:
+            found = self.load()
+            if found is not None and command in found.commands:
+                return found
+            document = make(found)
+            document = replace(document, commands=(*document.commands, command)[-KEPT_COMMANDS:])
             try:
                 self.save(document)
-            except Changed:
-                if left == 1:
+            except (Changed, Unreachable):
+                if time.monotonic() > give_up:
                     raise
             else:
                 return document
-        raise AssertionError
+            time.sleep(random.uniform(0, MAX_PAUSE_S))
 
     def _parse(self, found: Stored) -> Document:
         try:

@@ -1,0 +1,76 @@
+"""What a finished command has changed in a fleet's document is there once."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from tpuswarm.cloud.errors import Changed, Unreachable
+from tpuswarm.fleet.core.actions import Event
+from tpuswarm.fleet.core.desired import Desired
+from tpuswarm.fleet.keeping import document
+from tpuswarm.fleet.keeping.document import Document, DocumentStore, LocalBucket
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(document, "MAX_PAUSE_S", 0.01)
+
+
+def event(text):
+    def add(found):
+        found = found or Document("gpt2", "google", "model", Desired("f", ()), ())
+        return replace(found, events=(*found.events, Event(0.0, "pool", "", "note", text)))
+
+    return add
+
+
+class LosesAnswers(LocalBucket):
+    """Writes, or does not, and says neither; now and then somebody else writes next."""
+
+    def __init__(self, folder, seed):
+        super().__init__(folder)
+        self.random = random.Random(seed)
+
+    def write(self, path, data, generation):
+        fault = self.random.random()
+        if fault < 0.2:
+            raise Unreachable("not sent")
+        written = super().write(path, data, generation)
+        if fault < 0.5:
+            if fault < 0.35:
+                DocumentStore(LocalBucket(self._folder), "gpt2", "here").change(event("of another"))
+            raise Unreachable("the answer is lost")
+        return written
+
+
+def test_change_whose_answer_is_lost_is_made_once(fast, tmp_path):
+    for seed in range(20):
+        folder = tmp_path / f"{seed}"
+        store = DocumentStore(LosesAnswers(folder, seed), "gpt2", "here")
+        for number in range(10):
+            store.change(event(f"{number}"))
+        texts = [each.text for each in store.load().events if each.text != "of another"]
+        assert texts == [f"{number}" for number in range(10)], f"seed {seed}"
+
+
+def test_sixteen_writers_at_once_all_come_through(fast, tmp_path):
+    def write(number):
+        store = DocumentStore(LocalBucket(tmp_path), "gpt2", "here")
+        for again in range(5):
+            store.change(event(f"{number}.{again}"))
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(write, range(16)))
+    found = DocumentStore(LocalBucket(tmp_path), "gpt2", "here").load().events
+    assert sorted(each.text for each in found) == sorted(f"{n}.{again}" for n in range(16) for again in range(5))
+
+
+def test_bucket_that_stays_silent_is_given_up(fast, tmp_path, monkeypatch):
+    monkeypatch.setattr(document, "CHANGE_FOR_S", 0.1)
+    store = DocumentStore(LocalBucket(tmp_path), "gpt2", "here")
+    for error in (Unreachable("silent"), Changed("others are faster")):
+        monkeypatch.setattr(store, "save", lambda document, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)):
+            store.change(event("never"))

@@ -6,6 +6,7 @@ Google's storage-testbench, and the faults are those of a proxy before it.
 
 import asyncio
 import os
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ class Bucket:
         self.faults: list[str] = []
         """What happens to the next requests: a status code, "reset", "stall", "lose the answer", "corrupt" (of a
         download), "forget the chunk" (a 308 without Range), or "fine"."""
+        self.random, self.random_faults = random.Random(0), ()
+        """One request in ten meets one of these."""
         self.requests: list[str] = []
         """Methods and paths of all requests."""
         self.refuses_deletion = False
@@ -46,6 +49,8 @@ class Bucket:
     async def answer(self, request, call_next):
         self.requests.append(f"{request.method} {request.url.path}")
         fault = self.faults.pop(0) if self.faults else "fine"
+        if self.random_faults and self.random.random() < 0.1:
+            fault = self.random.choice(self.random_faults)
         if self.stalled or fault == "stall":
             await asyncio.sleep(3600)
         if fault == "reset":
@@ -64,7 +69,7 @@ class Bucket:
         response = await call_next(request)
         if fault == "lose the answer":
             raise ConnectionError("the answer is lost")
-        if fault == "corrupt":
+        if fault == "corrupt" and request.query_params.get("alt") == "media":
             body = b"".join([part async for part in response.body_iterator])
             damaged = bytes([body[0] ^ 1]) + body[1:]
             return Response(damaged, response.status_code, dict(response.headers))

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.memory_store import Memory
 from benchmarks.report import Settings, Table
 from tpuswarm.swarm.core.arithmetic.outer import Outer, first_state
 from tpuswarm.swarm.core.books import Member, beat, granted, header, snapshot, trained
@@ -29,7 +30,7 @@ from tpuswarm.swarm.processes.effects import Call, Do, Together
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
-from tpuswarm.swarm.storage.places import Copied, Memory
+from tpuswarm.swarm.storage.places import Copied
 from tpuswarm.swarm.storage.store import Store
 
 MEMBERS = (4, 16, 64)
@@ -43,8 +44,8 @@ PER_SHARD = 16
 class Slow(Memory):
     """A bucket that takes its time, and counts."""
 
-    def __init__(self, url: str, seconds: float):
-        super().__init__(url)
+    def __init__(self, seconds: float):
+        super().__init__()
         self._seconds, self._counting = seconds, threading.Lock()
         self.asked: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -99,9 +100,8 @@ def _shard(call: Call, shards: list[Aggregator]) -> Any:
 
 def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, float]:
     """The bucket after one version of so many members, seconds of the slowest push, and of the commit."""
-    store = Store(folder)
-    back = Slow(f"memory://{uuid.uuid4().hex}", 0.0)
-    store._back = Copied(back, folder)
+    back = Slow(0.0)
+    store = Store(folder, Copied(back, folder))
     ledger, objects, outer = Ledger(store), Objects(store), Outer("nesterov")
     zero = np.zeros(ELEMENTS, np.float32)
     first = first_state(outer, zero)

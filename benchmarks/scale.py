@@ -9,12 +9,12 @@ import math
 import pickle
 import statistics
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.memory_store import Memory
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.swarm.core.messages import Beat, Granted, Refused
 from tpuswarm.swarm.core.values import Header, Record
@@ -64,7 +64,7 @@ class Measured:
     @staticmethod
     def of(genesis: Record) -> "Measured":
         """With the first record in it."""
-        ledger = Ledger(Store(f"memory://{uuid.uuid4()}"))
+        ledger = Ledger(Store("memory", Memory()))
         ledger.append(genesis)
         return Measured(ledger)
 

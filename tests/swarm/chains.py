@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import numpy as np
+from benchmarks.memory_store import Memory
 
 from tests.swarm.exact import TERMS, genesis
 from tpuswarm.swarm.core.arithmetic.merge import CHUNK
@@ -34,7 +34,7 @@ FATES = ("applied", "returned", "dropped", "void")
 
 
 def memory_store() -> Store:
-    return Store(f"memory://{uuid.uuid4()}/run")
+    return Store("memory", Memory())
 
 
 class Run:

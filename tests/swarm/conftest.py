@@ -1,4 +1,4 @@
-"""Places to store a run in: a folder, memory, a bucket on loopback."""
+"""Places to store a run in: a folder, a bucket on loopback."""
 
 import os
 import uuid
@@ -6,7 +6,6 @@ import uuid
 import pytest
 
 from tests.swarm.bucket import bucket
-from tests.swarm.chains import memory_store
 from tpuswarm.swarm.storage.store import Store
 
 
@@ -39,12 +38,10 @@ def names_read(monkeypatch) -> list[str]:
     return read
 
 
-@pytest.fixture(params=["folder", "memory", "bucket"])
+@pytest.fixture(params=["folder", "bucket"])
 def store(request, tmp_path):
     """An empty store in each kind of place."""
     if request.param == "folder":
         return Store(tmp_path / "run")
-    if request.param == "memory":
-        return memory_store()
     request.getfixturevalue("loopback")
     return Store(f"gs://bucket/{uuid.uuid4()}")

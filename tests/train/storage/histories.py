@@ -195,7 +195,13 @@ class FakeBucket:
 
     def read_versioned(self, name: str, retry_for_s: float | None = None) -> Versioned | None:
         found = self._world.request(lambda: self._world.objects.get(name))
-        return Versioned(found.data, found.generation, self._world.now - found.at) if found else None
+        return Versioned(found.data, found.generation) if found else None
+
+    def age_s(self, name: str) -> float:
+        found = self._world.request(lambda: self._world.objects.get(name))
+        if found is None:
+            raise FileNotFoundError(name)
+        return self._world.now - found.at
 
     def fetch(self, name: str, to: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)

@@ -6,13 +6,10 @@ The first is a bucket, train/storage/bucket.py.
 
 import os
 import secrets
-import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 from tpuswarm.train.process.atomic import sync
 from tpuswarm.train.storage.bucket import Bucket, Content
@@ -103,7 +100,7 @@ class Folder:
 class Copied:
     """A bucket's folder of files that never change, with a copy of each that was written or read on this disk."""
 
-    def __init__(self, bucket: "Bucket | Memory", folder: Path):
+    def __init__(self, bucket: Bucket, folder: Path):
         self._bucket, self._copies = bucket, Folder(folder)
 
     def path(self, name: str) -> Path:
@@ -153,68 +150,6 @@ class Copied:
 
     def sweep(self, seconds: float) -> None:
         self._copies.sweep(seconds)
-
-
-class Memory:
-    """The memory of this process, for tests and benchmarks."""
-
-    _files: ClassVar[dict[str, tuple[bytes, float]]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self, url: str):
-        self._url = url.rstrip("/")
-
-    def path(self, name: str) -> Path | None:
-        return None
-
-    here = path
-
-    def create(self, name: str, data: Content) -> bool:
-        with self._lock:
-            if self.exists(name):
-                return False
-            self.put(name, data)
-            return True
-
-    def put(self, name: str, data: Content) -> None:
-        self._files[f"{self._url}/{name}"] = b"".join(parts(data)), time.time()
-
-    def put_file(self, name: str, part: Path) -> None:
-        self.put(name, part.read_bytes())
-
-    def temporary(self, name: str) -> Path:
-        handle, path = tempfile.mkstemp(suffix=".part")
-        os.close(handle)
-        return Path(path)
-
-    def read(self, name: str) -> bytes:
-        try:
-            return self._files[f"{self._url}/{name}"][0]
-        except KeyError:
-            raise FileNotFoundError(name) from None
-
-    def fetch(self, name: str, to: Path) -> None:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_bytes(self.read(name))
-
-    def exists(self, name: str) -> bool:
-        return f"{self._url}/{name}" in self._files
-
-    def find(self, prefix: str) -> dict[str, float]:
-        cut = len(self._url) + 1
-        return {
-            full[cut:]: written
-            for full, (_, written) in list(self._files.items())
-            if full.startswith(f"{self._url}/{prefix}")
-        }
-
-    def names(self, prefix: str) -> list[str]:
-        return list(self.find(prefix))
-
-    def delete(self, name: str) -> None:
-        self._files.pop(f"{self._url}/{name}", None)
-
-    def sweep(self, seconds: float) -> None: ...
 
 
 def parts(data: Content) -> Sequence[bytes | memoryview]:

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.storage.places import Copied, Folder, Memory
+from tpuswarm.swarm.storage.places import Copied, Folder
 from tpuswarm.train.storage.bucket import Bucket, Content
 from tpuswarm.train.storage.copy import origin
 
@@ -40,7 +41,7 @@ class Conflict(RunFailed):
 
 
 class Store:
-    """The files under one root: a local folder, or a URL gs://bucket/folder; memory://folder for tests and benchmarks.
+    """The files under one root: a local folder, or a URL gs://bucket/folder.
 
     A local folder that stands for a run in a bucket (train/storage/copy.py) is that run, with copies on this disk.
 
@@ -48,12 +49,17 @@ class Store:
     called from several threads and processes at once.
     """
 
-    def __init__(self, root: str | Path):
-        """Raises InputError for a root that cannot hold a run; touches nothing."""
+    def __init__(self, root: str | Path, back: Any = None):
+        """Raises InputError for a root that cannot hold a run; touches nothing.
+
+        back: keeps the files in the place of what `root` says (benchmarks/memory_store.py).
+        """
         self.root = str(root)
-        self._back: Folder | Bucket | Copied | Memory
+        self._back: Any  # Folder, Bucket or Copied
         protocol, apart, _ = self.root.partition("://")
-        if not apart and (url := origin(Path(root))):
+        if back is not None:
+            self._back = back
+        elif not apart and (url := origin(Path(root))):
             self.root, self._back = url, Copied(Bucket(url), Path(root))
         elif not apart:
             self._back = Folder(Path(root))
@@ -61,8 +67,6 @@ class Store:
             self._back = Folder(Path(self.root.removeprefix("file://")))
         elif protocol in ("gs", "gcs"):
             self._back = Bucket(self.root)
-        elif protocol == "memory":
-            self._back = Memory(self.root)
         else:
             raise InputError(
                 f"{self.root} cannot hold a run: only local folders and gs:// were tested for creating a file only if "

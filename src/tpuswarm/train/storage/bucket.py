@@ -55,8 +55,6 @@ class Versioned(NamedTuple):
 
     data: bytes
     generation: int
-    age_s: float
-    """Seconds since it was written, by the bucket's clock alone."""
 
 
 class Bucket:
@@ -129,8 +127,7 @@ class Bucket:
         def download() -> Versioned:
             blob = self._blob(name)
             data = blob.download_as_bytes(checksum="crc32c", **_ONCE)
-            now, written = (_seconds(self._headers.last.get(each)) for each in ("Date", "Last-Modified"))
-            return Versioned(data, int(blob.generation), max(0.0, now - written) if now and written else 0.0)
+            return Versioned(data, int(blob.generation))
 
         try:
             return self._request(f"reading {name}", download, retry_for_s)
@@ -143,6 +140,17 @@ class Bucket:
             return self.read(name)
         except FileNotFoundError:
             return None
+
+    def age_s(self, name: str) -> float:
+        """Return how many seconds ago an object was written, by the bucket's clock alone."""
+
+        def ask() -> float:
+            blob = self._blob(name)
+            blob.reload(**_ONCE)
+            now = email.utils.parsedate_to_datetime(self._headers.last["Date"])
+            return max(0.0, (now - blob.updated).total_seconds())
+
+        return self._request(f"reading {name}", ask)
 
     def fetch(self, name: str, to: Path) -> None:
         """Download an object to a file, whole or not at all."""
@@ -328,12 +336,6 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local]:
     session.hooks["response"].append(note)
     options = {"api_endpoint": endpoint} if endpoint else None
     return Client(project="none", credentials=credentials, _http=session, client_options=options), headers
-
-
-def _seconds(date: str | None) -> float:
-    with suppress(TypeError, ValueError):
-        return email.utils.parsedate_to_datetime(str(date)).timestamp()
-    return 0.0
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -154,8 +154,9 @@ class RunCopy:
                 found = read_record(self.bucket)
                 if found is None:
                     return False
-                write_atomically(self.folder / OWNER, json.dumps(found.record.owner.__dict__ | {"age": found.age_s}))
                 try:
+                    age_s = self.bucket.age_s(found.object) if found.is_owned else 0.0
+                    write_atomically(self.folder / OWNER, json.dumps(found.record.owner.__dict__ | {"age": age_s}))
                     self._pull(found.record, whole, large)
                     return True
                 except FileNotFoundError as error:

@@ -103,8 +103,8 @@ class Read:
     record: Record
     generation: int
     """0: it is made up from the objects of an earlier version's run, and nothing is stored yet."""
-    age_s: float
-    """Since it was written, by the bucket's clock."""
+    object: str = RECORD
+    """What its owner renews: an earlier version's owner did it by new objects."""
 
     @property
     def is_owned(self) -> bool:
@@ -122,7 +122,7 @@ def read_record(bucket: Bucket, retry_for_s: float | None = None) -> Read | None
     if found is None:
         return _of_earlier_version(bucket)
     try:
-        return Read(_JSON.validate_json(found.data), found.generation, found.age_s)
+        return Read(_JSON.validate_json(found.data), found.generation)
     except ValidationError as error:
         raise BucketFailed(
             f"{bucket.url}/{RECORD} is damaged ({len(found.data)} bytes); restore an earlier version of that object"
@@ -177,7 +177,7 @@ class OwnedRecord:
             if found and found.is_owned:
                 found = self._wait_for_end(found)
             before = found.record if found else Record(secrets.token_hex(8), 0, replace(self._owner, id=""))
-            self._read = found or Read(before, 0, 0.0)
+            self._read = found or Read(before, 0)
             try:
                 self._replace(replace(before, epoch=before.epoch + 1, owner=self._owner))
             except Lost as error:  # somebody else was faster
@@ -212,7 +212,7 @@ class OwnedRecord:
             sent = boot_time()
             generation = self._bucket.swap(RECORD, data, self._read.generation, REQUEST_FOR_S)
             if generation is not None:
-                self._read = Read(record, generation, 0.0)
+                self._read = Read(record, generation)
                 self._renewed_at = sent
                 return
             there = read_record(self._bucket, REQUEST_FOR_S)
@@ -225,7 +225,7 @@ class OwnedRecord:
         """Wait until an owner has stood still for TERM_S; return the record then."""
         owner = found.record.owner
         since = boot_time()
-        with waiting(f"{owner.host} owned this run {found.age_s:.0f} s ago; waiting {TERM_S:.0f} s to see if it lives"):
+        with waiting(f"{owner.host} has owned this run; waiting {TERM_S:.0f} s to see if it still does"):
             while boot_time() - since < TERM_S:
                 time.sleep(POLL_INTERVAL_S)
                 now = read_record(self._bucket)
@@ -277,11 +277,11 @@ def _of_earlier_version(bucket: Bucket) -> Read | None:
     if not files:
         return None
     run = bucket.read("files/born").decode()[:16] if "files/born" in objects else "earlier"
-    owner, age_s = _earlier_owner(bucket, (name for name in objects if name.startswith("lease/")))
-    return Read(Record(run, 0, owner, files), 0, age_s)
+    owner, lease = _earlier_owner(bucket, (name for name in objects if name.startswith("lease/")))
+    return Read(Record(run, 0, owner, files), 0, lease)
 
 
-def _earlier_owner(bucket: Bucket, leases: Iterable[str]) -> tuple[Owner, float]:
+def _earlier_owner(bucket: Bucket, leases: Iterable[str]) -> tuple[Owner, str]:
     for name in sorted(leases, reverse=True):
         with suppress(ValueError, KeyError, TypeError):
             found = bucket.read_versioned(name)
@@ -292,8 +292,8 @@ def _earlier_owner(bucket: Bucket, leases: Iterable[str]) -> tuple[Owner, float]
             owner = Owner(
                 lease["owner"], lease["host"], lease["pid"], lease.get("computer", ""), number, lease["ended"]
             )
-            return owner, found.age_s
-    return Owner("", "", 0, "", released=True), 0.0
+            return owner, name
+    return Owner("", "", 0, "", released=True), RECORD
 
 
 def boot_time() -> float:

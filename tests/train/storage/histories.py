@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -241,7 +242,7 @@ def product_in(world: World) -> Iterator[None]:
         patch.object(copy, "Bucket", lambda url: FakeBucket(world)),
         patch.object(copy, "ThreadPoolExecutor", Serial),
         patch.object(record, "boot_time", lambda: world.now),
-        patch.object(record.time, "sleep", world.sleep),
+        patch.object(record, "time", SimpleNamespace(sleep=world.sleep)),
         patch.object(record, "alive", lambda computer, pid: None),
     ):
         yield

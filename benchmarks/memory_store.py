@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tpuswarm.swarm.storage.places import parts
-from tpuswarm.swarm.storage.store import Content
+from tpuswarm.train.storage.bucket import Content
 
 
 class Memory:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tpuswarm.train.process.atomic import sync
-from tpuswarm.train.storage.bucket import Bucket, Content
+from tpuswarm.train.storage.bucket import Content
 
 
 class Folder:
@@ -100,7 +101,7 @@ class Folder:
 class Copied:
     """A bucket's folder of files that never change, with a copy of each that was written or read on this disk."""
 
-    def __init__(self, bucket: Bucket, folder: Path):
+    def __init__(self, bucket: Any, folder: Path):
         self._bucket, self._copies = bucket, Folder(folder)
 
     def path(self, name: str) -> Path:

@@ -9,7 +9,6 @@ import pytest
 from tests.train import toy
 from tpuswarm import ArraySource, Weighted
 from tpuswarm.errors import InputError
-from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Options
@@ -79,14 +78,6 @@ def test_weighted_loss_is_that_of_the_whole_batch_for_any_split(count, micro_bat
     np.testing.assert_allclose(metrics["loss"], (error**2).sum() / chosen.sum(), rtol=1e-5)
     np.testing.assert_allclose(metrics["right"], ((error**2 < 1) * chosen).sum() / chosen.sum(), rtol=1e-5)
     np.testing.assert_allclose(after.params["w"], 1 - 2 * error @ x / chosen.sum(), rtol=1e-4)
-
-
-def test_batch_in_which_nothing_counts_changes_nothing():
-    program = recipe_of(loss=masked, optimizer=optax.sgd(1.0), data=masked_data()).program(Options(accumulate=2))
-    _, after, metrics = run_step(program, {name: array[48:] for name, array in masked_data().items()})
-    assert metrics[COUNTS] == metrics["grad_norm"] == 0
-    assert np.isnan(metrics["loss"]) and np.isnan(metrics["right"])
-    np.testing.assert_array_equal(after.params["w"], np.ones(5))
 
 
 def test_clipping_limits_the_norm_and_keeps_small_gradients(plain):

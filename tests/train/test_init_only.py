@@ -63,10 +63,7 @@ def test_wrong_choice_is_refused(tmp_path):
     fit(recipe(), parent)
     for options, words in (
         ({"init_from": parent, "init_only": "nothing"}, "'nothing' matches none of the parameters: body/w, head/w"),
-        (
-            {"init_from": parent, "init_only": "head"},
-            r"the first head/w \(\(3, 2\) there, \(3, 5\)",
-        ),
+        ({"init_from": parent, "init_only": "head"}, r"the first head/w \(\(3, 2\) there, \(3, 5\)"),
         ({"init_from": parent, "init_only": 3}, "init_only is a int: give a regular expression"),
         ({"init_only": "body"}, "init_only 'body' says which parameters of init_from are taken"),
     ):

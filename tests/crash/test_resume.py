@@ -10,7 +10,6 @@ import pytest
 
 from tests.processes import PATIENCE, finish, rows_without_times, run, start, updates, wait_for
 from tests.train import wide
-from tpuswarm.train.run.directory import METRICS
 from tpuswarm.train.run.listing import status
 
 pytestmark = pytest.mark.slow
@@ -40,19 +39,6 @@ def start_until(rows: int, cwd: Path, *words: str) -> subprocess.Popen[str]:
 def run_to_the_end(cwd: Path) -> tuple[str, str]:
     (cwd / "hold_after").unlink()
     return run(TRAIN, cwd)
-
-
-def test_killed_again_and_again(whole, tmp_path):
-    folder = tmp_path / "run"
-    for rows in (1, 34, 71):
-        process = start_until(rows, tmp_path)
-        process.kill()
-        finish(process, -signal.SIGKILL)
-        assert status(folder).state == "killed"
-        with (folder / METRICS).open("a") as file:
-            file.write('{"step": 119, "lo')  # a torn last line
-    run_to_the_end(tmp_path)
-    assert rows_without_times(folder) == whole
 
 
 def test_stopped_by_signals_and_in_use_until_then(whole, tmp_path):

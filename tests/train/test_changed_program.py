@@ -1,4 +1,4 @@
-"""A run directory that is resumed with another loss, optimizer or data than it began with."""
+"""A run directory that is resumed with another loss, optimizer, data or settings of JAX than it began with."""
 
 import os
 import subprocess
@@ -11,9 +11,9 @@ import optax
 import pytest
 
 from tpuswarm import InputError, StreamSource, Trainer, supervised
-from tpuswarm.train.program.digest import step_digest
+from tpuswarm.train.program.digest import is_another, step_digest
 from tpuswarm.train.program.request import Request
-from tpuswarm.train.run.directory import EVENTS, read_config, read_rows
+from tpuswarm.train.run.directory import EVENTS, METRICS, read_config, read_rows
 
 
 def recipe(scale=1.0, power=2, optimizer=None, schedule=None, data=None, held=None):
@@ -22,12 +22,8 @@ def recipe(scale=1.0, power=2, optimizer=None, schedule=None, data=None, held=No
         return error if held is None else error + (jnp.asarray(held) * params["w"]).sum()
 
     data = {"x": np.linspace(0, 1, 16, dtype=np.float32)} if data is None else data
-    optimizer = optax.adam(0.1) if optimizer is None and schedule is None else optimizer or optax_sgd
+    optimizer = optimizer or (optax.adam(0.1) if schedule is None else lambda rate, mask: optax.sgd(rate))
     return supervised(lambda key: {"w": jnp.full((), 2.0)}, loss, optimizer, data, schedule=schedule)
-
-
-def optax_sgd(rate, mask):
-    return optax.sgd(rate)
 
 
 def fit(folder, recipe, steps=2, **options):
@@ -45,9 +41,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+def test_another_loss_optimizer_or_schedule_is_another_program(change):
+    before, after = (step_digest(program, Request(8), "cpu") for program in CHANGES[change])
+    assert is_another(before, after) and not is_another(before, before)
+
+
 @pytest.mark.parametrize("ended", [False, True], ids=["resumed", "finished"])
-def test_another_program_is_refused_until_it_is_accepted(tmp_path, change, ended):
-    before, after = CHANGES[change]
+def test_another_program_is_refused_until_it_is_accepted(tmp_path, ended):
+    before, after = CHANGES["constant"]
     loop = Trainer(devices=1, seed=0).steps(before, steps=4, batch=8, run=tmp_path / "run")
     for _ in range(4 if ended else 2):
         next(loop)
@@ -66,9 +67,7 @@ def test_another_program_is_refused_until_it_is_accepted(tmp_path, change, ended
             fit(tmp_path / "run", before, 4)
 
 
-def test_the_same_program_goes_on_from_other_code_devices_and_forms(tmp_path):
-    data = {"x": np.linspace(0, 1, 16, dtype=np.float32)}
-
+def test_program_of_other_code_and_form_is_the_same():
     @jax.jit
     def squared(x):
         return jax.checkpoint(jnp.square)(x)
@@ -85,13 +84,12 @@ def test_the_same_program_goes_on_from_other_code_devices_and_forms(tmp_path):
         jax.debug.callback(lambda number: None, first)
         return error(first - rows["x"]).mean(), {"seen": jnp.abs(first)}
 
-    before, other = (
-        supervised(lambda key: {"w": jnp.full((), 2.0)}, each, optax.adam(0.1), data) for each in (loss, objective)
-    )
-    fit(tmp_path / "run", before, 2)
-    for steps, options in enumerate(({"devices": 2}, {"devices": 2, "shard": "fsdp"}, {"devices": 1}), 3):
-        trainer = Trainer(seed=0, **options)
-        assert trainer.fit(other, steps=steps, batch=8, run=tmp_path / "run").step == steps
+    def digest(function, **request):
+        data = {"x": np.linspace(0, 1, 16, dtype=np.float32)}
+        made = supervised(lambda key: {"w": jnp.full((), 2.0)}, function, optax.adam(0.1), data)
+        return step_digest(made, Request(8, **request), "cpu")
+
+    assert digest(loss) == digest(objective) == digest(objective, shard="fsdp", accumulate=2) != {}
 
 
 DIGESTS = """
@@ -136,6 +134,35 @@ def test_programs_are_compared_under_the_same_settings_of_jax_alone():
     with jax.default_matmul_precision("highest"):
         assert step_digest(recipe(), Request(8), "cpu")["under"] != now["under"]
     assert step_digest(recipe(), Request(8), "tpu")["under"] != now["under"]
+
+
+def test_keys_depend_on_the_step_alone_and_not_on_jaxs_default_implementation(tmp_path):
+    def init(key):
+        return {"w": jax.random.normal(key, (4,))}
+
+    def loss(params, batch, key):
+        drawn = jnp.zeros(()) if key is None else jax.random.uniform(key)
+        return jnp.square(params["w"]).mean() + 0 * batch["x"].sum(), {"drawn": drawn}
+
+    def figures(folder, steps=4):
+        fit(tmp_path / folder, supervised(init, loss, optax.sgd(0.1), {"x": np.zeros(8, np.float32)}), steps)
+        return [(row["loss"], row["drawn"]) for row in read_rows(tmp_path / folder / METRICS)]
+
+    expected = figures("plain")
+    assert len({drawn for _, drawn in expected}) == 4
+    figures("resumed", 2)
+    with jax.default_prng_impl("rbg"):
+        assert figures("whole") == figures("resumed") == expected
+
+
+def test_resuming_under_other_settings_is_reported(tmp_path):
+    fit(tmp_path / "run", recipe(), 2)
+    recorded = read_config(tmp_path / "run")["numerics"]
+    with jax.default_matmul_precision("highest"):
+        fit(tmp_path / "run", recipe(), 4)
+    events = (tmp_path / "run" / EVENTS).read_text()
+    assert events.count("jax_default_matmul_precision was None when this run began and is highest") == 1
+    assert read_config(tmp_path / "run")["numerics"] == recorded, "those of its beginning"
 
 
 def test_first_row_of_a_stream_is_compared(tmp_path):

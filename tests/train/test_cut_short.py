@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,6 +16,7 @@ from tests.train import toy
 from tests.train.toy import trainer
 from tests.waiting import until
 from tpuswarm import ArraySource, InputError, RunFailed, supervised
+from tpuswarm.train.loop import session
 from tpuswarm.train.process.stop import decide_stop
 from tpuswarm.train.run.checkpoint import checkpoint_folders
 from tpuswarm.train.run.listing import status
@@ -53,6 +55,31 @@ def test_non_finite_parameters_behind_a_finite_loss_are_not_saved(tmp_path):
     with pytest.raises(RunFailed, match=r"step 1 \(loss 2.0, gradient norm nan; parameters not finite: w\)"):
         fit(recipe, tmp_path / "run")
     assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
+
+
+@pytest.mark.parametrize(("clip", "advice"), [(None, "rate or --clip may help"), (1e9, "rate may help")])
+def test_advice_names_no_option_that_is_on(tmp_path, clip, advice):
+    diverges = supervised(toy.init, toy.loss, optax.sgd(float("inf")), toy.data())
+    with pytest.raises(RunFailed, match=f"a lower learning {advice}"):
+        fit(diverges, tmp_path / "run", clip=clip)
+
+
+def test_parameters_that_are_no_numbers_are_named_before_the_first_step(tmp_path):
+    def init(key):
+        return toy.init(key) | {"unused": jnp.full(3, jnp.nan)}
+
+    with pytest.raises(InputError, match=r"init of \w+ gives NaN or infinity in unused: check"):
+        fit(supervised(init, toy.loss, optax.sgd(0.1), toy.data()), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_imported_parameters_that_are_no_numbers_are_named(tmp_path, monkeypatch):
+    fit(toy.recipe(), tmp_path / "parent")
+    load = session.initial_parameters
+    broken = lambda *args: jax.tree.map(lambda leaf: leaf * jnp.nan, load(*args))  # noqa: E731
+    monkeypatch.setattr(session, "initial_parameters", broken)
+    with pytest.raises(InputError, match=r"parent gives NaN or infinity in layer/b, layer/w, unused: check"):
+        trainer().fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "run", init_from=tmp_path / "parent")
 
 
 def test_data_that_breaks_midway_ends_the_run_with_its_own_line(tmp_path):

@@ -34,13 +34,12 @@ def fit(made, folder, **options):
 
 
 @pytest.mark.parametrize("of_a_file", [True, False])
-@pytest.mark.parametrize("devices", [1, 8])
-def test_new_head_stands_on_the_body_of_another_run(tmp_path, of_a_file, devices):
+def test_new_head_stands_on_the_body_of_another_run(tmp_path, of_a_file):
     (tmp_path / "made.py").write_text("from tests.train.test_init_only import recipe\n")
     made = build_recipe(f"{tmp_path / 'made.py'}:recipe", {"rate": 0.1}) if of_a_file else recipe(rate=0.1)
     parent = fit(made, tmp_path / "parent").state.params
     fresh = fit(recipe(5), tmp_path / "fresh", trainer={"seed": 3}).state.params
-    arguments = {"init_from": tmp_path / "parent", "init_only": "^body/", "devices": devices}
+    arguments = {"init_from": tmp_path / "parent", "init_only": "^body/", "devices": 8}
     child = fit(recipe(5), tmp_path / "child", trainer={"seed": 3}, **arguments).state.params
     np.testing.assert_array_equal(child["body"]["w"], parent["body"]["w"])
     np.testing.assert_array_equal(child["head"]["w"], fresh["head"]["w"])
@@ -49,36 +48,28 @@ def test_new_head_stands_on_the_body_of_another_run(tmp_path, of_a_file, devices
         fit(recipe(5), tmp_path / "child", init_from=tmp_path / "parent", init_only="w")
 
 
-@pytest.mark.parametrize("only", ["^extra/", "^seen"])
-def test_parameters_of_a_swarm_are_chosen_by_their_paths_too(tmp_path, only):
+def test_parameters_of_a_swarm_are_chosen_by_their_paths_too(tmp_path):
     """Statistics by those of their layer as well."""
     shared, _ = swarm_of(swarm_recipe(), tmp_path / "swarm")
-    made = swarm_recipe(7, rate=0.0)
-    child = fit(made, tmp_path / "child", init_from=tmp_path / "swarm", init_only=only).state
-    np.testing.assert_array_equal(child.extra["seen"], shared["extra"]["seen"] + 1)
-    np.testing.assert_array_equal(child.params["w"], np.ones(7))
+    for folder, only in ("of all", "^extra/"), ("of a layer", "^seen"):
+        made = swarm_recipe(7, rate=0.0)
+        child = fit(made, tmp_path / folder, init_from=tmp_path / "swarm", init_only=only).state
+        np.testing.assert_array_equal(child.extra["seen"], shared["extra"]["seen"] + 1)
+        np.testing.assert_array_equal(child.params["w"], np.ones(7))
 
 
-@pytest.mark.parametrize(
-    ("only", "says"),
-    [
-        ("nothing", "init-only 'nothing' matches none of the parameters: body/w, head/w"),
-        ("(", r"init-only '\(' is not a regular expression"),
-        ("head", r"a different model: 1 parameters differ, the first head/w \(\(3, 2\) there, \(3, 5\) here\)"),
-    ],
-)
-def test_wrong_choice_is_refused(tmp_path, only, says):
-    fit(recipe(), tmp_path / "parent")
-    with pytest.raises(InputError, match=says):
-        fit(recipe(5), tmp_path / "child", init_from=tmp_path / "parent", init_only=only)
-    assert not (tmp_path / "child").exists()
-
-
-def test_choice_without_a_run_to_take_from_is_refused(tmp_path):
-    with pytest.raises(InputError, match="init_only is a int: give a regular expression"):
-        fit(recipe(), tmp_path / "child", init_from=tmp_path, init_only=3)
-    with pytest.raises(InputError, match="init_only 'body' says which parameters of init_from are taken"):
-        fit(recipe(), tmp_path / "child", init_only="body")
+def test_wrong_choice_is_refused(tmp_path):
+    parent = tmp_path / "parent"
+    fit(recipe(), parent)
+    for options, words in (
+        ({"init_from": parent, "init_only": "nothing"}, "'nothing' matches none of the parameters: body/w, head/w"),
+        ({"init_from": parent, "init_only": "head"}, r"the first head/w \(\(3, 2\) there, \(3, 5\)"),
+        ({"init_from": parent, "init_only": 3}, "init_only is a int: give a regular expression"),
+        ({"init_only": "body"}, "init_only 'body' says which parameters of init_from are taken"),
+    ):
+        with pytest.raises(InputError, match=words):
+            fit(recipe(5), tmp_path / "child", **options)
+        assert not (tmp_path / "child").exists()
 
 
 def test_run_goes_on_though_the_one_that_it_began_with_is_gone(tmp_path, monkeypatch):

@@ -6,11 +6,13 @@ import numpy as np
 import optax
 import pytest
 
+from tests.train import toy
 from tests.waiting import until
 from tpuswarm import EarlyStopping, Every, InputError, Trainer, Weighted, supervised
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.member.metrics import MetricsRows
 from tpuswarm.train.losses import COUNTS
+from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.best import kept_step
 from tpuswarm.train.run.directory import METRICS, read_rows
 
@@ -42,21 +44,16 @@ def recipe(train, validation=None, optimizer=None):
     return supervised(lambda key: {"w": jnp.ones(())}, loss, decayed, data.get, lambda progress: 0.1)
 
 
-def states(folder, source, **options):
-    trainer = Trainer(devices=1, **options)
-    loop = trainer.steps(recipe(source), steps=6, batch=8, run=folder)
-    return [(step.row, jax.device_get(step.state)) for step in loop]
-
-
-@pytest.mark.parametrize("options", [{}, {"ema": 0.9, "clip": 1.0}, {"devices": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"ema": 0.9, "clip": 1.0, "accumulate": 2}, {"devices": 4}], ids=str)
 def test_step_in_which_nothing_counts_changes_nothing(tmp_path, options):
     """Neither Adam's momentum nor its decay moves a parameter."""
-    uncounted = Trainer(**{"devices": 1, "seed": 0} | options)
-    after = uncounted.fit(recipe(Batches(2, 3)), steps=4, batch=8, run=tmp_path / "uncounted")
-    before = Trainer(**{"devices": 1, "seed": 0} | options).fit(
-        recipe(Batches()), steps=2, batch=8, run=tmp_path / "counted"
-    )
-    assert jax.tree.all(jax.tree.map(np.array_equal, after.state, before.state)), "two steps more, of which none counts"
+
+    def fit(source, steps, folder):
+        trainer = Trainer(**{"devices": 1, "seed": 0} | options)
+        return trainer.fit(recipe(source), steps=steps, batch=8, run=tmp_path / folder).state
+
+    after, before = fit(Batches(2, 3), 4, "uncounted"), fit(Batches(), 2, "counted")
+    assert jax.tree.all(jax.tree.map(np.array_equal, after, before)), "two steps more, of which none counts"
     rows = list(read_rows(tmp_path / "uncounted" / METRICS))
     assert [row["loss"] is None for row in rows] == [False, False, True, True]
     assert all(row["rare"] is None for row in rows), "a metric of which no row counts"
@@ -86,26 +83,28 @@ def test_evaluation_in_which_nothing_counts_is_neither_best_nor_an_early_stop(tm
     assert (tmp_path / "run" / "events.jsonl").read_text().count("no row counts in the evaluation at step 1") == 1
 
 
-def test_weight_that_depends_on_parameters_is_refused(tmp_path):
+def loss_of_step(loss):
+    program = supervised(lambda key: {"w": jnp.ones(())}, loss, optax.sgd(0.1), COUNTED).program(Options())
+    return program.step(program.init(jax.random.key(0)), COUNTED, toy.clock())[1]["loss"]
+
+
+def test_weight_that_depends_on_parameters_is_refused():
     """No gradient would go through it."""
 
     def attended(params, batch, key):
         weights = jax.nn.sigmoid(params["w"] * batch["x"])
         return Weighted((weights * batch["x"]).sum(), weights.sum())
 
-    recipe = supervised(lambda key: {"w": jnp.ones(())}, attended, optax.sgd(0.1), COUNTED)
     with pytest.raises(InputError, match=r"the weight of the loss depends on parameters.*stop_gradient"):
-        Trainer(devices=1).fit(recipe, steps=1, batch=8, run=tmp_path / "run")
+        loss_of_step(attended)
 
 
-def test_weight_that_compares_with_parameters_is_a_constant(tmp_path):
+def test_weight_that_compares_with_parameters_is_a_constant():
     def near(params, batch, key):
         is_near = jnp.abs(params["w"] - batch["x"]) < 3
         return Weighted((is_near * jnp.square(params["w"] - batch["x"])).sum(), is_near.sum())
 
-    recipe = supervised(lambda key: {"w": jnp.ones(())}, near, optax.sgd(0.1), COUNTED)
-    result = Trainer(devices=1).fit(recipe, steps=1, batch=8, run=tmp_path / "run")
-    assert result.metrics["loss"] == pytest.approx((1 + 0 + 1 + 4) / 4)
+    assert loss_of_step(near) == pytest.approx((1 + 0 + 1 + 4) / 4)
 
 
 def test_member_of_a_swarm_marks_steps_in_which_nothing_counts():

@@ -6,69 +6,75 @@ import numpy as np
 import optax
 import pytest
 
+from tests.train import toy
 from tpuswarm import InputError, Trainer, supervised
+from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.train.trained import usual_decay
 
 DATA = {"x": np.zeros(8, np.float32)}
 
 
-def train(folder, init, loss, optimizer, steps, schedule=None, **options):
-    recipe = supervised(init, loss, optimizer, DATA, schedule)
-    return Trainer(devices=1, **options).fit(recipe, steps=steps, batch=8, run=folder)
+def train(recipe, steps):
+    """Return the last state and the metrics of each step."""
+    program = recipe.program(Options())
+    state, step, metrics = program.init(jax.random.key(0)), jax.jit(program.step), []
+    for number in range(steps):
+        state, found = step(state, DATA, toy.clock(number, number / steps))
+        metrics.append(found)
+    return state, metrics
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.1), optax.sgd(0.1, momentum=0.5)])
-def test_complex_parameters_descend(tmp_path, optimizer):
+def test_complex_parameters_descend(optimizer):
     goal = jnp.array([1 - 2j, 0.5j])
 
     def loss(params, batch, key):
         return jnp.square(jnp.abs(params["w"] - goal)).sum() + 0 * batch["x"].sum()
 
-    result = train(tmp_path / "run", lambda key: {"w": jnp.zeros(2, jnp.complex64)}, loss, optimizer, 200)
-    np.testing.assert_allclose(result.state.params["w"], goal, atol=0.05)
-    losses = [row["loss"] for row in read_rows(tmp_path / "run" / METRICS)]
-    assert losses[0] == pytest.approx(5.25) and losses[-1] < 1e-2
+    state, metrics = train(supervised(lambda key: {"w": jnp.zeros(2, jnp.complex64)}, loss, optimizer, DATA), 200)
+    np.testing.assert_allclose(state.params["w"], goal, atol=0.05)
+    assert metrics[0]["loss"] == pytest.approx(5.25) and metrics[-1]["loss"] < 1e-2
 
 
 def quadratic(params, batch, key):
     return jnp.square(params["w"]).sum() + 0 * batch["x"].sum()
 
 
-def rates(folder, schedule, steps=12, **options):
-    def optimizer(rate, mask):
-        return optax.sgd(rate)
-
-    train(folder, lambda key: {"w": jnp.ones(())}, quadratic, optimizer, steps, schedule, **options)
-    return [row["lr"] for row in read_rows(folder / METRICS)]
+def scheduled(schedule):
+    return supervised(lambda key: {"w": jnp.ones(())}, quadratic, lambda rate, mask: optax.sgd(rate), DATA, schedule)
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "of_progress"),
     [
-        optax.cosine_decay_schedule(1e-2, 12),
-        optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 12),
-        optax.exponential_decay(1e-2, 5, 0.5),
-        optax.piecewise_constant_schedule(1e-2, {4: 0.1}),
-        optax.constant_schedule(1e-2),
+        (optax.cosine_decay_schedule(1e-2, 12), False),
+        (optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 12), False),
+        (optax.exponential_decay(1e-2, 5, 0.5), False),
+        (optax.piecewise_constant_schedule(1e-2, {4: 0.1}), False),
+        (optax.constant_schedule(1e-2), False),
+        (lambda progress: 1e-2 * (1 - progress), True),
+        (lambda p: jnp.where(p < 0.5, 1e-2, 1e-3), True),
     ],
 )
-def test_schedules_of_optax_count_updates(tmp_path, schedule):
-    expected = [float(schedule(step)) for step in range(12)]
-    np.testing.assert_allclose(rates(tmp_path / "run", schedule), expected, rtol=1e-6)
-    assert len(rates(tmp_path / "run", schedule, steps=14)) == 14, "a schedule of steps fits a longer run"
+def test_schedules_of_optax_count_updates_and_others_get_progress(schedule, of_progress):
+    _, metrics = train(scheduled(schedule), 12)
+    expected = [float(schedule(number / 12 if of_progress else number)) for number in range(12)]
+    np.testing.assert_allclose([found["lr"] for found in metrics], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", [lambda progress: 1e-2 * (1 - progress), lambda p: jnp.where(p < 0.5, 1e-2, 1e-3)])
-def test_other_schedules_get_progress(tmp_path, schedule):
-    expected = [float(schedule(step / 12)) for step in range(12)]
-    np.testing.assert_allclose(rates(tmp_path / "run", schedule), expected, rtol=1e-6)
+def test_run_with_a_schedule_of_steps_can_become_longer(tmp_path):
+    schedule = optax.cosine_decay_schedule(1e-2, 12)
+    for steps in (12, 14):
+        Trainer(devices=1).fit(scheduled(schedule), steps=steps, batch=8, run=tmp_path / "run")
+    rates = [row["lr"] for row in read_rows(tmp_path / "run" / METRICS)]
+    np.testing.assert_allclose(rates, [float(schedule(step)) for step in range(14)], rtol=1e-6)
 
 
-def test_schedule_that_only_moves_with_steps_is_refused(tmp_path):
+def test_schedule_that_only_moves_with_steps_is_refused():
     inner = optax.cosine_decay_schedule(1e-2, 24)
     with pytest.raises(InputError, match=r"moves from 0\.01 to 0\.009957.*parameter is called `step` or `count`"):
-        rates(tmp_path / "run", lambda x: inner(x))
+        scheduled(lambda x: inner(x)).program(Options())
 
 
 def test_matrices_decay_unless_told_otherwise(tmp_path, capsys):
@@ -82,13 +88,13 @@ def test_matrices_decay_unless_told_otherwise(tmp_path, capsys):
     def optimizer(rate, mask):
         return optax.adamw(rate, weight_decay=0.5, mask=mask)
 
-    def decayed(**options):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        params = train(folder, init, flat, optimizer, 1, lambda progress: 0.1, **options).state.params["layer"]
-        return {name for name, leaf in params.items() if np.all(np.asarray(leaf) < 1)}
+    def decayed(folder, **options):
+        recipe = supervised(init, flat, optimizer, DATA, lambda progress: 0.1)
+        result = Trainer(devices=1, **options).fit(recipe, steps=1, batch=8, run=tmp_path / folder)
+        return {name for name, leaf in result.state.params["layer"].items() if np.all(np.asarray(leaf) < 1)}
 
-    assert decayed() == {"w"} and "6 of them in the decay mask" in capsys.readouterr().err
-    assert decayed(decay="vector|scale") == {"vector", "scale"}
+    assert decayed("usual") == {"w"} and "6 of them in the decay mask" in capsys.readouterr().err
+    assert decayed("given", decay="vector|scale") == {"vector", "scale"}
 
 
 def test_biases_and_scales_of_stacked_layers_do_not_decay():

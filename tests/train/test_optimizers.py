@@ -160,16 +160,11 @@ def test_function_that_makes_no_optimizer_is_refused_with_its_line(make, words):
 
 
 def test_parameters_in_the_form_of_lookahead_are_refused_with_the_way_out():
+    def init(key):
+        return optax.LookaheadParams.init_synced(toy.init(key))
+
     with pytest.raises(InputError, match=r"init returned optax\.LookaheadParams: return the parameters"):
-        train(
-            supervised(
-                lambda key: optax.LookaheadParams.init_synced(toy.init(key)),
-                lambda params, batch, key: toy.loss(params.fast, batch, key),
-                optax.lookahead(optax.adam(0.1), 5, 0.5),
-                toy.data(),
-            ),
-            1,
-        )
+        train(supervised(init, toy.loss, optax.lookahead(optax.adam(0.1), 5, 0.5), toy.data()), 1)
 
 
 def gpt2(optimizer, **options):

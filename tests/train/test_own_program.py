@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import tpuswarm
-from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.train.user_code import build_recipe
 
 
@@ -67,28 +66,6 @@ def test_program_with_two_losses_trains_the_same_on_any_number_of_devices(tmp_pa
     alone = fit(Recipe(), tmp_path / "alone", steps=40)
     np.testing.assert_allclose(result.state["average"], alone.state["average"], rtol=1e-4)
     assert result.metrics["eval_loss"] < 9  # its value while the average is 0
-
-
-def test_key_of_the_clock_is_another_at_every_step_and_the_same_when_resumed(tmp_path):
-    class Draws(Game):
-        def step(self, state, batch, clock):
-            state, metrics = super().step(state, batch, clock)
-            return state, metrics | {"drawn": jax.random.uniform(clock.key)}
-
-    class Drawing(Recipe):
-        def program(self, options):
-            return Draws()
-
-    def drawn(folder, *lengths):
-        for steps in lengths:
-            fit(Drawing(), tmp_path / folder, steps=steps)
-        return [row["drawn"] for row in read_rows(tmp_path / folder / METRICS) if "drawn" in row]
-
-    whole = drawn("whole", 6)
-    assert len(set(whole)) == 6
-    loop = tpuswarm.Trainer(devices=1).steps(Drawing(), steps=6, batch=16, run=tmp_path / "broken")
-    next(loop), next(loop), loop.close()
-    assert drawn("broken", 6) == whole
 
 
 def stepping(change):

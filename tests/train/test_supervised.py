@@ -9,7 +9,6 @@ import pytest
 from tests.train import toy
 from tpuswarm import ArraySource, Weighted
 from tpuswarm.errors import InputError
-from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Options
@@ -79,14 +78,6 @@ def test_weighted_loss_is_that_of_the_whole_batch_for_any_split(count, micro_bat
     np.testing.assert_allclose(metrics["loss"], (error**2).sum() / chosen.sum(), rtol=1e-5)
     np.testing.assert_allclose(metrics["right"], ((error**2 < 1) * chosen).sum() / chosen.sum(), rtol=1e-5)
     np.testing.assert_allclose(after.params["w"], 1 - 2 * error @ x / chosen.sum(), rtol=1e-4)
-
-
-def test_batch_in_which_nothing_counts_changes_nothing():
-    program = recipe_of(loss=masked, optimizer=optax.sgd(1.0), data=masked_data()).program(Options(accumulate=2))
-    _, after, metrics = run_step(program, {name: array[48:] for name, array in masked_data().items()})
-    assert metrics[COUNTS] == metrics["grad_norm"] == 0
-    assert np.isnan(metrics["loss"]) and np.isnan(metrics["right"])
-    np.testing.assert_array_equal(after.params["w"], np.ones(5))
 
 
 def test_clipping_limits_the_norm_and_keeps_small_gradients(plain):
@@ -241,11 +232,7 @@ def loss_and_metrics(metrics):
         ({"cast": "xx"}, {}, "cast names xx, which the data has not; did you mean x"),
         ({"cast": "n"}, {}, "n, which is int32: only float32"),
         ({"loss": lambda params, batch, key: batch["x"] @ params["layer"]["w"]}, {}, r"the loss has shape \(16,\), it"),
-        (
-            {"loss": lambda params, batch, key: None},
-            {},
-            r"the loss is a NoneType: a loss returns a scalar, or \(scalar",
-        ),
+        ({"loss": lambda params, batch, key: None}, {}, "the loss is a NoneType: a loss returns a scalar, or"),
         (loss_and_metrics([1]), {}, "the loss is a tuple"),
         (loss_and_metrics({"best": [1]}), {}, "best is a list"),
         (loss_and_metrics({"all": np.ones(5)}), {}, r"all has shape \(5,\)"),
@@ -254,11 +241,7 @@ def loss_and_metrics(metrics):
         ({"data": (toy.data()["x"], toy.data()["y"])}, {}, "the train data of toy is a tuple: give a dict of arrays"),
         ({"data": {"in": {"x": np.ones(4)}, "y": np.ones(4)}}, {}, "a dict under in: a batch is one dict of arrays, w"),
         ({"data": {"x": [[1], [1, 2]]}}, {}, "x of the data is no array: setting an array element with a sequence"),
-        (
-            {"data": {"x": np.ones(4), "n": 4}},
-            {},
-            r"n of the data is a int \(int64\): a batch is one dict of arrays of",
-        ),
+        ({"data": {"x": np.ones(4), "n": 4}}, {}, r"n of the data is a int \(int64\): a batch is one dict of arrays"),
         ({"data": {"x": ["a", "b"]}}, {}, r"x of the data is a list \(<U1\)"),
     ],
 )

@@ -195,21 +195,14 @@ def test_wrong_input_is_one_sentence(typed, tmp_path, monkeypatch):
         assert code == 2 and sentence in err and err.count("\n") == 1, err
 
 
-def test_events_are_shown_as_text(browser, page_of, tmp_path):
-    run = FakeRun(tmp_path / "run", 1, 10)
-    run.event(1.7e9, "note", message="<script>alert(1)</script> <b>bold</b>")
-    run.grow(1)
-    ready(browser, page_of(tmp_path, "run"), "note: <script>alert(1)</script> <b>bold</b>")
-    assert not browser.complaints()
-
-
-def test_pictures_of_all_versions_are_shown(browser, page_of, tmp_path):
+def test_pictures_of_all_versions_and_events_as_text_are_shown(browser, page_of, tmp_path):
     run = FakeRun(tmp_path / "run", 1, 10).hold()
+    run.event(1.7e9, "note", message="<script>alert(1)</script> <b>bold</b>")
     run.grow(1)
     for version, shade in ((1, 50), (2, 200)):
         write_picture(run.folder, f"{version:08d}.png", np.full((8, 24, 3), shade, np.uint8))
     page = page_of(tmp_path, "run")
-    ready(browser, page, "of the same latents, at version 2")
+    ready(browser, page, "of the same latents, at version 2", "note: <script>alert(1)</script> <b>bold</b>")
     shown = "const image = document.getElementById('picture'); return [image.naturalWidth, image.alt]"
     browser.wait(lambda tab: tab.js(shown) == [24, "a grid of pictures at version 2"])
     write_picture(run.folder, "00000003.png", np.full((8, 32, 3), 9, np.uint8))

@@ -12,7 +12,8 @@ import optax
 import pytest
 
 from tests.swarm.core.arithmetic.test_quantize import same_bits, varied
-from tpuswarm import supervised
+from tests.train import toy
+from tpuswarm import Every, supervised
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, encode, feedback
 from tpuswarm.swarm.core.books import Adopt
@@ -212,40 +213,28 @@ def member(folder, target="tests.train.toy:toy", own=None, **settings):
     return ready
 
 
+def with_nan():
+    init = lambda key: toy.init(key) | {"unused": jnp.full(7, jnp.nan)}  # noqa: E731
+    return supervised(init, toy.loss, optax.sgd(0.1), toy.data())
+
+
 def test_first_version_holds_numbers(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import jax.numpy as jnp, optax\n"
-        "from tests.train import toy\n"
-        "from tpuswarm import supervised\n"
-        "def recipe():\n"
-        "    def init(key): return toy.init(key) | {'unused': jnp.full(7, jnp.nan)}\n"
-        "    return supervised(init, toy.loss, optax.sgd(0.1), toy.data())\n"
-    )
     with pytest.raises(InputError, match="gives NaN or infinity in unused"):
-        member(tmp_path, f"{tmp_path}/mine.py:recipe").begin()
+        member(tmp_path, f"{__file__}:with_nan").begin()
 
 
-HOOKED = """
-import optax
-from tests.train import toy
-from tpuswarm import Every, supervised
-
-def average(step):
-    return {"average": abs(step.state.ema["layer"]["w"]).sum()}
-
-def fails(step):
-    return {"ragged": [[1], [2, 3]]}
-
-def recipe():
-    made = supervised(toy.init, toy.loss, optax.sgd(0.1), toy.splits)
-    made.hooks = lambda: [Every("evaluation", each) for each in (fails, average, lambda step: "a text")]
-    return made
-"""
+def with_hooks():
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), toy.splits)
+    recipe.hooks = lambda: [
+        Every("evaluation", lambda step: {"ragged": [[1], [2, 3]]}),
+        Every("evaluation", lambda step: {"average": abs(step.state.ema["layer"]["w"]).sum()}),
+        Every("evaluation", lambda step: "a text"),
+    ]
+    return recipe
 
 
 def test_hooks_see_the_average_and_one_that_fails_leaves_the_others_alone(tmp_path):
-    (tmp_path / "mine.py").write_text(HOOKED)
-    ready = member(tmp_path, f"{tmp_path}/mine.py:recipe", ema=0.9)
+    ready = member(tmp_path, f"{__file__}:with_hooks", ema=0.9)
     holder, called = ready.holder(ready.begin()), []
     average = jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), ready.compiled.program.exchange().get(holder.state))
     row = {"tokens": 32, "version": 2, "eval_loss": 1.0}

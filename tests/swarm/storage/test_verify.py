@@ -98,7 +98,6 @@ def test_run_that_goes_on_meanwhile_is_sound(tmp_path, step):
 DAMAGES = {
     "flip": flip,
     "tear": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "empty": lambda path: path.write_bytes(b""),
     "delete": Path.unlink,
 }
 

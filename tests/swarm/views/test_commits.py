@@ -33,19 +33,11 @@ def test_commits_and_totals_agree_with_a_naive_recount(source, commits):
         record = run.records[commit.version]
         for name in ("epoch", "time", "rule", "rate", "tokens"):
             assert getattr(commit, name) == getattr(record, name)
-        assert [
-            (verdict.member, verdict.sequence, verdict.fate, verdict.reason, verdict.weight)
-            for verdict in commit.verdicts
-        ] == [
-            (
-                decision.identity.incarnation.member,
-                decision.identity.sequence,
-                decision.fate,
-                decision.reason,
-                decision.weight,
-            )
-            for decision in record.decisions
-        ]
+        for verdict, decision in zip(commit.verdicts, record.decisions, strict=True):
+            identity = decision.identity
+            assert (verdict.member, verdict.sequence) == (identity.incarnation.member, identity.sequence)
+            for name in ("fate", "reason", "weight"):
+                assert getattr(verdict, name) == getattr(decision, name)
 
 
 def test_last_commits_are_shown_from_their_own_records(tmp_path, names_read):

@@ -22,8 +22,8 @@ PROGRESS = Progress(1e9 - 60, counted_per_s=64.0, eval_loss=2.75, eval_version=3
 SUMMARY = Summary(4, 2, False, "grace", Tokens(1000, 640, 40, 200, 120), (), 3.0)
 
 
-def composed(summary=SUMMARY, members=(M0, M1, M2), time=1e9, progress=PROGRESS):
-    return compose(summary, members, 6400, ["look"], "host:1", {"coordinator": 9}, time, progress)
+def composed(summary=SUMMARY, members=(M0, M1, M2), progress=PROGRESS):
+    return compose(summary, members, 6400, ["look"], "host:1", {"coordinator": 9}, 1e9, progress)
 
 
 def test_status_sums_up_the_members():
@@ -127,7 +127,6 @@ def test_plain_run_is_not_a_swarm(folder):
         look(folder)
 
 
-HORIZON = 921_600
 ABOUT = About("gpt2-tiny", "runs/demo", 768, "tokens")
 DEMO = Summary(
     13, 1, False, "grace: 1 of 2 live members have pushed", Tokens(560_000, 489_984, 0, 63_104, 6_912), (), 3.0
@@ -140,9 +139,9 @@ def member(number, **changes):
     return MemberStatus(**{"id": f"m{number}", **facts, **changes})
 
 
-def status_of(members, alarms=(), summary=DEMO, horizon=HORIZON):
+def status_of(members, alarms=(), summary=DEMO):
     progress = Progress(1e9 - 44, counted_per_s=10_000, eval_loss=2.2049, eval_version=9)
-    return compose(summary, members, horizon, alarms, "host:1", {}, 1e9, progress)
+    return compose(summary, members, 921_600, alarms, "host:1", {}, 1e9, progress)
 
 
 def draw_lines(shown, losses=(), width=80, height=None, about=ABOUT):

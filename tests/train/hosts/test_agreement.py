@@ -99,7 +99,8 @@ def test_hosts_compare_a_published_model_before_they_read_it():
             initial_parameters("hf:small", None, recipe, None, None, agree)
 
 
-def test_stop_signal_at_any_host_stops_all_at_the_same_step(pair):
+@pytest.mark.parametrize("is_zero_signalled", [False, True])
+def test_stop_signal_at_any_host_stops_all_at_the_same_step(pair, is_zero_signalled):
     """Each steps as fast as it can; host 0 is ahead, and steps on until it hears of the signal."""
     stepped = threading.Event()
 
@@ -113,7 +114,7 @@ def test_stop_signal_at_any_host_stops_all_at_the_same_step(pair):
                 host._signals.ask(signal.SIGTERM)
         return steps, host.asked
 
-    ends = call_both(lambda: run(pair[0], False), lambda: run(pair[1], True))
+    ends = call_both(lambda: run(pair[0], is_zero_signalled), lambda: run(pair[1], True))
     assert ends[0] == ends[1] and ends[0][0] >= 5 and ends[0][1] is signal.SIGTERM
 
 

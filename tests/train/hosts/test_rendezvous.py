@@ -49,6 +49,14 @@ def test_killed_host_ends_the_other_with_one_sentence(tmp_path):
     assert sentence == "host 0 is gone (connection closed), so this host stops too; start all hosts again\n"
 
 
+@pytest.mark.slow
+def test_hung_host_ends_the_other_with_one_sentence(tmp_path):
+    """Its connection stays open, and it sends nothing."""
+    started = start_hosts(MODULE, tmp_path)
+    sentence = signal_host(started, tmp_path, (tmp_path / "1.step").exists, 0, signal.SIGSTOP)
+    assert sentence == "host 0 is gone (silent for 15 s), so this host stops too; start all hosts again\n"
+
+
 def test_host_with_another_number_than_its_worker_ends_both_as_wrong_input(tmp_path):
     finished(start_hosts(MODULE, tmp_path, worker=0), tmp_path, code=2)
     sentence = "host 1 is worker 0 of its TPU slice; number the hosts like the workers"

@@ -119,9 +119,6 @@ def test_texts_and_pictures_of_hooks_are_kept_and_stop_ends_the_run(tmp_path):
     [file] = (tmp_path / "run" / "pictures").iterdir()
     assert file.name == "00000003-1.png"
     np.testing.assert_array_equal((imread(file)[..., :3] * 255).round().astype(np.uint8), picture)
-    no_picture = Hooks([Every(2, lambda step: np.zeros((4, 6, 3)))])
-    with pytest.raises(InputError, match=r"a hook returned float64 \(4, 6, 3\): a picture is uint8 \(height, width, 3"):
-        no_picture.call(0, {"step": 2}, None)
 
 
 @pytest.mark.parametrize(
@@ -195,17 +192,9 @@ def test_numbers_of_hooks_are_logged_and_decide_what_is_best_and_when_to_stop(tm
     assert result.message == "ended at step 10: eval_score:max was no better in 2 evaluations than at step 6"
     rows = list(read_rows(tmp_path / "run" / METRICS))
     evaluations = {row["step"]: row for row in rows if "eval_loss" in row}
-    assert {step: row["eval_score"] for step, row in evaluations.items()} == {
-        step: scores[step] for step in range(2, 11, 2)
-    }
+    assert [(step, row["eval_score"]) for step, row in evaluations.items()] == [*scores.items()][:5]
     own = [row for row in rows if "norm" in row]
-    assert [(row["step"], row["tokens"], row["odd"]) for row in own] == [
-        (3, 24, 1),
-        (4, 32, 1),
-        (6, 48, 1),
-        (9, 72, 1),
-        (10, 80, 1),
-    ]
+    assert [(row["step"], row["tokens"], row["odd"]) for row in own] == [(n, 8 * n, 1) for n in (3, 4, 6, 9, 10)]
     assert all(row.keys() == {"step", "tokens", "norm", "odd"} for row in own) and logger.rows == rows
     kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert 6 in kept and json.loads((tmp_path / "run" / BEST).read_text()) == {"step": 6, "eval_score": 5.0}
@@ -217,41 +206,36 @@ def test_numbers_of_hooks_are_logged_and_decide_what_is_best_and_when_to_stop(tm
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        ({"loss": 1.0}, "a hook returned a number called eval_loss, which is a column of rows already: rename it"),
-        ({"rows": 1.0}, "a number called eval_rows, which"),
+        ({"eval_score": 1}, "a hook returned eval_score: numbers of evaluations are for hooks of Every"),
         ({"text": "good"}, "a hook returned a dict with 'text': 'good'; in a dict of a hook are names and numbers"),
         ({"picture": np.zeros(3)}, "a hook returned a dict with 'picture'"),
         ({"ragged": [[1], [2, 3]]}, r"a hook returned a dict that cannot be used: .* \(.*test_hooks\.py:"),
         ({3: 1.0}, "a hook returned a dict with 3: 1.0"),
         ({"z": 1j}, "a hook returned a dict with 'z': 1j"),
+        (np.zeros((4, 6, 3)), r"a hook returned float64 \(4, 6, 3\): a picture is uint8"),
         (np.zeros((0, 4, 3), np.uint8), r"a hook returned uint8 \(0, 4, 3\): a picture is"),
-        (
-            plt.Figure().suptitle("$\\nothing$").figure,
-            r"a hook returned a Figure that cannot be used: .*test_hooks\.py:",
-        ),
+        (plt.Figure().suptitle("$\\nothing$").figure, r"a Figure that cannot be used: .*test_hooks\.py:"),
+        *((ScaleLearningRate(factor), "the factor of ScaleLearningRate") for factor in (np.nan, -1.0, 0, "x", None)),
     ],
 )
-def test_what_a_hook_must_not_return_is_refused(tmp_path, returned, says):
+def test_what_a_hook_must_not_return_is_refused(returned, says):
     with pytest.raises(InputError, match=says):
-        fit(tmp_path / "run", eval_every=2, hooks=[Every("evaluation", lambda step: returned)])
+        Hooks([Every(2, lambda step: returned)]).call(0, {"step": 2}, None)
 
 
 @pytest.mark.parametrize(
     ("hooks", "options", "says"),
     [
-        ([2, 1], {}, "a number called score, which is another hook's: rename it"),
-        (["evaluation"], {"keep_best": "eval_scor"}, "the evaluations have no eval_scor; they have .*, eval_score"),
+        ([("evaluation", "loss")], {}, "called eval_loss, which is a column of rows already: rename it"),
+        ([("evaluation", "rows")], {}, "called eval_rows, which is a column of rows already"),
+        ([(2, "score"), (1, "score")], {}, "a number called score, which is another hook's: rename it"),
+        ([("evaluation", "score")], {"keep_best": "eval_scor"}, "have no eval_scor; they have .*, eval_score"),
     ],
 )
 def test_names_of_numbers_are_checked(tmp_path, hooks, options, says):
-    hooks = [Every(every, lambda step: {"score": 1}) for every in hooks]
+    hooks = [Every(every, lambda step, name=name: {name: 1}) for every, name in hooks]
     with pytest.raises(InputError, match=says):
         fit(tmp_path / "run", eval_every=2, hooks=hooks, **options)
-
-
-def test_number_of_an_evaluation_is_for_a_hook_of_evaluations(tmp_path):
-    with pytest.raises(InputError, match="a hook returned eval_score: numbers of evaluations are for hooks of Every"):
-        fit(tmp_path / "run", hooks=[Every(2, lambda step: {"eval_score": 1})])
 
 
 def test_run_without_evaluations_calls_their_hooks_at_the_end_alone(tmp_path):
@@ -324,27 +308,23 @@ def test_numbers_of_the_last_step_are_written_once(tmp_path, monkeypatch):
     assert [row["step"] for row in read_rows(tmp_path / "run" / METRICS) if "norm" in row] == [4, 8]
 
 
-def test_figure_of_matplotlib_is_a_picture(tmp_path):
+def test_figure_of_matplotlib_is_a_picture():
     def draw(step):
         figure, axes = plt.subplots(figsize=(2, 1), dpi=50, facecolor="red")
         axes.remove()
         plt.close(figure)
         return figure
 
-    fit(tmp_path / "run", steps=2, hooks=[Every(2, draw)])
-    [file] = (tmp_path / "run" / "pictures").iterdir()
-    picture = imread(file)
-    assert picture.shape[:2] == (50, 100) and (picture[..., :3] == [1, 0, 0]).all()
+    picture = Hooks([Every(2, draw)]).call(0, {"step": 2}, None)
+    assert (picture.shape, picture.dtype) == ((50, 100, 3), np.uint8) and (picture == [255, 0, 0]).all()
 
 
 def test_another_figure_for_the_best_checkpoint_is_noted(tmp_path):
     for steps, goal in ((4, "eval_loss"), (6, "eval_loss"), (8, "eval_worst")):
         fit(tmp_path / "run", NEVER_BETTER, steps=steps, eval_every=2, keep_best=goal)
     notes = [row["message"] for row in read_rows(tmp_path / "run" / EVENTS) if row["event"] == "note"]
-    assert (
-        sum("the best checkpoint was kept by eval_loss; from here on it is by eval_worst" in each for each in notes)
-        == 1
-    )
+    changed = "the best checkpoint was kept by eval_loss; from here on it is by eval_worst"
+    assert sum(changed in note for note in notes) == 1
     assert json.loads((tmp_path / "run" / BEST).read_text()).keys() == {"step", "eval_worst"}
 
 
@@ -423,36 +403,28 @@ class JittedGameRecipe(GameRecipe):
         return JittedGame()
 
 
-KEEP_PARAMETERS = optax.lookahead(optax.sgd(0.1), 5, 0.5), optax.contrib.schedule_free_sgd(0.1)
+SCALES, PLATEAU = Every(2, lambda step: ScaleLearningRate(0.5)), Every("evaluation", ReduceOnPlateau())
 
 
-@pytest.mark.parametrize("recipe", [GameRecipe(), JittedGameRecipe(), *map(noisy, KEEP_PARAMETERS)])
-def test_what_ignores_the_scale_is_refused(tmp_path, recipe):
-    hooks = [Every(2, lambda step: ScaleLearningRate(0.5))]
+@pytest.mark.parametrize(
+    ("recipe", "hook"),
+    [
+        (GameRecipe(), SCALES),
+        (JittedGameRecipe(), PLATEAU),
+        (noisy(optax.lookahead(optax.sgd(0.1), 5, 0.5)), PLATEAU),
+        (noisy(optax.contrib.schedule_free_sgd(0.1)), SCALES),
+    ],
+)
+def test_what_ignores_the_scale_is_refused(tmp_path, recipe, hook):
     with pytest.raises(InputError, match="a hook scales the learning rate, but "):
-        Trainer(devices=1, hooks=hooks).fit(recipe, steps=4, batch=8, run=tmp_path / "run")
-
-
-def test_plateau_hook_that_cannot_work_is_refused_before_the_first_step(tmp_path):
-    trainer = Trainer(devices=1, eval_every=2, hooks=[Every("evaluation", ReduceOnPlateau())])
-    with pytest.raises(InputError, match="a hook scales the learning rate, but "):
-        trainer.fit(noisy(KEEP_PARAMETERS[0]), steps=4, batch=8, run=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("factor", [np.nan, -1.0, 0, "x", None])
-def test_factor_that_is_none_is_refused(tmp_path, factor):
-    hooks = [Every(2, lambda step: ScaleLearningRate(factor))]
-    with pytest.raises(InputError, match="the factor of ScaleLearningRate"):
-        fit(tmp_path / "run", hooks=hooks)
+        fit(tmp_path / "run", recipe, steps=4, eval_every=2, hooks=[hook])
+    assert hook is SCALES or not (tmp_path / "run").exists(), "refused before the first step"
 
 
 def test_state_that_a_hook_or_a_loop_changes_is_refused(tmp_path):
-    def replaces(step):
-        step.state.params["layer"]["w"] = jnp.zeros(3)
-
-    with pytest.raises(InputError, match="it replaced params/layer/w"):
-        fit(tmp_path / "hook", hooks=[Every(2, replaces)])
+    replaces = Every(2, lambda step: step.state["layer"].update(w=jnp.zeros(3)))
+    with pytest.raises(InputError, match="it replaced layer/w"):
+        Hooks([replaces]).call(0, {"step": 2}, {"layer": {"w": jnp.ones(3)}})
     loop = Trainer(devices=1).steps(toy.recipe(), steps=4, batch=8, run=tmp_path / "loop")
     del next(loop).state.params["layer"]
     with pytest.raises(InputError, match=r"it replaced params/layer/\w+"):

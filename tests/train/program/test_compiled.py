@@ -11,7 +11,7 @@ from tests.train.program.test_flops import step_flops
 from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program import flops
+from tpuswarm.train.program import flops, mesh
 from tpuswarm.train.program.compiled import Refused, TooLarge, compile_step, compile_traced, place, trace
 from tpuswarm.train.program.mesh import bytes_per_device, make_mesh
 from tpuswarm.train.program.request import REMATS, Choice, Request, attention_and_loop, choices
@@ -56,6 +56,17 @@ def test_devices_sharding_and_micro_batches_do_not_change_the_losses(devices):
         np.testing.assert_allclose(losses, one, rtol=1e-4 if request.accumulate else 1e-5)
     reductions = [line for line in compiled.step.as_text().splitlines() if re.search(r" all-reduce(-start)?\(", line)]
     assert reductions and not any("/while/" in line for line in reductions), "a sum over devices in each micro-batch"
+
+
+@pytest.mark.slow
+def test_sharded_gpt2_with_dropout_has_the_losses_of_one_device(devices, monkeypatch):
+    monkeypatch.setattr(mesh, "MIN_SHARDED_BYTES", 2**12)
+    recipe = GPT2(data="fake", width=64, heads=2, layers=1, vocab=128, context=32, dropout=0.2)
+    request = Request(batch=16, shard="fsdp")
+    (*_, one), (_, state, eight) = (train(recipe, request, devices[:count]) for count in (1, 8))
+    np.testing.assert_allclose(eight, one, rtol=1e-5)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert held < sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 0.6
 
 
 def test_compiler_options_of_a_recipe_reach_the_compiler_of_their_platform(devices):
@@ -136,12 +147,7 @@ def tried(monkeypatch):
     ("request_", "micro_batches", "memory", "expected"),
     [
         (Request(batch=2**31 - 8), False, 2**34, []),
-        (
-            Request(batch=16, shard="replicate"),
-            False,
-            600,
-            [1],
-        ),  # a contrastive loss depends on them
+        (Request(batch=16, shard="replicate"), False, 600, [1]),  # a contrastive loss depends on them
         (Request(batch=16, shard="replicate"), True, 600, [1, 2]),
         (Request(batch=16, shard="replicate", accumulate=2), False, 600, [2]),
         (Request(batch=8 * 2**10, shard="replicate"), True, 2**18 - 1, [1, 4, 8]),  # 2: 101 bytes too many

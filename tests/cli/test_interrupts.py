@@ -72,7 +72,6 @@ TIDIES_UP_AND_IS_STOPPED_AGAIN = (
     "    finally: os.kill(os.getpid(), 2); time.sleep(0.3); print('tidied up')"
 )
 SWALLOWS = "try: os.kill(os.getpid(), number); time.sleep(60)\n    except BaseException: pass\n    time.sleep(60)"
-TIDIES_UP = "try: os.kill(os.getpid(), number); time.sleep(60)\n    finally: time.sleep(0.3); print('tidied up')"
 SWALLOWED_BY_THE_GARBAGE_COLLECTOR = """\
 gc.callbacks.append(lambda phase, _: phase == "start" and gc.callbacks.clear() or os.kill(os.getpid(), number))
     gc.collect(); print('swallowed', flush=True); time.sleep(60)"""
@@ -84,7 +83,6 @@ gc.callbacks.append(lambda phase, _: phase == "start" and gc.callbacks.clear() o
     [
         pytest.param(TIDIES_UP_AND_IS_STOPPED_AGAIN, "", "tidied up\n", id="twice"),
         pytest.param(SWALLOWS, "", "", id="swallowed, as by C++ code"),
-        pytest.param(TIDIES_UP, "", "tidied up\n", id="tidying"),
         # the callback that JAX has there swallowed 6 of 80 interrupted starts
         pytest.param(SWALLOWED_BY_THE_GARBAGE_COLLECTOR, "stop.ARRIVES = 600.0", "swallowed\n", id="collector"),
     ],

@@ -32,28 +32,20 @@ AT_ONCE = [
     ("train my_recipe.py", "name the one you mean: my_recipe.py:NAME"),
     ("train nowhere.py:line", "there is no recipe file nowhere.py"),
     ("train nowhere.toml", "there is no file nowhere.toml"),
-    ("train wrong.toml", "wrong.toml, line 3: train has no key stepz; did you mean steps?"),
     ("train --lr 1 gpt2-tiny", "the recipe comes first"),
     ("train gpt2-tiny --stepz 5", "has an option --stepz; did you mean --steps?"),
     ("train gpt2-tiny --learning-rate 1", "did you mean --lr?"),
-    ("train gpt2-tiny --batch-size 1", "did you mean --batch?"),
     ("train gpt2-tiny --bogus 1", "has an option --bogus; `tpuswarm train gpt2-tiny --help` lists them"),
     ("train gpt2-tiny --width", "--width needs a value"),
     ("train gpt2-tiny --width wide", "width must be a whole number, not 'wide'"),
     ("train gpt2-tiny 5", "unexpected argument '5'"),
-    ("train gpt2-tiny --steps -5", "steps must be a whole number above 0"),
     ("train gpt2-tiny --steps 0 --detach", "steps must be a whole number above 0"),
-    ("train gpt2-tiny --steps many", "steps is a number such as 500, 20K or 10M"),
     ("train gpt2-tiny --steps 5 --tokens 10K", "give one of steps, tokens and epochs, not steps and tokens"),
-    ("train gpt2-tiny --lr fast", "lr must be a number, not 'fast'"),
     ("train gpt2-tiny --lr nan --dry-run", "lr must be a finite number, not nan"),
     ("train gpt2-tiny --data nowhere.txt", "nowhere.txt; --data takes a path or URL"),
     ("train gpt2-tiny --data nowhere.txt --dry-run", "nowhere.txt; --data takes a path or URL"),
-    ("train gpt2-tiny --data nowhere.txt --detach", "nowhere.txt; --data takes a path or URL"),
     ("train gpt2-tiny --data empty.txt", "empty.txt is empty"),
     ("train gpt2-tiny --heads 3", "a width of 128 does not divide evenly over 3 heads"),
-    ("train gpt2-tiny --save-every often", "save_every is steps such as 500, or a time such as 30s or 5m"),
-    ("train gpt2-tiny --precision fp61 --run a/b", "precision is bf16, f32 or highest, not 'fp61'"),
     ("train gpt2-tiny --shard replikate", "shard is auto, replicate or fsdp, not 'replikate'"),
     ("train gpt2-tiny --devices some", "devices is all, a number such as 8, or indices such as [5]"),
     ("train gpt2-tiny --freeze (", "freeze '(' is not a regular expression"),
@@ -64,9 +56,6 @@ AT_ONCE = [
     ("train gpt2-tiny --run runs/used", "runs/used is in use by process"),
     ("train gpt2-tiny --cycle 20", "--cycle needs --members"),
     ("train gpt2-tiny --dashboard", "--dashboard needs --members"),
-    ("train gpt2-tiny --members -1", "members must be at least 0, not -1"),
-    ("train gpt2-tiny --members 2 --cycle 0", "cycle must be at least 1, not 0"),
-    ("train gpt2-tiny --members 2 --devices-per-member 0", "devices-per-member must be at least 1, not 0"),
     ("train gpt2-tiny --members 2 --outer avrage", "outer is average or nesterov, not 'avrage'"),
     ("train gpt2-tiny --members 2 --quantize int9", "quantize is int8 or int4, not 'int9'"),
     ("train gpt2-tiny --members 2 --overlap 3", "overlap is auto or 0, not '3'"),
@@ -82,9 +71,7 @@ AT_ONCE = [
     ("plan gpt2-tiny --heads 3", "does not divide evenly over 3 heads"),
     ("plan gpt2-tiny --hedas 2", "did you mean --heads?"),
     ("sample nowhere", BAD_RUN),
-    ("sample nowhere --temperature nan", "temperature must be at least 0, not nan"),
     ("sample new --grid 8", "grid is ROWSxCOLUMNS, each from 1 to 99, such as 8x8, not '8'"),
-    ("sample new --grid 0x8", "grid is ROWSxCOLUMNS, each from 1 to 99, such as 8x8, not '0x8'"),
     ("sample new --grid 2x2 --truncation 2", "truncation must be at least 0 and at most 1, not 2.0"),
     ("sample new --grid 2x2 --out grid.txt", "--out grid.txt ends in none of .png, .jpg, .webp"),
     ("sample new --grid 2x2 --out nowhere/grid.png", "there is no folder nowhere for --out nowhere/grid.png"),
@@ -94,7 +81,6 @@ AT_ONCE = [
     ("project new token --steps 0", "steps must be at least 1, not 0"),
     ("project new token --out a.gif", "--out a.gif ends in none of .png, .jpg, .webp"),
     ("evaluate nowhere", BAD_RUN),
-    ("evaluate .", ". is not a run"),
     ("export nowhere out --format hf", BAD_RUN),
     ("export nowhere .", ". already exists; use a new or empty folder"),
     ("export nowhere gs://bucket/out --format hf", "gs:/bucket/out is not a local folder"),
@@ -103,7 +89,6 @@ AT_ONCE = [
     ("profile nowhere", BAD_RUN),
     ("ledger verify nowhere", BAD_RUN),
     ("ledger show nowhere", BAD_RUN),
-    ("ledger verify .", ". is not a run"),
     ("doctor nowhere/run", BAD_RUN),
     ("status nowhere", BAD_RUN),
     ("status .", ". is not a run"),
@@ -172,12 +157,10 @@ for line in json.loads(sys.argv[1]):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a few files and a run that is in use."""
     monkeypatch.chdir(tmp_path)
     shutil.copyfile(my_recipe.__file__, "my_recipe.py")
     Path("token").write_text("0" * 64)
     Path("empty.txt").touch()
-    Path("wrong.toml").write_text("[train]\nrecipe = 'gpt2-tiny'\nstepz = 5\n")
     held = Run(Path("runs/used"))
     yield tmp_path
     held.close()

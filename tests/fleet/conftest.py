@@ -67,7 +67,6 @@ class CommandLine:
         (self.folder / "swarm.toml").write_text(text)
 
     def run(self, line: str, code: int = 0) -> str:
-        """Run a command and return its stdout and stderr."""
         found, out, err = self.typed(*shlex.split(line))
         assert found == code, f"exit {found}: {out}{err}"
         return out + err

@@ -39,8 +39,6 @@ class KillSwitch:
 
 @dataclass
 class FakeBucket:
-    """Objects with generations."""
-
     kill_switch: KillSwitch
     objects: dict[str, Stored] = field(default_factory=dict)
     is_reachable: bool = True

@@ -100,7 +100,6 @@ class Loop:
         self.memory = self.memory.moved(seconds)
 
     def change(self, **fields: object) -> None:
-        """Change the desired fleet as `tpuswarm up` does."""
         self.desired = replace(self.desired, revision=self.desired.revision + 1, **fields)
 
     def tick(self) -> None:
@@ -176,7 +175,6 @@ class ManagedFleet:
                 return tick
 
     def change(self, **fields: object) -> None:
-        """Change the desired fleet."""
         self.store.change(lambda document: replace(document, desired=replace(document.desired, **fields)))
 
     def change_document(self, **fields: object) -> None:

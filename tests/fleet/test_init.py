@@ -20,12 +20,10 @@ PREVIEWS = {
     "--grant '5 v3-8 europe-west4-a'",
     "rehearsal": "--provider rehearsal --type v3-8 --zone europe-west4-a --count 3 --on-demand",
 }
-VALID = "--project my-project --type v2-8 --zone us-central1-b"
 
 
 @pytest.fixture
 def init(typed, signed_out):
-    """Run `init` in an empty folder: (code, out, err)."""
     return lambda line: typed("init", *shlex.split(line))
 
 
@@ -74,12 +72,9 @@ def test_invalid_grant_is_refused(text, message):
     [
         ("", "give --type or --grant"),
         ("--type v5e-8 --zone us-west4-a", "give --project"),
-        ("--type v5e-9 --zone us-west4-a", "unknown TPU 'v5e-9'"),
         ("--type v5e-8 --zone us-central1-b --project my-project", "no list has a v5e-8 in us-central1-b"),
         ("--type v2-8 --zone us-central1-b --project P", "a project's id"),
-        (f"{VALID} --count 0", "1 to 1,000 machines"),
         ("--provider azure", "there is no provider 'azure'; known: google, rehearsal"),
-        ("--project my-project --grant '1 v2-8 us-central1-b spot until 2020-01-01'", "ended on 2020-01-01"),
         ("--project my-project --grant '2 v2-8 us-central1-b' --grant '1 v3-8 europe-west4-a'", "cross_region = true"),
     ],
 )

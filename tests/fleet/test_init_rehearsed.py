@@ -1,5 +1,9 @@
 """`tpuswarm init` against the local cloud: it creates what is missing, nothing twice, and explains failures."""
 
+import os
+import shlex
+import shutil
+import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,11 +18,12 @@ from tpuswarm.cloud.google.firewall import Rule
 from tpuswarm.cloud.google.project import Project
 from tpuswarm.cloud.google.provider import Google
 from tpuswarm.cloud.protocol import FLEET_LABEL
+from tpuswarm.cloud.rehearsal.client import environment
 from tpuswarm.cloud.rehearsal.connect import connect
+from tpuswarm.cloud.rehearsal.place import Place
 
 
 def done_steps(out: str) -> list[str]:
-    """Return the numbers of the steps that were carried out."""
     return [line.split(".")[0] for line in out.splitlines() if ". done: " in line]
 
 
@@ -138,3 +143,17 @@ def test_firewall_rule_of_the_right_name_and_wrong_content_is_refused(init, acce
     assert "gcloud compute firewall-rules delete tpuswarm-swarm-inside --project=rules-1" in err
     names = {rule.name for rule in project.rules() if rule.network == "tpuswarm-swarm"}
     assert names == {"tpuswarm-swarm-inside", "doors"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+def test_printed_gcloud_commands_do_what_the_steps_do(init, cloud_folder):
+    local = {**environment(Place(cloud_folder), connect(cloud_folder)), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
+    _, out, _ = init("--dry-run", "typed-1")
+    lines = [line.strip() for line in out.splitlines() if line.strip().startswith("gcloud ")]
+    assert len(lines) == 7
+    for line in lines:
+        ran = subprocess.run(shlex.split(line), env=os.environ | local, capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 0, f"{line}\n{ran.stderr}"
+    code, out, _ = init("--yes", "typed-1")
+    assert code == 0 and done_steps(out) == ["8", "9"], "the steps that have a gcloud command are done already"

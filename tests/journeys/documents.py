@@ -59,13 +59,11 @@ def blocks(document: Path) -> list[Block]:
 
 
 def links(document: Path) -> list[str]:
-    """The relative links of a document, blocks left out."""
     text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that a page view makes from a document's headings."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

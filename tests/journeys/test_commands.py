@@ -18,11 +18,9 @@ LINE = "train my_recipe.py:line --steps 4 --batch 8"
 
 
 @pytest.fixture
-def call(monkeypatch, typed, tmp_path):
-    """Run a command line in this process, in a folder with my_recipe.py; (code, out, err)."""
-    monkeypatch.chdir(tmp_path)
+def call(call):
     shutil.copyfile(my_recipe.__file__, "my_recipe.py")
-    return lambda line: typed(*line.split())
+    return call
 
 
 def test_debug_shows_the_traceback(call, monkeypatch):
@@ -33,13 +31,16 @@ def test_debug_shows_the_traceback(call, monkeypatch):
         main()
 
 
-def test_commands_over_the_life_of_a_run(call):
-    code, out, err = call(f"{LINE} --run runs/a --eval-every 2")
+def test_commands_over_the_life_of_a_run(call, capsys):
+    code, out, err = call(f"{LINE} --width 5 --run runs/a --eval-every 2")
     assert code == 0 and out.startswith("runs/a finished at step 4 of 4: loss ")
     assert "parameter" in err and "step 4 of 4: held-out loss" in err
     assert "rows/s" in err and "tokens/s" not in err  # a row of this recipe counts for one
+    print_result(SwarmResult(Path("runs/a"), Ended("finished", "", None), {}, 4, 7_680), as_json=False)
+    assert capsys.readouterr().out == "runs/a finished at commit 4: 7,680 rows; runs/a/report.html\n"
+    assert "width = 5\nlr = 0.1" in Path("runs/a/config.toml").read_text()
     code, out, err = call(f"{LINE} --run runs/a --json")
-    assert code == 0 and "nothing left to do" in err
+    assert code == 0 and "nothing left to do" in err  # the width is remembered
     assert json.loads(out)["ended"] == "finished" and json.loads(out)["metrics"]["step"] == 4
     code, out, _ = call("status --json")
     assert [(run["run"], run["state"], run["step"]) for run in json.loads(out)["runs"]] == [("runs/a", "finished", 4)]
@@ -57,14 +58,13 @@ def test_commands_over_the_life_of_a_run(call):
     Path("runs/a/checkpoints/00000004/manifest.json").unlink()
     code, _, err = call("evaluate runs/a")
     assert code == 0 and "checkpoint 00000004 is damaged" in err
-    assert "parameters from" in call(f"{LINE} --run runs/b --init-from a")[2]
+    assert "parameters from" in call(f"{LINE} --width 5 --run runs/b --init-from a")[2]
 
 
-def test_recipe_options_are_remembered(call):
-    assert call("train my_recipe.py:line --width 5 --steps 2 --batch 8 --run runs/w")[0] == 0
-    assert "width = 5\nlr = 0.1" in Path("runs/w/config.toml").read_text()
-    assert call("evaluate runs/w")[0] == 0
-    assert call("train my_recipe.py:line --steps 2 --batch 8 --run runs/w")[0] == 0
+def test_fast_dev_run_leaves_nothing(call):
+    code, out, err = call("train my_recipe.py:line --steps 100000 --batch 8 --fast-dev-run --run runs/long")
+    assert code == 0 and "two steps, an evaluation, a checkpoint; nothing was kept" in out
+    assert "step 2 of 2: held-out loss" in err and not list(Path().glob("runs/*"))
 
 
 def test_runs_without_a_name_get_one(call):
@@ -79,19 +79,16 @@ def test_failed_run_exits_1(call):
     assert json.loads(call("status runs/nan --json")[1])["state"] == "failed"
 
 
-def test_demo_leaves_a_users_run_alone(call):
+def test_demo_leaves_a_users_run_alone_and_keeps_the_earlier_demo_if_interrupted_while_loading(call, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
     assert call(f"{LINE} --run runs/demo")[0] == 0
     before = sorted(path for path in Path("runs").rglob("*"))
     code, out, err = call("demo")
     assert (code, out) == (2, "") and "runs/demo is a run of yours" in err and "mv runs/demo runs/mine" in err
     assert before == sorted(path for path in Path("runs").rglob("*"))
 
-
-def test_demo_interrupted_while_loading_keeps_the_earlier_one(call, monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    assert call(f"{LINE} --run runs/demo")[0] == 0
     Path("runs/demo/metrics.jsonl").unlink()
     with Path("runs/demo/config.toml").open("a") as file:
         file.write("\n[swarm]\nmembers = 3\ndemo = true\n")
@@ -99,12 +96,6 @@ def test_demo_interrupted_while_loading_keeps_the_earlier_one(call, monkeypatch)
     code, _, err = call("demo")
     assert code == 130, err
     assert Path("runs/demo/report.html").exists()
-
-
-def test_rows_are_not_called_tokens(call, capsys):
-    assert call(f"{LINE} --run runs/a")[0] == 0
-    print_result(SwarmResult(Path("runs/a"), Ended("finished", "", None), {}, 4, 7_680), as_json=False)
-    assert capsys.readouterr().out == "runs/a finished at commit 4: 7,680 rows; runs/a/report.html\n"
 
 
 def test_internal_error_is_one_sentence(call, monkeypatch):

@@ -77,7 +77,6 @@ def runs(tmp_path_factory, text_file):
 
 
 def _found(recipe: GPT2, store: Store) -> None:
-    """The first version of a swarm's run."""
     program = recipe.program(Options())
     shared = program.exchange().get(jax.jit(program.init)(jax.random.key(0)))
     arrays = dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True))

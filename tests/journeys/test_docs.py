@@ -44,7 +44,6 @@ def test_named_options_and_commands_exist(document: Path):
 
 @cache
 def known() -> tuple[set[str], set[str]]:
-    """Return the options of all commands and of our recipes, and the names of the commands."""
     commands = [app := typer.main.get_command(make_app())]
     for command in commands:
         commands += getattr(command, "commands", {}).values()

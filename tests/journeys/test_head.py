@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 from contextlib import suppress
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.journeys.test_fleet import machines, run
 from tests.local_cloud import delete_machine, use_local_cloud
 from tests.processes import PATIENCE, PROGRAM
 from tests.waiting import until
@@ -57,6 +57,12 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "swarm.toml").write_text(FILE)
     with use_local_cloud(tmp_path, monkeypatch, 60.0) as found:
         yield found
+
+
+def run(line: str) -> str:
+    done = subprocess.run([PROGRAM, *shlex.split(line)], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, f"tpuswarm {line}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def wait_until(condition, what: str) -> None:
@@ -130,7 +136,9 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
     # The head is lost with its keeper: whoever keeps the fleet then makes both again, and leaves it to that one.
     print(first, keeper(), (state / "keeper.log").read_text())
     delete_machine(place, "duo-head")
-    wait_until(lambda: all(machine["name"] != "duo-head" for machine in machines(place)), "the head stays")
+    wait_until(
+        lambda: all(machine["name"] != "duo-head" for machine in ask(place, "status")["machines"]), "the head stays"
+    )
     with (tmp_path / "keeper.log").open("wb") as log:
         here = subprocess.Popen([PROGRAM, "keep"], stdout=log, stderr=log)
     leaves = "the keeper on duo-head goes on; this one watches"

@@ -51,26 +51,23 @@ def test_published_model_is_fine_tuned_and_exported(tmp_path, text_file, monkeyp
     np.testing.assert_array_equal(again["wte"][:300], run.state.params["wte"][:300])
 
 
-def test_swarm_trains_with_its_own_bpe(tmp_path, text_file):
-    """Its members get the tokenizer with the data; its run has it when the text and the cache are gone."""
+def test_swarm_starts_from_a_published_model_keeps_its_tokenizer_and_starts_other_runs(tmp_path, text_file):
     shutil.copyfile(text_file, tmp_path / "text.txt")
-    words = f"train gpt2-tiny --data text.txt --tokenizer bpe --vocab 300 {SHAPE} --steps 12 --run run"
-    processes.run([*words.split(), "--members", "1", "--cycle", "6"], tmp_path)
+    words = f"train gpt2-tiny --data text.txt {SHAPE} --steps 12 --init-from hf:{GOLDEN} --run run"
+    _, err = processes.run([*words.split(), "--members", "1", "--cycle", "6"], tmp_path)
+    assert f"parameters from hf:{GOLDEN}" in err
+    store = Store(tmp_path / "run")
+    layout, first = read_founding(store).layout, Ledger(store).record(0)
+    began = layout.join([Objects(store).get_array(digest) for digest in first.state])
+    published = load_file(GOLDEN / "model.safetensors")
+    for path, name in {"wte": "wte.weight", "blocks/mlp/fc/w": "h.0.mlp.c_fc.weight"}.items():
+        there = began[path] if path == "wte" else began[path][0]
+        np.testing.assert_array_equal(there[: len(published[f"transformer.{name}"])], published[f"transformer.{name}"])
     (tmp_path / "text.txt").unlink()
     out, _ = processes.run(["sample", "run", "--prompt", "line", "--tokens", "5"], tmp_path)
     assert out.startswith("line")
     out, _ = processes.run(["export", "run", "model", "--format", "hf", "--json"], tmp_path)
-    exported = load_file(tmp_path / "model" / "model.safetensors")
-    assert json.loads(out)["step"] == 12 and exported
-
-    begin = f"train gpt2-tiny --data {text_file} {SHAPE} --steps 6 --init-from"
-    _, err = processes.run([*begin.split(), "run", "--vocab", "300", "--run", "plain"], tmp_path)
+    assert json.loads(out)["step"] == 12 and load_file(tmp_path / "model" / "model.safetensors")
+    words = f"train gpt2-tiny --data {text_file} {SHAPE} --steps 6 --init-from run --vocab 300 --run plain"
+    _, err = processes.run(words.split(), tmp_path)
     assert f"parameters from {tmp_path / 'run'}" in err
-    _, err = processes.run([*begin.split(), "hf:model", "--members", "1", "--cycle", "6", "--run", "tuned"], tmp_path)
-    assert f"parameters from hf:{tmp_path / 'model'}" in err
-    store = Store(tmp_path / "tuned")
-    layout, first = read_founding(store).layout, Ledger(store).record(0)
-    began = layout.join([Objects(store).get_array(digest) for digest in first.state])
-    for path, name in {"wte": "wte.weight", "blocks/mlp/fc/w": "h.0.mlp.c_fc.weight"}.items():
-        there = began[path] if path == "wte" else began[path][0]
-        np.testing.assert_array_equal(there[: len(exported[f"transformer.{name}"])], exported[f"transformer.{name}"])

@@ -94,7 +94,6 @@ def alive(seen: dict) -> set[str]:
 
 
 def machine(fleet: Fleet, pool: str) -> str:
-    """Return the name of the pool's one machine."""
     shown = json.loads(fleet.run("list", "--json")[0])["machines"]
     (name,) = [row["name"] for row in shown if row["pool"] == pool]
     return name

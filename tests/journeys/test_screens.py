@@ -47,7 +47,6 @@ latency_ms = 2
 """
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
 
 
 def train(text_file, *words):
@@ -113,17 +112,16 @@ def test_training_view(tmp_path, text_file):
     assert "blocks/attn/proj/w " in shown and "…" not in shown
 
 
-@SIZES
-def test_status(runs, size):
+def test_status(runs):
     folder = runs[0]
-    with terminal(["status"], folder, size) as opened:
+    with terminal(["status"], folder, SMALL) as opened:
         head, swarm, plain = (line.split() for line in opened.finish().splitlines() if line)
     assert head[:3] == ["run", "recipe", "state"] and "age" in head and "speed" not in head
     assert (swarm[0], plain[0]) == ("runs/swarm", "runs/plain")  # the one used last is the first
-    with terminal(["status", "runs/swarm"], folder, size) as opened:
+    with terminal(["status", "runs/swarm"], folder, SMALL) as opened:
         shown = opened.finish()
     assert "100%" in shown and "m1 " in shown and "finished " in shown and "ago" in shown
-    with terminal(["status", "plain"], folder, size) as opened:
+    with terminal(["status", "plain"], folder, SMALL) as opened:
         shown = opened.finish()
     assert "60 of 60 steps" in shown and "held-out loss" in shown
 
@@ -144,8 +142,7 @@ def test_watching_a_run_until_it_ends(runs, tmp_path):
         assert "running" not in everything.finish() and "does not respond" not in one.finish()
 
 
-@SIZES
-def test_tables_fit_the_screen(runs, size):
+def test_tables_fit_the_screen(runs):
     for words, expected in (
         (["catalog"], ["v6e", "europe-west4-b"]),
         (["catalog", "v4-8"], ["also called", "us-central2-b"]),
@@ -156,7 +153,7 @@ def test_tables_fit_the_screen(runs, size):
         (["logs", "runs/swarm"], ["commit 4"]),
         (["plan", "my_recipe.py:line", "--on", "v5e-1"], ["v5e-1", "yes", "rows/s expected"]),
     ):
-        with terminal(words, runs[0], size) as opened:
+        with terminal(words, runs[0], SMALL) as opened:
             shown = opened.finish()
         assert all(item in shown for item in expected), shown
         assert not re.search(r"\S…", shown), shown

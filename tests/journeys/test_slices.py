@@ -25,37 +25,9 @@ from tpuswarm.swarm.processes.plan import Plan
 from tpuswarm.swarm.processes.plan import Swarm as Table
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.swarm.supervision import entry as hosts_of_run
-from tpuswarm.swarm.supervision import join as joining
 from tpuswarm.swarm.supervision.join import join
 from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.hosts.line import Line, WrongSecret, authenticate
-
-
-def test_duplicate_host_is_refused_and_the_others_leave_with_host_0(tmp_path, monkeypatch):
-    """Host 0 waits for the third host all the while."""
-    token, lines, leave, printed = tmp_path / "token", [], threading.Event(), []
-    token.write_text("token")
-    monkeypatch.setattr(rendezvous, "Line", lambda *about: lines.append(Line(*about)) or lines[-1])
-    at = f"127.0.0.1:{free_port()}"
-    group = Group(at, 3, 0, str(token))
-
-    with ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(group.gather, lambda: not leave.is_set())
-        try:
-            one = Group(at, 3, 1, str(token))
-            while joining.silent(at):
-                assert not zero.done()
-            first = pool.submit(join, at, None, one, token, printed.append)
-            until(lambda: lines)
-            with pytest.raises(InputError, match="it expects hosts 1 to 2, each once, not another host 1"):
-                join(at, None, one, token, lambda text: None)
-            assert not first.done()
-        finally:
-            leave.set()
-        with pytest.raises(rendezvous.Absent):
-            zero.result(PATIENCE)
-        first.result(PATIENCE)
-    assert printed[-1] == "host 0 has left the swarm, or the swarm has ended"
 
 
 def test_host_with_another_token_is_refused(tmp_path):

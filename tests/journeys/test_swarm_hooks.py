@@ -43,44 +43,29 @@ class Printed:
 
 def recipe():
     made = supervised(toy.init, toy.loss, optax.sgd(0.01), toy.splits)
-    made.hooks = lambda: [Every("evaluation", each) for each in (weights, text, picture, lambda step: Stop("enough"))]
+    hooks = (fails, weights, text, picture, lambda step: Stop("enough"))
+    made.hooks = lambda: [Every("evaluation", hook) for hook in hooks]
     made.loggers = lambda: [Printed()]
-    return made
-
-
-def failing():
-    made = recipe()
-    made.hooks = lambda: [Every("evaluation", each) for each in (fails, weights)]
     return made
 """
 
 
-def train(folder, name):
-    (folder / "mine.py").write_text(RECIPE)
-    words = f"train mine.py:{name} --steps 8 --batch 8 --members 1 --cycle 2 --eval-every 4 --run {name}"
-    _, err = finish(start(words.split(), folder))
-    run = folder / name
+def test_hooks_are_called_at_evaluations_though_one_fails_and_loggers_get_every_row(tmp_path):
+    (tmp_path / "mine.py").write_text(RECIPE)
+    words = "train mine.py:recipe --steps 8 --batch 8 --members 1 --cycle 2 --eval-every 4 --run run"
+    _, err = finish(start(words.split(), tmp_path))
+    run = tmp_path / "run"
     rows = list(read_rows(run / METRICS))
     texts = {row["text"] for row in read_rows(run / EVENTS) if row["event"] == "sample"}
-    return run, rows, [row for row in rows if "eval_loss" in row], texts, err
-
-
-def test_swarm_calls_hooks_at_evaluations_and_writes_to_loggers(tmp_path):
-    run, rows, evaluations, texts, err = train(tmp_path, "recipe")
+    evaluations = [row for row in rows if "eval_loss" in row]
     assert evaluations and all(row["eval_size"] > 0 and row["eval_at"] == row["version"] for row in evaluations)
     last = evaluations[-1]
     assert last["tokens"] == 64 and f"step 8 has eval_loss {last['eval_loss']:.3f}" in texts
     assert "a hook returned Stop(reason='enough'), which a swarm does not follow" in texts
-    np.testing.assert_array_equal(imread(run / "pictures" / f"{last['version']:08d}-2.png")[..., :3] * 255, 7)
+    np.testing.assert_array_equal(imread(run / "pictures" / f"{last['version']:08d}-3.png")[..., :3] * 255, 7)
     assert f"step 8 has eval_loss {last['eval_loss']:.3f}" in err
-    report = (run / "report.html").read_text()
-    assert "step 8 has eval_loss" in report
-    *logged, end = (tmp_path / "rows.jsonl").read_text().splitlines()
-    assert end == "closed" and len(logged) == len(rows)
-
-
-def test_failing_hook_is_told_and_the_swarm_goes_on(tmp_path):
-    _, _, evaluations, texts, err = train(tmp_path, "failing")
-    assert evaluations[-1]["tokens"] == 64 and evaluations[-1]["eval_size"] > 0
     assert any("a hook failed at step 8: KeyError: 'colour' (" in text and "mine.py:" in text for text in texts)
     assert "a hook failed at step" in err
+    assert "step 8 has eval_loss" in (run / "report.html").read_text()
+    *logged, end = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert end == "closed" and len(logged) == len(rows)

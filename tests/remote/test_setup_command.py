@@ -11,8 +11,6 @@ from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import FILE, ONE, SLICE
 from tests.terminal import terminal
 from tpuswarm.cli.setup import Watching
-from tpuswarm.fleet.keeping.fleets import find
-from tpuswarm.fleet.reach import find_reach
 from tpuswarm.fleet.setting_up import KeptSetup, meant, prepare
 from tpuswarm.remote.setup.table import Setup
 
@@ -83,7 +81,7 @@ def test_missing_secret_is_named_before_anything_is_done(fleet, file):
         assert "B_TOKEN is not set in this shell" in err and "export B_TOKEN=" in err
 
 
-def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp_path, monkeypatch):
+def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp_path, monkeypatch, reach):
     monkeypatch.setenv("A_TOKEN", "s3cret")
     fleet.run("setup", "--on", "one")
     project = tmp_path / "later"
@@ -95,7 +93,6 @@ def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp
         (home / path).unlink()
     (project / "train.py").write_text("print('half an edit')")
     monkeypatch.delenv("A_TOKEN")
-    reach = find_reach(find(None)[0])
     assert asyncio.run(prepare(reach, ONE)) == ({}, ())
     assert (home / "later/train.py").read_text() == "print(1)" and (home / ".tpuswarm/setup/apt.stamp").exists()
     (project / "train.py").write_text("print(1)")
@@ -115,25 +112,23 @@ def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp
     assert (home / "later/train.py").read_text() == "print(1)", "a person's sync overwrites it"
 
 
-def test_keeper_learns_which_step_hangs(fleet, file):
-    reach = find_reach(find(None)[0])
+def test_keeper_learns_which_step_hangs(fleet, file, reach):
     KeptSetup(reach.fleet).keep(Setup.model_validate({"run": [{"name": "hangs", "do": "sleep 4321"}]}))
     (error,) = asyncio.run(prepare(reach, ONE, limit_s=1.5)).failed.values()
     assert f"{ONE}/0: run-hangs: not done after 0.025 minutes, and ended there" in str(error)
     fleet.wait_until_gone("sleep 4321")
 
 
-def test_nfs_server_lets_in_all_hosts_of_the_fleet_and_nobody_else(fleet):
-    reach = find_reach(find(None)[0])
+def test_nfs_server_lets_in_all_hosts_of_the_fleet_and_nobody_else(reach):
     machine, server = meant(reach, Setup.model_validate({"nfs": {"server": "one"}}), f"{SLICE}/2").machines
     assert machine.host.label == f"{SLICE}/2" and machine.server == server.host.address
     addresses = [host.address for host in reach.hosts("slice")[0]]
     assert server.is_server and server.clients == tuple(sorted(addresses)) and machine.host.address in addresses
 
 
-def test_job_starts_with_folder_and_set_up_and_names_a_lost_secret(fleet, file):
+def test_job_starts_with_folder_and_set_up_and_names_a_lost_secret(fleet, file, reach):
     fleet.run("setup", "--on", "one")
-    home, secrets = fleet.user_home(f"{ONE}-0"), find_reach(find(None)[0]).fleet.folder / "secrets.json"
+    home, secrets = fleet.user_home(f"{ONE}-0"), reach.fleet.folder / "secrets.json"
     (home / ".tpuswarm/environment").unlink()
     fleet.detach("one", "greets", 'echo "hears $GREETING $A_TOKEN"', prints="hears hello s3cret")
     secrets.unlink()

@@ -131,12 +131,10 @@ class Lab:
         return connection
 
     def target(self, port: int) -> str:
-        """Return which target answers at a port of the router."""
         with self.connect(port) as connection:
             return ask(connection)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start `tpuswarm router …` on the router."""
         return Forked(
             [IN_NAMESPACES, str(self.router.pid), "router", *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -148,7 +146,6 @@ class Lab:
         return err if code else out
 
     def rules(self) -> str:
-        """Return all rules of the router, without counters."""
         return self.router.sh("nft -s list ruleset")
 
     def settings(self) -> str:

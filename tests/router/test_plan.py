@@ -107,12 +107,8 @@ def test_limit_of_open_files_is_at_most_the_kernels():
 
 
 def test_commands_that_undo_an_apply():
-    record = applied().model_copy(
-        update={
-            "settings": (KeptSetting(path="/a b", old="1\t2\n", new="3"), KeptSetting(path=UNIT, old=None, new="x"))
-        }
-    )
-    assert undo(record) == [
+    settings = KeptSetting(path="/a b", old="1\t2\n", new="3"), KeptSetting(path=UNIT, old=None, new="x")
+    assert undo(applied().model_copy(update={"settings": settings})) == [
         "nft delete table ip tpuswarm_router", f"rm {UNIT}", "echo '1\t2' > '/a b'", "systemctl daemon-reload"
     ]  # fmt: skip
 
@@ -233,14 +229,16 @@ def test_listening_ports_are_parsed():
 
 def test_status_counts_attempts_and_connections():
     found = status(applied(), LISTING, MAPPING, AFTER, open_connections(CONNTRACK), (9, 100))
-    assert [(row.port, row.to, row.attempts, row.open) for row in found.rows] == [
-        (80, "10.0.0.2:8080", 3, 1),
-        (81, ":9090", 0, 1),
-    ]
+    rows = [(row.port, row.to, row.attempts, row.open) for row in found.rows]
+    assert rows == [(80, "10.0.0.2:8080", 3, 1), (81, ":9090", 0, 1)]
     assert found.kept == 1 and found.followed == (9, 100) and not found.drift
     without_80 = Listing({81: Target(None, 9090)}, {81: 0}, "rules")
     assert status(applied(), without_80, MAPPING, AFTER, open_connections(CONNTRACK), None).kept == 2
     assert status(None, None, "", {}, Counter(), None).drift == ()
+
+
+def with_ports(*ports: int) -> Mapping:
+    return replace(MAPPING, targets=MAPPING.targets | dict.fromkeys(ports, Target("10.0.0.9", 1)))
 
 
 @pytest.mark.parametrize(
@@ -252,35 +250,18 @@ def test_status_counts_attempts_and_connections():
         ({"listing": replace(LISTING, rest="x")}, "someone changed the rules in the kernel"),
         ({"asked": "there is no file /etc/router.toml"}, "there is no file /etc/router.toml"),
         ({"asked": replace(MAPPING, sources=("10.0.0.0/9",))}, "in /etc/router.toml changed since the last apply"),
+        ({"asked": with_ports(90, 91)}, "in /etc/router.toml, not in the kernel: 2 ports (90-91)"),
         (
-            {
-                "asked": replace(
-                    MAPPING, targets=MAPPING.targets | {90: Target("10.0.0.9", 1), 91: Target("10.0.0.9", 2)}
-                )
-            },
-            "in /etc/router.toml, not in the kernel: 2 ports (90-91)",
-        ),
-        (
-            {"listing": Listing(MAPPING.targets | {90: Target("10.0.0.9", 1)}, {80: 0, 81: 0, 90: 0}, "rules")},
+            {"listing": Listing(with_ports(90).targets, dict.fromkeys((80, 81, 90), 0), "rules")},
             "in the kernel, not in /etc/router.toml: 1 port (90)",
         ),
-        (
-            {"asked": replace(MAPPING, targets=MAPPING.targets | {80: Target("10.0.0.9", 1)})},
-            "forwarded elsewhere than in /etc/router.toml: 1 port (80); 80 goes to 10.0.0.2:8080, not 10.0.0.9:1",
-        ),
+        ({"asked": with_ports(80)}, "1 port (80); 80 goes to 10.0.0.2:8080, not 10.0.0.9:1"),
         ({"values": AFTER | {LIMITS: None}}, f"{LIMITS} is gone: apply again"),
         ({"values": AFTER | {LIMITS: "x\n"}}, f"{LIMITS} is x, not * - nofile 1048576: apply again"),
         ({"values": AFTER | {LIMITS: "x\ny\n"}}, f"{LIMITS} was changed: apply again"),
     ],
 )
 def test_status_reports_each_drift(change, words):
-    there = {
-        "record": applied(),
-        "listing": LISTING,
-        "asked": MAPPING,
-        "values": AFTER,
-        "open_now": None,
-        "followed": None,
-    } | change
-    [sentence] = status(**there).drift
+    there = {"record": applied(), "listing": LISTING, "asked": MAPPING, "values": AFTER} | change
+    [sentence] = status(**there, open_now=None, followed=None).drift
     assert words in sentence

@@ -49,5 +49,4 @@ def only_machine(google: Google, zone: str = AVAILABLE) -> Machine | None:
 
 
 def in_state(google: Google, state: str, zone: str = AVAILABLE) -> Machine:
-    """Wait until the only machine is in a state."""
     return until(lambda: (machine := only_machine(google, zone)) and machine.state == state and machine)

@@ -32,7 +32,6 @@ def details(fixture: dict) -> list:
 
 
 def from_call(fixture: dict) -> Answer:
-    """Read it from the exception of gRPC's client."""
     kind = api.from_grpc_status(grpc.StatusCode[fixture["code"]], fixture["message"]).__class__
     info = next((detail for detail in details(fixture) if isinstance(detail, error_details_pb2.ErrorInfo)), None)
     raised = kind(fixture["message"], details=details(fixture), error_info=info)
@@ -40,7 +39,6 @@ def from_call(fixture: dict) -> Answer:
 
 
 def from_status(fixture: dict) -> Answer:
-    """Read it from a failed operation or queued resource."""
     status = status_pb2.Status(code=code_pb2.Code.Value(fixture["code"]), message=fixture["message"])
     for detail in details(fixture):
         (packed := any_pb2.Any()).Pack(detail)
@@ -49,7 +47,6 @@ def from_status(fixture: dict) -> Answer:
 
 
 def from_json(fixture: dict) -> Answer:
-    """Read it from a REST answer."""
     error: dict = {"message": fixture["message"], "status": fixture["code"], "details": []}
     if "quota" in fixture:
         violations = [{"description": fixture["quota"]}]

@@ -28,10 +28,7 @@ def test_fleet_rules_join_its_machines_and_admit_nobody_else():
         # Two common rules: everything to everyone, and Google's own in a default network.
         ({"name": "allow-all", "allowed": [{"IPProtocol": "all"}], "sourceRanges": ["0.0.0.0/0"]}, "every port"),
         ({"allowed": [{"IPProtocol": "tcp", "ports": ["0-65535"]}], "sourceRanges": ["10.128.0.0/9"]}, "0-65535"),
-        (
-            {"allowed": [{"IPProtocol": "tcp", "ports": ["22", "8888"]}], "sourceRanges": ["1.2.3.4/32"]},
-            "TCP port 8888",
-        ),
+        ({"allowed": [{"IPProtocol": "tcp", "ports": ["22", "88"]}], "sourceRanges": ["1.2.3.4/32"]}, "TCP port 88"),
         ({"sourceTags": ["others"], "targetTags": [TAG]}, "tag others"),
         ({"sourceTags": [TAG, "others"], "targetTags": [TAG]}, "tag others in"),
         ({"sourceServiceAccounts": ["a@p.iam"]}, "a@p.iam"),

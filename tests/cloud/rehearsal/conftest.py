@@ -27,7 +27,6 @@ def endpoints(place):
 
 @pytest.fixture
 def weather(place):
-    """Make weather: weather("preempt", name=…)."""
     return lambda verb, **body: ask(place, verb, **body)
 
 
@@ -44,7 +43,6 @@ def tpu_by_rest(endpoints):
 
 @pytest.fixture
 def ready(tpu):
-    """Create a node and wait for it: ready(parent, name, node)."""
 
     def create(parent, name, node=TPU):
         done(tpu, tpu.create_node(parent=parent, node_id=name, node=node))
@@ -73,7 +71,6 @@ def done(tpu, operation):
 
 
 def metadata(worker, path, **headers):
-    """Ask a worker's metadata server."""
     url = f"http://{worker['internal']}:2223/computeMetadata/v1/{path}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google", **headers})
     with urllib.request.urlopen(request, timeout=10) as answer:

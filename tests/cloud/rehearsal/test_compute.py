@@ -4,7 +4,6 @@ from functools import cache
 
 import pytest
 from google.api_core import exceptions
-from google.auth.transport.requests import AuthorizedSession
 from google.cloud import compute_v1
 
 from tests.local_cloud import slow_clock, until
@@ -117,33 +116,3 @@ def test_networks_and_rules(compute):
     error_codes(compute, compute("Firewalls").delete_unary(project=PROJECT, firewall="rule"))
     error_codes(compute, compute("Networks").delete_unary(project=PROJECT, network="net"))
     assert [found.name for found in compute("Networks").list(project=PROJECT)] == ["default"]
-
-
-def test_apis_of_a_new_project_are_off_until_turned_on(endpoints, weather, tpu):
-    session, project = AuthorizedSession(endpoints.credentials()), "new-1"
-    weather("break", name=project, fault="no-apis")
-    with pytest.raises(exceptions.Forbidden) as off:
-        tpu.list_nodes(parent=f"projects/{project}/locations/-")
-    assert off.value.reason == "SERVICE_DISABLED" and off.value.metadata["service"] == "tpu.googleapis.com"
-    services = f"{endpoints.http}/v1/projects/{project}/services"
-    operation = session.post(f"{services}/tpu.googleapis.com:enable").json()["name"]
-    until(lambda: session.get(f"{endpoints.http}/v1/{operation}").json()["done"])
-    assert session.get(f"{services}/tpu.googleapis.com").json()["state"] == "ENABLED"
-    assert session.get(f"{services}/compute.googleapis.com").json()["state"] == "DISABLED"
-    assert list(tpu.list_nodes(parent=f"projects/{project}/locations/-")) == []
-
-    assert session.get(f"{endpoints.http}/v1/projects/{project}/billingInfo").json()["billingEnabled"]
-    weather("break", name=project, fault="no-billing")
-    assert not session.get(f"{endpoints.http}/v1/projects/{project}/billingInfo").json()["billingEnabled"]
-    with pytest.raises(exceptions.Forbidden) as unpaid:
-        tpu.list_nodes(parent=f"projects/{project}/locations/-")
-    assert unpaid.value.reason == "BILLING_DISABLED"
-
-
-def test_quotas_are_listed(endpoints, weather):
-    weather("quota", zone="us-west1-c", generation="v5e", limit=16)
-    session = AuthorizedSession(endpoints.credentials())
-    path = f"/v1/projects/{PROJECT}/locations/global/services/tpu.googleapis.com/quotaInfos"
-    quotas = {quota["quotaId"]: quota for quota in session.get(endpoints.http + path).json()["quotaInfos"]}
-    limits = quotas["TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI"]["dimensionsInfos"]
-    assert "16" in [limit["details"]["value"] for limit in limits if limit["dimensions"]["zone"] == "us-west1-c"]

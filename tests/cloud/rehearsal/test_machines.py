@@ -32,7 +32,6 @@ def key(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pod(tpu, place, key):
-    """The workers of a slice of four hosts."""
     keys = f"old:ssh-rsa broken\nalice:{key.with_suffix('.pub').read_text()}"
     node = tpu_v2.Node(
         accelerator_type="v2-32",
@@ -51,7 +50,6 @@ def workers(place, name):
 
 @pytest.fixture(scope="module")
 def ssh(key, pod):
-    """Run a command on a worker with OpenSSH."""
 
     def run(worker, *words, user="alice", options=(), stdin=""):
         line = ["ssh", "-F", "none", "-i", key, "-p", "2222", *options, *ANY_HOST, f"{user}@{worker['external']}"]

@@ -1,7 +1,5 @@
 """Buckets: conditional writes by Google's clients and gcsfs, with every kind of upload."""
 
-import threading
-
 import pytest
 from gcsfs.core import GCSFileSystem
 from google.api_core import exceptions
@@ -21,10 +19,6 @@ def client(endpoints):
 
 @pytest.fixture(scope="module")
 def files(client, endpoints):
-    return file_system(endpoints)
-
-
-def file_system(endpoints):
     return GCSFileSystem(
         project="p",
         token=endpoints.credentials(),
@@ -74,26 +68,6 @@ def test_generation_is_replaced_once(client):
     with pytest.raises(exceptions.PreconditionFailed):
         client.bucket(NAME).blob("y z/ü").delete(if_generation_match=first)
     assert client.bucket(NAME).blob("y z/ü").download_as_bytes() == b"two"
-
-
-def test_one_of_several_writers_creates_an_object(client, endpoints):
-    won = []
-
-    def race(writer):
-        files = file_system(endpoints)
-        for number in range(15):
-            try:
-                files.pipe_file(f"{NAME}/race/{number}", b"%d" % writer, mode="create")
-                won.append(number)
-            except FileExistsError:
-                pass
-
-    threads = [threading.Thread(target=race, args=(writer,)) for writer in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(won) == list(range(15))
 
 
 def test_files_and_folders(files, tmp_path):

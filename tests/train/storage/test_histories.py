@@ -14,7 +14,7 @@ def test_run_has_one_owner_and_loses_nothing(part, tmp_path):
         folder = tmp_path / f"{seed}"
         folder.mkdir()
         try:
-            owners += play(seed, folder).history[-1].epoch
+            owners += max((found.epoch for found in play(seed, folder).history), default=0)
         except BaseException as error:
             error.add_note(f"history {seed}")
             raise

@@ -171,11 +171,12 @@ class RunCopy:
             before = owned.take()
             try:
                 self._take(before)
-            except BaseException as error:
+            except FileNotFoundError as error:
+                owned.release()  # raises Lost if another process, which owns the run by now, has deleted the object
+                raise self._incomplete(error) from error
+            except BaseException:
                 with suppress(RunFailed):
                     owned.release()
-                if isinstance(error, FileNotFoundError):
-                    raise self._incomplete(error) from error
                 raise
             self._index.run, self._index.owner = before.run, owned.record.owner.id
             self._save()

@@ -87,8 +87,8 @@ def status(
         widths = [max(len(line[column]) for line in lines) for column in range(5)]
         for line in lines:
             print("  ".join(f"{text:{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
-    for zone, faults in found["zones"].items():
-        say(f"{zone}: {', '.join(faults)}")
+    for broken, faults in (found["zones"] | found["buckets"]).items():
+        say(f"{broken}: {', '.join(faults)}")
     for what, limit in found["quotas"].items():
         zone, generation = what.split(" ")
         say(f"{zone}: at most {limit:,} of {'each generation' if generation == '*' else generation}")
@@ -163,14 +163,17 @@ def quota(
 
 @app.command("break")
 def break_(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A machine (NAME/2: its worker 2), a zone or a project.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A machine (NAME/2: its worker 2), a zone, a project, a bucket.")
+    ],
     fault: Annotated[
         str,
         typer.Argument(
             metavar="FAULT",
             help="Of a machine: lock, holder, missing-device, tpu-logs, preload, apt, worker-id, read-only, "
             "maintenance, symptom, unhealthy. Of a zone: stockout, vm-stockout, hidden, unreachable, stuck. Of a "
-            "project: no-billing, no-apis, os-login.",
+            "project: no-billing, no-apis, os-login. Of a bucket: lost-answers, outage, silent, stalls, lost-chunks, "
+            "lost-uploads, corrupt, rate-limit, retention, requester-pays.",
         ),
     ],
     mend: Annotated[bool, typer.Option("--mend", help="Remove the fault.")] = False,

@@ -1,10 +1,12 @@
 """Buckets: conditional writes by Google's clients and gcsfs, with every kind of upload."""
 
 import pytest
+import requests
 from gcsfs.core import GCSFileSystem
 from google.api_core import exceptions
 
 from tests.cloud.rehearsal.conftest import storage_client
+from tpuswarm.cloud.rehearsal.web.bucket_faults import BUCKET_FAULTS
 
 NAME = "bucket-of-tests"
 LARGE = bytes(range(256)) * (51 * 2**12)  # 51 MiB: gcsfs sends that in parts
@@ -49,6 +51,83 @@ def test_gcsfs_create_fails_if_the_object_exists(files, name, data):
     with pytest.raises(FileExistsError):
         files.pipe_file(f"{NAME}/{name}", b"other" + data, mode="create")
     assert files.cat_file(f"{NAME}/{name}") == data
+
+
+def test_answers_to_raw_requests_are_googles(client, endpoints):
+    """As the JSON API's reference and Google's storage-testbench have them."""
+
+    def ask(method, path, **given):
+        headers = {"Authorization": f"Bearer {endpoints.token}", **given.pop("headers", {})}
+        return requests.request(method, f"{endpoints.http}/{path}", headers=headers, timeout=60, **given)
+
+    objects, upload = f"storage/v1/b/{NAME}/o", f"upload/storage/v1/b/{NAME}/o"
+    ask("POST", f"{upload}?uploadType=media&name=raw", data=b"raw")
+    made = ask("GET", f"{objects}/raw").json()
+    same = {"ifGenerationNotMatch": made["generation"]}
+    assert ask("GET", f"{objects}/raw", params=same).status_code == 304
+    assert ask("GET", f"{objects}/raw", params={"ifMetagenerationNotMatch": "1"}).status_code == 304
+    assert ask("GET", f"{objects}/raw", params={"ifGenerationMatch": "x"}).status_code == 400
+    changes = {"name": "other", "size": "9", "generation": "1", "metadata": {"a": "b"}}
+    changed = ask("PATCH", f"{objects}/raw", json=changes).json()
+    assert {name for name in made if changed[name] != made[name]} == {"metageneration", "updated"} - (
+        {"updated"} if changed["updated"] == made["updated"] else set()
+    )
+    assert changed["metadata"] == {"a": "b"} and changed["metageneration"] == "2"
+    assert len(ask("GET", objects, params={"maxResults": "0"}).json()["items"]) >= 1
+    for wrong in ("uploadType=other&name=x", "name=x", "uploadType=media", "uploadType=media&name=.."):
+        assert ask("POST", f"{upload}?{wrong}", data=b"x").status_code == 400, wrong
+    session = ask("POST", f"{upload}?uploadType=resumable&name=r", json={}).headers["Location"]
+    path = session.removeprefix(f"{endpoints.http}/")
+    for _ in range(2):  # the second time it is finished already
+        answer = ask("PUT", path, data=b"abc", headers={"Content-Range": "bytes 0-2/3"})
+        assert answer.status_code == 200 and answer.json()["size"] == "3"
+    with pytest.raises(exceptions.BadRequest, match="crc32c"):
+        blob = client.bucket(NAME).blob("damaged")
+        blob.crc32c = "AAAAAA=="
+        blob.upload_from_string(b"not that", checksum=None)
+    sources = {"sourceObjects": [{"name": "raw"}] * 33}
+    assert ask("POST", f"{objects}/all/compose", json=sources).status_code == 400
+    for name in ("Upper", "goog-x", "1.2.3.4", "-x-", "ab"):
+        assert ask("POST", "storage/v1/b", params={"project": "p"}, json={"name": name}).status_code == 400, name
+    ask("PATCH", f"storage/v1/b/{NAME}", json={"labels": {"a": "b", "x": "1", "y": "2"}})
+    assert ask("PATCH", f"storage/v1/b/{NAME}", json={"labels": {"x": None}}).json()["labels"] == {"a": "b", "y": "2"}
+
+
+@pytest.mark.parametrize("fault", BUCKET_FAULTS)
+def test_fault_of_a_bucket_is_planted_and_removed(client, endpoints, fault):
+    name = f"broken-{fault}"
+    client.create_bucket(name)
+    bucket = client.bucket(name)
+    bucket.blob("large").upload_from_string(b"there", timeout=60)
+
+    def plant(mend):
+        requests.post(
+            f"{endpoints.http}/rehearsal/break", json={"name": name, "fault": fault, "mend": mend},
+            headers={"Authorization": f"Bearer {endpoints.token}"}, timeout=60,
+        ).raise_for_status()  # fmt: skip
+
+    def has_trouble():
+        """Upload, download and replace an object until something goes wrong, a hundred times at most."""
+        once = {"timeout": 2.0, "retry": None}
+        for _ in range(100):
+            blob = bucket.blob("large")
+            try:
+                blob.upload_from_string(bytes(100), **once)
+                session = bucket.blob("chunks").create_resumable_upload_session(size=3, **once)
+                client._http.put(session, data=b"abc", timeout=2.0).raise_for_status()
+                found = bucket.blob("large").download_as_bytes(**once)
+                assert bucket.blob("chunks").download_as_bytes(**once) == b"abc"
+                bucket.blob("chunks").delete(**once)
+                bucket.blob("large").upload_from_string(found[:9], if_generation_match=blob.generation, **once)
+            except Exception:  # noqa: BLE001  # each fault has its own
+                return True
+        return False
+
+    plant(mend=False)
+    assert has_trouble()
+    plant(mend=True)
+    bucket.blob("large").upload_from_string(b"well", timeout=60)
+    assert bucket.blob("large").download_as_bytes(timeout=60) == b"well"
 
 
 def test_upload_is_refused_if_another_finished_first(client):

@@ -15,6 +15,7 @@ from tpuswarm.cloud.rehearsal.machines.machines import Machines
 from tpuswarm.cloud.rehearsal.tpu.nodes import State
 from tpuswarm.cloud.rehearsal.tpu.offers import place_of
 from tpuswarm.cloud.rehearsal.tpu.queue import State as RequestState
+from tpuswarm.cloud.rehearsal.web.bucket_faults import BUCKET_FAULTS, BucketFaults
 from tpuswarm.cloud.rehearsal.web.projects import PROJECT_FAULTS
 from tpuswarm.cloud.rehearsal.wire.rest import routes
 from tpuswarm.config.nearest import did_you_mean, nearest
@@ -23,8 +24,8 @@ from tpuswarm.config.nearest import did_you_mean, nearest
 class Control:
     """Answers with plain JSON; what cannot be done is a sentence with status 400."""
 
-    def __init__(self, cloud: Cloud, machines: Callable[[], Machines]):
-        self._cloud, self._machines = cloud, machines
+    def __init__(self, cloud: Cloud, machines: Callable[[], Machines], buckets: BucketFaults):
+        self._cloud, self._machines, self._buckets = cloud, machines, buckets
 
     def routes(self) -> list[Route]:
         """For an application."""
@@ -78,6 +79,7 @@ class Control:
             "machines": machines,
             "requests": requests,
             "zones": self._cloud.weather.faults(),
+            "buckets": self._buckets.all(),
             "quotas": self._cloud.weather.quotas(),
             "failures": self._cloud.timetable.failures,
         }
@@ -117,7 +119,7 @@ class Control:
         return {}
 
     def break_(self, call: Call) -> dict[str, Any]:
-        """Plant a fault in a zone, a project or a machine; or mend it."""
+        """Plant a fault in a zone, a project, a bucket or a machine; or mend it."""
         name, fault, mend = call.body["name"], call.body["fault"], bool(call.body.get("mend"))
         if fault in ZONE_FAULTS:
             self._cloud.weather.set(_zone(name), fault, not mend)
@@ -125,11 +127,14 @@ class Control:
         if fault in PROJECT_FAULTS:
             self._cloud.projects.set(name, fault, not mend)
             return {"what": PROJECT_FAULTS[fault]}
+        if fault in BUCKET_FAULTS:
+            self._buckets.set(name, fault, not mend)
+            return {"what": BUCKET_FAULTS[fault]}
         if fault in NODE_FAULTS:
             self._cloud.nodes.report(self._find(name), fault, not mend)
             return {"what": NODE_FAULTS[fault]}
         if fault not in MACHINE_FAULTS:
-            known = [*MACHINE_FAULTS, *NODE_FAULTS, *ZONE_FAULTS, *PROJECT_FAULTS]
+            known = [*MACHINE_FAULTS, *NODE_FAULTS, *ZONE_FAULTS, *PROJECT_FAULTS, *BUCKET_FAULTS]
             raise _wrong(f"there is no fault {fault!r}; {did_you_mean(fault, known)}")
         name, _, worker = name.partition("/worker/") if "/worker/" in name else name.partition("/")
         hosts = self._cloud.hosts.of(owner := self._find(name))

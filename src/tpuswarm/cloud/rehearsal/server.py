@@ -21,6 +21,7 @@ from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.control import Control
 from tpuswarm.cloud.rehearsal.machines.machines import Machines
 from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.cloud.rehearsal.web.bucket_faults import BucketFaults
 from tpuswarm.cloud.rehearsal.web.objects import Objects
 from tpuswarm.cloud.rehearsal.web.storage import Storage
 from tpuswarm.cloud.rehearsal.wire import rpc
@@ -45,8 +46,9 @@ async def serve(place: Place) -> None:
     cloud = Cloud(place.state, addresses)
     listener = _listen(known.get("http", 0))
     port = listener.getsockname()[1]
-    storage = Storage(Objects(cloud.records, place.objects))
-    control = Control(cloud, lambda: machines)
+    faults = BucketFaults(cloud.records)
+    storage = Storage(Objects(cloud.records, place.objects, faults.check_write), faults)
+    control = Control(cloud, lambda: machines, faults)
     web = Web(Guard(application(cloud, storage, control.routes()), token))
     machines = Machines(place, cloud, web, f"http://127.0.0.1:{port}", cloud.facts)
     rpc_server, rpc_port = await rpc.serve(cloud, token, known.get("rpc", 0))

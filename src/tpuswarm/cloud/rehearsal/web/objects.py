@@ -2,8 +2,9 @@
 
 import base64
 import hashlib
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -14,6 +15,12 @@ from tpuswarm.cloud.rehearsal.common.call import Rejected
 from tpuswarm.cloud.rehearsal.common.records import Records, Table
 
 Resource = dict[str, Any]
+BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+FIXED = {
+    *("kind", "id", "name", "bucket", "project", "generation", "metageneration", "size", "md5Hash", "crc32c", "etag"),
+    *("selfLink", "mediaLink", "timeCreated", "updated", "location", "locationType"),
+}
+"""What no client changes."""
 
 
 class Condition(NamedTuple):
@@ -22,18 +29,22 @@ class Condition(NamedTuple):
     match: int | None = None
     not_match: int | None = None
     metageneration: int | None = None
+    not_metageneration: int | None = None
 
     @classmethod
     def of(cls, query: dict[str, str], prefix: str = "if") -> "Condition":
         """From a request's ifGenerationMatch and its like."""
 
         def number(name: str) -> int | None:
+            if not re.fullmatch(r"\d+", query.get(name, "0")):
+                raise Rejected(400, "invalid", f"Invalid value for {name}: '{query[name]}'")
             return int(query[name]) if name in query else None
 
         return cls(
             number(f"{prefix}GenerationMatch"),
             number(f"{prefix}GenerationNotMatch"),
             number(f"{prefix}MetagenerationMatch"),
+            number(f"{prefix}MetagenerationNotMatch"),
         )
 
     def check(self, there: Resource | None) -> None:
@@ -44,6 +55,7 @@ class Condition(NamedTuple):
             (self.match is not None and self.match != generation)
             or (self.not_match is not None and self.not_match == generation)
             or (self.metageneration is not None and self.metageneration != metageneration)
+            or (self.not_metageneration is not None and self.not_metageneration == metageneration)
         ):
             raise Rejected(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")
 
@@ -51,9 +63,12 @@ class Condition(NamedTuple):
 class Objects:
     """All buckets of all projects. Every verb is done, and on the disk, when it returns."""
 
-    def __init__(self, records: Records, folder: Path):
-        """`folder`: where the objects' bytes are, in a file for each generation."""
-        self._records, self._folder = records, folder
+    def __init__(self, records: Records, folder: Path, check_write: Callable[[str, str, bool], None] = lambda *_: None):
+        """`folder`: where the objects' bytes are, in a file for each generation.
+
+        check_write: called before an object is written or deleted, with its bucket, its name, and whether it is there.
+        """
+        self._records, self._folder, self._check_write = records, folder, check_write
         self._buckets: Table[Resource] = records.table("bucket")
         self._objects: Table[Resource] = records.table("object")
         self._by_bucket: dict[str, set[str]] = {}
@@ -90,7 +105,7 @@ class Objects:
             else:
                 why = "The requested bucket name is not available. The bucket namespace is shared by all users."
             raise Rejected(409, "conflict", why)
-        if not 3 <= len(name) <= 63:
+        if not BUCKET_NAME.fullmatch(name) or name.startswith("goog") or re.fullmatch(r"[\d.]+", name):
             raise Rejected(400, "invalid", f"Invalid bucket name: '{name}'")
         now = stamp()
         location = (body.get("location") or "US").upper()
@@ -115,7 +130,13 @@ class Objects:
 
     def change_bucket(self, name: str, changes: Resource) -> Resource:
         """Its labels, rules and so on."""
-        bucket = {**self.bucket(name), **changes, "updated": stamp()}
+        there = self.bucket(name)
+        labels = {**there.get("labels", {}), **(changes.get("labels") or {})}
+        kept = {key: value for key, value in changes.items() if key not in FIXED}
+        bucket = {**there, **kept, "updated": stamp()}
+        if "labels" in changes:  # null removes one, or all
+            bucket["labels"] = {key: value for key, value in labels.items() if value is not None}
+            bucket["labels"] = bucket["labels"] if changes["labels"] is not None else {}
         bucket["metageneration"] = str(int(bucket["metageneration"]) + 1)
         self._buckets.put(name, bucket)
         self._records.commit()
@@ -147,8 +168,17 @@ class Objects:
     def write(self, bucket: str, name: str, data: bytes, about: Resource, condition: Condition) -> Resource:
         """Put `data` in the place of what is there, if the condition holds."""
         self.check(bucket, name, condition)
-        if not name or len(name.encode()) > 1024:
+        self._check_write(bucket, name, f"{bucket}/{name}" in self._objects)
+        if not name or len(name.encode()) > 1024 or name in (".", "..") or re.search(r"[\r\n]", name):
             raise Rejected(400, "invalid", f"Invalid object name: '{name}'")
+        checksums = {
+            "md5Hash": base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode(),
+            "crc32c": base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode(),
+        }
+        about = dict(about)
+        for kind, right in checksums.items():
+            if about.pop(kind, right) != right:
+                raise Rejected(400, "invalid", f"Provided {kind} doesn't match calculated {kind} {right!r}.")
         # Like Google's, a number that grows and looks like a time; two writes in one microsecond differ as well.
         self._generation = max(self._generation + 1, time.time_ns() // 1000)
         generation = str(self._generation)
@@ -168,8 +198,7 @@ class Objects:
             "generation": generation,
             "metageneration": "1",
             "size": str(len(data)),
-            "md5Hash": base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode(),
-            "crc32c": base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode(),
+            **checksums,
             "etag": generation,
             "timeCreated": now,
             "updated": now,
@@ -181,7 +210,8 @@ class Objects:
         """Its metadata."""
         found = self.find(bucket, name)
         condition.check(found)
-        made = {**found, **changes, "metageneration": str(int(found["metageneration"]) + 1), "updated": stamp()}
+        kept = {key: value for key, value in changes.items() if key not in FIXED}
+        made = {**found, **kept, "metageneration": str(int(found["metageneration"]) + 1), "updated": stamp()}
         self._objects.put(f"{bucket}/{name}", made)
         self._records.commit()
         return made
@@ -189,6 +219,7 @@ class Objects:
     def delete(self, bucket: str, name: str, condition: Condition) -> None:
         """Raises Rejected if it is not there, or the condition does not hold."""
         condition.check(self.find(bucket, name))
+        self._check_write(bucket, name, True)
         self._replace(bucket, name, None)
 
     def read(self, found: Resource, first: int = 0, count: int | None = None) -> bytes:

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tpuswarm.cloud.rehearsal.common.call import Rejected
+from tpuswarm.cloud.rehearsal.web.bucket_faults import BucketFaults
 from tpuswarm.cloud.rehearsal.web.objects import Condition, Objects, Resource
 
 PAGE = 1000
@@ -23,8 +24,9 @@ CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
 class Storage:
     """Answers for buckets and objects."""
 
-    def __init__(self, objects: Objects):
-        self._objects = objects
+    def __init__(self, objects: Objects, faults: BucketFaults | None = None):
+        self._objects, self._faults = objects, faults
+        self._finished: dict[str, Resource] = {}
         self._uploads: dict[str, tuple[str, str, Resource, Condition, bytearray]] = {}
         """Resumable ones by id: bucket, name, what is to be known of it, condition, bytes so far. A restart forgets
         them; clients begin anew, as they do after a week at Google.
@@ -32,6 +34,12 @@ class Storage:
 
     def routes(self) -> list[Route]:
         """For an application."""
+        found = self._routes()
+        if self._faults:
+            found = [Route(each.path, self._faults.around(each.endpoint), methods=each.methods) for each in found]
+        return found
+
+    def _routes(self) -> list[Route]:
         return [
             Route("/storage/v1/b", self.buckets, methods=["GET", "POST"]),
             Route("/storage/v1/b/{bucket}", self.bucket, methods=["GET", "PATCH", "PUT", "DELETE"]),
@@ -102,7 +110,7 @@ class Storage:
     async def objects(self, request: Request) -> Response:
         """objects.list."""
         query = dict(request.query_params)
-        after, size = query.get("pageToken", ""), min(int(query.get("maxResults") or PAGE), PAGE)
+        after, size = query.get("pageToken", ""), min(int(query.get("maxResults") or 0) or PAGE, PAGE)
         items: list[Resource] = []
         folders: list[str] = []
         answer: Resource = {"kind": "storage#objects"}
@@ -133,6 +141,10 @@ class Storage:
         if request.method in ("PATCH", "PUT"):
             return JSONResponse(self._objects.change(bucket, name, await _json(request), condition))
         found = self._objects.find(bucket, name, query.get("generation"))
+        if condition.not_match == int(found["generation"]) or condition.not_metageneration == int(
+            found["metageneration"]
+        ):
+            return Response(status_code=304)
         condition.check(found)
         if query.get("alt") != "media":
             return JSONResponse(found)
@@ -144,6 +156,7 @@ class Storage:
             "X-Goog-Hash": f"crc32c={found['crc32c']},md5={found['md5Hash']}",
             "X-Goog-Generation": found["generation"],
             "X-Goog-Metageneration": found["metageneration"],
+            "X-Goog-Storage-Class": found["storageClass"],
             "X-Goog-Stored-Content-Length": str(size),
             "ETag": found["etag"],
             "Accept-Ranges": "bytes",
@@ -164,6 +177,8 @@ class Storage:
     ) -> Response:
         body = await _json(request)
         if verb == "compose":
+            if not 1 <= len(body.get("sourceObjects", ())) <= 32:
+                raise Rejected(400, "invalid", "The number of source components must be between 1 and 32.")
             parts = [self._objects.find(bucket, each["name"], each.get("generation")) for each in body["sourceObjects"]]
             data = b"".join(self._objects.read(each) for each in parts)
             about = body.get("destination") or {}
@@ -199,6 +214,8 @@ class Storage:
             self._uploads[number] = (bucket, name, _own(about), condition, bytearray())
             place = f"http://{request.headers['host']}{request.url.path}?uploadType=resumable&upload_id={number}"
             return Response(status_code=200, headers={"Location": place, "X-GUploader-UploadID": number})
+        if query.get("uploadType") not in ("media", "multipart"):
+            raise Rejected(400, "badRequest", f"Invalid upload type: '{query.get('uploadType', '')}'")
         data = await request.body()
         about = {"contentType": request.headers.get("content-type", "application/octet-stream")}
         if query.get("uploadType") == "multipart":
@@ -207,6 +224,8 @@ class Storage:
         return JSONResponse(self._objects.write(bucket, name, data, _own(about), condition))
 
     async def _go_on(self, request: Request, number: str) -> Response:
+        if number in self._finished:
+            return JSONResponse(self._finished[number])
         if number not in self._uploads:
             raise Rejected(404, "notFound", "No such upload; begin anew.")
         bucket, name, about, condition, data = self._uploads[number]
@@ -222,6 +241,7 @@ class Storage:
             return Response(status_code=308, headers={"Range": f"bytes=0-{len(data) - 1}"} if data else {})
         made = self._objects.write(bucket, name, bytes(data), about, condition)
         del self._uploads[number]
+        self._finished[number] = made
         return JSONResponse(made)
 
 
@@ -252,7 +272,10 @@ def _parts(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes]:
 
 def _own(about: dict[str, Any]) -> dict[str, Any]:
     """What a client may say of an object."""
-    allowed = ("cacheControl", "contentDisposition", "contentEncoding", "contentLanguage", "contentType", "metadata")
+    allowed = (
+        *("cacheControl", "contentDisposition", "contentEncoding", "contentLanguage", "contentType", "metadata"),
+        *("crc32c", "md5Hash"),
+    )
     return {key: value for key, value in about.items() if key in allowed and value is not None}
 
 

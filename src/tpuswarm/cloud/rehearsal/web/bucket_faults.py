@@ -1,0 +1,98 @@
+"""What may be wrong with a bucket: one table. `rehearsal break BUCKET FAULT` plants them."""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tpuswarm.cloud.rehearsal.common.call import Rejected
+from tpuswarm.cloud.rehearsal.common.records import Records, Table
+
+BUCKET_FAULTS = {
+    "lost-answers": "carries out one request in ten and loses its answer",
+    "outage": "answers 503 to every request",
+    "silent": "answers no request",
+    "stalls": "leaves one request in fifty without an answer",
+    "lost-chunks": "keeps four of five chunks of an upload (308 without Range for the other)",
+    "lost-uploads": "forgets one upload session in five (410)",
+    "corrupt": "damages one download in ten",
+    "rate-limit": "takes one write a second of each object (429)",
+    "retention": "lets no object be deleted or replaced (403)",
+    "requester-pays": "wants every request to name a project that pays (400)",
+}
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class BucketFaults:
+    """The faults of each bucket."""
+
+    def __init__(self, records: Records):
+        self._faults: Table[list[str]] = records.table("bucket fault")
+        self._random = random.Random(0)
+        self._written: dict[str, float] = {}
+
+    def set(self, bucket: str, fault: str, planted: bool) -> None:
+        """Plant a fault in a bucket, or remove it."""
+        faults = set(self._faults.get(bucket) or ())
+        (faults.add if planted else faults.discard)(fault)
+        self._faults.put(bucket, sorted(faults))
+
+    def all(self) -> dict[str, list[str]]:
+        """Return the faults of each bucket that has some."""
+        return {bucket: faults for bucket, faults in self._faults.items() if faults}
+
+    def around(self, endpoint: Endpoint) -> Endpoint:
+        """Return an endpoint that answers as the faults of its bucket say."""
+
+        async def answer(request: Request) -> Response:
+            faults = self._faults.get(request.path_params.get("bucket", "")) or ()
+            if not faults:
+                return await endpoint(request)
+            await self._before(faults, request)
+            is_chunk = request.method == "PUT" and "upload_id" in request.query_params
+            if "lost-chunks" in faults and is_chunk and self._random.random() < 0.2:
+                await request.body()
+                return Response(status_code=308)
+            response = await endpoint(request)
+            if "corrupt" in faults and request.query_params.get("alt") == "media" and self._random.random() < 0.1:
+                body = bytes(response.body)
+                return Response(body[:-1] + bytes([body[-1] ^ 1]) if body else body, 200, dict(response.headers))
+            if "lost-answers" in faults and self._random.random() < 0.1:
+                return _Cut()
+            return response
+
+        return answer
+
+    async def _before(self, faults: list[str] | tuple[str, ...], request: Request) -> None:
+        """Raise Rejected, or wait, as faults say."""
+        if "silent" in faults or ("stalls" in faults and self._random.random() < 0.02):
+            await asyncio.sleep(3600)
+        if "outage" in faults:
+            raise Rejected(503, "backendError", "Service Unavailable")
+        if "requester-pays" in faults and "userProject" not in request.query_params:
+            raise Rejected(400, "required", "Bucket is a requester pays bucket but no user project provided.")
+        if "lost-uploads" in faults and "upload_id" in request.query_params and self._random.random() < 0.2:
+            raise Rejected(410, "gone", "The requested upload session is gone.")
+
+    def check_write(self, bucket: str, name: str, is_there: bool) -> None:
+        """Raise Rejected if an object may not be written or deleted now. is_there: there is one of that name."""
+        faults = self._faults.get(bucket) or ()
+        key = f"{bucket}/{name}"
+        if "retention" in faults and is_there:
+            why = "is subject to bucket's retention policy or object retention and cannot be deleted or overwritten"
+            raise Rejected(403, "retentionPolicyNotMet", f"Object '{key}' {why}.")
+        if "rate-limit" in faults:
+            if time.monotonic() - self._written.get(key, -1.0) < 1.0:
+                raise Rejected(429, "rateLimitExceeded", f"The object {key} exceeded the rate limit for mutations.")
+            self._written[key] = time.monotonic()
+
+
+class _Cut(Response):
+    """An answer that ends before its body does."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})

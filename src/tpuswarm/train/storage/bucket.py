@@ -335,7 +335,9 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local]:
 
     session.hooks["response"].append(note)
     options = {"api_endpoint": endpoint} if endpoint else None
-    return Client(project="none", credentials=credentials, _http=session, client_options=options), headers
+    client = Client(project="none", credentials=credentials, _http=session, client_options=options)
+    client._bucket_metadata_cache = None  # it asks about the bucket, from a thread of its own, after each 404
+    return client, headers
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -5,12 +5,13 @@ and answers after 50 ms. Members push at once, as the nodes of the engine let th
 bytes take on a line is not in it.
 """
 
+import os
 import tempfile
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -170,8 +171,45 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
     return back, slowest, time.monotonic() - began
 
 
-def run(settings: Settings) -> Table:
-    """One version of each number of members."""
+SPEED_UP, RUN_S = 60, 30
+"""The intervals of a plain run are so much shorter while its requests are counted for so long."""
+
+
+def plain_run(seconds: float) -> Table:
+    """Requests an hour of a run whose metrics grow all the time."""
+    from tests.swarm.bucket import bucket
+    from tests.train.storage.conftest import URL
+
+    from tpuswarm.train.run.directory import Run
+    from tpuswarm.train.storage import record, sync
+    from tpuswarm.train.storage.copy import folder_of
+
+    intervals = record.RENEW_INTERVAL_S, sync.UPLOAD_INTERVAL_S
+    with tempfile.TemporaryDirectory() as name, bucket("bucket", Path(name)) as server:
+        os.environ |= {"TPUSWARM_CACHE": name, "STORAGE_EMULATOR_HOST": server.endpoint}
+        vars(sync)["RENEW_INTERVAL_S"], sync.UPLOAD_INTERVAL_S = (each / SPEED_UP for each in intervals)
+        run = Run(folder_of(URL))
+        run.write_config({})
+        time.sleep(1)  # what its start asks for
+        first, end = len(server.requests), time.monotonic() + seconds
+        while time.monotonic() < end:
+            run.write_metrics({"step": 1, "loss": 1.0})
+            time.sleep(0.02)
+        made = Counter(request.partition(" ")[0] for request in server.requests[first:])
+        run.close()
+    hours = seconds * SPEED_UP / 3600
+    rows = [
+        ("writing (class A)", f"{(made['POST'] + made['PUT']) / hours:.0f}"),
+        ("reading (class B)", f"{made['GET'] / hours:.0f}"),
+        ("deleting (free)", f"{made['DELETE'] / hours:.0f}"),
+    ]
+    note = f"renewed every {intervals[0]:.0f} s, uploaded every {intervals[1]:.0f} s; counted {SPEED_UP} times as fast"
+    return Table("Requests of a plain run, an hour", ("", "requests"), rows, [note])
+
+
+def run(settings: Settings) -> Iterator[Table]:
+    """One version of each number of members, and a plain run."""
+    yield plain_run(3 if settings.quick else RUN_S)
     found: dict[int, tuple[Slow, float, float]] = {}
     at_once: dict[int, tuple[Slow, float, float]] = {}
     for members in (2, 4) if settings.quick else MEMBERS:
@@ -191,7 +229,7 @@ def run(settings: Settings) -> Table:
         ("with a bucket that answers at once, s", lambda n, *_: f"{at_once[n][2]:.2f}"),
         ("reads", lambda n, each, *_: str(sum(v for k, v in each.asked.items() if k.startswith("read")))),
     ]
-    return Table(
+    yield Table(
         "Requests of a version",
         ("members", *map(str, found)),
         [(name, *(show(members, *each) for members, each in found.items())) for name, show in rows],

@@ -27,14 +27,17 @@ class Memory:
         with self._lock:
             if self.exists(name):
                 return False
-            self.put(name, data)
+            self._keep(name, data)
             return True
 
     def put(self, name: str, data: Content) -> None:
+        self._keep(name, data)
+
+    def _keep(self, name: str, data: Content) -> None:
         self._files[name] = b"".join(parts(data)), time.time()
 
     def put_file(self, name: str, part: Path) -> None:
-        self.put(name, part.read_bytes())
+        self._keep(name, part.read_bytes())
 
     def temporary(self, name: str) -> Path:
         handle, path = tempfile.mkstemp(suffix=".part")

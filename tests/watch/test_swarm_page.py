@@ -41,7 +41,7 @@ def test_swarm_loses_a_member(browser, page_of, tmp_path, monkeypatch):
         os.kill(pid := swarm.pids()["m1"], signal.SIGSTOP)  # it cannot answer, and then it is no more
         profiling = start(["profile", "run", "--member", "m1"], tmp_path)
         assert "asked m1 to trace 5 steps" in profiling.stderr.readline()
-        swarm.wait(lambda: not (swarm.run / profile.REQUEST).exists())
+        swarm.wait(lambda: not (swarm.run / profile.TRACE_REQUEST).exists())
         os.kill(pid, signal.SIGKILL)
         assert "m1 ended before its trace was taken" in finish(profiling, 1)[1]
         browser.wait(lambda tab: "m1 killed; about" in tab.text(), "that it was killed")

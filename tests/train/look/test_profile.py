@@ -114,7 +114,7 @@ def test_running_run_is_traced_on_request(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert len(traced) == 3 and f"steps {traced[0]} to {traced[-1]}" in out
     assert "to trace 3 steps" in err and f"pip install xprof, then xprof {run}/tensorboard" in out
-    assert not (run / profile.REQUEST).exists()
+    assert not (run / profile.TRACE_REQUEST).exists()
     command(str(run))
     assert str(trace) in capsys.readouterr().out
     with pytest.raises(InputError, match="is not running"):
@@ -145,8 +145,8 @@ def test_run_without_a_trace_says_what_to_do(tmp_path):
     ],
 )
 def test_invalid_request_is_removed(tmp_path, text):
-    (tmp_path / profile.REQUEST).write_text(text)
-    assert profile.take_request(tmp_path) is None and not (tmp_path / profile.REQUEST).exists()
+    (tmp_path / profile.TRACE_REQUEST).write_text(text)
+    assert profile.take_request(tmp_path) is None and not (tmp_path / profile.TRACE_REQUEST).exists()
     request = profile.request(tmp_path, 2)
     assert profile.take_request(tmp_path) == (2, None, request)
 

@@ -116,7 +116,7 @@ def _ctc_loss(
 
 
 def _column_major(function: Any, a: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(a.mT.contiguous().mT, *args, **kwargs)  # of a row-major matrix, torch factors the transpose
+    return function(a.mT.contiguous().mT, *args, **kwargs)  # torch factors the transpose of a row-major matrix
 
 
 def _attention_shape(q: Any, k: Any, v: Any, *_: Any) -> Any:

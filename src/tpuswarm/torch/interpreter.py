@@ -70,8 +70,8 @@ class _Interpreter:
     def __init__(self, graph: Graph, arrays: Mapping[str, Arrays], batch: Arrays, key: Any, options: Options):
         self._graph, self._key, self._options = graph, key, options
         self._position = {node.name: position for position, node in enumerate(graph.nodes)}
-        self._inputs = {name: jnp.asarray(arrays[group][key]) for name, (group, key) in graph.arrays.items()}
-        self._inputs |= {name: jnp.asarray(batch[key]) for name, key in graph.batch.items()}
+        self._inputs = {name: jnp.asarray(arrays[group][array]) for name, (group, array) in graph.arrays.items()}
+        self._inputs |= {name: jnp.asarray(batch[array]) for name, array in graph.batch.items()}
         self._rows = len(next(iter(batch.values())))
         self._pullbacks: dict[str, Callable[..., Any]] = {}
         """JAX's derivatives of differentiable operators, by node."""
@@ -184,7 +184,7 @@ def _is_backward(node: Node) -> bool:
 
 
 def _input_names(node: Node) -> set[str]:
-    args = node.args[_is_backward(node) :]  # of the forward node a backward pass needs only the name
+    args = node.args[_is_backward(node) :]  # a backward pass needs only the name of its forward node
     return referenced_names([*args, *node.kwargs.values()])
 
 

@@ -21,7 +21,7 @@ from tpuswarm.train.run.trees import load
 from tpuswarm.train.supervised import Supervised, SupervisedProgram, supervised
 
 CHECKED_ROWS = 4
-"""Rows of the data that are compared with torch; no traced number of rows, so that formulas are checked too."""
+"""Rows of the data that are compared with torch: not one of the traced sizes, so that formulas are checked too."""
 
 
 @entry_point

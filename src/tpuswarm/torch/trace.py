@@ -104,7 +104,7 @@ def _copy_module(module: Any) -> Any:
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     try:
         return copy.deepcopy(module, tensors)
-    except Exception as error:  # of any attribute
+    except Exception as error:  # attributes may raise anything
         raise InputError(f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}") from error
 
 
@@ -170,7 +170,7 @@ class _Step:
         self.gradients: list[str] = []
         self._module_path = [""]
         self._sequence_numbers: list[int] = []
-        """Sequence numbers of autograd, ascending; nodes from each number on come from the location beside it."""
+        """Autograd's sequence numbers at each call of torch, in the order of `_forward_locations`."""
         self._forward_locations: list[Location] = []
 
     def __call__(self, params: dict[str, Any], buffers: dict[str, Any], batch: dict[str, Any]) -> list[Any]:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.oracle.compare_modules import StraightThrough, assert_trains_as_in_torch
@@ -147,6 +147,7 @@ EXAMPLES = st.tuples(
 )
 
 
+@seed(0)  # derandomize alone draws other examples whenever the source changes
 @settings(max_examples=12, derandomize=True)
 @given(EXAMPLES, st.sampled_from([2, 3, 4, 7, 64]))
 def test_gradients_of_random_modules(example, rows):

@@ -1,11 +1,11 @@
-"""Exported modules that all oracle tests share."""
+"""Exported modules that the oracle tests share."""
 
 import pytest
 
 
 @pytest.fixture(scope="session")
 def traced(request):
-    """A module of the zoo and its export; session scope puts the tests of one module one after the other."""
-    from tests.oracle.zoo import trace  # torch is there only in .venv-oracle
+    """A module of the zoo and its export; session scope groups the tests of each module."""
+    from tests.oracle.zoo import trace  # needs torch
 
     return trace(request.param)

@@ -1,10 +1,10 @@
-"""A module that would train differently here than in torch is refused, by the parameter that says so."""
+"""A module that would train differently than in torch is refused, with the first difference."""
 
 import jax
 import numpy as np
 import optax
 import pytest
-from tests.oracle.beside_torch import Of, squared
+from tests.oracle.compare_modules import Net, mse_loss
 from tests.oracle.zoo import functional, nn, torch
 
 from tpuswarm import InputError, Trainer
@@ -17,7 +17,7 @@ RANDOM = np.random.default_rng(0)
 X, Y = (RANDOM.normal(size=(64, width)).astype(np.float32) for width in (8, 1))
 
 
-def plain(module, x):
+def two_layers(module, x):
     return module.last(torch.relu(module.first(x)))
 
 
@@ -35,11 +35,11 @@ DIFFERENT = {
         "the gradient of first",
     ),
 }
-"""Forms of operators that are wrong, and what tells."""
+"""Wrong operators, and the difference that the check names."""
 
 
 class Power(nn.Module):
-    """Has a number called p, which is no probability."""
+    """Has a number called p that is not a probability of dropout."""
 
     def __init__(self):
         super().__init__()
@@ -50,24 +50,24 @@ class Power(nn.Module):
 
 
 SAME = {
-    "power": Of(lambda m, x: m.last(m.power(m.first(x))), power=Power()),
-    "plain": Of(plain),
-    "dropout": Of(lambda m, x: m.last(m.drop(m.first(x))), drop=nn.Dropout(0.5)),
-    "dropout as a function": Of(lambda m, x: m.last(functional.dropout(m.first(x), 0.5, m.training))),
-    "batch norm": Of(lambda m, x: m.last(m.norm(m.first(x))), norm=nn.BatchNorm1d(8)),
-    "lstm": Of(
+    "power": Net(lambda m, x: m.last(m.power(m.first(x))), power=Power()),
+    "plain": Net(two_layers),
+    "dropout": Net(lambda m, x: m.last(m.drop(m.first(x))), drop=nn.Dropout(0.5)),
+    "dropout as a function": Net(lambda m, x: m.last(functional.dropout(m.first(x), 0.5, m.training))),
+    "batch norm": Net(lambda m, x: m.last(m.norm(m.first(x))), norm=nn.BatchNorm1d(8)),
+    "lstm": Net(
         lambda m, x: m.last(m.cells(m.first(x)[:, None])[0][:, 0]),
         cells=nn.LSTM(8, 8, 2, batch_first=True, dropout=0.3),
     ),
-    "attention": Of(attend, attention=nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)),
-    "encoder": Of(
+    "attention": Net(attend, attention=nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)),
+    "encoder": Net(
         lambda m, x: m.last(m.layer(m.first(x)[:, None])[:, 0]),
         layer=nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
     ),
 }  # fmt: skip
 
 
-def made(module, loss=squared, **options):
+def make_recipe(module, loss=mse_loss, **options):
     return recipe(module, loss, {"x": X, "y": Y}, optax.adam(1e-2), **options)
 
 
@@ -75,60 +75,60 @@ def made(module, loss=squared, **options):
 def test_module_that_would_train_differently_is_refused(case, tmp_path, monkeypatch):
     form, what = DIFFERENT[case]
     monkeypatch.setitem(OPS, case, form)
-    module = Of(lambda m, x: m.last(torch.relu(m.norm(m.first(x)))), norm=nn.BatchNorm1d(8))
-    refused = f"would train differently here than in torch: over 4 rows of the data {what}"
+    module = Net(lambda m, x: m.last(torch.relu(m.norm(m.first(x)))), norm=nn.BatchNorm1d(8))
+    refused = f"would train differently than in torch: over 4 rows of the data {what}"
     with pytest.raises(InputError, match=refused):
-        made(module).program(Options())
+        make_recipe(module).program(Options())
     with pytest.raises(InputError, match=refused):
-        save(module, squared, {"x": X, "y": Y}, tmp_path / "module.safetensors")
+        save(module, mse_loss, {"x": X, "y": Y}, tmp_path / "module.safetensors")
     assert not (tmp_path / "module.safetensors").exists()
-    made(module, check=False).program(Options())
+    make_recipe(module, check=False).program(Options())
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_module_that_trains_as_in_torch_is_taken(case, capsys):
+def test_module_that_trains_as_in_torch_is_accepted(case, capsys):
     module = SAME[case]
-    before = {name: each.clone() for name, each in module.state_dict().items()}
+    before = {name: array.clone() for name, array in module.state_dict().items()}
     state = torch.random.get_rng_state()
-    made(module).program(Options())
+    make_recipe(module).program(Options())
     assert "not compared" not in capsys.readouterr().err
-    assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+    assert all(torch.equal(array, before[name]) for name, array in module.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_module_that_cannot_be_compared_is_taken_with_a_sentence(capsys):
+def test_module_that_cannot_be_compared_is_accepted_with_a_message(capsys):
     def noisy(module, x):
         return module.last(module.first(x) + torch.rand_like(x) if module.training else module.first(x))
 
-    made(Of(noisy)).program(Options())
-    assert "Of was not compared with torch itself: " in capsys.readouterr().err
-    made(Of(noisy), check=False).program(Options())
+    make_recipe(Net(noisy)).program(Options())
+    assert "Net was not compared with torch: " in capsys.readouterr().err
+    make_recipe(Net(noisy), check=False).program(Options())
     assert "not compared" not in capsys.readouterr().err
 
 
 def test_random_numbers_in_evaluation_are_refused():
-    module = Of(lambda m, x: m.last(functional.dropout(m.first(x), 0.5, True)))
-    with pytest.raises(InputError, match=r"native_dropout.* draws random numbers in evaluation too"):
-        made(module)
+    module = Net(lambda m, x: m.last(functional.dropout(m.first(x), 0.5, True)))
+    with pytest.raises(InputError, match=r"native_dropout.* draws random numbers in evaluation"):
+        make_recipe(module)
 
 
 def test_parameters_without_a_gradient_stay_as_they_are(tmp_path):
-    """Also with decay; from a file too."""
-    module = Of(plain)
+    """With weight decay too, from a module and from a file."""
+    module = Net(two_layers)
     module.first.requires_grad_(False)
-    before = {name: each.detach().numpy().copy() for name, each in module.named_parameters()}
-    save(module, squared, {"x": X, "y": Y}, tmp_path / "module.safetensors")
+    before = {name: param.detach().numpy().copy() for name, param in module.named_parameters()}
+    save(module, mse_loss, {"x": X, "y": Y}, tmp_path / "module.safetensors")
     assert read(tmp_path / "module.safetensors").frozen == ("first.weight", "first.bias")
-    for of in (module, tmp_path / "module.safetensors"):
-        loss = squared if of is module else None
-        made = recipe(of, loss, {"x": X, "y": Y}, optax.adamw(0.1, weight_decay=0.1), defaults={"batch": 8})
-        frozen = {each.path: each.frozen for each in made.program(Options()).parameters(_state(made))}
+    for source in (module, tmp_path / "module.safetensors"):
+        loss = mse_loss if source is module else None
+        module_recipe = recipe(
+            source, loss, {"x": X, "y": Y}, optax.adamw(0.1, weight_decay=0.1), defaults={"batch": 8}
+        )
+        program = module_recipe.program(Options())
+        state = jax.eval_shape(program.init, jax.random.key(0))
+        frozen = {parameter.path: parameter.frozen for parameter in program.parameters(state)}
         assert frozen == {"first.weight": True, "first.bias": True, "last.weight": False, "last.bias": False}
-        params = Trainer(devices=1).fit(made, steps=5, run=tmp_path / str(loss is None)).state.params
+        params = Trainer(devices=1).fit(module_recipe, steps=5, run=tmp_path / str(loss is None)).state.params
         for name in ("first.weight", "first.bias"):
             np.testing.assert_array_equal(params[name], before[name])
         assert (params["last.weight"] != before["last.weight"]).all()
-
-
-def _state(made):
-    return jax.eval_shape(made.program(Options()).init, jax.random.key(0))

@@ -1,4 +1,4 @@
-"""docs/torch.md, run as it stands: a module is exported, trained, and goes back."""
+"""The programs of docs/torch.md run."""
 
 import re
 import runpy

@@ -1,17 +1,17 @@
-"""Forms of an exported module, against torch: attention kept whole, 16 bits, recomputed layers, shapes alone."""
+"""Exported modules with fused attention, in bf16, with recomputed layers, and without weights."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.oracle.zoo import LAYERS, ROWS, build, functional, in_torch, nn, squared, torch, trace
+from tests.oracle.zoo import LLAMA_LAYERS, ROWS, build, functional, mean_square, nn, step_in_torch, torch, trace
 
 from tpuswarm import InputError, Trainer
 from tpuswarm.torch import recipe, save
 from tpuswarm.torch.export import export
 from tpuswarm.torch.graph import write
-from tpuswarm.torch.run import run
+from tpuswarm.torch.interpreter import run_graph
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.program.request import usual_request
@@ -21,7 +21,7 @@ CAUSAL, FULL = (None, True), (None, False)
 
 
 def attention_of(exported):
-    """The mask of each attention, and whether it is causal."""
+    """Return (mask, is causal) of each attention."""
     nodes = [node for node in exported.train.nodes if node.op == "tpuswarm.attention"]
     return [(node.args[3], node.args[5]) for node in nodes]
 
@@ -32,13 +32,13 @@ def attention_of(exported):
     indirect=["traced"],
 )
 def test_attention_stays_one_operation_with_its_mask_recognized(traced, expected):
-    """transformers compares positions; a kernel calls that causal. T5's mask is what the model makes of places."""
+    """transformers computes masks from positions; T5 adds a trained bias."""
     found = attention_of(traced.exported)
     assert found and (expected is None or set(found) == {expected})
 
 
 class Padded(nn.Module):
-    """Attention to what is no padding, as the batch says."""
+    """Attention with a padding mask from the batch."""
 
     def __init__(self):
         super().__init__()
@@ -50,27 +50,27 @@ class Padded(nn.Module):
         return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask | torch.eye(6, dtype=torch.bool))
 
 
-def test_mask_of_the_data_stays():
+def test_mask_from_the_data_is_kept():
     module, rows = Padded(), {"sequence": ROWS["sequence"], "ids": ROWS["ids"]}
-    exported = export(module, squared, rows)
+    exported = export(module, mean_square, rows)
     [(mask, _)] = attention_of(exported)
     assert mask is not None
     arrays, batch = jax.tree.map(jnp.asarray, (dict(exported.arrays), rows))
-    found = run(exported.train, arrays, batch, None)[0]
-    np.testing.assert_allclose(found, in_torch(module, squared, rows)[0], rtol=1e-5)
+    found = run_graph(exported.train, arrays, batch, None)[0]
+    np.testing.assert_allclose(found, step_in_torch(module, mean_square, rows)[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("traced", ["llama", "gpt2", "cnn"], indirect=True)  # torch has no LSTM in 16 bits on every CPU
 def test_bf16_follows_autocast(traced, tmp_path):
-    """Products in 16 bits, whatever the module's constants are; sums in 32."""
+    """Products are bfloat16, sums float32, whatever dtype the module's constants have."""
     module, loss, rows, exported = traced
     write(tmp_path / "module.safetensors", exported)
-    made = recipe(tmp_path / "module.safetensors", data=rows, optimizer=optax.sgd(0.05))
-    program = made.program(Options(precision="bf16"))
+    module_recipe = recipe(tmp_path / "module.safetensors", data=rows, optimizer=optax.sgd(0.05))
+    program = module_recipe.program(Options(precision="bf16"))
     state, batch = program.init(jax.random.key(0)), jax.tree.map(jnp.asarray, rows)
     found = jax.jit(program.evaluate)(state, batch)["loss"]
     with torch.autocast("cpu", torch.bfloat16):
-        expected, _, _ = in_torch(module.eval(), loss, rows)
+        expected, _, _ = step_in_torch(module.eval(), loss, rows)
     assert found == pytest.approx(expected, rel=1e-2)
     products = model_flops(jax.make_jaxpr(program.evaluate)(state, batch)).products
     assert products and {str(dtype) for product in products for dtype in product.dtypes} == {"bfloat16"}
@@ -80,30 +80,30 @@ def test_bf16_follows_autocast(traced, tmp_path):
 def test_recomputed_layers_have_the_same_gradients(traced):
     def slope(remat):
         return lambda arrays: (
-            run(traced.exported.train, arrays, batch, jax.random.key(0), Options(remat=remat)).gradients
+            run_graph(traced.exported.train, arrays, batch, jax.random.key(0), Options(remat=remat)).gradients
         )
 
     arrays, batch = traced.arrays, jax.tree.map(jnp.asarray, traced.rows)
     plain = jax.jit(slope("none"))(arrays)
     largest = max(np.abs(grad).max() for grad in plain.values())
     for remat in ("dots", "full"):
-        assert str(jax.make_jaxpr(slope(remat))(arrays)).count("optimization_barrier") >= LAYERS
+        assert str(jax.make_jaxpr(slope(remat))(arrays)).count("optimization_barrier") >= LLAMA_LAYERS
         for path, grad in jax.jit(slope(remat))(arrays).items():
             np.testing.assert_allclose(grad, plain[path], rtol=0, atol=1e-5 * largest, err_msg=path)
 
 
 def test_module_without_weights_can_be_planned_and_not_trained(tmp_path):
-    """Shapes and masks are those of the module with weights."""
+    """Its shapes and masks equal those of the module with weights."""
     with torch.device("meta"):
         module, loss, rows = build("llama")
     save(module, loss, rows, tmp_path / "shapes.safetensors")
-    made = recipe(tmp_path / "shapes.safetensors", data=rows, optimizer=optax.sgd(0.05))
+    module_recipe = recipe(tmp_path / "shapes.safetensors", data=rows, optimizer=optax.sgd(0.05))
     shapes, expected = (
         {name: (array.shape, array.dtype) for name, array in exported.arrays["params"].items()}
-        for exported in (made.exported, trace("llama").exported)
+        for exported in (module_recipe.exported, trace("llama").exported)
     )
     assert shapes == expected
-    assert attention_of(made.exported) == [CAUSAL] * LAYERS
-    assert compile_step(made, usual_request(made, batch=4), jax.devices("cpu")[:1]).flops.total > 0
-    with pytest.raises(InputError, match="was exported from the meta device, without weights: it can be planned"):
-        Trainer(devices=1).fit(made, steps=1, batch=4, run=tmp_path / "run")
+    assert attention_of(module_recipe.exported) == [CAUSAL] * LLAMA_LAYERS
+    assert compile_step(module_recipe, usual_request(module_recipe, batch=4), jax.devices("cpu")[:1]).flops.total > 0
+    with pytest.raises(InputError, match="was exported from the meta device without weights and can only be planned"):
+        Trainer(devices=1).fit(module_recipe, steps=1, batch=4, run=tmp_path / "run")

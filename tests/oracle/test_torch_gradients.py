@@ -1,15 +1,21 @@
-"""What torch's autograd decides is what trains: at ties, behind what stops a gradient, and for any number of rows."""
+"""Gradients equal those of torch: at ties, where gradients stop, and for any number of rows."""
 
 import math
 import sys
 
 import pytest
-from tests.oracle.beside_torch import Of, StraightThrough, batch_of, same_as_torch, squared
+from tests.oracle.compare_modules import (
+    Net,
+    StraightThrough,
+    assert_trains_as_in_torch,
+    make_batch,
+    mse_loss,
+)
 from tests.oracle.zoo import functional, nn, torch
 
 from tpuswarm import InputError
 from tpuswarm.torch.export import export
-from tpuswarm.torch.run import run
+from tpuswarm.torch.interpreter import run_graph
 
 INF = math.inf
 
@@ -55,15 +61,15 @@ def distilled(outputs, batch):
 
 
 STOPS = {
-    "detach": Of(lambda m, x: m.last(m.first(x) * m.first(x).detach())),
-    "no_grad": Of(without_gradient),
-    "no_grad as a decorator": Of(lambda m, x: m.last(decorated(m, x) + m.first(x))),
-    "set_grad_enabled": Of(switched_off),
-    "straight through": Of(lambda m, x: m.last(StraightThrough.apply(m.first(x)))),
-    "gradient reversal": Of(lambda m, x: m.last(Reversed.apply(m.first(x)))),
-    "checkpoint": Of(checkpointed),
-    "in place": Of(lambda m, x: m.last(torch.tanh(m.first(x).add_(1).mul_(2)) + torch.relu_(m.first(x) * 2))),
-    "hook": Of(lambda m, x: m.last(hooked(m.first(x)))),
+    "detach": Net(lambda m, x: m.last(m.first(x) * m.first(x).detach())),
+    "no_grad": Net(without_gradient),
+    "no_grad as a decorator": Net(lambda m, x: m.last(decorated(m, x) + m.first(x))),
+    "set_grad_enabled": Net(switched_off),
+    "straight through": Net(lambda m, x: m.last(StraightThrough.apply(m.first(x)))),
+    "gradient reversal": Net(lambda m, x: m.last(Reversed.apply(m.first(x)))),
+    "checkpoint": Net(checkpointed),
+    "in place": Net(lambda m, x: m.last(torch.tanh(m.first(x).add_(1).mul_(2)) + torch.relu_(m.first(x) * 2))),
+    "hook": Net(lambda m, x: m.last(hooked(m.first(x)))),
 }
 
 
@@ -75,20 +81,23 @@ def hooked(x):
 
 @pytest.mark.parametrize("case", STOPS)
 def test_gradients_stop_where_torch_stops_them(case):
-    same_as_torch(STOPS[case])
+    assert_trains_as_in_torch(STOPS[case])
 
 
 def test_detached_target_of_a_loss():
-    same_as_torch(Of(lambda m, x: m.last(m.first(x))), distilled)
+    assert_trains_as_in_torch(Net(lambda m, x: m.last(m.first(x))), distilled)
 
 
-NUMBERS = {
+ROW_NUMBERS = {
     "len": (lambda m, x: m.last(m.first(x)) / len(x), lambda o, batch: (o**2).sum() / len(o)),
-    "int": (lambda m, x: m.last(m.first(x)) * int(x.shape[0]), squared),
-    "sqrt": (lambda m, x: m.last(m.first(x)) / math.sqrt(x.shape[0]), squared),
-    "inverse": (lambda m, x: m.last(m.first(x)) * (1 / x.size(0)), squared),
-    "reshape": (lambda m, x: m.last(m.first(x.reshape(len(x) * 2, 4).reshape(-1, 8))), squared),
-    "ones": (lambda m, x: m.last(m.first(x) + torch.ones(len(x), 1) * torch.arange(len(x))[:, None]), squared),
+    "int": (lambda m, x: m.last(m.first(x)) * int(x.shape[0]), mse_loss),
+    "sqrt": (lambda m, x: m.last(m.first(x)) / math.sqrt(x.shape[0]), mse_loss),
+    "inverse": (lambda m, x: m.last(m.first(x)) * (1 / x.size(0)), mse_loss),
+    "reshape": (lambda m, x: m.last(m.first(x.reshape(len(x) * 2, 4).reshape(-1, 8))), mse_loss),
+    "ones": (
+        lambda m, x: m.last(m.first(x) + torch.ones(len(x), 1) * torch.arange(len(x))[:, None]),
+        mse_loss,
+    ),
     "pairs": (
         lambda m, x: m.last(m.first(x)),
         lambda o, batch: (o @ o.T).masked_fill(torch.eye(len(o)).bool(), 0).mean(),
@@ -97,46 +106,46 @@ NUMBERS = {
         lambda m, x: m.last(m.first(x)),
         lambda o, batch: (o @ o.T).triu(1).sum() * 2 / (len(o) * (len(o) - 1)),
     ),
-    "sizes of rows": (lambda m, x: m.last(m.first(x).cumsum(0).flip(0)), squared),
+    "sizes of rows": (lambda m, x: m.last(m.first(x).cumsum(0).flip(0)), mse_loss),
 }
 
 
-@pytest.mark.parametrize("case", NUMBERS)
-def test_number_of_rows_may_be_taken_for_a_number(case):
-    function, loss = NUMBERS[case]
-    same_as_torch(Of(function), loss)
+@pytest.mark.parametrize("case", ROW_NUMBERS)
+def test_number_of_rows_may_be_used_as_a_number(case):
+    function, loss = ROW_NUMBERS[case]
+    assert_trains_as_in_torch(Net(function), loss)
 
 
 @pytest.mark.parametrize(
     ("function", "loss"),
     [
-        (lambda m, x: torch.stack([m.last(m.first(row)) for row in x]), squared),
+        (lambda m, x: torch.stack([m.last(m.first(row)) for row in x]), mse_loss),
         (lambda m, x: m.last(m.first(x)), lambda o, batch: sum(o[n].sum() for n in range(len(o)))),
-        (lambda m, x: m.last(m.first(x)) * math.log(len(x)), squared),
+        (lambda m, x: m.last(m.first(x)) * math.log(len(x)), mse_loss),
     ],
 )
-def test_what_another_number_of_rows_changes_is_refused_with_the_line(function, loss):
+def test_operations_that_depend_on_the_number_of_rows_are_refused_with_the_line(function, loss):
     with pytest.raises(InputError, match=r"^test_torch_gradients\.py:\d+: .* use operations on the whole batch"):
-        export(Of(function), loss, batch_of(8))
+        export(Net(function), loss, make_batch(8))
 
 
 def test_halves_of_a_batch():
-    """SimCLR's loss; an odd number of rows has none."""
-    module = Of(lambda m, x: m.first(x))
+    """SimCLR's loss; an odd batch has no halves."""
+    module = Net(lambda m, x: m.first(x))
 
     def pairs(outputs, batch):
         one, other = outputs.chunk(2)
         return (one - other).square().mean() + (outputs[: len(outputs) // 2] * other).mean()
 
-    same_as_torch(module, pairs, (2, 4, 8, 64))
-    exported = export(module, pairs, batch_of(8))
-    with pytest.raises(InputError, match=r"a size of the module is 3\.5 for 7 rows: give it another number of rows"):
-        run(exported.train, exported.arrays, batch_of(7), None)
+    assert_trains_as_in_torch(module, pairs, (2, 4, 8, 64))
+    exported = export(module, pairs, make_batch(8))
+    with pytest.raises(InputError, match=r"a size in the module would be 3\.5 for 7 rows; use another number of rows"):
+        run_graph(exported.train, exported.arrays, make_batch(7), None)
 
 
 POINTS = [0.0, 1.0, -1.0, 3.0, -3.0, 6.0, 0.5, -0.5, 100.0, -100.0, 2.5, 1e-8, -2.0, 2.0]
 F = functional
-SMOOTH = {
+FUNCTIONS = {
     "relu": torch.relu,
     "relu6": F.relu6,
     "hardtanh": F.hardtanh,
@@ -212,10 +221,10 @@ SMOOTH = {
     "addcmul": lambda w: torch.addcmul(w, w, w, value=2),
     "addcdiv": lambda w: torch.addcdiv(w, w, w * w + 1),
 }
-"""Functions whose derivative somewhere is torch's decision."""
+"""Functions with points where torch chooses the derivative."""
 
 
-@pytest.mark.parametrize("case", SMOOTH)
+@pytest.mark.parametrize("case", FUNCTIONS)
 def test_derivative_at_ties_bounds_and_far_away_is_torchs(case):
     class Forward(nn.Module):
         def __init__(self):
@@ -223,17 +232,17 @@ def test_derivative_at_ties_bounds_and_far_away_is_torchs(case):
             self.w = nn.Parameter(torch.tensor(POINTS))
 
         def forward(self, x):
-            return SMOOTH[case](self.w)
+            return FUNCTIONS[case](self.w)
 
-    same_as_torch(Forward(), total, (4,))
+    assert_trains_as_in_torch(Forward(), total, (4,))
 
 
-def test_what_a_module_says_is_shown_once(capfd):
+def test_output_of_a_module_is_shown_once(capfd):
     def forward(module, x):
         print("forward")
         print("deprecated", file=sys.stderr)
         return module.last(module.first(x))
 
-    export(Of(forward), squared, batch_of(8))
+    export(Net(forward), mse_loss, make_batch(8))
     out, err = capfd.readouterr()
     assert (out.count("forward"), err.count("deprecated")) == (1, 1)

@@ -1,34 +1,34 @@
-"""Modules of PyTorch, exported and run in JAX, against torch itself: losses, gradients, buffers, training."""
+"""Exported modules have the losses, gradients and buffers of torch, and train as in torch."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.oracle.zoo import MODELS, ROWS, build, classes, in_torch, loss_in_torch, nn, squared, torch
+from tests.oracle.zoo import MODELS, ROWS, build, label_loss, loss_in_torch, mean_square, nn, step_in_torch, torch
 
 from tpuswarm import ArraySource, Trainer
 from tpuswarm.torch import recipe, state_dict
 from tpuswarm.torch.export import export
 from tpuswarm.torch.graph import write
-from tpuswarm.torch.run import run
+from tpuswarm.torch.interpreter import run_graph
 
-STEPS = 200
+TRAINING_STEPS = 200
 
 
 @pytest.mark.parametrize("traced", list(MODELS), indirect=True)
 def test_loss_gradients_and_buffers_are_torchs(traced):
-    """Evaluated with fewer rows than in training: their number is free."""
+    """Evaluation uses fewer rows than training."""
     module, loss, rows, exported = traced
     arrays = traced.arrays
 
     def step(arrays, batch):
-        return run(exported.train, arrays, batch, jax.random.key(0))
+        return run_graph(exported.train, arrays, batch, jax.random.key(0))
 
     def evaluate(arrays, batch):
-        return run(exported.evaluate, arrays, batch, None)[:2]
+        return run_graph(exported.evaluate, arrays, batch, None)[:2]
 
-    expected, grads, after = in_torch(module.train(), loss, rows)
+    expected, grads, after = step_in_torch(module.train(), loss, rows)
     found, _, buffers, gradient = jax.jit(step)(arrays, rows)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     largest = max(np.abs(grad).max() for grad in grads.values())
@@ -40,13 +40,13 @@ def test_loss_gradients_and_buffers_are_torchs(traced):
 
     fewer = {name: array[:2] for name, array in rows.items()}
     found, metrics = jax.jit(evaluate)(arrays, fewer)
-    np.testing.assert_allclose(found, in_torch(module.eval(), loss, fewer)[0], rtol=1e-5)
-    assert set(metrics) == ({"right"} if loss is classes else set())
+    np.testing.assert_allclose(found, step_in_torch(module.eval(), loss, fewer)[0], rtol=1e-5)
+    assert set(metrics) == ({"right"} if loss is label_loss else set())
 
 
 @pytest.mark.parametrize("traced", ["mlp", "cnn", "gpt2"], indirect=True)
 def test_module_trains_as_in_torch_and_goes_back(traced, tmp_path, request):
-    """The same steps with the same data; the module takes what was trained."""
+    """Take the same steps with the same data, then load the trained parameters."""
     _, loss, rows, exported = traced
     module, trained = (build(request.node.callspec.params["traced"])[0] for _ in range(2))
     random = np.random.default_rng(1)
@@ -56,12 +56,12 @@ def test_module_trains_as_in_torch_and_goes_back(traced, tmp_path, request):
 
     data = {name: np.concatenate([noisy(array) for _ in range(8)]) for name, array in rows.items()}
     write(tmp_path / "module.safetensors", exported)
-    made = recipe(tmp_path / "module.safetensors", data=data, optimizer=optax.sgd(0.05), defaults={"batch": 8})
-    result = Trainer(devices=2, seed=0).fit(made, steps=STEPS, batch=8, run=tmp_path / "run")
+    module_recipe = recipe(tmp_path / "module.safetensors", data=data, optimizer=optax.sgd(0.05), defaults={"batch": 8})
+    result = Trainer(devices=2, seed=0).fit(module_recipe, steps=TRAINING_STEPS, batch=8, run=tmp_path / "run")
 
     optimizer = torch.optim.SGD(module.train().parameters(), 0.05)
     losses, source = [], ArraySource(data, seed=0)
-    for step in range(STEPS):
+    for step in range(TRAINING_STEPS):
         found = loss_in_torch(module, loss, source.rows(step * 8, 8))
         optimizer.zero_grad()
         found.backward()
@@ -69,7 +69,7 @@ def test_module_trains_as_in_torch_and_goes_back(traced, tmp_path, request):
         losses.append(float(found.detach()))
     assert result.metrics["loss"] == pytest.approx(losses[-1], rel=0.01) and losses[-1] < 0.9 * losses[0]
     trained.load_state_dict(state_dict(tmp_path / "run", trained))
-    ours, theirs = (in_torch(each.eval(), loss, rows)[0] for each in (trained, module))
+    ours, theirs = (step_in_torch(model.eval(), loss, rows)[0] for model in (trained, module))
     assert ours == pytest.approx(theirs, rel=0.01)
 
 
@@ -88,10 +88,10 @@ def test_module_in_16_bits_trains_in_float32_and_gets_16_bits_back(tmp_path):
         return (outputs.float() - batch["x"].float()[:, :2]).square().mean()
 
     module, rows, count = SixteenBits(), {"input": ROWS["x"], "x": ROWS["x"]}, len(ROWS["x"])
-    made = recipe(module, loss, rows, optax.sgd(0.05))
-    first = Trainer(devices=1).fit(made, steps=1, batch=count, run=tmp_path / "a").metrics["loss"]
+    module_recipe = recipe(module, loss, rows, optax.sgd(0.05))
+    first = Trainer(devices=1).fit(module_recipe, steps=1, batch=count, run=tmp_path / "a").metrics["loss"]
     assert first == pytest.approx(float(loss_in_torch(module.train(), loss, rows).detach()), rel=2e-2)
-    Trainer(devices=1).fit(made, steps=30, batch=count, run=tmp_path / "b")
+    Trainer(devices=1).fit(module_recipe, steps=30, batch=count, run=tmp_path / "b")
     module.load_state_dict(state_dict(tmp_path / "b", module))
     assert module.inner[0].weight.dtype == torch.bfloat16
     assert float(loss_in_torch(module.train(), loss, rows).detach()) < 0.8 * first
@@ -99,8 +99,8 @@ def test_module_in_16_bits_trains_in_float32_and_gets_16_bits_back(tmp_path):
 
 def test_dropout_is_drawn_anew_at_each_step_and_not_in_evaluation():
     module, rows = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)), {"input": ROWS["x"]}
-    exported = export(module, squared, rows)
+    exported = export(module, mean_square, rows)
     arrays, batch = jax.tree.map(jnp.asarray, (dict(exported.arrays), rows))
-    assert len({float(run(exported.train, arrays, batch, jax.random.key(key))[0]) for key in (0, 0, 1)}) == 2
-    first, second = (float(run(exported.evaluate, arrays, batch, None)[0]) for _ in range(2))
-    assert first == second == pytest.approx(in_torch(module.eval(), squared, rows)[0], rel=1e-5)
+    assert len({float(run_graph(exported.train, arrays, batch, jax.random.key(key))[0]) for key in (0, 0, 1)}) == 2
+    first, second = (float(run_graph(exported.evaluate, arrays, batch, None)[0]) for _ in range(2))
+    assert first == second == pytest.approx(step_in_torch(module.eval(), mean_square, rows)[0], rel=1e-5)

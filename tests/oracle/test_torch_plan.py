@@ -1,4 +1,4 @@
-"""A module of PyTorch, planned from its file."""
+"""Plan an exported module."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 def test_module_gets_the_attention_and_layers_of_the_generation(tmp_path):
-    """Splash on a v5e; plain attention in recomputed layers on a v3. The file has no weights."""
+    """Splash attention on a v5e; plain attention and recomputed layers on a v3."""
     pytest.importorskip("libtpu", reason="the plan extra is not installed")
     with torch.device("meta"):
         module = nn.Sequential(Layer(), Layer())

@@ -1,4 +1,4 @@
-"""Random modules, made of layers and of what stops, replaces or repeats gradients, train as in torch."""
+"""Random modules train as in torch: layers, stopped and custom gradients, checkpoints."""
 
 import copy
 
@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.oracle.beside_torch import StraightThrough, same_as_torch
+from tests.oracle.compare_modules import StraightThrough, assert_trains_as_in_torch
 from tests.oracle.zoo import functional, nn, torch
 from tests.train.toy import clock
 
@@ -17,7 +17,7 @@ from tpuswarm.torch import recipe
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.recipe import Options
 
-WIDTH, STEPS = 8, 5
+NET_WIDTH, NUM_STEPS = 8, 5
 
 
 class Attention(nn.Module):
@@ -51,19 +51,19 @@ class Convolution(nn.Module):
 class Table(nn.Module):
     def __init__(self):
         super().__init__()
-        self.rows = nn.Embedding(4, WIDTH, padding_idx=3)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+        self.rows = nn.Embedding(4, NET_WIDTH, padding_idx=3)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, NET_WIDTH))
 
     def forward(self, x):
         return x + self.rows((x[:, :2] > 0).sum(1)) * self.scale
 
 
-class Calls(nn.Module):
-    """A linear layer, and a function of it and of the input."""
+class WithLinear(nn.Module):
+    """A function of a linear layer and the input."""
 
     def __init__(self, function, frozen=False):
         super().__init__()
-        self.inner, self.function = nn.Linear(WIDTH, WIDTH), function
+        self.inner, self.function = nn.Linear(NET_WIDTH, NET_WIDTH), function
         self.inner.weight.requires_grad_(not frozen)
 
     def forward(self, x):
@@ -84,10 +84,10 @@ def in_place(inner, x):
 
 
 PARTS = {
-    "linear": lambda: nn.Linear(WIDTH, WIDTH),
-    "layer norm": lambda: nn.LayerNorm(WIDTH),
-    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
-    "group norm": lambda: nn.GroupNorm(2, WIDTH),
+    "linear": lambda: nn.Linear(NET_WIDTH, NET_WIDTH),
+    "layer norm": lambda: nn.LayerNorm(NET_WIDTH),
+    "batch norm": lambda: nn.BatchNorm1d(NET_WIDTH),
+    "group norm": lambda: nn.GroupNorm(2, NET_WIDTH),
     "relu": nn.ReLU,
     "gelu": nn.GELU,
     "attention": Attention,
@@ -95,21 +95,23 @@ PARTS = {
     "gru": lambda: Recurrent(nn.GRU),
     "convolution": Convolution,
     "embedding": Table,
-    "frozen": lambda: Calls(lambda inner, x: torch.tanh(inner(x)), frozen=True),
-    "detach": lambda: Calls(lambda inner, x: x * inner(x).detach() + inner(x)),
-    "no_grad": lambda: Calls(without_gradient),
-    "straight through": lambda: Calls(lambda inner, x: StraightThrough.apply(inner(x))),
-    "checkpoint": lambda: Calls(
+    "frozen": lambda: WithLinear(lambda inner, x: torch.tanh(inner(x)), frozen=True),
+    "detach": lambda: WithLinear(lambda inner, x: x * inner(x).detach() + inner(x)),
+    "no_grad": lambda: WithLinear(without_gradient),
+    "straight through": lambda: WithLinear(lambda inner, x: StraightThrough.apply(inner(x))),
+    "checkpoint": lambda: WithLinear(
         lambda inner, x: torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(inner(x)), x, use_reentrant=False)
     ),
-    "number of rows": lambda: Calls(lambda inner, x: inner(x) * (1 / len(x)) + x.sum(0) / x.shape[0]),
-    "views": lambda: Calls(lambda inner, x: torch.cat(inner(x).chunk(2, 1)[::-1], 1).view(len(x), 2, 4).flatten(1)),
-    "in place": lambda: Calls(in_place),
-    "residual": lambda: Calls(lambda inner, x: x + functional.silu(inner(x))),
-    "softmax": lambda: Calls(lambda inner, x: inner(x).softmax(-1) * 3),
-    "normalized": lambda: Calls(lambda inner, x: functional.normalize(inner(x), dim=-1)),
-    "clamped": lambda: Calls(lambda inner, x: inner(x).clamp(-1, 1)),
-    "sorted": lambda: Calls(lambda inner, x: inner(x).sort(-1)[0]),
+    "number of rows": lambda: WithLinear(lambda inner, x: inner(x) * (1 / len(x)) + x.sum(0) / x.shape[0]),
+    "views": lambda: WithLinear(
+        lambda inner, x: torch.cat(inner(x).chunk(2, 1)[::-1], 1).view(len(x), 2, 4).flatten(1)
+    ),
+    "in place": lambda: WithLinear(in_place),
+    "residual": lambda: WithLinear(lambda inner, x: x + functional.silu(inner(x))),
+    "softmax": lambda: WithLinear(lambda inner, x: inner(x).softmax(-1) * 3),
+    "normalized": lambda: WithLinear(lambda inner, x: functional.normalize(inner(x), dim=-1)),
+    "clamped": lambda: WithLinear(lambda inner, x: inner(x).clamp(-1, 1)),
+    "sorted": lambda: WithLinear(lambda inner, x: inner(x).sort(-1)[0]),
 }
 LOSSES = {
     "squared": lambda o, batch: ((o.mean(1, keepdim=True) - batch["y"]) ** 2).mean(),
@@ -127,15 +129,17 @@ OPTIMIZERS = {
 }
 
 
-def batch_of(rows):
+def make_batch(rows):
     random = np.random.default_rng(rows)
-    x, y = (random.normal(size=(rows, width)).astype(np.float32) for width in (WIDTH, 1))
-    return {"input": x, "y": y, "t": random.integers(0, WIDTH, rows).astype(np.int32)}
+    x, y = (random.normal(size=(rows, width)).astype(np.float32) for width in (NET_WIDTH, 1))
+    return {"input": x, "y": y, "t": random.integers(0, NET_WIDTH, rows).astype(np.int32)}
 
 
-def built(names, seed):
+def build(names, seed):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(PARTS[name]() for name in names), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(NET_WIDTH, NET_WIDTH), *(PARTS[name]() for name in names), nn.Linear(NET_WIDTH, NET_WIDTH)
+    )
 
 
 EXAMPLES = st.tuples(
@@ -143,21 +147,22 @@ EXAMPLES = st.tuples(
 )
 
 
+@seed(0)  # derandomize alone draws other examples whenever the source changes
 @settings(max_examples=12, derandomize=True)
 @given(EXAMPLES, st.sampled_from([2, 3, 4, 7, 64]))
 def test_gradients_of_random_modules(example, rows):
     names, loss, seed = example
-    same_as_torch(built(names, seed), LOSSES[loss], (rows,), batch_of)
+    assert_trains_as_in_torch(build(names, seed), LOSSES[loss], (rows,), make_batch)
 
 
 @settings(max_examples=8, derandomize=True)
 @given(EXAMPLES, st.sampled_from(list(OPTIMIZERS)), st.sampled_from([1, 4]), st.sampled_from([1, 2]))
 def test_five_steps_of_random_modules(example, optimizer, devices, accumulate):
     names, loss, seed = example
-    if accumulate > 1:  # a BatchNorm sees parts of the batch then, in torch too; a number of rows is that of a part
+    if accumulate > 1:  # these depend on the size of the micro-batch
         names = [name for name in names if name not in ("batch norm", "number of rows")]
         loss = "squared" if loss == "by the rows" else loss
-    module, batch = built(names, seed), batch_of(8)
+    module, batch = build(names, seed), make_batch(8)
     ours, theirs = OPTIMIZERS[optimizer]
     program = recipe(module, LOSSES[loss], batch, ours(), check=False).program(Options(accumulate=accumulate))
     mesh = make_mesh(jax.devices()[:devices])
@@ -165,15 +170,15 @@ def test_five_steps_of_random_modules(example, optimizer, devices, accumulate):
     given_batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
     step = jax.jit(program.step)
     other = copy.deepcopy(module).train()
-    updates = theirs([each for each in other.parameters() if each.requires_grad])
-    tensors = {name: torch.from_numpy(each) for name, each in batch.items()}
+    updates = theirs([param for param in other.parameters() if param.requires_grad])
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
     tensors["t"] = tensors["t"].long()
-    for index in range(STEPS):
-        state, metrics = step(state, given_batch, clock(index, index / STEPS))
+    for index in range(NUM_STEPS):
+        state, metrics = step(state, given_batch, clock(index, index / NUM_STEPS))
         updates.zero_grad()
         found = LOSSES[loss](other(tensors["input"]), tensors)
         found.backward()
         updates.step()
         assert float(metrics["loss"]) == pytest.approx(float(found.detach()), rel=1e-3, abs=1e-5)
-    for name, each in other.named_parameters():
-        np.testing.assert_allclose(state.params[name], each.detach().numpy(), rtol=2e-3, atol=2e-4, err_msg=name)
+    for name, param in other.named_parameters():
+        np.testing.assert_allclose(state.params[name], param.detach().numpy(), rtol=2e-3, atol=2e-4, err_msg=name)

@@ -1,8 +1,8 @@
-"""Modules that cannot be exported: one sentence, with the module's line."""
+"""Modules that cannot be exported are refused with one sentence and the line of the module."""
 
 import optax
 import pytest
-from tests.oracle.zoo import ROWS, nn, squared, torch
+from tests.oracle.zoo import ROWS, mean_square, nn, torch
 
 from tpuswarm import InputError, Trainer
 from tpuswarm.torch import recipe, save, state_dict
@@ -10,7 +10,7 @@ from tpuswarm.torch.export import export
 
 
 class Module(nn.Module):
-    """Has weights; its forward is a function of the input and the weights."""
+    """A function of the input and a parameter."""
 
     def __init__(self, function):
         super().__init__()
@@ -26,7 +26,7 @@ def writes(x, w):
 
 
 def linear_on_cuda():
-    """As it is on a GPU, without one."""
+    """Return a module whose parameters claim to be on a GPU."""
     module, mode = nn.Linear(8, 2, device="meta"), torch._subclasses.FakeTensorMode()
     for name, param in list(module.named_parameters()):
         fake = torch._subclasses.FakeTensor(mode, param.detach(), torch.device("cuda:0"))
@@ -40,26 +40,26 @@ def outputs(outputs, batch):
 
 HERE = "test_torch_refusals.py:.*"
 CASES = {
-    "branch": (Module(lambda x, w: x * 2 if x.sum() > 0 else x), squared, HERE + "depends on values of the data"),
-    "in-place": (Module(writes), squared, "writes into its input x: copy it first"),
+    "branch": (Module(lambda x, w: x * 2 if x.sum() > 0 else x), mean_square, HERE + "depends on values of the data"),
+    "in-place": (Module(writes), mean_square, "writes into its input x; copy it first"),
     "operator": (
         Module(lambda x, w: torch.special.bessel_j0(x).sum() * w.sum()), outputs,
-        HERE + "special_bessel_j0.*has no form in JAX",
+        HERE + "special_bessel_j0.*is not implemented in JAX",
     ),
-    "scalar": (nn.Linear(8, 2), outputs, r"the loss is \[rows, 2\]: it has to be"),
-    "argument": (nn.Bilinear(8, 8, 2), squared, "forward needs input1, and the data has x"),
-    "complex parameter": (nn.Linear(8, 2, dtype=torch.complex64), squared, "weight is complex"),
-    "device": (linear_on_cuda(), squared, r"the module is on cuda: export needs it on the CPU \(module.cpu\(\)\)"),
+    "scalar": (nn.Linear(8, 2), outputs, r"the loss is \[rows, 2\]; return a scalar tensor"),
+    "argument": (nn.Bilinear(8, 8, 2), mean_square, "forward needs input1, but the data has x"),
+    "complex parameter": (nn.Linear(8, 2, dtype=torch.complex64), mean_square, "weight is complex"),
+    "device": (linear_on_cuda(), mean_square, r"the module is on cuda; move it to the CPU with module.cpu\(\)"),
     "half": (
-        nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 2, device="meta")), squared,
-        "a part of the module is on the meta device, without values",
+        nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 2, device="meta")), mean_square,
+        "only part of the module is on the meta device",
     ),
     "strides": (
         Module(lambda x, w: (x * w).t().as_strided((4,), (1,)).sum()), outputs,
-        HERE + "as_strided reads memory that has gaps",
+        HERE + "as_strided needs memory without gaps",
     ),
     "metric": (nn.Linear(8, 2), lambda outputs, batch: (outputs.mean(), {"most": outputs}), "metric most is"),
-    "module": (object(), squared, "object is no torch.nn.Module"),
+    "module": (object(), mean_square, "object is not a torch.nn.Module"),
 }  # fmt: skip
 
 
@@ -79,25 +79,27 @@ def test_line_is_the_users_even_in_a_folder_called_torch(tmp_path, monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path / "torch")
     from mine_of_torch import Mine
 
-    with pytest.raises(InputError, match=r"^mine_of_torch.py:5: what it does depends on values of the data"):
-        export(Mine(), squared, {"x": ROWS["x"]})
+    with pytest.raises(InputError, match=r"^mine_of_torch.py:5: the control flow depends on values of the data"):
+        export(Mine(), mean_square, {"x": ROWS["x"]})
     assert capfd.readouterr().err == "", "torch prints a graph"
 
 
 def test_old_torch_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
-    with pytest.raises(InputError, match=r"torch 2.4.1\+cpu is too old: 2.6 or newer exports modules"):
-        export(nn.Linear(8, 2), squared, {"input": ROWS["x"]})
+    with pytest.raises(InputError, match=r"torch 2.4.1\+cpu is too old; install torch 2.6 or newer"):
+        export(nn.Linear(8, 2), mean_square, {"input": ROWS["x"]})
 
 
 def test_state_dict_of_another_module_is_refused(tmp_path):
     rows = {"input": ROWS["x"]}
-    made = recipe(nn.Linear(8, 2), squared, rows, optax.sgd(0.1))
-    Trainer(devices=1).fit(made, steps=1, batch=4, run=tmp_path / "run")
-    with pytest.raises(InputError, match=r"weight is \[2, 8\] in .*, and \[3, 8\] in the module: it is another module"):
+    module_recipe = recipe(nn.Linear(8, 2), mean_square, rows, optax.sgd(0.1))
+    Trainer(devices=1).fit(module_recipe, steps=1, batch=4, run=tmp_path / "run")
+    with pytest.raises(
+        InputError, match=r"weight is \[2, 8\] in .* and \[3, 8\] in the module; the run trained another module"
+    ):
         state_dict(tmp_path / "run", nn.Linear(8, 3))
-    with pytest.raises(InputError, match=r"run has no parameter 0\.weight: it trained another module"):
+    with pytest.raises(InputError, match=r"run has no parameter 0\.weight; it trained another module"):
         state_dict(tmp_path / "run", nn.Sequential(nn.Linear(8, 2)))
-    save(nn.Sequential(nn.Linear(8, 2)), squared, rows, tmp_path / "other.safetensors")
-    with pytest.raises(InputError, match=r"run has no parameter 0\.bias: it trained another module"):
+    save(nn.Sequential(nn.Linear(8, 2)), mean_square, rows, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"run has no parameter 0\.bias; it trained another module"):
         state_dict(tmp_path / "run", tmp_path / "other.safetensors")

@@ -1,11 +1,11 @@
-"""Torch's own tests are the oracle: their samples give the same value and gradients here, or are refused."""
+"""Samples of torch's own tests have the same values and gradients here, or are refused."""
 
 import inspect
 import math
 
 import numpy as np
 import pytest
-from tests.oracle.samples import (
+from tests.oracle.torch_samples import (
     PLACEMENTS,
     compare,
     modules,
@@ -17,12 +17,12 @@ from tests.oracle.samples import (
 from tests.oracle.zoo import functional, torch
 
 from tpuswarm import InputError
-from tpuswarm.torch.export import MEANINGLESS
-from tpuswarm.torch.ops import OPS, RANDOM, WHOLE
+from tpuswarm.torch.export import IGNORED_ARGUMENTS
+from tpuswarm.torch.ops import DIFFERENTIABLE, OPS, RANDOM
 
-SAMPLES = 3
-GROUP = 10
-"""Operators that are traced and compiled as one program, which is faster."""
+NUM_SAMPLES = 3
+GROUP_SIZE = 10
+"""Operators that are traced and compiled together, which is faster."""
 
 REFUSED = (
     "_batch_norm_with_update", "_segment_reduce.lengths", "_segment_reduce.offsets", "allclose", "argwhere",
@@ -45,46 +45,46 @@ REFUSED = (
     "special.shifted_chebyshev_polynomial_w", "special.spherical_bessel_j0", "special.zeta", "triangular_solve",
     "unique", "unique_consecutive",
 )  # fmt: skip
-"""Operators that have no form here, or whose result has a shape that the data decides. The list may only shrink."""
+"""Operators without an implementation, or with a shape that depends on the data. The list may only shrink."""
 PARTLY: dict[str, tuple[int, ...]] = {
     "linalg.lu_solve": (0, 1), "lu_solve": (0, 1), "narrow": (2,), "nn.functional.embedding": (2,),
     "nn.functional.linear_cross_entropy.chunked": (0,), "nn.functional.linear_cross_entropy.chunked_none": (0,),
     "polar": (0, 1), "repeat_interleave": (2,), "take": (0, 1), "tensor_split": (0,),
 }  # fmt: skip
-"""Which of the three samples are refused."""
+"""The refused ones of the three samples."""
 REFUSED_MODULES = ("nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d")
 UNINITIALIZED = "torch gives whatever was in memory"
-DIFFERENT = {
+NOT_COMPARED = {
     **dict.fromkeys(
         ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"), UNINITIALIZED
     ),
     "linalg.eigh": "the signs of eigenvectors are not defined",
 }
-"""What is not compared, and why."""
+"""Operators that are not compared, and the reason."""
 ROUGH = {
     "native_layer_norm": 1e-3, "nn.functional.layer_norm": 1e-3, "nn.functional.ctc_loss": 1e-3, "logcumsumexp": 1e-2,
 }  # fmt: skip
-"""The tolerance of operators where torch's own rounding is larger than usual."""
+"""Tolerances of operators for which torch rounds more than usual."""
 
 SLOW = ("nn.functional.multi_head_attention_forward", "nn.functional.grid_sample")
-"""Operators that take seconds: `-m torch_all` alone compares them."""
+"""Operators that take seconds; only `-m torch_all` compares them."""
 
 
 def calls(name):
-    """Three samples, each in another placement."""
-    samples = samples_of(name, SAMPLES)
+    """Return three samples, each with another placement."""
+    samples = samples_of(name, NUM_SAMPLES)
     return [
         (f"{name}, sample {at}", samples[at % len(samples)], place) for at, place in enumerate(PLACEMENTS) if samples
     ]
 
 
 def supported():
-    return [name for name in operators() if name not in {*REFUSED, *PARTLY, *DIFFERENT, *ROUGH, *SLOW}]
+    return [name for name in operators() if name not in {*REFUSED, *PARTLY, *NOT_COMPARED, *ROUGH, *SLOW}]
 
 
 def groups():
     names = supported()
-    return [names[at : at + GROUP] for at in range(0, len(names), GROUP)]
+    return [names[at : at + GROUP_SIZE] for at in range(0, len(names), GROUP_SIZE)]
 
 
 @pytest.mark.parametrize("names", groups(), ids=lambda names: f"{names[0]}-{names[-1]}")
@@ -95,14 +95,14 @@ def test_operators_and_their_gradients_are_torchs(names):
 @pytest.mark.torch_all
 @pytest.mark.parametrize("names", groups(), ids=lambda names: f"{names[0]}-{names[-1]}")
 def test_operators_are_as_in_torch_wherever_their_tensors_are(names):
-    compare_each(names, SAMPLES)
+    compare_each(names, NUM_SAMPLES)
 
 
 def compare_each(names, count):
     try:
         compare([call for name in names for call in calls(name)[:count]])
     except InputError:
-        for name in names:  # which of them
+        for name in names:  # find the operator
             compare(calls(name)[:count])
         raise
 
@@ -125,19 +125,19 @@ def test_operator_is_as_in_torch_or_refused(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_operator_is_refused(name):
-    """An operator that is not refused any more goes from the list."""
+    """Remove an operator from the list once it works."""
     with pytest.raises(InputError):
         compare(calls(name)[-1:])
 
 
 @pytest.mark.torch_all
-@pytest.mark.parametrize("name", [name for name in operators() if name not in {*REFUSED, *DIFFERENT}])
+@pytest.mark.parametrize("name", [name for name in operators() if name not in {*REFUSED, *NOT_COMPARED}])
 def test_every_sample_is_as_in_torch_or_refused(name):
     samples, compared = samples_of(name), 0
-    for at in range(0, len(samples), GROUP):
+    for at in range(0, len(samples), GROUP_SIZE):
         group = [
             (f"{name}, sample {at + number}", sample, placement)
-            for number, sample in enumerate(samples[at : at + GROUP])
+            for number, sample in enumerate(samples[at : at + GROUP_SIZE])
             for placement in PLACEMENTS
         ]
         try:
@@ -225,11 +225,11 @@ POINTS = [
     lambda x: x.index_select(0, torch.zeros(2, dtype=torch.long)), lambda x: torch.polygamma(1, x.nan_to_num(9, 9,
     9).float().abs() + 0.3),
 ]  # fmt: skip
-"""Functions, each for the arrays that torch computes it of."""
+"""Functions, compared for every array that torch accepts."""
 
 
 @pytest.mark.parametrize("array", ARRAYS)
-def test_points_where_functions_bend_or_end(array):
+def test_values_at_bounds_ties_and_infinities(array):
     for number, (ours, theirs) in outputs_of(POINTS, ARRAYS[array]).items():
         for found, wanted in zip(ours, theirs, strict=True):
             about = f"POINTS[{number}], {POINTS[number]}"
@@ -258,39 +258,43 @@ def test_whole_numbers_are_exact(case):
         np.testing.assert_array_equal(found, wanted)
 
 
-FORMS = {**OPS, **RANDOM, **WHOLE}
+ALL_OPS = {**OPS, **RANDOM, **DIFFERENTIABLE}
 
 
-def test_no_form_swallows_arguments():
-    kinds = {name: {each.kind for each in inspect.signature(form).parameters.values()} for name, form in FORMS.items()}
+def test_no_operator_accepts_unknown_keywords():
+    kinds = {
+        name: {parameter.kind for parameter in inspect.signature(op).parameters.values()}
+        for name, op in ALL_OPS.items()
+    }
     assert not [name for name, found in kinds.items() if inspect.Parameter.VAR_KEYWORD in found]
 
 
-UNSEEN = {"mm.dtype", "bmm.dtype", "addmm.dtype", "baddbmm.dtype"}
-"""Overloads of GPUs."""
+GPU_OVERLOADS = {"mm.dtype", "bmm.dtype", "addmm.dtype", "baddbmm.dtype"}
 
 
 def overloads(name):
-    """Schemas of an operator, as a graph has it: of tensors, without those that torch takes apart."""
+    """Return the schemas that a graph can contain: with tensors, and not decomposed by torch."""
     packet = getattr(torch.ops.aten, name, None)
-    for each in packet.overloads() if packet else ():
-        overload = getattr(packet, each)
-        of = overload._schema.arguments
-        if not torch._C._dispatch_has_kernel(overload.name()):  # of TorchScript's lists and numbers
+    for overload_name in packet.overloads() if packet else ():
+        overload = getattr(packet, overload_name)
+        arguments = overload._schema.arguments
+        if not torch._C._dispatch_has_kernel(overload.name()):  # TorchScript only
             continue
         composite = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
-        has_tensors = any("Tensor" in str(found.type) for found in (*of, *overload._schema.returns))
-        odd = any(found.is_out or str(found.type) == "str[]" for found in of) or "Dimname" in str(overload._schema)
-        if has_tensors and not composite and not odd and f"{name}.{each}" not in UNSEEN:
+        has_tensors = any("Tensor" in str(value.type) for value in (*arguments, *overload._schema.returns))
+        odd = any(value.is_out or str(value.type) == "str[]" for value in arguments) or "Dimname" in str(
+            overload._schema
+        )
+        if has_tensors and not composite and not odd and f"{name}.{overload_name}" not in GPU_OVERLOADS:
             yield overload._schema
 
 
 @pytest.mark.parametrize("name", [*OPS, *RANDOM])
-def test_form_takes_the_arguments_of_every_schema(name):
+def test_operator_accepts_the_arguments_of_every_schema(name):
     lead = [None] if name in RANDOM else []
     for schema in overloads(name):
-        arguments = [each for each in schema.arguments if each.name not in MEANINGLESS or not each.kwarg_only]
-        for given in (arguments, [each for each in arguments if not each.has_default_value()]):
-            places = [each.name for each in given if not each.kwarg_only]
-            names = {each.name: None for each in given if each.kwarg_only}
-            inspect.signature(FORMS[name]).bind(*lead, *places, **names)
+        arguments = [arg for arg in schema.arguments if arg.name not in IGNORED_ARGUMENTS or not arg.kwarg_only]
+        for given in (arguments, [arg for arg in arguments if not arg.has_default_value()]):
+            positional = [arg.name for arg in given if not arg.kwarg_only]
+            keywords = {arg.name: None for arg in given if arg.kwarg_only}
+            inspect.signature(ALL_OPS[name]).bind(*lead, *positional, **keywords)

@@ -1,4 +1,4 @@
-"""Small modules of PyTorch with their losses and rows, their exports, and their results in torch."""
+"""Small PyTorch modules with losses, data, exports, and results in torch."""
 
 import inspect
 from functools import cache
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpuswarm.torch.graph import Exported
+from tpuswarm.torch.graph import ExportedModule
 from tpuswarm.train.data.arrays import to_numpy
 
 torch = pytest.importorskip("torch")
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 nn, functional = torch.nn, torch.nn.functional
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-LAYERS = 2
+LLAMA_LAYERS = 2
 RANDOM = np.random.default_rng(0)
 ROWS = {
     "x": RANDOM.normal(size=(4, 8)).astype(np.float32),
@@ -29,7 +29,7 @@ ROWS = {
 }
 
 
-def classes(outputs, batch):
+def label_loss(outputs, batch):
     loss = functional.cross_entropy(outputs, batch["y"])
     return loss, {"right": (outputs.argmax(-1) == batch["y"]).float().mean()}
 
@@ -38,12 +38,12 @@ def next_token(outputs, batch):
     return functional.cross_entropy(outputs[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
 
 
-def squared(outputs, batch):
+def mean_square(outputs, batch):
     return (outputs**2).mean()
 
 
-class OfIds(nn.Module):
-    """The logits of a language model of transformers."""
+class LanguageModel(nn.Module):
+    """Return the logits of a model of transformers."""
 
     def __init__(self, model):
         super().__init__()
@@ -53,12 +53,12 @@ class OfIds(nn.Module):
         return self.model(input_ids=ids).logits
 
 
-class EncoderDecoder(OfIds):
+class EncoderDecoder(LanguageModel):
     def forward(self, ids):
         return self.model(input_ids=ids, decoder_input_ids=ids).logits
 
 
-class OfPixels(OfIds):
+class ImageModel(LanguageModel):
     def forward(self, pixels):
         return self.model(pixel_values=pixels).logits
 
@@ -112,56 +112,56 @@ def convolutional():
     )  # fmt: skip
 
 
-def of(name, config, **more):
-    kind, sizes = (OfPixels, {"num_labels": 5}) if "Image" in name else (OfIds, {"vocab_size": 50})
+def tiny(name, config, **options):
+    kind, sizes = (ImageModel, {"num_labels": 5}) if "Image" in name else (LanguageModel, {"vocab_size": 50})
     kind = EncoderDecoder if name.startswith("T5") else kind
-    return kind(getattr(transformers, name)(getattr(transformers, config)(**sizes, **more)))
+    return kind(getattr(transformers, name)(getattr(transformers, config)(**sizes, **options)))
 
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 5)), classes, "x y"),
-    "cnn": (convolutional, classes, "pixels y"),
-    "lstm": (lambda: Recurrent(nn.LSTM), classes, "sequence y"),
-    "gru": (lambda: Recurrent(nn.GRU), classes, "sequence y"),
+    "mlp": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 5)), label_loss, "x y"),
+    "cnn": (convolutional, label_loss, "pixels y"),
+    "lstm": (lambda: Recurrent(nn.LSTM), label_loss, "sequence y"),
+    "gru": (lambda: Recurrent(nn.GRU), label_loss, "sequence y"),
     "encoder": (
         lambda: nn.Sequential(
             nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1),
             nn.Flatten(), nn.Linear(48, 5),
-        ), classes, "sequence y",
+        ), label_loss, "sequence y",
     ),
-    "unet": (UNetBlock, squared, "pixels"),
+    "unet": (UNetBlock, mean_square, "pixels"),
     "gan": (Adversaries, adversarial, "x"),
     "resnet": (
-        lambda: of("ResNetForImageClassification", "ResNetConfig", layer_type="basic", depths=[1, 1],
+        lambda: tiny("ResNetForImageClassification", "ResNetConfig", layer_type="basic", depths=[1, 1],
                    hidden_sizes=[8, 16], embedding_size=8),
-        classes, "pixels y",
+        label_loss, "pixels y",
     ),
     "convnext": (
-        lambda: of("ConvNextForImageClassification", "ConvNextConfig", depths=[1, 1], hidden_sizes=[8, 16],
+        lambda: tiny("ConvNextForImageClassification", "ConvNextConfig", depths=[1, 1], hidden_sizes=[8, 16],
                    num_stages=2, drop_path_rate=0.0),
-        classes, "pixels y",
+        label_loss, "pixels y",
     ),
     "vit": (
-        lambda: of("ViTForImageClassification", "ViTConfig", image_size=16, patch_size=4, num_hidden_layers=1,
+        lambda: tiny("ViTForImageClassification", "ViTConfig", image_size=16, patch_size=4, num_hidden_layers=1,
                    **SMALL, **NO_DROPOUT),
-        classes, "pixels y",
+        label_loss, "pixels y",
     ),
     "gpt2": (
-        lambda: of("GPT2LMHeadModel", "GPT2Config", n_layer=1, n_embd=32, n_head=4, use_cache=False, resid_pdrop=0.0,
+        lambda: tiny("GPT2LMHeadModel", "GPT2Config", n_layer=1, n_embd=32, n_head=4, use_cache=False, resid_pdrop=0.0,
                    embd_pdrop=0.0, attn_pdrop=0.0),
         next_token, "ids",
     ),
     "llama": (
-        lambda: of("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, num_hidden_layers=LAYERS, use_cache=False,
-                   **SMALL),
+        lambda: tiny("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, num_hidden_layers=LLAMA_LAYERS,
+                     use_cache=False, **SMALL),
         next_token, "ids",
     ),
     "bert": (
-        lambda: of("BertForMaskedLM", "BertConfig", num_hidden_layers=1, **SMALL, **NO_DROPOUT), next_token, "ids",
+        lambda: tiny("BertForMaskedLM", "BertConfig", num_hidden_layers=1, **SMALL, **NO_DROPOUT), next_token, "ids",
     ),
     "t5": (
-        lambda: of("T5ForConditionalGeneration", "T5Config", num_layers=1, d_model=32, d_kv=8, d_ff=64, num_heads=4,
+        lambda: tiny("T5ForConditionalGeneration", "T5Config", num_layers=1, d_model=32, d_kv=8, d_ff=64, num_heads=4,
                    dropout_rate=0.0, use_cache=False),
         next_token, "ids",
     ),
@@ -169,12 +169,12 @@ MODELS = {
 
 
 class Traced(NamedTuple):
-    """A module that is exported once for all tests: do not change it."""
+    """An exported module, shared by all tests; do not change it."""
 
     module: nn.Module
     loss: object
     rows: dict
-    exported: Exported
+    exported: ExportedModule
 
     @property
     def arrays(self):
@@ -190,7 +190,7 @@ def trace(name) -> Traced:
 
 
 def build(name):
-    """A module, its loss, and rows by the names of its arguments: the first of a Sequential is called `input`."""
+    """Return a module, its loss, and rows by argument name; Sequential calls its argument `input`."""
     torch.manual_seed(0)
     make, loss, names = MODELS[name]
     module, rows = make(), {name: ROWS[name] for name in names.split()}
@@ -203,16 +203,16 @@ def loss_in_torch(module, loss, rows):
     batch = {name: torch.from_numpy(array) for name, array in rows.items()}
     batch = {name: array.long() if array.dtype == torch.int32 else array for name, array in batch.items()}
     inputs = {name: batch[name] for name in rows if name in inspect.signature(module.forward).parameters}
-    found = loss(module(**inputs), batch)
-    return found[0] if isinstance(found, tuple) else found
+    result = loss(module(**inputs), batch)
+    return result[0] if isinstance(result, tuple) else result
 
 
-def in_torch(module, loss, rows):
-    """Loss, gradients and buffers afterwards; the module is left as it was."""
+def step_in_torch(module, loss, rows):
+    """Return loss, gradients and new buffers; leave the module unchanged."""
     before = {name: array.clone() for name, array in module.state_dict().items()}
     module.zero_grad()
-    found = loss_in_torch(module, loss, rows)
-    found.backward()
+    value = loss_in_torch(module, loss, rows)
+    value.backward()
     grads = {
         name: to_numpy(param.grad.to_dense().clone())
         for name, param in module.named_parameters()
@@ -220,4 +220,4 @@ def in_torch(module, loss, rows):
     }
     buffers = {name: to_numpy(buffer.clone()) for name, buffer in module.named_buffers()}
     module.load_state_dict(before)
-    return float(found.detach()), grads, buffers
+    return float(value.detach()), grads, buffers

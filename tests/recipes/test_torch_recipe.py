@@ -1,4 +1,4 @@
-"""An exported module of PyTorch as a recipe, without torch; tests/oracle compares with torch."""
+"""Train an exported PyTorch module without torch; tests/oracle compares with torch."""
 
 import json
 import subprocess
@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 import tpuswarm
 from tpuswarm import InputError, Trainer
 from tpuswarm.torch import op, recipe
-from tpuswarm.torch.graph import Dtype, Exported, Graph, Node, Ref, Rows, read, shape_alone, write
+from tpuswarm.torch.graph import Dtype, ExportedModule, Graph, Node, Ref, RowFormula, read, write, zeros_without_memory
+from tpuswarm.torch.interpreter import run_graph
 from tpuswarm.torch.ops import OPS
-from tpuswarm.torch.run import run
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.program.request import usual_request
@@ -31,8 +31,8 @@ DATA = {"x": X, "y": X @ np.float32([[1], [-2], [3]]) + 0.5}
 
 
 def graph(train: bool) -> Graph:
-    """A line with a running mean of its input, and the mean square of its error, with the gradients of that."""
-    rows = Rows(((1.0, 1.0),))
+    """Return a linear model with a running mean of its input, its squared error and the gradients."""
+    rows = RowFormula(((1.0, 1.0),))
     nodes = [
         Node("shifted", "sub", (Ref("x"), Ref("seen")), {}, "line", "model.py:7"),
         Node("product", "addmm", (Ref("b"), Ref("shifted"), Ref("w")), {}, "line", "model.py:8"),
@@ -60,7 +60,7 @@ def graph(train: bool) -> Graph:
     return Graph(arrays, batch, all_nodes, Ref("loss"), metrics, buffers, gradients, len(nodes))
 
 
-EXPORTED = Exported(
+EXPORTED = ExportedModule(
     "Line",
     {
         "params": {"line.weight": np.zeros((3, 1), np.float32), "line.bias": np.zeros(1, np.float32)},
@@ -80,44 +80,43 @@ def file(tmp_path):
 
 
 def test_file_is_read_as_it_was_written(file):
-    assert file.stat().st_mode & 0o777 == 0o644, "whoever trains may be another user"
+    assert file.stat().st_mode & 0o777 == 0o644, "another user may train"
     found = read(file)
     assert (found.name, found.tied, found.train, found.evaluate) == ("Line", EXPORTED.tied, graph(True), graph(False))
     np.testing.assert_array_equal(found.arrays["params"]["line.weight"], np.zeros((3, 1)))
 
 
-def test_file_without_a_backward_pass_is_refused(file):
-    """As earlier versions wrote them."""
+def test_file_of_an_older_version_is_refused(file):
     with safe_open(file, "numpy") as opened:
         about = json.loads(opened.metadata()["tpuswarm"]) | {"format": "tpuswarm torch 1"}
     save_file(load_file(file), file, {"tpuswarm": json.dumps(about)})
-    with pytest.raises(InputError, match=r"was written by an older tpuswarm: write it anew with tpuswarm\.torch\.save"):
+    with pytest.raises(InputError, match=r"comes from an older tpuswarm; export it again with tpuswarm\.torch\.save"):
         read(file)
 
 
-def test_operator_that_is_not_written_where_the_file_trains_is_refused(tmp_path):
-    """The file may come from a process that has registered one of its own."""
+def test_unknown_operator_in_a_file_is_refused(tmp_path):
+    """The exporting process may have registered it."""
     theirs = Node("theirs", "mine.twice", (Ref("x"),), {}, "line", "model.py:7")
     write(tmp_path / "line.safetensors", replace(EXPORTED, evaluate=replace(graph(False), nodes=(theirs,))))
-    with pytest.raises(InputError, match=r'^model\.py:7: mine\.twice of line has no form .*op\("mine\.twice"\)'):
+    with pytest.raises(InputError, match=r'^model\.py:7: mine\.twice of line is not implemented .*op\("mine\.twice"\)'):
         recipe(tmp_path / "line.safetensors", data=DATA, optimizer=optax.adam(0.1))
 
 
 def test_module_trains_and_resumes_with_its_buffers(file, tmp_path):
-    made = recipe(file, data={"train": DATA, "validation": DATA}, optimizer=optax.adam(0.1))
+    module_recipe = recipe(file, data={"train": DATA, "validation": DATA}, optimizer=optax.adam(0.1))
     trainer = Trainer(devices=8, seed=0, shard="fsdp", ema=0.9, accumulate=1, eval_every=100)
-    result = trainer.fit(made, steps=200, batch=16, run=tmp_path / "run")
+    result = trainer.fit(module_recipe, steps=200, batch=16, run=tmp_path / "run")
     assert result.metrics["loss"] < 1e-2 and result.metrics["worst"] < 0.1
     found = tpuswarm.load(tmp_path / "run")
     np.testing.assert_allclose(found["params"]["line.weight"][:, 0], [1, -2, 3], atol=0.1)
     np.testing.assert_allclose(found["extra"]["line.seen"], X.mean(0), atol=0.2)
-    assert trainer.fit(made, steps=210, batch=16, run=tmp_path / "run").metrics["step"] == 210
+    assert trainer.fit(module_recipe, steps=210, batch=16, run=tmp_path / "run").metrics["step"] == 210
 
 
 def test_module_trains_in_bf16_with_micro_batches(file, tmp_path):
-    made = recipe(file, data=DATA, optimizer=optax.adam(0.1))
+    module_recipe = recipe(file, data=DATA, optimizer=optax.adam(0.1))
     trainer = Trainer(devices=8, seed=0, precision="bf16", accumulate=2)
-    assert trainer.fit(made, steps=200, batch=16, run=tmp_path / "run").metrics["loss"] < 0.05
+    assert trainer.fit(module_recipe, steps=200, batch=16, run=tmp_path / "run").metrics["loss"] < 0.05
 
 
 TRAIN = """
@@ -126,8 +125,8 @@ import jax, numpy as np, optax, tpuswarm
 from tpuswarm.train.recipe import Options
 
 file, data = sys.argv[1:]
-made = tpuswarm.torch.recipe(file, data=dict(np.load(data)), optimizer=optax.sgd(0.1))
-assert made.program(Options()).init(jax.random.key(0)).params["line.weight"].shape == (3, 1)
+module_recipe = tpuswarm.torch.recipe(file, data=dict(np.load(data)), optimizer=optax.sgd(0.1))
+assert module_recipe.program(Options()).init(jax.random.key(0)).params["line.weight"].shape == (3, 1)
 assert not [name for name in sys.modules if name.split(".")[0] == "torch"]
 """
 
@@ -140,15 +139,15 @@ def test_training_does_not_import_torch(file, tmp_path):
 ARRAYS = jax.tree.map(jnp.asarray, dict(EXPORTED.arrays))
 
 
-def test_operation_that_cannot_be_computed_is_named_with_its_line():
+def test_failing_operation_is_named_with_its_line():
     batch = {"x": jnp.zeros((4, 5)), "y": jnp.zeros((4, 1))}
-    with pytest.raises(InputError, match=r"^model.py:7: sub of line cannot be computed here: .*\(4, 5\)"):
-        run(graph(True), ARRAYS, batch, None)
+    with pytest.raises(InputError, match=r"^model.py:7: sub of line failed in JAX: .*\(4, 5\)"):
+        run_graph(graph(True), ARRAYS, batch, None)
 
 
 def test_products_have_the_line_of_the_module():
     batch = {"x": jnp.zeros((4, 3)), "y": jnp.zeros((4, 1))}
-    step = jax.make_jaxpr(lambda arrays: run(graph(True), arrays, batch, None))(ARRAYS)
+    step = jax.make_jaxpr(lambda arrays: run_graph(graph(True), arrays, batch, None))(ARRAYS)
     found = {product.place for product in model_flops(step).products}
     assert found == {CodeLine("model.py", 8)}, "forward and backward"
 
@@ -161,12 +160,13 @@ def test_operator_can_be_added(monkeypatch):
         return 2 * x
 
     nodes = (Node("a", "sum", (Ref("x"),), {}), Node("b", "twice", (Ref("a"),), {}))
-    found = run(Graph({}, {"x": "x"}, nodes, Ref("b"), {}, {}), {}, {"x": jnp.ones(3)}, None).loss
+    found = run_graph(Graph({}, {"x": "x"}, nodes, Ref("b"), {}, {}), {}, {"x": jnp.ones(3)}, None).loss
     del OPS["twice"]
     assert found == 6
 
 
 def test_scalar_array_does_not_widen_others_unless_it_is_of_a_higher_kind():
+    """As in torch."""
     half, scalar, whole = jnp.ones(2, jnp.bfloat16), jnp.float32(0.5), jnp.ones(2, jnp.int32)
     with jax.numpy_dtype_promotion("standard"):
         assert OPS["add"](half, scalar).dtype == jnp.bfloat16
@@ -177,28 +177,28 @@ def test_scalar_array_does_not_widen_others_unless_it_is_of_a_higher_kind():
 
 @pytest.mark.parametrize("lead", [(), (1,)])
 def test_outer_product_is_exact_in_16_bits(lead):
-    """Positions by frequencies, as rotary embeddings have them: bfloat16 has no 1001."""
+    """Rotary embeddings multiply positions by frequencies; bfloat16 cannot represent 1001."""
     nodes = (
         Node("angles", "bmm" if lead else "mm", (Ref("at"), Ref("by")), {}),
         Node("last", "amax", (Ref("angles"),), {}),
     )
     batch = {"at": jnp.arange(1002.0).reshape(*lead, -1, 1), "by": jnp.ones((*lead, 1, 4))}
     outer = Graph({}, {"at": "at", "by": "by"}, nodes, Ref("last"), {}, {})
-    assert run(outer, {}, batch, None, Options(precision="bf16"))[0] == 1001
+    assert run_graph(outer, {}, batch, None, Options(precision="bf16"))[0] == 1001
 
 
-LEAST = float(np.finfo(np.float32).min)
+MIN_FLOAT32 = float(np.finfo(np.float32).min)
 
 
 @pytest.mark.parametrize(
     ("operator", "args"),
     [
-        ("masked_fill", (Ref("scores"), Ref("hidden"), LEAST)),
+        ("masked_fill", (Ref("scores"), Ref("hidden"), MIN_FLOAT32)),
         ("where", (Ref("hidden"), Ref("never"), Ref("scores"))),
     ],
 )
 def test_fully_masked_row_is_finite_in_16_bits(operator, args):
-    """The mask was traced as the least float32, which is minus infinity in bfloat16."""
+    """The mask contains the smallest float32, which would be minus infinity in bfloat16."""
     nodes = (
         Node("scores", "mm", (Ref("x"), Ref("x")), {}),
         Node("masked", operator, args, {}),
@@ -208,19 +208,26 @@ def test_fully_masked_row_is_finite_in_16_bits(operator, args):
     arrays = {"never": ("constants", "never")}
     masked = Graph(arrays, {"x": "x", "hidden": "hidden"}, nodes, Ref("most"), {}, {})
     batch = {"x": jnp.eye(4), "hidden": jnp.ones((4, 4), bool)}
-    constants = {"constants": {"never": jnp.float32(LEAST)}}
-    assert run(masked, constants, batch, None, Options(precision="bf16"))[0] == 0.25
+    constants = {"constants": {"never": jnp.float32(MIN_FLOAT32)}}
+    assert run_graph(masked, constants, batch, None, Options(precision="bf16"))[0] == 0.25
 
 
 def test_other_files_and_arguments_are_refused(tmp_path, file):
     (tmp_path / "text").write_text("a text")
     tpuswarm.save({"a": np.zeros(2)}, tmp_path / "other.safetensors")
     for words, module, *loss in (
-        (r"there is no .*absent: tpuswarm\.torch\.save writes it, where torch is", tmp_path / "absent"),
-        ("text is no exported module", tmp_path / "text"),
-        (r"other\.safetensors is no exported module: tpuswarm\.torch\.save writes one", tmp_path / "other.safetensors"),
-        ("has its loss in it: loss=None", file, lambda outputs, batch: outputs),
-        (r"pip install 'tpuswarm\[torch\]'; hosts that train", object(), lambda outputs, batch: 0),
+        (r"absent does not exist; tpuswarm\.torch\.save writes it", tmp_path / "absent"),
+        ("text is not an exported module", tmp_path / "text"),
+        (
+            r"other\.safetensors is not an exported module; tpuswarm\.torch\.save writes one",
+            tmp_path / "other.safetensors",
+        ),
+        ("contains its loss; leave loss out", file, lambda outputs, batch: outputs),
+        (
+            r"needs torch \(pip install 'tpuswarm\[torch\]'\)",
+            object(),
+            lambda outputs, batch: 0,
+        ),
     ):
         with pytest.raises(InputError, match=words):
             recipe(module, *loss, data=DATA, optimizer=optax.sgd(0.1))
@@ -238,13 +245,13 @@ ATTENTION = Graph(
     ),
     Ref("loss"), {}, {},
 )  # fmt: skip
-"""Attention of x [B, T, H, K] with itself."""
+"""Self-attention of x [B, T, H, K]."""
 
 
 def attention_loss(options: Options, tokens: int = 256):
-    """The loss of attention, and an x of so many tokens."""
+    """Return the loss of attention, and the shape of x."""
     x = jax.ShapeDtypeStruct((8, tokens, 4, 64), jnp.float32)
-    return jax.jit(lambda x: run(ATTENTION, {}, {"x": x}, None, options)[0]), x
+    return jax.jit(lambda x: run_graph(ATTENTION, {}, {"x": x}, None, options)[0]), x
 
 
 def test_attention_uses_the_tpu_kernel_if_it_supports_the_shape():
@@ -285,12 +292,14 @@ def test_layers_are_recomputed_only_with_attention(file):
 
 def test_file_without_weights_can_be_planned_and_not_trained(tmp_path):
     shapes = {
-        group: {name: shape_alone(array.shape, array.dtype) for name, array in arrays.items()}
+        group: {name: zeros_without_memory(array.shape, array.dtype) for name, array in arrays.items()}
         for group, arrays in EXPORTED.arrays.items()
     }
-    write(tmp_path / "shapes.safetensors", replace(EXPORTED, arrays=shapes, weights=False))
-    made = recipe(tmp_path / "shapes.safetensors", data=DATA, optimizer=optax.sgd(0.1))
-    compiled = compile_step(made, usual_request(made, batch=8), jax.devices()[:2])
+    write(tmp_path / "shapes.safetensors", replace(EXPORTED, arrays=shapes, has_weights=False))
+    module_recipe = recipe(tmp_path / "shapes.safetensors", data=DATA, optimizer=optax.sgd(0.1))
+    compiled = compile_step(module_recipe, usual_request(module_recipe, batch=8), jax.devices()[:2])
     assert compiled.flops.total == 2 * (2 * 8 * 3)  # forward, and the gradient of the weights
-    with pytest.raises(InputError, match="Line was exported from the meta device, without weights: it can be planned"):
+    with pytest.raises(
+        InputError, match="Line was exported from the meta device without weights and can only be planned"
+    ):
         compiled.init(jax.random.key(0))

@@ -1,4 +1,4 @@
-"""PyTorch modules: exported where torch is, trained by JAX where it is not."""
+"""Export PyTorch modules and train them with JAX, on hosts without torch."""
 
 from tpuswarm.torch.ops import op
 from tpuswarm.torch.recipe import recipe, save, state_dict

@@ -1,8 +1,7 @@
-"""A PyTorch module as a recipe."""
+"""Make a recipe from a PyTorch module, and give trained parameters back to torch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.errors import InputError
-from tpuswarm.torch.graph import Exported, read, write
-from tpuswarm.torch.run import check_operators, run
+from tpuswarm.torch.graph import ExportedModule, read, write
+from tpuswarm.torch.interpreter import check_operators, run_graph
 from tpuswarm.train.data.arrays import to_torch
 from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.losses import Loss
-from tpuswarm.train.process.terminal import say
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.trees import load
 from tpuswarm.train.supervised import Supervised, SupervisedProgram, supervised
+
+CHECKED_ROWS = 4
+"""Rows of the data that are compared with torch: not one of the traced sizes, so that formulas are checked too."""
 
 
 @entry_point
 def save(
     module: Any, loss: Callable[..., Any], row: Mapping[str, Any], path: str | Path, check: bool | None = None
 ) -> None:
-    """Export a module and its loss to a file, where torch is; `recipe(path, …)` needs torch no more.
+    """Export a module and its loss to a file that `recipe(path, …)` trains without torch.
 
-    row: the data's arrays, one row or more, of which four are compared; check: as of `recipe`. Raises InputError, with
-    the module's line.
+    row: arrays of the data, with at least four rows for the comparison with torch; check: see `recipe`.
+    Raise InputError with the module's line.
     """
-    from tpuswarm.torch.check import checked
-    from tpuswarm.torch.export import export
-
-    exported = export(module, loss, row)
-    _tell(exported, checked(module, loss, row, exported, check), check)
+    exported = _export(module, loss, row)
+    _check(module, loss, row, exported, check)
     write(Path(path), exported)
 
 
@@ -52,183 +50,172 @@ def recipe(
     micro_batches: bool = False,
     check: bool | None = None,
 ) -> Supervised:
-    """A recipe from a module and a loss of torch.
+    """Return a recipe for a PyTorch module and its loss.
 
-    - module: an `nn.Module`, with the parameters that it has, or the path of a file that `save` has written.
-    - loss(outputs, batch) → a scalar tensor, or (scalar, dict of scalar metrics); in the file already, if it is one.
-    - data, optimizer, schedule, defaults, cast, micro_batches: as `tpuswarm.supervised` takes them; arrays of the data
-      go to the arguments of `forward` that have their names, and all of them are in the loss's `batch`.
+    - module: an `nn.Module`, trained from its current parameters, or the path of a file that `save` has written.
+    - loss(outputs, batch) → a scalar tensor, or (scalar, dict of scalar metrics); None for a file, which contains it.
+    - data, optimizer, schedule, defaults, cast, micro_batches: as in `tpuswarm.supervised`. Arrays of the data are
+      passed to the arguments of `forward` with the same names; the loss gets all of them as `batch`.
+    - check: compare loss, gradients and buffers with torch before training, and refuse a module that differs. None
+      compares modules with at most 50 million parameters.
 
-    - check: before it trains, rows of the data go through torch's own loss and backward, and through ours; a module
-      whose loss, gradients or buffers differ is refused. None: where it has at most 50 million parameters.
-
-    Buffers are mutable state. Raises InputError for what cannot be exported, with the module's line.
+    Buffers are mutable state. Raise InputError with the module's line if the module cannot be exported.
     """
     if data is None or optimizer is None:
-        raise InputError(
-            f"{'data' if data is None else 'an optimizer'} is missing: recipe(module, loss, data, optimizer)"
-        )
+        missing = "data" if data is None else "an optimizer"
+        raise InputError(f"{missing} is missing; call recipe(module, loss, data, optimizer)")
+    options = optimizer, data, schedule, defaults, cast, micro_batches
     if isinstance(module, (str, Path)):
         if loss is not None:
-            raise InputError(f"{module} has its loss in it: loss=None")
+            raise InputError(f"{module} contains its loss; leave loss out")
         exported = read(Path(module))
         check_operators(exported.train, exported.evaluate)
-    else:
+        return ModuleRecipe(exported, *options)
+    if loss is None:
+        raise InputError("the loss is missing; call recipe(module, loss, data, optimizer)")
+    any_recipe = supervised(lambda key: {}, lambda params, batch, key: 0.0, None, data)
+    rows = rows_of(any_recipe.data("train"), 0, CHECKED_ROWS)
+    exported = _export(module, loss, rows)
+    return ModuleRecipe(exported, *options, lambda: _check(module, loss, rows, exported, check))
+
+
+def _export(module: Any, loss: Callable[..., Any], rows: Mapping[str, Any]) -> ExportedModule:
+    try:
         from tpuswarm.torch.export import export
-
-        if loss is None:
-            raise InputError("the loss is missing: recipe(module, loss, data, optimizer)")
-        rows = _rows(data)
-        exported = export(module, loss, rows)
-
-        def compare() -> None:
-            from tpuswarm.torch.check import checked
-
-            _tell(exported, checked(module, loss, rows, exported, check), check)
-
-        return ModuleRecipe(exported, optimizer, data, schedule, defaults, cast, micro_batches, compare)
-    return ModuleRecipe(exported, optimizer, data, schedule, defaults, cast, micro_batches)
+    except ImportError as error:
+        raise InputError(
+            "exporting a module needs torch (pip install 'tpuswarm[torch]'); training the exported file does not"
+        ) from error
+    return export(module, loss, rows)
 
 
-def _tell(exported: Exported, why: str, check: bool | None) -> None:
-    """Say that a module was not compared with torch, unless nobody wanted that."""
-    if why and check is not False:
-        say(f"{exported.name} was not compared with torch itself: {why}", err=True)
+def _check(*args: Any) -> None:
+    from tpuswarm.torch.check import check_module  # needs torch
 
-
-def _rows(data: Any) -> Mapping[str, np.ndarray]:
-    """A few rows of the training data, whatever it is given as."""
-    probe = supervised(lambda key: {}, lambda params, batch, key: 0.0, None, data)
-    return rows_of(probe.data("train"), 0, SHOWN)
-
-
-SHOWN = 4
-"""Rows that are read to see what the data is, and to compare."""
+    check_module(*args)
 
 
 class ModuleRecipe(Supervised):
-    """What `recipe` returns."""
+    """A recipe for an exported module."""
 
     def __init__(
-        self, exported: Exported, optimizer: Any, data: Any, schedule: Any, defaults: Any,
-        cast: str | Collection[str], micro_batches: bool, compare: Callable[[], None] = lambda: None,
+        self, exported: ExportedModule, optimizer: Any, data: Any, schedule: Any, defaults: Any,
+        cast: str | Collection[str], micro_batches: bool, check: Callable[[], None] = lambda: None,
     ):  # fmt: skip
-        """compare: called before the first program is made, not earlier: several hosts start before JAX computes."""
-        self.exported, self._compare = exported, compare
-        self._state, self._fixed = exported.state, exported.fixed
-        extra = partial(_arrays, self._state) if self._state else None
-        init = partial(_arrays, exported.arrays["params"])
+        """check: called before the first program is made, because several hosts must start before JAX computes."""
+        self.exported, self._check = exported, check
+        self._state, self._constant_buffers = exported.state, exported.constant_buffers
+
+        def init(key: jax.Array) -> dict[str, jax.Array]:
+            return {name: jnp.asarray(param) for name, param in exported.arrays["params"].items()}
+
+        def extra(key: jax.Array) -> dict[str, jax.Array]:
+            return {name: jnp.asarray(buffer) for name, buffer in self._state.items()}
+
         super().__init__(
-            init, self.loss(Options()), optimizer, data, schedule, defaults, cast, micro_batches, extra, None
-        )
+            init, self.loss(Options()), optimizer, data, schedule, defaults, cast, micro_batches,
+            extra if self._state else None,
+        )  # fmt: skip
         self.frozen = exported.frozen
-        if any(node.op == "tpuswarm.attention" for node in exported.train.nodes):  # on a TPU v2 or v3 always
+        if any(node.op == "tpuswarm.attention" for node in exported.train.nodes):
             self.forms = ("remat", *self.forms)
         self.name = exported.name.lower()
 
     def program(self, options: Options) -> SupervisedProgram:
-        """The program; the module has been compared with torch by then."""
-        compare, self._compare = self._compare, lambda: None
-        compare()
+        """Return the program; compare the module with torch before the first one."""
+        check, self._check = self._check, lambda: None
+        check()
         return super().program(options)
 
     def loss(self, options: Options) -> Loss:
-        """The traced step, in the form of attention and with the recomputation that `compile_step` has chosen.
-
-        Its derivative is the backward pass that was traced with it.
-        """
+        """Return the traced loss, whose derivative is the traced backward pass."""
         exported, constants = self.exported, self.exported.arrays["constants"]
 
         def step(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
             graph = exported.evaluate if key is None else exported.train
-            arrays = {"params": params, "buffers": {**self._fixed, **extra}, "constants": constants}
-            found = run(graph, arrays, batch, key, options)
-            new = {name: jnp.asarray(found.buffers.get(name, old)).astype(old.dtype) for name, old in extra.items()}
-            return (found.loss, (found.metrics, new)), found.gradients
+            arrays = {"params": params, "buffers": {**self._constant_buffers, **extra}, "constants": constants}
+            outputs = run_graph(graph, arrays, batch, key, options)
+            new = {name: jnp.asarray(outputs.buffers.get(name, old)).astype(old.dtype) for name, old in extra.items()}
+            return (outputs.loss, (outputs.metrics, new)), outputs.gradients
 
         @jax.custom_vjp
-        def training(params: Any, extra: Any, batch: Any, key: jax.Array) -> Any:
+        def training_loss(params: Any, extra: Any, batch: Any, key: jax.Array) -> Any:
             return step(params, extra, batch, key)[0]
 
         def forward(params: Any, extra: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
-            found, gradients = step(params, extra, batch, key)
-            given = {name: gradients.get(name, jnp.zeros_like(each)) for name, each in params.items()}
-            return found, {name: each.astype(params[name].dtype) for name, each in given.items()}
+            outputs, gradients = step(params, extra, batch, key)
+            return outputs, {
+                name: gradients.get(name, jnp.zeros_like(param)).astype(param.dtype) for name, param in params.items()
+            }
 
-        def backward(gradients: Any, slopes: Any) -> Any:
-            return {name: each * slopes[0] for name, each in gradients.items()}, None, None, None
+        def backward(gradients: Any, cotangents: Any) -> Any:
+            return {name: gradient * cotangents[0] for name, gradient in gradients.items()}, None, None, None
 
-        training.defvjp(forward, backward)
+        training_loss.defvjp(forward, backward)
 
-        def with_state(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> Any:
-            return training(params, extra, batch, key) if key is not None else step(params, extra, batch, None)[0]
+        def loss_with_state(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> Any:
+            if key is None:
+                return step(params, extra, batch, None)[0]
+            return training_loss(params, extra, batch, key)
 
-        def without(params: Any, batch: Any, key: jax.Array | None) -> Any:
-            loss, (metrics, _) = with_state(params, {}, batch, key)
+        def stateless_loss(params: Any, batch: Any, key: jax.Array | None) -> Any:
+            loss, (metrics, _) = loss_with_state(params, {}, batch, key)
             return loss, metrics
 
-        return with_state if self._state else without
+        return loss_with_state if self._state else stateless_loss
 
     def weights(self) -> Any:
-        """The parameters and buffers of the module. Raises InputError for one that had none."""
-        if not self.exported.weights:
+        """Return the module's parameters and buffers. Raise InputError if it was exported without weights."""
+        if not self.exported.has_weights:
             raise InputError(
-                f"{self.exported.name} was exported from the meta device, without weights: it can be planned, and to "
-                "train it has to be exported on the CPU"
+                f"{self.exported.name} was exported from the meta device without weights and can only be planned; "
+                "export it on the CPU to train it"
             )
-        floats = {name: each if np.issubdtype(each.dtype, np.floating) else None for name, each in self._state.items()}
         params = dict(self.exported.arrays["params"])
-        return {"extra": floats, "params": params} if self._state else params
-
-
-def _arrays(given: Mapping[str, np.ndarray], key: jax.Array) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(array) for name, array in given.items()}
+        if not self._state:
+            return params
+        is_float = {name: np.issubdtype(buffer.dtype, np.floating) for name, buffer in self._state.items()}
+        return {
+            "extra": {name: buffer if is_float[name] else None for name, buffer in self._state.items()},
+            "params": params,
+        }
 
 
 @entry_point
 def state_dict(run: str | Path, module: str | Path | Any | None = None) -> dict[str, Any]:
-    """What a run has trained, as `module.load_state_dict` takes it, where torch is.
+    """Return the trained parameters and buffers of a run for `module.load_state_dict`. Needs torch.
 
-    run: its folder. module: the module, or its exported file: for the names of tied parameters and for buffers that
-    training does not change; without it `load_state_dict(…, strict=False)` takes the rest. Raises InputError.
+    run: a run's folder; module: the module or its exported file, for names of tied parameters and buffers that do not
+    change. Without it use `load_state_dict(…, strict=False)`. Raise InputError if the run trained another module.
     """
-    found = load(str(run))
-    state = {**found.get("params", {}), **(found.get("ema") or {})}  # the average is what one wants in the end
-    state |= found.get("extra") or {}
+    loaded = load(str(run))
+    state = {**loaded.get("params", {}), **(loaded.get("ema") or {}), **(loaded.get("extra") or {})}
     if module is not None:
-        theirs, same = _names(module)
-        for names in same:
-            state |= dict.fromkeys(names, _trained(names, state, run))
-        state = {name: state.get(name, each) for name, each in theirs.items()}
-        for name, each in theirs.items():
-            if tuple(each.shape) != tuple(state[name].shape):
+        arrays, aliases = _arrays_and_aliases(module)
+        for names in aliases:
+            trained = next((state[name] for name in names if name in state), None)
+            if trained is None:
+                raise InputError(f"{run} has no parameter {names[0]}; it trained another module")
+            state |= dict.fromkeys(names, trained)
+        state = {name: state.get(name, array) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            if tuple(array.shape) != tuple(state[name].shape):
                 raise InputError(
-                    f"{name} is {list(state[name].shape)} in {run}, and {list(each.shape)} in the module: it is "
-                    "another module"
+                    f"{name} is {list(state[name].shape)} in {run} and {list(array.shape)} in the module; the run "
+                    "trained another module"
                 )
-    return {name: each if _is_torch(each) else to_torch(each) for name, each in state.items()}
+    is_torch = {name: type(value).__module__.startswith("torch") for name, value in state.items()}
+    return {name: value if is_torch[name] else to_torch(value) for name, value in state.items()}
 
 
-def _names(module: str | Path | Any) -> tuple[dict[str, Any], list[list[str]]]:
-    """All that a module, or its exported file, has of its own by name, and the names of each parameter."""
+def _arrays_and_aliases(module: str | Path | Any) -> tuple[dict[str, Any], list[list[str]]]:
+    """Return all arrays of a module by name, and the names of each parameter."""
     if isinstance(module, (str, Path)):
         exported = read(Path(module))
         params, tied = exported.arrays["params"], exported.tied
-        same = [[name, *(other for other, first in tied.items() if first == name)] for name in params]
-        return {**params, **exported.arrays["buffers"], **{other: params[tied[other]] for other in tied}}, same
-    found = defaultdict[int, list[str]](list)
-    for name, each in module.named_parameters(remove_duplicate=False):
-        found[id(each)].append(name)
-    return dict(module.state_dict()), list(found.values())
-
-
-def _trained(names: Sequence[str], state: Mapping[str, Any], run: str | Path) -> Any:
-    """Of a parameter by any of its names; InputError where the run has none."""
-    found = next((state[name] for name in names if name in state), None)
-    if found is None:
-        raise InputError(f"{run} has no parameter {names[0]}: it trained another module")
-    return found
-
-
-def _is_torch(value: Any) -> bool:
-    return type(value).__module__.startswith("torch")
+        aliases = [[name, *(other for other, holder in tied.items() if holder == name)] for name in params]
+        return {**params, **exported.arrays["buffers"], **{other: params[tied[other]] for other in tied}}, aliases
+    names = defaultdict[int, list[str]](list)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names[id(param)].append(name)
+    return dict(module.state_dict()), list(names.values())

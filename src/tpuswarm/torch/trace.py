@@ -1,7 +1,7 @@
-"""One step of a module, as torch itself computes it: forward pass, and the backward pass of torch's autograd.
+"""Trace one step of a module: the forward pass, the loss, and the backward pass of torch's autograd. Needs torch.
 
-Needs torch. `make_fx` records ATen operators below autograd, so that a gradient is what torch says it is, whatever
-stops it or replaces it. A second pass takes writing in place and views out of the recorded graph.
+`make_fx` records ATen operators below autograd, so gradients are torch's own. A second pass removes in-place writes and
+views from the recorded graph.
 """
 
 import bisect
@@ -10,299 +10,287 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
+import torch
+from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn import functional
+
 from tpuswarm.errors import InputError
+from tpuswarm.torch.custom_ops import replacements
 from tpuswarm.torch.ops import OPS, RANDOM
-from tpuswarm.torch.whole import replacements
 
-FORMS = {*OPS, *RANDOM}
-"""What torch does not take apart, because JAX has a form of it."""
+LIBRARY_PATHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__, "<")
 
 
-class Place(NamedTuple):
-    """Where an operator comes from."""
+class Location(NamedTuple):
+    """Submodule and source line of an operation."""
 
     module: str = ""
-    """The path of the innermost module."""
-    line: str = ""
-    """Of the user's source: `model.py:12`."""
-    backward: bool = False
+    """Path of the innermost submodule."""
+    source_line: str = ""
+    """User code: `model.py:12`."""
+    is_backward: bool = False
 
 
-class Traced(NamedTuple):
+class TracedStep(NamedTuple):
     """A recorded step."""
 
     graph: Any
-    """A torch.fx.GraphModule. Inputs: parameters, buffers, batch; outputs: loss, metrics, buffers, gradients."""
-    params: list[str]
-    buffers: list[str]
-    batch: list[str]
+    """A torch.fx.GraphModule. Outputs: the loss, metrics, new buffers, gradients."""
+    inputs: list[tuple[Any, str]]
+    """Group, or "batch", and name of each input."""
     metrics: list[str]
+    buffers: list[str]
     gradients: list[str]
-    """The parameters that have a gradient."""
-    places: Mapping[Any, Place]
+    """Parameters that have a gradient."""
+    locations: Mapping[Any, Location]
     """By node."""
 
 
 def trace(
     module: Any, loss: Callable[..., Any], inputs: list[str], batch: Mapping[str, Any], train: bool
-) -> Traced:  # fmt: skip
-    """Record a step on a batch of torch's tensors; without train, an evaluation, which has no gradients.
+) -> TracedStep:  # fmt: skip
+    """Record a step on a batch of tensors; in evaluation (`train=False`) without gradients.
 
-    Raises InputError for a loss that is no scalar, and whatever torch raises.
+    Raise InputError for a loss that is not a scalar. Errors of torch pass through.
     """
-    import torch
-    from torch._decomp import core_aten_decompositions
-    from torch.fx.experimental.proxy_tensor import make_fx
+    module = _copy_module(module).train(train)  # a forward pass may set attributes
+    fake_mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    params = {name: _off_meta(param.detach(), fake_mode) for name, param in module.named_parameters()}
+    buffers = {name: _off_meta(buffer, fake_mode) for name, buffer in module.named_buffers()}
+    step = _Step(module, loss, inputs, train)
+    with _export_flags():
+        recorded = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(params, buffers, dict(batch))
+        locations = step.locations.by_node(recorded.graph)
+        _check_as_strided(recorded.graph, locations)
+        replayed_locations = SourceLocations()
 
-    module = _copied(module).train(train)
-    fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    params = {name: _present(torch, each.detach(), fake) for name, each in module.named_parameters()}
-    buffers = {name: _present(torch, each, fake) for name, each in module.named_buffers()}
-    step = _Step(torch, module, loss, inputs, train)
-    with _tracing(torch):
-        first = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(params, buffers, dict(batch))
-        places = step.places.by_node(first.graph)
-        _require_no_gaps(torch, first.graph, places)
-        again = _Again(torch, first, places)
-        table = {op: way for op, way in core_aten_decompositions().items() if _name(op) not in FORMS}
-        second = make_fx(
-            torch.func.functionalize(again.run, remove="mutations_and_views"),
-            table,
-            "fake",
-            _allow_non_fake_inputs=True,
-        )(*params.values(), *buffers.values(), *batch.values())
-    known = again.places.by_node(second.graph)
-    return Traced(second, list(params), list(buffers), list(batch), step.metrics, step.gradients, known)
+        class Replay(torch.fx.Interpreter):  # type: ignore[misc]
+            def run_node(self, node: Any) -> Any:
+                replayed_locations.mark(locations[node])
+                return super().run_node(node)
+
+        def replay(*args: Any) -> Any:
+            return Replay(recorded).run(*args, enable_io_processing=False)
+
+        implemented = {*OPS, *RANDOM}
+        decompositions = {
+            op: decomposition
+            for op, decomposition in core_aten_decompositions().items()
+            if op.name().partition("::")[2].partition(".")[0] not in implemented
+        }
+        functional_step = torch.func.functionalize(replay, remove="mutations_and_views")
+        tracer = make_fx(functional_step, decompositions, "fake", _allow_non_fake_inputs=True)
+        graph = tracer(*params.values(), *buffers.values(), *batch.values())
+    groups = {"params": params, "buffers": buffers, "batch": batch}
+    graph_inputs = [(group, name) for group, arrays in groups.items() for name in arrays]
+    return TracedStep(
+        graph, graph_inputs, step.metrics, list(buffers), step.gradients, replayed_locations.by_node(graph.graph)
+    )
 
 
-def _require_no_gaps(torch: Any, graph: Any, places: Mapping[Any, Place]) -> None:
-    """A view by steps in memory has a meaning here only where memory is as the shape says."""
+def _check_as_strided(graph: Any, locations: Mapping[Any, Location]) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.aten.as_strided.default and not node.args[0].meta["val"].is_contiguous():
-            raise InputError(f"{places[node].line}: as_strided reads memory that has gaps: call contiguous() first")
+            line = locations[node].source_line
+            raise InputError(f"{line}: as_strided needs memory without gaps; call contiguous() first")
 
 
-def _copied(module: Any) -> Any:
-    """Another module of the same tensors: what a forward pass keeps in attributes does not get into the user's."""
-    tensors = {id(each): each for each in (*module.parameters(), *module.buffers())}
+def _copy_module(module: Any) -> Any:
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     try:
         return copy.deepcopy(module, tensors)
-    except Exception as error:  # whatever a module holds
+    except Exception as error:  # attributes may raise anything
         raise InputError(f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}") from error
 
 
-def _present(torch: Any, tensor: Any, fake: Any) -> Any:
-    """For one of the meta device a fake one of the CPU: of the former torch's autograd does not know every operator."""
-    if not tensor.is_meta:
+def _off_meta(tensor: Any, fake_mode: Any) -> Any:
+    if not tensor.is_meta:  # for meta tensors autograd lacks some operators
         return tensor
-    with fake:
+    with fake_mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 @contextlib.contextmanager
-def _tracing(torch: Any) -> Iterator[None]:
-    """As torch.export says it to those who ask, and without kernels that take a layer as a whole."""
-    from torch._dispatch.python import enable_python_dispatcher
-
+def _export_flags() -> Iterator[None]:
+    """Set the flags of torch.export that modules ask for, and turn off fused attention layers."""
     flags = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
-    before = {name: getattr(torch.compiler, name) for name in flags}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    with contextlib.ExitStack() as ends:
-        ends.enter_context(enable_python_dispatcher())
-        ends.callback(torch.backends.mha.set_fastpath_enabled, fast)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(enable_python_dispatcher())
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         for name in flags:
-            ends.callback(setattr, torch.compiler, name, before[name])
+            stack.callback(setattr, torch.compiler, name, getattr(torch.compiler, name))
             setattr(torch.compiler, name, True)
         yield
 
 
-class _Places:
-    """Notes where the operators of a graph come from while they are recorded, as intervals of the graph's nodes."""
+class SourceLocations:
+    """Locations of the nodes of a graph, noted while the graph is recorded."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
-        self._places: list[Place] = []
+        self._locations: list[Location] = []
 
-    def mark(self, place: Place) -> None:
-        """What is recorded from now on comes from here."""
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
+    def mark(self, location: Location) -> None:
+        """Assign the nodes that are recorded from now on to a location."""
         mode = get_proxy_mode()
-        if mode is not None and (not self._places or self._places[-1] != place):
+        if mode is not None and (not self._locations or self._locations[-1] != location):
             self._starts.append(len(mode.tracer.graph.nodes))
-            self._places.append(place)
+            self._locations.append(location)
 
-    def by_node(self, graph: Any) -> dict[Any, Place]:
-        """Of each node."""
-        found = {}
-        for number, node in enumerate(graph.nodes):
-            at = bisect.bisect_right(self._starts, number) - 1
-            found[node] = self._places[at] if at >= 0 else Place()
-        return found
+    def by_node(self, graph: Any) -> dict[Any, Location]:
+        """Return the location of each node."""
+        return {
+            node: _last_before(self._starts, self._locations, position) for position, node in enumerate(graph.nodes)
+        }
+
+
+def _last_before(starts: list[int], locations: list[Location], position: int) -> Location:
+    at = bisect.bisect_right(starts, position) - 1
+    return locations[at] if at >= 0 else Location()
 
 
 class _Step:
-    """(params, buffers, batch) → loss, metrics, buffers afterwards, gradients; all flat, in this order."""
+    """(params, buffers, batch) → loss, metrics, new buffers and gradients, as one flat list."""
 
-    def __init__(self, torch: Any, module: Any, loss: Callable[..., Any], inputs: list[str], train: bool):
-        self._torch, self._module, self._loss, self._inputs, self._train = torch, module, loss, inputs, train
-        self._names = {name: each for name, each in module.named_parameters(remove_duplicate=False)}
-        self._trained = {id(each): each.requires_grad for each in self._names.values()}
-        self._first = {id(each): name for name, each in module.named_parameters()}
-        self._same_buffers = list(module.named_buffers(remove_duplicate=False))
-        self._first_buffers = {id(each): name for name, each in module.named_buffers()}
-        self.places = _Places()
+    def __init__(self, module: Any, loss: Callable[..., Any], inputs: list[str], train: bool):
+        self._module, self._loss, self._inputs, self._train = module, loss, inputs, train
+        self._params = dict(module.named_parameters(remove_duplicate=False))
+        self._buffers = dict(module.named_buffers(remove_duplicate=False))
+        self._param_names = {id(param): name for name, param in module.named_parameters()}
+        self._buffer_names = {id(buffer): name for name, buffer in module.named_buffers()}
+        self._trained = {name for name, param in module.named_parameters() if train and param.requires_grad}
+        self.locations = SourceLocations()
         self.metrics: list[str] = []
         self.gradients: list[str] = []
-        self._path = [""]
-        self._numbers: list[int] = []
-        """Numbers of autograd's nodes, ascending, and the place where those from there on were made."""
-        self._made: list[Place] = []
+        self._module_path = [""]
+        self._sequence_numbers: list[int] = []
+        """Autograd's sequence numbers at each call of torch, in the order of `_forward_locations`."""
+        self._forward_locations: list[Location] = []
 
     def __call__(self, params: dict[str, Any], buffers: dict[str, Any], batch: dict[str, Any]) -> list[Any]:
-        torch, module = self._torch, self._module
-        self.places.mark(Place())
-        trained = {self._first[key] for key, wanted in self._trained.items() if wanted and self._train}
-        params = {name: each.detach().requires_grad_(name in trained) for name, each in params.items()}
-        buffers = {name: each.clone() for name, each in buffers.items()}
-        for name, each in self._names.items():
-            self._holder(name)._parameters[name.rpartition(".")[2]] = params[self._first[id(each)]]
-        for name, each in self._same_buffers:
-            self._holder(name)._buffers[name.rpartition(".")[2]] = buffers[self._first_buffers[id(each)]]
-        with self._watched(), torch.set_grad_enabled(self._train):
-            found = self._loss(module(**{name: batch[name] for name in self._inputs}), dict(batch))
-            value, extra = found if isinstance(found, tuple) else (found, {})
+        self.locations.mark(Location())
+        params = {name: param.detach().requires_grad_(name in self._trained) for name, param in params.items()}
+        buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        for name, param in self._params.items():
+            self._owner(name)._parameters[name.rpartition(".")[2]] = params[self._param_names[id(param)]]
+        for name, buffer in self._buffers.items():
+            self._owner(name)._buffers[name.rpartition(".")[2]] = buffers[self._buffer_names[id(buffer)]]
+        with self._watch_calls(), torch.set_grad_enabled(self._train):
+            outputs = self._module(**{name: batch[name] for name in self._inputs})
+            result = self._loss(outputs, dict(batch))
+            loss, metrics = result if isinstance(result, tuple) else (result, {})
         rows = len(next(iter(batch.values())))
-        _require_scalar(torch, value, "the loss", rows)
-        for name, each in extra.items():
-            _require_scalar(torch, each, f"the metric {name}", rows)
-        self.metrics = list(extra)
-        after = [self._holder(name)._buffers[name.rpartition(".")[2]] for name in buffers]
-        gradients = self._differentiated(value, {name: params[name] for name in params if name in trained})
-        self.gradients = [name for name, each in gradients.items() if each is not None]
-        return [
-            value,
-            *(each.detach() for each in extra.values()),
-            *after,
-            *(gradients[name] for name in self.gradients),
-        ]
+        _check_scalar(loss, "the loss", rows)
+        for name, metric in metrics.items():
+            _check_scalar(metric, f"the metric {name}", rows)
+        self.metrics = list(metrics)
+        new_buffers = [self._owner(name)._buffers[name.rpartition(".")[2]] for name in buffers]
+        gradients = self._differentiate(loss, {name: params[name] for name in params if name in self._trained})
+        self.gradients = list(gradients)
+        return [loss, *(metric.detach() for metric in metrics.values()), *new_buffers, *gradients.values()]
 
-    def _holder(self, name: str) -> Any:
+    def _owner(self, name: str) -> Any:
         return self._module.get_submodule(name.rpartition(".")[0])
 
-    def _differentiated(self, value: Any, params: dict[str, Any]) -> dict[str, Any]:
-        """Torch's gradients, with the place in the forward pass of each operator."""
-        if not value.requires_grad:
+    def _differentiate(self, loss: Any, params: dict[str, Any]) -> dict[str, Any]:
+        """Return torch's gradients; mark their operators with the location of the forward pass."""
+        if not loss.requires_grad:
             return {}
-        waiting, seen = [value.grad_fn], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
+        queue, seen = [loss.grad_fn], {None}
+        while queue:
+            node = queue.pop()
+            if node in seen:
                 continue
             seen.add(node)
-            waiting += [other for other, _ in node.next_functions]
-            at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
-            place = (self._made[at] if at >= 0 else Place())._replace(backward=True)
-            node.register_prehook(lambda _, place=place: self.places.mark(place))
-        self.places.mark(Place(backward=True))
-        found = self._torch.autograd.grad(value, list(params.values()), allow_unused=True)
-        return dict(zip(params, found, strict=True))
+            queue += [other for other, _ in node.next_functions]
+            location = _last_before(self._sequence_numbers, self._forward_locations, node._sequence_nr())
+            location = location._replace(is_backward=True)
+            node.register_prehook(lambda _, location=location: self.locations.mark(location))
+        self.locations.mark(Location(is_backward=True))
+        gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        return {name: gradient for name, gradient in zip(params, gradients, strict=True) if gradient is not None}
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Whatever is called in torch meanwhile is noted with its module and line, or replaced by a whole operator."""
-        torch, step, instead = self._torch, self, replacements()
+    def _watch_calls(self) -> Iterator[None]:
+        """Note module and line of each call of torch, and replace functions by custom operators."""
+        step, replaced = self, replacements()
 
-        class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]  # torch is known where a module is made
+        class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
             def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                step._note()
-                return instead.get(function, function)(*args, **(kwargs or {}))
+                step._note_location()
+                return replaced.get(function, function)(*args, **(kwargs or {}))
 
-        with contextlib.ExitStack() as ends:
-            for name, each in self._module.named_modules():
-                before = each.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
-                behind = each.register_forward_hook(lambda *_: self._leave(), always_call=True)
-                ends.callback(before.remove)
-                ends.callback(behind.remove)
-                if (
-                    self._train
-                    and getattr(each, "momentum", 0) is None
-                    and getattr(each, "running_mean", None) is not None
-                ):
-                    ends.callback(each.register_forward_pre_hook(_begin_mean).remove)
-                    ends.callback(each.register_forward_hook(_end_mean).remove)
-            functional, name = torch.nn.functional, "scaled_dot_product_attention"  # its own functions see no mode
-            ends.callback(setattr, functional, name, getattr(functional, name))
-            setattr(functional, name, instead[getattr(functional, name)])
-            ends.enter_context(Mode())
+        with contextlib.ExitStack() as stack:
+            for name, submodule in self._module.named_modules():
+                enter = submodule.register_forward_pre_hook(lambda *_, name=name: self._module_path.append(name))
+                leave = submodule.register_forward_hook(lambda *_: self._leave_module(), always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+                if self._train and _averages_all_steps(submodule):
+                    stack.callback(submodule.register_forward_pre_hook(_use_batch_statistics).remove)
+                    stack.callback(submodule.register_forward_hook(_average_statistics).remove)
+            # torch's own functions call attention below the mode
+            original = functional.scaled_dot_product_attention
+            stack.callback(setattr, functional, "scaled_dot_product_attention", original)
+            functional.scaled_dot_product_attention = replaced[original]
+            stack.enter_context(Mode())
             yield
 
-    def _enter(self, name: str) -> None:
-        self._path.append(name)
+    def _leave_module(self) -> None:
+        self._module_path.pop()
 
-    def _leave(self) -> None:
-        self._path.pop()
-
-    def _note(self) -> None:
-        place = Place(self._path[-1], users_line(sys._getframe(2)))
-        self.places.mark(place)
-        self._numbers.append(self._torch.autograd._get_sequence_nr())
-        self._made.append(place)
+    def _note_location(self) -> None:
+        location = Location(self._module_path[-1], find_user_line(sys._getframe(2)))
+        self.locations.mark(location)
+        self._sequence_numbers.append(torch.autograd._get_sequence_nr())
+        self._forward_locations.append(location)
 
 
-def _begin_mean(norm: Any, _: Any) -> None:
-    """Of a BatchNorm without momentum, whose statistics are means over all steps: for now those of this step."""
-    norm.momentum, norm.before = 1.0, (norm.running_mean.clone(), norm.running_var.clone())
+def _averages_all_steps(norm: Any) -> bool:
+    # BatchNorm(momentum=None): its statistics are means over all steps
+    return getattr(norm, "momentum", 0) is None and getattr(norm, "running_mean", None) is not None
 
 
-def _end_mean(norm: Any, *_: Any) -> None:
+def _use_batch_statistics(norm: Any, _: Any) -> None:
+    norm.momentum, norm.previous = 1.0, (norm.running_mean.clone(), norm.running_var.clone())
+
+
+def _average_statistics(norm: Any, *_: Any) -> None:
     norm.momentum = None
-    for name, before in zip(("running_mean", "running_var"), norm.before, strict=True):
-        norm._buffers[name] = before + (norm._buffers[name] - before) / norm.num_batches_tracked
+    for name, previous in zip(("running_mean", "running_var"), norm.previous, strict=True):
+        norm._buffers[name] = previous + (norm._buffers[name] - previous) / norm.num_batches_tracked
 
 
-class _Again:
-    """Runs a recorded graph, to be recorded again."""
-
-    def __init__(self, torch: Any, module: Any, places: Mapping[Any, Place]):
-        marks = self.places = _Places()
-
-        class Interpreter(torch.fx.Interpreter):  # type: ignore[misc]
-            def run_node(self, node: Any) -> Any:
-                marks.mark(places[node])
-                return super().run_node(node)
-
-        self._interpreter = Interpreter(module)
-
-    def run(self, *args: Any) -> Any:
-        """The outputs of the graph, of its inputs."""
-        return self._interpreter.run(*args, enable_io_processing=False)
-
-
-def _name(op: Any) -> str:
-    """Of an operator, without its overload."""
-    name: str = op.name().partition("::")[2]
-    return name.partition(".")[0]
-
-
-def _require_scalar(torch: Any, value: Any, what: str, rows: int) -> None:
+def _check_scalar(value: Any, name: str, rows: int) -> None:
     if not isinstance(value, torch.Tensor) or value.dim():
-        found = type(value).__name__
+        got = type(value).__name__
         if isinstance(value, torch.Tensor):
-            found = f"[{', '.join('rows' if size == rows else str(size) for size in value.shape)}]"
-        raise InputError(f"{what} is {found}: it has to be a scalar tensor, a mean over the batch")
+            got = f"[{', '.join('rows' if size == rows else str(size) for size in value.shape)}]"
+        raise InputError(f"{name} is {got}; return a scalar tensor, the mean over the batch")
 
 
-def users_line(frame: Any, line: int | None = None) -> str:
-    """A frame's line where it is neither torch's nor ours; without a line, that of the innermost such caller."""
-    import torch
-
-    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__, "<")
-    while frame is not None and frame.f_code.co_filename.startswith(others):
-        if line is not None:
-            return ""
+def find_user_line(frame: Any) -> str:
+    """Return the innermost line of user code in a frame's callers: `model.py:12`."""
+    while frame is not None and not _is_user_code(frame):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{line or frame.f_lineno}" if frame is not None else ""
+    return _format_line(frame, frame.f_lineno) if frame is not None else ""
+
+
+def traceback_line(error: Exception) -> str:
+    """Return the innermost line of user code in an error's traceback: `model.py:12`."""
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_user_code(frame)]
+    return _format_line(*frames[-1]) if frames else ""
+
+
+def _is_user_code(frame: Any) -> bool:
+    return not frame.f_code.co_filename.startswith(LIBRARY_PATHS)
+
+
+def _format_line(frame: Any, line: int) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{line}"

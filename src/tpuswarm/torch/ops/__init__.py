@@ -1,56 +1,53 @@
-"""ATen's operators as functions of JAX arrays, in a table for each kind; arguments are those of ATen's schemas."""
+"""JAX implementations of ATen operators, with the arguments of ATen's schemas."""
 
 from collections.abc import Callable
 from typing import Any
 
 from tpuswarm.torch.ops import (
     backward,
-    layers,
     linear_algebra,
+    normalization,
     pointwise,
+    pooling,
     products,
-    randoms,
+    random_numbers,
     recurrent,
     reductions,
-    sampling,
+    resampling,
     scattering,
     shapes,
 )
 
 OPS: dict[str, Callable[..., Any]] = {
-    **pointwise.OPS,
-    **shapes.OPS,
-    **reductions.OPS,
-    **products.OPS,
-    **layers.OPS,
-    **sampling.OPS,
-    **scattering.OPS,
-    **linear_algebra.OPS,
-    **backward.OPS,
-}
-"""By the operator's name without its overload."""
+    name: function
+    for module in (
+        pointwise, shapes, reductions, products, normalization, pooling, resampling, scattering, linear_algebra,
+        backward,
+    )
+    for name, function in module.OPS.items()
+}  # fmt: skip
+"""By operator name without overload."""
 
-RANDOM: dict[str, Callable[..., Any]] = randoms.OPS
-"""The same for those that draw numbers: their first argument is a key, None in evaluation."""
+RANDOM: dict[str, Callable[..., Any]] = random_numbers.OPS
+"""Operators that draw random numbers; the first argument is a key, or None in evaluation."""
 
-WHOLE: dict[str, Callable[..., Any]] = {**products.WHOLE, **recurrent.WHOLE}
-"""What JAX differentiates as a whole: after the key come the options."""
+DIFFERENTIABLE: dict[str, Callable[..., Any]] = {**products.DIFFERENTIABLE, **recurrent.DIFFERENTIABLE}
+"""Operators that JAX differentiates; the first arguments are a key and the options."""
 
-NARROW = {*products.OPS} - {"embedding"}
-"""Computed in bfloat16 where the precision is bf16, whatever the operands are, as torch.autocast does; but for outer
-products."""
-WIDE = {
+BF16_OPS = {*products.OPS} - {"embedding"}
+"""Operators that compute in bfloat16 if the precision is bf16, as under torch.autocast, except for outer products."""
+FLOAT32_OPS = {
     "sum", "mean", "var", "std", "var_mean", "prod", "cumsum", "cumprod", "logsumexp", "linalg_vector_norm", "_softmax",
     "_log_softmax", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "rsqrt", "reciprocal",
 }  # fmt: skip
-"""Computed in float32 there: what a module does in float32 anyway was traced in float32, and says so no more."""
+"""Operators that compute in float32 if the precision is bf16: the traced casts to float32 had no effect."""
 
 
 def op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate the JAX form of an operator that has none here: `@tpuswarm.torch.op("col2im")`, arguments as ATen's."""
+    """Register the decorated function as an ATen operator: `@tpuswarm.torch.op("col2im")`."""
 
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
         OPS[name] = function
         return function
 
-    return add
+    return register

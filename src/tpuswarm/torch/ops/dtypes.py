@@ -1,89 +1,100 @@
-"""torch's dtypes, and what operands of several become: not what JAX would make of them."""
+"""Map torch's dtypes to JAX and promote operands as torch does."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Dtype
 
-NARROWED = {"float64": "float32", "int64": "int32", "bool": "bool_", "complex128": "complex64"}
-"""What JAX has for torch's dtypes of other names or of more bits than it uses."""
+JAX_NAMES = {"float64": "float32", "int64": "int32", "bool": "bool_", "complex128": "complex64"}
+"""torch dtypes whose JAX dtype has another name or fewer bits."""
+DEFAULT_DTYPES = {
+    jnp.bool_: jnp.bool_,
+    jnp.integer: jnp.int32,
+    jnp.floating: jnp.float32,
+    jnp.complexfloating: jnp.complex64,
+}
+"""Kinds of dtypes in the order of promotion, and the dtype of a Python number of each kind."""
 
 
 def jax_dtype(dtype: Dtype | None, default: Any = None) -> Any:
-    """The dtype of JAX's for one of torch's; `default` for None."""
+    """Return the JAX dtype for a torch dtype, or `default` for None."""
     if dtype is None:
         return default
-    name = NARROWED.get(dtype.name, dtype.name)
     try:
-        return jnp.dtype(getattr(jnp, name))
+        return jnp.dtype(getattr(jnp, JAX_NAMES.get(dtype.name, dtype.name)))
     except (AttributeError, TypeError):
-        raise InputError(f"JAX has no numbers of {dtype.name}") from None
+        raise InputError(f"JAX has no dtype {dtype.name}; convert to another dtype") from None
 
 
-def _kind(value: Any) -> int:
-    """Bool, integer, float or complex, which torch's rule looks at first."""
+def is_inexact(x: Any) -> bool:
+    """Return whether an array holds floating-point or complex numbers."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _rank(value: Any) -> int:
     dtype = jnp.result_type(value)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return 3
-    return 2 if jnp.issubdtype(dtype, jnp.inexact) else 0 if dtype == jnp.bool_ else 1
+    return next(rank for rank, kind in enumerate(DEFAULT_DTYPES) if jnp.issubdtype(dtype, kind))
 
 
 def result_dtype(*values: Any) -> Any:
-    """What torch computes in: arrays with axes decide, then those without, then Python's numbers.
+    """Return the dtype that torch computes in.
 
-    Each decides only if it is of a higher kind (bool, integer, float, complex) than those before.
+    The values of the highest kind decide: arrays with axes if there are any, else scalar arrays, else Python numbers.
     """
-    arrays = [each for each in values if isinstance(each, jax.Array)]
-    groups = [
-        [each for each in arrays if each.ndim],
-        [each for each in arrays if not each.ndim],
-        [each for each in values if not isinstance(each, jax.Array)],
-    ]
-    highest = max(_kind(each) for each in values)
-    for group in groups:
-        if top := [each for each in group if _kind(each) == highest]:
-            if isinstance(top[0], jax.Array):
-                return jnp.result_type(*(each.dtype for each in top))
-            break
-    return (jnp.bool_, jnp.int32, jnp.float32, jnp.complex64)[highest]
+    ranks = [_rank(value) for value in values]
+    highest = [value for value, rank in zip(values, ranks, strict=True) if rank == max(ranks)]
+    arrays = [value for value in highest if isinstance(value, jax.Array)]
+    if deciding := [array for array in arrays if array.ndim] or arrays:
+        return jnp.result_type(*(array.dtype for array in deciding))
+    return list(DEFAULT_DTYPES.values())[max(ranks)]
 
 
-def alike(*values: Any) -> list[jax.Array]:
-    """All as arrays of the one dtype that torch computes in."""
+def promote(*values: Any) -> list[jax.Array]:
+    """Convert all values to arrays of the dtype that torch computes in."""
     dtype = result_dtype(*values)
-    return [jnp.asarray(each).astype(dtype) for each in values]
+    return [jnp.asarray(value).astype(dtype) for value in values]
 
 
 def as_float(x: Any) -> jax.Array:
-    """What torch makes of integers where only floats make sense."""
+    """Convert integers and booleans to float32."""
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+    return x if is_inexact(x) else x.astype(jnp.float32)
+
+
+def lowest(dtype: Any) -> Any:
+    """Return the smallest value of a dtype: minus infinity or the smallest integer."""
+    return -np.inf if jnp.issubdtype(dtype, jnp.inexact) else np.iinfo(dtype).min
 
 
 def axes(dim: Any, ndim: int) -> tuple[int, ...]:
-    """Axes as torch gives them: one, several, or none for all."""
-    if dim is None or dim == []:
+    """Return sorted, non-negative axes for a torch `dim`; None and [] mean all axes."""
+    if dim is None or dim == [] or not ndim:
         return tuple(range(ndim))
-    given = dim if isinstance(dim, (list, tuple)) else [dim]
-    return tuple(sorted(each % ndim if ndim else 0 for each in given))[: max(ndim, 0)]
+    return tuple(sorted(axis % ndim for axis in (dim if isinstance(dim, (list, tuple)) else [dim])))
 
 
-def in_dtype(value: Any, dtype: Any) -> Any:
-    """Floats of 16 and 32 bits, also in lists, in one of both; everything else as it is."""
+def last_axes(x: Any, count: int) -> tuple[int, ...]:
+    """Return the last `count` axes."""
+    return tuple(range(x.ndim - count, x.ndim))
+
+
+def cast_floats(value: Any, dtype: Any) -> Any:
+    """Cast arrays of 16-bit and 32-bit floats, also inside lists; return everything else unchanged."""
     if isinstance(value, (list, tuple)):
-        return [in_dtype(each, dtype) for each in value]
-    floats = isinstance(value, jax.Array) and value.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-    return value.astype(dtype) if floats else value
+        return [cast_floats(item, dtype) for item in value]
+    is_float = isinstance(value, jax.Array) and value.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    return value.astype(dtype) if is_float else value
 
 
-def within(value: Any, dtype: Any) -> jax.Array:
-    """In another dtype; what stands for "never", the smallest number of float32, is not infinite in 16 bits."""
+def saturating_cast(value: Any, dtype: Any) -> jax.Array:
+    """Cast to `dtype`, clipping finite floats to its range: masks use the smallest float32, which must stay finite."""
     value = jnp.asarray(value)
-    if value.dtype == dtype or not all(jnp.issubdtype(each, jnp.inexact) for each in (value.dtype, dtype)):
+    if value.dtype == dtype or not all(jnp.issubdtype(kind, jnp.inexact) for kind in (value.dtype, dtype)):
         return value.astype(dtype)
     info = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
-    least, most = (jnp.asarray(each, value.dtype) for each in (info.min, info.max))
-    return jnp.where(jnp.isinf(value), value, jnp.clip(value, least, most)).astype(dtype)
+    low, high = (jnp.asarray(bound, value.dtype) for bound in (info.min, info.max))
+    return jnp.where(jnp.isinf(value), value, jnp.clip(value, low, high)).astype(dtype)

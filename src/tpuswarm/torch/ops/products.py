@@ -1,6 +1,5 @@
-"""Products of matrices, convolutions, attention, and look-ups in tables."""
+"""Matrix products, convolutions, attention and embedding look-ups."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,145 +8,126 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpuswarm.torch.ops.dtypes import alike, within
+from tpuswarm.torch.ops.dtypes import promote, saturating_cast
 from tpuswarm.train.program.attention import kernel, usable_form
 from tpuswarm.train.recipe import Options
 
 
-def matmul(a: Any, b: Any) -> Any:
-    """Of two matrices, or of equally many."""
-    a, b = alike(a, b)
-    if a.ndim == b.ndim > 1 and a.shape[-1] == 1:
-        return a * b  # an outer product: a matrix unit may take float32 in 16 bits
-    return a @ b
+def is_outer_product(a: Any, b: Any) -> bool:
+    """Return whether a matrix product sums nothing."""
+    return bool(a.ndim == b.ndim > 1 and a.shape[-1] == 1)
 
 
-def addmm(c: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """beta·c + alpha·(a @ b)."""
-    c, a, b = alike(c, a, b)
+def _matmul(a: Any, b: Any) -> Any:
+    a, b = promote(a, b)
+    return a * b if is_outer_product(a, b) else a @ b  # a matrix unit may round float32 to 16 bits
+
+
+def _addmm(c: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    c, a, b = promote(c, a, b)
     product = a @ b if alpha == 1 else (a @ b) * alpha
     return product if beta == 0 else (c if beta == 1 else c * beta) + product
 
 
-def addbmm(c: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """beta·c + alpha·the sum of all a @ b."""
-    c, a, b = alike(c, a, b)
+def _addbmm(c: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    c, a, b = promote(c, a, b)
     product = jnp.einsum("bij,bjk->ik", a, b) * jnp.asarray(alpha, a.dtype)
-    return jnp.broadcast_to(product if beta == 0 else c * jnp.asarray(beta, c.dtype) + product, product.shape)
+    return product if beta == 0 else c * jnp.asarray(beta, c.dtype) + product
 
 
-def convolution(
+def _convolution(
     x: Any, w: Any, bias: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> Any:  # fmt: skip
-    """x [N, C, …], w [O, C / groups, …]; transposed: w [C, O / groups, …]."""
-    axes_ = x.ndim - 2
-    letters = "DHW"[3 - axes_ :]
-    numbers = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+    """Convolve x [N, C, …] with w [O, C / groups, …], or with w [C, O / groups, …] if transposed."""
+    rank = x.ndim - 2
     stride, padding, dilation, output_padding = (
-        list(each) * axes_ if len(each) == 1 else list(each) for each in (stride, padding, dilation, output_padding)
+        list(sizes) * rank if len(sizes) == 1 else list(sizes) for sizes in (stride, padding, dilation, output_padding)
     )
-    x, w = alike(x, w)
+    x, w = promote(x, w)
+    pads, input_dilation = [(p, p) for p in padding], [1] * rank
     if transposed:
-        size = w.shape[2:]
-        inputs, outputs = w.shape[0], w.shape[1]
+        inputs, outputs, *size = w.shape
         w = w.reshape(groups, inputs // groups, outputs, *size).swapaxes(1, 2)
-        w = jnp.flip(w.reshape(groups * outputs, inputs // groups, *size), tuple(range(2, 2 + axes_)))
+        w = jnp.flip(w.reshape(groups * outputs, inputs // groups, *size), tuple(range(2, 2 + rank)))
         reach = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
-        pads = [(r - p, r - p + more) for r, p, more in zip(reach, padding, output_padding, strict=True)]
-        y = lax.conv_general_dilated(
-            x, w, [1] * axes_, pads, lhs_dilation=stride, rhs_dilation=dilation, dimension_numbers=numbers,
-            feature_group_count=groups,
-        )  # fmt: skip
-    else:
-        y = lax.conv_general_dilated(
-            x, w, stride, [(p, p) for p in padding], rhs_dilation=dilation, dimension_numbers=numbers,
-            feature_group_count=groups,
-        )  # fmt: skip
-    return y if bias is None else y + bias.astype(y.dtype).reshape(1, -1, *[1] * axes_)
+        pads = [(r - p, r - p + extra) for r, p, extra in zip(reach, padding, output_padding, strict=True)]
+        stride, input_dilation = input_dilation, stride
+    y = lax.conv_general_dilated(
+        x, w, stride, pads, lhs_dilation=input_dilation, rhs_dilation=dilation, feature_group_count=groups
+    )
+    return y if bias is None else y + bias.astype(y.dtype).reshape(1, -1, *[1] * rank)
 
 
-def convolution_backward(
+def _convolution_backward(
     gradient: Any, x: Any, w: Any, bias_sizes: Any, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
+    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int, output_mask: Sequence[bool],
 ) -> Any:  # fmt: skip
-    """The gradients of x, w and the bias; None where one is not wanted."""
-
     def forward(x: Any, w: Any) -> Any:
-        return convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
+        return _convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
 
-    _, pull = jax.vjp(forward, x, w)
-    of_x, of_w = pull(gradient.astype(x.dtype)) if wanted[0] or wanted[1] else (None, None)
-    of_bias = gradient.sum((0, *range(2, gradient.ndim)), dtype=jnp.float32) if wanted[2] else None
-    return of_x, of_w, of_bias
+    dx, dw = jax.vjp(forward, x, w)[1](gradient.astype(x.dtype)) if output_mask[0] or output_mask[1] else (None, None)
+    db = gradient.sum((0, *range(2, gradient.ndim)), dtype=jnp.float32) if output_mask[2] else None
+    return dx, dw, db
 
 
-def embedding(
-    w: Any, places: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+def _embedding(
+    w: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Any:  # fmt: skip
-    """Rows of a table."""
-    return w[places]
+    return w[indices]
 
 
-def attention(
+def _attention(
     key: jax.Array | None, options: Options, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool,
-    scale: float | None, groups: bool,
+    scale: float | None, enable_gqa: bool,
 ) -> Any:  # fmt: skip
-    """Scaled dot-product attention of […, H, T, K]. mask: of booleans, true where it may look, or added to scores.
+    """Compute scaled dot-product attention of […, H, T, K].
 
-    Without a mask it is done by the kernel that `options.attention` names, where that can. A place that may look
-    nowhere gets zeros.
+    A boolean mask is true where a position may attend; a float mask is added to the scores. A position that may attend
+    to nothing gets zeros. Without a mask the kernel of `options.attention` is used if it supports the shape.
     """
-    many = q.ndim > 3
+    has_batch = q.ndim > 3
     dtype = jnp.bfloat16 if options.precision == "bf16" else v.dtype
-    q, k, v = (each.astype(dtype) for each in (q, k, v))
 
-    def heads_later(x: Any) -> Any:
-        x = x.reshape(-1, *x.shape[-3:]) if many else x.reshape(-1, 1, *x.shape[-2:])
+    def heads_last(x: Any) -> Any:
+        x = x.astype(dtype)
+        x = x.reshape(-1, *x.shape[-3:]) if has_batch else x.reshape(-1, 1, *x.shape[-2:])
         return jnp.swapaxes(x, 1, 2)
 
-    q_BxTxHxK, k_BxSxGxK, v_BxSxGxK = heads_later(q), heads_later(k), heads_later(v)
+    q_BxTxHxK, k_BxSxGxK, v_BxSxGxK = heads_last(q), heads_last(k), heads_last(v)
     width, queries, keys = q.shape[-1], q.shape[-2], k.shape[-2]
-    form = usable_form(
-        options.attention, bf16=v.dtype == jnp.bfloat16, head_width=max(width, v.shape[-1]), queries=queries, keys=keys
-    )
-    if not dropout_p:
-        key = None
-    odd = is_causal and queries != keys
-    bias = looks = None
+    is_bf16, head_width = dtype == jnp.bfloat16, max(width, v.shape[-1])
+    form = usable_form(options.attention, bf16=is_bf16, head_width=head_width, queries=queries, keys=keys)
+    key = key if dropout_p else None
+    bias = can_attend = None
     if mask is not None:
-        if not many and mask.ndim > 2:
+        if not has_batch and mask.ndim > 2:
             mask = mask.reshape(*mask.shape[:-2], 1, *mask.shape[-2:])
-        lead = q.shape[:-2] if many else (*q.shape[:-2], 1)
+        lead = q.shape[:-2] if has_batch else (*q.shape[:-2], 1)
         mask = jnp.broadcast_to(mask, (*lead, queries, keys))
         mask = mask.reshape(-1, *mask.shape[-3:])
-        looks = (mask if mask.dtype == jnp.bool_ else mask > -jnp.inf).any(-1, keepdims=True)
-        mask = jnp.where(looks, mask, jnp.ones((), mask.dtype))
-        mask, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, within(mask, dtype))
-    elif form != "xla" and key is None and not odd:
+        can_attend = (mask if mask.dtype == jnp.bool_ else mask > -jnp.inf).any(-1, keepdims=True)
+        mask = jnp.where(can_attend, mask, jnp.ones((), mask.dtype))
+        mask, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, saturating_cast(mask, dtype))
+    if mask is None and bias is None and form != "xla" and key is None and (queries == keys or not is_causal):
         scale = width**-0.5 if scale is None else scale
         y = kernel(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, form, causal=is_causal, scale=scale)
-        return _heads_first(y, q, v)
-    if key is not None or width != v.shape[-1]:
-        y = _plainly(key, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask, bias, dropout_p, is_causal, scale)
+    elif key is not None or width != v.shape[-1]:
+        y = _plain_attention(key, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask, bias, dropout_p, is_causal, scale)
     else:
         y = jax.nn.dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, bias, mask, scale=scale, is_causal=is_causal)
-    if looks is not None:
-        y = jnp.where(jnp.swapaxes(looks, 1, 2), y, 0)
-    return _heads_first(y, q, v)
+    if can_attend is not None:
+        y = jnp.where(jnp.swapaxes(can_attend, 1, 2), y, 0)
+    return jnp.swapaxes(y, 1, 2).reshape(*q.shape[:-1], v.shape[-1])
 
 
-def _heads_first(y_BxTxHxK: Any, q: Any, v: Any) -> Any:
-    return jnp.swapaxes(y_BxTxHxK, 1, 2).reshape(*q.shape[:-1], v.shape[-1])
-
-
-def _plainly(
-    key: jax.Array | None, q: Any, k: Any, v: Any, mask: Any, bias: Any, rate: float, is_causal: bool,
+def _plain_attention(
+    key: jax.Array | None, q: Any, k: Any, v: Any, mask: Any, bias: Any, dropout_p: float, is_causal: bool,
     scale: float | None,
 ) -> Any:  # fmt: skip
-    """With dropout of the weights, or values of another width, which JAX's own does not have."""
-    heads = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(each, heads, axis=2) if heads > 1 else each for each in (k, v))
+    """Compute attention with dropout of weights or with values of another width, which jax.nn does not support."""
+    repeats = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k, v))
     scores = jnp.einsum("bthk,bshk->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
     if is_causal:
@@ -157,31 +137,28 @@ def _plainly(
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)  # type: ignore[no-untyped-call]
     weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(q.dtype)
     if key is not None:
-        weights = jnp.where(jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0).astype(q.dtype)
+        keep = jax.random.bernoulli(key, 1 - dropout_p, weights.shape)
+        weights = jnp.where(keep, weights / (1 - dropout_p), 0).astype(q.dtype)
     return jnp.einsum("bhts,bshk->bthk", weights, v)
 
 
-def trilinear(
+def _trilinear(
     a: Any, b: Any, c: Any, expand_a: Sequence[int], expand_b: Sequence[int], expand_c: Sequence[int],
-    summed: Sequence[int], unroll: int = 1,
+    sum_dims: Sequence[int], unroll: int = 1,
 ) -> Any:  # fmt: skip
-    """The product of three arrays that get axes of length 1, summed up over some."""
-    a, b, c = (jnp.expand_dims(each, tuple(at)) for each, at in ((a, expand_a), (b, expand_b), (c, expand_c)))
+    a, b, c = (jnp.expand_dims(x, tuple(dims)) for x, dims in ((a, expand_a), (b, expand_b), (c, expand_c)))
     letters = "abcdefgh"[: a.ndim]
-    terms = ["".join(x for x, size in zip(letters, each.shape, strict=True) if size > 1) for each in (a, b, c)]
-    kept = "".join(x for at, x in enumerate(letters) if at not in summed and any(x in term for term in terms))
+    terms = ["".join(x for x, size in zip(letters, array.shape, strict=True) if size > 1) for array in (a, b, c)]
+    output = "".join(x for at, x in enumerate(letters) if at not in sum_dims and any(x in term for term in terms))
     shape = np.broadcast_shapes(a.shape, b.shape, c.shape)
-    found = jnp.einsum(f"{','.join(terms)}->{kept}", *(each.squeeze() for each in (a, b, c)))
-    alone = math.prod(shape[at] for at in summed if not any(letters[at] in term for term in terms))
-    return (found * alone).reshape([size for at, size in enumerate(shape) if at not in summed])
+    y = jnp.einsum(f"{','.join(terms)}->{output}", *(array.squeeze() for array in (a, b, c)))
+    return y.reshape([size for at, size in enumerate(shape) if at not in sum_dims])
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "_trilinear": trilinear, "mm": matmul, "bmm": matmul, "mv": matmul, "dot": matmul, "matmul": matmul, "addmm": addmm,
-    "baddbmm": addmm, "addmv": addmm, "addbmm": addbmm, "convolution": convolution,
-    "convolution_backward": convolution_backward, "embedding": embedding,
+    "_trilinear": _trilinear, "mm": _matmul, "bmm": _matmul, "mv": _matmul, "dot": _matmul, "addmm": _addmm,
+    "baddbmm": _addmm, "addmv": _addmm, "addbmm": _addbmm, "convolution": _convolution,
+    "convolution_backward": _convolution_backward, "embedding": _embedding,
 }  # fmt: skip
-"""By name."""
 
-WHOLE = {"tpuswarm.attention": attention}
-"""What has its derivative with it; a key and the options come first."""
+DIFFERENTIABLE: dict[str, Callable[..., Any]] = {"tpuswarm.attention": _attention}

@@ -1,4 +1,4 @@
-"""What changes the shape of arrays, takes parts of them, or makes new ones."""
+"""Reshape, slice, join, pad and create arrays."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -12,138 +12,93 @@ from tpuswarm.torch.graph import Dtype
 from tpuswarm.torch.ops.dtypes import axes, jax_dtype
 
 
-def expand(x: Any, size: Sequence[int], *, implicit: bool = False) -> Any:
-    """Repeat axes of length 1; -1 keeps one as it is."""
-    missing = len(size) - x.ndim
-    return jnp.broadcast_to(x, [x.shape[at - missing] if each == -1 else each for at, each in enumerate(size)])
+def _expand(x: Any, size: Sequence[int], *, implicit: bool = False) -> Any:
+    added = len(size) - x.ndim
+    return jnp.broadcast_to(x, [x.shape[axis - added] if n == -1 else n for axis, n in enumerate(size)])
 
 
-def squeeze(x: Any, dim: Any = None) -> Any:
-    """Without axes of length 1."""
-    return jnp.squeeze(x, tuple(at for at in axes(dim, x.ndim) if x.shape[at] == 1))
+def _squeeze(x: Any, dim: Any = None) -> Any:
+    return jnp.squeeze(x, tuple(axis for axis in axes(dim, x.ndim) if x.shape[axis] == 1))
 
 
-def cat(arrays: Sequence[Any], dim: int = 0) -> Any:
-    """One after the other; torch leaves out empty ones of one axis."""
-    kept = [each for each in arrays if each.size or each.ndim > 1] or list(arrays[:1])
-    dtype = jnp.result_type(*(each.dtype for each in kept))
-    return jnp.concatenate([each.astype(dtype) for each in kept], dim)
+def _cat(arrays: Sequence[Any], dim: int = 0) -> Any:
+    arrays = [array for array in arrays if array.size or array.ndim > 1] or arrays[:1]  # torch skips empty vectors
+    dtype = jnp.result_type(*(array.dtype for array in arrays))
+    return jnp.concatenate([array.astype(dtype) for array in arrays], dim)
 
 
-def _part(x: Any, dim: int, start: Any, end: Any, step: int) -> tuple[slice, ...]:
-    found = [slice(None)] * x.ndim
-    found[dim] = slice(start, end, step)
-    return tuple(found)
+def _at(x: Any, dim: int, position: Any) -> tuple[Any, ...]:
+    index = [slice(None)] * x.ndim
+    index[dim] = position
+    return tuple(index)
 
 
-def slice_(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    """A part of one axis."""
-    return x[_part(x, dim, start, end, step)]
+def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    return x[_at(x, dim, slice(start, end, step))]
 
 
-def slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    """A copy in which `src` is a part of one axis."""
-    return x.at[_part(x, dim, start, end, step)].set(src.astype(x.dtype))
+def _slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    return x.at[_at(x, dim, slice(start, end, step))].set(src.astype(x.dtype))
 
 
-def select(x: Any, dim: int, index: int) -> Any:
-    """One place of an axis, without it."""
+def _select(x: Any, dim: int, index: int) -> Any:
     return lax.index_in_dim(x, index % x.shape[dim], dim % x.ndim, keepdims=False)
 
 
-def select_scatter(x: Any, src: Any, dim: int, index: int) -> Any:
-    """A copy in which `src` is at one place of an axis."""
-    found: list[Any] = [slice(None)] * x.ndim
-    found[dim] = index
-    return x.at[tuple(found)].set(src.astype(x.dtype))
-
-
-def split(x: Any, sizes: Any, dim: int = 0) -> list[Any]:
-    """Parts of given lengths, or of one length with a shorter last one."""
+def _split(x: Any, sizes: Any, dim: int = 0) -> list[Any]:
     if isinstance(sizes, int):
         sizes = [min(sizes, x.shape[dim] - start) for start in range(0, x.shape[dim], sizes)]
     return jnp.split(x, np.cumsum(sizes)[:-1].tolist(), dim)
 
 
-def repeat(x: Any, counts: Sequence[int]) -> Any:
-    """All of it, again along each axis."""
-    return jnp.tile(x, counts)
+def _roll(x: Any, shifts: Any, dims: Any = None) -> Any:
+    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
-def roll(x: Any, shifts: Any, dims: Any = None) -> Any:
-    """Shifted around."""
-    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x.ravel(), shifts[0]).reshape(x.shape)
-
-
-def _pairs(x: Any, padding: Sequence[int]) -> list[tuple[int, int]]:
-    """torch names the last axis first."""
-    pairs = [(padding[at], padding[at + 1]) for at in range(len(padding) - 2, -1, -2)]
+def _pad_widths(x: Any, padding: Sequence[int]) -> list[tuple[int, int]]:
+    pairs = [(padding[at], padding[at + 1]) for at in range(len(padding) - 2, -1, -2)]  # torch begins at the last axis
     return [(0, 0)] * (x.ndim - len(pairs)) + pairs
 
 
-def constant_pad_nd(x: Any, padding: Sequence[int], value: Any = 0) -> Any:
-    """With a number around it; negative padding cuts."""
-    low_high = [(low, high, 0) for low, high in _pairs(x, padding)]
-    return lax.pad(x, jnp.asarray(value, x.dtype), low_high)
+def _constant_pad(x: Any, padding: Sequence[int], value: Any = 0) -> Any:
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(low, high, 0) for low, high in _pad_widths(x, padding)])
 
 
-def reflection_pad(x: Any, padding: Sequence[int]) -> Any:
-    """With a mirror image around it; negative padding cuts."""
-    pairs = _pairs(x, padding)
-    cut = [slice(max(-low, 0), size - max(-high, 0)) for size, (low, high) in zip(x.shape, pairs, strict=True)]
-    return jnp.pad(x[tuple(cut)], [(max(low, 0), max(high, 0)) for low, high in pairs], mode="reflect")
+def _reflection_pad(x: Any, padding: Sequence[int]) -> Any:
+    widths = _pad_widths(x, padding)
+    inside = [slice(max(-low, 0), size - max(-high, 0)) for size, (low, high) in zip(x.shape, widths, strict=True)]
+    return jnp.pad(x[tuple(inside)], [(max(low, 0), max(high, 0)) for low, high in widths], mode="reflect")
 
 
 def replication_pad(x: Any, padding: Sequence[int]) -> Any:
-    """With its border around it; negative padding cuts."""
-    for at, (low, high) in enumerate(_pairs(x, padding)):
+    """Repeat the border; negative padding crops."""
+    for axis, (low, high) in enumerate(_pad_widths(x, padding)):
         if low or high:
-            x = jnp.take(x, np.clip(np.arange(-low, x.shape[at] + high), 0, x.shape[at] - 1), axis=at)
+            positions = np.clip(np.arange(-low, x.shape[axis] + high), 0, x.shape[axis] - 1)
+            x = jnp.take(x, positions, axis=axis)
     return x
 
 
-def _dtype_of(value: Any) -> Any:
-    return jnp.float32 if isinstance(value, float) else jnp.bool_ if isinstance(value, bool) else jnp.int32
+def _full(size: Sequence[int], value: Any, *, dtype: Dtype | None = None) -> Any:
+    default = jnp.float32 if isinstance(value, float) else jnp.bool_ if isinstance(value, bool) else jnp.int32
+    return jnp.full(size, value, jax_dtype(dtype, default))
 
 
-def full(size: Sequence[int], value: Any, *, dtype: Dtype | None = None) -> Any:
-    """A new array of one number."""
-    return jnp.full(size, value, jax_dtype(dtype, _dtype_of(value)))
-
-
-def full_like(x: Any, value: Any, *, dtype: Dtype | None = None) -> Any:
-    """The same in the shape of another one."""
+def _full_like(x: Any, value: Any, *, dtype: Dtype | None = None) -> Any:
     return jnp.full(x.shape, value, jax_dtype(dtype, x.dtype))
 
 
-def new_full(x: Any, size: Sequence[int], value: Any, *, dtype: Dtype | None = None) -> Any:
-    """The same in a shape, with the dtype of another one."""
+def _new_full(x: Any, size: Sequence[int], value: Any, *, dtype: Dtype | None = None) -> Any:
     return jnp.full(size, value, jax_dtype(dtype, x.dtype))
 
 
-def arange(start: Any, end: Any = None, step: Any = 1, *, dtype: Dtype | None = None) -> Any:
-    """Numbers one after the other; one bound is the end."""
+def _arange(start: Any, end: Any = None, step: Any = 1, *, dtype: Dtype | None = None) -> Any:
     start, end = (0, start) if end is None else (start, end)
-    floats = any(isinstance(each, float) for each in (start, end, step))
-    return jnp.arange(start, end, step, jax_dtype(dtype, jnp.float32 if floats else jnp.int32))
+    has_floats = any(isinstance(bound, float) for bound in (start, end, step))
+    return jnp.arange(start, end, step, jax_dtype(dtype, jnp.float32 if has_floats else jnp.int32))
 
 
-def diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """Of two axes, which go; it is the last one."""
-    return jnp.diagonal(x, offset, dim1, dim2)
-
-
-def pixel_shuffle(x: Any, factor: int) -> Any:
-    """[…, C·r², H, W] → […, C, H·r, W·r]."""
-    *batch, channels, height, width = x.shape
-    x = x.reshape(*batch, channels // factor**2, factor, factor, height, width)
-    first = len(batch)
-    order = (*range(first), first, first + 3, first + 1, first + 4, first + 2)
-    return x.transpose(order).reshape(*batch, channels // factor**2, height * factor, width * factor)
-
-
-def unfold(x: Any, dim: int, size: int, step: int) -> Any:
-    """Windows along one axis, as a last axis."""
+def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
     if not x.ndim:
         return x[None][:size]
     dim %= x.ndim
@@ -151,58 +106,47 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
     return jnp.moveaxis(jnp.take(x, starts[:, None] + np.arange(size), axis=dim), dim + 1, -1)
 
 
-def flip(x: Any, dims: Sequence[int]) -> Any:
-    """Backwards along axes."""
-    return jnp.flip(x, tuple(dims)) if x.ndim else x
+def _filled(value: float) -> Callable[..., Any]:
+    return lambda size, *, dtype=None: _full(size, value, dtype=dtype)
 
 
-def transpose(x: Any, dim0: int, dim1: int) -> Any:
-    """Two axes in each other's place."""
-    return jnp.swapaxes(x, dim0, dim1) if x.ndim else x
+def _filled_like(value: int) -> Callable[..., Any]:
+    return lambda x, *, dtype=None: _full_like(x, value, dtype=dtype)
 
 
-def _of(value: float) -> Callable[..., Any]:
-    return lambda size, *, dtype=None: full(size, value, dtype=dtype)
+def _new_filled(value: int) -> Callable[..., Any]:
+    return lambda x, size, *, dtype=None: _new_full(x, size, value, dtype=dtype)
 
 
-def _like(value: int) -> Callable[..., Any]:
-    return lambda x, *, dtype=None: full_like(x, value, dtype=dtype)
-
-
-def _new(value: int) -> Callable[..., Any]:
-    return lambda x, size, *, dtype=None: new_full(x, size, value, dtype=dtype)
-
-
-def _asserted(x: Any, message: str = "") -> None:
+def _assert_async(x: Any, message: str = "") -> None:
     return None
 
 
-def _described(x: Any, size: Any = None, stride: Any = None, dtype: Any = None) -> None:
+def _assert_tensor_metadata(x: Any, size: Any = None, stride: Any = None, dtype: Any = None) -> None:
     return None
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "view": lambda x, size: x.reshape(size), "_unsafe_view": lambda x, size: x.reshape(size),
-    "reshape": lambda x, size: x.reshape(size), "permute": lambda x, dims: jnp.transpose(x, dims),
-    "transpose": transpose, "t": jnp.transpose, "unsqueeze": jnp.expand_dims,
-    "squeeze": squeeze, "expand": expand, "cat": cat, "stack": lambda xs, dim=0: jnp.stack(xs, dim),
-    "slice": slice_, "slice_scatter": slice_scatter, "select": select, "select_scatter": select_scatter,
-    "split": split, "split_with_sizes": split, "unbind": lambda x, dim=0: list(jnp.moveaxis(x, dim, 0)),
-    "flip": flip, "repeat": repeat, "roll": roll,
-    "constant_pad_nd": constant_pad_nd, "reflection_pad1d": reflection_pad, "reflection_pad2d": reflection_pad,
-    "reflection_pad3d": reflection_pad, "replication_pad1d": replication_pad, "replication_pad2d": replication_pad,
-    "replication_pad3d": replication_pad, "diagonal": diagonal, "tril": jnp.tril, "triu": jnp.triu,
-    "pixel_shuffle": pixel_shuffle, "unfold": unfold,
-    "full": full, "full_like": full_like, "new_full": new_full, "zeros": _of(0.0), "ones": _of(1.0), "empty": _of(0.0),
-    "zeros_like": _like(0), "ones_like": _like(1), "empty_like": _like(0), "new_zeros": _new(0), "new_ones": _new(1),
-    "new_empty": _new(0), "new_empty_strided": lambda x, size, stride, *, dtype=None: new_full(x, size, 0, dtype=dtype),
-    "empty_strided": lambda size, stride, *, dtype=None: full(size, 0.0, dtype=dtype),
-    "empty_permuted": lambda size, order, *, dtype=None: full(size, 0.0, dtype=dtype),
-    "narrow": lambda x, dim, start, length: slice_(x, dim, start, start + length),
-    "_efficientzerotensor": _of(0.0),
-    "scalar_tensor": lambda value, *, dtype=None: full((), value, dtype=dtype or Dtype("float32")),
-    "arange": arange, "eye": lambda n, m=None, *, dtype=None: jnp.eye(n, m, dtype=jax_dtype(dtype, jnp.float32)),
-    "_assert_tensor_metadata": _described, "_assert_async": _asserted,
-    "getitem": operator.getitem,
+    "view": jnp.reshape, "_unsafe_view": jnp.reshape, "permute": jnp.transpose, "t": jnp.transpose,
+    "transpose": lambda x, dim0, dim1: jnp.swapaxes(x, dim0, dim1) if x.ndim else x,
+    "unsqueeze": jnp.expand_dims, "squeeze": _squeeze, "expand": _expand, "cat": _cat,
+    "stack": lambda xs, dim=0: jnp.stack(xs, dim), "slice": _slice, "slice_scatter": _slice_scatter,
+    "narrow": lambda x, dim, start, length: _slice(x, dim, start, start + length), "select": _select,
+    "select_scatter": lambda x, src, dim, index: x.at[_at(x, dim, index)].set(src.astype(x.dtype)),
+    "split": _split, "split_with_sizes": _split, "unbind": lambda x, dim=0: list(jnp.moveaxis(x, dim, 0)),
+    "flip": lambda x, dims: jnp.flip(x, tuple(dims)) if x.ndim else x, "repeat": jnp.tile, "roll": _roll,
+    "constant_pad_nd": _constant_pad,
+    **{f"reflection_pad{n}d": _reflection_pad for n in (1, 2, 3)},
+    **{f"replication_pad{n}d": replication_pad for n in (1, 2, 3)},
+    "diagonal": jnp.diagonal, "tril": jnp.tril, "triu": jnp.triu, "unfold": _unfold,
+    "full": _full, "full_like": _full_like, "new_full": _new_full,
+    "zeros": _filled(0.0), "ones": _filled(1.0), "empty": _filled(0.0), "_efficientzerotensor": _filled(0.0),
+    "zeros_like": _filled_like(0), "ones_like": _filled_like(1), "empty_like": _filled_like(0),
+    "new_zeros": _new_filled(0), "new_ones": _new_filled(1), "new_empty": _new_filled(0),
+    "new_empty_strided": lambda x, size, stride, *, dtype=None: _new_full(x, size, 0, dtype=dtype),
+    "empty_strided": lambda size, stride, *, dtype=None: _full(size, 0.0, dtype=dtype),
+    "empty_permuted": lambda size, order, *, dtype=None: _full(size, 0.0, dtype=dtype),
+    "scalar_tensor": lambda value, *, dtype=None: _full((), value, dtype=dtype or Dtype("float32")),
+    "arange": _arange, "eye": lambda n, m=None, *, dtype=None: jnp.eye(n, m, dtype=jax_dtype(dtype, jnp.float32)),
+    "_assert_tensor_metadata": _assert_tensor_metadata, "_assert_async": _assert_async, "getitem": operator.getitem,
 }  # fmt: skip
-"""By name."""

@@ -1,0 +1,179 @@
+"""Replace functions of torch by operators of our own while a step is traced. Needs torch.
+
+Attention, recurrent layers and CTC become one custom operator each, with a second one for the backward pass, because
+JAX has implementations of its own. Other functions are replaced by equal ones whose operations do not depend on data.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from tpuswarm.errors import InputError
+
+RECURRENT = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
+"""Number of states of each recurrent layer."""
+ATTENTION_ARGUMENTS = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, float? scale, bool groups)"
+)
+RECURRENT_ARGUMENTS = (
+    "(Tensor x, Tensor[] states, Tensor[] params, bool biases, int layers, float dropout, bool train, "
+    "bool bidirectional, bool batch_first)"
+)
+CTC_ARGUMENTS = "(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank)"
+
+
+@functools.cache
+def replacements() -> dict[Any, Callable[..., Any]]:
+    """Return the replacement of each function of torch."""
+    attention = _custom_op("attention", ATTENTION_ARGUMENTS, "Tensor", _attention_shape, 4)
+    losses = _custom_op("ctc", CTC_ARGUMENTS, "Tensor", lambda x, *_: x.new_empty(x.shape[1]), 1)
+
+    def scaled_dot_product_attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    replaced: dict[Any, Callable[..., Any]] = {
+        functional.scaled_dot_product_attention: scaled_dot_product_attention,
+        functional.embedding: _dense_embedding,
+        functional.embedding_bag: _embedding_bag,
+        functional.gaussian_nll_loss: _gaussian_nll_loss,
+        functional.ctc_loss: functools.partial(_ctc_loss, losses),
+    }
+    for function in (
+        torch.linalg.det,
+        torch.linalg.slogdet,
+        torch.linalg.solve,
+        torch.det,
+        torch.slogdet,
+        torch.logdet,
+    ):
+        replaced[function] = functools.partial(_column_major, function)
+    for name, states in RECURRENT.items():
+        results = ", ".join(["Tensor"] * (1 + states))
+        layer = _custom_op(name, RECURRENT_ARGUMENTS, f"({results})", _recurrent_shapes, 3)
+        replaced[getattr(torch, name)] = functools.partial(_recurrent, getattr(torch, name), layer)
+    return replaced
+
+
+def _recurrent(original: Any, custom: Any, x: Any, states: Any, params: Any, *args: Any) -> Any:
+    if isinstance(params, torch.Tensor):  # packed sequences have other arguments
+        return original(x, states, params, *args)
+    return custom(x, list(states) if isinstance(states, (list, tuple)) else [states], list(params), *args)
+
+
+def _dense_embedding(*args: Any, **kwargs: Any) -> Any:
+    return functional.embedding(*args[:6], **{**kwargs, "sparse": False})  # optimizers here need dense gradients
+
+
+def _embedding_bag(
+    input: Any, weight: Any, offsets: Any = None, max_norm: Any = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
+    include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Any:  # fmt: skip
+    if input.dim() != 2 or max_norm is not None:
+        raise InputError("EmbeddingBag needs rows of equal length and no max_norm; pad the rows with padding_idx")
+    rows = functional.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+    rows = rows if per_sample_weights is None else rows * per_sample_weights[..., None]
+    counts = torch.ones_like(input) if padding_idx is None else (input != padding_idx).to(input.dtype)
+    bag_size = counts.sum(1)[:, None]
+    if mode == "max":
+        largest = rows.masked_fill(counts[..., None] == 0, -math.inf).max(1)[0]
+        return largest.masked_fill(bag_size == 0, 0)
+    total = (rows * counts[..., None]).sum(1)
+    return total if mode == "sum" else total / bag_size.clamp(min=1)
+
+
+def _gaussian_nll_loss(
+    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Any:  # fmt: skip
+    var = var if isinstance(var, torch.Tensor) else torch.full_like(input, var)
+    if var.size() != input.size() and input.size()[:-1] == var.size():
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _ctc_loss(
+    losses_op: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Any:  # fmt: skip
+    if targets.dim() != 2 or log_probs.dim() != 3:
+        raise InputError("ctc_loss needs log_probs of [T, B, C] and targets of [B, S]; pad the targets")
+    lengths = [torch.as_tensor(value, device=log_probs.device) for value in (input_lengths, target_lengths)]
+    losses = losses_op(log_probs, targets, *lengths, blank)
+    losses = torch.where(losses == math.inf, torch.zeros_like(losses), losses) if zero_infinity else losses
+    if reduction == "mean":
+        return (losses / lengths[1].clamp(min=1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def _column_major(function: Any, a: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(a.mT.contiguous().mT, *args, **kwargs)  # torch factors the transpose of a row-major matrix
+
+
+def _attention_shape(q: Any, k: Any, v: Any, *_: Any) -> Any:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _recurrent_shapes(x: Any, states: Any, params: Any, *args: Any) -> Any:
+    directions = 1 + args[4]
+    return (x.new_empty((*x.shape[:2], directions * states[0].shape[-1])), *(state.clone() for state in states))
+
+
+def _never_run(*_: Any) -> Any:
+    raise NotImplementedError("tpuswarm's operators are traced, never run")
+
+
+def _custom_op(name: str, arguments: str, results: str, fake: Callable[..., Any], num_differentiable: int) -> Any:
+    """Register an operator and `NAME_backward`, which takes a result, gradients of all results, and the arguments.
+
+    The backward operator returns a flat list: the gradients of the float tensors in the first `num_differentiable`
+    arguments.
+    """
+    backward = torch.library.custom_op(
+        f"tpuswarm::{name}_backward", _never_run, mutates_args=(),
+        schema=f"(Tensor result, Tensor[] gradients, {arguments[1:]} -> Tensor[]",
+    )  # fmt: skip
+    backward.register_fake(
+        lambda result, gradients, *args: [
+            torch.empty_like(leaf) for leaf in tree_leaves(list(args[:num_differentiable])) if _is_float(leaf)
+        ]
+    )
+    schema = f"{arguments} -> {results}"
+    forward = torch.library.custom_op(f"tpuswarm::{name}", _never_run, mutates_args=(), schema=schema)
+    forward.register_fake(fake)
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        leaves, ctx.structure = tree_flatten((output, inputs))
+        ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+        ctx.others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
+
+    def differentiate(ctx: Any, *gradients: Any) -> Any:
+        saved = iter(ctx.saved_tensors)
+        leaves = [next(saved) if other is None else other[0] for other in ctx.others]
+        output, inputs = tree_unflatten(leaves, ctx.structure)
+        result = output if isinstance(output, torch.Tensor) else output[0]
+        flat = iter(backward(result, list(gradients), *inputs))
+        differentiated = [_gradients_like(argument, flat) for argument in inputs[:num_differentiable]]
+        return (*differentiated, *[None] * (len(inputs) - num_differentiable))
+
+    forward.register_autograd(differentiate, setup_context=save)
+    return forward
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _gradients_like(argument: Any, flat: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return [_gradients_like(item, flat) for item in argument]
+    return next(flat) if _is_float(argument) else None

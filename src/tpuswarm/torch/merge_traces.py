@@ -1,0 +1,80 @@
+"""Merge traces of several batch sizes into one graph for any number of rows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.torch.graph import Dtype, Graph, Node, Ref, RowFormula
+
+TRACED_ROWS = (6, 10, 16)
+"""Two sizes give a formula and the third confirms it. They are even so that a batch can be split in half."""
+EXPONENTS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
+DIFFERENT_OPERATIONS = "the operations depend on the number of rows, for example in a loop over the batch"
+
+
+class _Mismatch(Exception):
+    """Why arguments cannot be merged."""
+
+
+def merge_traces(graphs: Sequence[Graph]) -> Graph:
+    """Merge the graphs for `TRACED_ROWS`, replacing numbers that depend on the rows by formulas.
+
+    Raise InputError with the module's line if the operations depend on the number of rows.
+    """
+    first = graphs[0]
+    for nodes in zip(*(graph.nodes for graph in graphs), strict=False):
+        if len({(node.name, node.op) for node in nodes}) > 1:
+            raise _refusal(first, nodes[0], DIFFERENT_OPERATIONS)
+    if len({len(graph.nodes) for graph in graphs}) > 1:
+        raise _refusal(first, first.nodes[-1], DIFFERENT_OPERATIONS)
+    merged = []
+    for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
+        try:
+            args = tuple(_merge([list(node.args) for node in nodes]))
+            kwargs = {name: _merge([node.kwargs[name] for node in nodes]) for name in nodes[0].kwargs}
+        except _Mismatch as reason:
+            raise _refusal(first, nodes[0], str(reason)) from None
+        merged.append(replace(nodes[0], args=args, kwargs=kwargs))
+    return replace(first, nodes=tuple(merged))
+
+
+def _refusal(graph: Graph, node: Node, reason: str) -> InputError:
+    lines = [previous.source_line for previous in graph.nodes[: graph.nodes.index(node) + 1] if previous.source_line]
+    return InputError(f"{lines[-1] + ': ' if lines else ''}{reason} ({node.op}); use operations on the whole batch")
+
+
+def _merge(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, list):
+        if len({len(value) for value in values}) > 1:
+            raise _Mismatch(DIFFERENT_OPERATIONS)
+        return [_merge(list(items)) for items in zip(*values, strict=True)]
+    if all(value == first for value in values) or all(value != value for value in values):  # equal, or all NaN
+        return first
+    if isinstance(first, (Ref, Dtype, str, bool)) or first is None:
+        raise _Mismatch(DIFFERENT_OPERATIONS)
+    return _fit_formula(values)
+
+
+def _fit_formula(values: list[float]) -> RowFormula:
+    """Return the simplest formula that gives the values for `TRACED_ROWS`."""
+    is_integer = all(isinstance(value, int) for value in values)
+    for exponent in (1.0, 2.0) if is_integer else EXPONENTS:
+        low, high, last = (rows**exponent for rows in TRACED_ROWS)
+        factor = (values[1] - values[0]) / (high - low)
+        constant = values[0] - factor * low
+        if math.isclose(factor * last + constant, values[2], rel_tol=1e-9):
+            is_zero = abs(constant) < 1e-9 * abs(values[0])
+            return RowFormula(((factor, exponent),) if is_zero else ((factor, exponent), (constant, 0.0)), is_integer)
+    square, linear = np.linalg.solve([[rows**2, rows] for rows in TRACED_ROWS[:2]], values[:2])
+    are_halves = all(abs(2 * factor - round(2 * factor)) < 1e-6 for factor in (square, linear))  # n (n - 1) / 2
+    predicted = square * TRACED_ROWS[2] ** 2 + linear * TRACED_ROWS[2]
+    if is_integer and are_halves and math.isclose(predicted, values[2], rel_tol=1e-9):
+        return RowFormula(((round(2 * square) / 2, 2.0), (round(2 * linear) / 2, 1.0)))
+    numbers = ", ".join(f"{value:g}" for value in values)
+    sizes = ", ".join(map(str, TRACED_ROWS))
+    raise _Mismatch(f"a number depends on the rows by no known formula: {numbers} for {sizes} rows")

@@ -1,0 +1,74 @@
+"""Compare the training of a module with torch: loss, gradients and buffers at several batch sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tests.oracle.zoo import nn, step_in_torch, torch
+
+from tpuswarm.torch.export import export
+from tpuswarm.torch.interpreter import run_graph
+
+BATCH_SIZES = 2, 3, 4, 7, 64
+
+
+class Net(nn.Module):
+    """Two linear layers and further attributes; forward is a function of the module and the input."""
+
+    def __init__(self, function, **attributes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.function = nn.Linear(8, 8), nn.Linear(8, 1), function
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def mse_loss(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean()
+
+
+def make_batch(rows):
+    random = np.random.default_rng(rows)
+    x, y = (random.normal(size=(rows, width)).astype(np.float32) for width in (8, 1))
+    return {"x": x, "y": y, "t": random.integers(0, 5, rows).astype(np.int32)}
+
+
+def assert_trains_as_in_torch(module, loss=mse_loss, batch_sizes=BATCH_SIZES, make_batch=make_batch):
+    """Compare loss, gradients and buffers in training, and the loss in evaluation."""
+    exported = export(module, loss, make_batch(8))
+    arrays = {group: {name: jnp.asarray(x) for name, x in named.items()} for group, named in exported.arrays.items()}
+    train = jax.jit(lambda arrays, batch: run_graph(exported.train, arrays, batch, jax.random.key(0)))
+    evaluate = jax.jit(lambda arrays, batch: run_graph(exported.evaluate, arrays, batch, None))
+    trained = {name for name, param in module.named_parameters() if param.requires_grad}
+    for rows in batch_sizes:
+        batch = make_batch(rows)
+        before = {name: array.clone() for name, array in module.state_dict().items()}
+        expected, gradients, buffers = step_in_torch(module.train(), loss, batch)
+        module.load_state_dict(before)
+        ours = train(arrays, batch)
+        np.testing.assert_allclose(ours.loss, expected, rtol=1e-5, atol=1e-6, err_msg=f"{rows} rows")
+        assert set(ours.gradients) <= trained
+        largest = max([1e-3, *(np.abs(grad[np.isfinite(grad)]).max(initial=0) for grad in gradients.values())])
+        for name in trained:
+            found = ours.gradients.get(name, np.zeros(module.get_parameter(name).shape))
+            wanted = gradients.get(name, np.zeros(found.shape))
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * largest, err_msg=f"{name}, {rows} rows")
+        for name, buffer in ours.buffers.items():
+            np.testing.assert_allclose(buffer, buffers[name], rtol=1e-5, atol=1e-6, err_msg=f"{name}, {rows} rows")
+        expected, _, _ = step_in_torch(module.eval(), loss, batch)
+        np.testing.assert_allclose(evaluate(arrays, batch).loss, expected, rtol=1e-5, atol=1e-6, err_msg="evaluation")
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.round()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient

@@ -24,6 +24,22 @@ def a_row_of(value, rows):
     return found if value is None else torch.zeros(4, 4).masked_fill(~found, value)
 
 
+class Masked(nn.Module):
+    """torch's own encoder and decoder, with masks that it looks into."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.layers = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        sequence = torch.stack([self.first(x), x, -x], 1)
+        mask = nn.Transformer.generate_square_subsequent_mask(3)
+        other = torch.tensor([[False, True, False], [False, False, True], [True, False, False]])
+        return self.last(self.layers(sequence, sequence * 2, src_mask=other, tgt_mask=mask).sum(1))
+
+
 class Padded(nn.Module):
     """A transformer layer with one sequence that is only padding."""
 
@@ -37,6 +53,10 @@ class Padded(nn.Module):
         sequence = torch.stack([self.first(x), x], 1)
         padding = (x[:, :2] > 10) | (torch.arange(len(x))[:, None] == 0)
         return self.last(self.layer(sequence, src_key_padding_mask=padding).nan_to_num(0).sum(1))
+
+
+def test_masks_that_torch_looks_into_train_as_in_torch():
+    assert_trains_as_in_torch(Masked())
 
 
 FULLY_MASKED = {

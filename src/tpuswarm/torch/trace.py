@@ -239,6 +239,10 @@ class _Step:
             original = functional.scaled_dot_product_attention
             stack.callback(setattr, functional, "scaled_dot_product_attention", original)
             functional.scaled_dot_product_attention = replaced[original]
+            # torch looks into a mask for a faster kernel, which a trace cannot; without the hint it applies the mask
+            transformer, name = torch.nn.modules.transformer, "_detect_is_causal_mask"
+            stack.callback(setattr, transformer, name, getattr(transformer, name))
+            setattr(transformer, name, lambda mask, is_causal=None, size=None: is_causal is True)
             stack.enter_context(Mode())
             yield
 

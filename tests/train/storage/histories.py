@@ -175,7 +175,7 @@ class FakeBucket:
     """A process's client."""
 
     def __init__(self, world: World):
-        self._world, self.url, self.sent_bytes = world, URL, 0
+        self._world, self.url, self.progress, self.gave_up = world, URL, 0, False
 
     def create(self, name: str, data: Any) -> bool:
         return self._world.request(lambda: self._world.write(name, data, 0)) is not None
@@ -226,10 +226,7 @@ class Serial:
     def __init__(self, workers: int):
         pass
 
-    def __enter__(self) -> "Serial":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
         pass
 
     map = staticmethod(map)

@@ -131,12 +131,12 @@ class DocumentStore:
         """
         command, give_up = secrets.token_hex(8), time.monotonic() + CHANGE_FOR_S
         while True:
-            found = self.load()
-            if found is not None and command in found.commands:
-                return found
-            document = make(found)
-            document = replace(document, commands=(*document.commands, command)[-KEPT_COMMANDS:])
             try:
+                found = self.load()
+                if found is not None and command in found.commands:
+                    return found
+                document = make(found)
+                document = replace(document, commands=(*document.commands, command)[-KEPT_COMMANDS:])
                 self.save(document)
             except (Changed, Unreachable):
                 if time.monotonic() > give_up:

@@ -5,10 +5,13 @@ Built on google-cloud-storage, which verifies CRC32C both ways and recovers resu
 
 import email.utils
 import functools
+import io
 import os
+import random
 import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +29,9 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
 RETRIED = 308, 408, 429, 500, 502, 503, 504
 """Answers after which a request is repeated; 308: a chunk of an upload was not kept."""
 CONNECTIONS = 16
-CHUNK_BYTES = 32 * 2**20
-"""Of resumable uploads, which files above 8 MiB are."""
+CHUNK_BYTES, CHUNK_FOR_S = 16 * 2**20, 60.0
+"""Of uploads of larger files: bytes of a request, and how long one is repeated before the upload begins anew."""
+BLOCK_BYTES = 2**16
 
 Answer = TypeVar("Answer")
 Content = bytes | Sequence[bytes | memoryview]
@@ -69,15 +73,18 @@ class Bucket:
         self.url = url.rstrip("/")
         name, _, self._prefix = self.url.partition("://")[2].partition("/")
         try:
-            self._client, self._headers = _client(*_endpoint())
+            self._client, self._headers, self._progress = _client(*_endpoint())
         except ImportError as error:
             raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
         self._bucket = self._client.bucket(name)
         self._has_answered = False
-        self.sent_bytes = 0
-        """Grows while uploads make progress."""
         self.gave_up = False
         """Set to end the requests under way: none is repeated any more."""
+
+    @property
+    def progress(self) -> int:
+        """A number that grows while requests succeed and their bodies are sent."""
+        return self._progress.count
 
     def create(self, name: str, data: Content) -> bool:
         """Write a new object; return False if one of that name exists."""
@@ -97,14 +104,22 @@ class Bucket:
     def put_file(self, name: str, path: Path) -> int:
         """Write an object from a file; return its size in bytes."""
         from google.api_core.exceptions import GoogleAPICallError
+        from google.api_core.retry import Retry
 
         def upload() -> int:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 blob = self._blob(name)
                 blob.chunk_size = CHUNK_BYTES if size > CHUNK_BYTES else None
+                retry = Retry(predicate=self._may_repeat, initial=MIN_PAUSE_S, maximum=MAX_PAUSE_S, timeout=CHUNK_FOR_S)
                 try:
-                    blob.upload_from_file(_Counted(file, self), size=size, checksum="crc32c", **_ONCE)
+                    blob.upload_from_file(
+                        file,
+                        size=size,
+                        checksum="crc32c",
+                        timeout=_ONCE["timeout"],
+                        retry=retry if blob.chunk_size else None,
+                    )
                 except GoogleAPICallError as error:
                     if error.code not in (404, 410):
                         raise
@@ -216,7 +231,6 @@ class Bucket:
                 blob.upload_from_string(content, if_generation_match=generation, checksum="crc32c", **_ONCE)
             except PreconditionFailed:
                 return None
-            self.sent_bytes += len(content)
             return int(blob.generation)
 
         return self._request(f"writing {name}", upload, retry_for_s)
@@ -238,34 +252,37 @@ class Bucket:
 
     def _request(self, doing: str, call: Callable[[], Answer], retry_for_s: float | None = None) -> Answer:
         """Return what a request gives, repeating it while the bucket does not answer."""
-        from google.api_core.exceptions import NotFound, RetryError
-        from google.api_core.retry import Retry
+        from google.api_core.exceptions import NotFound
 
         usual = RETRY_FOR_S if self._has_answered else min(FIRST_RETRY_FOR_S, RETRY_FOR_S)
-        patience = usual if retry_for_s is None else retry_for_s
-        retry = Retry(
-            predicate=lambda error: not self.gave_up and _is_transient(error),
-            initial=MIN_PAUSE_S,
-            maximum=MAX_PAUSE_S,
-            timeout=patience,
-        )
-        try:
-            answer = retry(call)()
-        except NotFound as error:
-            self._has_answered = True
-            if doing.startswith(("reading", "deleting")):
-                raise FileNotFoundError(doing) from error
-            raise BucketFailed(f"{self.url}: there is no such bucket; create it, or use another one") from error
-        except OSError as error:
-            if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
-                raise  # of the local file
-            raise self._failed(doing, error) from error
-        except RetryError as error:
-            raise self._failed(doing, error.cause or error) from error
-        except Exception as error:  # the library raises many types
-            raise self._failed(doing, error) from error
-        self._has_answered = True
-        return answer
+        patience, pause = usual if retry_for_s is None else retry_for_s, MIN_PAUSE_S
+        began = time.monotonic()
+        while True:
+            before = self.progress
+            try:
+                answer = call()
+            except NotFound as error:
+                self._has_answered = True
+                if doing.startswith(("reading", "deleting")):
+                    raise FileNotFoundError(doing) from error
+                raise BucketFailed(f"{self.url}: there is no such bucket; create it, or use another one") from error
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno is not None and not _is_transient(error):
+                    raise  # of the local file
+                if self.progress > before:  # a long transfer may fail more than once
+                    began = time.monotonic()
+                if not self._may_repeat(error) or time.monotonic() - began > patience:
+                    raise self._failed(doing, error) from error
+            else:
+                self._has_answered = True
+                return answer
+            time.sleep(pause * random.random())
+            pause = min(2 * pause, MAX_PAUSE_S)
+
+    def _may_repeat(self, error: BaseException) -> bool:
+        is_transient = _is_transient(error)
+        self._progress.is_failing |= is_transient
+        return is_transient and not self.gave_up
 
     def _failed(self, doing: str, error: BaseException) -> BucketFailed:
         text = " ".join(str(getattr(error, "message", "") or error).split())[:300] or type(error).__name__
@@ -273,19 +290,30 @@ class Bucket:
         return kind(f"{self.url}: {doing} failed: {text}; start the same command again")
 
 
-class _Counted:
-    """A file whose reads are counted as progress."""
+class _Progress:
+    """Counts what succeeds; bytes of requests that are repeated do not count."""
 
-    def __init__(self, file: Any, bucket: Bucket):
-        self._file, self._bucket = file, bucket
+    def __init__(self) -> None:
+        self.count, self.is_failing = 0, False
 
-    def read(self, size: int = -1) -> bytes:
-        data: bytes = self._file.read(size)
-        self._bucket.sent_bytes += len(data)
+    def add(self, number: int) -> None:
+        self.count += 0 if self.is_failing else number
+
+
+class _Body(io.BytesIO):
+    """A request's body, sent in blocks: each has the time limit of a request, not all of them together."""
+
+    def __init__(self, data: bytes, progress: _Progress):
+        super().__init__(data)
+        self._progress = progress
+
+    def __len__(self) -> int:
+        return self.getbuffer().nbytes
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self._progress.add(len(data))
         return data
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 _ONCE: dict[str, Any] = {"timeout": TIMEOUT_S, "retry": None}
@@ -301,8 +329,8 @@ def _endpoint() -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=4)
-def _client(endpoint: str, token: str) -> tuple[Any, threading.local]:
-    """Return a client, and the headers of the last answer in each thread."""
+def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]:
+    """Return a client, the headers of the last answer in each thread, and the progress of all."""
     from google.auth import default
     from google.auth.credentials import AnonymousCredentials, Credentials
     from google.auth.exceptions import DefaultCredentialsError
@@ -314,7 +342,16 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local]:
         def refresh(self, request: object) -> None:
             """Do nothing: a local cloud has one token."""
 
-    headers = threading.local()
+    class Session(AuthorizedSession):  # type: ignore[misc]
+        def request(self, method: str, url: str, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+            """Send, with a large body in blocks."""
+            if isinstance(data, bytes) and len(data) > BLOCK_BYTES:
+                data = _Body(data, progress)
+            elif isinstance(data, _Body):  # again, with other credentials
+                data.seek(0)
+            return super().request(method, url, data, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    headers, progress = threading.local(), _Progress()
     credentials: Any = AnonymousCredentials()  # type: ignore[no-untyped-call]
     if endpoint and token:
         credentials = Token()  # type: ignore[no-untyped-call]
@@ -326,18 +363,21 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local]:
             raise InputError(
                 f"not signed in to Google Cloud ({error}); `gcloud auth application-default login`"
             ) from error
-    session: Any = AuthorizedSession(credentials, refresh_timeout=int(TIMEOUT_S[1]))  # type: ignore[no-untyped-call]
+    session: Any = Session(credentials, refresh_timeout=int(TIMEOUT_S[1]))  # type: ignore[no-untyped-call]
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
 
     def note(answer: Any, *_: Any, **__: Any) -> None:
         headers.last = answer.headers
+        if answer.status_code < 400:
+            progress.is_failing = False
+            progress.add(1)
 
     session.hooks["response"].append(note)
     options = {"api_endpoint": endpoint} if endpoint else None
     client = Client(project="none", credentials=credentials, _http=session, client_options=options)
     client._bucket_metadata_cache = None  # it asks about the bucket, from a thread of its own, after each 404
-    return client, headers
+    return client, headers, progress
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -345,12 +385,14 @@ def _is_transient(error: BaseException) -> bool:
     import requests
     import urllib3
     from google.api_core.exceptions import GoogleAPICallError
-    from google.auth.exceptions import TransportError
+    from google.auth.exceptions import GoogleAuthError, TransportError
     from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
     if isinstance(error, GoogleAPICallError):
         return error.code in RETRIED
     if isinstance(error, InvalidResponse):
         return error.response.status_code in RETRIED
+    if isinstance(error, GoogleAuthError) and any(isinstance(each, TransportError) for each in error.args):
+        return True  # the server of credentials could not be reached
     lost = requests.RequestException, urllib3.exceptions.HTTPError, TransportError, DataCorruption
     return isinstance(error, (*lost, ConnectionError, TimeoutError))

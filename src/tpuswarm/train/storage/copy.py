@@ -12,11 +12,12 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,7 +38,11 @@ NOT_UPLOADED = {
     *("commits", "headers", "objects", "payloads", "views", "members", "founding.json"),  # a swarm's store writes them
     *(LOCK, "token", "index.sqlite", ORIGIN),  # of this machine alone, or secret
 }
+KEPT = ("config.toml", "events.jsonl", ROWS)
+"""No owner removes these from a run."""
 TEMPORARY = re.compile(r"\.part$|\.\d+$|-journal$|-wal$|-shm$")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 MAX_PARTS = 256
 """A file of more parts is uploaded as one."""
 MAX_SMALL_BYTES = 2**23
@@ -61,8 +66,8 @@ class Index:
 
     run: str = ""
     """Empty: nothing was downloaded yet."""
-    owner: str = ""
-    """The process of this disk that owned the run last; empty if none did."""
+    owners: tuple[str, ...] = ()
+    """Processes of this disk whose changes this copy has: it is ahead of a record that one of them changed last."""
     files: dict[str, Synced] = field(default_factory=dict)
 
 
@@ -105,7 +110,7 @@ def folder_for(run: str) -> Path:
     if not is_url(run):
         return Path(run)
     folder = folder_of(run)
-    RunCopy(folder).pull()
+    refresh(folder)
     return folder
 
 
@@ -157,7 +162,7 @@ class RunCopy:
                 try:
                     age_s = self.bucket.age_s(found.object) if found.is_owned else 0.0
                     write_atomically(self.folder / OWNER, json.dumps(found.record.owner.__dict__ | {"age": age_s}))
-                    self._pull(found.record, whole, large)
+                    self._pull(found.record, whole, large, self._is_ahead(found.record))
                     return True
                 except FileNotFoundError as error:
                     if before and before.generation == found.generation:
@@ -165,12 +170,21 @@ class RunCopy:
                     before = found  # its owner has replaced the object since
             raise BucketFailed(f"{self.url} changes faster than it can be read; start the same command again")
 
-    def take(self, owned: OwnedRecord) -> None:
-        """Own the run, with all of it on this disk. Raises InputError while another process owns it."""
+    def take(self, owned: OwnedRecord, on_owned: Callable[[], None] = lambda: None) -> None:
+        """Own the run, with all of it on this disk. Raises InputError while another process owns it.
+
+        on_owned: called once it is owned, before it is downloaded.
+        """
         with self._alone():
+            (self.folder / OWNER).unlink(missing_ok=True)
+            self._require_no_last_copy(read_record(self.bucket))
             before = owned.take()
+            is_ahead = self._is_ahead(before)
+            self._index.owners = (*(self._index.owners if is_ahead else ()), owned.record.owner.id)
+            self._save()
             try:
-                self._take(before)
+                on_owned()
+                self._take(before, is_ahead)
             except FileNotFoundError as error:
                 owned.release()  # raises Lost if another process, which owns the run by now, has deleted the object
                 raise self._incomplete(error) from error
@@ -178,28 +192,40 @@ class RunCopy:
                 with suppress(RunFailed):
                     owned.release()
                 raise
-            self._index.run, self._index.owner = before.run, owned.record.owner.id
+            self._index.run = before.run
             self._save()
 
-    def _incomplete(self, error: FileNotFoundError) -> BucketFailed:
-        return BucketFailed(f"{self.url}: {error} failed: an object of this run was deleted; restore it")
+    def _is_ahead(self, record: Record) -> bool:
+        """Return whether this disk has what the record has, and perhaps more."""
+        is_same = self._index.run in ("", record.run)
+        return is_same and (record.changed_by in self._index.owners or (not record.changed_by and not record.files))
 
-    def _take(self, before: Record) -> None:
-        if self._index.run not in ("", before.run) and not before.files and any(self._walk()):
+    def _require_no_last_copy(self, found: Read | None) -> None:
+        """Raise InputError if a run that was deleted in the bucket is still on this disk."""
+        is_gone = found is None or (not found.record.files and found.record.run != self._index.run)
+        if is_gone and (self._index.run or self._index.owners) and any(self._walk()):
             raise InputError(
                 f"the run at {self.url} was deleted, and {self.folder} has the last copy of it: delete that too to "
                 "begin a new run, or use another --run"
             )
-        is_ahead = before.owner.id == self._index.owner != ""
-        self._pull(before, True, None)
+
+    def _incomplete(self, error: FileNotFoundError) -> BucketFailed:
+        return BucketFailed(f"{self.url}: {error} failed: an object of this run was deleted; restore it")
+
+    def _take(self, before: Record, is_ahead: bool) -> None:
+        if is_ahead:  # what a change named of which this disk knows nothing, as its process was killed
+            files = self._index.files
+            self._index.files = {name: files[name] for name in files if before.files.get(name) == files[name].file}
+        self._pull(before, True, None, is_ahead)
         if not is_ahead:
             for path in [*self._walk(), *(self.folder / CHECKPOINTS).glob("[0-9]*/**/*")]:
                 if path.is_file() and self._name(path) not in before.files:
                     path.unlink()
 
-    def _pull(self, record: Record, whole: bool, large: str | None) -> None:
-        is_ahead = record.owner.id == self._index.owner != ""
+    def _pull(self, record: Record, whole: bool, large: str | None, is_ahead: bool) -> None:
         if self._index.run not in ("", record.run):
+            if not record.files:  # a new run begins where another was: nothing to see yet
+                return
             self._wipe()
         self._index.run = record.run
         has_newer = is_ahead and bool(self._local_steps())
@@ -216,9 +242,8 @@ class RunCopy:
         manifests = [name for name in wanted if name.endswith(f"/{MANIFEST}")]
         others = [name for name in wanted if name not in manifests]
         try:
-            with ThreadPoolExecutor(CONNECTIONS) as pool:
-                for names in (others, manifests):  # what a manifest names is there before it
-                    list(pool.map(lambda name: self._pull_file(name, wanted[name], is_ahead), names))
+            for names in (others, manifests):  # what a manifest names is there before it
+                self._for_each(names, lambda name: self._pull_file(name, wanted[name], is_ahead))
             if not is_ahead:
                 for name in [name for name in self._index.files if name not in record.files]:
                     (self.folder / name).unlink(missing_ok=True)
@@ -268,7 +293,12 @@ class RunCopy:
             start = file.tell()
             try:
                 for part in parts:
-                    file.write(self.bucket.read(part.object))
+                    data = self.bucket.read(part.object)
+                    if len(data) != part.size:
+                        raise BucketFailed(
+                            f"{self.url}/{part.object} has {len(data)} bytes, not {part.size}; restore it"
+                        )
+                    file.write(data)
             except BaseException:
                 file.truncate(start)
                 raise
@@ -308,6 +338,8 @@ class RunCopy:
     def push(self, owned: OwnedRecord) -> None:
         """Upload what has changed here, and name it in the run's record. Raises Lost and BucketFailed."""
         with self._pushing:
+            if not (self.folder / ORIGIN).exists():
+                raise RunFailed(f"{self.folder}, the copy of {self.url}, was deleted; start the same command again")
             changed = self._upload_files(owned) | self._upload_checkpoints(owned)
             before = owned.record.files
             removed = self._removed(before, changed)
@@ -335,8 +367,9 @@ class RunCopy:
 
     def sweep(self, owned: OwnedRecord) -> None:
         """Delete objects that earlier owners uploaded and never named."""
-        named, epoch = _objects(owned.record.files.values()), f"{DATA}{owned.record.epoch:06d}/"
-        self._delete({name for name in self.bucket.listed(DATA) if name < epoch and name not in named})
+        named, epoch = _objects(owned.record.files.values()), f"{DATA}{owned.record.epoch:06d}."
+        listed = self.bucket.listed(DATA)
+        self._delete({name for name in listed if name < epoch and not name.startswith(owned.prefix)} - named)
 
     def clear(self, owned: OwnedRecord) -> None:
         """Delete the run from the bucket. Raises Lost and BucketFailed."""
@@ -359,8 +392,8 @@ class RunCopy:
             paths = [path for path in (self.folder / CHECKPOINTS / step).rglob("*") if path.is_file()]
             if f"{CHECKPOINTS}/{step}/{MANIFEST}" in self._index.files:
                 continue
-            with suppress(FileNotFoundError), ThreadPoolExecutor(CONNECTIONS) as pool:
-                found = list(pool.map(lambda path: self._upload(path, owned), paths))
+            with suppress(FileNotFoundError):
+                found = self._for_each(paths, lambda path: self._upload(path, owned))
                 if (self.folder / CHECKPOINTS / step / MANIFEST).exists():
                     changed |= {self._name(path): new for path, new in zip(paths, found, strict=True) if new}
         return changed
@@ -391,7 +424,7 @@ class RunCopy:
         return {
             name
             for name in before
-            if name not in changed
+            if name not in (*changed, *KEPT)
             and not (self.folder / name).exists()
             and (has_checkpoint or not name.startswith(f"{CHECKPOINTS}/"))
         }
@@ -403,8 +436,20 @@ class RunCopy:
     def _delete(self, objects: Iterable[str]) -> None:
         """Delete objects that no record names any more; what cannot be deleted, as under a retention policy, stays."""
         with suppress(BucketFailed):
-            for name in sorted(objects):
-                self.bucket.delete(name)
+            self._for_each(sorted(objects), self.bucket.delete)
+
+    def _for_each(self, items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
+        """Work on several items at a time; an interrupt does not wait for those under way."""
+        pool = ThreadPoolExecutor(CONNECTIONS)
+        try:
+            return list(pool.map(work, items))
+        except Exception:
+            raise
+        except BaseException:
+            self.bucket.gave_up = True
+            raise
+        finally:
+            pool.shutdown(wait=not self.bucket.gave_up, cancel_futures=True)
 
     def _walk(self) -> Iterator[Path]:
         """Yield the files of the run that are uploaded, without checkpoints."""
@@ -424,7 +469,7 @@ class RunCopy:
         except FileNotFoundError:
             with suppress(FileNotFoundError, ValueError, KeyError):
                 found = json.loads((self.folder / EARLIER_INDEX).read_text(encoding="utf-8"))
-                return Index(owner=found["owner"])
+                return Index(owners=(found["owner"],))
         except ValidationError:  # torn, or of another version: everything is downloaded again
             pass
         return Index()

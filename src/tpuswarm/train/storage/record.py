@@ -91,6 +91,8 @@ class Record:
     """Counts owners; the names of new objects begin with it."""
     owner: Owner
     files: Files = field(default_factory=dict)
+    changed_by: str = ""
+    """The id of the owner that changed the files last; empty before the first change."""
 
 
 _JSON: TypeAdapter[Record] = TypeAdapter(Record)
@@ -134,15 +136,18 @@ def read_file(read: Callable[[str], bytes | None], path: str) -> bytes | None:
 
     read: returns the content of an object by its name in the run's folder, None if there is none.
     """
-    stored = read(RECORD)
-    if stored is None:
-        return read(f"files/{path}")  # an earlier version's run
-    try:
-        file = _JSON.validate_json(stored).files.get(path)
-    except ValidationError:
-        return None
-    parts = [read(part.object) for part in file.parts] if file else [None]
-    return None if None in parts else b"".join(part for part in parts if part is not None)
+    for _ in range(3):
+        stored = read(RECORD)
+        if stored is None:
+            return read(f"files/{path}")  # an earlier version's run
+        try:
+            file = _JSON.validate_json(stored).files.get(path)
+        except ValidationError:
+            return None
+        parts = [read(part.object) for part in file.parts] if file else []
+        if None not in parts:  # else its owner has replaced it meanwhile
+            return b"".join(part for part in parts if part is not None) if file else None
+    return None
 
 
 class OwnedRecord:
@@ -188,21 +193,32 @@ class OwnedRecord:
         """Own the run for another TERM_S. Raises Lost, and BucketFailed if the bucket does not answer."""
         self.change(lambda files: files)
 
-    def change(self, change: Callable[[Files], Files], released: bool = False) -> None:
-        """Replace the files of the record, and renew it. Raises Lost and BucketFailed."""
+    def change(self, change: Callable[[Files], Files], released: bool = False, is_small: bool = False) -> None:
+        """Replace the files of the record, and renew it. Raises Lost and BucketFailed.
+
+        is_small: copies of the owners before may go on as they are.
+        """
         with self._lock:
-            owner = replace(self.record.owner, renewals=self.record.owner.renewals + 1, released=released)
-            self._replace(replace(self.record, owner=owner, files=change(self.record.files)))
+            before = self.record
+            owner = replace(before.owner, renewals=before.owner.renewals + 1, released=released)
+            files = change(before.files)
+            changed_by = before.changed_by if files == before.files or is_small else owner.id
+            self._replace(replace(before, owner=owner, files=files, changed_by=changed_by))
 
     def release(self) -> None:
         """Let the run go: the next owner need not wait."""
         self.change(lambda files: files, released=True)
 
+    @property
+    def prefix(self) -> str:
+        """How the names of the objects begin that this owner uploads."""
+        return f"{DATA}{self.record.epoch:06d}-{self._owner.id}/"
+
     def new_object(self, name: str) -> str:
         """Return a name for a new object, which nobody else ever uses."""
         with self._lock:
             self._names += 1
-            return f"{DATA}{self.record.epoch:06d}/{self._names:06d}-{re.sub(r'[^A-Za-z0-9._-]', '-', name)[-60:]}"
+            return f"{self.prefix}{self._names:06d}-{re.sub(r'[^A-Za-z0-9._-]', '-', name)[-60:]}"
 
     def _replace(self, record: Record) -> None:
         """Write the record in the place of the one that was read last, if that is still there."""
@@ -224,11 +240,14 @@ class OwnedRecord:
     def _wait_for_end(self, found: Read) -> Read:
         """Wait until an owner has stood still for TERM_S; return the record then."""
         owner = found.record.owner
-        since = boot_time()
+        since = seen = boot_time()
         with waiting(f"{owner.host} has owned this run; waiting {TERM_S:.0f} s to see if it still does"):
             while boot_time() - since < TERM_S:
                 time.sleep(POLL_INTERVAL_S)
                 now = read_record(self._bucket)
+                if boot_time() - seen > 3 * POLL_INTERVAL_S:  # the bucket did not answer, perhaps nobody
+                    since = boot_time()
+                seen = boot_time()
                 if now is None or not now.is_owned:
                     return now or found
                 if (now.generation, now.record.owner) != (found.generation, owner):
@@ -278,7 +297,7 @@ def _of_earlier_version(bucket: Bucket) -> Read | None:
         return None
     run = bucket.read("files/born").decode()[:16] if "files/born" in objects else "earlier"
     owner, lease = _earlier_owner(bucket, (name for name in objects if name.startswith("lease/")))
-    return Read(Record(run, 0, owner, files), 0, lease)
+    return Read(Record(run, 0, owner, files, owner.id), 0, lease)
 
 
 def _earlier_owner(bucket: Bucket, leases: Iterable[str]) -> tuple[Owner, str]:

@@ -49,10 +49,15 @@ class RunSync:
 
     def take(self) -> None:
         """Own the run, with all of it on this disk. Raises InputError while another process owns it, and RunFailed."""
-        self._copy.take(self._owned)
+        renew, upload = self._threads
+        try:
+            self._copy.take(self._owned, renew.start)
+        except BaseException:
+            self._copy.bucket.gave_up = True
+            self._stop()
+            raise
         self._uploaded_at = time.monotonic()
-        for thread in self._threads:
-            thread.start()
+        upload.start()
 
     def check(self) -> None:
         """Raise RunFailed if the run is not this process's any more, or its bucket refuses."""
@@ -68,47 +73,59 @@ class RunSync:
         self._copy.push(self._owned)
 
     def remove(self) -> None:
-        """Delete the run from the bucket: nothing came of it."""
-        self._stop()
-        self._copy.clear(self._owned)
+        """Delete the run from the bucket: nothing came of it. Raises RunFailed."""
+        self._end_with(lambda: self._copy.clear(self._owned))
 
     def close(self) -> None:
         """Upload the rest and let the run go. Raises RunFailed, with what is on this disk alone."""
-        if self._end.is_set() or isinstance(self._error, Lost):
-            self._stop()
+        if self._end.is_set():
             return
-        self._end.set()
-        self._wake.set()
-        failed: list[RunFailed] = []
-        rest = threading.Thread(target=self._finish, args=(failed,), name="bucket", daemon=True)
-        rest.start()
-        if not self._wait_while_it_sends(rest):
+        if isinstance(self._error, Lost):
             self._copy.bucket.gave_up = True
-            rest.join(STALLED_S)
-            failed.append(Unreachable(f"{self._copy.url} does not answer"))
-        if failed and not isinstance(failed[0], Lost):
+            self._end_with(lambda: None)
+            return
+        try:
+            self._end_with(self._upload_and_release)
+        except Lost:
+            return
+        except RunFailed as error:
             unsent = self._copy.unsent()
             only_here = f"; only on this disk, in {self._copy.folder}: {', '.join(unsent)}" if unsent else ""
-            raise RunFailed(f"{failed[0]}{only_here}; start the same command again on this machine")
+            raise RunFailed(f"{error}{only_here}; start the same command again on this machine") from error
 
-    def _finish(self, failed: list[RunFailed]) -> None:
-        try:
-            self._stop()
-            self._copy.push(self._owned)
-            self._owned.release()
-        except RunFailed as error:
-            failed.append(error)
+    def _upload_and_release(self) -> None:
+        self._copy.push(self._owned)
+        self._owned.release()
 
-    def _wait_while_it_sends(self, thread: threading.Thread) -> bool:
-        """Wait for a thread while bytes go to the bucket; return whether it ended."""
-        bucket, sent, since = self._copy.bucket, -1, boot_time()
-        while thread.is_alive():
-            if bucket.sent_bytes != sent:
-                sent, since = bucket.sent_bytes, boot_time()
-            if boot_time() - since > STALLED_S:
-                return False
-            thread.join(0.2)
-        return True
+    def _end_with(self, work: Callable[[], None]) -> None:
+        """End the threads, then do the last work; raise RunFailed if it fails, or the bucket takes no byte any more."""
+        self._end.set()
+        self._wake.set()
+        failed: list[Exception] = []
+
+        def finish() -> None:
+            try:
+                self._stop()
+                work()
+            except Exception as error:  # noqa: BLE001  # raised below
+                failed.append(error)
+
+        last = threading.Thread(target=finish, name="bucket", daemon=True)
+        last.start()
+        bucket, progress, since = self._copy.bucket, -1, boot_time()
+        while last.is_alive() and boot_time() - since < STALLED_S:
+            if bucket.progress != progress:
+                progress, since = bucket.progress, boot_time()
+            last.join(0.2)
+        bucket.gave_up = True
+        last.join(STALLED_S)
+        if last.is_alive():
+            raise Unreachable(f"{self._copy.url} does not answer")
+        if failed:
+            error = failed[0]
+            if isinstance(error, RunFailed):
+                raise error
+            raise RunFailed(f"{self._copy.url}: {type(error).__name__}: {error}") from error
 
     def _stop(self) -> None:
         self._end.set()
@@ -187,4 +204,4 @@ def delete_file(url: str, path: str) -> None:
         return
     owned = OwnedRecord(bucket)
     owned.take()
-    owned.change(lambda files: {name: file for name, file in files.items() if name != path}, released=True)
+    owned.change(lambda files: {name: files[name] for name in files if name != path}, released=True, is_small=True)

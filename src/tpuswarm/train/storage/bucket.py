@@ -120,6 +120,8 @@ class Bucket:
                         timeout=_ONCE["timeout"],
                         retry=retry if blob.chunk_size else None,
                     )
+                except ValueError as error:  # the library cannot go on after a chunk that was not kept
+                    raise ConnectionError(f"the upload of {name} was lost") from error
                 except GoogleAPICallError as error:
                     if error.code not in (404, 410):
                         raise
@@ -343,7 +345,7 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]
             """Do nothing: a local cloud has one token."""
 
     class Session(AuthorizedSession):  # type: ignore[misc]
-        def request(self, method: str, url: str, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def request(self, method: Any, url: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
             """Send, with a large body in blocks."""
             if isinstance(data, bytes) and len(data) > BLOCK_BYTES:
                 data = _Body(data, progress)

@@ -344,15 +344,6 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]
         def refresh(self, request: object) -> None:
             """Do nothing: a local cloud has one token."""
 
-    class Session(AuthorizedSession):  # type: ignore[misc]
-        def request(self, method: Any, url: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-            """Send, with a large body in blocks."""
-            if isinstance(data, bytes) and len(data) > BLOCK_BYTES:
-                data = _Body(data, progress)
-            elif isinstance(data, _Body):  # again, with other credentials
-                data.seek(0)
-            return super().request(method, url, data, *args, **kwargs)  # type: ignore[no-untyped-call]
-
     headers, progress = threading.local(), _Progress()
     credentials: Any = AnonymousCredentials()  # type: ignore[no-untyped-call]
     if endpoint and token:
@@ -365,7 +356,17 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]
             raise InputError(
                 f"not signed in to Google Cloud ({error}); `gcloud auth application-default login`"
             ) from error
-    session: Any = Session(credentials, refresh_timeout=int(TIMEOUT_S[1]))  # type: ignore[no-untyped-call]
+    session: Any = AuthorizedSession(credentials, refresh_timeout=int(TIMEOUT_S[1]))  # type: ignore[no-untyped-call]
+    send = session.request
+
+    def send_in_blocks(method: str, url: str, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, bytes) and len(data) > BLOCK_BYTES:
+            data = _Body(data, progress)
+        elif isinstance(data, _Body):  # again, with other credentials
+            data.seek(0)
+        return send(method, url, data, *args, **kwargs)
+
+    session.request = send_in_blocks
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
 

@@ -1,10 +1,13 @@
 """A bucket that loses answers, stalls, refuses or damages what it sends loses nothing and hangs nobody."""
 
 import os
+import shutil
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+from pydantic import TypeAdapter
 
 from tests.train.storage.conftest import URL, read_steps, start_run
 from tests.waiting import until
@@ -14,6 +17,7 @@ from tpuswarm.train.storage import bucket as client
 from tpuswarm.train.storage import sync
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed, Unreachable
 from tpuswarm.train.storage.copy import bring, folder_of
+from tpuswarm.train.storage.record import RECORD, Record, read_record
 
 SMALL, LARGE = b"x" * 1000, os.urandom(9 * 2**20)
 """The larger one is sent by a resumable upload, in chunks."""
@@ -120,32 +124,102 @@ def test_bucket_that_never_answered_is_given_up_soon(server, impatient, monkeypa
         bring(URL)
 
 
-@pytest.mark.parametrize("when", ["while it trains", "as it ends"])
-def test_run_ends_though_its_bucket_never_answers(server, use_disk, short_lease, impatient, monkeypatch, when):
+def ends(call):
+    """Return what a call raises; it has to end soon."""
+    raised: list[BaseException | None] = []
+
+    def work():
+        try:
+            call()
+            raised.append(None)
+        except RunFailed as error:
+            raised.append(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    until(lambda: raised)
+    return raised[0]
+
+
+@pytest.fixture(params=["silent", "503"])
+def outage(request, server, monkeypatch):
+    """Begin an outage, and end it."""
     monkeypatch.setattr(sync, "STALLED_S", 1.0)
+
+    def begin(over=False):
+        server.stalled = request.param == "silent" and not over
+        server.faults = ["503"] * 10**6 if request.param == "503" and not over else []
+
+    return begin
+
+
+@pytest.mark.parametrize("when", ["while it trains", "as it ends"])
+def test_run_ends_though_its_bucket_never_answers(server, use_disk, short_lease, impatient, outage, monkeypatch, when):
     monkeypatch.setattr(sync, "RENEW_INTERVAL_S", 0.05 if when == "while it trains" else 60.0)
     run = start_run()
     run._sync.upload()
     run.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
-    server.stalled = True
+    (run.folder / "status.json").write_text("sent whole")
+    outage()
     if when == "while it trains":
         seen = len(server.requests)
         until(lambda: len(server.requests) > seen)
-    ended = threading.Event()
-
-    def close():
-        with pytest.raises(
-            RunFailed, match=r"only on this disk, in .*: .*metrics\.jsonl; start the same command again"
-        ):
-            run.close()
-        ended.set()
-
-    threading.Thread(target=close).start()
-    assert ended.wait(60)
-    server.stalled = False
+    words = str(ends(run.close))
+    assert "only on this disk, in " in words and "metrics.jsonl" in words and "start the same command again" in words
+    outage(over=True)
     Run(folder_of(URL)).close()
     use_disk("two")
     assert read_steps(bring(URL)) == [1, 2, 3, 4]
+
+
+def test_run_of_which_nothing_came_ends_though_its_bucket_never_answers(use_disk, impatient, outage):
+    run = Run(folder_of(URL))
+    outage()
+    assert ends(run.abandon)
+    outage(over=True)
+
+
+def test_process_that_lost_its_run_does_not_wait_for_its_upload(server, use_disk, short_lease, impatient, monkeypatch):
+    monkeypatch.setattr(sync, "STALLED_S", 1.0)
+    monkeypatch.setattr(sync, "RENEW_INTERVAL_S", 0.1)
+    run, blocked, unblock = start_run(), threading.Event(), threading.Event()
+
+    def wait(self, name, path):
+        blocked.set()
+        unblock.wait(120)
+        raise BucketFailed("too late")
+
+    monkeypatch.setattr(Bucket, "put_file", wait)
+    (run.folder / "status.json").write_text("large")
+    run.send_soon()
+    assert blocked.wait(60)
+    found = read_record(Bucket(URL)).record
+    other = replace(found, epoch=found.epoch + 1, owner=replace(found.owner, id="other"))
+    Bucket(URL).put(RECORD, TypeAdapter(Record).dump_json(other))
+    until(lambda: run._sync._error)
+    ends(run.close)
+    unblock.set()
+
+
+def test_many_slow_deletions_are_progress(server, use_disk, impatient, monkeypatch):
+    monkeypatch.setattr(sync, "STALLED_S", 0.5)
+    run = start_run()
+
+    def save(step):
+        folder = run.checkpoints / f"{step:08d}"
+        folder.mkdir(parents=True)
+        for number in range(200):
+            (folder / f"{number}").write_bytes(b"x")
+        (folder / "manifest.json").write_text("{}")
+        return folder
+
+    first = save(1)
+    run._sync.upload()
+    shutil.rmtree(first)
+    save(2)
+    assert ends(run.close) is None
+    use_disk("two")
+    found = read_record(Bucket(URL)).record
+    assert found.owner.released and {name.split("/")[1] for name in found.files if "points/" in name} == {"00000002"}
 
 
 def test_checkpoint_that_is_pruned_while_it_is_sent_ends_no_run(use_disk, monkeypatch):

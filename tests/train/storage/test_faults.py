@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from google.auth.exceptions import RefreshError, TransportError
 from pydantic import TypeAdapter
 
 from tests.train.storage.conftest import URL, read_steps, start_run
@@ -101,6 +102,12 @@ def test_lost_upload_session_and_lost_chunk_are_sent_anew(server, stored, tmp_pa
         assert put_large(stored, tmp_path), f"{fault} of request {at}"
 
 
+def test_upload_of_chunks_is_begun_anew_after_a_long_outage(server, stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "CHUNK_FOR_S", 0.2)
+    server.faults = ["fine", "fine"] + ["503"] * 200
+    assert put_large(stored, tmp_path)
+
+
 @pytest.mark.parametrize("request_", [read, fetch], ids=lambda each: each.__name__)
 def test_damaged_download_is_not_kept(server, stored, tmp_path, request_):
     server.faults = ["corrupt", "corrupt"]
@@ -113,6 +120,20 @@ def test_refusal_is_told_at_once_in_one_sentence(server, stored, code):
     with pytest.raises(BucketFailed, match=rf"^{URL}: listing it failed: .*as planned; start the same command again$"):
         stored.listed("")
     assert len(server.faults) == 8
+
+
+def test_server_of_credentials_that_cannot_be_reached_is_asked_again():
+    lost = TransportError("the metadata server is restarting")
+    assert client._is_transient(RefreshError(lost)) and not client._is_transient(RefreshError("revoked"))
+
+
+def test_large_bodies_are_sent_in_blocks():
+    """The time limit of a request is that of a block: a slow line sends a chunk of any size."""
+    progress = client._Progress()
+    body = client._Body(bytes(10), progress)
+    assert len(body) == 10 and body.read(4) == bytes(4) and progress.count == 4
+    progress.is_failing = True
+    assert body.read() == bytes(6) and progress.count == 4
 
 
 def test_bucket_that_never_answered_is_given_up_soon(server, impatient, monkeypatch):

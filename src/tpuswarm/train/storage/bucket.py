@@ -287,6 +287,7 @@ class Bucket:
         return is_transient and not self.gave_up
 
     def _failed(self, doing: str, error: BaseException) -> BucketFailed:
+        error = getattr(error, "cause", None) or error  # of a chunk that was repeated for long enough
         text = " ".join(str(getattr(error, "message", "") or error).split())[:300] or type(error).__name__
         kind = Unreachable if _is_transient(error) else BucketFailed
         return kind(f"{self.url}: {doing} failed: {text}; start the same command again")
@@ -387,10 +388,12 @@ def _is_transient(error: BaseException) -> bool:
     """Return whether a request may succeed later: the network is cut, or the server is busy."""
     import requests
     import urllib3
-    from google.api_core.exceptions import GoogleAPICallError
+    from google.api_core.exceptions import GoogleAPICallError, RetryError
     from google.auth.exceptions import GoogleAuthError, TransportError
     from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
+    if isinstance(error, RetryError):
+        return error.cause is not None and _is_transient(error.cause)
     if isinstance(error, GoogleAPICallError):
         return error.code in RETRIED
     if isinstance(error, InvalidResponse):

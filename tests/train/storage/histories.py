@@ -60,6 +60,10 @@ class World:
         self.history: list[Record] = []
         self.seen: list[tuple[list[str], bytes]] = []
         """The rows and the configuration of each record in the history."""
+        self.changed_by: str | None = None
+        """The computer whose process changed the files last."""
+        self.changed_at_take: dict[str, str | None] = {}
+        """What that was when each computer took the run last."""
         self.processes: list[Process] = []
         self.current: Process | None = None
         self.failure: BaseException | None = None
@@ -156,6 +160,8 @@ class World:
             assert (new.epoch, new.owner.id) == (old.epoch, old.owner.id) or new.epoch == old.epoch + 1
             if new.epoch != old.epoch:
                 assert new.files == old.files
+            elif new.files != old.files:
+                self.changed_by = self.current.name
         rows = [json.loads(line)["id"] for line in self._content(new, ROWS).splitlines()]
         if self.seen:
             assert rows[: len(self.seen[-1][0])] == self.seen[-1][0], "rows are lost"
@@ -163,6 +169,8 @@ class World:
         for file in new.files.values():
             for part in file.parts:
                 assert len(self.objects[part.object].data) == part.size
+        if not old or new.epoch != old.epoch:
+            self.changed_at_take[self.current.name] = self.changed_by
         self.history.append(new)
         self.seen.append((rows, self._content(new, "config.toml")))
 
@@ -255,7 +263,10 @@ def owner(world: World, pushes: int) -> Callable[[Process], None]:
             try:
                 run = RunCopy(process.folder)
                 owned = OwnedRecord(run.bucket)
+                before = _rows(process)
                 run.take(owned)
+                if world.changed_at_take[process.name] in (None, process.name):
+                    assert _rows(process)[: len(before)] == before, "rows of this disk are lost"
                 while left:
                     left -= 1
                     run.sweep(owned)
@@ -264,10 +275,15 @@ def owner(world: World, pushes: int) -> Callable[[Process], None]:
                     world.sleep(world.random.choice([1, 10, 60]))
                     _until_answered(world, owned.renew)
                 owned.release()
-            except (InputError, Unreachable, Lost):
+            except (InputError, Unreachable, Lost, Killed):  # the same command is given again on this computer
                 world.sleep(world.random.uniform(0, 60))
 
     return work
+
+
+def _rows(process: Process) -> list[str]:
+    path = process.folder / ROWS
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def _until_answered(world: World, call: Callable[[], None]) -> None:

@@ -27,6 +27,7 @@ SMALL, LARGE = b"x" * 1000, os.urandom(9 * 2**20)
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(client, "MIN_PAUSE_S", 0.01)
+    monkeypatch.setattr(client, "MAX_PAUSE_S", 0.02)
     monkeypatch.setitem(client._ONCE, "timeout", (1.0, 0.5))
     monkeypatch.setattr(client, "CHUNK_BYTES", 2**21)
 

@@ -264,7 +264,7 @@ def owner(world: World, pushes: int) -> Callable[[Process], None]:
                 run = RunCopy(process.folder)
                 owned = OwnedRecord(run.bucket)
                 before = _rows(process)
-                run.take(owned)
+                run.acquire(owned)
                 if world.changed_at_take[process.name] in (None, process.name):
                     assert _rows(process)[: len(before)] == before, "rows of this disk are lost"
                 while left:

@@ -244,7 +244,7 @@ def test_new_run_in_place_of_a_deleted_one_has_nothing_of_it(use_disk):
     assert read_steps(bring(URL)) == [1, 2, 3] and Store(folder_of(URL)).exists(commit)
     for name in Bucket(URL).listed(""):
         Bucket(URL).delete(name)
-    with pytest.raises(InputError, match=r"was deleted, and .* has the last copy of it: delete that too"):
+    with pytest.raises(InputError, match=r"was deleted, and .* is its last copy. Delete the copy"):
         start_run()
     use_disk("three")
     start_run(1).close()

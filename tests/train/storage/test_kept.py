@@ -3,7 +3,7 @@
 import json
 import shutil
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.train.storage.conftest import URL, crash, read_steps, start_run
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.run.directory import Run
 from tpuswarm.train.storage import copy, record, sync
-from tpuswarm.train.storage.bucket import Bucket, BucketFailed
+from tpuswarm.train.storage.bucket import Bucket
 from tpuswarm.train.storage.copy import RunCopy, bring, folder_for, folder_of
 from tpuswarm.train.storage.record import OwnedRecord, read_record
 from tpuswarm.train.storage.sync import delete_file
@@ -30,7 +30,7 @@ def crashed_run() -> Run:
 
 def refused_start(monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunCopy, "_take", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(RunCopy, "_download_acquired", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         Run(folder_of(URL))
 
 
@@ -69,7 +69,7 @@ def test_last_copy_of_a_deleted_run_is_never_removed(use_disk):
     for name in Bucket(URL).listed(""):
         Bucket(URL).delete(name)
     for _ in range(3):
-        with pytest.raises(InputError, match=r"was deleted, and .* has the last copy of it"):
+        with pytest.raises(InputError, match=r"was deleted, and .* is its last copy"):
             Run(folder_for(URL))
         with pytest.raises(InputError, match="there is no run at"):
             bring(URL)
@@ -84,7 +84,7 @@ def test_last_copy_of_an_earlier_version_is_never_removed(use_disk):
     (folder / copy.EARLIER_INDEX).write_text(json.dumps(earlier))
     for name in Bucket(URL).listed(""):
         Bucket(URL).delete(name)
-    with pytest.raises(InputError, match="has the last copy of it"):
+    with pytest.raises(InputError, match="is its last copy"):
         Run(folder_for(URL))
     assert read_steps(folder) == [1, 2, 3]
 
@@ -150,35 +150,23 @@ def test_run_is_renewed_while_it_is_downloaded(use_disk, short_lease, frequent_r
     runs[0].close()
 
 
-def test_outage_does_not_count_as_standing_still(server, use_disk, monkeypatch):
-    """Nobody could renew meanwhile."""
-    monkeypatch.setattr(record, "TERM_S", 2.0)
-    monkeypatch.setattr(record, "POLL_INTERVAL_S", 0.2)
-    first = OwnedRecord(Bucket(URL))
-    first.take()
-    ended = threading.Event()
+def test_outage_does_not_count_as_standing_still(use_disk, monkeypatch):
+    """The owner could not renew meanwhile either."""
+    first, now, looks = OwnedRecord(Bucket(URL)), [0.0], []
+    first.acquire()
 
-    def renew():
-        while not ended.wait(0.5):
-            try:
-                first.renew()
-            except BucketFailed:
-                continue
+    def look(bucket, retry_for_s=None):
+        looks.append(now[0])
+        now[0] += 2 * record.TERM_S if len(looks) == 3 else 0.0  # the third is answered after an outage
+        if len(looks) == 5:
+            first.renew()
+        return read_record(bucket)
 
-    def outage():
-        server.faults = ["503"] * 10**6
-        time.sleep(3)
-        server.faults = []
-
-    threads = [threading.Thread(target=work) for work in (renew, outage)]
-    for thread in threads:
-        thread.start()
+    monkeypatch.setattr(record, "read_record", look)
+    monkeypatch.setattr(record, "boot_time", lambda: now[0])
+    monkeypatch.setattr(record, "time", SimpleNamespace(sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)))
     with pytest.raises(InputError, match="is in use by process"):
-        OwnedRecord(Bucket(URL)).take()
-    ended.set()
-    for thread in threads:
-        thread.join()
-    first.renew()
+        OwnedRecord(Bucket(URL)).acquire()
 
 
 @pytest.mark.parametrize("fails", ["index", "file"])

@@ -44,20 +44,20 @@ def test_refused_incomplete_run_is_released_at_once(use_disk, monkeypatch):
 def test_stale_run_is_taken_over_and_a_released_one_at_once(use_disk, short_lease, monkeypatch):
     bucket = Bucket(URL)
     first, second = OwnedRecord(bucket), OwnedRecord(bucket)
-    assert first.take().owner.id == ""
-    assert second.take().owner == first.record.owner
+    assert first.acquire().owner.id == ""
+    assert second.acquire().owner == first.record.owner
     with pytest.raises(Lost, match=f"{URL} was taken over by process"):
         first.renew()
     second.renew()
     second.release()
     monkeypatch.setattr(record, "TERM_S", 600.0)
-    assert OwnedRecord(bucket).take().owner == second.record.owner
+    assert OwnedRecord(bucket).acquire().owner == second.record.owner
 
 
 def test_owner_whose_answers_are_lost_still_owns_the_run(server, use_disk):
     bucket = Bucket(URL)
     owned = OwnedRecord(bucket)
-    owned.take()
+    owned.acquire()
     for _ in range(3):
         server.lose_answers = 1
         owned.renew()

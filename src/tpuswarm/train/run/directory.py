@@ -69,7 +69,7 @@ class Run:
         if origin(folder):
             try:
                 sync = RunSync(folder)
-                sync.take()
+                sync.acquire()
                 self._sync = sync
                 require_whole(folder)
             except BaseException:

@@ -1,1 +1,1 @@
-"""A run in a bucket: a client of Cloud Storage, the record that says who owns the run and what it is, and its copy."""
+"""Keep a run in a bucket: a client of Cloud Storage, the run's record, its local copy, and their synchronization."""

@@ -24,18 +24,18 @@ TIMEOUT_S = 5.0, 10.0
 RETRY_FOR_S = 600.0
 """How long a request is repeated while the bucket does not answer: a run outlives an outage."""
 FIRST_RETRY_FOR_S = 10.0
-"""The same for a bucket that has never answered: its address may be wrong."""
+"""How long before the first answer of a bucket, whose address may be wrong."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
-RETRIED = 308, 408, 429, 500, 502, 503, 504
+RETRIED_CODES = 308, 408, 429, 500, 502, 503, 504
 """Answers after which a request is repeated; 308: a chunk of an upload was not kept."""
-CONNECTIONS = 16
+MAX_CONNECTIONS = 16
 CHUNK_BYTES, CHUNK_FOR_S = 16 * 2**20, 60.0
-"""Of uploads of larger files: bytes of a request, and how long one is repeated before the upload begins anew."""
+"""Larger files are uploaded in chunks of this size; how long a chunk is repeated before the upload restarts."""
 BLOCK_BYTES = 2**16
 
 Answer = TypeVar("Answer")
 Content = bytes | Sequence[bytes | memoryview]
-"""Bytes of an object, or parts of them in order."""
+"""The bytes of an object, in one piece or in several."""
 
 
 class BucketFailed(RunFailed):
@@ -73,13 +73,13 @@ class Bucket:
         self.url = url.rstrip("/")
         name, _, self._prefix = self.url.partition("://")[2].partition("/")
         try:
-            self._client, self._headers, self._progress = _client(*_endpoint())
+            self._client, self._headers, self._progress = _client(*_local_endpoint())
         except ImportError as error:
             raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
         self._bucket = self._client.bucket(name)
         self._has_answered = False
         self.gave_up = False
-        """Set to end the requests under way: none is repeated any more."""
+        """Set to stop repeating requests, so that those under way end soon."""
 
     @property
     def progress(self) -> int:
@@ -125,7 +125,7 @@ class Bucket:
                 except GoogleAPICallError as error:
                     if error.code not in (404, 410):
                         raise
-                    self._list("", most=1)  # raises where there is no bucket; else an upload session was lost
+                    self._list("", most=1)  # raises if the bucket is gone; otherwise only the session was lost
                     raise ConnectionError(f"the upload of {name} was lost") from error
             if blob.size != size:
                 raise ConnectionError(f"{blob.size} of {size} bytes were stored")
@@ -161,13 +161,13 @@ class Bucket:
     def age_s(self, name: str) -> float:
         """Return how many seconds ago an object was written, by the bucket's clock alone."""
 
-        def ask() -> float:
+        def request_age() -> float:
             blob = self._blob(name)
             blob.reload(**_ONCE)
             now = email.utils.parsedate_to_datetime(self._headers.last["Date"])
             return max(0.0, (now - blob.updated).total_seconds())
 
-        return self._request(f"reading {name}", ask)
+        return self._request(f"reading {name}", request_age)
 
     def fetch(self, name: str, to: Path) -> None:
         """Download an object to a file, whole or not at all."""
@@ -197,7 +197,7 @@ class Bucket:
         with suppress(FileNotFoundError):
             self._request(f"deleting {name}", lambda: self._blob(name).delete(**_ONCE))
 
-    # What a Store asks of each of its places.
+    # The rest of the interface of swarm/storage/places.py.
 
     def path(self, name: str) -> Path | None:
         """Return None: an object is no local file."""
@@ -253,7 +253,7 @@ class Bucket:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def _request(self, doing: str, call: Callable[[], Answer], retry_for_s: float | None = None) -> Answer:
-        """Return what a request gives, repeating it while the bucket does not answer."""
+        """Make a request, and repeat it while the bucket does not answer."""
         from google.api_core.exceptions import NotFound
 
         usual = RETRY_FOR_S if self._has_answered else min(FIRST_RETRY_FOR_S, RETRY_FOR_S)
@@ -270,7 +270,7 @@ class Bucket:
                 raise BucketFailed(f"{self.url}: there is no such bucket; create it, or use another one") from error
             except Exception as error:
                 if isinstance(error, OSError) and error.errno is not None and not _is_transient(error):
-                    raise  # of the local file
+                    raise  # the local file failed
                 if self.progress > before:  # a long transfer may fail more than once
                     began = time.monotonic()
                 if not self._may_repeat(error) or time.monotonic() - began > patience:
@@ -287,7 +287,7 @@ class Bucket:
         return is_transient and not self.gave_up
 
     def _failed(self, doing: str, error: BaseException) -> BucketFailed:
-        error = getattr(error, "cause", None) or error  # of a chunk that was repeated for long enough
+        error = getattr(error, "cause", None) or error  # a chunk's last error
         text = " ".join(str(getattr(error, "message", "") or error).split())[:300] or type(error).__name__
         kind = Unreachable if _is_transient(error) else BucketFailed
         return kind(f"{self.url}: {doing} failed: {text}; start the same command again")
@@ -304,7 +304,7 @@ class _Progress:
 
 
 class _Body(io.BytesIO):
-    """A request's body, sent in blocks: each has the time limit of a request, not all of them together."""
+    """A request body that is sent in blocks, so that the time limit applies to each block."""
 
     def __init__(self, data: bytes, progress: _Progress):
         super().__init__(data)
@@ -322,8 +322,8 @@ class _Body(io.BytesIO):
 _ONCE: dict[str, Any] = {"timeout": TIMEOUT_S, "retry": None}
 
 
-def _endpoint() -> tuple[str, str]:
-    """Return where gs:// is, if not at Google, and the token for it."""
+def _local_endpoint() -> tuple[str, str]:
+    """Return the address of a local cloud and its token; empty at Google."""
     from fsspec.config import conf
 
     found = conf.get("gs", {})
@@ -369,7 +369,7 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]
 
     session.request = send_in_blocks
     for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+        session.mount(scheme, HTTPAdapter(pool_maxsize=MAX_CONNECTIONS))
 
     def note(answer: Any, *_: Any, **__: Any) -> None:
         headers.last = answer.headers
@@ -380,7 +380,7 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]
     session.hooks["response"].append(note)
     options = {"api_endpoint": endpoint} if endpoint else None
     client = Client(project="none", credentials=credentials, _http=session, client_options=options)
-    client._bucket_metadata_cache = None  # it asks about the bucket, from a thread of its own, after each 404
+    client._bucket_metadata_cache = None  # it would request the bucket's metadata in the background after each 404
     return client, headers, progress
 
 
@@ -395,10 +395,10 @@ def _is_transient(error: BaseException) -> bool:
     if isinstance(error, RetryError):
         return error.cause is not None and _is_transient(error.cause)
     if isinstance(error, GoogleAPICallError):
-        return error.code in RETRIED
+        return error.code in RETRIED_CODES
     if isinstance(error, InvalidResponse):
-        return error.response.status_code in RETRIED
-    if isinstance(error, GoogleAuthError) and any(isinstance(each, TransportError) for each in error.args):
+        return error.response.status_code in RETRIED_CODES
+    if isinstance(error, GoogleAuthError) and any(isinstance(cause, TransportError) for cause in error.args):
         return True  # the server of credentials could not be reached
     lost = requests.RequestException, urllib3.exceptions.HTTPError, TransportError, DataCorruption
     return isinstance(error, (*lost, ConnectionError, TimeoutError))

@@ -1,8 +1,8 @@
-"""The copy of a run in a bucket on this disk: what is new is downloaded, or uploaded by the run's owner.
+"""Synchronize a run in a bucket with its copy on this disk.
 
 A process works on the copy as on any run. Files that only grow are uploaded in parts, all others whole. An upload ends
-with one change of the run's record, so readers see all of it or nothing. A swarm's record is not uploaded from here:
-swarm/storage/store.py writes it to the bucket first. A secret never leaves the disk.
+with one change of the run's record, so readers see the whole upload or nothing. A swarm's commits are not uploaded from
+here: swarm/storage/store.py writes them to the bucket first. Secrets never leave the disk.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import lock_holder
 from tpuswarm.train.process.platform import cache_folder
-from tpuswarm.train.storage.bucket import CONNECTIONS, Bucket, BucketFailed
+from tpuswarm.train.storage.bucket import MAX_CONNECTIONS, Bucket, BucketFailed
 from tpuswarm.train.storage.record import DATA, RECORD, File, OwnedRecord, Part, Read, Record, read_record
 
 ORIGIN, INDEX, OWNER, PULLING = "bucket", ".bucket.json", ".owner.json", ".pulling"
@@ -36,7 +36,7 @@ BEST = "best.json"
 LOCK = "lock"
 NOT_UPLOADED = {
     *("commits", "headers", "objects", "payloads", "views", "members", "founding.json"),  # a swarm's store writes them
-    *(LOCK, "token", "index.sqlite", ORIGIN),  # of this machine alone, or secret
+    *(LOCK, "token", "index.sqlite", ORIGIN),  # specific to this machine, or secret
 }
 KEPT = ("config.toml", "events.jsonl", ROWS)
 """No owner removes these from a run."""
@@ -62,12 +62,12 @@ class Synced:
 
 @dataclass
 class Index:
-    """What this copy has of the bucket."""
+    """The files of this copy that are in the bucket too."""
 
     run: str = ""
     """Empty: nothing was downloaded yet."""
     owners: tuple[str, ...] = ()
-    """Processes of this disk whose changes this copy has: it is ahead of a record that one of them changed last."""
+    """Ids of processes of this disk. If one of them changed the record last, this copy is ahead of the bucket."""
     files: dict[str, Synced] = field(default_factory=dict)
 
 
@@ -81,7 +81,7 @@ def origin(folder: Path) -> str | None:
 
 
 def shown(folder: Path) -> str:
-    """Return what a person calls a run."""
+    """Return the name of a run for messages: its URL or its folder."""
     return origin(folder) or str(folder)
 
 
@@ -170,21 +170,21 @@ class RunCopy:
                     before = found  # its owner has replaced the object since
             raise BucketFailed(f"{self.url} changes faster than it can be read; start the same command again")
 
-    def take(self, owned: OwnedRecord, on_owned: Callable[[], None] = lambda: None) -> None:
-        """Own the run, with all of it on this disk. Raises InputError while another process owns it.
+    def acquire(self, owned: OwnedRecord, on_owned: Callable[[], None] = lambda: None) -> None:
+        """Acquire the run and download it. Raises InputError while another process owns it.
 
-        on_owned: called once it is owned, before it is downloaded.
+        on_owned: called after the run is acquired, before it is downloaded.
         """
         with self._alone():
             (self.folder / OWNER).unlink(missing_ok=True)
             self._require_no_last_copy(read_record(self.bucket))
-            before = owned.take()
+            before = owned.acquire()
             is_ahead = self._is_ahead(before)
             self._index.owners = (*(self._index.owners if is_ahead else ()), owned.record.owner.id)
             self._save()
             try:
                 on_owned()
-                self._take(before, is_ahead)
+                self._download_acquired(before, is_ahead)
             except FileNotFoundError as error:
                 owned.release()  # raises Lost if another process, which owns the run by now, has deleted the object
                 raise self._incomplete(error) from error
@@ -196,7 +196,7 @@ class RunCopy:
             self._save()
 
     def _is_ahead(self, record: Record) -> bool:
-        """Return whether this disk has what the record has, and perhaps more."""
+        """Return whether this disk is at least as new as a record."""
         is_same = self._index.run in ("", record.run)
         return is_same and (record.changed_by in self._index.owners or (not record.changed_by and not record.files))
 
@@ -205,15 +205,15 @@ class RunCopy:
         is_gone = found is None or (not found.record.files and found.record.run != self._index.run)
         if is_gone and (self._index.run or self._index.owners) and any(self._walk()):
             raise InputError(
-                f"the run at {self.url} was deleted, and {self.folder} has the last copy of it: delete that too to "
-                "begin a new run, or use another --run"
+                f"the run at {self.url} was deleted, and {self.folder} is its last copy. Delete the copy to begin a "
+                "new run, or use another --run."
             )
 
     def _incomplete(self, error: FileNotFoundError) -> BucketFailed:
         return BucketFailed(f"{self.url}: {error} failed: an object of this run was deleted; restore it")
 
-    def _take(self, before: Record, is_ahead: bool) -> None:
-        if is_ahead:  # what a change named of which this disk knows nothing, as its process was killed
+    def _download_acquired(self, before: Record, is_ahead: bool) -> None:
+        if is_ahead:  # a process killed after its last change did not save the index
             files = self._index.files
             self._index.files = {name: files[name] for name in files if before.files.get(name) == files[name].file}
         self._pull(before, True, None, is_ahead)
@@ -242,7 +242,7 @@ class RunCopy:
         manifests = [name for name in wanted if name.endswith(f"/{MANIFEST}")]
         others = [name for name in wanted if name not in manifests]
         try:
-            for names in (others, manifests):  # what a manifest names is there before it
+            for names in (others, manifests):  # a manifest comes after the files that it names
                 self._for_each(names, lambda name: self._pull_file(name, wanted[name], is_ahead))
             if not is_ahead:
                 for name in [name for name in self._index.files if name not in record.files]:
@@ -288,7 +288,7 @@ class RunCopy:
             self._split_members(start)
 
     def _append(self, path: Path, parts: Iterable[Part]) -> None:
-        """Append objects to a file, all of them or none."""
+        """Append the content of objects to a file, completely or not at all."""
         with path.open("ab") as file:
             start = file.tell()
             try:
@@ -304,7 +304,7 @@ class RunCopy:
                 raise
 
     def _split_members(self, start: int) -> None:
-        """Give each member its own file of rows: those of the run's file from this byte on are new."""
+        """Append the new rows of the run to the file of each member. start: the byte at which they begin."""
         with (self.folder / ROWS).open("rb") as file:
             file.seek(max(0, start - 1))
             new = file.read()
@@ -336,7 +336,7 @@ class RunCopy:
     # To the bucket.
 
     def push(self, owned: OwnedRecord) -> None:
-        """Upload what has changed here, and name it in the run's record. Raises Lost and BucketFailed."""
+        """Upload changed files and name them in the run's record. Raises Lost and BucketFailed."""
         with self._pushing:
             if not (self.folder / ORIGIN).exists():
                 raise RunFailed(f"{self.folder}, the copy of {self.url}, was deleted; start the same command again")
@@ -399,7 +399,7 @@ class RunCopy:
         return changed
 
     def _upload(self, path: Path, owned: OwnedRecord) -> Synced | None:
-        """Upload what is new of a file; None if nothing is. Raises FileNotFoundError if it was removed."""
+        """Upload a changed file, or its new end; return None for an unchanged one. Raises FileNotFoundError."""
         name, about = self._name(path), path.stat()
         synced, stamp = self._index.files.get(name), (about.st_size, about.st_mtime_ns)
         if synced and synced.stamp == stamp:
@@ -434,13 +434,13 @@ class RunCopy:
         return sorted(path.parent.name for path in (self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}"))
 
     def _delete(self, objects: Iterable[str]) -> None:
-        """Delete objects that no record names any more; what cannot be deleted, as under a retention policy, stays."""
+        """Delete objects that the record stopped naming; a retention policy may keep them."""
         with suppress(BucketFailed):
             self._for_each(sorted(objects), self.bucket.delete)
 
     def _for_each(self, items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
         """Work on several items at a time; an interrupt does not wait for those under way."""
-        pool = ThreadPoolExecutor(CONNECTIONS)
+        pool = ThreadPoolExecutor(MAX_CONNECTIONS)
         try:
             return list(pool.map(work, items))
         except Exception:
@@ -501,7 +501,7 @@ def _step_of(best: bytes) -> str:
 
 
 def _grows(path: Path) -> bool:
-    """Return whether a file of a run only grows."""
+    """Return whether a file only grows."""
     return path.suffix in (".jsonl", ".log") or ".tfevents." in path.name
 
 

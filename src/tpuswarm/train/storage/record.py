@@ -1,4 +1,4 @@
-"""The record of a run in a bucket: who owns the run, and which objects make it up.
+"""Read and replace the record of a run in a bucket: its owner, and the objects of its files.
 
 It is one object, replaced only if nobody else has replaced it since it was read (by its generation). So owning a run
 and changing it are the same write: a process that lost the run cannot change what readers see, however late its
@@ -30,7 +30,7 @@ from tpuswarm.train.storage.bucket import Bucket, BucketFailed
 RECORD = "run.json"
 DATA = "data/"
 RENEW_INTERVAL_S, TERM_S = 10.0, 30.0
-"""Between two renewals; how long a record that nobody renews keeps others out."""
+"""The interval between renewals; how long a record without renewals still protects its owner."""
 POLL_INTERVAL_S = 2.0
 """Between two looks at the record of somebody who may be gone."""
 REQUEST_FOR_S = 15.0
@@ -71,7 +71,7 @@ class Owner:
     host: str
     pid: int
     computer: str
-    """Where `pid` means something (`this_computer`)."""
+    """The computer that `pid` belongs to (`this_computer`)."""
     renewals: int = 0
     released: bool = False
 
@@ -83,7 +83,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Record:
-    """What RECORD holds."""
+    """The content of the object RECORD."""
 
     run: str
     """Random: a run that was deleted and begun anew in its place has another."""
@@ -100,13 +100,13 @@ _JSON: TypeAdapter[Record] = TypeAdapter(Record)
 
 @dataclass(frozen=True)
 class Read:
-    """A record as it was read."""
+    """A record and the generation of its object."""
 
     record: Record
     generation: int
     """0: it is made up from the objects of an earlier version's run, and nothing is stored yet."""
     object: str = RECORD
-    """What its owner renews: an earlier version's owner did it by new objects."""
+    """The object that the owner renewed last; an earlier version wrote a new one each time."""
 
     @property
     def is_owned(self) -> bool:
@@ -172,8 +172,8 @@ class OwnedRecord:
         """Seconds since the record was renewed: since before the request that did it was sent."""
         return boot_time() - self._renewed_at
 
-    def take(self) -> Record:
-        """Own the run; return its record as the owner before left it.
+    def acquire(self) -> Record:
+        """Acquire the run; return its record as the previous owner left it.
 
         Waits for an owner that may be gone. Raises InputError while there is one, and BucketFailed.
         """
@@ -196,7 +196,7 @@ class OwnedRecord:
     def change(self, change: Callable[[Files], Files], released: bool = False, is_small: bool = False) -> None:
         """Replace the files of the record, and renew it. Raises Lost and BucketFailed.
 
-        is_small: copies of the owners before may go on as they are.
+        is_small: the copies of earlier owners stay valid.
         """
         with self._lock:
             before = self.record
@@ -215,7 +215,7 @@ class OwnedRecord:
         return f"{DATA}{self.record.epoch:06d}-{self._owner.id}/"
 
     def new_object(self, name: str) -> str:
-        """Return a name for a new object, which nobody else ever uses."""
+        """Return a unique name for a new object."""
         with self._lock:
             self._names += 1
             return f"{self.prefix}{self._names:06d}-{re.sub(r'[^A-Za-z0-9._-]', '-', name)[-60:]}"
@@ -245,7 +245,7 @@ class OwnedRecord:
             while boot_time() - since < TERM_S:
                 time.sleep(POLL_INTERVAL_S)
                 now = read_record(self._bucket)
-                if boot_time() - seen > 3 * POLL_INTERVAL_S:  # the bucket did not answer, perhaps nobody
+                if boot_time() - seen > 3 * POLL_INTERVAL_S:  # an outage kept the owner from renewing
                     since = boot_time()
                 seen = boot_time()
                 if now is None or not now.is_owned:

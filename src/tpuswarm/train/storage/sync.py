@@ -1,4 +1,4 @@
-"""A run in a bucket while this process owns it: its record is renewed, what is new is uploaded, requests are heard."""
+"""Keep a run in a bucket up to date while this process owns it: renew, upload, and handle requests."""
 
 import json
 import os
@@ -29,11 +29,11 @@ STALLED_S = 12.0
 """A bucket that takes no byte for so long keeps no process from ending."""
 REQUESTS = "asked/"
 STOP, TRACE_REQUEST = "stop", "profile-request.json"
-"""What others may ask the owner for: to stop, and by this file for a trace (train/look/profile.py)."""
+"""Requests to the owner: to stop, and to record a trace (train/look/profile.py)."""
 
 
 class RunSync:
-    """Owns the run of a folder from `take` to `close`."""
+    """Owns the run of a folder from `acquire` to `close`."""
 
     def __init__(self, folder: Path):
         self._copy = RunCopy(folder)
@@ -47,11 +47,11 @@ class RunSync:
         self._uploaded_at = 0.0
         self._is_swept = False
 
-    def take(self) -> None:
-        """Own the run, with all of it on this disk. Raises InputError while another process owns it, and RunFailed."""
+    def acquire(self) -> None:
+        """Acquire the run and download it. Raises InputError while another process owns it, and RunFailed."""
         renew, upload = self._threads
         try:
-            self._copy.take(self._owned, renew.start)
+            self._copy.acquire(self._owned, renew.start)
         except BaseException:
             self._copy.bucket.gave_up = True
             self._stop()
@@ -60,24 +60,24 @@ class RunSync:
         upload.start()
 
     def check(self) -> None:
-        """Raise RunFailed if the run is not this process's any more, or its bucket refuses."""
+        """Raise RunFailed if this process lost the run, or the bucket refuses."""
         if self._error is not None:
             raise self._error
 
     def upload_soon(self) -> None:
-        """Upload what is new now, in the background."""
+        """Upload changed files soon, in the background."""
         self._wake.set()
 
     def upload(self) -> None:
-        """Upload what is new, and return when it is in the bucket. Raises RunFailed."""
+        """Upload changed files now. Raises RunFailed."""
         self._copy.push(self._owned)
 
     def remove(self) -> None:
-        """Delete the run from the bucket: nothing came of it. Raises RunFailed."""
+        """Delete the run from the bucket. Raises RunFailed."""
         self._end_with(lambda: self._copy.clear(self._owned))
 
     def close(self) -> None:
-        """Upload the rest and let the run go. Raises RunFailed, with what is on this disk alone."""
+        """Upload the rest and release the run. Raises RunFailed, naming the files that are only on this disk."""
         if self._end.is_set():
             return
         if isinstance(self._error, Lost):
@@ -98,7 +98,7 @@ class RunSync:
         self._owned.release()
 
     def _end_with(self, work: Callable[[], None]) -> None:
-        """End the threads, then do the last work; raise RunFailed if it fails, or the bucket takes no byte any more."""
+        """Stop the threads, then do the last work. Raise RunFailed if it fails or the bucket stops accepting bytes."""
         self._end.set()
         self._wake.set()
         failed: list[Exception] = []
@@ -135,7 +135,7 @@ class RunSync:
                 thread.join()
 
     def _repeat(self, work: Callable[[], None]) -> None:
-        """Renew and upload each in a thread of its own: a checkpoint may take longer than the record holds."""
+        """Repeat work until the end. Uploads have their own thread: one may take longer than TERM_S."""
         failing_since: float | None = None
         while not self._end.is_set() and self._error is None:
             try:
@@ -147,7 +147,7 @@ class RunSync:
                     self._error = error
             except RunFailed as error:
                 self._error = error
-            except Exception as error:  # noqa: BLE001  # whoever trains is told at its next check
+            except Exception as error:  # noqa: BLE001  # raised by the next check
                 self._error = RunFailed(f"{self._copy.url}: {type(error).__name__}: {error}")
 
     def _renew_and_listen(self) -> None:
@@ -162,7 +162,7 @@ class RunSync:
             if name == STOP:
                 os.kill(os.getpid(), signal.SIGINT)
             else:
-                with suppress(OSError, ValueError):  # no room, or no text: the run does not end of it
+                with suppress(OSError, ValueError):  # a full disk or a damaged request does not end the run
                     write_atomically(self._copy.folder / TRACE_REQUEST, found.data.decode())
 
     def _upload(self) -> None:
@@ -177,7 +177,7 @@ class RunSync:
 
 
 def owner_elsewhere(folder: Path) -> Owner | None:
-    """Return who owns the run of a copy, as it was downloaded last; None if nobody does or a process of this disk."""
+    """Return the owner of a run on another disk, as of the last download; None if there is none."""
     path = folder / OWNER
     if not path.is_file():
         return None
@@ -198,10 +198,10 @@ def send_request(folder: Path, name: str, text: str) -> Owner | None:
 
 
 def delete_file(url: str, path: str) -> None:
-    """Delete a file of a run that nobody owns, if it has one. Raises InputError while somebody owns it."""
+    """Delete a file of a run without an owner. Raises InputError while the run has one."""
     bucket = Bucket(url)
     if read_file(bucket.read_if_there, path) is None:
         return
     owned = OwnedRecord(bucket)
-    owned.take()
+    owned.acquire()
     owned.change(lambda files: {name: files[name] for name in files if name != path}, released=True, is_small=True)

@@ -143,7 +143,7 @@ def proxy(upstream: str, name: str, endpoint: str) -> Starlette:
         kept = {
             key: value.replace(upstream, endpoint)
             for key, value in answer.headers.items()
-            if key not in ("content-length", "transfer-encoding", "content-encoding", "connection")
+            if key not in ("connection", "content-encoding", "content-length", "date", "server", "transfer-encoding")
         }
         return Response(answer.content, answer.status_code, kept)
 

@@ -164,8 +164,8 @@ class Bucket:
         def request_age() -> float:
             blob = self._blob(name)
             blob.reload(**_ONCE)
-            now = email.utils.parsedate_to_datetime(self._headers.last["Date"])
-            return max(0.0, (now - blob.updated).total_seconds())
+            date = email.utils.parsedate_tz(self._headers.last["Date"])
+            return max(0.0, email.utils.mktime_tz(date) - blob.updated.timestamp()) if date else 0.0
 
         return self._request(f"reading {name}", request_age)
 

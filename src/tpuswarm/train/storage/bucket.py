@@ -32,6 +32,7 @@ MAX_CONNECTIONS = 16
 CHUNK_BYTES, CHUNK_FOR_S = 16 * 2**20, 60.0
 """Larger files are uploaded in chunks of this size; how long a chunk is repeated before the upload restarts."""
 BLOCK_BYTES = 2**16
+WAY_OUT = "start the same command again"
 
 Answer = TypeVar("Answer")
 Content = bytes | Sequence[bytes | memoryview]
@@ -290,7 +291,7 @@ class Bucket:
         error = getattr(error, "cause", None) or error  # a chunk's last error
         text = " ".join(str(getattr(error, "message", "") or error).split())[:300] or type(error).__name__
         kind = Unreachable if _is_transient(error) else BucketFailed
-        return kind(f"{self.url}: {doing} failed: {text}; start the same command again")
+        return kind(f"{self.url}: {doing} failed: {text}; {WAY_OUT}")
 
 
 class _Progress:

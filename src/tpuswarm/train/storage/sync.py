@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.storage.bucket import RETRY_FOR_S, Bucket, Unreachable
+from tpuswarm.train.storage.bucket import RETRY_FOR_S, WAY_OUT, Bucket, Unreachable
 from tpuswarm.train.storage.copy import OWNER, RunCopy
 from tpuswarm.train.storage.record import (
     RENEW_INTERVAL_S,
@@ -91,7 +91,8 @@ class RunSync:
         except RunFailed as error:
             unsent = self._copy.unsent()
             only_here = f"; only on this disk, in {self._copy.folder}: {', '.join(unsent)}" if unsent else ""
-            raise RunFailed(f"{error}{only_here}; start the same command again on this machine") from error
+            why = str(error).removesuffix(f"; {WAY_OUT}")
+            raise RunFailed(f"{why}{only_here}; {WAY_OUT} on this machine") from error
 
     def _upload_and_release(self) -> None:
         self._copy.push(self._owned)

@@ -186,7 +186,11 @@ def test_run_ends_though_its_bucket_never_answers(server, use_disk, short_lease,
         seen = len(server.requests)
         until(lambda: len(server.requests) > seen)
     words = str(ends(run.close))
-    assert "only on this disk, in " in words and "metrics.jsonl" in words and words.count("start the same command again") == 1
+    assert (
+        "only on this disk, in " in words
+        and "metrics.jsonl" in words
+        and words.count("start the same command again") == 1
+    )
     outage(over=True)
     Run(folder_of(URL)).close()
     use_disk("two")

@@ -56,7 +56,7 @@ class World:
         self.random, self.faults = random.Random(seed), faults
         self.now = 1000.0
         self.objects: dict[str, Stored] = {}
-        self.late: list[Callable[[], None]] = []
+        self.late: list[tuple[Process | None, Callable[[], None]]] = []
         self.history: list[Record] = []
         self.seen: list[tuple[list[str], bytes]] = []
         """The rows and the configuration of each record in the history."""
@@ -91,7 +91,8 @@ class World:
             if self.failure:
                 raise self.failure
             if self.late and self.random.random() < 0.1:
-                self.late.pop(self.random.randrange(len(self.late)))()
+                self.current, apply = self.late.pop(self.random.randrange(len(self.late)))
+                apply()
 
     def _live(self, process: Process) -> None:
         process.turn.wait()
@@ -126,7 +127,7 @@ class World:
         elif fault < 0.05:
             raise Unreachable("not sent")
         elif fault < 0.07:
-            self.late.append(apply)
+            self.late.append((self.current, apply))
             raise Unreachable("late")
         answer = apply()
         if 0.07 < fault < 0.08:

@@ -102,7 +102,8 @@ def _shard(call: Call, shards: list[Aggregator]) -> Any:
 def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, float]:
     """The bucket after one version of so many members, seconds of the slowest push, and of the commit."""
     back = Slow(0.0)
-    store = Store(folder, Copied(back, folder))
+    store = Store(folder)
+    store._back = Copied(back, folder)  # type: ignore[arg-type]
     ledger, objects, outer = Ledger(store), Objects(store), Outer("nesterov")
     zero = np.zeros(ELEMENTS, np.float32)
     first = first_state(outer, zero)
@@ -182,7 +183,7 @@ def plain_run(seconds: float) -> Table:
 
     from tpuswarm.train.run.directory import Run
     from tpuswarm.train.storage import record, sync
-    from tpuswarm.train.storage.copy import folder_of
+    from tpuswarm.train.storage.folders import folder_of
 
     intervals = record.RENEW_INTERVAL_S, sync.UPLOAD_INTERVAL_S
     with tempfile.TemporaryDirectory() as name, bucket("bucket", Path(name)) as server:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tpuswarm.swarm.storage.places import parts
+from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.storage.bucket import Content
 
 
@@ -67,3 +68,10 @@ class Memory:
         self._files.pop(name, None)
 
     def sweep(self, seconds: float) -> None: ...
+
+
+class MemoryStore(Store):
+    """A Store in the memory of this process."""
+
+    def __init__(self) -> None:
+        self.root, self._back = "memory", Memory()  # type: ignore[assignment]

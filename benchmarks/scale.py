@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.memory_store import Memory
+from benchmarks.memory_store import MemoryStore
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.swarm.core.messages import Beat, Granted, Refused
 from tpuswarm.swarm.core.values import Header, Record
@@ -23,7 +23,6 @@ from tpuswarm.swarm.simulation.cluster import SimulatedSwarm
 from tpuswarm.swarm.simulation.result import Result, result
 from tpuswarm.swarm.simulation.scenario import Scenario
 from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.store import Store
 
 SECONDS = {10: 3650, 100: 1250, 1000: 450}
 """Simulated, for each number of members."""
@@ -64,7 +63,7 @@ class Measured:
     @staticmethod
     def of(genesis: Record) -> "Measured":
         """With the first record in it."""
-        ledger = Ledger(Store("memory", Memory()))
+        ledger = Ledger(MemoryStore())
         ledger.append(genesis)
         return Measured(ledger)
 

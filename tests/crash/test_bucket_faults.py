@@ -12,7 +12,8 @@ from tests.crash.test_resume import STEPS, TRAIN
 from tests.processes import finish, rows_without_times, run, start, updates, wait_for
 from tests.swarm.bucket import bucket
 from tpuswarm.train.storage.bucket import Bucket
-from tpuswarm.train.storage.copy import bring, folder_of
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.folders import folder_of
 from tpuswarm.train.storage.record import read_record
 
 pytestmark = pytest.mark.fleet

@@ -9,7 +9,7 @@ from tests.crash import die_at
 from tests.processes import ONE_DEVICE, Forked, rows_without_times
 from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.listing import status
-from tpuswarm.train.storage.copy import BEST
+from tpuswarm.train.storage.folders import BEST
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from benchmarks.memory_store import Memory
+from benchmarks.memory_store import MemoryStore
 
 from tests.swarm.exact import TERMS, genesis
 from tpuswarm.swarm.core.arithmetic.merge import CHUNK
@@ -34,7 +34,7 @@ FATES = ("applied", "returned", "dropped", "void")
 
 
 def memory_store() -> Store:
-    return Store("memory", Memory())
+    return MemoryStore()
 
 
 class Run:

@@ -11,7 +11,7 @@ import numpy as np
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.views.status import MemberStatus, SwarmStatus, write_status
 from tpuswarm.train.run.directory import CONFIG, EVENTS, METRICS
-from tpuswarm.train.storage.copy import LOCK
+from tpuswarm.train.storage.folders import LOCK
 
 TOKENS = 1000
 """Of one contribution."""

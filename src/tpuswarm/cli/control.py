@@ -54,7 +54,8 @@ def logs(
         return
     from tpuswarm.swarm.views.logs import Logs
     from tpuswarm.train.run.directory import read_config
-    from tpuswarm.train.storage.copy import origin, refresh
+    from tpuswarm.train.storage.copy import refresh
+    from tpuswarm.train.storage.folders import origin
 
     folder = _folder(run)
     read_config(folder)
@@ -174,7 +175,8 @@ def stop(run: RunOrJob) -> None:
     from tpuswarm.swarm.views.logs import RUN, Logs
     from tpuswarm.train.run.directory import holder, read_config
     from tpuswarm.train.run.life import read_life, removed_sentence, stopped_sentence
-    from tpuswarm.train.storage.copy import origin, refresh, shown
+    from tpuswarm.train.storage.copy import refresh
+    from tpuswarm.train.storage.folders import origin, shown
     from tpuswarm.train.storage.sync import STOP, owner_elsewhere, send_request
 
     folder = _folder(run)

@@ -87,7 +87,7 @@ def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
 def _is_run(where: str) -> bool:
     """Whether a folder or a bucket is meant, and no machine (NAME) or worker (NAME/2)."""
     from tpuswarm.train.run.directory import is_run
-    from tpuswarm.train.storage.copy import is_url
+    from tpuswarm.train.storage.folders import is_url
 
     folder, _, last = where.rpartition("/")
     return where == "last" or is_url(where) or is_run(Path(where)) or (bool(folder) and not last.isdigit())
@@ -98,7 +98,7 @@ def _run(where: str, mend: bool, as_json: bool) -> int:
     from tpuswarm.doctor.run import WHY, of_run
     from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.listing import find_run
-    from tpuswarm.train.storage.copy import shown
+    from tpuswarm.train.storage.folders import shown
 
     if mend:
         raise InputError("nothing of a run is safe to mend without a person: leave --fix out")

@@ -194,7 +194,7 @@ def _follow(path: Path, url: str) -> None:
     from tpuswarm.cli.runs import make_console
     from tpuswarm.cli.watching import event_line
     from tpuswarm.swarm.views.logs import RUN, Logs
-    from tpuswarm.train.storage.copy import folder_of
+    from tpuswarm.train.storage.folders import folder_of
 
     training, console = training_here(url, path), make_console()
     assert training is not None

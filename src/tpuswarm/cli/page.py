@@ -58,7 +58,7 @@ def _subject(of: str | None) -> "Subject":
     from tpuswarm.fleet.file import DEFAULT, read_swarm
     from tpuswarm.fleet.reach import find_reach
     from tpuswarm.train.run.listing import find_run, list_runs
-    from tpuswarm.train.storage.copy import is_url
+    from tpuswarm.train.storage.folders import is_url
     from tpuswarm.watch.page.live import Subject
 
     path = Path(of) if of is not None and of.endswith(".toml") else DEFAULT

@@ -32,7 +32,8 @@ def profile(
     from tpuswarm.train.look import profile as profiling
     from tpuswarm.train.run.directory import EVENTS, holder, read_config, read_rows
     from tpuswarm.train.run.listing import find_run
-    from tpuswarm.train.storage.copy import origin, refresh, shown
+    from tpuswarm.train.storage.copy import refresh
+    from tpuswarm.train.storage.folders import origin, shown
     from tpuswarm.train.storage.sync import owner_elsewhere
 
     folder = Path(find_run(run))
@@ -83,7 +84,8 @@ def _bring(folder: Path, member: str | None, had: Collection[Path]) -> None:
     """Wait for a trace that the copy of a run in a bucket had not: the event of it may come before it."""
     from tpuswarm.train.look.profile import BOARD, traces
     from tpuswarm.train.run.directory import holder
-    from tpuswarm.train.storage.copy import refresh, shown
+    from tpuswarm.train.storage.copy import refresh
+    from tpuswarm.train.storage.folders import shown
 
     refresh(folder, BOARD)
     while set(traces(folder, member)) <= set(had):
@@ -97,7 +99,8 @@ def _training(folder: Path, member: str | None) -> str:
     """The member that is meant, once it trains. Raises InputError where it does not, or none does, nor will soon."""
     from tpuswarm.swarm.views.status import read_status
     from tpuswarm.train.run.directory import holder
-    from tpuswarm.train.storage.copy import origin, refresh, shown
+    from tpuswarm.train.storage.copy import refresh
+    from tpuswarm.train.storage.folders import origin, shown
 
     with waiting(f"waiting until {member or 'a member'} trains"):
         while True:
@@ -128,7 +131,8 @@ def _training(folder: Path, member: str | None) -> str:
 
 def _show(folder: Path, steps: int | None, member: str | None) -> None:
     from tpuswarm.train.look.profile import BOARD, HOW_TO_OPEN, traces
-    from tpuswarm.train.storage.copy import refresh, shown
+    from tpuswarm.train.storage.copy import refresh
+    from tpuswarm.train.storage.folders import shown
 
     if steps is not None:
         raise InputError(

@@ -20,7 +20,7 @@ def print_result(result: "SwarmResult", as_json: bool) -> None:
     """The end of a run on stdout."""
     from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.life import stopped_sentence
-    from tpuswarm.train.storage.copy import shown as called
+    from tpuswarm.train.storage.folders import shown as called
 
     if as_json:
         facts = {"run": called(result.run), "ended": result.ended.how, "message": result.ended.message}
@@ -66,7 +66,7 @@ def join(
     from tpuswarm.swarm.member.group import Group
     from tpuswarm.swarm.supervision.join import join as join_swarm
     from tpuswarm.swarm.supervision.join import join_run
-    from tpuswarm.train.storage.copy import is_url
+    from tpuswarm.train.storage.folders import is_url
 
     if of_machine:
         from tpuswarm.swarm.engines.notice import machine_here

@@ -156,7 +156,7 @@ def _sources(
     from tpuswarm.cli.tunnels import one_host
     from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.listing import find_run, list_runs
-    from tpuswarm.train.storage.copy import is_url
+    from tpuswarm.train.storage.folders import is_url
     from tpuswarm.watch.boards import Far, of_run
 
     wanted = runs or [str(each) for each in list_runs()]

@@ -236,7 +236,7 @@ def _alone_on_stdout() -> None:
 def print_result(result: "Result", as_json: bool) -> None:
     """The end of a run on stdout."""
     from tpuswarm.train.run.life import stopped_sentence
-    from tpuswarm.train.storage.copy import shown as called
+    from tpuswarm.train.storage.folders import shown as called
 
     if as_json:
         facts = {"run": called(result.run), "ended": result.ended, "step": result.step, "steps": result.steps}

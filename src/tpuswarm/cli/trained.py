@@ -175,7 +175,8 @@ def load(run: str, data: str | None, best: bool = False) -> Any:
     from tpuswarm.train.process import platform
     from tpuswarm.train.run.directory import read_config
     from tpuswarm.train.run.listing import find_run
-    from tpuswarm.train.storage.copy import bring, is_url, shown
+    from tpuswarm.train.storage.copy import bring
+    from tpuswarm.train.storage.folders import is_url, shown
 
     folder = bring(run, whole=True) if is_url(run) else Path(find_run(run))
     swarm = "swarm" in read_config(folder)

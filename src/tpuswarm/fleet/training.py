@@ -13,7 +13,7 @@ from tpuswarm.remote.connect import Connections, on_host
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.places import OURS
-from tpuswarm.train.storage.copy import is_url
+from tpuswarm.train.storage.folders import is_url
 
 TOKEN = f"{OURS}/swarm-token"
 """Where the secret of all who join lies on a machine, from the home: for its owner alone."""

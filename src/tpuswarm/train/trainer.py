@@ -33,7 +33,8 @@ from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.run.loaded import LoadedRun, load_run
 from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import FIXED, FREE
-from tpuswarm.train.storage.copy import bring, folder_for, is_url, shown
+from tpuswarm.train.storage.copy import bring, folder_for
+from tpuswarm.train.storage.folders import is_url, shown
 
 
 @entry_point

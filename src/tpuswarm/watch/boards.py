@@ -16,7 +16,8 @@ from tpuswarm.remote.host import Host, NoWay
 from tpuswarm.train.look.board import Board
 from tpuswarm.train.look.profile import BOARD
 from tpuswarm.train.run.directory import METRICS
-from tpuswarm.train.storage.copy import bring, folder_of
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.folders import folder_of
 from tpuswarm.watch.page.lines import Line, Lines
 
 AT_ONCE = 4 << 20

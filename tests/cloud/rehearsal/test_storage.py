@@ -130,6 +130,14 @@ def test_fault_of_a_bucket_is_planted_and_removed(client, endpoints, fault):
     assert bucket.blob("large").download_as_bytes(timeout=60) == b"well"
 
 
+def test_fault_of_a_bucket_that_is_not_there_is_refused(client, endpoints):
+    answer = requests.post(
+        f"{endpoints.http}/rehearsal/break", json={"name": f"{NAME}s", "fault": "outage"},
+        headers={"Authorization": f"Bearer {endpoints.token}"}, timeout=60,
+    )  # fmt: skip
+    assert answer.status_code == 400 and f"no bucket '{NAME}s'; did you mean {NAME}" in answer.text
+
+
 def test_upload_is_refused_if_another_finished_first(client):
     session = client.bucket(NAME).blob("late").create_resumable_upload_session(size=3, if_generation_match=0)
     client.bucket(NAME).blob("late").upload_from_string(b"first")

@@ -19,7 +19,7 @@ from tpuswarm.swarm.storage.objects import payload_name
 from tpuswarm.swarm.storage.retention import SETTLING, Holdings, deletable
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
-from tpuswarm.train.storage.copy import folder_of
+from tpuswarm.train.storage.folders import folder_of
 
 DAY = 24 * 3600.0
 

@@ -30,7 +30,7 @@ from tpuswarm.train.look import report
 from tpuswarm.train.loop import loop, recorded
 from tpuswarm.train.loop.hooks import Hooks, Step
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
-from tpuswarm.train.storage.copy import BEST
+from tpuswarm.train.storage.folders import BEST
 
 
 class Logger:

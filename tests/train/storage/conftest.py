@@ -5,7 +5,7 @@ import pytest
 from tests.swarm.bucket import bucket
 from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.storage import record, sync
-from tpuswarm.train.storage.copy import ROWS, folder_of
+from tpuswarm.train.storage.folders import ROWS, folder_of
 
 URL = "gs://bucket/runs/a"
 CONFIG = {

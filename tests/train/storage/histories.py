@@ -19,9 +19,10 @@ from unittest.mock import patch
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.storage import copy, record
-from tpuswarm.train.storage.bucket import Bucket, Listed, Unreachable, Versioned
-from tpuswarm.train.storage.copy import ORIGIN, ROWS, RunCopy
-from tpuswarm.train.storage.record import RECORD, Lost, OwnedRecord, Record
+from tpuswarm.train.storage.bucket import Listed, Unreachable, Versioned
+from tpuswarm.train.storage.copy import RunCopy
+from tpuswarm.train.storage.folders import ORIGIN, ROWS
+from tpuswarm.train.storage.record import RECORD, Lost, OwnedRecord, Record, objects_of
 
 URL = "gs://bucket/run"
 
@@ -150,7 +151,7 @@ class World:
 
     def delete(self, name: str) -> None:
         if name in self.objects:
-            assert not self.history or name not in copy._objects(self.history[-1].files.values()), f"{name} is in use"
+            assert not self.history or name not in objects_of(self.history[-1].files.values()), f"{name} is in use"
             del self.objects[name]
 
     def _check(self, new: Record) -> None:
@@ -351,6 +352,3 @@ def play(seed: int, folder: Path, faults: bool = True) -> World:
         world.start("reader", folder / "reader", reader(world, 6))
         world.run()
     return world
-
-
-__all__ = ["Bucket", "play"]

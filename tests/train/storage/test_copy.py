@@ -24,7 +24,8 @@ from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.listing import status
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
-from tpuswarm.train.storage.copy import ROWS, bring, folder_of, is_url
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.folders import ROWS, folder_of, is_url
 from tpuswarm.train.storage.record import read_record
 from tpuswarm.train.storage.sync import STOP, send_request
 

@@ -17,7 +17,8 @@ from tpuswarm.train.run.directory import Run
 from tpuswarm.train.storage import bucket as client
 from tpuswarm.train.storage import sync
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed, Unreachable
-from tpuswarm.train.storage.copy import bring, folder_of
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.folders import folder_of
 from tpuswarm.train.storage.record import RECORD, Record, read_record
 
 SMALL, LARGE = b"x" * 1000, os.urandom(9 * 2**20)

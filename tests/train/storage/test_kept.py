@@ -10,9 +10,10 @@ import pytest
 from tests.train.storage.conftest import URL, crash, read_steps, start_run
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.run.directory import Run
-from tpuswarm.train.storage import copy, record, sync
+from tpuswarm.train.storage import index, record, sync
 from tpuswarm.train.storage.bucket import Bucket
-from tpuswarm.train.storage.copy import RunCopy, bring, folder_for, folder_of
+from tpuswarm.train.storage.copy import RunCopy, bring, folder_for
+from tpuswarm.train.storage.folders import folder_of
 from tpuswarm.train.storage.record import OwnedRecord, read_record
 from tpuswarm.train.storage.sync import delete_file
 
@@ -79,9 +80,9 @@ def test_last_copy_of_a_deleted_run_is_never_removed(use_disk):
 def test_last_copy_of_an_earlier_version_is_never_removed(use_disk):
     start_run().close()
     folder = folder_of(URL)
-    (folder / copy.INDEX).unlink()
+    (folder / index.INDEX).unlink()
     earlier = {"owner": "a", "files": {}, "pieces": {}, "saved": [], "born": "1"}
-    (folder / copy.EARLIER_INDEX).write_text(json.dumps(earlier))
+    (folder / index.EARLIER_INDEX).write_text(json.dumps(earlier))
     for name in Bucket(URL).listed(""):
         Bucket(URL).delete(name)
     with pytest.raises(InputError, match="is its last copy"):
@@ -174,10 +175,9 @@ def test_failed_last_upload_is_an_error(use_disk, monkeypatch, fails):
     run = start_run(3)
     run._sync.upload()
     run.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
-    name, error = (
-        ("_save", OSError(28, "No space left")) if fails == "index" else ("_upload", PermissionError(13, "no"))
-    )
-    monkeypatch.setattr(RunCopy, name, lambda *_: (_ for _ in ()).throw(error))
+    place = "copy.write_index" if fails == "index" else "copy.RunCopy._upload"
+    error = OSError(28, "No space") if fails == "index" else PermissionError(13, "no")
+    monkeypatch.setattr(f"tpuswarm.train.storage.{place}", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(RunFailed, match="start the same command again on this machine"):
         run.close()
 

@@ -12,7 +12,8 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.run.directory import Run
 from tpuswarm.train.storage import record, sync
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
-from tpuswarm.train.storage.copy import bring, folder_of
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.folders import folder_of
 from tpuswarm.train.storage.record import Lost, OwnedRecord, read_record
 from tpuswarm.train.storage.sync import delete_file
 

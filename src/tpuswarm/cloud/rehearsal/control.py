@@ -16,6 +16,7 @@ from tpuswarm.cloud.rehearsal.tpu.nodes import State
 from tpuswarm.cloud.rehearsal.tpu.offers import place_of
 from tpuswarm.cloud.rehearsal.tpu.queue import State as RequestState
 from tpuswarm.cloud.rehearsal.web.bucket_faults import BUCKET_FAULTS, BucketFaults
+from tpuswarm.cloud.rehearsal.web.objects import Objects
 from tpuswarm.cloud.rehearsal.web.projects import PROJECT_FAULTS
 from tpuswarm.cloud.rehearsal.wire.rest import routes
 from tpuswarm.config.nearest import did_you_mean, nearest
@@ -24,8 +25,8 @@ from tpuswarm.config.nearest import did_you_mean, nearest
 class Control:
     """Answers with plain JSON; what cannot be done is a sentence with status 400."""
 
-    def __init__(self, cloud: Cloud, machines: Callable[[], Machines], buckets: BucketFaults):
-        self._cloud, self._machines, self._buckets = cloud, machines, buckets
+    def __init__(self, cloud: Cloud, machines: Callable[[], Machines], objects: Objects, buckets: BucketFaults):
+        self._cloud, self._machines, self._objects, self._buckets = cloud, machines, objects, buckets
 
     def routes(self) -> list[Route]:
         """For an application."""
@@ -128,6 +129,9 @@ class Control:
             self._cloud.projects.set(name, fault, not mend)
             return {"what": PROJECT_FAULTS[fault]}
         if fault in BUCKET_FAULTS:
+            if name not in (known := self._objects.names()):
+                there = did_you_mean(name, known) if known else "there are no buckets"
+                raise _wrong(f"the local cloud has no bucket {name!r}; {there}")
             self._buckets.set(name, fault, not mend)
             return {"what": BUCKET_FAULTS[fault]}
         if fault in NODE_FAULTS:

@@ -47,8 +47,9 @@ async def serve(place: Place) -> None:
     listener = _listen(known.get("http", 0))
     port = listener.getsockname()[1]
     faults = BucketFaults(cloud.records)
-    storage = Storage(Objects(cloud.records, place.objects, faults.check_write), faults)
-    control = Control(cloud, lambda: machines, faults)
+    objects = Objects(cloud.records, place.objects, faults.check_write)
+    storage = Storage(objects, faults)
+    control = Control(cloud, lambda: machines, objects, faults)
     web = Web(Guard(application(cloud, storage, control.routes()), token))
     machines = Machines(place, cloud, web, f"http://127.0.0.1:{port}", cloud.facts)
     rpc_server, rpc_port = await rpc.serve(cloud, token, known.get("rpc", 0))

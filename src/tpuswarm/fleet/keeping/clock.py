@@ -4,13 +4,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tpuswarm.train.process.computer import boot_time
+
 JUMP = 5.0
 """Seconds by which a clock that is only corrected does not move."""
-
-
-def elapsed() -> float:
-    """Seconds that go on evenly, also while the computer sleeps, where the system can tell."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @dataclass
@@ -19,7 +16,7 @@ class Clock:
 
     wall: Callable[[], float] = time.time
     """Unix seconds."""
-    steady: Callable[[], float] = elapsed
+    steady: Callable[[], float] = boot_time
     _apart: float | None = field(default=None, init=False)
 
     def look(self) -> tuple[float, float, float]:

@@ -14,7 +14,6 @@ from tpuswarm.fleet.core.actions import Event
 from tpuswarm.fleet.core.jobs import End, Job, Next, Report, Start, Stray, next_of, renewed, scaled, strays
 from tpuswarm.fleet.core.memory import Work
 from tpuswarm.fleet.flags import exported
-from tpuswarm.fleet.keeping.clock import elapsed
 from tpuswarm.fleet.keeping.document import Document, with_events
 from tpuswarm.fleet.keeping.fleets import Held
 from tpuswarm.fleet.reach import Reach, Seen
@@ -26,6 +25,7 @@ from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.places import as_set_up
 from tpuswarm.remote.supervisor import Supervisor
+from tpuswarm.train.process.computer import boot_time
 
 MOVING, SETTLED = 0.5, 2.0
 """Seconds between two looks at the hosts, the first while something is to be started or ended."""
@@ -232,7 +232,7 @@ class Carrying:
 
     def look(self, listing: Listing, has_jobs: bool) -> None:
         """The keeper has looked, and leads."""
-        self._look = (listing, elapsed())
+        self._look = (listing, boot_time())
         if has_jobs and (self._thread is None or not self._thread.is_alive()) and not self._end.is_set():
             self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
             self._thread.start()
@@ -253,7 +253,7 @@ class Carrying:
             while not self._end.is_set():
                 moving = False
                 look = self._look
-                if look is not None and elapsed() - look[1] < STALE:
+                if look is not None and boot_time() - look[1] < STALE:
                     try:
                         _, moving = await carrier.round(connections, look[0], time.time())
                         said = ""

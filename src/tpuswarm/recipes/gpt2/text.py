@@ -3,6 +3,7 @@
 import codecs
 import hashlib
 import json
+import logging
 import os
 import socket
 import sysconfig
@@ -17,7 +18,6 @@ from urllib.request import getproxies
 import fsspec
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.process.atomic import google_storage
 from tpuswarm.train.process.waiting import waiting
 
 PIECE = 2**22
@@ -238,3 +238,14 @@ def _version(info: dict[str, Any]) -> Any:
     """What a file system gives that changes with a file's content; its size is known besides."""
     known = ("mtime", "etag", "ETag", "generation", "md5Hash", "updated", "LastModified")
     return [info[name] for name in known if name in info]
+
+
+def google_storage(url: str) -> Any:
+    """Google Cloud Storage as a file system of fsspec, without a cache of listings; InputError without its library."""
+    try:
+        # Not what gcsfs has as its default, which is for experiments with other kinds of buckets.
+        from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of errors that we raise in words
+    return GCSFileSystem(use_listings_cache=False)

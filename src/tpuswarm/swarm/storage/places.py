@@ -6,14 +6,14 @@ The first is a bucket, train/storage/bucket.py.
 
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tpuswarm.train.process.atomic import sync
-from tpuswarm.train.storage.bucket import Content
+from tpuswarm.train.storage.bucket import Bucket, Content
 
 
 class Folder:
@@ -98,10 +98,37 @@ class Folder:
             yield from (f"{inside}/{file}" for file in files) if inside else files
 
 
+class Remote(Bucket):
+    """A bucket's folder."""
+
+    def path(self, name: str) -> Path | None:
+        """Return None: an object is no local file."""
+        return None
+
+    here = path
+
+    def temporary(self, name: str) -> Path:
+        """Return a new empty local file."""
+        handle, path = tempfile.mkstemp(prefix="tpuswarm-", suffix=".part")
+        os.close(handle)
+        return Path(path)
+
+    def find(self, prefix: str) -> dict[str, float]:
+        """Return when each object was written, in Unix seconds, by name."""
+        return {name: about.written for name, about in self.listed(prefix).items()}
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names that begin with `prefix`."""
+        return list(self.listed(prefix))
+
+    def sweep(self, seconds: float) -> None:
+        """Do nothing: a bucket has no temporary files."""
+
+
 class Copied:
     """A bucket's folder of files that never change, with a copy of each that was written or read on this disk."""
 
-    def __init__(self, bucket: Any, folder: Path):
+    def __init__(self, bucket: Remote, folder: Path):
         self._bucket, self._copies = bucket, Folder(folder)
 
     def path(self, name: str) -> Path:

@@ -8,12 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.storage.places import Copied, Folder
-from tpuswarm.train.storage.bucket import Bucket, Content
-from tpuswarm.train.storage.copy import origin
+from tpuswarm.swarm.storage.places import Copied, Folder, Remote
+from tpuswarm.train.storage.bucket import Content
+from tpuswarm.train.storage.folders import origin
 
 
 class Missing(RunFailed):
@@ -49,24 +48,19 @@ class Store:
     called from several threads and processes at once.
     """
 
-    def __init__(self, root: str | Path, back: Any = None):
-        """Raises InputError for a root that cannot hold a run; touches nothing.
-
-        back: keeps the files in the place of what `root` says (benchmarks/memory_store.py).
-        """
+    def __init__(self, root: str | Path):
+        """Raises InputError for a root that cannot hold a run; touches nothing."""
         self.root = str(root)
-        self._back: Any  # Folder, Bucket or Copied
+        self._back: Folder | Remote | Copied
         protocol, apart, _ = self.root.partition("://")
-        if back is not None:
-            self._back = back
-        elif not apart and (url := origin(Path(root))):
-            self.root, self._back = url, Copied(Bucket(url), Path(root))
+        if not apart and (url := origin(Path(root))):
+            self.root, self._back = url, Copied(Remote(url), Path(root))
         elif not apart:
             self._back = Folder(Path(root))
         elif protocol == "file":
             self._back = Folder(Path(self.root.removeprefix("file://")))
         elif protocol in ("gs", "gcs"):
-            self._back = Bucket(self.root)
+            self._back = Remote(self.root)
         else:
             raise InputError(
                 f"{self.root} cannot hold a run: only local folders and gs:// were tested for creating a file only if "

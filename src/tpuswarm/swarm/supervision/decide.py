@@ -24,7 +24,7 @@ from tpuswarm.train.loop.session import Resolved, held_out, resolve
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import COMMITS, CONFIG, Run
 from tpuswarm.train.settings import check_batch, differences
-from tpuswarm.train.storage.copy import shown
+from tpuswarm.train.storage.folders import shown
 
 STAYS = ("batch", "seed", "data")
 """Settings that give rows their meaning: --accept-code changes them no more than anything else does."""

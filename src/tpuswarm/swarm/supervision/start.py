@@ -54,7 +54,7 @@ from tpuswarm.train.run.directory import (
 )
 from tpuswarm.train.run.life import last_event, removed_sentence, stopped_sentence
 from tpuswarm.train.run.loaded import initial_parameters
-from tpuswarm.train.storage.copy import shown
+from tpuswarm.train.storage.folders import shown
 
 Environment = Callable[[int | None], dict[str, str]]
 SAMPLED_BYTES = 2**31

@@ -16,7 +16,7 @@ from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import read_config, reading, writing
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.schema import Stamp
-from tpuswarm.train.storage.copy import shown
+from tpuswarm.train.storage.folders import shown
 
 FILE = "status.json"
 

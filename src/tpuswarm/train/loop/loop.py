@@ -46,7 +46,7 @@ from tpuswarm.train.run.best import Best
 from tpuswarm.train.run.checkpoint import Checkpoints
 from tpuswarm.train.run.directory import METRICS, SAMPLE, command_line, read_rows, writing
 from tpuswarm.train.run.life import stopped_sentence
-from tpuswarm.train.storage.copy import shown
+from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import blame
 
 ASKED = {Signals.SIGINT: "interrupted", Signals.SIGTERM: "SIGTERM", Signals.SIGHUP: "its terminal closed"}

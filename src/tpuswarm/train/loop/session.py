@@ -37,7 +37,7 @@ from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
 from tpuswarm.train.run.life import last_event
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.settings import FIXED, FREE, HABITS, check_batch, count_steps, differences, refuse_differences
-from tpuswarm.train.storage.copy import shown
+from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import blame
 
 STEPS = 1_000

@@ -1,6 +1,5 @@
 """Files that are there whole or not at all, also after a power cut."""
 
-import logging
 import os
 import re
 import shutil
@@ -8,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tpuswarm.errors import InputError
 
@@ -38,17 +36,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def google_storage(url: str) -> Any:
-    """Google Cloud Storage as a file system of fsspec, without a cache of listings; InputError without its library."""
-    try:
-        # Not what gcsfs has as its default, which is for experiments with other kinds of buckets.
-        from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of errors that we raise in words
-    return GCSFileSystem(use_listings_cache=False)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 
@@ -35,3 +36,8 @@ def alive(computer: str, pid: int) -> bool | None:
     except PermissionError:
         pass
     return True
+
+
+def boot_time() -> float:
+    """Return seconds that go on evenly, also while the computer sleeps, where the system can tell."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

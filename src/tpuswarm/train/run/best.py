@@ -9,7 +9,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.directory import writing
-from tpuswarm.train.storage.copy import BEST, MANIFEST, best_of, shown
+from tpuswarm.train.storage.folders import BEST, MANIFEST, best_of, shown
 
 EVENT = "best"
 HIGHEST = ":max"

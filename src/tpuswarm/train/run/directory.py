@@ -23,7 +23,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import lock_holder
 from tpuswarm.train.run import schema
-from tpuswarm.train.storage.copy import LOCK, ORIGIN, origin, shown
+from tpuswarm.train.storage.folders import LOCK, ORIGIN, origin, shown
 from tpuswarm.train.storage.sync import RunSync, owner_elsewhere
 
 CONFIG, METRICS, EVENTS = "config.toml", schema.METRICS, schema.EVENTS

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuswarm.train.run.directory import EVENTS, holder, read_rows_back
-from tpuswarm.train.storage.copy import shown
+from tpuswarm.train.storage.folders import shown
 
 LAST = ("finished", "stopped", "failed")
 """Events that end a process's work on a run; without one of them it was killed."""

@@ -20,7 +20,8 @@ from tpuswarm.train.run.directory import (
     reading,
 )
 from tpuswarm.train.run.life import read_life
-from tpuswarm.train.storage.copy import bring, folder_of, is_url, shown
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.folders import folder_of, is_url, shown
 
 NEWEST = 300
 """Updates at the end of the metrics by which it is told how a run stands."""

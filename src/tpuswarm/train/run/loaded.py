@@ -20,7 +20,7 @@ from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.parent import no_run, parent_folder
 from tpuswarm.train.run.trees import swarm_arrays
 from tpuswarm.train.settings import differences
-from tpuswarm.train.storage.copy import shown
+from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import build_recipe
 
 Agree = Callable[[Callable[[], Mapping[str, str]]], None]

@@ -7,7 +7,8 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.optional import DescribesPublished, ReadsPublished, identity_of
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
-from tpuswarm.train.storage.copy import bring, is_url
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.folders import is_url
 
 
 def find_parent(name: str | Path) -> str:

@@ -20,7 +20,8 @@ from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
-from tpuswarm.train.storage.copy import bring, is_url
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.folders import is_url
 from tpuswarm.train.user_code import find_maker
 
 SUFFIX = ".safetensors"

@@ -9,12 +9,12 @@ import io
 import os
 import random
 import secrets
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from tpuswarm.errors import InputError, RunFailed
@@ -74,7 +74,7 @@ class Bucket:
         self.url = url.rstrip("/")
         name, _, self._prefix = self.url.partition("://")[2].partition("/")
         try:
-            self._client, self._headers, self._progress = _client(*_local_endpoint())
+            self._client, self._answers, self._progress = _client(*_local_endpoint())
         except ImportError as error:
             raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
         self._bucket = self._client.bucket(name)
@@ -107,20 +107,16 @@ class Bucket:
         from google.api_core.exceptions import GoogleAPICallError
         from google.api_core.retry import Retry
 
+        repeated = Retry(predicate=self._may_repeat, initial=MIN_PAUSE_S, maximum=MAX_PAUSE_S, timeout=CHUNK_FOR_S)
+
         def upload() -> int:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 blob = self._blob(name)
                 blob.chunk_size = CHUNK_BYTES if size > CHUNK_BYTES else None
-                retry = Retry(predicate=self._may_repeat, initial=MIN_PAUSE_S, maximum=MAX_PAUSE_S, timeout=CHUNK_FOR_S)
+                how = _ONCE | {"retry": repeated if blob.chunk_size else None}
                 try:
-                    blob.upload_from_file(
-                        file,
-                        size=size,
-                        checksum="crc32c",
-                        timeout=_ONCE["timeout"],
-                        retry=retry if blob.chunk_size else None,
-                    )
+                    blob.upload_from_file(file, size=size, checksum="crc32c", **how)
                 except ValueError as error:  # the library cannot go on after a chunk that was not kept
                     raise ConnectionError(f"the upload of {name} was lost") from error
                 except GoogleAPICallError as error:
@@ -165,7 +161,7 @@ class Bucket:
         def request_age() -> float:
             blob = self._blob(name)
             blob.reload(**_ONCE)
-            date = email.utils.parsedate_tz(self._headers.last["Date"])
+            date = email.utils.parsedate_tz(self._answers.headers["Date"])
             return max(0.0, email.utils.mktime_tz(date) - blob.updated.timestamp()) if date else 0.0
 
         return self._request(f"reading {name}", request_age)
@@ -197,31 +193,6 @@ class Bucket:
         """Delete an object, if there is one."""
         with suppress(FileNotFoundError):
             self._request(f"deleting {name}", lambda: self._blob(name).delete(**_ONCE))
-
-    # The rest of the interface of swarm/storage/places.py.
-
-    def path(self, name: str) -> Path | None:
-        """Return None: an object is no local file."""
-        return None
-
-    here = path
-
-    def temporary(self, name: str) -> Path:
-        """Return a new empty local file."""
-        handle, path = tempfile.mkstemp(prefix="tpuswarm-", suffix=".part")
-        os.close(handle)
-        return Path(path)
-
-    def find(self, prefix: str) -> dict[str, float]:
-        """Return when each object was written, in Unix seconds, by name."""
-        return {name: about.written for name, about in self.listed(prefix).items()}
-
-    def names(self, prefix: str) -> list[str]:
-        """Return the names that begin with `prefix`."""
-        return list(self.listed(prefix))
-
-    def sweep(self, seconds: float) -> None:
-        """Do nothing: a bucket has no temporary files."""
 
     def _write(self, name: str, data: Content, generation: int | None, retry_for_s: float | None = None) -> int | None:
         from google.api_core.exceptions import PreconditionFailed
@@ -261,7 +232,7 @@ class Bucket:
         patience, pause = usual if retry_for_s is None else retry_for_s, MIN_PAUSE_S
         began = time.monotonic()
         while True:
-            before = self.progress
+            before = self._answers.successes
             try:
                 answer = call()
             except NotFound as error:
@@ -272,7 +243,7 @@ class Bucket:
             except Exception as error:
                 if isinstance(error, OSError) and error.errno is not None and not _is_transient(error):
                     raise  # the local file failed
-                if self.progress > before:  # a long transfer may fail more than once
+                if self._answers.successes > before:  # a long transfer may fail more than once
                     began = time.monotonic()
                 if not self._may_repeat(error) or time.monotonic() - began > patience:
                     raise self._failed(doing, error) from error
@@ -292,6 +263,14 @@ class Bucket:
         text = " ".join(str(getattr(error, "message", "") or error).split())[:300] or type(error).__name__
         kind = Unreachable if _is_transient(error) else BucketFailed
         return kind(f"{self.url}: {doing} failed: {text}; {WAY_OUT}")
+
+
+class _Answers(threading.local):
+    """The answers that one thread has got."""
+
+    successes = 0
+    headers: Mapping[str, str] = MappingProxyType({})
+    """Of the last answer."""
 
 
 class _Progress:
@@ -333,8 +312,8 @@ def _local_endpoint() -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=4)
-def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]:
-    """Return a client, the headers of the last answer in each thread, and the progress of all."""
+def _client(endpoint: str, token: str) -> tuple[Any, _Answers, _Progress]:
+    """Return a client, the answers of each thread, and the progress of all."""
     from google.auth import default
     from google.auth.credentials import AnonymousCredentials, Credentials
     from google.auth.exceptions import DefaultCredentialsError
@@ -346,7 +325,7 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]
         def refresh(self, request: object) -> None:
             """Do nothing: a local cloud has one token."""
 
-    headers, progress = threading.local(), _Progress()
+    answers, progress = _Answers(), _Progress()
     credentials: Any = AnonymousCredentials()  # type: ignore[no-untyped-call]
     if endpoint and token:
         credentials = Token()  # type: ignore[no-untyped-call]
@@ -373,8 +352,9 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]
         session.mount(scheme, HTTPAdapter(pool_maxsize=MAX_CONNECTIONS))
 
     def note(answer: Any, *_: Any, **__: Any) -> None:
-        headers.last = answer.headers
+        answers.headers = answer.headers
         if answer.status_code < 400:
+            answers.successes += 1
             progress.is_failing = False
             progress.add(1)
 
@@ -382,7 +362,7 @@ def _client(endpoint: str, token: str) -> tuple[Any, threading.local, _Progress]
     options = {"api_endpoint": endpoint} if endpoint else None
     client = Client(project="none", credentials=credentials, _http=session, client_options=options)
     client._bucket_metadata_cache = None  # it would request the bucket's metadata in the background after each 404
-    return client, headers, progress
+    return client, answers, progress
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -10,30 +10,38 @@ import json
 import os
 import re
 import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
-
-from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import lock_holder
-from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.storage.bucket import MAX_CONNECTIONS, Bucket, BucketFailed
-from tpuswarm.train.storage.record import DATA, RECORD, File, OwnedRecord, Part, Read, Record, read_record
+from tpuswarm.train.storage.folders import (
+    BEST,
+    CHECKPOINTS,
+    LOCK,
+    MANIFEST,
+    ORIGIN,
+    OWNER,
+    PULLING,
+    ROWS,
+    best_of,
+    folder_of,
+    grows,
+    is_url,
+    origin,
+    step_of,
+    wipe,
+)
+from tpuswarm.train.storage.index import Index, Synced, read_index, stamp, write_index
+from tpuswarm.train.storage.member_rows import split_members
+from tpuswarm.train.storage.record import DATA, RECORD, File, OwnedRecord, Part, Read, Record, objects_of, read_record
 
-ORIGIN, INDEX, OWNER, PULLING = "bucket", ".bucket.json", ".owner.json", ".pulling"
-EARLIER_INDEX = ".mirror.json"
-CHECKPOINTS, MANIFEST, ROWS = "checkpoints", "manifest.json", "metrics.jsonl"
-BEST = "best.json"
-"""Names the checkpoint that is kept besides the newest (train/run/best.py)."""
-LOCK = "lock"
 NOT_UPLOADED = {
     *("commits", "headers", "objects", "payloads", "views", "members", "founding.json"),  # a swarm's store writes them
     *(LOCK, "token", "index.sqlite", ORIGIN),  # specific to this machine, or secret
@@ -49,60 +57,6 @@ MAX_SMALL_BYTES = 2**23
 """Larger files are downloaded only where a command needs them."""
 MAX_ATTEMPTS = 5
 """Downloads of a run whose owner replaces files meanwhile."""
-
-
-@dataclass(frozen=True)
-class Synced:
-    """A file of this copy that is as in the bucket."""
-
-    file: File
-    stamp: tuple[int, int]
-    """Size and time of change (ns) of the local file."""
-
-
-@dataclass
-class Index:
-    """The files of this copy that are in the bucket too."""
-
-    run: str = ""
-    """Empty: nothing was downloaded yet."""
-    owners: tuple[str, ...] = ()
-    """Ids of processes of this disk. If one of them changed the record last, this copy is ahead of the bucket."""
-    files: dict[str, Synced] = field(default_factory=dict)
-
-
-_INDEX: TypeAdapter[Index] = TypeAdapter(Index)
-
-
-def origin(folder: Path) -> str | None:
-    """Return the URL of the run that a folder is a copy of; None for a run of this disk."""
-    path = folder / ORIGIN
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
-
-
-def shown(folder: Path) -> str:
-    """Return the name of a run for messages: its URL or its folder."""
-    return origin(folder) or str(folder)
-
-
-def is_url(run: str) -> bool:
-    """Return whether a run lies in a bucket. Raises InputError for a URL of another kind."""
-    scheme, separator, rest = run.partition("://")
-    if not separator:
-        return False
-    if scheme != "gs" or not rest.strip("/").count("/"):
-        raise InputError(f"a run is a local folder or gs://BUCKET/FOLDER, not {run}")
-    return True
-
-
-def folder_of(url: str) -> Path:
-    """Return the folder of this disk's copy of a run, made if it is not there; downloads nothing."""
-    url = url.rstrip("/")
-    folder = cache_folder("runs") / url.removeprefix("gs://")
-    folder.mkdir(parents=True, exist_ok=True)
-    if origin(folder) != url:
-        write_atomically(folder / ORIGIN, url)
-    return folder
 
 
 def folder_for(run: str) -> Path:
@@ -146,7 +100,7 @@ class RunCopy:
     def __init__(self, folder: Path):
         self.folder, self.url = folder, str(origin(folder))
         self.bucket = Bucket(self.url)
-        self._index = self._load()
+        self._index = read_index(self.folder)
         self._pushing = threading.Lock()
 
     # From the bucket.
@@ -181,7 +135,7 @@ class RunCopy:
             before = owned.acquire()
             is_ahead = self._is_ahead(before)
             self._index.owners = (*(self._index.owners if is_ahead else ()), owned.record.owner.id)
-            self._save()
+            write_index(self.folder, self._index)
             try:
                 on_owned()
                 self._download_acquired(before, is_ahead)
@@ -193,7 +147,7 @@ class RunCopy:
                     owned.release()
                 raise
             self._index.run = before.run
-            self._save()
+            write_index(self.folder, self._index)
 
     def _is_ahead(self, record: Record) -> bool:
         """Return whether this disk is at least as new as a record."""
@@ -226,7 +180,8 @@ class RunCopy:
         if self._index.run not in ("", record.run):
             if not record.files:  # a new run begins where another was: nothing to see yet
                 return
-            self._wipe()
+            wipe(self.folder)
+            self._index = Index()
         self._index.run = record.run
         has_newer = is_ahead and bool(self._local_steps())
         steps = self._wanted_checkpoints(record) if whole and not has_newer else set()
@@ -249,13 +204,13 @@ class RunCopy:
                     (self.folder / name).unlink(missing_ok=True)
                     del self._index.files[name]
         finally:
-            self._save()
+            write_index(self.folder, self._index)
 
     def _wanted_checkpoints(self, record: Record) -> set[str]:
         """Return the newest step, and the best one if the run keeps it."""
         steps = sorted({name.split("/")[1] for name in record.files if name.startswith(f"{CHECKPOINTS}/")})
         best = record.files.get(BEST, File(()))
-        step = _step_of(b"".join(self.bucket.read(part.object) for part in best.parts))
+        step = step_of(b"".join(self.bucket.read(part.object) for part in best.parts))
         return {*steps[-1:], *({step} & set(steps))}
 
     def _pull_file(self, name: str, file: File, is_ahead: bool) -> None:
@@ -264,7 +219,7 @@ class RunCopy:
         if path.exists():
             if is_ahead:
                 return
-            if synced and _stamp(path) == synced.stamp:
+            if synced and stamp(path) == synced.stamp:
                 count = len(synced.file.parts)
                 if file.parts == synced.file.parts:
                     return
@@ -275,6 +230,7 @@ class RunCopy:
             self._append(path, parts)
         elif len(parts) == 1:
             self.bucket.fetch(parts[0].object, path)
+            self._check_size(parts[0], path.stat().st_size)
         else:
             part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
             try:
@@ -283,9 +239,9 @@ class RunCopy:
             finally:
                 part.unlink(missing_ok=True)
         os.utime(path, (file.written, file.written))
-        self._index.files[name] = Synced(file, _stamp(path))
+        self._index.files[name] = Synced(file, stamp(path))
         if name == ROWS:
-            self._split_members(start)
+            split_members(self.folder, start)
 
     def _append(self, path: Path, parts: Iterable[Part]) -> None:
         """Append the content of objects to a file, completely or not at all."""
@@ -294,44 +250,15 @@ class RunCopy:
             try:
                 for part in parts:
                     data = self.bucket.read(part.object)
-                    if len(data) != part.size:
-                        raise BucketFailed(
-                            f"{self.url}/{part.object} has {len(data)} bytes, not {part.size}; restore it"
-                        )
+                    self._check_size(part, len(data))
                     file.write(data)
             except BaseException:
                 file.truncate(start)
                 raise
 
-    def _split_members(self, start: int) -> None:
-        """Append the new rows of the run to the file of each member. start: the byte at which they begin."""
-        with (self.folder / ROWS).open("rb") as file:
-            file.seek(max(0, start - 1))
-            new = file.read()
-        if start and not new.startswith(b"\n"):  # a part ended within a line
-            self._split_members(0)
-            return
-        rows: dict[str, list[bytes]] = {}
-        for line in new.splitlines(keepends=True):
-            with suppress(ValueError):
-                if member := json.loads(line).get("member"):
-                    rows.setdefault(str(member), []).append(line)
-        for member, lines in rows.items():
-            own = self.folder / "members" / member / ROWS
-            own.parent.mkdir(parents=True, exist_ok=True)
-            with own.open("ab" if start else "wb") as file:
-                file.writelines(lines)
-
-    def _wipe(self) -> None:
-        """Remove the copy of another run, which was at this URL before."""
-        for path in self.folder.iterdir():
-            if path.name in {ORIGIN, PULLING, LOCK, "token"}:
-                continue
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        self._index = Index()
+    def _check_size(self, part: Part, size: int) -> None:
+        if size != part.size:
+            raise BucketFailed(f"{self.url}/{part.object} has {size} bytes, not {part.size}; restore it")
 
     # To the bucket.
 
@@ -352,8 +279,8 @@ class RunCopy:
             for name in removed:
                 self._index.files.pop(name, None)
             self._index.files |= changed
-            self._save()
-            self._delete(_objects(before.values()) - _objects(owned.record.files.values()))
+            write_index(self.folder, self._index)
+            self._delete(objects_of(before.values()) - objects_of(owned.record.files.values()))
 
     def unsent(self) -> list[str]:
         """Return the files that are newer here than in the bucket."""
@@ -361,13 +288,13 @@ class RunCopy:
         for path in [*self._walk(), *(self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}")]:
             synced = self._index.files.get(self._name(path))
             with suppress(FileNotFoundError):
-                if synced is None or synced.stamp != _stamp(path):
+                if synced is None or synced.stamp != stamp(path):
                     names.append(self._name(path))
         return names
 
     def sweep(self, owned: OwnedRecord) -> None:
         """Delete objects that earlier owners uploaded and never named."""
-        named, epoch = _objects(owned.record.files.values()), f"{DATA}{owned.record.epoch:06d}."
+        named, epoch = objects_of(owned.record.files.values()), f"{DATA}{owned.record.epoch:06d}."
         listed = self.bucket.listed(DATA)
         self._delete({name for name in listed if name < epoch and not name.startswith(owned.prefix)} - named)
 
@@ -389,9 +316,9 @@ class RunCopy:
         """Upload each checkpoint that is whole here; one that is pruned meanwhile is left out."""
         changed: dict[str, Synced] = {}
         for step in self._local_steps():
-            paths = [path for path in (self.folder / CHECKPOINTS / step).rglob("*") if path.is_file()]
             if f"{CHECKPOINTS}/{step}/{MANIFEST}" in self._index.files:
                 continue
+            paths = [path for path in (self.folder / CHECKPOINTS / step).rglob("*") if path.is_file()]
             with suppress(FileNotFoundError):
                 found = self._for_each(paths, lambda path: self._upload(path, owned))
                 if (self.folder / CHECKPOINTS / step / MANIFEST).exists():
@@ -401,12 +328,12 @@ class RunCopy:
     def _upload(self, path: Path, owned: OwnedRecord) -> Synced | None:
         """Upload a changed file, or its new end; return None for an unchanged one. Raises FileNotFoundError."""
         name, about = self._name(path), path.stat()
-        synced, stamp = self._index.files.get(name), (about.st_size, about.st_mtime_ns)
-        if synced and synced.stamp == stamp:
+        synced, now = self._index.files.get(name), (about.st_size, about.st_mtime_ns)
+        if synced and synced.stamp == now:
             return None
         parts = synced.file.parts if synced else ()
         sent = synced.file.size if synced else 0
-        if _grows(path) and sent < about.st_size and len(parts) < MAX_PARTS:
+        if grows(path) and sent < about.st_size and len(parts) < MAX_PARTS:
             with path.open("rb") as file:
                 file.seek(sent)
                 data = file.read(about.st_size - sent)
@@ -416,7 +343,7 @@ class RunCopy:
         else:
             new = owned.new_object(name)
             parts = (Part(new, self.bucket.put_file(new, path)),)
-        return Synced(File(parts, about.st_mtime), stamp)
+        return Synced(File(parts, about.st_mtime), now)
 
     def _removed(self, before: Iterable[str], changed: Iterable[str]) -> set[str]:
         """Return the files of the record that this disk has no more."""
@@ -443,10 +370,8 @@ class RunCopy:
         pool = ThreadPoolExecutor(MAX_CONNECTIONS)
         try:
             return list(pool.map(work, items))
-        except Exception:
-            raise
-        except BaseException:
-            self.bucket.gave_up = True
+        except BaseException as error:
+            self.bucket.gave_up |= not isinstance(error, Exception)
             raise
         finally:
             pool.shutdown(wait=not self.bucket.gave_up, cancel_futures=True)
@@ -463,52 +388,10 @@ class RunCopy:
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
 
-    def _load(self) -> Index:
-        try:
-            return _INDEX.validate_json((self.folder / INDEX).read_bytes())
-        except FileNotFoundError:
-            with suppress(FileNotFoundError, ValueError, KeyError):
-                found = json.loads((self.folder / EARLIER_INDEX).read_text(encoding="utf-8"))
-                return Index(owners=(found["owner"],))
-        except ValidationError:  # torn, or of another version: everything is downloaded again
-            pass
-        return Index()
-
-    def _save(self) -> None:
-        with suppress(FileNotFoundError):  # the run was removed
-            write_atomically(self.folder / INDEX, _INDEX.dump_json(self._index))
-
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Let one command of this machine at a time download the run."""
         with (self.folder / PULLING).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._index = self._load()
+            self._index = read_index(self.folder)
             yield
-
-
-def best_of(folder: Path) -> str:
-    """Return the folder of the best checkpoint of a run that keeps it; empty if there is none."""
-    with suppress(FileNotFoundError):
-        return _step_of((folder / BEST).read_bytes())
-    return ""
-
-
-def _step_of(best: bytes) -> str:
-    with suppress(ValueError, KeyError, TypeError):
-        return f"{json.loads(best)['step']:08d}"
-    return ""
-
-
-def _grows(path: Path) -> bool:
-    """Return whether a file only grows."""
-    return path.suffix in (".jsonl", ".log") or ".tfevents." in path.name
-
-
-def _objects(files: Iterable[File]) -> set[str]:
-    return {part.object for file in files for part in file.parts}
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.process.computer import alive, this_computer
+from tpuswarm.train.process.computer import alive, boot_time, this_computer
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
 
@@ -60,6 +60,11 @@ class File:
 
 Files = Mapping[str, File]
 """Files of a run by their paths in its folder."""
+
+
+def objects_of(files: Iterable[File]) -> set[str]:
+    """Return the names of all objects of files."""
+    return {part.object for file in files for part in file.parts}
 
 
 @dataclass(frozen=True)
@@ -193,16 +198,16 @@ class OwnedRecord:
         """Own the run for another TERM_S. Raises Lost, and BucketFailed if the bucket does not answer."""
         self.change(lambda files: files)
 
-    def change(self, change: Callable[[Files], Files], released: bool = False, is_small: bool = False) -> None:
+    def change(self, change: Callable[[Files], Files], released: bool = False, copies_stay: bool = False) -> None:
         """Replace the files of the record, and renew it. Raises Lost and BucketFailed.
 
-        is_small: the copies of earlier owners stay valid.
+        copies_stay: the copies of earlier owners stay valid.
         """
         with self._lock:
             before = self.record
             owner = replace(before.owner, renewals=before.owner.renewals + 1, released=released)
             files = change(before.files)
-            changed_by = before.changed_by if files == before.files or is_small else owner.id
+            changed_by = before.changed_by if files == before.files or copies_stay else owner.id
             self._replace(replace(before, owner=owner, files=files, changed_by=changed_by))
 
     def release(self) -> None:
@@ -241,7 +246,7 @@ class OwnedRecord:
         """Wait until an owner has stood still for TERM_S; return the record then."""
         owner = found.record.owner
         since = seen = boot_time()
-        with waiting(f"{owner.host} has owned this run; waiting {TERM_S:.0f} s to see if it still does"):
+        with waiting(f"{owner.host} may still own this run; waiting {TERM_S:.0f} s for a sign of life"):
             while boot_time() - since < TERM_S:
                 time.sleep(POLL_INTERVAL_S)
                 now = read_record(self._bucket)
@@ -313,8 +318,3 @@ def _earlier_owner(bucket: Bucket, leases: Iterable[str]) -> tuple[Owner, str]:
             )
             return owner, name
     return Owner("", "", 0, "", released=True), RECORD
-
-
-def boot_time() -> float:
-    """Return seconds that go on while the computer sleeps, where the system can tell."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.computer import boot_time
 from tpuswarm.train.storage.bucket import RETRY_FOR_S, WAY_OUT, Bucket, Unreachable
-from tpuswarm.train.storage.copy import OWNER, RunCopy
+from tpuswarm.train.storage.copy import RunCopy
+from tpuswarm.train.storage.folders import OWNER
 from tpuswarm.train.storage.record import (
     RENEW_INTERVAL_S,
     REQUEST_FOR_S,
@@ -20,7 +22,6 @@ from tpuswarm.train.storage.record import (
     Lost,
     OwnedRecord,
     Owner,
-    boot_time,
     read_file,
 )
 
@@ -82,7 +83,8 @@ class RunSync:
             return
         if isinstance(self._error, Lost):
             self._copy.bucket.gave_up = True
-            self._end_with(lambda: None)
+            with suppress(Unreachable):  # the run is lost, whether its threads end or not
+                self._end_with(lambda: None)
             return
         try:
             self._end_with(self._upload_and_release)
@@ -205,4 +207,4 @@ def delete_file(url: str, path: str) -> None:
         return
     owned = OwnedRecord(bucket)
     owned.acquire()
-    owned.change(lambda files: {name: files[name] for name in files if name != path}, released=True, is_small=True)
+    owned.change(lambda files: {name: files[name] for name in files if name != path}, released=True, copies_stay=True)

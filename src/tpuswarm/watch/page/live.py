@@ -13,7 +13,8 @@ from tpuswarm.swarm.views.status import Look, look
 from tpuswarm.train.look.pictures import FOLDER, MADE
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import Status, status
-from tpuswarm.train.storage.copy import bring, folder_of, is_url
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.folders import folder_of, is_url
 from tpuswarm.watch.page.history import History
 from tpuswarm.watch.page.hosts import Hosts
 from tpuswarm.watch.page.view import Sections, changes, sections

@@ -90,6 +90,10 @@ class Objects:
             raise Rejected(404, "notFound", "The specified bucket does not exist.")
         return found
 
+    def names(self) -> list[str]:
+        """Return the names of all buckets."""
+        return list(self._buckets)
+
     def buckets(self, project: str, prefix: str) -> list[Resource]:
         """A project's."""
         return [

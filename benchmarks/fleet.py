@@ -17,11 +17,11 @@ from benchmarks.report import Settings, Table, verdict
 from benchmarks.weather import DAY, HOUR, TYPE, ZONES, Key, Sky, allowed, forecast
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import TpuSpec
-from tpuswarm.fleet.core.desired import Desired, Wanted
-from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.document import Document
-from tpuswarm.fleet.keeping.fleets import Unstored
-from tpuswarm.fleet.keeping.keeper import MOVING, SETTLED, Keeper
+from tpuswarm.fleet.decide.desired import Desired, PoolSpec
+from tpuswarm.fleet.keeper.clock import Clock
+from tpuswarm.fleet.keeper.keeper import BUSY_INTERVAL_S, IDLE_INTERVAL_S, Keeper
+from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.store.fleets import MemoryStore
 
 WANTED, DAYS, SEED = 100, 365, 1
 FLEET = "year-abc123"
@@ -48,9 +48,9 @@ class NoHistory:
 
 def keep(sky: Sky, seconds: float) -> None:
     """The keeper."""
-    pool = Wanted("year", spec("", NAMES[0]), NAMES, WANTED)
+    pool = PoolSpec("year", spec("", NAMES[0]), NAMES, WANTED)
     wanted = Desired(FLEET, (pool,), paid=True)
-    store = Unstored(Document("year", "google", "model", wanted, wanted.zones))
+    store = MemoryStore(Document("year", "google", "model", wanted, wanted.zones))
     clock = Clock(wall=lambda: sky.now, steady=lambda: sky.now)
     keeper = Keeper(cast(Any, sky), store, cast(Any, NoHistory()), clock, threads=1)
     while sky.now < seconds:
@@ -58,7 +58,7 @@ def keep(sky: Sky, seconds: float) -> None:
         moving = tick.plan.actions or tick.observed.memory.asked or any(
             each.state != "ready" for each in sky.there.values()
         )  # fmt: skip
-        every = MOVING if moving else SETTLED
+        every = BUSY_INTERVAL_S if moving else IDLE_INTERVAL_S
         # Nothing changes before: here no machine hangs, so no deadline of the planner's comes to its end.
         news = min([sky.next, *(each.until for each in tick.plan.waits if each.until is not None)])
         looks = 1 if tick.plan.actions else max(1, ceil((news - sky.now) / every))

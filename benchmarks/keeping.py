@@ -27,14 +27,14 @@ from benchmarks.weather import Sky, Spell
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.place import Place
-from tpuswarm.fleet.core.desired import Desired, Wanted
-from tpuswarm.fleet.core.memory import Memory, Observed
-from tpuswarm.fleet.core.plan import plan
-from tpuswarm.fleet.core.remember import SHORT, remember
-from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.document import Document
-from tpuswarm.fleet.keeping.fleets import Unstored
-from tpuswarm.fleet.keeping.keeper import Keeper
+from tpuswarm.fleet.decide.desired import Desired, PoolSpec
+from tpuswarm.fleet.decide.observe import MIN_LIFETIME_S, observe
+from tpuswarm.fleet.decide.plan import make_plan
+from tpuswarm.fleet.decide.state import FleetState, Observed
+from tpuswarm.fleet.keeper.clock import Clock
+from tpuswarm.fleet.keeper.keeper import Keeper
+from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.store.fleets import MemoryStore
 
 MACHINES, PLAN_S, AGAIN_S, HELP_S, DRY_S = 10_000, 0.2, 5.0, 0.2, 0.5
 NOTICE, DELETION, CREATION = 30.0, 30.0, 60.0
@@ -80,20 +80,20 @@ def _planned(what: str, dead: int, times: int) -> tuple[str, ...]:
         )
         for n in range(0 if dead == 1 else MACHINES)
     )  # fmt: skip
-    memory, _ = remember(Memory(), wanted, Listing(machines, frozenset()), (), NOW)
+    memory, _ = observe(FleetState(), wanted, Listing(machines, frozenset()), (), NOW)
     observed = Observed(Listing(machines, frozenset()), memory)
     seconds = []
     for _ in range(times):
         start = time.process_time()
-        plan(wanted, observed, NOW)
+        make_plan(wanted, observed, NOW)
         seconds.append(time.process_time() - start)
     found = median(seconds)
     shown = f"{found.show('.3f')} s of CPU"
     return f"plan of {MACHINES:,} machines, {what}", shown, f"at most {PLAN_S}", verdict(found.middle <= PLAN_S)
 
 
-def _pool(name: str, count: int) -> Wanted:
-    return Wanted(name, spec_of("", NAMES[0]), NAMES, count)
+def _pool(name: str, count: int) -> PoolSpec:
+    return PoolSpec(name, spec_of("", NAMES[0]), NAMES, count)
 
 
 def _calls(count: int) -> int:
@@ -102,8 +102,8 @@ def _calls(count: int) -> int:
     for number in range(count):
         sky.create(spec_of(f"v5e-usc1a-{number}", NAMES[0]))
     sky.advance(600.0)
-    wanted = Desired(FLEET, (Wanted("year", spec_of("", NAMES[0]), NAMES, count),), paid=True)
-    store = Unstored(Document("year", "google", "model", wanted, wanted.zones))
+    wanted = Desired(FLEET, (PoolSpec("year", spec_of("", NAMES[0]), NAMES, count),), paid=True)
+    store = MemoryStore(Document("year", "google", "model", wanted, wanted.zones))
     clock = Clock(wall=lambda: sky.now, steady=lambda: sky.now)
     keeper = Keeper(cast(Any, sky), store, cast(Any, NoHistory()), clock, threads=1)
     keeper.tick()
@@ -134,7 +134,7 @@ def _rehearsed(quick: bool, starts: int) -> tuple[Median, tuple[Median, Median],
             with (folder / "keeper.log").open("w") as log:
                 keeper = subprocess.Popen([PROGRAM, "keep"], cwd=folder, env=environment, stdout=log, stderr=log)
             try:
-                time.sleep(0.0 if quick else SHORT)
+                time.sleep(0.0 if quick else MIN_LIFETIME_S)
                 again = median(_again(place))
             finally:
                 keeper.send_signal(signal.SIGINT)

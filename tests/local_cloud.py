@@ -11,7 +11,7 @@ from tpuswarm.cloud.google.provider import Google
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.connect import connect, stop
 from tpuswarm.cloud.rehearsal.place import Place
-from tpuswarm.fleet.clouds import open_access
+from tpuswarm.fleet.spec.providers import open_access
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ManagedFleet
 from tests.local_cloud import local_cloud
 from tpuswarm.cloud.rehearsal.client import ask
-from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.fleets import Fleet
+from tpuswarm.fleet.keeper.clock import Clock
+from tpuswarm.fleet.store.fleets import Fleet
 
 GOLDEN = Path(__file__).parent / "golden"
 FAULTS = {"unpaid-1": "no-billing", "fresh-1": "no-apis", "login-1": "os-login", "asia-east1-c": "hidden"}
@@ -82,7 +82,7 @@ def cli(typed, signed_out, monkeypatch):
     monkeypatch.setattr(Fleet, "provider", lambda self: found.cloud)
     monkeypatch.setattr("tpuswarm.cli.bring.preflight", lambda *_: None)
     monkeypatch.setattr("tpuswarm.cli.setup.route_now", lambda reach: None)  # the fake machines answer no connection
-    monkeypatch.setattr("tpuswarm.fleet.keeping.fleets.new_id", lambda name, mark: f"{name}-abc234")
+    monkeypatch.setattr("tpuswarm.fleet.store.fleets.new_fleet_id", lambda name, mark: f"{name}-abc234")
     monkeypatch.setattr(Fleet, "mark", "abc2")
     command, real_sleep = threading.get_ident(), time.sleep
 
@@ -95,7 +95,7 @@ def cli(typed, signed_out, monkeypatch):
 
     monkeypatch.setattr("time.sleep", sleep)
     clock = Clock(lambda: found.cloud.now, lambda: found.cloud.now)
-    monkeypatch.setattr("tpuswarm.fleet.keeping.keeper.Clock", lambda: clock)
+    monkeypatch.setattr("tpuswarm.fleet.keeper.keeper.Clock", lambda: clock)
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from tpuswarm.cloud.errors import Changed, CloudError, Invalid, NoCapacity, NoQuota, NotFound, Taken, Unreachable
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, Outcome, Spec, Stored, TpuSpec, Worker
-from tpuswarm.fleet.core.money import lot
+from tpuswarm.fleet.decide.money import quota_key
 
 BOOT_S, STOP_S = 180.0, 60.0
 UNLIMITED = 10**9
@@ -222,9 +222,9 @@ class FakeCloud:
     def _exceeds_quota(self, spec: Spec) -> bool:
         if not isinstance(spec, TpuSpec):
             return False
-        wanted = lot(spec.type, spec.zone, spec.how == "spot")
+        wanted = quota_key(spec.type, spec.zone, spec.how == "spot")
         tpus = [machine for machine in list(self.existing.values()) if machine.kind == "tpu"]
-        used = sum(lot(machine.type, machine.zone, machine.spot) == wanted for machine in tpus)
+        used = sum(quota_key(machine.type, machine.zone, machine.spot) == wanted for machine in tpus)
         return used >= self.quota.get(wanted, UNLIMITED)
 
     def _fail(self, key: Key) -> None:

@@ -6,18 +6,28 @@ from pathlib import Path
 from tests.fleet.fake_cloud import FakeCloud
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, How, Listing, Machine, TpuSpec, VmSpec, Worker
-from tpuswarm.fleet.core.actions import Action, Answer, Called, Create, Delete, Ended, Event, Stop, Wait
-from tpuswarm.fleet.core.desired import Desired, Wanted
-from tpuswarm.fleet.core.limits import Limits, costs
-from tpuswarm.fleet.core.memory import Memory, Observed, Work
-from tpuswarm.fleet.core.money import machine_price
-from tpuswarm.fleet.core.plan import plan
-from tpuswarm.fleet.core.remember import remember
-from tpuswarm.fleet.core.traffic import Traffic
-from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.document import Document, DocumentStore
-from tpuswarm.fleet.keeping.history import History
-from tpuswarm.fleet.keeping.keeper import Keeper, Tick
+from tpuswarm.fleet.decide.actions import (
+    Action,
+    ActionResult,
+    CloudAnswer,
+    Create,
+    CreateResult,
+    Delete,
+    Event,
+    Stop,
+    Wait,
+)
+from tpuswarm.fleet.decide.desired import Desired, PoolSpec
+from tpuswarm.fleet.decide.limits import Limits, is_billable
+from tpuswarm.fleet.decide.money import machine_price
+from tpuswarm.fleet.decide.observe import observe
+from tpuswarm.fleet.decide.plan import make_plan
+from tpuswarm.fleet.decide.state import FleetState, Observed, WorkStatus
+from tpuswarm.fleet.decide.traffic import Traffic
+from tpuswarm.fleet.keeper.clock import Clock
+from tpuswarm.fleet.keeper.keeper import Keeper, Tick
+from tpuswarm.fleet.store.document import Document, DocumentStore
+from tpuswarm.fleet.store.history import History
 
 FLEET = "gpt2-abc123"
 A, B, C, EUROPE = "us-central1-f", "us-central1-b", "us-central1-c", "europe-west4-a"
@@ -27,17 +37,17 @@ ZONE = A
 def pool(
     name: str = "small", count: int = 1, zones: tuple[str, ...] = (ZONE,), how: How = "spot", type_: str = "v2-8",
     wait_s: float | None = None,
-) -> Wanted:  # fmt: skip
+) -> PoolSpec:  # fmt: skip
     spec = TpuSpec("", zones[0], type_, how, FLEET, name, "tpu-ubuntu2204-base")
-    return Wanted(name, spec, zones, count, wait_s)
+    return PoolSpec(name, spec, zones, count, wait_s)
 
 
-def vm(name: str, routes: bool = False) -> Wanted:
+def vm(name: str, routes: bool = False) -> PoolSpec:
     spec = VmSpec(f"gpt2-{name}", ZONE, "n2-highmem-8", FLEET, name, "ubuntu-os-cloud/ubuntu-2404-lts-amd64", 100)
-    return Wanted(name, spec, (ZONE,), 1, routes=routes)
+    return PoolSpec(name, spec, (ZONE,), 1, routes=routes)
 
 
-def desired(*pools: Wanted, **fields: object) -> Desired:
+def desired(*pools: PoolSpec, **fields: object) -> Desired:
     return replace(Desired(FLEET, pools, paid=True), **fields)
 
 
@@ -60,8 +70,8 @@ class Loop:
     every: float = 10.0
 
     def __post_init__(self) -> None:
-        self.memory, self.work = Memory(), Work()
-        self.answers: list[Answer] = []
+        self.memory, self.work = FleetState(), WorkStatus()
+        self.answers: list[CloudAnswer] = []
         self.actions: list[Action] = []
         self.times: list[float] = []
         """When each action happened, in seconds since the start."""
@@ -88,10 +98,10 @@ class Loop:
     def advance(self, seconds: float) -> None:
         """Let time pass, and charge what the machines really cost."""
         existing = tuple(self.cloud.existing.values())
-        limits = Limits(self.desired, Observed(Listing(existing, frozenset()), Memory()), (), self.now)
+        limits = Limits(self.desired, Observed(Listing(existing, frozenset()), FleetState()), (), self.now)
         for found in existing:
             is_ours = found.fleet == self.desired.fleet and found.state != "creating"
-            if is_ours and costs(found) and not limits.is_free(found):
+            if is_ours and is_billable(found) and not limits.is_free(found):
                 self.spent += (machine_price(found) or 0.0) * seconds / 3600
         self.cloud.advance(seconds)
 
@@ -107,15 +117,15 @@ class Loop:
             if request.operation:
                 done, error = self.cloud.outcome(request.operation)
                 if done:
-                    self.answers.append(Ended(key, error))
+                    self.answers.append(CreateResult(key, error))
         self.listing = self.cloud.machines(self.desired.zones)
-        self.memory, events = remember(self.memory, self.desired, self.listing, self.answers, self.now)
+        self.memory, events = observe(self.memory, self.desired, self.listing, self.answers, self.now)
         self.events += events
         self.answers = []
-        found = plan(self.desired, self.observed(), self.now)
+        found = make_plan(self.desired, self.observed(), self.now)
         if found.end:
             self.desired = replace(self.desired, down=found.end)
-            found = plan(self.desired, self.observed(), self.now)
+            found = make_plan(self.desired, self.observed(), self.now)
         self.waits = found.waits
         for action in found.actions:
             self.act(action)
@@ -134,12 +144,12 @@ class Loop:
                 case _:
                     operation = self.cloud.start(action.machine)
         except CloudError as error:
-            self.answers.append(Called(action, None, error))
+            self.answers.append(ActionResult(action, None, error))
         else:
-            self.answers.append(Called(action, operation, None))
+            self.answers.append(ActionResult(action, operation, None))
 
 
-def started(cloud: FakeCloud, *pools: Wanted, seconds: float = 600.0, every: float = 10.0, **fields: object) -> Loop:
+def started(cloud: FakeCloud, *pools: PoolSpec, seconds: float = 600.0, every: float = 10.0, **fields: object) -> Loop:
     loop = Loop(cloud, desired(*pools, **fields), every)
     loop.run(seconds)
     return loop

@@ -15,11 +15,11 @@ from tpuswarm.cli.fleet import _drawn, look_at
 from tpuswarm.cli.jobs import carry
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Worker
 from tpuswarm.errors import RunFailed
-from tpuswarm.fleet.core.jobs import Job, Seat
-from tpuswarm.fleet.core.memory import Work
-from tpuswarm.fleet.keeping.document import path_of
-from tpuswarm.fleet.keeping.fleets import Fleet, find
-from tpuswarm.fleet.setting_up import KeptSetup
+from tpuswarm.fleet.decide.jobs import Assignment, Job
+from tpuswarm.fleet.decide.state import WorkStatus
+from tpuswarm.fleet.hosts.setup import SavedSetup
+from tpuswarm.fleet.store.document import document_path
+from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.remote.setup.table import Setup
 
 SWARM, TRC = ((GOLDEN / f"{name}.toml").read_text() for name in ("swarm", "trc"))
@@ -147,7 +147,7 @@ def test_interrupted_command_lists_what_exists_and_continues_when_repeated(cli, 
 
 def test_damaged_or_lost_document_is_restored_from_the_file_and_labels(cli):
     cli.run("up --yes")
-    path = cli.folder / "state/tpuswarm/documents/my-project" / path_of("gpt2")
+    path = cli.folder / "state/tpuswarm/documents/my-project" / document_path("gpt2")
     path.write_bytes(b"7\n{broken")
     assert "is damaged (7 bytes)" in cli.run("list", code=1)
     assert "is damaged (7 bytes)" in cli.run("up --yes")
@@ -161,11 +161,11 @@ def test_fleet_that_ended_by_itself_comes_up_again_without_its_old_jobs(cli):
     cli.write(SWARM.replace('"idle 30m"', '"done"'))
     cli.run("up --yes")
     store = FLEET_OF_FILE.store(cli.cloud)
-    job = Job("main", "small", "true", "preempted", (Seat("small", "v2-usc1f-0", 1, "running"),))
+    job = Job("main", "small", "true", "preempted", (Assignment("small", "v2-usc1f-0", 1, "running"),))
 
     def end(found):
         wanted = replace(found.desired, down="the work is done", revision=2)
-        return replace(found, jobs=(job,), work=Work(done=True), desired=wanted)
+        return replace(found, jobs=(job,), work=WorkStatus(done=True), desired=wanted)
 
     store.change(end)
     with pytest.raises(RunFailed, match="gpt2 comes down"):
@@ -175,7 +175,7 @@ def test_fleet_that_ended_by_itself_comes_up_again_without_its_old_jobs(cli):
     cli.run("up --yes")
     assert len(cli.ready) == 6
     document = store.load()
-    assert document.work == Work() and document.desired.down is None and document.jobs[0].over
+    assert document.work == WorkStatus() and document.desired.down is None and document.jobs[0].over
 
 
 def test_machines_of_an_unknown_fleet_are_listed_and_deleted_on_request(cli):
@@ -259,7 +259,9 @@ def test_doctor_finds_machines_that_cost_without_use(cli):
 
 def test_failed_up_keep_leaves_a_background_keeper(cli, monkeypatch):
     started = []
-    monkeypatch.setattr("tpuswarm.fleet.keeping.fleets.detach", lambda fleet, store, file: started.append(file))
+    monkeypatch.setattr(
+        "tpuswarm.fleet.store.fleets.start_background_keeper", lambda fleet, store, file: started.append(file)
+    )
 
     def fail(*_):
         assert started, "the keeper starts first"
@@ -273,7 +275,7 @@ def test_failed_up_keep_leaves_a_background_keeper(cli, monkeypatch):
 
 
 def test_setup_removed_from_the_file_is_forgotten(cli):
-    stored = KeptSetup(find("swarm.toml")[0])
+    stored = SavedSetup(find_fleet("swarm.toml")[0])
     stored.keep(Setup(pip=("einops",)))
     assert stored.table() is not None
     cli.run("up --yes")

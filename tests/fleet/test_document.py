@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tpuswarm.cloud.errors import Changed, Unreachable
-from tpuswarm.fleet.core.actions import Event
-from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.keeping import document
-from tpuswarm.fleet.keeping.document import Document, DocumentStore, LocalBucket
+from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.store import document
+from tpuswarm.fleet.store.document import Document, DocumentStore, LocalBucket
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_sixteen_writers_at_once_all_come_through(fast, tmp_path):
 
 
 def test_bucket_that_stays_silent_is_given_up(fast, tmp_path, monkeypatch):
-    monkeypatch.setattr(document, "CHANGE_FOR_S", 0.1)
+    monkeypatch.setattr(document, "CHANGE_TIMEOUT_S", 0.1)
     store = DocumentStore(LocalBucket(tmp_path), "gpt2", "here")
     for error in (Unreachable("silent"), Changed("others are faster")):
         monkeypatch.setattr(store, "save", lambda document, error=error: (_ for _ in ()).throw(error))

@@ -7,8 +7,8 @@ import pytest
 
 from tests.fleet.conftest import GOLDEN
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.checks import check
-from tpuswarm.fleet.file import read_swarm
+from tpuswarm.fleet.spec.checks import check_file
+from tpuswarm.fleet.spec.file import read_swarm
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
 WHOLE = (GOLDEN / "whole.toml").read_text()
@@ -18,7 +18,7 @@ TWO_ZONES = '["us-central1-f", "us-central1-b"]'
 def warnings(folder: Path, text: str) -> list[str]:
     path = folder / "swarm.toml"
     path.write_text(text)
-    return check(path, read_swarm(path), NOW)
+    return check_file(path, read_swarm(path), NOW)
 
 
 def error(folder: Path, text: str) -> str:

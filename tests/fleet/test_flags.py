@@ -12,13 +12,22 @@ from tests.fleet.loop import EUROPE, FLEET, machine, pool
 from tests.fleet.test_file import NOW, WHOLE
 from tpuswarm.cloud.protocol import TpuSpec
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.checks import check
-from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.flags import LAYERS, Flag, resolved, with_flag, without_flag
-from tpuswarm.fleet.core.jobs import RENEWED_S, Job, Report, Seat, Start, next_of, renewed
-from tpuswarm.fleet.file import read_swarm
-from tpuswarm.fleet.flags import check_pods, made_with, of_file
-from tpuswarm.fleet.keeping.document import Document
+from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.flags import LAYERS, Flag, resolve_flags, set_flag, unset_flag
+from tpuswarm.fleet.decide.jobs import (
+    FLAG_RESTART_INTERVAL_S,
+    Assignment,
+    Job,
+    RunReport,
+    StartRun,
+    restart_for_flags,
+    update_job,
+)
+from tpuswarm.fleet.spec.checks import check_file
+from tpuswarm.fleet.spec.file import read_swarm
+from tpuswarm.fleet.spec.flags import flags_from_file
+from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.store.machine_flags import add_flag_metadata, check_tf_pods
 
 TARGETS = {"all": ["all"], "generation": ["v2", "v3"], "pool": ["small", "large"], "machine": ["a", "b"]}
 PRECISION = "xla_jf_conv_full_precision"
@@ -39,7 +48,7 @@ def test_nearest_layer_wins_and_a_jobs_own_flag_above_all(given_flags):
         for target in (("all", "all"), ("generation", "v2"), ("pool", "small"), ("machine", "a")):
             matching = [flag for flag in given_flags if (flag.layer, flag.where, flag.job) == (*target, job)]
             expected |= {flag.name: flag.value for flag in matching}
-    found = resolved(given_flags, "a", "small", "v2", "train")
+    found = resolve_flags(given_flags, "a", "small", "v2", "train")
     assert {name: flag.value for name, flag in found.items()} == expected
 
 
@@ -47,17 +56,17 @@ def test_nearest_layer_wins_and_a_jobs_own_flag_above_all(given_flags):
 def test_flag_set_twice_is_stored_once_and_removed_when_unset(before, new):
     stored: tuple[Flag, ...] = ()
     for flag in before:
-        stored = with_flag(stored, flag)
+        stored = set_flag(stored, flag)
     assert len({flag.place for flag in stored}) == len(stored)
-    assert [flag for flag in with_flag(stored, new) if flag.place == new.place] == [new]
-    assert without_flag(with_flag(stored, new), new) == without_flag(stored, new)
+    assert [flag for flag in set_flag(stored, new) if flag.place == new.place] == [new]
+    assert unset_flag(set_flag(stored, new), new) == unset_flag(stored, new)
 
 
 def read(tmp_path: Path, extra: str, in_pool: str = ""):
     path = tmp_path / "swarm.toml"
     path.write_text(WHOLE.replace('tags = ["tpu"]', f'tags = ["tpu"]\n{in_pool}') + extra)
     file = read_swarm(path)
-    check(path, file, NOW)
+    check_file(path, file, NOW)
     return file
 
 
@@ -65,7 +74,7 @@ def test_file_sets_flags_by_generation_and_pool(tmp_path):
     pytest.importorskip("libtpu")
     extra = f"\n[flags.v3]\n{PRECISION} = true\nxla_dump_to = '/x'\n[flags.v2]\n{PRECISION} = false\n"
     file = read(tmp_path, extra, 'flags = { xla_dump_to = "/tmp/a b" }')
-    assert of_file(file) == (
+    assert flags_from_file(file) == (
         V3_PRECISION,
         Flag("xla_dump_to", "/x", "XLA_FLAGS", "generation", "v3"),
         replace(V3_PRECISION, value="false", where="v2"),
@@ -106,45 +115,45 @@ def document(*flags: Flag, runtime: str = "tpu-vm-tf-2.18.0-pod") -> Document:
 )
 def test_only_a_tensorflow_pod_gets_flags_in_its_metadata(runtime, metadata):
     found = document(V3_PRECISION, runtime=runtime)
-    assert made_with(found.desired.pools[0].spec, found).metadata == metadata
+    assert add_flag_metadata(found.desired.pools[0].spec, found).metadata == metadata
 
 
 def test_tensorflow_pod_accepts_a_single_libtpu_flag():
     second = Flag("xla_tpu_scoped_vmem_limit_kib", "1", "LIBTPU_INIT_ARGS", "machine", "a")
-    check_pods(document(V3_PRECISION, replace(V3_PRECISION, layer="pool", where="old")))
-    check_pods(document(V3_PRECISION, second, runtime="tpu-ubuntu2204-base"))
-    with pytest.raises(InputError, match=r"takes one flag of libtpu .* and these are 2"):
-        check_pods(document(V3_PRECISION, second))
+    check_tf_pods(document(V3_PRECISION, replace(V3_PRECISION, layer="pool", where="old")))
+    check_tf_pods(document(V3_PRECISION, second, runtime="tpu-ubuntu2204-base"))
+    with pytest.raises(InputError, match=r"takes one flag of libtpu .*; these are 2"):
+        check_tf_pods(document(V3_PRECISION, second))
 
 
-def seats_of(names: str) -> tuple[Seat, ...]:
-    return tuple(Seat("small", name, 1.0, "running", 1, flags="old") for name in names)
+def seats_of(names: str) -> tuple[Assignment, ...]:
+    return tuple(Assignment("small", name, 1.0, "running", 1, flags="old") for name in names)
 
 
 def test_members_restart_with_new_flags_one_at_a_time_and_other_jobs_do_not():
     hosts = [machine(name, workers=1) for name in "abc"]
     jobs = tuple(Job(name, "small", "run", "preempted", seats_of("abc")) for name in ("members", "other"))
     wanted = dict.fromkeys("abc", "new")
-    runs = {(job.name, name): Report(1, "running") for job in jobs for name in "abc"}
+    runs = {(job.name, name): RunReport(1, "running") for job in jobs for name in "abc"}
     ended: list[tuple[float, str]] = []
     started: dict[str, str] = {}
     for now in range(0, 600, 5):
         found = []
-        for job in renewed(jobs, {"members": wanted}, now):
+        for job in restart_for_flags(jobs, {"members": wanted}, now):
             reports = {(name, 0): runs[job.name, name] for name in "abc"}
-            step = next_of(job, hosts, (), reports, now, None, wanted)
+            step = update_job(job, hosts, (), reports, now, None, wanted)
             found.append(step.job)
             for act in step.acts:
-                if isinstance(act, Start):
-                    runs[job.name, act.machine] = Report(act.run, "running")
+                if isinstance(act, StartRun):
+                    runs[job.name, act.machine] = RunReport(act.run, "running")
                     started[act.machine] = act.flags
                 else:
                     ended.append((now, act.machine))
-                    runs[job.name, act.machine] = Report(act.run, "asked", 130)
+                    runs[job.name, act.machine] = RunReport(act.run, "asked", 130)
         jobs = tuple(found)
         assert sum(report.state != "running" for report in runs.values()) <= 1
     assert [name for _, name in ended] == ["a", "b", "c"] and started == wanted
-    assert all(later - earlier >= RENEWED_S for (earlier, _), (later, _) in pairwise(ended))
+    assert all(later - earlier >= FLAG_RESTART_INTERVAL_S for (earlier, _), (later, _) in pairwise(ended))
     members, other = jobs
     assert [(seat.flags, seat.run, seat.lost, seat.failed) for seat in members.seats] == [("new", 2, 0, 0)] * 3
     assert [(seat.flags, seat.run) for seat in other.seats] == [("old", 1)] * 3
@@ -154,8 +163,8 @@ def test_unreachable_member_delays_the_restart_of_the_others():
     hosts, wanted = [machine(name, workers=1) for name in "ab"], {"a": "new", "b": "new"}
     jobs = (Job("members", "small", "join", "preempted", seats_of("ab")),)
     for now in range(1_000, 1_300, 10):
-        (job,) = renewed(jobs, {"members": wanted}, now)
-        step = next_of(job, hosts, (), {("b", 0): Report(1, "running")}, now, None, wanted)
+        (job,) = restart_for_flags(jobs, {"members": wanted}, now)
+        step = update_job(job, hosts, (), {("b", 0): RunReport(1, "running")}, now, None, wanted)
         assert step.acts == ()
         jobs = (step.job,)
     assert [seat.phase for seat in jobs[0].seats] == ["running", "running"]

@@ -13,11 +13,11 @@ from tests.fleet.loop import EUROPE, FLEET, A, B, Loop, desired, pool, vm
 from tpuswarm.catalog import find
 from tpuswarm.cloud.errors import Denied
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Machine
-from tpuswarm.fleet.core.actions import Action, Create, Delete
-from tpuswarm.fleet.core.desired import Budget
-from tpuswarm.fleet.core.memory import Memory
-from tpuswarm.fleet.core.money import Grant, lot
-from tpuswarm.fleet.core.plan import PATIENCE, left
+from tpuswarm.fleet.decide.actions import Action, Create, Delete
+from tpuswarm.fleet.decide.desired import Budget
+from tpuswarm.fleet.decide.money import Grant, quota_key
+from tpuswarm.fleet.decide.plan import LONG_REPAIR_TIMEOUT_S, list_remaining
+from tpuswarm.fleet.decide.state import FleetState
 
 pytestmark = pytest.mark.slow
 
@@ -132,7 +132,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(zone=zones, machines=st.integers(0, 2))
     def quota_shrinks(self, zone: str, machines: int) -> None:
-        self.cloud.quota[lot("v2-8", zone, True)] = machines
+        self.cloud.quota[quota_key("v2-8", zone, True)] = machines
 
     @rule(index=indices, status=st.sampled_from(["PREEMPTED", "TERMINATED", "FAILED", "404"]))
     def machine_is_preempted(self, index: int, status: str) -> None:
@@ -169,7 +169,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(zones=st.sets(zones))
     def keeper_without_memory_takes_over(self, zones: set[str]) -> None:
-        self.loop.memory, self.loop.answers = Memory(), []
+        self.loop.memory, self.loop.answers = FleetState(), []
         self.cloud.unreachable, self.cloud.listing_lag_s, self.cloud.listed_from = zones, 0.0, {}
 
     @rule(zone=zones, number=st.integers(0, 3))
@@ -190,7 +190,7 @@ class Histories(RuleBasedStateMachine):
                 cloud.update(key, healthy=True)
         loop.change(paid=True, budget=Budget())
         loop.every = 240.0
-        loop.run(2.5 * 3600 + PATIENCE)  # on-demand machines that hang may take so long to be repaired
+        loop.run(2.5 * 3600 + LONG_REPAIR_TIMEOUT_S)  # on-demand machines that hang may take so long to be repaired
         ours = [machine for machine in cloud.existing.values() if machine.fleet == FLEET]
         assert all(machine.state == "ready" for machine in ours), f"left over: {ours}"
         counts = {pool.name: sum(machine.pool == pool.name for machine in ours) for pool in loop.desired.pools}
@@ -198,7 +198,7 @@ class Histories(RuleBasedStateMachine):
         assert all(wait.until is None and not wait.missing for wait in loop.waits), loop.waits
         loop.desired = replace(loop.desired, down="asked")
         loop.run(900)
-        assert left(loop.desired, loop.observed()) == []
+        assert list_remaining(loop.desired, loop.observed()) == []
         assert sorted(cloud.existing.values(), key=str) == sorted(self.foreign, key=str)
 
 

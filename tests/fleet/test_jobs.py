@@ -5,32 +5,44 @@ from dataclasses import replace
 import pytest
 
 from tests.fleet.loop import FLEET, ZONE, desired, machine, pool
-from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.jobs import GONE_S, End, Job, Report, Seat, Start, Stray, next_of, scaled, seats_for, strays
+from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.jobs import (
+    MISSING_GRACE_S,
+    Assignment,
+    EndRun,
+    Job,
+    RunReport,
+    StartRun,
+    StrayRun,
+    create_assignments,
+    find_strays,
+    scale_job,
+    update_job,
+)
 
 NOW = 1_000.0
-RUNNING, OK, FAILED = Report(1, "running"), Report(1, "ended", 0), Report(1, "ended", 1)
-LOST = Report(1, "lost", why="the machine started anew")
-STALLED = Report(1, "stalled", why="nothing was printed for 60 s")
-STOPPED = Report(1, "asked", 130)
+RUNNING, OK, FAILED = RunReport(1, "running"), RunReport(1, "ended", 0), RunReport(1, "ended", 1)
+LOST = RunReport(1, "lost", why="the machine started anew")
+STALLED = RunReport(1, "stalled", why="nothing was printed for 60 s")
+STOPPED = RunReport(1, "asked", 130)
 A, B = machine("a"), machine("b")
 
 
-def job(*seats: Seat, restart="preempted", **fields) -> Job:
-    return Job("train", "small", "python train.py", restart, seats or (Seat("small"),), **fields)
+def job(*seats: Assignment, restart="preempted", **fields) -> Job:
+    return Job("train", "small", "python train.py", restart, seats or (Assignment("small"),), **fields)
 
 
 def running(**fields) -> Job:
     """A job whose first run is on both workers of machine a."""
-    return job(Seat("small", "a", 1.0, "running", 1), **fields)
+    return job(Assignment("small", "a", 1.0, "running", 1), **fields)
 
 
-def reports(first: Report | None, second: Report | None, name: str = "a") -> dict:
+def reports(first: RunReport | None, second: RunReport | None, name: str = "a") -> dict:
     return {(name, 0): first, (name, 1): second}
 
 
 def step(before: Job, machines, reports, now: float = NOW, unreachable=()) -> tuple[Job, tuple]:
-    found = next_of(before, machines, unreachable, reports, now)
+    found = update_job(before, machines, unreachable, reports, now)
     return found.job, found.acts
 
 
@@ -38,7 +50,7 @@ def test_job_takes_a_seat_starts_on_all_workers_and_is_done_when_all_succeed():
     found, acts = step(job(), [A], {})
     assert (found.seats[0].machine, found.seats[0].phase, acts) == ("a", "waiting", ()), "stored before it starts"
     found, acts = step(found, [A], reports(None, None))
-    assert acts == (Start("a", 1, (0, 1)),) and found.seats[0].phase == "running"
+    assert acts == (StartRun("a", 1, (0, 1)),) and found.seats[0].phase == "running"
     assert step(found, [A], reports(RUNNING, RUNNING)) == step(found, [A], reports(RUNNING, OK)) == (found, ())
     found, acts = step(found, [A], reports(OK, OK))
     assert (found.seats[0].phase, found.seats[0].code, acts, found.over) == ("done", 0, (), True)
@@ -46,16 +58,18 @@ def test_job_takes_a_seat_starts_on_all_workers_and_is_done_when_all_succeed():
 
 def test_start_interrupted_by_a_killed_keeper_is_completed():
     found, acts = step(running(), [A], reports(RUNNING, None))
-    assert acts == (Start("a", 1, (1,)),) and found == running()
+    assert acts == (StartRun("a", 1, (1,)),) and found == running()
 
 
 def test_run_number_is_higher_than_any_the_host_has_seen():
-    assert step(job(Seat("small", "a", 1.0)), [A], reports(Report(7, "ended", 0), None))[1] == (Start("a", 8, (0, 1)),)
+    assert step(job(Assignment("small", "a", 1.0)), [A], reports(RunReport(7, "ended", 0), None))[1] == (
+        StartRun("a", 8, (0, 1)),
+    )
 
 
 def test_failed_worker_ends_the_others_and_is_blamed():
     found, acts = step(running(), [A], reports(FAILED, RUNNING))
-    assert acts == (End("a", 1, (1,)),) and found.seats[0].phase == "running"
+    assert acts == (EndRun("a", 1, (1,)),) and found.seats[0].phase == "running"
     for both, worker in ((reports(FAILED, STOPPED), 0), (reports(STOPPED, FAILED), 1)):
         found, acts = step(running(), [A], both)
         assert (found.seats[0].phase, found.seats[0].why, acts) == ("failed", f"a/{worker}: exit 1", ())
@@ -67,15 +81,15 @@ def test_failed_job_is_retried_after_a_pause_within_its_budget():
     assert (seat.phase, seat.failed) == ("waiting", 1) and seat.not_before > NOW
     assert step(found, [A], reports(FAILED, OK))[1] == ()
     again, acts = step(found, [A], reports(FAILED, OK), seat.not_before)
-    assert acts == (Start("a", 2, (0, 1)),)
-    failed = Report(2, "ended", 1)
+    assert acts == (StartRun("a", 2, (0, 1)),)
+    failed = RunReport(2, "ended", 1)
     assert step(again, [A], reports(failed, failed))[0].seats[0].phase == "failed"
     always = running(restart="always")
     for run in range(1, 6):
-        failed = Report(run, "ended", 1)
+        failed = RunReport(run, "ended", 1)
         always, _ = step(always, [A], reports(failed, failed), NOW * run)
         always, acts = step(always, [A], reports(failed, failed), NOW * run + 999)
-        assert acts == (Start("a", run + 1, (0, 1)),)
+        assert acts == (StartRun("a", run + 1, (0, 1)),)
     assert always.seats[0].failed == 5
 
 
@@ -83,13 +97,13 @@ def test_failed_job_is_retried_after_a_pause_within_its_budget():
 def test_lost_or_stalled_worker_uses_no_retry_and_blames_no_other(report):
     found, acts = step(running(), [A], reports(FAILED, report))
     assert (found.seats[0].phase, found.seats[0].lost, found.seats[0].failed, acts) == ("waiting", 1, 0, ())
-    assert step(found, [A], reports(FAILED, report))[1] == (Start("a", 2, (0, 1)),)
+    assert step(found, [A], reports(FAILED, report))[1] == (StartRun("a", 2, (0, 1)),)
     assert step(running(restart="never"), [A], reports(FAILED, report))[0].seats[0].phase == "failed"
-    assert step(running(), [A], reports(RUNNING, report))[1] == (End("a", 1, (0,)),)
+    assert step(running(), [A], reports(RUNNING, report))[1] == (EndRun("a", 1, (0,)),)
 
 
 def test_nothing_starts_and_nobody_is_blamed_while_a_worker_does_not_answer():
-    for before, report in ((job(Seat("small", "a", 1.0)), None), (running(), FAILED)):
+    for before, report in ((job(Assignment("small", "a", 1.0)), None), (running(), FAILED)):
         found, acts = step(before, [A], {("a", 0): report})
         assert acts == () and found.seats[0].phase == before.seats[0].phase
         assert "a/1 does not answer" in found.seats[0].why
@@ -98,12 +112,12 @@ def test_nothing_starts_and_nobody_is_blamed_while_a_worker_does_not_answer():
 @pytest.mark.parametrize("listed", [[], [machine("a", "dead")], [machine("a", created=2.0)]])
 def test_job_of_a_preempted_machine_moves_to_another(listed):
     machines = [*listed, machine("b", created=3.0)]
-    before = running() if listed else step(running(), machines, {}, NOW - GONE_S)[0]
+    before = running() if listed else step(running(), machines, {}, NOW - MISSING_GRACE_S)[0]
     found, acts = step(before, machines, {})
     (seat,) = found.seats
     assert (seat.machine, seat.created) in (("a", 2.0), ("b", 3.0))
     assert (seat.phase, seat.lost, seat.failed, acts) == ("waiting", 1, 0, ())
-    assert step(found, machines, reports(None, None, seat.machine))[1] == (Start(seat.machine, 2, (0, 1)),)
+    assert step(found, machines, reports(None, None, seat.machine))[1] == (StartRun(seat.machine, 2, (0, 1)),)
     assert step(replace(before, restart="never"), listed, {})[0].seats[0].phase == "failed"
 
 
@@ -128,62 +142,62 @@ def test_machine_that_is_not_listed_for_long_is_lost():
     found, _ = step(running(), [B], {})
     found, acts = step(found, [A, B], reports(RUNNING, RUNNING), NOW + 1)
     assert found.seats[0].missed_at == 0.0 and acts == ()
-    found, _ = step(step(found, [B], {}, NOW + 2)[0], [B], {}, NOW + 2 + GONE_S)
+    found, _ = step(step(found, [B], {}, NOW + 2)[0], [B], {}, NOW + 2 + MISSING_GRACE_S)
     assert found.seats[0].machine == "b" and found.seats[0].lost == 1
 
 
 def test_run_without_a_seat_is_a_stray():
     states = {("a", 0): RUNNING, ("b", 1): RUNNING, ("b", 0): OK, ("c", 0): None}
-    assert strays([running()], {"train": states}) == {Stray("train", "b", 1, 1)}
-    stopped = job(Seat("small", "a", 1.0, "stopped", 1))
-    assert strays([stopped], {"train": states, "unknown": {("a", 1): RUNNING}}) == {
-        Stray("train", "a", 0, 1), Stray("train", "b", 1, 1), Stray("unknown", "a", 1, 1),
+    assert find_strays([running()], {"train": states}) == {StrayRun("train", "b", 1, 1)}
+    stopped = job(Assignment("small", "a", 1.0, "stopped", 1))
+    assert find_strays([stopped], {"train": states, "unknown": {("a", 1): RUNNING}}) == {
+        StrayRun("train", "a", 0, 1), StrayRun("train", "b", 1, 1), StrayRun("unknown", "a", 1, 1),
     }  # fmt: skip
-    assert not strays([], {".notebook": states}), "a person's notebook is no job"
+    assert not find_strays([], {".notebook": states}), "a person's notebook is no job"
 
 
 def test_worker_that_cannot_end_is_reported():
-    stuck = Report(1, "running", why="exit 1, but 2 of its processes do not end")
+    stuck = RunReport(1, "running", why="exit 1, but 2 of its processes do not end")
     found, acts = step(running(), [A], reports(RUNNING, stuck))
     assert (found.seats[0].phase, found.seats[0].why, acts) == ("running", f"a/1: {stuck.why}", ())
 
 
 def test_two_seats_never_share_a_machine():
     for machines, expected in (([A, B], ["a", "b"]), ([A], ["a", None])):
-        found, _ = step(job(Seat("small"), Seat("small")), machines, {})
+        found, _ = step(job(Assignment("small"), Assignment("small")), machines, {})
         assert [seat.machine for seat in found.seats] == expected
 
 
 def test_stopped_job_ends_everywhere_and_starts_nowhere():
     found, acts = step(running(stop=True), [A], reports(RUNNING, OK))
-    assert acts == (End("a", 1, (0,)),) and not found.over
+    assert acts == (EndRun("a", 1, (0,)),) and not found.over
     found, acts = step(found, [A], reports(STOPPED, OK))
     assert acts == () and found.seats[0].phase == "stopped"
     assert step(job(stop=True), [A], reports(None, None))[0].seats[0].phase == "stopped"
     assert step(running(stop=True), [], {})[0].over
     found, acts = step(running(stop=True), [A], reports(None, STOPPED))
-    assert acts == (End("a", 1, (0,)),) and found.seats[0].phase == "running", "worker 0 may be starting"
-    assert step(running(), [A], reports(FAILED, None))[1] == (End("a", 1, (1,)),)
+    assert acts == (EndRun("a", 1, (0,)),) and found.seats[0].phase == "running", "worker 0 may be starting"
+    assert step(running(), [A], reports(FAILED, None))[1] == (EndRun("a", 1, (1,)),)
 
 
 def test_seats_follow_the_size_of_their_pool():
     fleet = desired(pool(count=3), pool("other"))
-    assert len(seats_for("small", None, fleet)) == 3 and len(seats_for("all", None, fleet)) == 4
-    assert seats_for("a", A, fleet) == (Seat("small", "a", 1.0),)
-    three = job(*seats_for("small", None, fleet))
-    assert scaled(three, fleet) is three
-    assert len(scaled(three, desired(pool(count=5))).seats) == 5
-    busy = replace(three, seats=(Seat("small", "a", 1.0, "running", 1), *three.seats[1:]))
-    assert scaled(busy, desired(pool())).seats == busy.seats[:1]
-    for fixed in (running(machine="a"), job(Seat("small", "a", 1.0, "done", 1))):
-        assert scaled(fixed, Desired(FLEET, (pool(count=3),))) is fixed
+    assert len(create_assignments("small", None, fleet)) == 3 and len(create_assignments("all", None, fleet)) == 4
+    assert create_assignments("a", A, fleet) == (Assignment("small", "a", 1.0),)
+    three = job(*create_assignments("small", None, fleet))
+    assert scale_job(three, fleet) is three
+    assert len(scale_job(three, desired(pool(count=5))).seats) == 5
+    busy = replace(three, seats=(Assignment("small", "a", 1.0, "running", 1), *three.seats[1:]))
+    assert scale_job(busy, desired(pool())).seats == busy.seats[:1]
+    for fixed in (running(machine="a"), job(Assignment("small", "a", 1.0, "done", 1))):
+        assert scale_job(fixed, Desired(FLEET, (pool(count=3),))) is fixed
 
 
 def test_job_starts_on_a_new_machine_only_once_it_is_set_up():
     """The new machine may have the name of the preempted one."""
-    before, again = job(Seat("small", "a", created=1.0, phase="running", run=3)), machine("a", created=2.0)
-    found = next_of(before, [again], (), reports(None, None), NOW, {})
+    before, again = job(Assignment("small", "a", created=1.0, phase="running", run=3)), machine("a", created=2.0)
+    found = update_job(before, [again], (), reports(None, None), NOW, {})
     (seat,) = found.job.seats
     assert (seat.phase, seat.lost, seat.created, found.acts) == ("waiting", 1, 2.0, ())
-    assert next_of(found.job, [again], (), reports(None, None), NOW, {"a": "a is being set up"}).acts == ()
-    assert next_of(found.job, [again], (), reports(None, None), NOW, {}).acts == (Start("a", 4, (0, 1)),)
+    assert update_job(found.job, [again], (), reports(None, None), NOW, {"a": "a is being set up"}).acts == ()
+    assert update_job(found.job, [again], (), reports(None, None), NOW, {}).acts == (StartRun("a", 4, (0, 1)),)

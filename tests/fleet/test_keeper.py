@@ -9,13 +9,13 @@ from tests.fleet.fake_cloud import START, FakeCloud, Killed
 from tests.fleet.loop import MANAGED_FLEET, A, B, ManagedFleet, desired, pool
 from tpuswarm.cloud.errors import Denied, Unreachable
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.fleet.core.desired import Budget, DownWhen
-from tpuswarm.fleet.core.jobs import Job, Seat
-from tpuswarm.fleet.core.memory import Work
-from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.document import Document, DocumentStore, LocalBucket, with_job
-from tpuswarm.fleet.keeping.history import History
-from tpuswarm.fleet.keeping.keeper import HERE, TERM, Keeper
+from tpuswarm.fleet.decide.desired import Budget, DownWhen
+from tpuswarm.fleet.decide.jobs import Assignment, Job
+from tpuswarm.fleet.decide.state import WorkStatus
+from tpuswarm.fleet.keeper.clock import Clock
+from tpuswarm.fleet.keeper.keeper import LEASE_S, MACHINE_VARIABLE, Keeper
+from tpuswarm.fleet.store.document import Document, DocumentStore, LocalBucket, with_job
+from tpuswarm.fleet.store.history import History
 
 
 def test_tick_lists_all_machines_with_one_request(tmp_path):
@@ -71,8 +71,8 @@ def test_idle_time_counts_only_while_a_keeper_watches(tmp_path):
     fleet = ManagedFleet(tmp_path, down_when=DownWhen(idle_s=1800.0))
 
     def work(phase: str, busy_at: float) -> None:
-        job = Job("train", "small", "python train.py", "preempted", (Seat("small", phase=phase),))
-        fleet.change_document(work=Work(busy_at=busy_at), jobs=(job,))
+        job = Job("train", "small", "python train.py", "preempted", (Assignment("small", phase=phase),))
+        fleet.change_document(work=WorkStatus(busy_at=busy_at), jobs=(job,))
 
     fleet.run(fleet.keeper(), 600)
     work("running", fleet.cloud.now)
@@ -167,13 +167,13 @@ def test_fleet_is_not_done_while_one_of_its_jobs_runs(tmp_path):
     fleet = ManagedFleet(tmp_path, desired(pool()), down_when=DownWhen(done=True))
     keeper = fleet.keeper()
     fleet.run(keeper, 300)
-    old = Job("old", "small", "true", "never", (Seat("small", phase="done"),))
-    fleet.store.change(lambda found: replace(with_job(found, old), work=Work(done=True)))
-    fleet.store.change(lambda found: with_job(found, replace(old, name="new", seats=(Seat("small"),))))
+    old = Job("old", "small", "true", "never", (Assignment("small", phase="done"),))
+    fleet.store.change(lambda found: replace(with_job(found, old), work=WorkStatus(done=True)))
+    fleet.store.change(lambda found: with_job(found, replace(old, name="new", seats=(Assignment("small"),))))
     assert fleet.document.work.done is False
-    fleet.change_document(work=Work(done=True))
+    fleet.change_document(work=WorkStatus(done=True))
     assert fleet.run(keeper, 100).document.desired.down is None
-    fleet.store.change(lambda found: replace(with_job(found, replace(old, name="new")), work=Work(done=True)))
+    fleet.store.change(lambda found: replace(with_job(found, replace(old, name="new")), work=WorkStatus(done=True)))
     assert fleet.run(keeper, 300).document.desired.down == "down_when: the work is done"
 
 
@@ -202,7 +202,7 @@ def test_second_keeper_takes_over_once_the_lease_expires(fleet):
     stopped_at = cloud.now
     while not second.tick().leads:
         cloud.advance(5)
-    assert TERM - 20 <= cloud.now - stopped_at <= TERM + 10, "it was renewed up to 20 s before"
+    assert LEASE_S - 20 <= cloud.now - stopped_at <= LEASE_S + 10, "it was renewed up to 20 s before"
     fleet.run(second, 600)
     assert len(fleet.ready) == 4
     assert not first.tick().leads, "the first is back and sees who leads"
@@ -285,7 +285,7 @@ def test_keeper_elsewhere_takes_over_from_a_lost_head_and_returns_the_lease_to_t
     fleet.run(first, 600)
     first.stand_back()
     assert not first.tick().leads, "the keeper on the head may take the lease for a minute"
-    monkeypatch.setenv(HERE, "gpt2-head")
+    monkeypatch.setenv(MACHINE_VARIABLE, "gpt2-head")
     head = fleet.keeper("head")
     assert head.tick().leads and not first.tick().leads
     fleet.cloud.preempt((A, "gpt2-head"), "404")
@@ -293,5 +293,5 @@ def test_keeper_elsewhere_takes_over_from_a_lost_head_and_returns_the_lease_to_t
     fleet.run(first, 600)
     assert "gpt2-head" in fleet.ready
     first.stand_back()
-    fleet.run(first, TERM + 20)
+    fleet.run(first, LEASE_S + 20)
     assert first.tick().leads, "nobody took it"

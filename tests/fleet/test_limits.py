@@ -5,12 +5,20 @@ import pytest
 from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ZONE, A, B, Loop, desired, pool, started
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.fleet.core.desired import Budget
-from tpuswarm.fleet.core.ledger import UNSEEN, Ledger, charge
-from tpuswarm.fleet.core.memory import Memory, Observed
-from tpuswarm.fleet.core.money import MARGIN, Cover, Grant, Rate, covered, machine_price, vm_price
-from tpuswarm.fleet.core.plan import plan
-from tpuswarm.fleet.core.remember import remember
+from tpuswarm.fleet.decide.desired import Budget
+from tpuswarm.fleet.decide.money import (
+    DELETE_MARGIN_S,
+    Grant,
+    GrantCover,
+    Rate,
+    covered_machines,
+    machine_price,
+    vm_price,
+)
+from tpuswarm.fleet.decide.observe import observe
+from tpuswarm.fleet.decide.plan import make_plan
+from tpuswarm.fleet.decide.spending import MAX_UNSEEN_S, Spending, charge
+from tpuswarm.fleet.decide.state import FleetState, Observed
 
 NOW = 1_800_000_000.0
 
@@ -38,13 +46,13 @@ def tpu(name: str, created: float, type_: str = "v2-8", zone: str = ZONE, how: s
     ],
 )
 def test_grant_covers_its_type_zone_and_provisioning(type_, is_spot, wanted, how, is_covered):
-    cover = Cover([grant(type_, is_spot)], NOW)
+    cover = GrantCover([grant(type_, is_spot)], NOW)
     assert cover.take(wanted, ZONE, how) == is_covered
     assert not cover.take(wanted, B, how)
 
 
 def test_grant_covers_the_oldest_machines_up_to_its_count():
-    found, left = covered([tpu("new", 3.0), tpu("old", 1.0), tpu("middle", 2.0)], [grant()], NOW)
+    found, left = covered_machines([tpu("new", 3.0), tpu("old", 1.0), tpu("middle", 2.0)], [grant()], NOW)
     assert found == {(ZONE, "old"), (ZONE, "middle")} and not left.take("v2-8", ZONE, "spot")
 
 
@@ -84,7 +92,7 @@ def test_only_granted_machines_are_created_unless_paying_is_allowed(cloud):
 def test_machines_are_deleted_before_their_grant_ends(cloud):
     ends = cloud.now + 4000
     loop = Loop(cloud, desired(pool(count=2), grants=(grant(ends=ends),), paid=False))
-    loop.run(4000 - MARGIN - 100)
+    loop.run(4000 - DELETE_MARGIN_S - 100)
     assert len(cloud.names("ready")) == 2
     loop.run(600)
     assert cloud.names() == [] and cloud.now < ends
@@ -139,34 +147,34 @@ def running(cloud) -> Loop:
     return started(cloud, pool(count=2))
 
 
-def hours(ledger: Ledger) -> float:
+def hours(ledger: Spending) -> float:
     return ledger.pools["small"].hours
 
 
 def test_partly_listed_zone_is_charged_once(cloud, running):
     listing = running.listing._replace(unreachable=frozenset({A}))
-    memory, _ = remember(running.memory, running.desired, listing, [], cloud.now)
+    memory, _ = observe(running.memory, running.desired, listing, [], cloud.now)
     observed = Observed(listing, memory)
     assert len(observed.machines) == 2
-    ledger = charge(Ledger({}, cloud.now), running.desired, observed, cloud.now + 3600)
+    ledger = charge(Spending({}, cloud.now), running.desired, observed, cloud.now + 3600)
     assert hours(ledger) == pytest.approx(2)
-    assert plan(running.desired, observed, cloud.now).actions == ()
+    assert make_plan(running.desired, observed, cloud.now).actions == ()
 
 
 def test_late_clock_charges_all_hours(cloud):
     loop = Loop(cloud, desired(pool(count=2)))
     loop.jump_clock(-7200)
     loop.run(600)
-    ledger = charge(Ledger({}, loop.now - 600), loop.desired, loop.observed(), loop.now + 900)
+    ledger = charge(Spending({}, loop.now - 600), loop.desired, loop.observed(), loop.now + 900)
     assert hours(ledger) == pytest.approx(2 * 1500 / 3600)
-    assert charge(Ledger(), loop.desired, loop.observed(), loop.now).dollars == 0
+    assert charge(Spending(), loop.desired, loop.observed(), loop.now).dollars == 0
 
 
 def test_machine_preempted_while_no_keeper_ran_is_charged_once_and_blames_no_zone(cloud, running):
-    first = charge(Ledger(), running.desired, running.observed(), running.now)
+    first = charge(Spending(), running.desired, running.observed(), running.now)
     cloud.advance(3600)
     cloud.preempt((A, "v2-usc1f-0"))
-    running.memory = Memory()  # of a keeper on another computer
+    running.memory = FleetState()  # of a keeper on another computer
     running.tick()
     assert [event.kind for event in running.events if event.machine == "v2-usc1f-0"][-1] == "preempted"
     assert not any(place.failures for place in running.memory.places.values())
@@ -179,10 +187,10 @@ def test_machine_preempted_while_no_keeper_ran_is_charged_once_and_blames_no_zon
 
 
 def test_only_some_unobserved_hours_of_a_dead_machine_are_charged(cloud, running):
-    ledger = charge(Ledger(), running.desired, running.observed(), running.now)
+    ledger = charge(Spending(), running.desired, running.observed(), running.now)
     cloud.preempt((A, "v2-usc1f-0"))
     cloud.advance(72 * 3600)
-    running.memory = Memory()  # of a keeper that was away for three days
+    running.memory = FleetState()  # of a keeper that was away for three days
     running.tick()
     later = charge(ledger, running.desired, running.observed(), running.now)
-    assert hours(later) - hours(ledger) == pytest.approx((running.now - ledger.at + UNSEEN) / 3600)
+    assert hours(later) - hours(ledger) == pytest.approx((running.now - ledger.at + MAX_UNSEEN_S) / 3600)

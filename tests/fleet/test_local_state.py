@@ -16,17 +16,24 @@ from tpuswarm.cli.runs import make_console
 from tpuswarm.cli.watching import Watching
 from tpuswarm.cloud.errors import Changed
 from tpuswarm.errors import InputError
-from tpuswarm.fleet import asked
-from tpuswarm.fleet.core.actions import Event
-from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.jobs import Job, Seat
-from tpuswarm.fleet.core.memory import Memory
-from tpuswarm.fleet.keeping import document, fleets, history
-from tpuswarm.fleet.keeping.clock import Clock
-from tpuswarm.fleet.keeping.document import KEPT_JOBS, Document, KeeperLease, LocalBucket, own_mark, with_job
-from tpuswarm.fleet.keeping.fleets import Fleet
-from tpuswarm.fleet.keeping.keeper import Keeper
-from tpuswarm.fleet.keeping.log import shorten
+from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.jobs import Assignment, Job
+from tpuswarm.fleet.decide.state import FleetState
+from tpuswarm.fleet.keeper.clock import Clock
+from tpuswarm.fleet.keeper.keeper import Keeper
+from tpuswarm.fleet.keeper.log import rotate_log
+from tpuswarm.fleet.spec import desired_from_file
+from tpuswarm.fleet.store import document, fleets, history
+from tpuswarm.fleet.store.document import (
+    MAX_ENDED_JOBS,
+    Document,
+    KeeperLease,
+    LocalBucket,
+    state_folder_mark,
+    with_job,
+)
+from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.train.process.computer import this_computer
 
 start_process = subprocess.Popen
@@ -50,7 +57,7 @@ def test_background_keeper_is_started_unless_one_leads(tmp_path, background_keep
         """Return whether a keeper was started while a process of this id leads."""
         before = len(background_keepers)
         managed.change_document(lease=KeeperLease("x", "here", pid, 1, managed.cloud.now, this_computer()))
-        fleets.detach(fleet, managed.store, None)
+        fleets.start_background_keeper(fleet, managed.store, None)
         return len(background_keepers) > before
 
     for command, in_background, expected in (("up", False, True), ("keep", False, True), ("keep", True, False)):
@@ -68,9 +75,9 @@ def test_fleets_of_one_name_in_two_projects_are_distinguished(background_keepers
     for fleet in (rehearsed, paid):
         fleet.remember()
     with pytest.raises(InputError, match=r"there are 2 fleets: name one of mine/a, rehearsal/a"):
-        fleets.find("a")
-    assert (fleets.find("mine/a")[0], fleets.find("rehearsal/a")[0]) == (paid, rehearsed)
-    fleets.detach(paid, paid.store(FakeCloud()), None)
+        fleets.find_fleet("a")
+    assert (fleets.find_fleet("mine/a")[0], fleets.find_fleet("rehearsal/a")[0]) == (paid, rehearsed)
+    fleets.start_background_keeper(paid, paid.store(FakeCloud()), None)
     assert background_keepers[0][-2:] == ["keep", "mine/a"]
 
 
@@ -92,22 +99,22 @@ def test_local_folder_is_private_and_works_as_a_bucket(tmp_path, monkeypatch):
 
 def test_old_finished_jobs_are_forgotten_but_not_their_run_numbers():
     def job(name: str, run: int, phase="done") -> Job:
-        return Job(name, "small", "true", "preempted", (Seat("small", run=run, phase=phase),))
+        return Job(name, "small", "true", "preempted", (Assignment("small", run=run, phase=phase),))
 
     made = with_job(Document("a", "google", "p", Desired("a-1", ()), ()), job("long", 3, "running"))
-    for number in range(KEPT_JOBS + 5):
+    for number in range(MAX_ENDED_JOBS + 5):
         made = with_job(made, job(f"job-{number}", 40 - number if number < 5 else 1))
     names = [job.name for job in made.jobs]
-    assert names[0] == "long" and "job-0" not in names and f"job-{KEPT_JOBS + 4}" in names
-    assert len(names) == KEPT_JOBS + 2 and made.last_run == 40
+    assert names[0] == "long" and "job-0" not in names and f"job-{MAX_ENDED_JOBS + 4}" in names
+    assert len(names) == MAX_ENDED_JOBS + 2 and made.last_run == 40
     assert len(with_job(made, replace(made.jobs[1], line="false")).jobs) == len(names)
 
 
 def test_oldest_events_are_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr(history, "MOST", 10)
+    monkeypatch.setattr(history, "MAX_EVENTS", 10)
     stored = history.History(tmp_path / "history.db")
     for number in range(25):
-        stored.keep(Memory(), [Event(float(number), "small", "m", "asked", "why")], float(number))
+        stored.keep(FleetState(), [Event(float(number), "small", "m", "asked", "why")], float(number))
     assert [event.at for event in stored.events()] == [float(number) for number in range(15, 25)]
 
 
@@ -118,8 +125,8 @@ def test_keeper_moves_a_long_log_aside_and_touches_no_other_file(tmp_path, monke
         monkeypatch.setattr(sys, "stdout", file)
         for _ in range(6):
             print("x" * 40)
-            shorten(log, 100)
-            shorten(other, 100)
+            rotate_log(log, 100)
+            rotate_log(other, 100)
     assert log.stat().st_size <= 100 and other.stat().st_size == 500
     assert (tmp_path / "keeper.log.1").read_text() == ("x" * 40 + "\n") * 3
 
@@ -152,17 +159,17 @@ class Person:
 
     def log_in(self) -> None:
         self._monkeypatch.setenv("XDG_STATE_HOME", str(self.folder / "state"))
-        self._monkeypatch.setattr(fleets, "me", lambda: f"{self.name}@laptop")
+        self._monkeypatch.setattr(fleets, "current_user", lambda: f"{self.name}@laptop")
 
-    def up(self, adopt: str | None = None, bucket: str | None = None) -> tuple[fleets.Held, str]:
+    def up(self, adopt: str | None = None, bucket: str | None = None) -> tuple[fleets.Store, str]:
         """Do what `up --type v2-8` does; return the document's store and the note for the person."""
         self.log_in()
-        file, _ = asked.asked(None, "v2-8", ["us-central1-f"], None, False, "google")
+        file, _ = desired_from_file.file_or_options(None, "v2-8", ["us-central1-f"], None, False, "google")
         fleet = Fleet(file.name, "google", "shared", bucket)
         store = fleet.store(self.cloud)
-        found, _, note = fleets.look_at(fleet, store, self.cloud, file, adopt)
+        found, _, note = fleets.inspect_fleet(fleet, store, self.cloud, file, adopt)
         before = found.desired if found else None
-        fleets.store_wanted(fleet, store, file, fleets.merged(file, fleet.mark, before, True, None), before)
+        fleets.store_desired(fleet, store, file, fleets.merge_desired(file, fleet.mark, before, True, None), before)
         clock = Clock(wall=lambda: self.cloud.now, steady=lambda: self.cloud.now)
         keeper = Keeper(self.cloud, store, history.History(self.folder / "history.db"), clock, threads=1)
         for _ in range(40):
@@ -201,20 +208,20 @@ def test_change_made_while_a_command_waits_for_confirmation_is_not_undone(people
     """Another computer's key merges; any other change, such as the keeper's `down` at a limit, stops the command."""
 
     def with_key(wanted: Desired, key: str) -> Desired:
-        return replace(wanted, pools=tuple(asked.with_key(pool, key) for pool in wanted.pools))
+        return replace(wanted, pools=tuple(desired_from_file.add_ssh_key(pool, key) for pool in wanted.pools))
 
     store, _ = people[0].up()
     shown = store.load().desired
     store.change(lambda found: replace(found, desired=with_key(found.desired, "ssh-ed25519 BBBB")))
-    fleets.change(store, replace(with_key(shown, "ssh-ed25519 AAAA"), revision=2), shown)
+    fleets.change_desired(store, replace(with_key(shown, "ssh-ed25519 AAAA"), revision=2), shown)
     keys = store.load().desired.pools[0].spec.metadata["ssh-keys"]
     assert "AAAA" in keys and "BBBB" in keys
     with pytest.raises(InputError, match="was changed while this command asked: give it again"):
-        fleets.change(store, replace(shown, revision=2), shown)
+        fleets.change_desired(store, replace(shown, revision=2), shown)
     shown = store.load().desired
     store.change(lambda found: replace(found, desired=replace(found.desired, down="dollars are spent")))
     with pytest.raises(InputError, match="was changed while this command asked: give it again"):
-        fleets.change(store, replace(shown, revision=3), shown)
+        fleets.change_desired(store, replace(shown, revision=3), shown)
     assert store.load().desired.down == "dollars are spent"
 
 
@@ -222,5 +229,5 @@ def test_each_home_has_its_own_mark_in_fleet_ids(people):
     marks = []
     for person in (*people, people[0]):
         person.log_in()
-        marks.append((own_mark(), Fleet("v2-8", "google", "shared", None).mark))
+        marks.append((state_folder_mark(), Fleet("v2-8", "google", "shared", None).mark))
     assert marks[0] == marks[2] != marks[1] and marks[0][1] != marks[1][1]

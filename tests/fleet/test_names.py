@@ -12,8 +12,8 @@ from tpuswarm.catalog import accelerators
 from tpuswarm.catalog.accelerators import ACCESSES
 from tpuswarm.cloud.protocol import Listing
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.core.names import by_number, free_names, resolve, short_zone
-from tpuswarm.fleet.view import machines_table, rows
+from tpuswarm.fleet.decide.names import by_number, free_names, resolve_name, short_zone
+from tpuswarm.fleet.view import machine_rows, machines_table
 from tpuswarm.train.look.live import Column, table
 
 NAMES = ("v2-usc1f-0", "v2-usc1f-7", "v2-usc1f-10", "v3-euw4a-7", "v3-euw4a-1", "gpt2-head")
@@ -43,7 +43,7 @@ def test_lowest_free_number_comes_first_and_names_sort_by_number():
                        ("v2-usc1f-1", "v2-usc1f-10")],
 )  # fmt: skip
 def test_part_of_a_name_is_enough(text, name):
-    assert resolve(text, NAMES) == name
+    assert resolve_name(text, NAMES) == name
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_part_of_a_name_is_enough(text, name):
 )  # fmt: skip
 def test_ambiguous_or_unknown_name_is_refused(text, message):
     with pytest.raises(InputError) as error:
-        resolve(text, NAMES)
+        resolve_name(text, NAMES)
     assert message in str(error.value)
 
 
@@ -69,7 +69,7 @@ def test_long_names_types_and_states_are_never_cut():
     router = machine("language-model-2-router", "repairing", created=created, kind="vm", type_="n2-highmem-16")
     pod = machine("v5e-euw4b-11", "unhealthy_[/maintenance]", created=created, type_="v5litepod-256")
     fleet, listing = desired(pool(count=2)), Listing((router, pod), frozenset())
-    text = draw(machines_table(rows(fleet, listing, [], time.time()), 80))
+    text = draw(machines_table(machine_rows(fleet, listing, [], time.time()), 80))
     assert "…" not in text and "".join(text.split()).count("unhealthy_") == 1
     assert all(name in text for name in ("language-model-2-router", "v5litepod-256", "n2-highmem-16", "cost, $"))
 

@@ -11,13 +11,20 @@ from tests.fleet.loop import EUROPE, FLEET, A, B, C, Loop, desired, pool, starte
 from tpuswarm.cloud.errors import Denied, Invalid, NotSignedIn
 from tpuswarm.cloud.google.instances import to_instance
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, VmSpec
-from tpuswarm.fleet.core.actions import Create, Delete
-from tpuswarm.fleet.core.desired import DownWhen
-from tpuswarm.fleet.core.memory import Memory, Observed, Work
-from tpuswarm.fleet.core.money import MARGIN, lot
-from tpuswarm.fleet.core.plan import BOOT, PATIENCE, REPAIR, UNHEALTHY, left, plan
-from tpuswarm.fleet.core.remember import remember
-from tpuswarm.fleet.gcloud import create
+from tpuswarm.fleet.apply.gcloud import create
+from tpuswarm.fleet.decide.actions import Create, Delete
+from tpuswarm.fleet.decide.desired import DownWhen
+from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, quota_key
+from tpuswarm.fleet.decide.observe import observe
+from tpuswarm.fleet.decide.plan import (
+    BOOT_TIMEOUT_S,
+    LONG_REPAIR_TIMEOUT_S,
+    REPAIR_TIMEOUT_S,
+    UNHEALTHY_GRACE_S,
+    list_remaining,
+    make_plan,
+)
+from tpuswarm.fleet.decide.state import FleetState, Observed, WorkStatus
 
 
 @pytest.mark.parametrize("status", ["PREEMPTED", "TERMINATED", "SUSPENDED", "FAILED", "404"])
@@ -72,7 +79,7 @@ def test_machines_preempted_together_are_replaced_in_another_zone_at_once(cloud)
 
 
 def test_exhausted_quota_stops_requests_beyond_it(cloud):
-    cloud.quota[lot("v2-8", A, True)] = 3
+    cloud.quota[quota_key("v2-8", A, True)] = 3
     loop = started(cloud, pool(count=5), seconds=1200)
     assert len(cloud.names("ready")) == 3
     assert loop.waits[0].why == f"{A}: quota of v2-8 in {A} is used up; more is tried after `tpuswarm up`"
@@ -109,7 +116,7 @@ def test_machines_in_an_unreachable_zone_are_not_replaced(cloud):
     cloud.unreachable = {A}
     before = len(loop.actions)
     loop.run(3600)
-    loop.memory = Memory()  # another keeper, which never saw that zone
+    loop.memory = FleetState()  # another keeper, which never saw that zone
     loop.run(600)
     assert loop.waits[0].why.startswith(f"{A} does not answer, and what the fleet has")
     cloud.unreachable = set()
@@ -161,12 +168,12 @@ def test_down_finishes_only_when_nothing_is_left_in_any_zone(cloud):
     assert cloud.names("waiting") == ["v2-usc1b-0"]
     loop.desired = replace(loop.desired, down="asked")
     loop.tick()
-    assert left(loop.desired, loop.observed())
+    assert list_remaining(loop.desired, loop.observed())
     loop.run(300)
-    assert cloud.existing == {} and left(loop.desired, loop.observed()) == []
+    assert cloud.existing == {} and list_remaining(loop.desired, loop.observed()) == []
     cloud.unreachable = {A}
     loop.tick()
-    assert left(loop.desired, loop.observed()) == [f"{A}, which does not answer"]
+    assert list_remaining(loop.desired, loop.observed()) == [f"{A}, which does not answer"]
 
 
 def test_keepers_own_machine_is_deleted_last():
@@ -187,7 +194,7 @@ def test_observer_of_a_shutdown_reports_deletions_rather_than_losses(cloud):
     memory, loop.desired, events = loop.memory, replace(loop.desired, down="asked"), []
     for _ in range(30):
         loop.run(0)
-        memory, found = remember(memory, loop.desired, loop.listing, [], loop.now)
+        memory, found = observe(memory, loop.desired, loop.listing, [], loop.now)
         events += found
     assert cloud.existing == {} and [(event.kind, event.text) for event in events] == [("gone", "it is deleted")] * 3
 
@@ -196,7 +203,7 @@ def test_vm_is_deleted_by_google_after_the_end_date_even_without_a_keeper(cloud)
     loop = started(cloud, pool(), vm("head"), down_when=DownWhen(at=cloud.now + 4000), seconds=60)
     specs = [action.spec for action in loop.actions if isinstance(action, Create)]
     (head,) = [spec for spec in specs if isinstance(spec, VmSpec)]
-    assert head.ends == loop.desired.down_when.at + MARGIN
+    assert head.ends == loop.desired.down_when.at + DELETE_MARGIN_S
     scheduling = to_instance(head, "my-project").scheduling
     assert scheduling.termination_time == "2027-01-15T09:16:40+00:00"
     assert scheduling.instance_termination_action == "DELETE"
@@ -213,14 +220,14 @@ def test_planning_time_grows_no_faster_than_linearly_up_to_ten_thousand_machines
         for n in range(8_000)
     )  # fmt: skip
     listing = Listing(machines, frozenset())
-    memory, _ = remember(Memory(), wanted(10_000), listing, (), 1_800_000_000.0)
+    memory, _ = observe(FleetState(), wanted(10_000), listing, (), 1_800_000_000.0)
 
     def planned(count: int, listing: Listing) -> tuple[int, float]:
         """Number of actions, and seconds of the fastest of three plans."""
         fleet, seconds = wanted(count), []
         for _ in range(3):
             start = time.process_time()
-            found = plan(fleet, Observed(listing, memory), 1_800_000_000.0)
+            found = make_plan(fleet, Observed(listing, memory), 1_800_000_000.0)
             seconds.append(time.process_time() - start)
         return len(found.actions), min(seconds)
 
@@ -234,7 +241,11 @@ KEY = (A, "v2-usc1f-0")
 
 @pytest.mark.parametrize(
     ("how", "state", "timeout_s"),
-    [("on-demand", "repairing", PATIENCE), ("spot", "repairing", REPAIR), ("spot", "creating", BOOT)],
+    [
+        ("on-demand", "repairing", LONG_REPAIR_TIMEOUT_S),
+        ("spot", "repairing", REPAIR_TIMEOUT_S),
+        ("spot", "creating", BOOT_TIMEOUT_S),
+    ],
 )
 def test_machine_that_stays_unready_is_replaced_after_a_timeout(cloud, how, state, timeout_s):
     loop = started(cloud, pool(how=how), seconds=0 if state == "creating" else 600)
@@ -280,7 +291,7 @@ def test_unhealthy_machine_is_replaced_three_times_a_day_at_most(cloud):
     loop = started(cloud, pool(), every=30.0)
     for _ in range(5):
         cloud.update(KEY, healthy=False, why="UNHEALTHY_TENSORFLOW")
-        loop.run(UNHEALTHY + 1140)
+        loop.run(UNHEALTHY_GRACE_S + 1140)
     assert len(cloud.deleted) == 3
     assert [wait.why for wait in loop.waits] == [
         f"v2-usc1f-0 is not healthy (UNHEALTHY_TENSORFLOW), and left as it is: 3 of {A} were replaced within a day"
@@ -290,7 +301,9 @@ def test_unhealthy_machine_is_replaced_three_times_a_day_at_most(cloud):
 def test_machine_whose_setup_fails_is_replaced_twice_and_then_reported(cloud):
     loop = started(cloud, pool(count=2), every=30.0)
     for _ in range(4):
-        loop.work = Work(spoilt={"v2-usc1f-0": (cloud.existing[KEY].created, "packages: no space left on device")})
+        loop.work = WorkStatus(
+            spoilt={"v2-usc1f-0": (cloud.existing[KEY].created, "packages: no space left on device")}
+        )
         loop.run(900)
     assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-0"] * 2 and len(cloud.names("ready")) == 2
     assert [wait.why for wait in loop.waits] == [
@@ -303,7 +316,7 @@ def test_machine_that_recovers_in_time_stays(cloud):
     loop = started(cloud, pool())
     for _ in range(4):
         cloud.update(KEY, healthy=False)
-        loop.run(UNHEALTHY - 60)
+        loop.run(UNHEALTHY_GRACE_S - 60)
         cloud.update(KEY, healthy=True)
         loop.run(120)
     assert not cloud.deleted
@@ -313,7 +326,7 @@ def test_machine_that_recovers_in_time_stays(cloud):
 def test_unhealthy_machine_that_is_not_spot_is_reported_and_left(cloud, how):
     loop = started(cloud, pool(how=how), every=300.0)
     cloud.update(KEY, healthy=False, why="the guest agent timed out")
-    loop.run(2 * PATIENCE)
+    loop.run(2 * LONG_REPAIR_TIMEOUT_S)
     assert not cloud.deleted and loop.waits[0].of == "pool small"
     assert loop.waits[0].why.startswith("v2-usc1f-0 is not healthy (the guest agent timed out), and left as it is")
 
@@ -324,7 +337,7 @@ def test_unhealthy_machine_with_a_running_job_is_replaced_much_later(cloud):
     loop.run(600)
     for name in ("v2-usc1f-0", "v2-usc1f-1"):
         cloud.update((A, name), healthy=False, why="UNHEALTHY_TENSORFLOW")
-    loop.run(PATIENCE - 60)
+    loop.run(LONG_REPAIR_TIMEOUT_S - 60)
     assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-1"]
     loop.run(300)
     assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-1", "v2-usc1f-0"], "its job may hang"

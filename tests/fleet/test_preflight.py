@@ -14,9 +14,9 @@ from tpuswarm.cloud.google.project import APIS, Subnetwork
 from tpuswarm.cloud.google.quotas import Quota
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.config.units import GIB
-from tpuswarm.fleet.facts import Facts, Net, nets_of
-from tpuswarm.fleet.file import SwarmFile
-from tpuswarm.fleet.preflight import Check, checks
+from tpuswarm.fleet.apply.preflight import Check, run_checks
+from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts, network_keys
+from tpuswarm.fleet.spec.file import SwarmFile
 from tpuswarm.plan.head import head
 from tpuswarm.plan.swarm import Exchanged, traffic
 
@@ -24,8 +24,8 @@ NOW = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC).timestamp()
 ZONE, NETWORK = "us-central1-b", "tpuswarm-mine"
 TEXT = (GOLDEN / "preflight.toml").read_text()
 SPOT_QUOTA = "TPUV2sPreemptiblePerProjectPerZoneForTPUAPI"
-NET = Net(NETWORK, NETWORK, "us-central1")
-FACTS = Facts(
+NET = NetworkKey(NETWORK, NETWORK, "us-central1")
+FACTS = ProjectFacts(
     project="my-project",
     apis=frozenset(APIS),
     billing="000000-AAAAAA",
@@ -46,7 +46,7 @@ def read(text: str) -> SwarmFile:
 
 
 def run(text: str = TEXT, paid: bool = False, head_bytes: float | None = None, **facts) -> list[Check]:
-    return checks(read(text), dataclasses.replace(FACTS, **facts), NOW, paid, head_bytes)
+    return run_checks(read(text), dataclasses.replace(FACTS, **facts), NOW, paid, head_bytes)
 
 
 def failed(*args, **facts) -> Check:
@@ -61,7 +61,7 @@ def test_all_checks_pass_where_all_is_right():
         "credentials", "project", "billing", "apis", "type", "runtime", "bucket", "addresses", "firewall", "account",
         "price", "quota",
     }  # fmt: skip
-    assert nets_of(read(TEXT)) == set(FACTS.subnetworks)
+    assert network_keys(read(TEXT)) == set(FACTS.subnetworks)
 
 
 @pytest.mark.parametrize(

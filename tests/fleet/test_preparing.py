@@ -12,10 +12,10 @@ from tests.fleet.loop import desired, machine, pool, vm
 from tpuswarm.cloud.errors import Unreachable
 from tpuswarm.cloud.protocol import Listing, Machine, Worker
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.fleet import routers, setting_up
-from tpuswarm.fleet.keeping import jobs
-from tpuswarm.fleet.keeping.jobs import Carrying
-from tpuswarm.fleet.setting_up import Beginning, Prepared, Preparing
+from tpuswarm.fleet.hosts import routers, setup
+from tpuswarm.fleet.hosts.setup import BootState, Preparer, PrepareResult
+from tpuswarm.fleet.keeper import job_runner
+from tpuswarm.fleet.keeper.job_runner import JobThread
 
 FULL = "b/0: packages: no space left on device"
 
@@ -36,8 +36,8 @@ def test_job_thread_survives_errors_and_is_restarted_when_it_ends(tmp_path, monk
         return None, True
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(jobs, "MOVING", 0.1)
-    carrying = Carrying(lambda: SimpleNamespace(key=key, round=carry_out, pause=0.0), logged.append)
+    monkeypatch.setattr(job_runner, "BUSY_INTERVAL_S", 0.1)
+    carrying = JobThread(lambda: SimpleNamespace(key=key, round=carry_out, pause=0.0), logged.append)
     while not enough.wait(0.01):
         carrying.look(Listing((), frozenset()), True)
     carrying.stop()
@@ -51,21 +51,21 @@ class Setup:
     def __init__(self, monkeypatch):
         self.table = "one"
         self.started: list[str] = []
-        self.running: dict[str, asyncio.Future[Prepared]] = {}
+        self.running: dict[str, asyncio.Future[PrepareResult]] = {}
         stored = SimpleNamespace(table=lambda: SimpleNamespace(model_dump_json=lambda: self.table))
-        monkeypatch.setattr(setting_up, "prepare", self._prepare)
-        monkeypatch.setattr(setting_up, "KeptSetup", lambda fleet: stored)
-        monkeypatch.setattr(setting_up, "AGAIN_S", -1.0)
-        self.preparing = Preparing(SimpleNamespace(fleet=None))
+        monkeypatch.setattr(setup, "prepare_machine", self._prepare)
+        monkeypatch.setattr(setup, "SavedSetup", lambda fleet: stored)
+        monkeypatch.setattr(setup, "RETRY_S", -1.0)
+        self.preparing = Preparer(SimpleNamespace(fleet=None))
 
-    async def _prepare(self, reach, name: str) -> Prepared:
+    async def _prepare(self, reach, name: str) -> PrepareResult:
         self.started.append(name)
         self.running[name] = asyncio.get_running_loop().create_future()
         return await self.running[name]
 
     async def check(self, name: str = "a", runs: int | None = 0, created: float = 1.0, answers: str = "a") -> str:
         """Return why a machine is not ready; empty: it is."""
-        found = self.preparing.look({name: Beginning(created, runs)}, answers).get(name, "")
+        found = self.preparing.look({name: BootState(created, runs)}, answers).get(name, "")
         await asyncio.sleep(0)  # what was started runs until it waits
         return found
 
@@ -73,7 +73,7 @@ class Setup:
         if isinstance(error, InputError):
             self.running.pop(name).set_exception(error)
         else:
-            self.running.pop(name).set_result(Prepared({f"{name}/0": error} if error else {}))
+            self.running.pop(name).set_result(PrepareResult({f"{name}/0": error} if error else {}))
         for _ in range(3):
             await asyncio.sleep(0)
 
@@ -164,10 +164,10 @@ def routing(monkeypatch):
         if errors:
             raise errors.pop()
 
-    monkeypatch.setattr(routers, "route", route)
+    monkeypatch.setattr(routers, "configure_routers", route)
     monkeypatch.setattr(routers, "router_hosts", lambda reach: ["gpt2-door/0"])
-    monkeypatch.setattr(routers, "AGAIN_S", -1.0)
-    made = routers.Routing(lambda: None, logged.append)
+    monkeypatch.setattr(routers, "RETRY_S", -1.0)
+    made = routers.RouterUpdater(lambda: None, logged.append)
 
     def observe(*machines: Machine, desired=ROUTED) -> int:
         made.look(desired, Listing(machines, frozenset()))

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.fleet.loop import EUROPE, A, ManagedFleet, desired, pool, started, vm
 from tpuswarm.config.train import Train
-from tpuswarm.fleet.core.desired import Budget
-from tpuswarm.fleet.core.jobs import Job, Seat
-from tpuswarm.fleet.core.traffic import Traffic, count, gib_price
-from tpuswarm.fleet.training import HEAD, head_line, run_in
+from tpuswarm.fleet.decide.desired import Budget
+from tpuswarm.fleet.decide.jobs import Assignment, Job
+from tpuswarm.fleet.decide.traffic import Traffic, add_traffic, price_per_gib
+from tpuswarm.fleet.training import HEAD, find_run_url, head_command
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.views.status import FILE, MemberStatus, SwarmStatus, write_status
 
@@ -53,7 +53,7 @@ def test_each_byte_is_charged_once_and_for_one_day(steps):
         old = traffic.carried if url == last_url else {}
         carried[run].update(growth)
         counters = {member: gib * GIB for member, gib in carried[run].items()}
-        traffic = count(traffic, url, counters, {}, A, now)
+        traffic = add_traffic(traffic, url, counters, {}, A, now)
         if url == last_url:
             new = sum(total - old.get(member, 0) if total >= old.get(member, 0) else total
                       for member, total in counters.items())  # fmt: skip
@@ -73,10 +73,10 @@ def test_each_byte_is_charged_once_and_for_one_day(steps):
 
 
 def test_lost_member_is_charged_at_its_last_zone():
-    first = count(Traffic(), URL, {"a": 0, "b": 0}, {"a": A, "b": EUROPE}, A, 0.0)
-    second = count(first, URL, {"a": 100 * GIB, "b": 100 * GIB}, {}, A, 60.0)
+    first = add_traffic(Traffic(), URL, {"a": 0, "b": 0}, {"a": A, "b": EUROPE}, A, 0.0)
+    second = add_traffic(first, URL, {"a": 100 * GIB, "b": 100 * GIB}, {}, A, 60.0)
     assert second.day(60.0) == pytest.approx(8.0)
-    third = count(second, URL, {"c": 100 * GIB}, {}, A, 120.0)
+    third = add_traffic(second, URL, {"c": 100 * GIB}, {}, A, 120.0)
     assert third.day(120.0) == pytest.approx(14.0), "a member that was never on a machine of the fleet is outside"
 
 
@@ -91,7 +91,7 @@ def test_lost_member_is_charged_at_its_last_zone():
     ],
 )
 def test_price_of_a_gib_depends_on_the_distance(member, dollars):
-    assert gib_price(member, A) == pytest.approx(dollars)
+    assert price_per_gib(member, A) == pytest.approx(dollars)
 
 
 def test_daily_traffic_budget_stops_creation_until_the_day_is_over(cloud):
@@ -115,9 +115,9 @@ def test_keepers_charge_the_runs_traffic_once(tmp_path):
     cloud, keeper = fleet.cloud, fleet.keeper("first")
     fleet.run(keeper, 300)
     (member,) = (name for name in fleet.ready if name != "gpt2-head")
-    line = head_line(Train(recipe="gpt2-tiny"), URL, 1)
-    job = Job(HEAD, HEAD, line, "always", (Seat(HEAD, "gpt2-head", phase="running"),))
-    assert run_in([replace(job, name="other"), job]) == URL and shlex.split(line)
+    line = head_command(Train(recipe="gpt2-tiny"), URL, 1)
+    job = Job(HEAD, HEAD, line, "always", (Assignment(HEAD, "gpt2-head", phase="running"),))
+    assert find_run_url([replace(job, name="other"), job]) == URL and shlex.split(line)
     fleet.change_document(jobs=(job,))
 
     def report(gib: int) -> None:

@@ -15,12 +15,12 @@ from tpuswarm.cli.machines import planned as plan_of
 from tpuswarm.cloud.protocol import Listing
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import training
-from tpuswarm.fleet.core.actions import Event
-from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.jobs import Job, Seat
-from tpuswarm.fleet.doing import counted, doings
-from tpuswarm.fleet.file import SwarmFile, read_swarm
-from tpuswarm.fleet.keeping.document import Document, KeeperLease
+from tpuswarm.fleet.activity import count_activities, list_activities
+from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.jobs import Assignment, Job
+from tpuswarm.fleet.spec.file import SwarmFile, read_swarm
+from tpuswarm.fleet.store.document import Document, KeeperLease
 from tpuswarm.remote.host import Host, Silent
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.ports import Ports, parse_ports
@@ -43,7 +43,7 @@ def read(tmp_path):
 
 
 def lines(file: SwarmFile, **options) -> dict[str, str]:
-    return {job.name: job.line for job in training.planned(file, **options)}
+    return {job.name: job.line for job in training.train_jobs(file, **options)}
 
 
 def test_jobs_have_separate_ports_and_expect_all_members(read):
@@ -65,7 +65,7 @@ def test_port_range_is_checked():
 )
 def test_option_for_a_single_process_is_refused(read, line):
     with pytest.raises(InputError, match=f"^train.{line.split()[0]} is for a run of one process, not for members"):
-        training.planned(read(line))
+        training.train_jobs(read(line))
 
 
 def test_head_logs_to_wandb_only_with_a_key_and_the_package(read):
@@ -86,8 +86,8 @@ def test_head_logs_to_wandb_only_with_a_key_and_the_package(read):
 def test_accepting_other_code_leaves_the_heads_job_the_same(read):
     usual, accepts = lines(read())["head"], lines(read(), accept_code=True)["head"]
     assert "--accept-code" in accepts and "--accept-code" not in usual
-    assert training.is_same(usual, accepts) and not training.is_same(accepts, usual)
-    assert not training.is_same(usual.replace("--steps 100", "--steps 200"), accepts)
+    assert training.is_same_command(usual, accepts) and not training.is_same_command(accepts, usual)
+    assert not training.is_same_command(usual.replace("--steps 100", "--steps 200"), accepts)
 
 
 @pytest.fixture
@@ -104,16 +104,16 @@ def secrets(monkeypatch):
         return held.get(host.label)
 
     monkeypatch.setattr(training, "give_token", give)
-    monkeypatch.setattr(training, "find_token", find)
+    monkeypatch.setattr(training, "read_token", find)
     return held
 
 
 def swarm_jobs(head: str) -> list[Job]:
-    line = f"python -m tpuswarm train --token-file ~/{training.TOKEN}"
+    line = f"python -m tpuswarm train --token-file ~/{training.TOKEN_FILE}"
     return [
-        Job("head", "head", line, "always", (Seat("head", head, phase="running"),)),
-        Job("members-small", "small", line, "always", (Seat("small", "a", phase="running"),)),
-        Job("mine", "small", "python mine.py", "always", (Seat("small", "a"),)),
+        Job("head", "head", line, "always", (Assignment("head", head, phase="running"),)),
+        Job("members-small", "small", line, "always", (Assignment("small", "a", phase="running"),)),
+        Job("mine", "small", "python mine.py", "always", (Assignment("small", "a"),)),
     ]
 
 
@@ -126,7 +126,7 @@ def test_new_head_creates_a_secret_that_all_members_get(secrets):
 
     def start(job: Job, machine: str, jobs: list[Job], without: str = "") -> None:
         reachable = {key: host for key, host in hosts.items() if key[0] != without}
-        asyncio.run(training.share_secret(None, job, hosts[machine, 0], jobs, reachable))  # type: ignore[arg-type]
+        asyncio.run(training.share_token(None, job, hosts[machine, 0], jobs, reachable))  # type: ignore[arg-type]
 
     start(other, "a", [head])
     assert secrets == {}, "another job needs none"
@@ -157,10 +157,10 @@ def member(name: str, state="alive", speed: float | None = 41_000.0) -> MemberSt
 @pytest.fixture
 def overview() -> tuple[Document, Listing, list[Event], list[MemberStatus]]:
     seats = (
-        Seat("small", "s-0", phase="running", run=1),
-        Seat("small", "s-1", phase="running", run=2, lost=1),
-        Seat("small", "s-2", phase="waiting", why="s-2 is being set up"),
-        Seat("small", "s-3", phase="running", run=1),
+        Assignment("small", "s-0", phase="running", run=1),
+        Assignment("small", "s-1", phase="running", run=2, lost=1),
+        Assignment("small", "s-2", phase="waiting", why="s-2 is being set up"),
+        Assignment("small", "s-3", phase="running", run=1),
     )
     head, members, _ = swarm_jobs("all-head")
     jobs = (head, Job("members-small", "small", members.line, "always", seats))
@@ -182,7 +182,7 @@ def overview() -> tuple[Document, Listing, list[Event], list[MemberStatus]]:
 
 def test_overview_combines_machines_jobs_and_members(overview):
     document, listing, events, members = overview
-    found = {row.machine or row.pool: row for row in doings(document, listing, events, members, NOW)}
+    found = {row.machine or row.pool: row for row in list_activities(document, listing, events, members, NOW)}
     missing = f"1 v2-8 not there: s-5 was preempted 12 min ago; waiting since 12 min: {ZONE}: There is no more capacity"
     assert {name: (row.kind, row.why) for name, row in found.items()} == {
         "small": ("missing", missing),
@@ -194,9 +194,9 @@ def test_overview_combines_machines_jobs_and_members(overview):
         "s-0": ("training", "training"),
         "s-1": ("training", "training, preempted before"),
     }
-    without = {row.machine: row for row in doings(document, listing, events, None, NOW)}
+    without = {row.machine: row for row in list_activities(document, listing, events, None, NOW)}
     assert (without["s-0"].kind, without["s-0"].why) == ("joining", "waiting for the head")
-    assert counted(list(found.values())) == "2 training, 1 other, 1 joining, 2 not ready, 1 missing"
+    assert count_activities(list(found.values())) == "2 training, 1 other, 1 joining, 2 not ready, 1 missing"
 
 
 def draw(state: State, width: int, height: int | None) -> list[str]:
@@ -270,11 +270,11 @@ def test_auto_batch_is_computed_once_per_run(read, tmp_path, monkeypatch):
 
 
 def test_each_pool_has_its_own_batch(read, tmp_path):
-    head, small, slices = training.planned(read("batch = {small = 16, slice = 64}"))
+    head, small, slices = training.train_jobs(read("batch = {small = 16, slice = 64}"))
     assert "--batch 64 " in head.line and small.line.endswith("--batch 16") and slices.line.endswith("--batch 64")
     assert plan_of(tmp_path / "swarm.toml")[1].batches == {"v2-8": 16, "v5p-16": 64}
     assert small.says == "100 members, one on each v2-8 of pool small, batch 16"
-    head, small, _ = training.planned(read("batch = 64"))
+    head, small, _ = training.train_jobs(read("batch = 64"))
     assert "--batch 64 " in head.line and "--batch" not in small.line
 
 
@@ -289,4 +289,4 @@ def test_each_pool_has_its_own_batch(read, tmp_path):
 )
 def test_batches_that_do_not_fit_the_pools_are_refused(read, batch, message):
     with pytest.raises(InputError, match=message):
-        training.planned(read(f"batch = {batch}"))
+        training.train_jobs(read(f"batch = {batch}"))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.terminal import terminal
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.fleet.core.flags import Flag, exports
+from tpuswarm.fleet.decide.flags import Flag, shell_exports
 from tpuswarm.plan import flags
 from tpuswarm.plan.flags import check, meanings
 
@@ -76,7 +76,7 @@ def test_quoted_value_reaches_xla_through_a_shell(tmp_path):
         for name, value in (("xla_dump_to", str(folder)), ("xla_dump_hlo_as_text", "true"))
     }
     environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path / 'before'} --xla_dump_hlo_as_html=true"}
-    line = f"{exports(set_flags)}exec {sys.executable} -c '{PROGRAM}'"
+    line = f"{shell_exports(set_flags)}exec {sys.executable} -c '{PROGRAM}'"
     subprocess.run(["/bin/bash", "-c", line], env=environment, check=True, timeout=120)
     kinds = {path.suffix for path in folder.iterdir()}
     assert ".txt" in kinds and ".html" in kinds and not (tmp_path / "before").exists()

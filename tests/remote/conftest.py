@@ -23,10 +23,10 @@ from tpuswarm.cli import main
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
-from tpuswarm.fleet.core.jobs import Job
-from tpuswarm.fleet.keeping.fleets import find
-from tpuswarm.fleet.keeping.jobs import Carrier
-from tpuswarm.fleet.reach import Reach, find_reach
+from tpuswarm.fleet.decide.jobs import Job
+from tpuswarm.fleet.hosts.routes import Routes, open_routes
+from tpuswarm.fleet.keeper.job_runner import JobRunner
+from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.train.process.stop import SIGNALS
 
@@ -50,14 +50,14 @@ FILE = swarm_toml("trio", "us-central1", "one v2-8 us-central1-f 1", 'slice v5e-
 INTERVALS = {
     "tpuswarm.cli.job_logs.ASKED_S": 1.0,
     "tpuswarm.cli.job_logs.LOOK": 0.1,
-    "tpuswarm.fleet.core.jobs.FIRST": 0.2,
-    "tpuswarm.fleet.core.jobs.GONE_S": 0.5,
-    "tpuswarm.fleet.core.memory.FIRST": 0.2,
-    "tpuswarm.fleet.keeping.jobs.AGAIN_S": 0.2,
-    "tpuswarm.fleet.keeping.jobs.MOVING": 0.1,
-    "tpuswarm.fleet.keeping.jobs.SETTLED": 0.2,
-    "tpuswarm.fleet.keeping.keeper.MOVING": 0.1,
-    "tpuswarm.fleet.keeping.keeper.SETTLED": 0.2,
+    "tpuswarm.fleet.decide.jobs.FIRST_BACKOFF_S": 0.2,
+    "tpuswarm.fleet.decide.jobs.MISSING_GRACE_S": 0.5,
+    "tpuswarm.fleet.decide.state.FIRST_BACKOFF_S": 0.2,
+    "tpuswarm.fleet.keeper.job_runner.RETRY_S": 0.2,
+    "tpuswarm.fleet.keeper.job_runner.BUSY_INTERVAL_S": 0.1,
+    "tpuswarm.fleet.keeper.job_runner.IDLE_INTERVAL_S": 0.2,
+    "tpuswarm.fleet.keeper.keeper.BUSY_INTERVAL_S": 0.1,
+    "tpuswarm.fleet.keeper.keeper.IDLE_INTERVAL_S": 0.2,
 }
 """Seconds that commands of `Fleet.run`, and of `Fleet.start` if asked, wait between looks and before retries."""
 WITH_INTERVALS = """
@@ -169,10 +169,10 @@ class Fleet:
         """Do in this process what a keeper does for jobs, until `done`; return the jobs."""
 
         async def rounds() -> dict[str, Job]:
-            fleet = find(None)[0]
+            fleet = find_fleet(None)[0]
             cloud = fleet.provider()
             store = fleet.store(cloud)
-            carrier = Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
+            carrier = JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
             end = time.monotonic() + 240
             async with Connections(carrier.key) as connections:
                 while True:
@@ -259,8 +259,8 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def reach(fleet) -> Reach:
-    return find_reach(find(None)[0])
+def reach(fleet) -> Routes:
+    return open_routes(find_fleet(None)[0])
 
 
 @pytest.fixture

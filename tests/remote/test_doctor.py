@@ -18,7 +18,7 @@ from tpuswarm.cloud.protocol import Machine
 from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS
 from tpuswarm.doctor import examine
 from tpuswarm.doctor.check import Wrong
-from tpuswarm.fleet.reach import Reached
+from tpuswarm.fleet.hosts.routes import ReachableHosts
 
 pytestmark = pytest.mark.slow
 
@@ -325,7 +325,7 @@ def test_hosts_that_hang_or_have_no_python_are_reported(machines, tmp_path, monk
     }
 
     def unreachable(hosts) -> dict[str, str]:
-        reached = Reached(hosts, (), True, by_label)
+        reached = ReachableHosts(hosts, (), True, by_label)
         found = run_connected(machines, lambda connected: examine.examine(connected, reached))
         assert {finding.check for finding in found} == {"reach"}
         return {finding.host: finding.wrong.what for finding in found}

@@ -9,10 +9,10 @@ from tests.remote.conftest import fleet_of, swarm_toml
 from tpuswarm.cli.flags import tell_pods
 from tpuswarm.cloud.protocol import ENV_VARS, ENV_VARS_NEW, FLEET_LABEL, POOL_LABEL, Machine, TpuSpec, Worker
 from tpuswarm.errors import RunFailed
-from tpuswarm.fleet.core.desired import Desired, Wanted
-from tpuswarm.fleet.core.flags import Flag
-from tpuswarm.fleet.keeping.document import Document
-from tpuswarm.fleet.training import TOKEN
+from tpuswarm.fleet.decide.desired import Desired, PoolSpec
+from tpuswarm.fleet.decide.flags import Flag
+from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.training import TOKEN_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ POOLS = swarm_toml(
 )
 FILE = f"allow_cross_region = true\nflags.v2.{VMEM} = 65536\n{POOLS}"
 A, B, OLD = "v2-usc1f-0", "v2-usc1f-1", "v3-euw4a-0"
-MEMBER = f"echo began with $LIBTPU_INIT_ARGS; sleep 1000; cat ~/{TOKEN}"
+MEMBER = f"echo began with $LIBTPU_INIT_ARGS; sleep 1000; cat ~/{TOKEN_FILE}"
 """The token makes it a member of a swarm."""
 METADATA = "curl -s -H Metadata-Flavor:Google http://$GCE_METADATA_HOST/computeMetadata/v1/instance/attributes/"
 RESTARTED = f"{OLD}: tpu-runtime was begun anew on 4 workers"
@@ -76,7 +76,7 @@ def test_flags_of_the_file_apply_then_those_that_were_set(fleet):
     [
         (("set", "v2", f"{VMEM[:-1]}=1"), f"neither XLA nor libtpu has a flag {VMEM[:-1]}; did you mean {VMEM}?"),
         (("set", "v2", VMEM), f"KEY=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536, not '{VMEM}'"),
-        (("set", f"{A}/0", f"{VMEM}=1"), f"{A}/0 is one worker, and flags are for a whole machine: {A}"),
+        (("set", f"{A}/0", f"{VMEM}=1"), f"{A}/0 is one worker; flags apply to a whole machine: {A}"),
         (("set", "v2", f"{VMEM}=1", "--job", "train"), "there is no job 'train' that is not over"),
         (("unset", "v2", VMEM), f"{VMEM} for generation v2 stands in swarm.toml: take it out, and `tpuswarm up`"),
         (("unset", "v3", VMEM), f"{VMEM} is not set for generation v3"),
@@ -90,7 +90,7 @@ def test_wrong_words_set_nothing(fleet, words, sentence):
 
 def test_members_restart_with_new_flags_and_other_programs_go_on(fleet, monkeypatch):
     """That they restart one after the other: fleet/test_flags.py."""
-    monkeypatch.setattr("tpuswarm.fleet.core.jobs.RENEWED_S", 0.1)
+    monkeypatch.setattr("tpuswarm.fleet.decide.jobs.FLAG_RESTART_INTERVAL_S", 0.1)
     members, began = "members-small", f"began with --{VMEM}=2000"
     with fleet.job("small", members, MEMBER), fleet.job(A, "mine", "sleep 1000"), fleet.flag("v2", VMEM, "2000") as out:
         assert "2 members of the swarm go on as they began: nobody keeps the fleet" in out
@@ -157,7 +157,7 @@ def test_pod_that_cannot_be_told_does_not_stop_the_others(monkeypatch):
         about = {"labels": {FLEET_LABEL: "knob-1", POOL_LABEL: "old"}, "workers": (Worker("10.0.0.1", None),) * 2}
         return Machine(name, spec.zone, "tpu", "v3-32", "ready", "READY", runtime_env=runtime_env, **about)
 
-    desired = Desired("knob-1", (Wanted("old", spec, (spec.zone,), 3),))
+    desired = Desired("knob-1", (PoolSpec("old", spec, (spec.zone,), 3),))
     flags = (Flag(PRECISION, "true", "LIBTPU_INIT_ARGS", "all", "all"),)
     monkeypatch.setattr("tpuswarm.cli.flags._restart", lambda reach, name: told.append((name, "restarts")))
     pods = [pod("pod-0", ""), pod("pod-1", None), pod("pod-2", env[ENV_VARS])]
@@ -173,7 +173,7 @@ def test_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(fle
 
     words = ("flags", "set", OLD, f"{PRECISION}=true")
     with monkeypatch.context() as broken:
-        broken.setattr("tpuswarm.fleet.reach.Reach.set_metadata", refuse)
+        broken.setattr("tpuswarm.fleet.hosts.routes.Routes.set_metadata", refuse)
         assert "not itself today" in fleet.run(*words, code=1)[1]
     assert RESTARTED in fleet.run(*words)[0]
     assert "begun anew" not in fleet.run(*words)[0], "it has the flag, and what runs there goes on"

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.cloud.rehearsal.conftest import until
-from tpuswarm.fleet.keeping import jobs
-from tpuswarm.fleet.keeping.fleets import find
-from tpuswarm.fleet.reach import Reach, find_reach
+from tpuswarm.fleet.hosts.routes import Routes, open_routes
+from tpuswarm.fleet.keeper import job_runner
+from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.supervisor import Supervisor
 
@@ -86,11 +86,11 @@ def test_host_that_cannot_start_a_job_is_reported_and_retried(fleet, machine):
 
 def test_run_whose_job_is_elsewhere_is_ended(fleet, machine, monkeypatch):
     """As on a machine that was not listed for a while, and whose job runs elsewhere since."""
-    monkeypatch.setattr(jobs, "SWEEP_S", 0.0)
-    there = find(None)[0]
+    monkeypatch.setattr(job_runner, "SWEEP_INTERVAL_S", 0.0)
+    there = find_fleet(None)[0]
     cloud = there.provider()
-    carrier = jobs.Carrier(Reach(there, cloud, there.store(cloud)), there.store(cloud))
-    ((host,), _) = find_reach(there).hosts(f"{machine}/3")
+    carrier = job_runner.JobRunner(Routes(there, cloud, there.store(cloud)), there.store(cloud))
+    ((host,), _) = open_routes(there).hosts(f"{machine}/3")
     if not fleet.jobs():
         fleet.detach(machine, "some", "true")
 
@@ -113,7 +113,7 @@ def test_run_whose_job_is_elsewhere_is_ended(fleet, machine, monkeypatch):
 
 def test_machine_of_a_removed_pool_stops_neither_jobs_nor_logs(fleet, machine):
     fleet.detach(f"{machine}/0", "rest", "sleep 4343")
-    there = find(None)[0]
+    there = find_fleet(None)[0]
     store = there.store(there.provider())
 
     def rename_pool(name: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.cloud.rehearsal.conftest import until as wait_until
 from tests.remote.conftest import INTERVALS
 from tpuswarm.cloud.rehearsal.client import ask
-from tpuswarm.fleet.keeping.fleets import find
+from tpuswarm.fleet.store.fleets import find_fleet
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def start_keeper(fleet) -> subprocess.Popen[str]:
 
 def leader() -> int:
     """Return the process of the keeper that has done a round and leads."""
-    there = find(None)[0]
+    there = find_fleet(None)[0]
     lease = there.store(there.provider()).load().lease
     return lease.pid if lease else 0
 

@@ -12,8 +12,8 @@ import pytest
 
 from tpuswarm.cloud.protocol import Machine, Worker
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.reach import Reach
-from tpuswarm.fleet.targets import Target
+from tpuswarm.fleet.hosts.routes import Routes
+from tpuswarm.fleet.hosts.targets import Target
 from tpuswarm.remote.connect import ask
 from tpuswarm.remote.copy import put
 from tpuswarm.remote.host import Host
@@ -35,7 +35,7 @@ while data := os.read(0, 65536):
 def proxy(machines, kind: str, jump: Host | None) -> str:
     machine = Machine("node-1", "us-central1-a", kind, "t", "ready", "READY", workers=(Worker("10.0.0.2", None),))  # type: ignore[arg-type]
     fleet = cast(Any, SimpleNamespace(key=machines.key, _cloud=SimpleNamespace(project="mine")))
-    return Reach._proxy(fleet, Target(machine, 0), jump)
+    return Routes._proxy(fleet, Target(machine, 0), jump)
 
 
 def check_route(machines, host: Host, tmp_path: Path) -> None:

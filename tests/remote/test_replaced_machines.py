@@ -9,8 +9,8 @@ from tests.remote.conftest import HOSTS, ONE, SLICE
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, TpuSpec, Worker
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.core.desired import Desired, Wanted
-from tpuswarm.fleet.targets import find_meant, find_targets
+from tpuswarm.fleet.decide.desired import Desired, PoolSpec
+from tpuswarm.fleet.hosts.targets import find_targets, select_targets
 
 ZONE = "us-central1-f"
 
@@ -73,9 +73,9 @@ def machine(name: str, pool: str) -> Machine:
 def test_machine_of_no_pool_or_of_a_dark_zone_hides_no_other():
     other = "v2-usc1f-1"
     spec = TpuSpec("", ZONE, "v2-8", "spot", "f", "one", "tpu-ubuntu2204-base")
-    desired = Desired("f", (Wanted("one", spec, (ZONE, "us-west4-a"), 2),))
+    desired = Desired("f", (PoolSpec("one", spec, (ZONE, "us-west4-a"), 2),))
     listing = Listing((machine(ONE, "one"), machine(other, "old")), frozenset({"us-west4-a", "me-west1-a"}))
-    for look in (find_meant, find_targets):
+    for look in (select_targets, find_targets):
         found = look("all", desired, listing)
         assert [target.label for target in found.targets] == [HOSTS[0]]
         assert found.away == (
@@ -84,6 +84,8 @@ def test_machine_of_no_pool_or_of_a_dark_zone_hides_no_other():
         )
     with pytest.raises(InputError, match=f"{other} is of no pool of the fleet any more: `tpuswarm list` shows it"):
         find_targets(other, desired, listing)
-    assert find_meant("v2-usw4a-3", desired, listing).away == ("v2-usw4a-3 is not seen: us-west4-a does not answer",)
+    assert select_targets("v2-usw4a-3", desired, listing).away == (
+        "v2-usw4a-3 is not seen: us-west4-a does not answer",
+    )
     with pytest.raises(InputError, match="there is no machine 'v9'"):
-        find_meant("v9", desired, listing, gone=["v2-usc1f-7"])
+        select_targets("v9", desired, listing, gone=["v2-usc1f-7"])

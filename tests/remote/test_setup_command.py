@@ -11,7 +11,7 @@ from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import FILE, ONE, SLICE
 from tests.terminal import terminal
 from tpuswarm.cli.setup import Watching
-from tpuswarm.fleet.setting_up import KeptSetup, meant, prepare
+from tpuswarm.fleet.hosts.setup import SavedSetup, find_setup_targets, prepare_machine
 from tpuswarm.remote.setup.table import Setup
 
 SETUP = """
@@ -93,19 +93,19 @@ def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp
         (home / path).unlink()
     (project / "train.py").write_text("print('half an edit')")
     monkeypatch.delenv("A_TOKEN")
-    assert asyncio.run(prepare(reach, ONE)) == ({}, ())
+    assert asyncio.run(prepare_machine(reach, ONE)) == ({}, ())
     assert (home / "later/train.py").read_text() == "print(1)" and (home / ".tpuswarm/setup/apt.stamp").exists()
     (project / "train.py").write_text("print(1)")
 
     # A job that restarts on the same machine finds what was changed there, by hand or by itself.
     (home / "later/train.py").write_text("print('mended there')")
     monkeypatch.setenv("A_TOKEN", "of a keeper that began before the token was changed")
-    assert asyncio.run(prepare(reach, ONE)) == ({}, ("train.py",))
+    assert asyncio.run(prepare_machine(reach, ONE)) == ({}, ("train.py",))
     assert (home / "later/train.py").read_text() == "print('mended there')"
     assert "s3cret" in (home / ".tpuswarm/secrets").read_text()
     (project / "more.py").write_text("print(2)")
     reach.fleet.tree.take(project, lambda total, new: None)
-    assert asyncio.run(prepare(reach, ONE)) == ({}, ("train.py",))
+    assert asyncio.run(prepare_machine(reach, ONE)) == ({}, ("train.py",))
     assert (home / "later/more.py").exists() and "mended" in (home / "later/train.py").read_text()
     (project / "train.py").touch()
     fleet.run("sync", "one", "--fleet", "trio", "--yes", cwd=project)
@@ -113,14 +113,14 @@ def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp
 
 
 def test_keeper_learns_which_step_hangs(fleet, file, reach):
-    KeptSetup(reach.fleet).keep(Setup.model_validate({"run": [{"name": "hangs", "do": "sleep 4321"}]}))
-    (error,) = asyncio.run(prepare(reach, ONE, limit_s=1.5)).failed.values()
+    SavedSetup(reach.fleet).keep(Setup.model_validate({"run": [{"name": "hangs", "do": "sleep 4321"}]}))
+    (error,) = asyncio.run(prepare_machine(reach, ONE, limit_s=1.5)).failed.values()
     assert f"{ONE}/0: run-hangs: not done after 0.025 minutes, and ended there" in str(error)
     fleet.wait_until_gone("sleep 4321")
 
 
 def test_nfs_server_lets_in_all_hosts_of_the_fleet_and_nobody_else(reach):
-    machine, server = meant(reach, Setup.model_validate({"nfs": {"server": "one"}}), f"{SLICE}/2").machines
+    machine, server = find_setup_targets(reach, Setup.model_validate({"nfs": {"server": "one"}}), f"{SLICE}/2").machines
     assert machine.host.label == f"{SLICE}/2" and machine.server == server.host.address
     addresses = [host.address for host in reach.hosts("slice")[0]]
     assert server.is_server and server.clients == tuple(sorted(addresses)) and machine.host.address in addresses

@@ -24,16 +24,16 @@ import json, sys
 from pathlib import Path
 from types import SimpleNamespace
 from tpuswarm.cli import shell
-from tpuswarm.fleet import reach
-from tpuswarm.fleet.keeping import fleets
+from tpuswarm.fleet.hosts import routes
+from tpuswarm.fleet.store import fleets
 from tpuswarm.remote.host import Host
 
 def hosts(name):
     about = json.loads(Path("route.json").read_text())
     return [Host(**{**about, "keys": tuple(about["keys"]), "known_hosts": Path(about["known_hosts"])})], ()
 
-fleets.find = lambda fleet: (None, None)
-reach.find_reach = lambda fleet: SimpleNamespace(hosts=hosts, key=Path("key").absolute())
+fleets.find_fleet = lambda fleet: (None, None)
+routes.open_routes = lambda fleet: SimpleNamespace(hosts=hosts, key=Path("key").absolute())
 sys.exit(shell.log_in("node-0", [], None))
 """
 

@@ -17,7 +17,7 @@ from tests.train.look.test_live import drawn
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.cloud.rehearsal.machines import processes
-from tpuswarm.fleet.reach import Reached
+from tpuswarm.fleet.hosts.routes import ReachableHosts
 from tpuswarm.remote.host import Host
 from tpuswarm.swarm.views.status import MemberStatus
 from tpuswarm.watch import top
@@ -121,7 +121,7 @@ def sample(**about) -> Sample:
 def rows_of(machines, samples, members=(), away=()):
     names = [machine.name for machine in machines]
     hosts = [Host(f"{name}/0", "127.0.0.1", 22, "me", name, (), Path("known")) for name in names]
-    reached = Reached(hosts, away, True, {f"{machine.name}/0": machine for machine in machines})
+    reached = ReachableHosts(hosts, away, True, {f"{machine.name}/0": machine for machine in machines})
     return top.rows(reached, {f"{name}/0": sample for name, sample in samples.items()}, members, NOW)
 
 

@@ -2,8 +2,8 @@
 
 from tests.fleet.loop import desired, pool
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, Worker
-from tpuswarm.fleet.core.actions import Event
-from tpuswarm.fleet.keeping.document import Document
+from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.store.document import Document
 from tpuswarm.swarm.views.status import Look
 from tpuswarm.watch.state import Machines, State
 from tpuswarm.watch.top import Chip, Row

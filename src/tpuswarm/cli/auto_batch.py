@@ -9,7 +9,7 @@ from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.config.train import Train
-    from tpuswarm.fleet.file import SwarmFile
+    from tpuswarm.fleet.spec.file import SwarmFile
 
 AUTO = "auto"
 CHOSEN = "batches.json"

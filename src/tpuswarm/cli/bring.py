@@ -18,13 +18,13 @@ from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing, Provider
-    from tpuswarm.fleet.core.desired import Desired
-    from tpuswarm.fleet.file import SwarmFile
-    from tpuswarm.fleet.keeping.document import Document, DocumentStore
-    from tpuswarm.fleet.keeping.fleets import Fleet, Held
-    from tpuswarm.fleet.keeping.keeper import Tick
-    from tpuswarm.fleet.preview import Preview
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.apply.preview import Preview
+    from tpuswarm.fleet.decide.desired import Desired
+    from tpuswarm.fleet.hosts.routes import Routes
+    from tpuswarm.fleet.keeper.keeper import Tick
+    from tpuswarm.fleet.spec.file import SwarmFile
+    from tpuswarm.fleet.store.document import Document, DocumentStore
+    from tpuswarm.fleet.store.fleets import Fleet, Store
     from tpuswarm.remote.setup.table import Setup
 
 ANSWERS = {"y": True, "yes": True, "n": False, "no": False}
@@ -54,41 +54,41 @@ def agree(
     `up`. Raises InputError where something speaks against it.
     """
     from tpuswarm.cloud.keys import make_key, public_key
-    from tpuswarm.fleet import asked
-    from tpuswarm.fleet.flags import outdated
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.setting_up import KeptSetup
+    from tpuswarm.fleet.hosts.setup import SavedSetup
+    from tpuswarm.fleet.spec import desired_from_file
+    from tpuswarm.fleet.store import fleets
+    from tpuswarm.fleet.store.machine_flags import outdated_pods
 
     if read.setup:
-        KeptSetup(fleet).secrets.gather(read.setup.secrets, os.environ)
+        SavedSetup(fleet).secrets.gather(read.setup.secrets, os.environ)
     cloud = fleet.provider()
     store = fleet.store(cloud)
-    document, listing, note = fleets.look_at(fleet, store, cloud, read, adopt)
+    document, listing, note = fleets.inspect_fleet(fleet, store, cloud, read, adopt)
     if note:
         say(f"note: {note}", err=True)
     before = document.desired if document else None
     make_key()
-    wanted = make(fleets.merged(read, fleet.mark, before, paid, public_key()))
+    wanted = make(fleets.merge_desired(read, fleet.mark, before, paid, public_key()))
     if keep:
-        wanted = asked.kept(wanted, fleet.bucket)
-    asked.same_types(before, wanted)
+        wanted = desired_from_file.with_keeper_home(wanted, fleet.bucket)
+    desired_from_file.require_same_types(before, wanted)
     if not any(each.fleet == wanted.fleet for each in listing.machines):
         preflight(cloud, read, wanted.paid)
     shown = previewed(wanted, listing, cloud.project, document)
     print_preview(shown, wanted, read.provider, keep or wanted.kept_on is not None)
-    pods = outdated(replace(document, desired=wanted), listing.machines) if document else {}
+    pods = outdated_pods(replace(document, desired=wanted), listing.machines) if document else {}
     for name in pods:
         say(f"{name} gets other flags, and its tpu-runtime begins anew: what runs on it ends")
     also()
     if shown.changes or pods:
         confirm(yes)
-    fleets.store_wanted(fleet, store, read, wanted, before)
+    fleets.store_desired(fleet, store, read, wanted, before)
     if before is None:
         label_bucket(cloud, fleet, wanted)
     return Agreed(cloud, store, wanted)
 
 
-def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, file: Path | None) -> "Reach":
+def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, file: Path | None) -> "Routes":
     """Make what was agreed to: machines, what they need, the fleet's routers, and who keeps them; the way to them.
 
     What is kept has its keeper first, in the background of this computer: whatever then goes wrong here, that one goes
@@ -97,20 +97,20 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
     """
     from tpuswarm.cli.flags import tell_pods
     from tpuswarm.cli.setup import route_now, seat_now, set_up_now
-    from tpuswarm.fleet.flags import is_pod
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import Reach
-    from tpuswarm.fleet.setting_up import KeptSetup
+    from tpuswarm.fleet.hosts.routes import Routes
+    from tpuswarm.fleet.hosts.setup import SavedSetup
+    from tpuswarm.fleet.store import fleets
+    from tpuswarm.fleet.store.machine_flags import is_tf_pod
     from tpuswarm.train.process.waiting import waiting
 
     cloud, store, wanted = agreed
-    KeptSetup(fleet).keep(table)
+    SavedSetup(fleet).keep(table)
     if keep:
-        fleets.detach(fleet, store, file)
+        fleets.start_background_keeper(fleet, store, file)
     work(fleet, cloud, store, is_up)
-    reach = Reach(fleet, cloud, store)
+    reach = Routes(fleet, cloud, store)
     failed: list[str] = []
-    if any(is_pod(each.spec) for each in wanted.pools):
+    if any(is_tf_pod(each.spec) for each in wanted.pools):
         seen = reach.look()
         failed = tell_pods(reach, seen.document, seen.listing.machines)
     if table is not None:
@@ -121,7 +121,7 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
         seat_now(reach, store)
     elif keep:
         with waiting("waiting until the keeper in the background leads"):
-            fleets.see_kept(fleet, store)
+            fleets.wait_for_keeper(fleet, store)
     if failed:  # all else is done
         raise RunFailed("; ".join(failed))
     return reach
@@ -135,11 +135,13 @@ def dry_run(
     also: Callable[[], None] = lambda: None,
 ) -> None:
     """Show what `agree` would where nothing is there yet."""
-    from tpuswarm.fleet import asked
+    from tpuswarm.fleet.spec import desired_from_file
 
-    wanted = make(asked.desired_of(read, f"{read.name}-{asked.UNNAMED}", paid, None))
+    wanted = make(
+        desired_from_file.desired_from_file(read, f"{read.name}-{desired_from_file.ID_PLACEHOLDER}", paid, None)
+    )
     if keep:
-        wanted = asked.kept(wanted, read.storage.bucket if read.storage else None)
+        wanted = desired_from_file.with_keeper_home(wanted, read.storage.bucket if read.storage else None)
     print_preview(previewed(wanted, None, read.project or "PROJECT"), wanted, read.provider, keep)
     also()
     say("nothing was done; a dry run does not look at what exists already")
@@ -150,14 +152,14 @@ def preflight(cloud: "Provider", read: "SwarmFile", paid: bool) -> None:
     from tpuswarm.cli.init import print_checks
     from tpuswarm.cloud.google.project import Project
     from tpuswarm.cloud.google.provider import Google
-    from tpuswarm.fleet.facts import collect
-    from tpuswarm.fleet.preflight import checks
+    from tpuswarm.fleet.apply.preflight import run_checks
+    from tpuswarm.fleet.apply.project_facts import collect_facts
     from tpuswarm.train.process.waiting import waiting
 
     assert isinstance(cloud, Google)
     with waiting("checking project, quota, zones, firewall and bucket"):
-        facts = collect(cloud, Project(cloud.access), read)
-        found = checks(read, facts, time.time(), paid, head_bytes(read))
+        facts = collect_facts(cloud, Project(cloud.access), read)
+        found = run_checks(read, facts, time.time(), paid, head_bytes(read))
     for each in found:
         if not each.known:
             say(f"note: {each.id} {each.sentence}", err=True)
@@ -205,21 +207,21 @@ def previewed(
 ) -> "Preview":
     """What is about to be done about these machines; None: nothing is known of any. `document`: the fleet's so far."""
     from tpuswarm.cloud.protocol import Listing
-    from tpuswarm.fleet.core.jobs import busy
-    from tpuswarm.fleet.core.memory import Memory, Observed
-    from tpuswarm.fleet.core.plan import plan
-    from tpuswarm.fleet.core.traffic import Traffic
-    from tpuswarm.fleet.preview import preview
+    from tpuswarm.fleet.apply.preview import make_preview
+    from tpuswarm.fleet.decide.jobs import busy_machines
+    from tpuswarm.fleet.decide.plan import make_plan
+    from tpuswarm.fleet.decide.state import FleetState, Observed
+    from tpuswarm.fleet.decide.traffic import Traffic
 
     now = time.time()
     known = listing or Listing((), frozenset())
     observed = Observed(
         known,
-        Memory(revision=wanted.revision),
+        FleetState(revision=wanted.revision),
         traffic=document.traffic if document else Traffic(),
-        busy=busy(document.jobs if document else ()),
+        busy=busy_machines(document.jobs if document else ()),
     )
-    return preview(wanted, known, plan(wanted, observed, now), project, now)
+    return make_preview(wanted, known, make_plan(wanted, observed, now), project, now)
 
 
 def print_preview(shown: "Preview", wanted: "Desired", provider: str, kept: bool, ending: bool = False) -> None:
@@ -245,7 +247,7 @@ def print_preview(shown: "Preview", wanted: "Desired", provider: str, kept: bool
 
 
 def _home(wanted: "Desired") -> str:
-    from tpuswarm.fleet.file import HEAD
+    from tpuswarm.fleet.spec.file import HEAD
 
     if wanted.home:
         return f"{wanted.home}: tpuswarm goes there, with the secrets of [setup] and the folder that was synced"
@@ -269,7 +271,7 @@ def confirm(yes: bool) -> None:
 def work(
     fleet: "Fleet",
     cloud: "Provider",
-    store: "Held",
+    store: "Store",
     until: Callable[["Tick"], bool],
     stays: bool = False,
     patient: bool = False,
@@ -280,30 +282,30 @@ def work(
     and lead routers to what comes later; patient: see Keeper.run.
     """
     from tpuswarm.cli.watching import Watching
-    from tpuswarm.fleet.keeping.jobs import Carrier, Carrying
-    from tpuswarm.fleet.keeping.keeper import HERE, Keeper
-    from tpuswarm.fleet.keeping.log import shorten
-    from tpuswarm.fleet.reach import Reach, Seen
-    from tpuswarm.fleet.routers import Routing
-    from tpuswarm.fleet.seating import Seating
+    from tpuswarm.fleet.hosts.routers import RouterUpdater
+    from tpuswarm.fleet.hosts.routes import Routes, Snapshot
+    from tpuswarm.fleet.keeper.head_keeper import HeadKeeper
+    from tpuswarm.fleet.keeper.job_runner import JobRunner, JobThread
+    from tpuswarm.fleet.keeper.keeper import MACHINE_VARIABLE, Keeper
+    from tpuswarm.fleet.keeper.log import rotate_log
 
     keeper = Keeper(cloud, store, fleet.history)
     watching = Watching(make_console())
     keeper.told = watching.say
-    carrying = Carrying(lambda: Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud)), watching.say)
+    carrying = JobThread(lambda: JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud)), watching.say)
 
-    def make_reach() -> Reach:
-        return Reach(fleet, cloud, fleet.store(cloud))
+    def make_reach() -> Routes:
+        return Routes(fleet, cloud, fleet.store(cloud))
 
     reach = make_reach()
-    seating, routing = Seating(keeper, make_reach, watching.say), Routing(make_reach, watching.say)
+    seating, routing = HeadKeeper(keeper, make_reach, watching.say), RouterUpdater(make_reach, watching.say)
 
     def show(tick: "Tick") -> None:
         watching.show(tick)
-        shorten(fleet.log)
-        reach.follow(Seen(tick.document, tick.observed.listing))
+        rotate_log(fleet.log)
+        reach.follow(Snapshot(tick.document, tick.observed.listing))
         if tick.leads and stays:
-            seating.look(tick, os.environ.get(HERE))
+            seating.look(tick, os.environ.get(MACHINE_VARIABLE))
             routing.look(tick.document.desired, tick.observed.listing)
         if tick.leads:
             carrying.look(tick.observed.listing, bool(tick.document.jobs))
@@ -340,10 +342,10 @@ def is_up(tick: "Tick") -> bool:
 
 def target_of(target: str | None) -> "tuple[Fleet, str | None]":
     """The fleet, and the machine of it, that a word means."""
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.store import fleets
 
     if target is None or target.endswith(".toml") or "/" in target:
-        return fleets.find(target)[0], None
-    if target in {each.name for each in fleets.known()}:
-        return fleets.find(target)[0], None
-    return fleets.find(None)[0], target
+        return fleets.find_fleet(target)[0], None
+    if target in {each.name for each in fleets.known_fleets()}:
+        return fleets.find_fleet(target)[0], None
+    return fleets.find_fleet(None)[0], target

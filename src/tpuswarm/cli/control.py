@@ -14,8 +14,8 @@ from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.core.jobs import Job
-    from tpuswarm.fleet.keeping.fleets import Fleet
+    from tpuswarm.fleet.decide.jobs import Job
+    from tpuswarm.fleet.store.fleets import Fleet
 
 LOOK, LOOK_FAR = 0.5, 5.0
 """Seconds between two looks at a run's files: on this disk, and in a bucket."""
@@ -127,9 +127,9 @@ def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
     Raises InputError for one that the cloud shows, but that cannot be reached or is not of the fleet.
     """
     from tpuswarm.cloud.errors import CloudError
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
-    from tpuswarm.fleet.targets import find_targets
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.hosts.targets import find_targets
+    from tpuswarm.fleet.store import fleets
     from tpuswarm.train.run.listing import find_run
 
     machine, slash, worker = name.partition("/")
@@ -137,10 +137,10 @@ def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
     if name == "last" or (slash and not worker.isdecimal()) or not machine or Path(find_run(name)).exists():
         return None
     try:
-        fleet, _ = fleets.find(None)
+        fleet, _ = fleets.find_fleet(None)
         if not (fleet.folder / "fleet.json").exists():
             return None
-        seen = find_reach(fleet).look()
+        seen = open_routes(fleet).look()
         (target, *others) = find_targets(name, seen.document.desired, seen.listing).targets
     except (InputError, CloudError):
         if seen and any(each.name == machine for each in seen.listing.machines):

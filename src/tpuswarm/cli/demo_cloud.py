@@ -150,10 +150,10 @@ class Here:
 
     def delete(self, name: str) -> None:
         """As somebody in the console would: with its disk."""
-        from tpuswarm.fleet.keeping.fleets import find
+        from tpuswarm.fleet.store.fleets import find_fleet
 
         say(f"\n{name} is deleted in the console, with its disk")
-        cloud = find(None)[0].provider()
+        cloud = find_fleet(None)[0].provider()
         (machine,) = [each for each in self.see().there if each.name == name]
         cloud.delete(machine)
 

@@ -14,7 +14,7 @@ from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
     from tpuswarm.doctor.examine import Found
-    from tpuswarm.fleet.keeping.fleets import Fleet
+    from tpuswarm.fleet.store.fleets import Fleet
 
 CLOUD = "cloud"
 FIRST = ("credentials", "project", "billing", "apis")
@@ -62,21 +62,21 @@ def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
     from tpuswarm.cloud.google.project import Project
     from tpuswarm.cloud.google.provider import Google
     from tpuswarm.doctor.cloud import WHY, of_fleet
-    from tpuswarm.fleet.facts import collect
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.preflight import checks
+    from tpuswarm.fleet.apply.preflight import run_checks
+    from tpuswarm.fleet.apply.project_facts import collect_facts
+    from tpuswarm.fleet.store import fleets
 
     if mend:
         raise InputError("nothing of a cloud is safe to mend without a person: leave --fix out")
-    meant, file = fleets.find(fleet)
+    meant, file = fleets.find_fleet(fleet)
     cloud, found = meant.provider(), []
     with waiting(f"looking at project {cloud.project}"):
         if file is not None and isinstance(cloud, Google):
-            facts = collect(cloud, Project(cloud.access), file)
+            facts = collect_facts(cloud, Project(cloud.access), file)
             found += [
                 {"of": cloud.project, "check": each.id, "what": each.sentence,
                  "why": "without it machines cannot be had", "mend": each.mend}
-                for each in checks(file, facts, time.time(), paid=True) if not each.ok
+                for each in run_checks(file, facts, time.time(), paid=True) if not each.ok
             ]  # fmt: skip
         if not any(each["check"] in FIRST for each in found) and (document := meant.store(cloud).load()) is not None:
             for name, check, wrong in of_fleet(document, cloud.machines(document.zones), time.time()):
@@ -132,12 +132,12 @@ def _far(where: str, fleet: str | None, mend: bool, as_json: bool) -> "tuple[lis
 
     from tpuswarm.doctor.cloud import REACH, lacking
     from tpuswarm.doctor.examine import Found, examine, fix
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.store import fleets
     from tpuswarm.remote.connect import Connections
 
-    meant = fleets.find(fleet)[0]
-    reach = find_reach(meant)
+    meant = fleets.find_fleet(fleet)[0]
+    reach = open_routes(meant)
     seen = reach.look()
     reached = reach.meant(where, seen)
     lacks = [Found(pool, REACH, why) for pool, why in lacking(seen.document, seen.listing, where, time.time())]

@@ -32,13 +32,13 @@ def sync(
 ) -> None:
     """Send this folder to machines, all at once: what git tracks or does not ignore, skipping what is already there."""
     from tpuswarm.cli.setup import hand_over
-    from tpuswarm.fleet import reach as reaching
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.hosts import routes as reaching
+    from tpuswarm.fleet.store import fleets
     from tpuswarm.remote.places import root_of
 
     asking = Asking(yes or dry_run)
     root = root_of(Path.cwd())
-    reach = reaching.find_reach(fleets.find(fleet)[0])
+    reach = reaching.open_routes(fleets.find_fleet(fleet)[0])
     kept = reach.fleet.tree
     tree = kept.take(root, asking.about_new)
     hosts, away = reach.hosts(where)
@@ -177,8 +177,8 @@ def copy(
     From a pool, all or a slice, each host's goes into a folder of its name. What arrived before a lost connection
     stays.
     """
-    from tpuswarm.fleet import reach as reaching
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.hosts import routes as reaching
+    from tpuswarm.fleet.store import fleets
     from tpuswarm.remote.copy import get, name_of, put, split
 
     (from_where, from_path), (to_where, to_path) = split(source), split(target)
@@ -189,7 +189,7 @@ def copy(
         raise InputError(f"there is no file or folder {here}")
     if from_where is not None and not from_path:
         raise InputError(f"name what to copy from {from_where}, as in {from_where}:runs")
-    reach = reaching.find_reach(fleets.find(fleet)[0])
+    reach = reaching.open_routes(fleets.find_fleet(fleet)[0])
     hosts, away, group = reach.find(from_where or to_where or "")[:3]
     for each in away:
         say(f"not now: {each}")

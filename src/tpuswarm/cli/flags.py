@@ -15,9 +15,9 @@ from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Machine
-    from tpuswarm.fleet.core.flags import Flag, Layer
-    from tpuswarm.fleet.keeping.document import Document
-    from tpuswarm.fleet.reach import Reach, Seen
+    from tpuswarm.fleet.decide.flags import Flag, Layer
+    from tpuswarm.fleet.hosts.routes import Routes, Snapshot
+    from tpuswarm.fleet.store.document import Document
 
 app = typer.Typer(help="Set flags of XLA and libtpu for what is started on machines.", rich_markup_mode=None)
 Where = Annotated[str, typer.Argument(metavar="WHERE", help="A generation (v5e), POOL, NAME or all.")]
@@ -38,16 +38,16 @@ def show(
     if known:
         _show_known(as_json)
         return
-    from tpuswarm.fleet import flags as of_fleet
+    from tpuswarm.fleet.store import machine_flags
 
     _, seen = _look(fleet)
     document = seen.document
     found = [*document.desired.flags, *document.flags]
     if where is not None:
-        layer, place = of_fleet.place_of(where, document.desired, seen.listing.machines)
+        layer, place = machine_flags.parse_scope(where, document.desired, seen.listing.machines)
         if layer == "machine":
             machine = next(each for each in _ours(seen) if each.name == place)
-            found = list(of_fleet.on(document, machine, job).values())
+            found = list(machine_flags.machine_flags(document, machine, job).values())
         else:
             found = [each for each in found if (each.layer, each.where) == (layer, place)]
     if job is not None:
@@ -78,7 +78,7 @@ def set_(
     fleet: Fleets = None,
 ) -> None:
     """Set flags for what is started from now on; members of a swarm begin again with them, one after the other."""
-    from tpuswarm.fleet.core.flags import Flag, with_flag
+    from tpuswarm.fleet.decide.flags import Flag, set_flag
     from tpuswarm.plan import flags as asked
 
     given = dict(_pair(each) for each in values)
@@ -89,7 +89,7 @@ def set_(
 
     def add(found: "tuple[Flag, ...]") -> "tuple[Flag, ...]":
         for each in new:
-            found = with_flag(found, each)
+            found = set_flag(found, each)
         return found
 
     document = _store(reach, add)
@@ -111,7 +111,7 @@ def unset(
 ) -> None:
     """Take back what `flags set` has set; what swarm.toml names is taken out of the file."""
     from tpuswarm.config.nearest import did_you_mean
-    from tpuswarm.fleet.core.flags import Flag, without_flag
+    from tpuswarm.fleet.decide.flags import Flag, unset_flag
 
     reach, seen = _look(fleet)
     layer, place = _place(seen, where, job)
@@ -128,7 +128,7 @@ def unset(
 
     def take(found: "tuple[Flag, ...]") -> "tuple[Flag, ...]":
         for each in old:
-            found = without_flag(found, each)
+            found = unset_flag(found, each)
         return found
 
     document = _store(reach, take)
@@ -146,43 +146,43 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _look(fleet: str | None) -> "tuple[Reach, Seen]":
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
+def _look(fleet: str | None) -> "tuple[Routes, Snapshot]":
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.store import fleets
 
-    reach = find_reach(fleets.find(fleet)[0])
+    reach = open_routes(fleets.find_fleet(fleet)[0])
     return reach, reach.look()
 
 
-def _ours(seen: "Seen") -> "list[Machine]":
+def _ours(seen: "Snapshot") -> "list[Machine]":
     return [each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet]
 
 
-def _place(seen: "Seen", where: str, job: str | None) -> "tuple[Layer, str]":
+def _place(seen: "Snapshot", where: str, job: str | None) -> "tuple[Layer, str]":
     from tpuswarm.config.nearest import did_you_mean
-    from tpuswarm.fleet.flags import place_of
+    from tpuswarm.fleet.store.machine_flags import parse_scope
 
     jobs = [each.name for each in seen.document.jobs if not each.over]
     if job is not None and job not in jobs:
         raise InputError(f"there is no job {job!r} that is not over; {did_you_mean(job, jobs)}")
-    return place_of(where, seen.document.desired, seen.listing.machines)
+    return parse_scope(where, seen.document.desired, seen.listing.machines)
 
 
-def _store(reach: "Reach", make: "Callable[[tuple[Flag, ...]], tuple[Flag, ...]]") -> "Document":
-    from tpuswarm.fleet import flags as of_fleet
-    from tpuswarm.fleet.keeping.document import Document
+def _store(reach: "Routes", make: "Callable[[tuple[Flag, ...]], tuple[Flag, ...]]") -> "Document":
+    from tpuswarm.fleet.store import machine_flags
+    from tpuswarm.fleet.store.document import Document
 
     def change(found: Document | None) -> Document:
         if found is None:
             raise RunFailed(f"fleet {reach.fleet.name} is gone: somebody has deleted it")
         changed = replace(found, flags=make(found.flags))
-        of_fleet.check_pods(changed)
+        machine_flags.check_tf_pods(changed)
         return changed
 
     return reach.fleet.store(reach.fleet.provider()).change(change)
 
 
-def _see_to(reach: "Reach", seen: "Seen", document: "Document") -> None:
+def _see_to(reach: "Routes", seen: "Snapshot", document: "Document") -> None:
     """That what was stored counts, or that a person knows where not."""
     failed = tell_pods(reach, document, seen.listing.machines)
     _say_running(document, _ours(seen))
@@ -193,8 +193,8 @@ def _see_to(reach: "Reach", seen: "Seen", document: "Document") -> None:
 def _say_running(document: "Document", machines: "Iterable[Machine]") -> None:
     """What runs with other flags than it would begin with now."""
     from tpuswarm.cli.jobs import is_kept
-    from tpuswarm.fleet.core.jobs import RENEWED_S
-    from tpuswarm.fleet.flags import exported
+    from tpuswarm.fleet.decide.jobs import FLAG_RESTART_INTERVAL_S
+    from tpuswarm.fleet.store.machine_flags import machine_exports
     from tpuswarm.fleet.training import is_member
 
     there = {each.name: each for each in machines}
@@ -203,14 +203,14 @@ def _say_running(document: "Document", machines: "Iterable[Machine]") -> None:
         old = [
             seat for seat in job.seats
             if seat.phase == "running" and seat.machine in there
-            and exported(document, there[seat.machine], job.name) != seat.flags
+            and machine_exports(document, there[seat.machine], job.name) != seat.flags
         ]  # fmt: skip
         if is_member(job):
             members += len(old)
         elif old:
             say(f"job {job.name} goes on with the flags it began with: `tpuswarm stop {job.name}` and begin it again")
     if members and is_kept(document):
-        say(f"{members} member{'s' * (members > 1)} of the swarm begin again with it, one every {RENEWED_S:g} s")
+        say(f"{members} member{'s' * (members > 1)} restart with it, one every {FLAG_RESTART_INTERVAL_S:g} s")
     elif members:
         say(
             f"{members} member{'s' * (members > 1)} of the swarm go on as they began: nobody keeps the fleet; with "
@@ -218,17 +218,17 @@ def _say_running(document: "Document", machines: "Iterable[Machine]") -> None:
         )
 
 
-def tell_pods(reach: "Reach", document: "Document", machines: "Iterable[Machine]") -> list[str]:
+def tell_pods(reach: "Routes", document: "Document", machines: "Iterable[Machine]") -> list[str]:
     """Give pods with a TensorFlow runtime what they read from their metadata, and let them read it.
 
     What went wrong on some: those are outdated until a later command has done it.
     """
     from tpuswarm.cloud.protocol import ENV_VARS_NEW
-    from tpuswarm.fleet.flags import outdated
+    from tpuswarm.fleet.store.machine_flags import outdated_pods
 
     there = {each.name: each for each in machines}
     failed = []
-    for name, metadata in outdated(document, there.values()).items():
+    for name, metadata in outdated_pods(document, there.values()).items():
         try:
             reach.set_metadata(there[name], {**metadata, ENV_VARS_NEW: "TRUE"})
             _restart(reach, name)
@@ -238,11 +238,11 @@ def tell_pods(reach: "Reach", document: "Document", machines: "Iterable[Machine]
     return failed
 
 
-def _restart(reach: "Reach", machine: str) -> None:
+def _restart(reach: "Routes", machine: str) -> None:
     """Of the service on all workers of a pod; it is said where that was done, and where not."""
     import asyncio
 
-    from tpuswarm.fleet.flags import RESTART
+    from tpuswarm.fleet.store.machine_flags import RESTART_RUNTIME
     from tpuswarm.remote.connect import Connections, ask
     from tpuswarm.remote.fan_out import fan_out
 
@@ -250,7 +250,7 @@ def _restart(reach: "Reach", machine: str) -> None:
 
     async def go() -> "list[tuple[int, bytes, bytes] | TpuswarmError]":
         async with Connections(reach.key) as connections:
-            return await fan_out(hosts, lambda host: ask(connections, host, RESTART), time_out_s=TOLD_S)
+            return await fan_out(hosts, lambda host: ask(connections, host, RESTART_RUNTIME), time_out_s=TOLD_S)
 
     failed = []
     for host, done in zip(hosts, asyncio.run(go()), strict=True):

@@ -14,9 +14,9 @@ from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing
-    from tpuswarm.fleet.core.actions import Event
-    from tpuswarm.fleet.keeping.document import Document
-    from tpuswarm.fleet.keeping.fleets import Fleet
+    from tpuswarm.fleet.decide.actions import Event
+    from tpuswarm.fleet.store.document import Document
+    from tpuswarm.fleet.store.fleets import Fleet
 
 LOOKS = 5.0
 """Seconds between two looks of --live."""
@@ -30,10 +30,10 @@ def list_(
     """List a fleet's machines in all zones: state, age, losses and price; and its grants."""
     _fleet, read = look_at(target)
     if as_json:
-        from tpuswarm.fleet.view import document_object
+        from tpuswarm.fleet.view import fleet_object
 
         document, listing, events = read()
-        print(json.dumps(document_object(document, listing, events, time.time())))
+        print(json.dumps(fleet_object(document, listing, events, time.time())))
         return
     if not live:
         console = make_console()
@@ -61,14 +61,14 @@ def describe(
 ) -> None:
     """Show everything known about a machine: what it is, what happened to it and why, even after it is gone."""
     from tpuswarm.config.shown import age
-    from tpuswarm.fleet.core.names import resolve
-    from tpuswarm.fleet.view import rows
+    from tpuswarm.fleet.decide.names import resolve_name
+    from tpuswarm.fleet.view import machine_rows
 
     _, read = look_at(fleet)
     document, listing, events = read()
     now = time.time()
-    there = {row.name: row for row in rows(document.desired, listing, events, now)}
-    found = resolve(name, {*there, *(each.machine for each in events if each.machine)})
+    there = {row.name: row for row in machine_rows(document.desired, listing, events, now)}
+    found = resolve_name(name, {*there, *(each.machine for each in events if each.machine)})
     mine = [each for each in events if each.machine == found]
     row = there.get(found)
     if as_json:
@@ -97,24 +97,25 @@ def describe(
 
 def cost(target: Target = None, as_json: Json = False) -> None:
     """Show what a fleet has cost so far and costs per hour, by pool, from what was observed and public prices."""
-    from tpuswarm.fleet.core.ledger import Spent
-    from tpuswarm.fleet.core.money import Rate, dollars
-    from tpuswarm.fleet.view import rows
-    from tpuswarm.fleet.view import spent as spent_by
+    from tpuswarm.fleet.decide.money import Rate, format_dollars
+    from tpuswarm.fleet.decide.spending import PoolSpending
+    from tpuswarm.fleet.view import machine_rows
+    from tpuswarm.fleet.view import total_spending as spent_by
 
     _, read = look_at(target)
     document, listing, _ = read()
     now = time.time()
     ledger = spent_by(document, listing, now)
     rates: dict[str, Rate] = {}
-    for row in rows(document.desired, listing, (), now):
+    for row in machine_rows(document.desired, listing, (), now):
         if row.state not in ("dead", "deleting", "waiting", "stopped"):
             rates[row.pool] = rates.get(row.pool, Rate()).plus(row.hourly)
     spent = ledger.pools
     pools = list(dict.fromkeys((*(each.name for each in document.desired.pools), *spent)))
     if as_json:
         shown = {
-            pool: {**asdict(spent.get(pool, Spent())), "hourly": asdict(rates.get(pool, Rate()))} for pool in pools
+            pool: {**asdict(spent.get(pool, PoolSpending())), "hourly": asdict(rates.get(pool, Rate()))}
+            for pool in pools
         }
         print(json.dumps({"dollars": ledger.dollars, "at": ledger.at, "pools": shown}))
         return
@@ -124,20 +125,20 @@ def cost(target: Target = None, as_json: Json = False) -> None:
     for column in ("pool", "machine-hours", "under grants", "unknown price", "so far", "an hour"):
         table.add_column(column, justify="left" if column == "pool" else "right", no_wrap=True)
     for pool in pools:
-        one = spent.get(pool, Spent())
+        one = spent.get(pool, PoolSpending())
         table.add_row(
-            pool, f"{one.hours:,.2f}", f"{one.free_hours:,.2f}", f"{one.unknown_hours:,.2f}", dollars(one.dollars),
-            rates.get(pool, Rate()).hour,
+            pool, f"{one.hours:,.2f}", f"{one.free_hours:,.2f}", f"{one.unknown_hours:,.2f}",
+            format_dollars(one.dollars), rates.get(pool, Rate()).hour,
         )  # fmt: skip
     make_console().print(table)
-    say(f"{dollars(ledger.dollars)} so far, without traffic, buckets and disks of TPUs; Google's bill decides")
+    say(f"{format_dollars(ledger.dollars)} so far, without traffic, buckets and disks of TPUs; Google's bill decides")
 
 
 def look_at(target: str | None) -> "tuple[Fleet, Any]":
     """A fleet, and what reads it: document, listing, events."""
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.store import fleets
 
-    fleet, _ = fleets.find(target)
+    fleet, _ = fleets.find_fleet(target)
     cloud = fleet.provider()
     store = fleet.store(cloud)
 
@@ -157,16 +158,16 @@ def _drawn(document: "Document", listing: "Listing", events: "list[Event]", widt
     from rich.console import Group
     from rich.text import Text
 
-    from tpuswarm.fleet.view import machines_table, rows, strangers, summary
+    from tpuswarm.fleet.view import list_strangers, machine_rows, machines_table, summary_lines
 
     now = time.time()
-    shown = rows(document.desired, listing, events, now)
-    parts: list[Any] = [Text(line) for line in summary(document, listing, now)]
+    shown = machine_rows(document.desired, listing, events, now)
+    parts: list[Any] = [Text(line) for line in summary_lines(document, listing, now)]
     if listing.unreachable:
         parts.append(
             Text(f"not known, as they do not answer: {', '.join(sorted(listing.unreachable))}", style="yellow")
         )
-    parts += [Text(f"not of this fleet: {line}", style="dim") for line in strangers(document.desired, listing)]
+    parts += [Text(f"not of this fleet: {line}", style="dim") for line in list_strangers(document.desired, listing)]
     if not shown:
         return Group(Text("no machines"), *parts)
     if screen is not None:

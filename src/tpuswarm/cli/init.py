@@ -18,8 +18,8 @@ from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.init import GrantText, Plan, PoolText, Step
-    from tpuswarm.fleet.preflight import Check
+    from tpuswarm.fleet.apply.init import GrantText, InitPlan, InitStep, PoolText
+    from tpuswarm.fleet.apply.preflight import Check
 
 GRANTS = """TPUs that you were granted, as by TPU Research Cloud, cost nothing. Type one
 grant a line, such as: 100 v2-8 us-central1-f spot until 2027-01-31
@@ -62,8 +62,8 @@ def init(
     ] = False,
 ) -> None:
     """Prepare a project for a fleet: APIs, bucket, network, firewall, key, swarm.toml. Skips what already exists."""
-    from tpuswarm.fleet.clouds import check_provider
-    from tpuswarm.fleet.init import Found, do, look, steps
+    from tpuswarm.fleet.apply.init import ProjectState, inspect_project, list_steps, run_step
+    from tpuswarm.fleet.spec.providers import check_provider
 
     ask = _asker(yes or dry_run)
     given = project, grant, type_, zone, count, bucket, on_demand, cross_region, provider
@@ -80,17 +80,17 @@ def init(
         plan, text = _new(ask, file, provider, project, bucket, cross_region, grants, pools)
     say(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
     if dry_run:
-        _print_steps(steps(plan, text, Found(file=file.exists())))
+        _print_steps(list_steps(plan, text, ProjectState(file=file.exists())))
         say("nothing was done; a dry run does not look at what exists already")
         return
     from tpuswarm.cloud.google.project import Project
-    from tpuswarm.fleet.clouds import open_access
+    from tpuswarm.fleet.spec.providers import open_access
 
     with waiting("looking at what is there"):
         access = open_access(provider, plan.project)
         setup = Project(access)
-        found = look(setup, plan)
-    todo = steps(plan, text, found)
+        found = inspect_project(setup, plan)
+    todo = list_steps(plan, text, found)
     _print_steps(todo)
     if not all(each.there for each in todo):
         confirm(yes)
@@ -98,7 +98,7 @@ def init(
         if not step.there:
             try:
                 with waiting(step.says) as far:
-                    do(step, setup, plan, found, text, far)
+                    run_step(step, setup, plan, found, text, far)
             except KeyboardInterrupt:
                 say(f"{number}. not finished: {step.says}; the same command goes on from here")
                 raise
@@ -109,13 +109,13 @@ def init(
 def _finish(access: Any, setup: Any, file: Path) -> None:
     """What preflight says of the file, and how to go on."""
     from tpuswarm.cloud.google.provider import Google
-    from tpuswarm.fleet.facts import collect
-    from tpuswarm.fleet.file import read_swarm
-    from tpuswarm.fleet.preflight import checks
+    from tpuswarm.fleet.apply.preflight import run_checks
+    from tpuswarm.fleet.apply.project_facts import collect_facts
+    from tpuswarm.fleet.spec.file import read_swarm
 
     read = read_swarm(file)
     with waiting("checking quota, zones and runtime versions"):
-        found = checks(read, collect(Google(access), setup, read), time.time(), paid=True)
+        found = run_checks(read, collect_facts(Google(access), setup, read), time.time(), paid=True)
     print_checks([each for each in found if not each.ok or not each.known or each.id in TOLD])
     here = "" if file == DEFAULT else f" {file}"
     say(f"next: `tpuswarm up{here}`" if all(each.ok for each in found) else f"mend this, then `tpuswarm up{here}`")
@@ -138,16 +138,16 @@ def print_checks(found: "list[Check]") -> None:
             say(f"    mend: {check.mend}")
 
 
-def _of_file(file: Path) -> "tuple[str, Plan, str]":
+def _of_file(file: Path) -> "tuple[str, InitPlan, str]":
     from tpuswarm.cloud.google.settings import find_project
-    from tpuswarm.fleet.clouds import REHEARSAL_PROJECT
-    from tpuswarm.fleet.file import read_swarm
-    from tpuswarm.fleet.init import plan_of
+    from tpuswarm.fleet.apply.init import plan_from_file
+    from tpuswarm.fleet.spec.file import read_swarm
+    from tpuswarm.fleet.spec.providers import REHEARSAL_PROJECT
 
     read = read_swarm(file)
     local = read.provider == "rehearsal"
     project = (read.project or REHEARSAL_PROJECT) if local else find_project(read.project)
-    return read.provider, plan_of(read, file, project), file.read_text(encoding="utf-8")
+    return read.provider, plan_from_file(read, file, project), file.read_text(encoding="utf-8")
 
 
 def _machines(
@@ -160,14 +160,14 @@ def _machines(
 ) -> "tuple[list[GrantText], list[PoolText]]":
     """Grants and pools, from options or answers."""
     from tpuswarm.catalog import find
-    from tpuswarm.fleet.init import PoolText, parse_grant, pools_of
+    from tpuswarm.fleet.apply.init import PoolText, parse_grant, pools_from_grants
 
     grants = [parse_grant(each) for each in typed]
     if not grants and not type_:
         while text := ask("grant", "--grant", ""):
             grants.append(parse_grant(text))
     if grants and not type_:
-        return grants, pools_of(grants)
+        return grants, pools_from_grants(grants)
     wanted = find(type_ or ask("TPU type, such as v5e-8 (`tpuswarm catalog` lists them)", "--type or --grant", None))
     if not zones:
         known = ",".join(wanted.zones())
@@ -184,13 +184,13 @@ def _new(
     cross_region: bool,
     grants: "list[GrantText]",
     pools: "list[PoolText]",
-) -> "tuple[Plan, str]":
+) -> "tuple[InitPlan, str]":
     from tpuswarm.cloud.google.firewall import tag_of
     from tpuswarm.config.toml_file import parse_toml
-    from tpuswarm.fleet.checks import problems
-    from tpuswarm.fleet.clouds import REHEARSAL_PROJECT
-    from tpuswarm.fleet.file import SwarmFile
-    from tpuswarm.fleet.init import Plan, main_region, write_file
+    from tpuswarm.fleet.apply.init import InitPlan, main_region, swarm_toml
+    from tpuswarm.fleet.spec.checks import find_problems
+    from tpuswarm.fleet.spec.file import SwarmFile
+    from tpuswarm.fleet.spec.providers import REHEARSAL_PROJECT
 
     if provider == "rehearsal":
         project = project or REHEARSAL_PROJECT
@@ -198,15 +198,15 @@ def _new(
         project = project or _known_project() or ask("Google Cloud project", "--project", None)
     name = _own_name() if file == DEFAULT else file.stem
     zones = Counter({zone: pool.count for pool in pools for zone in pool.zones})
-    plan = Plan(name, project, tag_of(name), bucket or f"{project}-{name}", main_region(zones), file)
-    text = write_file(plan, provider, cross_region, grants, pools)
-    for place, sentence in problems(parse_toml(text, file, SwarmFile), time.time()):
+    plan = InitPlan(name, project, tag_of(name), bucket or f"{project}-{name}", main_region(zones), file)
+    text = swarm_toml(plan, provider, cross_region, grants, pools)
+    for place, sentence in find_problems(parse_toml(text, file, SwarmFile), time.time()):
         if place != ("storage", "region"):
             raise InputError(sentence)
         say(sentence)
         if ask("allow it, yes or no", "--allow-cross-region", "no").lower() not in ("y", "yes"):
             raise InputError(f"{sentence} (--allow-cross-region)")
-        return plan, write_file(plan, provider, True, grants, pools)
+        return plan, swarm_toml(plan, provider, True, grants, pools)
     return plan, text
 
 
@@ -226,7 +226,7 @@ def _known_project() -> str | None:
         return None
 
 
-def _print_steps(todo: "list[Step]") -> None:
+def _print_steps(todo: "list[InitStep]") -> None:
     for number, step in enumerate(todo, 1):
         there = " – already done" if step.there else ""
         say(f"{number}. {step.says}{there}", hang=3)

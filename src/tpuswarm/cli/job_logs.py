@@ -13,9 +13,9 @@ from tpuswarm.errors import TpuswarmError
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.core.jobs import Job
-    from tpuswarm.fleet.keeping.fleets import Fleet
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.decide.jobs import Job
+    from tpuswarm.fleet.hosts.routes import Routes
+    from tpuswarm.fleet.store.fleets import Fleet
     from tpuswarm.remote.connect import Connections
     from tpuswarm.remote.host import Host
 
@@ -48,12 +48,12 @@ class Following:
 
     async def run(self, follow: bool) -> None:
         """Print what there is."""
-        from tpuswarm.fleet.reach import Reach
+        from tpuswarm.fleet.hosts.routes import Routes
         from tpuswarm.remote.connect import Connections
 
         cloud = self._fleet.provider()
         store = self._fleet.store(cloud)
-        reach = Reach(self._fleet, cloud, self._fleet.store(cloud))
+        reach = Routes(self._fleet, cloud, self._fleet.store(cloud))
         asked = time.monotonic()
         async with Connections(reach.key) as connections:
             while True:
@@ -81,9 +81,9 @@ class Following:
             self._worker is None or job.worker in (None, self._worker)
         )
 
-    async def _look(self, reach: "Reach", jobs: "Sequence[Job]", connections: "Connections") -> None:
+    async def _look(self, reach: "Routes", jobs: "Sequence[Job]", connections: "Connections") -> None:
         from tpuswarm.cli.touch import Screen
-        from tpuswarm.fleet.targets import Target, why_not
+        from tpuswarm.fleet.hosts.targets import Target, unreachable_reason
         from tpuswarm.remote.fan_out import fan_out
         from tpuswarm.remote.lines import Lines
         from tpuswarm.remote.supervisor import Supervisor
@@ -91,7 +91,7 @@ class Following:
         seen = await asyncio.to_thread(reach.look)
         there = {each.name: each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet}
         pools = {each.name for each in seen.document.desired.pools}
-        away = {name: f"; it {why}" for name, each in there.items() if (why := why_not(each, pools))}
+        away = {name: f"; it {why}" for name, each in there.items() if (why := unreachable_reason(each, pools))}
         found = [
             (job, Target(machine, worker))
             for job in jobs

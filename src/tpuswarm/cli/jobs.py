@@ -16,9 +16,9 @@ from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.protocol import Listing
-    from tpuswarm.fleet.core.jobs import Job
-    from tpuswarm.fleet.keeping.document import Document
-    from tpuswarm.fleet.keeping.fleets import Fleet, Held
+    from tpuswarm.fleet.decide.jobs import Job
+    from tpuswarm.fleet.store.document import Document
+    from tpuswarm.fleet.store.fleets import Fleet, Store
 
 NAME = r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?"
 MAIN = "main"
@@ -35,9 +35,9 @@ RESTARTS = ("preempted", "always", "never")
 def jobs(target: Target = None, as_json: Json = False) -> None:
     """List the jobs of all machines: where each runs, since when, how often it failed or was lost, and why."""
     from tpuswarm.config.shown import age
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.store import fleets
 
-    fleet, _ = fleets.find(target)
+    fleet, _ = fleets.find_fleet(target)
     document = notice(fleet)
     if as_json:
         print(json.dumps({"jobs": [asdict(each) for each in document.jobs], "keeper": is_kept(document)}))
@@ -70,7 +70,7 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
         say("nobody keeps the fleet: what ends is not started again until `tpuswarm keep`, or `tpuswarm up --keep`")
 
 
-def read(fleet: "Fleet", store: "Held | None" = None) -> "Document":
+def read(fleet: "Fleet", store: "Store | None" = None) -> "Document":
     """A fleet's document, by the store of whoever looks again and again. Raises InputError where there is none."""
     document = (store or fleet.store(fleet.provider())).load()
     if document is None:
@@ -80,11 +80,11 @@ def read(fleet: "Fleet", store: "Held | None" = None) -> "Document":
 
 def is_kept(document: "Document") -> bool:
     """Whether a keeper leads, as far as can be told from here: it renews its lease, and its process lives."""
-    from tpuswarm.fleet.keeping.document import runs
-    from tpuswarm.fleet.keeping.keeper import TERM
+    from tpuswarm.fleet.keeper.keeper import LEASE_S
+    from tpuswarm.fleet.store.document import is_holder_alive
 
     lease = document.lease
-    return lease is not None and time.time() - lease.at < TERM and runs(lease) is not False
+    return lease is not None and time.time() - lease.at < LEASE_S and is_holder_alive(lease) is not False
 
 
 def notice(fleet: "Fleet") -> "Document":
@@ -95,13 +95,13 @@ def notice(fleet: "Fleet") -> "Document":
     if is_kept(document) or all(job.over for job in document.jobs):
         return document
     from tpuswarm.cloud.errors import CloudError
-    from tpuswarm.fleet.keeping.jobs import Carrier
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.hosts.routes import Routes
+    from tpuswarm.fleet.keeper.job_runner import JobRunner
     from tpuswarm.remote.connect import Connections
     from tpuswarm.train.process.waiting import waiting
 
     cloud = fleet.provider()
-    carrier = Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
+    carrier = JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
 
     async def go() -> "Document | None":
         async with Connections(carrier.key, ASKED_S) as connections:
@@ -117,10 +117,10 @@ def notice(fleet: "Fleet") -> "Document":
 
 def find_job(name: str, target: str | None = None) -> "tuple[Fleet, Document, Job] | None":
     """The job of that name, in the fleet of this folder or the only one; None: there is none, or no fleet."""
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.store import fleets
 
     try:
-        fleet, _ = fleets.find(target)
+        fleet, _ = fleets.find_fleet(target)
     except InputError:
         return None
     if not (fleet.folder / "fleet.json").exists():
@@ -143,7 +143,7 @@ def detach(
 ) -> None:
     """Store a job, and see it begin; whoever keeps the fleet goes on from there."""
     from tpuswarm.config.units import check_number, parse_seconds
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.store import fleets
 
     if restart not in (None, *RESTARTS):
         raise InputError(f"--restart is one of {', '.join(RESTARTS)}, not {restart!r}")
@@ -153,10 +153,10 @@ def detach(
     alive_s = None if alive_for is None else parse_seconds(alive_for, "--alive-for")
     if alive_s is not None:
         check_number(alive_s, "--alive-for", least=1)
-    fleet, _ = fleets.find(target)
-    from tpuswarm.fleet.reach import find_reach
+    fleet, _ = fleets.find_fleet(target)
+    from tpuswarm.fleet.hosts.routes import open_routes
 
-    reach = find_reach(fleet)
+    reach = open_routes(fleet)
     reach.look()  # this computer's key is let in
     if name is not None and any(each.name == name and not each.over for each in read(fleet).jobs):
         notice(fleet)  # it may have ended, and be over
@@ -171,10 +171,10 @@ def store_job(
     alive_s: float | None, machines: "Callable[[Iterable[str]], Listing] | None",
 ) -> "Job":  # fmt: skip
     """Store what is to run from now on. Raises InputError for a name that is taken or a place that there is not."""
-    from tpuswarm.fleet.core.jobs import Job, seats_for
-    from tpuswarm.fleet.core.names import ALL
-    from tpuswarm.fleet.keeping.document import Document, with_job
-    from tpuswarm.fleet.targets import find_targets
+    from tpuswarm.fleet.decide.jobs import Job, create_assignments
+    from tpuswarm.fleet.decide.names import ALL
+    from tpuswarm.fleet.hosts.targets import find_targets
+    from tpuswarm.fleet.store.document import Document, with_job
     from tpuswarm.remote.attended import line_of
     from tpuswarm.remote.places import there
 
@@ -195,7 +195,7 @@ def store_job(
         called = name or next(f"job-{number}" for number in range(1, 10_000) if f"job-{number}" not in taken)
         if called in taken and not taken[called].over:
             raise InputError(f"job {called} is not over: `tpuswarm stop {called}` ends it; or give another --name")
-        seats = seats_for(where, machine, desired)
+        seats = create_assignments(where, machine, desired)
         # Numbers of runs only grow: hosts remember them.
         last = max((each.run for each in taken[called].seats), default=0) if called in taken else found.last_run
         seats = tuple(replace(each, run=last) for each in seats)
@@ -253,15 +253,15 @@ def carry(fleet: "Fleet", name: str, until: "Callable[[Job], bool]") -> "Job":
     """Carry jobs out until then, or watch a keeper do it."""
     import asyncio
 
-    from tpuswarm.fleet.keeping.document import Document
-    from tpuswarm.fleet.keeping.jobs import MOVING, Carrier
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.hosts.routes import Routes
+    from tpuswarm.fleet.keeper.job_runner import BUSY_INTERVAL_S, JobRunner
+    from tpuswarm.fleet.store.document import Document
     from tpuswarm.remote.connect import Connections
     from tpuswarm.train.process.waiting import waiting
 
     cloud = fleet.provider()
     store = fleet.store(cloud)
-    carrier = Carrier(Reach(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
+    carrier = JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
 
     async def go() -> "Job":
         before, since = None, time.monotonic()
@@ -289,7 +289,7 @@ def carry(fleet: "Fleet", name: str, until: "Callable[[Job], bool]") -> "Job":
                         if each.phase in ("waiting", "running")
                     )
                 )
-                await asyncio.sleep(MOVING)
+                await asyncio.sleep(BUSY_INTERVAL_S)
 
     with waiting(f"waiting for job {name}") as far:
         return asyncio.run(go())
@@ -297,7 +297,7 @@ def carry(fleet: "Fleet", name: str, until: "Callable[[Job], bool]") -> "Job":
 
 def stop_job(fleet: "Fleet", job: "Job") -> None:
     """End a job everywhere, and wait until it has ended."""
-    from tpuswarm.fleet.keeping.document import Document
+    from tpuswarm.fleet.store.document import Document
 
     def ask(found: Document | None) -> Document:
         if found is None:

@@ -10,7 +10,7 @@ from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
     from tpuswarm.config.train import Train
-    from tpuswarm.fleet.file import SwarmFile
+    from tpuswarm.fleet.spec.file import SwarmFile
     from tpuswarm.plan.outlook import MachineGroup
 
 
@@ -27,7 +27,7 @@ class Machines(NamedTuple):
 def planned(path: Path) -> "tuple[Train, Machines]":
     """What a file's [train] asks for, and the machines of its pools. Raises InputError for what it lacks."""
     from tpuswarm.cli.asked import check_options
-    from tpuswarm.fleet.training import batches_of
+    from tpuswarm.fleet.training import pool_batches
 
     file = _read(path)
     if file.train is None:
@@ -41,7 +41,7 @@ def planned(path: Path) -> "tuple[Train, Machines]":
     for pool in file.pool:
         counts[pool.type] = counts.get(pool.type, 0) + pool.count
     batches: dict[str, int] = {}
-    for name, batch in batches_of(file).items():
+    for name, batch in pool_batches(file).items():
         type_ = next(pool.type for pool in file.pool if pool.name == name)
         batches[type_] = max(batch, batches.get(type_, 0))
     return file.train, Machines(counts, tuple(_groups(file)), (), batches)
@@ -49,17 +49,19 @@ def planned(path: Path) -> "tuple[Train, Machines]":
 
 def _groups(file: "SwarmFile") -> Iterator["MachineGroup"]:
     """Of each pool in its first zone: what grants cover, which ends with the first of them, and what is paid for."""
-    from tpuswarm.fleet.asked import grants_of
-    from tpuswarm.fleet.core.money import Cover, lot, tpu_price
+    from tpuswarm.fleet.decide.money import GrantCover, quota_key, tpu_price
+    from tpuswarm.fleet.spec.desired_from_file import list_grants
     from tpuswarm.plan.outlook import MachineGroup
 
-    grants = grants_of(file)
-    cover = Cover(grants, time.time())
+    grants = list_grants(file)
+    cover = GrantCover(grants, time.time())
     for pool in file.pool:
         type_, zone, spot = pool.type, pool.zones[0], pool.how == "spot"
         if free := sum(cover.take(type_, zone, pool.how) for _ in range(pool.count)):
-            own = lot(type_, zone, spot)
-            ends = [each.expires for each in grants if each.expires and lot(each.type, each.zone, each.spot) == own]
+            own = quota_key(type_, zone, spot)
+            ends = [
+                each.expires for each in grants if each.expires and quota_key(each.type, each.zone, each.spot) == own
+            ]
             yield MachineGroup(type_, zone, pool.how, free, ends=min(ends, default=None))
         if paid := pool.count - free:
             price = tpu_price(type_, zone, spot)
@@ -89,11 +91,11 @@ def granted(path: Path) -> Machines:
 
 def _read(path: Path) -> "SwarmFile":
     from tpuswarm.config.toml_file import at_line
-    from tpuswarm.fleet.checks import problems
-    from tpuswarm.fleet.file import read_swarm
+    from tpuswarm.fleet.spec.checks import find_problems
+    from tpuswarm.fleet.spec.file import read_swarm
 
     file = read_swarm(path)
-    for place, sentence in problems(file, time.time()):
+    for place, sentence in find_problems(file, time.time()):
         if place[0] in ("pool", "train"):
             raise InputError(at_line(path, place, sentence))
     return file

@@ -10,7 +10,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.reach import Reach, Reached
+    from tpuswarm.fleet.hosts.routes import ReachableHosts, Routes
     from tpuswarm.remote.connect import Connections
     from tpuswarm.remote.host import Host
     from tpuswarm.remote.notebook.begin import NoJupyter, Notebook
@@ -32,11 +32,11 @@ def notebook(
     """
     import asyncio
 
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.store import fleets
     from tpuswarm.remote.notebook.begin import NoJupyter
 
-    reach = find_reach(fleets.find(fleet)[0])
+    reach = open_routes(fleets.find_fleet(fleet)[0])
     reached = _one(reach, name)
     if stop:
         asyncio.run(_stop(reach, reached))
@@ -53,7 +53,7 @@ def notebook(
     asyncio.run(_serve(reach, name, port, first))
 
 
-def _one(reach: "Reach", name: str) -> "Reached":
+def _one(reach: "Routes", name: str) -> "ReachableHosts":
     """The machine that is meant, which has to be there as a whole."""
     if "/" in name:
         machine = name.partition("/")[0]
@@ -67,7 +67,7 @@ def _one(reach: "Reach", name: str) -> "Reached":
     return reached
 
 
-async def _stop(reach: "Reach", reached: "Reached") -> None:
+async def _stop(reach: "Routes", reached: "ReachableHosts") -> None:
     from tpuswarm.remote.connect import Connections
     from tpuswarm.remote.notebook.begin import end
 
@@ -77,7 +77,7 @@ async def _stop(reach: "Reach", reached: "Reached") -> None:
     say(f"Jupyter on {_called(reached)} {what}")
 
 
-async def _first(reach: "Reach", reached: "Reached") -> "Notebook":
+async def _first(reach: "Routes", reached: "ReachableHosts") -> "Notebook":
     """The server, begun where it does not run and nobody else has the chips."""
     from tpuswarm.doctor.checks.held import BUSY
     from tpuswarm.doctor.cloud import REACH
@@ -97,7 +97,7 @@ async def _first(reach: "Reach", reached: "Reached") -> "Notebook":
             return await _begin(connections, reached, None)
 
 
-async def _begin(connections: "Connections", reached: "Reached", before: "Notebook | None") -> "Notebook":
+async def _begin(connections: "Connections", reached: "ReachableHosts", before: "Notebook | None") -> "Notebook":
     from pathlib import Path
 
     from tpuswarm.remote.notebook.begin import begin
@@ -108,7 +108,7 @@ async def _begin(connections: "Connections", reached: "Reached", before: "Notebo
     return await begin(connections, reached.hosts, addresses, there(Path.cwd()), before)
 
 
-async def _serve(reach: "Reach", name: str, port: int, first: "Notebook") -> None:
+async def _serve(reach: "Routes", name: str, port: int, first: "Notebook") -> None:
     """The way to it until Ctrl-C, also after a lost connection, and to a machine that came back in its place."""
     import asyncio
 
@@ -154,7 +154,7 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-def _offer(reach: "Reach", reached: "Reached", lacking: "NoJupyter", yes: bool) -> None:
+def _offer(reach: "Routes", reached: "ReachableHosts", lacking: "NoJupyter", yes: bool) -> None:
     """Put Jupyter there, if a person wants it."""
     import asyncio
 
@@ -167,18 +167,18 @@ def _offer(reach: "Reach", reached: "Reached", lacking: "NoJupyter", yes: bool) 
     asyncio.run(_put(reach, reached))
 
 
-async def _put(reach: "Reach", reached: "Reached") -> None:
+async def _put(reach: "Routes", reached: "ReachableHosts") -> None:
     from tpuswarm.cli.runs import make_console
     from tpuswarm.cli.setup import Watching, finish, some_of
-    from tpuswarm.fleet.setting_up import put_jupyter
+    from tpuswarm.fleet.hosts.setup import install_notebook
 
     hosts = reached.hosts
     with Watching(make_console(), hosts) as watching:
-        outcome = await put_jupyter(reach, hosts, watching.told)
+        outcome = await install_notebook(reach, hosts, watching.told)
     finish(f"{some_of(len(outcome.done), hosts)}: Jupyter is there", list(outcome.failed.values()), hosts)
 
 
-def _called(reached: "Reached") -> str:
+def _called(reached: "ReachableHosts") -> str:
     count = len(reached.hosts)
     name = reached.hosts[0].label.partition("/")[0]
     return name if count == 1 else f"{name} ({count} workers)"

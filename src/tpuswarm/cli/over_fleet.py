@@ -13,9 +13,9 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.file import SwarmFile
-    from tpuswarm.fleet.keeping.fleets import Fleet
-    from tpuswarm.fleet.training import Planned
+    from tpuswarm.fleet.spec.file import SwarmFile
+    from tpuswarm.fleet.store.fleets import Fleet
+    from tpuswarm.fleet.training import TrainJob
 
 LOOK = 5.0
 """Seconds between two looks at the run."""
@@ -41,21 +41,22 @@ def train(
     from tpuswarm.cli import bring
     from tpuswarm.cli.auto_batch import with_batch
     from tpuswarm.cli.storage import as_rehearsed
-    from tpuswarm.fleet import asked, training
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet import training
+    from tpuswarm.fleet.spec import desired_from_file
+    from tpuswarm.fleet.store import fleets
 
     _only_its_own(context)
-    read, warnings = asked.asked(path, None, [], None, False, "google")
+    read, warnings = desired_from_file.file_or_options(path, None, [], None, False, "google")
     for warning in warnings:
         say(f"warning: {warning}", err=True)
     if read.train is None:
         raise InputError(f"{path} has no [train], so it does not say what is trained; `tpuswarm up` only rents")
-    url, jobs = training.run_of(read), training.planned(read, accept_code)
+    url, jobs = training.run_url(read), training.train_jobs(read, accept_code)
     _check_recipe(context, path, read)
     if not dry:
         as_rehearsed(path)
         read = with_batch(read, url)
-        jobs = training.planned(read, accept_code)
+        jobs = training.train_jobs(read, accept_code)
 
     def say_jobs() -> None:
         for each in jobs:
@@ -65,7 +66,7 @@ def train(
     if dry:
         bring.dry_run(read, lambda wanted: wanted, paid, keep=True, also=say_jobs)
         return
-    fleet = fleets.of_file(read)
+    fleet = fleets.fleet_of_file(read)
     _bring_up(fleet, path, read, yes, paid, say_jobs)
     _start_jobs(fleet, url, jobs)
     if detach:
@@ -113,13 +114,13 @@ def _bring_up(
         sync("all", str(path), yes, False)
 
 
-def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[Planned, ...]") -> None:
+def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[TrainJob, ...]") -> None:
     """Store those that do not run, and those that are not what the file says any more, and see the head begin."""
     from tpuswarm.cli.jobs import carry, read, store_job
-    from tpuswarm.fleet.core.desired import Desired
-    from tpuswarm.fleet.core.names import by_number
-    from tpuswarm.fleet.file import HEAD
-    from tpuswarm.fleet.training import is_same
+    from tpuswarm.fleet.decide.desired import Desired
+    from tpuswarm.fleet.decide.names import by_number
+    from tpuswarm.fleet.spec.file import HEAD
+    from tpuswarm.fleet.training import is_same_command
     from tpuswarm.swarm.views.status import FILE
     from tpuswarm.train.storage.sync import delete_file
 
@@ -128,7 +129,7 @@ def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[Planned, ...]") -> None:
         document = read(fleet)
         there = next((job for job in document.jobs if job.name == each.name), None)
         if there is not None and not there.over:
-            if is_same(each.line, there.line):
+            if is_same_command(each.line, there.line):
                 continue
             say(f"job {each.name} is not what the file says now: it is ended, and begins anew")
             end_jobs(fleet, [each.name])
@@ -160,23 +161,23 @@ def _hosts(type_: str) -> int:
 def open_jobs(url: str) -> "tuple[Fleet, list[str]] | None":
     """The fleet of this folder and its jobs that are not over, where a run is its training; None: it is not."""
     from tpuswarm.fleet import training
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.store import fleets
 
     try:
-        fleet, read = fleets.find(None)
-        if read is None or read.train is None or training.run_of(read) != url:
+        fleet, read = fleets.find_fleet(None)
+        if read is None or read.train is None or training.run_url(read) != url:
             return None
     except InputError:
         return None
     document = fleet.store(fleet.provider()).load()
     jobs = document.jobs if document else ()
-    return fleet, [each.name for each in jobs if training.TOKEN in each.line and not each.over]
+    return fleet, [each.name for each in jobs if training.TOKEN_FILE in each.line and not each.over]
 
 
 def end_jobs(fleet: "Fleet", names: list[str]) -> None:
     """End jobs everywhere: a run that was stopped is trained by nobody, and its head does not come back."""
     from tpuswarm.cli.jobs import carry
-    from tpuswarm.fleet.keeping.document import Document
+    from tpuswarm.fleet.store.document import Document
 
     def ask(found: Document | None) -> Document:
         assert found is not None

@@ -55,13 +55,13 @@ def _subject(of: str | None) -> "Subject":
     from tpuswarm.cli.over_fleet import is_fleet
     from tpuswarm.cli.picture import training_here
     from tpuswarm.cli.storage import as_rehearsed
-    from tpuswarm.fleet.file import DEFAULT, read_swarm
-    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.spec.file import DEFAULT_FILE, read_swarm
     from tpuswarm.train.run.listing import find_run, list_runs
     from tpuswarm.train.storage.folders import is_url
     from tpuswarm.watch.page.live import Subject
 
-    path = Path(of) if of is not None and of.endswith(".toml") else DEFAULT
+    path = Path(of) if of is not None and of.endswith(".toml") else DEFAULT_FILE
     if of in (None, str(path)) and (of is not None or is_fleet(path)):
         if not is_fleet(path):
             raise InputError(f"{path} is no fleet: name a swarm.toml with pools, or a run")
@@ -69,11 +69,11 @@ def _subject(of: str | None) -> "Subject":
         training = training_here(None, path)
         fleet, read = look_at(str(path))
         local = next(iter(list_runs(path.parent / "runs")), None) if read_swarm(path).train is None else None
-        return Subject(training.url if training else str(local or ""), read, find_reach(fleet))
+        return Subject(training.url if training else str(local or ""), read, open_routes(fleet))
     run = of or "last"
     if is_url(run):
         if training := training_here(run):
             fleet, read = look_at(None)
-            return Subject(run, training.read, find_reach(fleet))
+            return Subject(run, training.read, open_routes(fleet))
         return Subject(run)
     return Subject(str(find_run(run)))

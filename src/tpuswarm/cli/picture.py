@@ -54,20 +54,20 @@ def training_here(url: str | None, file: Path | None = None) -> Training | None:
     from tpuswarm.cli.storage import as_rehearsed
     from tpuswarm.cloud.errors import CloudError
     from tpuswarm.fleet import training
-    from tpuswarm.fleet.file import DEFAULT, read_swarm
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.spec.file import DEFAULT_FILE, read_swarm
+    from tpuswarm.fleet.store import fleets
 
-    path = file or DEFAULT
+    path = file or DEFAULT_FILE
     if not is_fleet(path):
         return None
     try:
         read = read_swarm(path)
         if read.train is None or (read.storage is None and read.train.run is None):
             return None
-        its = training.run_of(read)
+        its = training.run_url(read)
         if url not in (None, its):
             return None
-        if url is None and not (fleets.of_file(read).folder / "fleet.json").exists():
+        if url is None and not (fleets.fleet_of_file(read).folder / "fleet.json").exists():
             return None  # this computer has not made it: a list of runs is not worth asking a cloud
         as_rehearsed(path)
         fleet, reads = look_at(str(path))

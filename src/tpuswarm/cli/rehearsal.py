@@ -204,12 +204,12 @@ def stop() -> None:
 def _machine(text: str) -> str:
     """The name of the machine that is meant; what means none is left for the local cloud to judge."""
     from tpuswarm.cloud.rehearsal.client import ask
-    from tpuswarm.fleet.core.names import resolve
+    from tpuswarm.fleet.decide.names import resolve_name
 
     names = [each["name"] for each in ask(_place(), "status")["machines"]]
     if not any(each.startswith(text) or each.endswith(f"-{text}") for each in names):
         return text
-    return resolve(text, names)
+    return resolve_name(text, names)
 
 
 def _place() -> "Place":

@@ -128,15 +128,15 @@ def _meant(file: Path | None, of_fleet: Path | None) -> "tuple[RouterFile, Mappi
 
     if file is not None:
         return *read_router(file), {}
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.routing import routed
+    from tpuswarm.fleet.hosts.router_file import router_file
+    from tpuswarm.fleet.store import fleets
 
-    fleet, _ = fleets.find(str(of_fleet))
+    fleet, _ = fleets.find_fleet(str(of_fleet))
     cloud = fleet.provider()
     document = fleet.store(cloud).load()
     if document is None:
         raise InputError(f"there is no fleet {fleet.name} in project {fleet.project}: `tpuswarm up` makes it")
-    read, labels = routed(document.desired, cloud.machines(document.zones).machines)
+    read, labels = router_file(document.desired, cloud.machines(document.zones).machines)
     return read, mapping(read), labels
 
 

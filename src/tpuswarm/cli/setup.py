@@ -11,8 +11,8 @@ from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.keeping.fleets import Held
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.hosts.routes import Routes
+    from tpuswarm.fleet.store.fleets import Store
     from tpuswarm.remote.host import Host
     from tpuswarm.remote.setup.plan import Machine
     from tpuswarm.remote.setup.table import Setup
@@ -27,87 +27,87 @@ def setup(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
 ) -> None:
     """Set machines up as [setup] says, all at once. Steps that are done are skipped, changed ones run again."""
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
-    from tpuswarm.fleet.setting_up import KeptSetup
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.hosts.setup import SavedSetup
+    from tpuswarm.fleet.store import fleets
 
-    fleet, file = fleets.find(target)
-    table = file.setup if file else KeptSetup(fleet).table()
+    fleet, file = fleets.find_fleet(target)
+    table = file.setup if file else SavedSetup(fleet).table()
     if table is None:
         raise InputError(f"{target or 'swarm.toml'} has no [setup]: docs/set-up.md lists its keys, with an example")
     if dry_run:
         _print_steps(table, file is not None and any(each.role == "router" for each in file.vm))
         return
-    reach = find_reach(fleet)
+    reach = open_routes(fleet)
     set_up_now(reach, table, where)
     hand_over(reach)
 
 
-def set_up_now(reach: "Reach", table: "Setup", where: str = "all") -> None:
+def set_up_now(reach: "Routes", table: "Setup", where: str = "all") -> None:
     """Set up and show it; RunFailed where not all came to its end."""
     import asyncio
 
-    from tpuswarm.fleet.setting_up import meant
+    from tpuswarm.fleet.hosts.setup import find_setup_targets
 
-    found = meant(reach, table, where)
+    found = find_setup_targets(reach, table, where)
     for each in found.away:
         say(f"not now: {each}")
     asyncio.run(_set_up(reach, table, found.machines))
 
 
-def seat_now(reach: "Reach", store: "Held") -> None:
+def seat_now(reach: "Routes", store: "Store") -> None:
     """Put the keeper on the head, show it, and see it lead; hands over what this computer knows."""
     import asyncio
 
     asyncio.run(_seat(reach, store))
 
 
-def route_now(reach: "Reach") -> None:
+def route_now(reach: "Routes") -> None:
     """Apply and tune the fleet's routers, where it has any, and say what their ports lead to."""
     import asyncio
 
-    from tpuswarm.fleet.routers import route, router_hosts
+    from tpuswarm.fleet.hosts.routers import configure_routers, router_hosts
 
     hosts = router_hosts(reach)
     if not hosts:
         return
     with Watching(make_console(), hosts) as watching:
-        ports = asyncio.run(route(reach, hosts, watching.told))
+        ports = asyncio.run(configure_routers(reach, hosts, watching.told))
     numbers = f"ports {min(ports)} to {max(ports)} lead" if len(ports) > 1 else f"port {min(ports)} leads"
     for host in hosts:
         say(f"{host.label.partition('/')[0]} routes: its {numbers} to SSH; `tpuswarm router show --from` lists them")
 
 
-def hand_over(reach: "Reach") -> None:
+def hand_over(reach: "Routes") -> None:
     """Let a keeper on the head know what this computer has kept for machines that come later."""
     desired = reach.look().document.desired
     if desired.kept_on is not None and desired.down is None:
         import asyncio
 
-        from tpuswarm.fleet.seating import seat
+        from tpuswarm.fleet.keeper.head_keeper import install_head_keeper
 
         try:
-            asyncio.run(seat(reach))
+            asyncio.run(install_head_keeper(reach))
         except TpuswarmError as error:
             say(f"note: the keeper on {desired.home} does not know of it yet: {error}", err=True)
         else:
             say(f"the keeper on {desired.home} knows of it too")
 
 
-async def _seat(reach: "Reach", store: "Held") -> None:
-    from tpuswarm.fleet.seating import seat, see_lead
+async def _seat(reach: "Routes", store: "Store") -> None:
+    from tpuswarm.fleet.keeper.head_keeper import install_head_keeper, wait_for_head_keeper
     from tpuswarm.train.process.waiting import waiting
 
     with Watching(make_console(), []) as watching:
-        host = await seat(reach, watching.told)
+        host = await install_head_keeper(reach, watching.told)
     with waiting(f"waiting until the keeper on {host.label.partition('/')[0]} leads"):
-        await see_lead(reach, store, host)
+        await wait_for_head_keeper(reach, store, host)
 
 
-async def _set_up(reach: "Reach", table: "Setup", machines: "Sequence[Machine]") -> None:
+async def _set_up(reach: "Routes", table: "Setup", machines: "Sequence[Machine]") -> None:
     import asyncio
 
-    from tpuswarm.fleet.setting_up import set_up_all
+    from tpuswarm.fleet.hosts.setup import set_up_all
 
     watching = Watching(make_console(), [each.host for each in machines])
     try:

@@ -12,7 +12,7 @@ from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.process.terminal import say, settle
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.hosts.routes import Routes
     from tpuswarm.remote.host import Host
 
 LOST = 255
@@ -25,13 +25,13 @@ LONGEST = 15.0
 
 def log_in(name: str, words: list[str], fleet: str | None) -> int:
     """A shell, or a command, on a worker; its exit code."""
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.store import fleets
     from tpuswarm.remote.attended import line_of
 
     if shutil.which("ssh") is None:
         raise InputError("`tpuswarm ssh` uses OpenSSH, and there is no program ssh here: install openssh-client")
-    reach = find_reach(fleets.find(fleet)[0])
+    reach = open_routes(fleets.find_fleet(fleet)[0])
     host = _host(reach, name)
     shell = not words and sys.stdin.isatty()
     line = line_of(words) if words else SHELL if shell else ""
@@ -48,13 +48,13 @@ def log_in(name: str, words: list[str], fleet: str | None) -> int:
             host = _back(reach, name, host)
 
 
-def _host(reach: "Reach", name: str) -> "Host":
+def _host(reach: "Routes", name: str) -> "Host":
     """The one that is meant; of a slice its first worker."""
     hosts, _ = reach.hosts(name if "/" in name else f"{name}/0")
     return hosts[0]
 
 
-def _back(reach: "Reach", name: str, host: "Host") -> "Host":
+def _back(reach: "Routes", name: str, host: "Host") -> "Host":
     """Where it is now; where it was, as long as that cannot be told."""
     try:
         return _host(reach, name)
@@ -63,7 +63,7 @@ def _back(reach: "Reach", name: str, host: "Host") -> "Host":
         return host
 
 
-def _once(reach: "Reach", host: "Host", line: str, reached: Path) -> int:
+def _once(reach: "Routes", host: "Host", line: str, reached: Path) -> int:
     from tpuswarm.remote.openssh import openssh
 
     words = openssh(host, reach.key)

@@ -17,7 +17,7 @@ def as_rehearsed(file: Path = Path("swarm.toml")) -> None:
         return
     from fsspec.config import conf
 
-    from tpuswarm.fleet.clouds import open_access
+    from tpuswarm.fleet.spec.providers import open_access
 
     access = open_access("rehearsal", None)
     assert access.endpoints is not None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asyncio import Future
     from asyncio.subprocess import Process
 
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.hosts.routes import Routes
     from tpuswarm.remote.connect import Connections
     from tpuswarm.remote.host import Host
     from tpuswarm.watch.boards import Source
@@ -62,14 +62,14 @@ def _far(run: str) -> re.Match[str] | None:
     return None if "://" in run or Path(run).exists() else re.fullmatch(r"([\w.-]+(?:/\d+)?):(.+)", run)
 
 
-def _reach(fleet: str | None) -> "Reach":
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
+def _reach(fleet: str | None) -> "Routes":
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.store import fleets
 
-    return find_reach(fleets.find(fleet)[0])
+    return open_routes(fleets.find_fleet(fleet)[0])
 
 
-async def _work(runs: list[str], port: int, reach: "Reach | None", folder: Path) -> None:
+async def _work(runs: list[str], port: int, reach: "Routes | None", folder: Path) -> None:
     import asyncio
     from contextlib import AsyncExitStack
 
@@ -147,7 +147,7 @@ async def _until_it_answers(ended: "Future[int]", said_last: "Future[str]", port
 
 
 def _sources(
-    runs: list[str], reach: "Reach | None", connections: "Connections | None", folder: Path
+    runs: list[str], reach: "Routes | None", connections: "Connections | None", folder: Path
 ) -> "dict[str, Source]":
     """By what they are called in TensorBoard."""
     import asyncio
@@ -169,7 +169,7 @@ def _sources(
             assert reach is not None and connections is not None
             where, there = reach, far[1]
 
-            async def find(where: "Reach" = where, there: str = there) -> "Host":
+            async def find(where: "Routes" = where, there: str = there) -> "Host":
                 return await asyncio.to_thread(one_host, where, there)
 
             found[name] = Far(connections, find, far[2], folder / name)

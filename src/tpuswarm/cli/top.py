@@ -14,7 +14,7 @@ from tpuswarm.cli.runs import Json, make_console
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tpuswarm.fleet.reach import Reached
+    from tpuswarm.fleet.hosts.routes import ReachableHosts
     from tpuswarm.swarm.views.status import MemberStatus
     from tpuswarm.watch.top import Row
 
@@ -36,10 +36,10 @@ def top(
     """
     import asyncio
 
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.store import fleets
 
-    reach = find_reach(fleets.find(fleet)[0])
+    reach = open_routes(fleets.find_fleet(fleet)[0])
     reached = reach.find(where)  # a wrong name is said before anything else
     look = _Look(lambda: reach.find(where), reached)
     console = make_console()
@@ -49,7 +49,7 @@ def top(
 class _Look:
     """What the cloud and the run say, looked at now and then beside what hosts say."""
 
-    def __init__(self, find: "Callable[[], Reached]", reached: "Reached"):
+    def __init__(self, find: "Callable[[], ReachableHosts]", reached: "ReachableHosts"):
         from tpuswarm.cli.picture import training_here
 
         self._find, self.reached = find, reached

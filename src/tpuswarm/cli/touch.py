@@ -15,7 +15,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import at_once, say
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.hosts.routes import Routes
     from tpuswarm.remote.everywhere import Endings
     from tpuswarm.remote.host import Host
 
@@ -97,19 +97,19 @@ def ssh(
     raise typer.Exit(log_in(name, words or [], fleet))
 
 
-def find_hosts(where: str, fleet: str | None) -> "tuple[Reach, list[Host]]":
+def find_hosts(where: str, fleet: str | None) -> "tuple[Routes, list[Host]]":
     """The way to a fleet, and the hosts of it that are meant; what is meant and away is said."""
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.store import fleets
 
-    reach = find_reach(fleets.find(fleet)[0])
+    reach = open_routes(fleets.find_fleet(fleet)[0])
     hosts, away = reach.hosts(where)
     for each in away:
         say(f"left out: {each}", err=True)
     return reach, hosts
 
 
-def attend(reach: "Reach", hosts: "list[Host]", words: list[str], time_out_s: float | None) -> "Endings":
+def attend(reach: "Routes", hosts: "list[Host]", words: list[str], time_out_s: float | None) -> "Endings":
     """Run a command on hosts, print what they say and the summary."""
     import asyncio
 

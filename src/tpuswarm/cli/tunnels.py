@@ -9,7 +9,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.reach import Reach
+    from tpuswarm.fleet.hosts.routes import Routes
     from tpuswarm.remote.host import Host
 
 
@@ -21,14 +21,14 @@ def forward(
     """Forward a port of a machine to this computer until Ctrl-C, loopback to loopback. Reconnects by itself."""
     import asyncio
 
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.store import fleets
     from tpuswarm.remote.connect import Connections
     from tpuswarm.remote.forward import forward as forwarded
     from tpuswarm.remote.forward import ports
 
     here, there = ports(port)
-    reach = find_reach(fleets.find(fleet)[0])
+    reach = open_routes(fleets.find_fleet(fleet)[0])
 
     async def find() -> "Host":
         return await asyncio.to_thread(one_host, reach, name)
@@ -40,7 +40,7 @@ def forward(
     asyncio.run(work())
 
 
-def one_host(reach: "Reach", name: str) -> "Host":
+def one_host(reach: "Routes", name: str) -> "Host":
     """A machine's first worker, or the one that is named. Raises InputError for a group."""
     hosts, _ = reach.hosts(name)
     if len(machines := sorted({each.label.partition("/")[0] for each in hosts})) > 1:
@@ -50,19 +50,19 @@ def one_host(reach: "Reach", name: str) -> "Host":
 
 def ssh_config(fleet: Fleets = None) -> None:
     """Write an ssh config with which VS Code, rsync, scp and ssh find every machine, even after a preemption."""
-    from tpuswarm.fleet.keeping import fleets
-    from tpuswarm.fleet.reach import find_reach
-    from tpuswarm.fleet.ssh_config import alias, config, file_of
-    from tpuswarm.fleet.targets import find_targets
+    from tpuswarm.fleet.hosts.routes import open_routes
+    from tpuswarm.fleet.hosts.ssh_config import config_file, host_alias, render_config
+    from tpuswarm.fleet.hosts.targets import find_targets
+    from tpuswarm.fleet.store import fleets
     from tpuswarm.train.process.atomic import write_atomically
 
-    reach = find_reach(fleets.find(fleet)[0])
+    reach = open_routes(fleets.find_fleet(fleet)[0])
     seen = reach.look()
     found = find_targets("all", seen.document.desired, seen.listing)
     users = reach.users(seen)
-    file = file_of(reach.fleet)
+    file = config_file(reach.fleet)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(file, config(reach.fleet, reach.key, users))
+    write_atomically(file, render_config(reach.fleet, reach.key, users))
     for each in found.away:
         say(f"not now: {each}")
     count = f"{len(users)} host{'s' * (len(users) != 1)}"
@@ -73,4 +73,4 @@ def ssh_config(fleet: Fleets = None) -> None:
     if not own.exists() or line not in own.read_text(encoding="utf-8").splitlines():
         say(f"put this line at the top of {own}, once: `{line}`")
     label = next(iter(users))
-    say(f"then: `ssh {label}`, `scp FILE {alias(label)}:` (also rsync and VS Code: a dot for the slash)")
+    say(f"then: `ssh {label}`, `scp FILE {host_alias(label)}:` (also rsync and VS Code: a dot for the slash)")

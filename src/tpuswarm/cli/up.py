@@ -14,7 +14,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.core.desired import Desired
+    from tpuswarm.fleet.decide.desired import Desired
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing. Needs no credentials.")]
 FleetOrMachine = Annotated[
@@ -58,32 +58,32 @@ def up(
 ) -> None:
     """Create what swarm.toml asks for, or one TPU, and wait until ready. Run it again to create what is missing."""
     from tpuswarm.cli import jobs
-    from tpuswarm.fleet import asked
-    from tpuswarm.fleet.file import DEFAULT
+    from tpuswarm.fleet.spec import desired_from_file
+    from tpuswarm.fleet.spec.file import DEFAULT_FILE
 
     file, command = _command(context, file, words or [])
     if command and type_ is None:
         raise InputError("-- CMD goes with --type; on a fleet, `tpuswarm exec POOL --detach -- CMD` starts a job")
-    read, warnings = asked.asked(file, type_, zone or [], name, spot, provider, down_when)
+    read, warnings = desired_from_file.file_or_options(file, type_, zone or [], name, spot, provider, down_when)
     for warning in warnings:
         say(f"warning: {warning}", err=True)
 
     def as_asked(wanted: "Desired") -> "Desired":
-        return asked.named(asked.scaled(wanted, scale or []), name)
+        return desired_from_file.with_machine_name(desired_from_file.with_counts(wanted, scale or []), name)
 
     if dry_run:
         bring.dry_run(read, as_asked, paid, keep)
         return
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.store import fleets
 
-    fleet = fleets.of_file(read)
+    fleet = fleets.fleet_of_file(read)
     agreed = bring.agree(fleet, read, as_asked, paid, yes, keep, adopt=adopt)
     wanted = agreed.wanted
     if command:
         jobs.store_main(fleet, wanted.pools[0].name, command)
     at_home = False
     try:
-        bring.bring_up(fleet, agreed, read.setup, keep, None if type_ else file or DEFAULT)
+        bring.bring_up(fleet, agreed, read.setup, keep, None if type_ else file or DEFAULT_FILE)
         at_home = wanted.kept_on is not None
         if command:
             jobs.see_begin(fleet, jobs.MAIN, kept=keep)
@@ -116,24 +116,24 @@ def down(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
 ) -> None:
     """Delete a fleet, or one of its machines, and check by listing that nothing is left that costs money."""
-    from tpuswarm.fleet import asked
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.spec import desired_from_file
+    from tpuswarm.fleet.store import fleets
 
     fleet, machine = bring.target_of(target)
     cloud = fleet.provider()
-    store: fleets.Held = fleet.store(cloud)
+    store: fleets.Store = fleet.store(cloud)
     if orphans is None:
-        document, listing, note = fleets.look_at(fleet, store, cloud, None)
+        document, listing, note = fleets.inspect_fleet(fleet, store, cloud, None)
     else:
-        found, listing = fleets.orphans(fleet, store, cloud, orphans)
-        document, store, note = found, fleets.Unstored(found), ""
+        found, listing = fleets.find_orphans(fleet, store, cloud, orphans)
+        document, store, note = found, fleets.MemoryStore(found), ""
     if note:
         say(f"note: {note}", err=True)
     if document is None:
         say(f"there is no fleet {fleet.name} in project {cloud.project}")
         return
     desired = document.desired
-    wanted = asked.without(desired, listing, machine) if machine else replace(desired, down=BY_HAND)
+    wanted = desired_from_file.without_machine(desired, listing, machine) if machine else replace(desired, down=BY_HAND)
     wanted = replace(wanted, revision=wanted.revision + 1)
     shown = bring.previewed(wanted, listing, cloud.project, document)
     if desired.down is not None and machine is None and not shown.changes:
@@ -145,7 +145,7 @@ def down(
         return
     if shown.changes:
         bring.confirm(yes)
-    fleets.change(store, wanted, desired)
+    fleets.change_desired(store, wanted, desired)
     bring.work(fleet, cloud, store, lambda tick: tick.converged if machine else tick.done)
     if machine:
         say("it is gone, and its pool has one machine fewer")
@@ -169,9 +169,9 @@ def resume(name: Name, fleet: Fleets = None, yes: Yes = False) -> None:
 
 def keep(target: Target = None) -> None:
     """Run the keeper in the foreground until Ctrl-C: create what is missing, delete what is dead."""
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.store import fleets
 
-    fleet, _ = fleets.find(target)
+    fleet, _ = fleets.find_fleet(target)
     cloud = fleet.provider()
     alone = not sys.stdin.isatty()
     bring.work(fleet, cloud, fleet.store(cloud), lambda tick: tick.done, stays=True, patient=alone)
@@ -179,18 +179,18 @@ def keep(target: Target = None) -> None:
 
 def _turn(text: str, where: str | None, yes: bool, pausing: bool) -> None:
     from tpuswarm.catalog import find
-    from tpuswarm.fleet.core.names import resolve
-    from tpuswarm.fleet.keeping import fleets
+    from tpuswarm.fleet.decide.names import resolve_name
+    from tpuswarm.fleet.store import fleets
 
-    fleet, _ = fleets.find(where)
+    fleet, _ = fleets.find_fleet(where)
     cloud = fleet.provider()
     store = fleet.store(cloud)
-    document, listing, _ = fleets.look_at(fleet, store, cloud, None)
+    document, listing, _ = fleets.inspect_fleet(fleet, store, cloud, None)
     if document is None:
         raise InputError(f"there is no fleet {fleet.name} in project {cloud.project}")
     wanted = document.desired
     ours = {each.name: each for each in listing.machines if each.fleet == wanted.fleet}
-    name = resolve(text, {**ours, **wanted.paused})
+    name = resolve_name(text, {**ours, **wanted.paused})
     machine = ours.get(name)
     paused = dict(wanted.paused)
     if not pausing:
@@ -211,5 +211,5 @@ def _turn(text: str, where: str | None, yes: bool, pausing: bool) -> None:
     bring.print_preview(shown, wanted, fleet.provider_name, kept=True, ending=True)
     if shown.changes:
         bring.confirm(yes)
-    fleets.change(store, wanted, document.desired)
+    fleets.change_desired(store, wanted, document.desired)
     bring.work(fleet, cloud, store, lambda tick: tick.converged)

@@ -7,8 +7,8 @@ from tpuswarm.cloud.protocol import Machine
 from tpuswarm.train.process.terminal import say_on
 
 if TYPE_CHECKING:
-    from tpuswarm.fleet.core.actions import Event
-    from tpuswarm.fleet.keeping.keeper import Tick
+    from tpuswarm.fleet.decide.actions import Event
+    from tpuswarm.fleet.keeper.keeper import Tick
 
 MOST = 14
 """Machines shown on a terminal: those that need a look come first."""
@@ -84,10 +84,10 @@ class Watching:
         from rich.console import Group
         from rich.text import Text
 
-        from tpuswarm.fleet.view import machines_table, rows
+        from tpuswarm.fleet.view import machine_rows, machines_table
 
         desired = tick.document.desired
-        shown = rows(desired, tick.observed.listing, tick.document.events, tick.now)
+        shown = machine_rows(desired, tick.observed.listing, tick.document.events, tick.now)
         shown.sort(key=lambda row: row.state == "ready")
         ready = sum(row.state == "ready" for row in shown)
         wanted = 0 if desired.down else sum(pool.count for pool in desired.pools)

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.config.shown import age
 from tpuswarm.doctor.check import Wrong
-from tpuswarm.fleet.core.money import Rate, machine_price
-from tpuswarm.fleet.core.names import ALL
-from tpuswarm.fleet.doing import missing
-from tpuswarm.fleet.keeping.document import Document
-from tpuswarm.fleet.view import HELD, rows
+from tpuswarm.fleet.activity import list_missing
+from tpuswarm.fleet.decide.money import Rate, machine_price
+from tpuswarm.fleet.decide.names import ALL
+from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.view import STALE_LEASE_S, machine_rows
 
 WAITS_S = 24 * 3600.0
 """Seconds after which a queued request has waited long."""
@@ -34,9 +34,9 @@ def of_fleet(document: Document, listing: Listing, now: float) -> Iterator[tuple
     ours = [each for each in listing.machines if each.fleet == desired.fleet]
     cost = [each for each in ours if each.state not in UNSET]
     lease = document.lease
-    if cost and (lease is None or now - lease.at > 2 * HELD):
+    if cost and (lease is None or now - lease.at > 2 * STALE_LEASE_S):
         rate = Rate()
-        for row in rows(desired, listing, (), now):
+        for row in machine_rows(desired, listing, (), now):
             if row.state not in UNSET:
                 rate = rate.plus(row.hourly)
         since = "" if lease is None else f": the last one, on {lease.host}, was seen {age(now - lease.at)} ago"
@@ -73,7 +73,7 @@ def lacking(document: Document, listing: Listing, where: str, now: float) -> Ite
     """Pools of which machines are wanted and neither there nor asked for, and what of them; where: POOL or `all`."""
     ours = [each for each in listing.machines if each.fleet == document.desired.fleet]
     dark = {each.name for each in document.desired.pools if not listing.unreachable.isdisjoint(each.zones)}
-    for each in missing(document.desired, ours, sorted(document.events), now):
+    for each in list_missing(document.desired, ours, sorted(document.events), now):
         if where in (ALL, each.pool) and each.pool not in dark:  # there, nobody knows
             yield each.pool, Wrong(each.why, "`tpuswarm up`, or a keeper (`tpuswarm keep`), makes it again")
 

@@ -15,8 +15,8 @@ from tpuswarm.doctor.checks import ACROSS, CHECKS
 from tpuswarm.doctor.cloud import HEALTH, REACH, SYMPTOM, health
 from tpuswarm.doctor.cloud import WHY as OF_CLOUD
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-from tpuswarm.fleet.core.money import machine_price
-from tpuswarm.fleet.reach import Reached
+from tpuswarm.fleet.decide.money import machine_price
+from tpuswarm.fleet.hosts.routes import ReachableHosts
 from tpuswarm.remote.connect import Connections, ask
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host, NoWay
@@ -59,7 +59,11 @@ def examine_here() -> list[Found]:
 
 
 async def examine(
-    connections: Connections, reached: Reached, head: str = "", bucket: str = "", checks: Sequence[Check] = CHECKS
+    connections: Connections,
+    reached: ReachableHosts,
+    head: str = "",
+    bucket: str = "",
+    checks: Sequence[Check] = CHECKS,
 ) -> list[Found]:
     """All hosts, and what the cloud says of their machines.
 

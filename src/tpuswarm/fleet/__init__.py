@@ -1,5 +1,5 @@
-"""Keeps the machines of swarm.toml.
+"""Create, keep and reach the machines of swarm.toml.
 
-`file.py` and `checks.py` are the file, `core/` decides (pure: what exists and what is wanted give what to do next, with
-reasons), `store.py` holds what is wanted where any laptop finds it, `keeper.py` looks, decides and acts.
+`spec/` reads the file, `decide/` is pure (state in, actions out), `store/` keeps the fleet's document, `hosts/` reaches
+machines over SSH, `keeper/` runs the loop, `apply/` checks and previews what `up` and `init` do.
 """

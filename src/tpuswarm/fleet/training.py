@@ -7,34 +7,34 @@ from typing import NamedTuple
 
 from tpuswarm.config.train import Train
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.core.jobs import Job
-from tpuswarm.fleet.file import HEAD, Pool, SwarmFile
+from tpuswarm.fleet.decide.jobs import Job
+from tpuswarm.fleet.spec.file import HEAD, Pool, SwarmFile
 from tpuswarm.remote.connect import Connections, on_host
 from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.places import OURS
 from tpuswarm.train.storage.folders import is_url
 
-TOKEN = f"{OURS}/swarm-token"
+TOKEN_FILE = f"{OURS}/swarm-token"
 """Where the secret of all who join lies on a machine, from the home: for its owner alone."""
-TOLD_S = 10.0
+TOKEN_TIMEOUT_S = 10.0
 """Seconds for a host to take the secret: a new head does not wait for one that is on its way out."""
 HEAD_PORTS, MEMBER_PORTS = "${TPUSWARM_HEAD_PORTS:-20000-20999}", "${TPUSWARM_MEMBER_PORTS:-21000-21999}"
 """On which Ray listens, for a shell: a head and a member may share a machine. Those of the local cloud share one
 computer, and each is told ports of its own."""
-ACCEPT = " --accept-code"
+ACCEPT_CODE = " --accept-code"
 HEAD_ENDS = "; code=$?; [ $code = 130 ] && exit 0; exit $code"
 """After the head's command: who stops it with Ctrl-C, or `tpuswarm stop`, wants its end; SIGTERM is its machine's."""
 WANDB_KEY = "WANDB_API_KEY"
-NOT_HERE = ("recipe", "options", "run", "members", "devices_per_member", "ray_address", "profile")
+NOT_PASSED = ("recipe", "options", "run", "members", "devices_per_member", "ray_address", "profile")
 """Of [train]: what the head's command says in another way, or not at all."""
 
 
-ONE_PROCESS = ("keep_best", "overfit_batches", "fast_dev_run", "profile")
+SINGLE_PROCESS_OPTIONS = ("keep_best", "overfit_batches", "fast_dev_run", "profile")
 """Of [train]: what only a run without members has."""
 
 
-class Planned(NamedTuple):
+class TrainJob(NamedTuple):
     """A job of the training."""
 
     name: str
@@ -46,7 +46,7 @@ class Planned(NamedTuple):
     """For people."""
 
 
-def run_of(file: SwarmFile) -> str:
+def run_url(file: SwarmFile) -> str:
     """The URL of its run. Raises InputError where there is no bucket for it."""
     if file.train is not None and file.train.run is not None:
         if not is_url(file.train.run):
@@ -60,7 +60,7 @@ def run_of(file: SwarmFile) -> str:
     return f"gs://{file.storage.bucket}/runs/{file.name}"
 
 
-def planned(file: SwarmFile, accept_code: bool = False) -> tuple[Planned, ...]:
+def train_jobs(file: SwarmFile, accept_code: bool = False) -> tuple[TrainJob, ...]:
     """The head and, for each pool, its members. Raises InputError for a fleet that cannot train.
 
     accept_code: the head goes on with a run although code or settings have changed.
@@ -68,7 +68,7 @@ def planned(file: SwarmFile, accept_code: bool = False) -> tuple[Planned, ...]:
     assert file.train is not None
     if not file.pool:
         raise InputError("the file has no [[pool]], so there is nothing that could train")
-    if alone := [name for name in ONE_PROCESS if getattr(file.train, name)]:
+    if alone := [name for name in SINGLE_PROCESS_OPTIONS if getattr(file.train, name)]:
         raise InputError(f"train.{alone[0]} is for a run of one process, not for members: leave it out")
     if file.train.wandb is not None and (file.setup is None or WANDB_KEY not in file.setup.secrets):
         raise InputError(f'train.wandb needs a key on the head: add secrets = ["{WANDB_KEY}"] to [setup]')
@@ -82,25 +82,25 @@ def planned(file: SwarmFile, accept_code: bool = False) -> tuple[Planned, ...]:
             "train.wandb needs the package of W&B on the head: name it in pip or requirements of [setup], such as "
             'pip = ["tpuswarm[gcloud,tpu,wandb]"]'
         )
-    url = run_of(file)
+    url = run_url(file)
     stays = _head_pool(file)
     on = HEAD if stays is None else f"the first host of pool {stays.name}"
-    batches = batches_of(file)
+    batches = pool_batches(file)
     train = file.train.model_copy(update={"batch": max(batches.values())}) if batches else file.train
-    line = head_line(train, url, sum(each.count for each in file.pool)) + ACCEPT * accept_code + HEAD_ENDS
-    jobs = [Planned(HEAD, HEAD if stays is None else stays.name, line, f"the head runs on {on}")]
+    line = head_command(train, url, sum(each.count for each in file.pool)) + ACCEPT_CODE * accept_code + HEAD_ENDS
+    jobs = [TrainJob(HEAD, HEAD if stays is None else stays.name, line, f"the head runs on {on}")]
     for pool in file.pool:
-        line = f"exec python -m tpuswarm join {shlex.quote(url)} --of-machine --token-file ~/{TOKEN}"
+        line = f"exec python -m tpuswarm join {shlex.quote(url)} --of-machine --token-file ~/{TOKEN_FILE}"
         line += f" --ports {MEMBER_PORTS}"
         says = f"{pool.count} member{'s' * (pool.count > 1)}, one on each {pool.type} of pool {pool.name}"
         if batches:
             line += f" --batch {batches[pool.name]}"
             says += f", batch {batches[pool.name]:,}"
-        jobs.append(Planned(f"members-{pool.name}", pool.name, line, says))
+        jobs.append(TrainJob(f"members-{pool.name}", pool.name, line, says))
     return tuple(jobs)
 
 
-def batches_of(file: SwarmFile) -> dict[str, int]:
+def pool_batches(file: SwarmFile) -> dict[str, int]:
     """The batch of each pool, where [train] has a table of them. Raises InputError for one that cannot train together.
 
     The run's batch, in which steps count and rows are leased, is the largest: the others have to divide it.
@@ -138,23 +138,25 @@ def _brings(file: SwarmFile, package: str) -> bool:
     return any(package in line for line in lines)
 
 
-def is_same(line: str, there: str) -> bool:
+def is_same_command(line: str, there: str) -> bool:
     """Whether a job that is there is the one that is asked for; what it was once let to accept is no difference."""
-    return line == there or line == there.replace(ACCEPT, "")
+    return line == there or line == there.replace(ACCEPT_CODE, "")
 
 
-def head_line(train: Train, url: str, members: int) -> str:
+def head_command(train: Train, url: str, members: int) -> str:
     """The command of the head of so many members."""
     words = [train.recipe]
-    for name, value in train.model_dump(exclude_unset=True, exclude=set(NOT_HERE)).items():
+    for name, value in train.model_dump(exclude_unset=True, exclude=set(NOT_PASSED)).items():
         words += _option(name, value)
     for name, value in train.options.items():
         words += _option(name, value)
-    said = f"python -m tpuswarm train {shlex.join(words)} --members 0 --run {shlex.quote(url)} --token-file ~/{TOKEN}"
+    said = (
+        f"python -m tpuswarm train {shlex.join(words)} --members 0 --run {shlex.quote(url)} --token-file ~/{TOKEN_FILE}"
+    )
     return f"{said} --expect {members} --ports {HEAD_PORTS}"
 
 
-def run_in(jobs: Iterable[Job]) -> str | None:
+def find_run_url(jobs: Iterable[Job]) -> str | None:
     """The URL of the run whose head is among the jobs; None: none is."""
     words = next((shlex.split(each.line) for each in jobs if is_head(each)), [])
     return words[words.index("--run") + 1] if "--run" in words else None
@@ -171,15 +173,15 @@ def _option(name: str, value: object) -> list[str]:
 
 def is_head(job: Job) -> bool:
     """Whether a job is the head of a training, and not a program of somebody's that is called so."""
-    return job.name == HEAD and TOKEN in job.line
+    return job.name == HEAD and TOKEN_FILE in job.line
 
 
 def is_member(job: Job) -> bool:
     """Whether a job is a training's members of a pool."""
-    return TOKEN in job.line and job.name != HEAD
+    return TOKEN_FILE in job.line and job.name != HEAD
 
 
-async def share_secret(
+async def share_token(
     connections: Connections, job: Job, host: Host, jobs: Iterable[Job], hosts: Mapping[tuple[str, int], Host]
 ) -> None:
     """Give a host on which a job is about to begin what members join with, where the job is one of the training.
@@ -192,22 +194,22 @@ async def share_secret(
         secret = secrets.token_hex(32)
         await give_token(connections, host, secret)
         others = [each for each in hosts.values() if each.label != host.label]
-        await fan_out(others, lambda each: give_token(connections, each, secret), time_out_s=TOLD_S)
+        await fan_out(others, lambda each: give_token(connections, each, secret), time_out_s=TOKEN_TIMEOUT_S)
     elif is_member(job):
         head = next((seat.machine for each in jobs if is_head(each) for seat in each.seats), None)
-        if head and (at := hosts.get((head, 0))) and (found := await find_token(connections, at)):
+        if head and (at := hosts.get((head, 0))) and (found := await read_token(connections, at)):
             await give_token(connections, host, found)
 
 
 async def give_token(connections: Connections, host: Host, secret: str) -> None:
     """Write the secret to a host, through the connection and in no command line."""
-    line = f"umask 077 && mkdir -p ~/{OURS} && cat >~/{TOKEN}.part && mv ~/{TOKEN}.part ~/{TOKEN}"
+    line = f"umask 077 && mkdir -p ~/{OURS} && cat >~/{TOKEN_FILE}.part && mv ~/{TOKEN_FILE}.part ~/{TOKEN_FILE}"
     connection = await connections.to(host)
     await on_host(host, lambda: connection.run(line, input=secret, check=True))
 
 
-async def find_token(connections: Connections, host: Host) -> str | None:
+async def read_token(connections: Connections, host: Host) -> str | None:
     """The secret that a host has from before; None: none."""
     connection = await connections.to(host)
-    done = await on_host(host, lambda: connection.run(f"cat ~/{TOKEN}", check=False))
+    done = await on_host(host, lambda: connection.run(f"cat ~/{TOKEN_FILE}", check=False))
     return str(done.stdout).strip() or None

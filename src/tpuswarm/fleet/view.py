@@ -8,29 +8,29 @@ from typing import TYPE_CHECKING, Any
 from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.config.shown import age, significant
 from tpuswarm.config.units import GIB
-from tpuswarm.fleet.core.actions import Event
-from tpuswarm.fleet.core.desired import Desired
-from tpuswarm.fleet.core.ledger import Ledger, charge
-from tpuswarm.fleet.core.limits import costs, machine_quota
-from tpuswarm.fleet.core.memory import Memory, Observed
-from tpuswarm.fleet.core.money import DAY, HOUR, Rate, covered, dollars, lot, machine_price
-from tpuswarm.fleet.core.names import by_number
-from tpuswarm.fleet.core.remember import remember
-from tpuswarm.fleet.keeping.document import Document
+from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.limits import is_billable, machine_quota
+from tpuswarm.fleet.decide.money import DAY_S, HOUR_S, Rate, covered_machines, format_dollars, machine_price, quota_key
+from tpuswarm.fleet.decide.names import by_number
+from tpuswarm.fleet.decide.observe import observe
+from tpuswarm.fleet.decide.spending import Spending, charge
+from tpuswarm.fleet.decide.state import FleetState, Observed
+from tpuswarm.fleet.store.document import Document
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from tpuswarm.fleet.doing import Doing
+    from tpuswarm.fleet.activity import MachineActivity
 
-DOES = {"training": "green", "joining": "yellow", "not ready": "yellow", "missing": "red", "lost": "red"}
+ACTIVITY_COLORS = {"training": "green", "joining": "yellow", "not ready": "yellow", "missing": "red", "lost": "red"}
 """Colours of what machines of a training do."""
-COLORS = {"ready": "green", "dead": "red", "deleting": "red", "stopped": "dim"}
+STATE_COLORS = {"ready": "green", "dead": "red", "deleting": "red", "stopped": "dim"}
 
 
 @dataclass(frozen=True)
-class Row:
+class MachineRow:
     """A machine."""
 
     name: str
@@ -51,10 +51,10 @@ class Row:
     workers: tuple[tuple[str | None, str | None], ...]
 
 
-def rows(desired: Desired, listing: Listing, events: Iterable[Event], now: float) -> list[Row]:
+def machine_rows(desired: Desired, listing: Listing, events: Iterable[Event], now: float) -> list[MachineRow]:
     """A fleet's machines, by pool and name."""
-    there = [each for each in listing.machines if costs(each)]
-    free, _ = covered(there, desired.grants, now)
+    there = [each for each in listing.machines if is_billable(each)]
+    free, _ = covered_machines(there, desired.grants, now)
     lost = Counter(each.machine for each in events if each.kind in ("preempted", "lost"))
     ours = [each for each in listing.machines if each.fleet == desired.fleet]
     return [
@@ -62,11 +62,11 @@ def rows(desired: Desired, listing: Listing, events: Iterable[Event], now: float
     ]
 
 
-def _row(machine: Machine, free: set[tuple[str, str]], preemptions: int, now: float) -> Row:
+def _row(machine: Machine, free: set[tuple[str, str]], preemptions: int, now: float) -> MachineRow:
     age = now - machine.created if machine.created else None
     hourly = 0.0 if (machine.zone, machine.name) in free else machine_price(machine)
-    cost = None if hourly is None or age is None else hourly * age / HOUR
-    return Row(
+    cost = None if hourly is None or age is None else hourly * age / HOUR_S
+    return MachineRow(
         machine.name, machine.pool or "", machine.type, machine.zone, machine.how, machine.state, machine.said,
         machine.healthy, machine.why, age, preemptions, hourly, cost,
         tuple((each.internal, each.external) for each in machine.workers),
@@ -86,23 +86,23 @@ class GrantUse:
     days_left: float | None
 
 
-def grants(desired: Desired, listing: Listing, now: float) -> list[GrantUse]:
+def grant_uses(desired: Desired, listing: Listing, now: float) -> list[GrantUse]:
     """What is used of each grant, by anybody."""
     from tpuswarm.catalog import find
 
     found = []
     for grant in desired.grants:
-        mine = lot(grant.type, grant.zone, grant.spot)
-        alike = (each for each in listing.machines if each.kind == "tpu" and costs(each))
+        mine = quota_key(grant.type, grant.zone, grant.spot)
+        alike = (each for each in listing.machines if each.kind == "tpu" and is_billable(each))
         chips = sum(find(each.type).chips for each in alike if machine_quota(each) == mine)
-        days = None if grant.expires is None else (grant.expires - now) / DAY
+        days = None if grant.expires is None else (grant.expires - now) / DAY_S
         how = "spot" if grant.spot else "on-demand"
         used = min(grant.count, chips / find(grant.type).chips)
         found.append(GrantUse(grant.type, grant.zone, how, grant.count, used, days))
     return found
 
 
-def machines_table(shown: Sequence[Row], width: int) -> "Table":
+def machines_table(shown: Sequence[MachineRow], width: int) -> "Table":
     """In so many columns; what names a machine is not cut."""
     from tpuswarm.train.look.live import Column, table
 
@@ -124,21 +124,23 @@ def machines_table(shown: Sequence[Row], width: int) -> "Table":
         )
         for each in shown
     ]  # fmt: skip
-    colors = ["red" if each.healthy is False else COLORS.get(each.state, "yellow") for each in shown]
+    colors = ["red" if each.healthy is False else STATE_COLORS.get(each.state, "yellow") for each in shown]
     return table(columns, lines, width, colors)
 
 
-def doings_table(found: Sequence["Doing"], unit: str, width: int, room: int | None) -> list["RenderableType"]:
+def activities_table(
+    found: Sequence["MachineActivity"], unit: str, width: int, room: int | None
+) -> list["RenderableType"]:
     """A row for each machine that trains or should; where there is not room for so many, the rest in a line."""
     count = len(found) if room is None else min(len(found), room)
     while True:
         parts = _doings_rows(found, count, unit, width)
-        if room is None or count <= 1 or lines_of(parts, width) <= room:
+        if room is None or count <= 1 or count_lines(parts, width) <= room:
             return parts
         count -= 1
 
 
-def lines_of(parts: Sequence["RenderableType"], width: int) -> int:
+def count_lines(parts: Sequence["RenderableType"], width: int) -> int:
     """Of a terminal so wide."""
     from rich.console import Console
 
@@ -146,10 +148,10 @@ def lines_of(parts: Sequence["RenderableType"], width: int) -> int:
     return sum(len(console.render_lines(part)) for part in parts)
 
 
-def _doings_rows(found: Sequence["Doing"], count: int, unit: str, width: int) -> list["RenderableType"]:
+def _doings_rows(found: Sequence["MachineActivity"], count: int, unit: str, width: int) -> list["RenderableType"]:
     from rich.text import Text
 
-    from tpuswarm.fleet.doing import counted
+    from tpuswarm.fleet.activity import count_activities
     from tpuswarm.train.look.live import Column, table
 
     shown = found[:count]
@@ -169,32 +171,36 @@ def _doings_rows(found: Sequence["Doing"], count: int, unit: str, width: int) ->
         loss = "" if one is None or one.loss is None else significant(one.loss)
         base = "" if one is None or one.base is None else f"{one.base}"
         rows.append((each.machine or "–", each.pool, each.kind, speed, loss, base, each.why))
-    colors = [DOES.get(each.kind, "") for each in shown]
+    colors = [ACTIVITY_COLORS.get(each.kind, "") for each in shown]
     parts: list[RenderableType] = [table(columns, rows, width, colors)]
     if len(shown) < len(found):
-        parts.append(Text(f"and {len(found) - len(shown):,} more: {counted(found[len(shown) :])}", style="dim"))
+        parts.append(
+            Text(f"and {len(found) - len(shown):,} more: {count_activities(found[len(shown) :])}", style="dim")
+        )
     return parts
 
 
 def costs_line(document: Document, listing: Listing, now: float, left: float | None, carried: int) -> str:
     """What a training has cost and will cost. left: seconds until it is finished; carried: bytes so far."""
     rate = Rate()
-    for row in rows(document.desired, listing, (), now):
+    for row in machine_rows(document.desired, listing, (), now):
         if row.state not in ("dead", "deleting", "waiting", "stopped"):
             rate = rate.plus(row.hourly)
     budget = document.desired.budget.total
-    so_far = dollars(spent(document, listing, now).dollars) + (f" of {dollars(budget)}" if budget is not None else "")
+    so_far = format_dollars(total_spending(document, listing, now).dollars) + (
+        f" of {format_dollars(budget)}" if budget is not None else ""
+    )
     ahead = ""
     if left is not None:
-        ahead = f"; {left / HOUR:,.1f} hours left, {dollars(rate.dollars * left / HOUR)} at this pace"
+        ahead = f"; {left / HOUR_S:,.1f} hours left, {format_dollars(rate.dollars * left / HOUR_S)} at this pace"
     return f"{so_far} so far, {rate.hour} an hour{ahead}; {carried / GIB:,.2f} GiB carried between members and head"
 
 
-def summary(document: Document, listing: Listing, now: float) -> list[str]:
+def summary_lines(document: Document, listing: Listing, now: float) -> list[str]:
     """What there is beside the machines: keeper, grants, costs, limits."""
     desired, lease = document.desired, document.lease
-    ours = rows(desired, listing, (), now)
-    so_far = dollars(spent(document, listing, now).dollars)
+    ours = machine_rows(desired, listing, (), now)
+    so_far = format_dollars(total_spending(document, listing, now).dollars)
     if desired.down is not None and not ours and not listing.unreachable:
         return [f"it is down: {desired.down}; it has cost {so_far}; `tpuswarm up` brings it back"]
     if lease is None and desired.down is not None:
@@ -203,31 +209,32 @@ def summary(document: Document, listing: Listing, now: float) -> list[str]:
         lines = ["no keeper runs, so nothing lost is replaced and no limit is enforced: `tpuswarm keep`"]
     else:
         still = max(0.0, now - lease.at)
-        gone = ": it may be gone, and `tpuswarm keep` takes over" if still > 2 * HELD else ""
+        gone = ": it may be gone, and `tpuswarm keep` takes over" if still > 2 * STALE_LEASE_S else ""
         lines = [f"kept by {lease.host}, process {lease.pid}, which was seen {age(still)} ago{gone}"]
-    for each in grants(desired, listing, now):
+    for each in grant_uses(desired, listing, now):
         left = "" if each.days_left is None else f", {each.days_left:.0f} days left"
         lines.append(f"grant of {each.type} {each.how} in {each.zone}: {each.used:g} of {each.count} used{left}")
     rate = Rate()
     for row in ours:
         if row.state not in ("dead", "deleting", "waiting", "stopped"):
             rate = rate.plus(row.hourly)
-    total = f" of {dollars(desired.budget.total)}" if desired.budget.total is not None else ""
+    total = f" of {format_dollars(desired.budget.total)}" if desired.budget.total is not None else ""
     lines.append(f"{rate.hour} an hour; {so_far}{total} so far")
     if (limit := desired.budget.traffic_per_day) is not None:
-        lines.append(f"traffic of the last 24 hours: {dollars(document.traffic.day(now))} of {dollars(limit)} a day")
+        paid = format_dollars(document.traffic.day(now))
+        lines.append(f"traffic of the last 24 hours: {paid} of {format_dollars(limit)} a day")
     if desired.down is not None:
         lines.append(f"it comes down: {desired.down}")
     return lines
 
 
-def spent(document: Document, listing: Listing, now: float) -> Ledger:
+def total_spending(document: Document, listing: Listing, now: float) -> Spending:
     """What it has cost up to now: what its keeper has counted, and what is there since then."""
-    memory, _ = remember(Memory(), document.desired, listing, (), now)
+    memory, _ = observe(FleetState(), document.desired, listing, (), now)
     return charge(document.ledger, document.desired, Observed(listing, memory), now)
 
 
-def strangers(desired: Desired, listing: Listing) -> list[str]:
+def list_strangers(desired: Desired, listing: Listing) -> list[str]:
     """Machines of other fleets in the project, whose documents are elsewhere or lost."""
     others: dict[str, list[str]] = {}
     for each in listing.machines:
@@ -239,7 +246,7 @@ def strangers(desired: Desired, listing: Listing) -> list[str]:
     ]
 
 
-HELD = 60.0
+STALE_LEASE_S = 60.0
 """Seconds after which a keeper that is not seen has lost the fleet."""
 
 
@@ -247,7 +254,7 @@ def _amount(value: float | None) -> str:
     return "?" if value is None else "free" if value == 0 else f"{value:,.2f}"
 
 
-def document_object(document: Document, listing: Listing, events: Iterable[Event], now: float) -> dict[str, Any]:
+def fleet_object(document: Document, listing: Listing, events: Iterable[Event], now: float) -> dict[str, Any]:
     """For JSON."""
     from dataclasses import asdict
 
@@ -262,8 +269,8 @@ def document_object(document: Document, listing: Listing, events: Iterable[Event
         "pools": [
             {"name": each.name, "type": each.type, "how": each.how, "count": each.count} for each in desired.pools
         ],
-        "machines": [asdict(each) for each in rows(desired, listing, events, now)],
-        "grants": [asdict(each) for each in grants(desired, listing, now)],
-        "dollars": spent(document, listing, now).dollars,
+        "machines": [asdict(each) for each in machine_rows(desired, listing, events, now)],
+        "grants": [asdict(each) for each in grant_uses(desired, listing, now)],
+        "dollars": total_spending(document, listing, now).dollars,
         "unreachable": sorted(listing.unreachable),
     }

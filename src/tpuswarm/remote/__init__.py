@@ -1,4 +1,4 @@
 """Reaches machines: connections, the same on many hosts at once, programs that go on without us.
 
-It knows hosts as plain values; which machines of which fleet they are is `fleet/reach.py`'s.
+It knows hosts as plain values; which machines of which fleet they are is `fleet/hosts/routes.py`'s.
 """

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpuswarm.cloud.protocol import Listing, Machine
-from tpuswarm.fleet.core.actions import Event
-from tpuswarm.fleet.doing import Doing, doings
-from tpuswarm.fleet.keeping.document import Document
-from tpuswarm.fleet.view import spent
+from tpuswarm.fleet.activity import MachineActivity, list_activities
+from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.view import total_spending
 from tpuswarm.swarm.views.status import Look
 from tpuswarm.train.run.listing import Status
 
@@ -48,7 +48,7 @@ class State(NamedTuple):
             return said
         document, listing, _ = self.machines
         doing = [{**asdict(each), "member": each.member.id if each.member else None} for each in self.doings()]
-        return said | {"machines": doing, "dollars": spent(document, listing, self.at).dollars}
+        return said | {"machines": doing, "dollars": total_spending(document, listing, self.at).dollars}
 
     @property
     def there(self) -> Sequence[Machine]:
@@ -65,20 +65,20 @@ class State(NamedTuple):
         """The run, where it is a swarm that has begun."""
         return self.look if isinstance(self.look, Look) else None
 
-    def doings(self) -> list[Doing]:
+    def doings(self) -> list[MachineActivity]:
         """What each machine is at, those that need a look first."""
         if self.machines is None:
             return []
         members = self.swarm.status.members if self.swarm and self.swarm.state == "running" else None
-        return doings(*self.machines, members, self.at)
+        return list_activities(*self.machines, members, self.at)
 
     def draw(self, width: int, height: int | None = None) -> "RenderableType":
         """A swarm over a fleet; with a height as much of it as has room, what needs a look first."""
         from rich.console import Group
         from rich.text import Text
 
-        from tpuswarm.fleet.doing import counted
-        from tpuswarm.fleet.view import costs_line, doings_table, lines_of
+        from tpuswarm.fleet.activity import count_activities
+        from tpuswarm.fleet.view import activities_table, costs_line, count_lines
         from tpuswarm.swarm.views.drawing import About, draw
 
         assert self.machines is not None
@@ -86,13 +86,15 @@ class State(NamedTuple):
         found = self.doings()
         left = look.status.left if look else None
         carried = look.status.carried if look else 0
-        said = [Text(f"{document.desired.fleet}: {counted(found) or 'no machine'}")]
+        said = [Text(f"{document.desired.fleet}: {count_activities(found) or 'no machine'}")]
         said.append(Text(costs_line(document, listing, self.at, left, carried)))
         if look is None:
-            return Group(Text(f"{self.url} has not begun"), *doings_table(found, "tokens", width, height), *said)
+            return Group(Text(f"{self.url} has not begun"), *activities_table(found, "tokens", width, height), *said)
         if look.state != "running":
             said.append(Text(f"{look.state}{': ' if look.message else ''}{look.message}"))
         about = About(look.recipe, look.run, look.tokens_per_step, look.unit, ended=look.state != "running")
-        room = None if height is None else height - lines_of(said, width)
-        picture = draw(about, look.status, (), width, room, lambda rows: doings_table(found, about.unit, width, rows))
+        room = None if height is None else height - count_lines(said, width)
+        picture = draw(
+            about, look.status, (), width, room, lambda rows: activities_table(found, about.unit, width, rows)
+        )
         return Group(picture, *said)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.config.shown import age, significant
 from tpuswarm.config.units import GIB
-from tpuswarm.fleet.core.names import by_number
-from tpuswarm.fleet.reach import Reached
+from tpuswarm.fleet.decide.names import by_number
+from tpuswarm.fleet.hosts.routes import ReachableHosts
 from tpuswarm.swarm.views.status import MemberStatus
 from tpuswarm.watch.follow import EVERY, Sample
 
@@ -58,7 +58,9 @@ class Row:
     """Of its machine."""
 
 
-def rows(reached: Reached, samples: Mapping[str, Sample], members: Iterable[MemberStatus], now: float) -> list[Row]:
+def rows(
+    reached: ReachableHosts, samples: Mapping[str, Sample], members: Iterable[MemberStatus], now: float
+) -> list[Row]:
     """Of all hosts, those that need a look first; samples: by label; members: of the swarm that the fleet trains."""
     known = {each.id.removeprefix("j-"): each for each in members}
     made = []

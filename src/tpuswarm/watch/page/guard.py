@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tpuswarm.fleet.keeping.document import state_folder
+from tpuswarm.fleet.store.document import state_folder
 from tpuswarm.train.process.atomic import write_atomically
 
 LOOPBACK = "127.0.0.1"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.fleet.core.names import ALL
-from tpuswarm.fleet.keeping.document import Document
-from tpuswarm.fleet.reach import Reach, Reached
+from tpuswarm.fleet.decide.names import ALL
+from tpuswarm.fleet.hosts.routes import ReachableHosts, Routes
+from tpuswarm.fleet.store.document import Document
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.supervisor import Supervisor
 from tpuswarm.watch.follow import Follower
@@ -22,10 +22,10 @@ SHOWN = 200
 class Hosts:
     """Followed from the first `follow` on; to be used as a context, in one event loop."""
 
-    def __init__(self, reach: Reach | None):
+    def __init__(self, reach: Routes | None):
         """None: there is no fleet."""
         self._reach = reach
-        self._reached: Reached | None = None
+        self._reached: ReachableHosts | None = None
         self._connections: Connections | None = None
         self._follower: Follower | None = None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.fleet.reach import Reach
+from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.swarm.views.status import Look, look
 from tpuswarm.train.look.pictures import FOLDER, MADE
 from tpuswarm.train.run.directory import CONFIG, read_config
@@ -40,7 +40,7 @@ class Subject(NamedTuple):
     """A folder, or gs://BUCKET/FOLDER; empty: there is none."""
     read: Callable[[], Any] | None = None
     """Document, listing and events of the fleet."""
-    reach: Reach | None = None
+    reach: Routes | None = None
     """The way to its hosts."""
 
 

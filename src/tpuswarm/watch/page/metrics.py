@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tpuswarm.fleet.core.money import Rate
-from tpuswarm.fleet.view import rows, spent
+from tpuswarm.fleet.decide.money import Rate
+from tpuswarm.fleet.view import machine_rows, total_spending
 from tpuswarm.swarm.views.status import Look
 from tpuswarm.train.run.listing import Status
 from tpuswarm.watch.state import Machines, State
@@ -100,7 +100,7 @@ def _swarm(look: Look) -> Iterator[Metric]:
 
 def _fleet(machines: Machines, at: float) -> Iterator[Metric]:
     document, listing, events = machines
-    shown = rows(document.desired, listing, events, at)
+    shown = machine_rows(document.desired, listing, events, at)
     wanted = GaugeMetricFamily("tpuswarm_pool_machines_wanted", "Machines that a pool should have.", labels=["pool"])
     for pool in document.desired.pools:
         wanted.add_metric([pool.name], 0 if document.desired.down else pool.count)
@@ -115,7 +115,9 @@ def _fleet(machines: Machines, at: float) -> Iterator[Metric]:
             rate = rate.plus(row.hourly)
     yield from (wanted, there, lost)
     yield _gauge("cost_dollars_per_hour", "What is there now costs so much, where its price is known.", rate.dollars)
-    yield _counter("cost_dollars", "What the fleet has cost, by public prices.", spent(document, listing, at).dollars)
+    yield _counter(
+        "cost_dollars", "What the fleet has cost, by public prices.", total_spending(document, listing, at).dollars
+    )
 
 
 def _chips(hosts: Sequence[Row]) -> Iterator[Metric]:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpuswarm.config.shown import age
-from tpuswarm.fleet.core.money import Rate, dollars
-from tpuswarm.fleet.view import COLORS, DOES, rows, spent
+from tpuswarm.fleet.decide.money import Rate, format_dollars
+from tpuswarm.fleet.view import ACTIVITY_COLORS, STATE_COLORS, machine_rows, total_spending
 from tpuswarm.swarm.views.drawing import needing_a_look
 from tpuswarm.swarm.views.status import Look
 from tpuswarm.watch.state import State
@@ -64,13 +64,13 @@ def _facts(state: State) -> dict[str, Any]:
     if state.machines is not None:
         document, listing, _ = state.machines
         rate = Rate()
-        for row in rows(document.desired, listing, (), state.at):
+        for row in machine_rows(document.desired, listing, (), state.at):
             if row.state not in ("dead", "deleting", "waiting", "stopped"):
                 rate = rate.plus(row.hourly)
         wanted = 0 if document.desired.down else sum(pool.count for pool in document.desired.pools)
         found |= {
             "fleet": document.desired.fleet, "wanted": wanted, "hourly": rate.hour,
-            "dollars": dollars(spent(document, listing, state.at).dollars),
+            "dollars": format_dollars(total_spending(document, listing, state.at).dollars),
         }  # fmt: skip
     return found
 
@@ -103,10 +103,10 @@ def _machines(state: State, hosts: Sequence[Host]) -> Table:
     doings = state.doings() if state.url else []
     doing = {each.machine: each for each in doings}
     found: Table = {}
-    for row in rows(document.desired, listing, events, state.at):
+    for row in machine_rows(document.desired, listing, events, state.at):
         here, does = at.get(row.name, []), doing.get(row.name)
-        what = (does.kind, DOES.get(does.kind, ""), does.why) if does else ("", "", row.why)
-        color = "red" if row.healthy is False else COLORS.get(row.state, "yellow")
+        what = (does.kind, ACTIVITY_COLORS.get(does.kind, ""), does.why) if does else ("", "", row.why)
+        color = "red" if row.healthy is False else STATE_COLORS.get(row.state, "yellow")
         found[row.name] = [
             row.pool, row.type, row.zone, "unhealthy" if row.healthy is False else row.said.lower(), color, *what,
             None if row.age_s is None else age(row.age_s), row.preemptions, row.hourly,

@@ -1,0 +1,1 @@
+"""Check, preview and prepare what is about to be created."""

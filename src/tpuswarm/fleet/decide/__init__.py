@@ -1,0 +1,1 @@
+"""Decide what a fleet does next: pure functions, without I/O, clocks or threads."""

@@ -1,0 +1,1 @@
+"""Reach the machines of a fleet over SSH, and set them up."""

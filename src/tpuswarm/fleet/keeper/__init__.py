@@ -1,0 +1,1 @@
+"""Run the loop that observes a fleet, decides and acts."""

@@ -1,0 +1,1 @@
+"""Read and check swarm.toml."""

@@ -1,0 +1,1 @@
+"""Store the document of a fleet, and find fleets."""

@@ -15,39 +15,27 @@ from benchmarks.report import Settings, Skipped, Table, machine
 NAMES = (
     "startup",
     "feed",
-    "memory",
     "overhead",
     "diagnostics",
     "torch_speed",
     "torch_modules",
     "shakespeare",
     "compile_124m",
-    "compiled",
-    "remat",
-    "ray_cost",
     "goodput",
     "soak",
     "stall",
     "quality",
     "ladder",
-    "returning",
     "stylegan2",
-    "folds",
     "scale",
-    "beats",
     "resume",
-    "bookmark",
     "merge",
     "traffic",
     "bucket",
     "head",
     "router",
     "rehearsal",
-    "keeping",
-    "sync",
-    "fleet",
     "journey",
-    "looking",
     "notebook",
     "page",
     "remote",
@@ -59,7 +47,7 @@ NAMES = (
     "stylegan2_gpu",
     "shakespeare_gpu",
 )
-READ_DATA = ("shakespeare", "shakespeare_gpu", "quality", "ladder", "returning")
+READ_DATA = ("shakespeare", "shakespeare_gpu", "quality", "ladder")
 DATA = Path("../shared/data/tinyshakespeare.txt")
 
 

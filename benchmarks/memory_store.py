@@ -1,5 +1,4 @@
 """A place for a swarm's record in the memory of this process: what is measured or tested is not the disk."""
-# ruff: noqa: D102
 
 import os
 import tempfile

@@ -2,7 +2,6 @@
 
 The first is a bucket, train/storage/bucket.py.
 """
-# ruff: noqa: D102
 
 import os
 import secrets

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.chaos import SMALL
 from benchmarks.goodput import measure
 from benchmarks.report import Settings, Table, verdict
-from tpuswarm.cli.demo_cloud import FILE, SPEED, Here, epoch_of, training, version_of
+from tpuswarm.cli.demo.demo_cloud import FILE, SPEED, Here, epoch_of, training, version_of
 from tpuswarm.train.run.directory import EVENTS, read_rows
 from tpuswarm.train.storage.copy import bring
 from tpuswarm.watch.state import State

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.moments import MODEL, TRAIN
 from tests.processes import finish, run, start, updates, wait_for
 from tests.terminal import terminal
-from tpuswarm.cli import control
+from tpuswarm.cli.train import control
 from tpuswarm.swarm.views.status import look
 from tpuswarm.train.run import listing
 from tpuswarm.train.run.directory import EVENTS, read_rows

@@ -8,7 +8,7 @@ import typer
 
 from tests.journeys.documents import ROOT
 from tpuswarm.cli.app import make_app
-from tpuswarm.cli.recipe import make_recipe
+from tpuswarm.cli.train.recipe import make_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from tpuswarm import Options
-from tpuswarm.cli import export, main
+from tpuswarm.cli import main
+from tpuswarm.cli.train import export
 from tpuswarm.recipes.gpt2.recipe import GPT2
 
 class Loaded:

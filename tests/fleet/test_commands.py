@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from tests.fleet.conftest import GOLDEN
-from tpuswarm.cli.fleet import _drawn, look_at
-from tpuswarm.cli.jobs import carry
+from tpuswarm.cli.fleet.view import _drawn, look_at
+from tpuswarm.cli.machine.jobs import carry
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Worker
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.decide.jobs import Assignment, Job
@@ -267,8 +267,8 @@ def test_failed_up_keep_leaves_a_background_keeper(cli, monkeypatch):
         assert started, "the keeper starts first"
         raise RunFailed("not all of it can be had")
 
-    monkeypatch.setattr("tpuswarm.cli.bring.work", fail)
-    monkeypatch.setattr("tpuswarm.cli.bring.label_bucket", lambda *_: None)
+    monkeypatch.setattr("tpuswarm.cli.fleet.apply.work", fail)
+    monkeypatch.setattr("tpuswarm.cli.fleet.apply.label_bucket", lambda *_: None)
     cli.write(f"allow_cross_region = true\n{SWARM}{STORAGE}")
     assert "it is kept in the background" in cli.run("up --yes --keep", code=1)
     assert started == [Path("swarm.toml")]

@@ -89,7 +89,7 @@ def test_apis_of_a_new_project_are_enabled_with_progress(init, monkeypatch):
     def waiting(what):
         yield progress.append
 
-    monkeypatch.setattr("tpuswarm.cli.init.waiting", waiting)
+    monkeypatch.setattr("tpuswarm.cli.fleet.init.waiting", waiting)
     code, out, _ = init("--yes", "fresh-1")
     assert code == 0 and done_steps(out) == ["3", "4", "5", "6", "7", "8", "9"]
     assert {"turning on Cloud Quotas (1 of 3)", "turning on Cloud TPU (3 of 3)"} <= set(progress)

@@ -12,8 +12,8 @@ import pytest
 
 from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ManagedFleet
-from tpuswarm.cli.runs import make_console
-from tpuswarm.cli.watching import Watching
+from tpuswarm.cli.console import make_console
+from tpuswarm.cli.fleet.progress import Watching
 from tpuswarm.cloud.errors import Changed
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.actions import Event

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from tests.fleet.conftest import GOLDEN
 from tests.fleet.loop import FLEET, ZONE, machine, pool, vm
-from tpuswarm.cli import auto_batch
-from tpuswarm.cli.auto_batch import batches_of
-from tpuswarm.cli.machines import planned as plan_of
+from tpuswarm.cli.plan.pools import planned as plan_of
+from tpuswarm.cli.train import auto_batch
+from tpuswarm.cli.train.auto_batch import batches_of
 from tpuswarm.cloud.protocol import Listing
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import training

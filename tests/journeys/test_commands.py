@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli import my_recipe
 from tpuswarm.cli import main
-from tpuswarm.cli.swarm import print_result
+from tpuswarm.cli.train.join import print_result
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.supervision.start import SwarmResult
 from tpuswarm.swarm.supervision.supervisor import Ended

@@ -17,7 +17,7 @@ import tomli_w
 
 from tests.swarm.chains import PER_ROW
 from tests.swarm.chains import Run as Chain
-from tpuswarm.cli import control
+from tpuswarm.cli.train import control
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.storage.ledger import commit_name
 from tpuswarm.swarm.storage.store import Store

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.terminal import PROGRAM
 from tpuswarm import catalog
-from tpuswarm.cli.plan import USUAL
+from tpuswarm.cli.plan.plan import USUAL
 from tpuswarm.plan.estimate import estimate, tables
 from tpuswarm.plan.order import Found, Program
 from tpuswarm.plan.row import Row

@@ -259,9 +259,9 @@ def test_jax_on_the_cpu_beside_idle_chips_is_found_unless_it_was_asked_for(fleet
 def test_missing_bucket_and_unreachable_head_are_found_from_a_machine(fleet, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr("tpuswarm.cli.doctor._head", lambda: address)
+        monkeypatch.setattr("tpuswarm.cli.look.doctor._head", lambda: address)
         assert findings(fleet, code=0) == []
-    monkeypatch.setattr("tpuswarm.cli.doctor._bucket", lambda meant: "rehearsal-gone")
+    monkeypatch.setattr("tpuswarm.cli.look.doctor._bucket", lambda meant: "rehearsal-gone")
     found = {finding["check"]: finding["what"] for finding in findings(fleet)}
     assert found.keys() == {"bucket", "head"}
     assert found["bucket"] == "gs://rehearsal-gone does not answer from here: there is no such bucket"

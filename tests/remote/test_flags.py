@@ -6,7 +6,7 @@ import pytest
 
 from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import fleet_of, swarm_toml
-from tpuswarm.cli.flags import tell_pods
+from tpuswarm.cli.machine.flags import tell_pods
 from tpuswarm.cloud.protocol import ENV_VARS, ENV_VARS_NEW, FLEET_LABEL, POOL_LABEL, Machine, TpuSpec, Worker
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
@@ -132,7 +132,7 @@ def test_tensorflow_pod_has_flags_in_its_metadata_and_its_service_restarts_on_al
             failed = fleet.run(*again, code=1)[1]
             assert f"begun anew on 3 of 4 workers, not on {OLD}/1: exit 5: no bus: give the command again" in failed
         file.write_text(FILE + "[setup]\n")
-        monkeypatch.setattr("tpuswarm.cli.setup.set_up_now", lambda *about: set_up.append(about))
+        monkeypatch.setattr("tpuswarm.cli.machine.setup.set_up_now", lambda *about: set_up.append(about))
         assert f"not on {OLD}/1: exit 5: no bus" in fleet.run("up", "--yes", "--paid", code=1)[1]
     finally:
         file.write_text(FILE)
@@ -159,7 +159,7 @@ def test_pod_that_cannot_be_told_does_not_stop_the_others(monkeypatch):
 
     desired = Desired("knob-1", (PoolSpec("old", spec, (spec.zone,), 3),))
     flags = (Flag(PRECISION, "true", "LIBTPU_INIT_ARGS", "all", "all"),)
-    monkeypatch.setattr("tpuswarm.cli.flags._restart", lambda reach, name: told.append((name, "restarts")))
+    monkeypatch.setattr("tpuswarm.cli.machine.flags._restart", lambda reach, name: told.append((name, "restarts")))
     pods = [pod("pod-0", ""), pod("pod-1", None), pod("pod-2", env[ENV_VARS])]
     errors = tell_pods(Pods(), Document("knob", "rehearsal", "p", desired, (), flags=flags), pods)
     assert errors == ["pod-0 is not itself today"]

@@ -43,7 +43,7 @@ def test_unknown_holder_of_the_tpu_is_a_warning(fleet, monkeypatch):
         raise RunFailed("it would begin")
 
     monkeypatch.setattr("tpuswarm.doctor.examine.sent", lambda *names: broken)
-    monkeypatch.setattr("tpuswarm.cli.notebook._begin", stops)
+    monkeypatch.setattr("tpuswarm.cli.look.notebook._begin", stops)
     _, err = fleet.run("notebook", ONE, code=1)
     why = f"warning: nobody knows who has the chips of {ONE}/0: holders could not be looked at: ValueError: 7"
     assert err.splitlines()[-2:] == [why, "error: it would begin"], err

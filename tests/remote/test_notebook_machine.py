@@ -16,7 +16,7 @@ from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.remote.cells import Server, opened
 from tests.remote.conftest import ONE
-from tpuswarm.cli import notebook
+from tpuswarm.cli.look import notebook
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import NoWay
 from tpuswarm.remote.notebook.begin import COLAB

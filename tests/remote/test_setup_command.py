@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import FILE, ONE, SLICE
 from tests.terminal import terminal
-from tpuswarm.cli.setup import Watching
+from tpuswarm.cli.machine.setup import Watching
 from tpuswarm.fleet.hosts.setup import SavedSetup, find_setup_targets, prepare_machine
 from tpuswarm.remote.setup.table import Setup
 

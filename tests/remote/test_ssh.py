@@ -23,7 +23,7 @@ LOG_IN = """
 import json, sys
 from pathlib import Path
 from types import SimpleNamespace
-from tpuswarm.cli import shell
+from tpuswarm.cli.machine import ssh as shell
 from tpuswarm.fleet.hosts import routes
 from tpuswarm.fleet.store import fleets
 from tpuswarm.remote.host import Host

@@ -17,7 +17,7 @@ from tests.hosts import free_port
 from tests.processes import finish
 from tests.remote.conftest import ONE
 from tests.watch.fake_run import FakeRun
-from tpuswarm.cli.tensorboard import _name
+from tpuswarm.cli.look.tensorboard import _name
 from tpuswarm.train.look.board import Board
 from tpuswarm.train.run.directory import METRICS, append_rows, read_rows
 from tpuswarm.watch.boards import Far, Made, of_run
@@ -133,7 +133,7 @@ def test_losses_of_a_machine_and_of_this_computer_are_shown_also_after_an_outage
     near = FakeRun(fleet.folder / "runs" / "near", 2, 1000)
     near.grow(15)
     port = free_port()
-    intervals = {"tpuswarm.cli.tensorboard.LOOK": 0.5, "tpuswarm.cloud.google.access.PATIENCE": 0.2}
+    intervals = {"tpuswarm.cli.look.tensorboard.LOOK": 0.5, "tpuswarm.cloud.google.access.PATIENCE": 0.2}
     command = fleet.start("tensorboard", "runs/near", f"{ONE}:runs", "--port", str(port), intervals=intervals)
 
     def read(path: str):

@@ -1,26 +1,20 @@
-"""The command line: one file per command group; parse, call, render.
-
-Modules here import nothing heavy at their top, so that `--help` is immediate; a command imports what it needs.
-"""
+"""The command line: parse, call, print. One room for each thing a user does, one file for each command or few."""
 
 import sys
+from typing import NoReturn
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import NoReturn
-
-SLOW = (
+SLOW_COMMANDS = (
     "copy", "cost", "demo", "describe", "down", "evaluate", "exec", "export", "forward", "jobs", "keep", "list", "logs",
     "plan", "project", "sample", "setup", "ssh", "ssh-config", "stop", "sync", "train", "up",
 )  # fmt: skip
-"""Commands that load JAX or ask a cloud: they have their first line before typer is there."""
+"""Commands that load JAX or call a cloud: they print a first line before they are imported."""
 
 
-def main() -> "NoReturn":
-    """The command `tpuswarm`: exit 2 for wrong input, 1 for a failed run, 128 + N for signal N, with one sentence."""
+def main() -> NoReturn:
+    """Run `tpuswarm`. Exit codes: 2 for wrong input, 1 for a failed run, 128 + N for signal N."""
     try:
         from tpuswarm.train.process.stop import Interrupts, unblock
-    except KeyboardInterrupt:  # nothing is there yet that would take it
+    except KeyboardInterrupt:  # no handler is installed yet
         raise SystemExit(130) from None
     interrupts = Interrupts()
     try:
@@ -28,7 +22,7 @@ def main() -> "NoReturn":
         from tpuswarm.train.process.terminal import at_once, settle, take_over
 
         take_over()
-        if sys.argv[1:2] and sys.argv[1] in SLOW:
+        if sys.argv[1:2] and sys.argv[1] in SLOW_COMMANDS:
             at_once("getting ready")
         from tpuswarm.cli.app import run
 

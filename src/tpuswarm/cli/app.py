@@ -1,54 +1,113 @@
-"""The program `tpuswarm`: its commands, and how their errors reach a person."""
+"""Find the command that was typed, run it, and print its error."""
 
 import importlib
 import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_group
 
-from tpuswarm.cli.help import Command, CommandGroup, Top
+from tpuswarm.cli.help import Command, CommandGroup, format_top_help
 from tpuswarm.config.refused import must_be
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.train.process.terminal import say
 
 UsageError: Any = typer.BadParameter.__base__
-GROUPS: dict[str, dict[str, str]] = {
+COMMANDS: dict[str, dict[str, str]] = {
     "Learn": {
-        "demo": "learn:demo", "plan": "plan:plan", "catalog": "catalog:catalog", "simulate": "simulate:simulate",
+        "demo": "demo.demo:demo", "plan": "plan.plan:plan", "catalog": "plan.catalog:catalog",
+        "simulate": "plan.simulate:simulate",
     },
     "Train": {
-        "train": "train:train", "status": "runs:status", "logs": "control:logs", "stop": "control:stop",
-        "sample": "trained:sample", "join": "swarm:join", "evaluate": "trained:evaluate", "export": "export:export",
-        "project": "trained:project", "profile": "profile:profile", "ledger": "ledger:app",
+        "train": "train.train:train", "status": "train.status:status", "logs": "train.control:logs",
+        "stop": "train.control:stop", "sample": "train.trained:sample", "join": "train.join:join",
+        "evaluate": "train.trained:evaluate", "export": "train.export:export", "project": "train.trained:project",
+        "profile": "train.profile:profile", "ledger": "train.ledger:app",
     },
     "Get TPUs": {
-        "init": "init:init", "up": "up:up", "list": "fleet:list_", "down": "up:down", "describe": "fleet:describe",
-        "pause": "up:pause", "resume": "up:resume", "keep": "up:keep", "cost": "fleet:cost",
-        "rehearsal": "rehearsal:app",
+        "init": "fleet.init:init", "up": "fleet.up:up", "list": "fleet.view:list_", "down": "fleet.up:down",
+        "describe": "fleet.view:describe", "pause": "fleet.up:pause", "resume": "fleet.up:resume",
+        "keep": "fleet.up:keep", "cost": "fleet.view:cost", "rehearsal": "fleet.rehearsal:app",
     },
-    "Touch": {
-        "ssh": "touch:ssh", "exec": "touch:exec_", "jobs": "jobs:jobs", "copy": "files:copy", "sync": "files:sync",
-        "setup": "setup:setup", "flags": "flags:app", "forward": "tunnels:forward", "ssh-config": "tunnels:ssh_config",
+    "Machines": {
+        "ssh": "machine.exec:ssh", "exec": "machine.exec:exec_", "jobs": "machine.jobs:jobs",
+        "copy": "machine.files:copy", "sync": "machine.files:sync", "setup": "machine.setup:setup",
+        "flags": "machine.flags:app", "forward": "machine.tunnels:forward", "ssh-config": "machine.tunnels:ssh_config",
     },
     "Look": {
-        "doctor": "doctor:doctor", "top": "top:top", "page": "page:page", "notebook": "notebook:notebook",
-        "tensorboard": "tensorboard:tensorboard",
+        "doctor": "look.doctor:doctor", "top": "look.top:top", "page": "look.page:page",
+        "notebook": "look.notebook:notebook", "tensorboard": "look.tensorboard:tensorboard",
     },
     "Network": {"router": "router:app"},
 }  # fmt: skip
-"""All commands, in the order of `--help`, each with its file in this folder and its name there."""
+"""All commands by group, in the order of `--help`, each with its module in this package and its name there."""
+SUMMARIES = {
+    "demo": "Train a small GPT-2 as a swarm of three",
+    "plan": "Compile a recipe's training step for TPUs you have not rented",
+    "train": "Train a recipe",
+    "status": "Show a run, or all runs in ./runs",
+    "logs": "Show what happened in a run",
+    "stop": "Stop a run as Ctrl-C does, or a job on all its machines",
+    "sample": "Generate text, or a grid of pictures, with a trained model",
+    "init": "Prepare a project for a fleet",
+    "up": "Create the machines of swarm.toml, or one TPU",
+    "list": "List a fleet's machines in all zones",
+    "down": "Delete a fleet, or one of its machines",
+    "ssh": "Log in to a machine with your own OpenSSH",
+    "doctor": "Find what is wrong with machines or a run",
+    "router": "Forward ports of this machine to many others, with nftables",
+}
+"""For `tpuswarm --help`, which imports no command."""
 
 
-class _Top(Top):
-    first: ClassVar[Mapping[str, int]] = {"Learn": 2, "Train": 5, "Get TPUs": 4, "Touch": 1, "Look": 1, "Network": 1}
+class _Commands(Mapping[str, Any]):
+    """The commands by name. A command is imported when it is looked up."""
+
+    def __init__(self) -> None:
+        self._places = {name: (panel, place) for panel, places in COMMANDS.items() for name, place in places.items()}
+        self._imported: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._imported:
+            self._imported[name] = _import_command(name, *self._places[name])
+        return self._imported[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
-def make_app(only: str | None = None) -> typer.Typer:
-    """All commands; only one of them, where it is known which: the files of the others take a tenth of a second."""
+def _import_command(name: str, panel: str, place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    command = getattr(importlib.import_module(f"tpuswarm.cli.{module}"), attribute)
+    app = typer.Typer(rich_markup_mode=None)
+    if isinstance(command, typer.Typer):
+        for info in command.registered_commands:
+            info.cls = Command
+        app.add_typer(command, name=name, cls=CommandGroup, rich_help_panel=panel)
+    else:
+        settings = getattr(command, "context_settings", None)
+        app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(command)
+    return get_group(app).commands[name]
+
+
+class _Top(CommandGroup):
+    def __init__(self, **attributes: Any):
+        super().__init__(**attributes)
+        self.commands: Any = _Commands()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        format_top_help(ctx.command_path, self.help or "", COMMANDS, SUMMARIES, formatter)
+
+
+def make_app() -> typer.Typer:
+    """Return the program with all commands."""
     app = typer.Typer(
         help="Train one model on all the Cloud TPUs you can get.",
         cls=_Top,
@@ -56,40 +115,24 @@ def make_app(only: str | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(options)
-    for panel, commands in GROUPS.items():
-        for name, place in commands.items():
-            if only in (None, name):
-                _add(app, name, place, panel)
+    app.callback()(_options)
     return app
 
 
-def _add(app: typer.Typer, name: str, place: str, panel: str) -> None:
-    file, _, function = place.partition(":")
-    command = getattr(importlib.import_module(f"tpuswarm.cli.{file}"), function)
-    if isinstance(command, typer.Typer):
-        for each in command.registered_commands:
-            each.cls = Command
-        app.add_typer(command, name=name, cls=CommandGroup, rich_help_panel=panel)
-    else:
-        settings = getattr(command, "context_settings", None)
-        app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(command)
-
-
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         import platform
         from importlib import metadata
 
-        said = " · ".join(f"{name} {metadata.version(name)}" for name in ("tpuswarm", "jax", "ray"))
-        say(f"{said} · Python {platform.python_version()}")
+        versions = " · ".join(f"{name} {metadata.version(name)}" for name in ("tpuswarm", "jax", "ray"))
+        say(f"{versions} · Python {platform.python_version()}")
         raise typer.Exit
 
 
-def options(
+def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Show versions and exit.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Show versions and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Train one model on all the Cloud TPUs you can get."""
@@ -98,53 +141,42 @@ def options(
 
 
 def run() -> int:
-    """Run a command; the exit code."""
+    """Run the command that was typed and return its exit code."""
     if len(sys.argv) == 1:
         sys.argv.append("--help")
-    first = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
     try:
-        code = make_app(first if any(first in each for each in GROUPS.values()) else None)(
-            prog_name="tpuswarm", standalone_mode=False
-        )
+        code = make_app()(prog_name="tpuswarm", standalone_mode=False)
     except TpuswarmError as error:
-        return _say(error, error.exit_code)
-    except OSError as error:  # a disk, a network, a permission: not a fault of the program
-        return _say(error, 1, ": ".join(map(str, filter(None, (error.strerror or error, error.filename)))))
+        return _print_error(error, error.exit_code)
+    except OSError as error:  # a disk, a network, a permission: not a bug
+        return _print_error(error, 1, ": ".join(map(str, filter(None, (error.strerror or error, error.filename)))))
     except UsageError as error:
-        return _say(error, 2, _usage(error))
-    except (
-        typer.Abort
-    ) as no:  # where a person was asked; typer's own, for Ctrl-C and Ctrl-D, leaves the line without an end
-        say("nothing was done" if no.args else "\nnothing was done", err=True)
+        return _print_error(error, 2, _usage_error(error))
+    except typer.Abort as abort:  # typer's own, for Ctrl-C at a prompt, leaves the cursor on the prompt's line
+        say("nothing was done" if abort.args else "\nnothing was done", err=True)
         return 1
-    except Exception as error:  # noqa: BLE001  # a fault of the program's: still one sentence, and the way to more
-        words = " ".join(str(error).split())[:300]
+    except Exception as error:  # noqa: BLE001  # a bug: one sentence, and how to see more
+        text = " ".join(str(error).split())[:300]
         command = shlex.join(sys.argv[1:])
-        return _say(
-            error, 1, f"internal error: {type(error).__name__}: {words}; `tpuswarm --debug {command}` shows where"
-        )
+        hint = f"Traceback: `tpuswarm --debug {command}`"
+        return _print_error(error, 1, f"internal error: {type(error).__name__}: {text}. {hint}")
     return code if isinstance(code, int) else 0
 
 
-def _usage(error: Any) -> str:
-    """What click says of wrong words, in one line, with the help of the very command."""
-    if near := getattr(error, "possibilities", None):
-        return f"there is no option {error.option_name}; did you mean {near[0]}?"
-    said = " ".join(error.format_message().split()).rstrip(".")
-    for theirs, ours in (
-        ("Missing", "missing"),
-        ("No such option:", "there is no option"),
-        ("No such", "there is no"),
-        ("Value error, ", ""),
-    ):
-        said = said.replace(theirs, ours)
-    if typed := re.fullmatch(r"Invalid value for '(.*?)': (Input should be .*)", said):
-        said = f"{typed[1]} {must_be(typed[2])}"
-    help_of = error.ctx.command_path if error.ctx else "tpuswarm"
-    return f"{said}{' See' if said.endswith('?') else '; see'} `{help_of} --help`"
+def _usage_error(error: Any) -> str:
+    """Reword click's error as one line that names the command's help."""
+    if suggestions := getattr(error, "possibilities", None):
+        return f"there is no option {error.option_name}; did you mean {suggestions[0]}?"
+    text = " ".join(error.format_message().split()).rstrip(".").replace("Missing", "missing")
+    text = text.replace("No such option:", "there is no option").replace("No such", "there is no")
+    text = text.replace("Value error, ", "")
+    if wrong_type := re.fullmatch(r"Invalid value for '(.*?)': (Input should be .*)", text):
+        text = f"{wrong_type[1]} {must_be(wrong_type[2])}"
+    command = error.ctx.command_path if error.ctx else "tpuswarm"
+    return f"{text}{'' if text.endswith('?') else '.'} See `{command} --help`"
 
 
-def _say(error: BaseException, code: int, text: str | None = None) -> int:
+def _print_error(error: BaseException, code: int, text: str | None = None) -> int:
     if os.environ.get("TPUSWARM_DEBUG"):
         raise error
     say(f"error: {text or error}", err=True)

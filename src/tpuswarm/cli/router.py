@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpuswarm.cli.runs import Json
+from tpuswarm.cli.console import Json
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 

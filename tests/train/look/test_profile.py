@@ -13,8 +13,8 @@ import pytest
 from tests.swarm.views.test_status import M0, M1, M2, composed
 from tests.train import toy
 from tpuswarm import InputError, Trainer
-from tpuswarm.cli.profile import _training as find_training_member
-from tpuswarm.cli.profile import profile as command
+from tpuswarm.cli.train.profile import _training as find_training_member
+from tpuswarm.cli.train.profile import profile as command
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.views.status import write_status
 from tpuswarm.train.look import profile

@@ -14,7 +14,7 @@ from tests.train import toy
 from tests.train.storage.conftest import CONFIG, URL, read_steps, start_run
 from tests.waiting import until
 from tpuswarm import Trainer, supervised
-from tpuswarm.cli import profile as cli
+from tpuswarm.cli.train import profile as cli
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.look.profile import request, take_request, traces

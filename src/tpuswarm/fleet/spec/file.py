@@ -1,5 +1,6 @@
 """swarm.toml: the machines of a fleet, what they may cost, what covers them, and what is set up on them."""
 
+import tomllib
 from collections.abc import Callable
 from datetime import UTC, date, datetime, time
 from pathlib import Path
@@ -280,3 +281,12 @@ def read_swarm(path: Path) -> SwarmFile:
     if not path.exists() and path == DEFAULT_FILE:
         raise InputError("there is no swarm.toml here: `tpuswarm init` writes one, or name the file")
     return read_toml(path, SwarmFile)
+
+
+def asks_for_machines(path: Path) -> bool:
+    """Return whether a TOML file is a fleet's, and not that of a training on this computer."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # the command that reads the file reports the error
+    return any(name in tables for name in ("pool", "head", "vm", "provider"))

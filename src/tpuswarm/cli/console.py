@@ -1,0 +1,58 @@
+"""What several commands share: options, tables on stdout, the question before something costs money, checks."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.process.terminal import say
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tpuswarm.fleet.apply.preflight import Check
+
+Run = Annotated[str, typer.Argument(help="A run's directory, its name in ./runs, gs://BUCKET/FOLDER, or `last`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Best = Annotated[bool, typer.Option("--best", help="The checkpoint that --keep-best kept, not the newest.")]
+FleetOption = Annotated[str | None, typer.Option("--fleet", help="The fleet, by name or file. Default: ./swarm.toml.")]
+Target = Annotated[str | None, typer.Argument(metavar="[FILE|FLEET]", help="swarm.toml, or a fleet's name.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+
+PIPE_COLUMNS = 240
+ANSWERS = {"y": True, "yes": True, "n": False, "no": False}
+
+
+def option(flag: str, text: str, panel: str | None = None) -> Any:
+    """Return a typer option whose help shows no default."""
+    return typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)
+
+
+def make_console() -> "Console":
+    """Return a console on stdout that folds no line in a file or a pipe."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_COLUMNS)
+
+
+def confirm(yes: bool) -> None:
+    """Ask whether to proceed. Raises InputError without a terminal, Abort for no."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InputError("this needs a confirmation, and there is no terminal to ask on: add --yes")
+    while (answer := typer.prompt("Proceed? [y/N]", default="n", show_default=False).strip().lower()) not in ANSWERS:
+        say("answer y or n", err=True)
+    if not ANSWERS[answer]:
+        raise typer.Abort("no")
+
+
+def print_checks(checks: "list[Check]") -> None:
+    """Print a line for each check, and how to mend a failed one."""
+    for check in checks:
+        verdict = "no" if not check.ok else "ok" if check.known else f"{check.id}"
+        say(f"{verdict}: {check.sentence}", hang=4)
+        if not check.ok and check.mend:
+            say(f"    mend: {check.mend}")

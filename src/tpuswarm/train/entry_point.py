@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -100,7 +101,14 @@ def _with_user_frames(error: TpuswarmError) -> TpuswarmError:
     trace = _user_frames([*_entries(error)] + ([*_entries(error.__cause__)] if error.__cause__ else []))
     error.__cause__ = None  # which is not shown then
     error.__notes__ = []  # JAX's, on frames that it has removed
+    if ipython := sys.modules.get("IPython"):  # it always shows an error's last frame, which is ours, unless told what
+        error._render_traceback_ = lambda: _rendered(error, ipython.get_ipython())  # type: ignore[attr-defined]
     return error.with_traceback(trace)
+
+
+def _rendered(error: TpuswarmError, shell: Any) -> list[str]:
+    """Return the lines that IPython and Jupyter show of an error."""
+    return shell.InteractiveTB.structured_traceback(type(error), error, _user_frames([*_entries(error)]), 0)
 
 
 def _interrupted(error: KeyboardInterrupt) -> KeyboardInterrupt:

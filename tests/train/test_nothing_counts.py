@@ -80,7 +80,9 @@ def test_evaluation_in_which_nothing_counts_is_neither_best_nor_an_early_stop(tm
     assert result.ended == "finished" and result.step == 4 and kept_step(tmp_path / "run") is None
     rows = [row for row in read_rows(tmp_path / "run" / METRICS) if "eval_rows" in row]
     assert len(rows) == 4 and all(row["eval_loss"] is None and row["eval_rare"] is None for row in rows)
-    assert (tmp_path / "run" / "events.jsonl").read_text().count("no row counts in the evaluation at step 1") == 1
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert events.count("eval_loss, eval_rare have no value at step 1: NaN or infinity, or no row counts") == 1
+    assert events.count("no value at") == 2 and "no evaluation had a value of eval_loss" in events
 
 
 def loss_of_step(loss):

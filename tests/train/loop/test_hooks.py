@@ -3,7 +3,6 @@ import signal
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,13 +12,10 @@ from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.train import toy
-from tests.train.test_own_program import Game
-from tests.train.test_own_program import Recipe as GameRecipe
 from tpuswarm import (
     EarlyStopping,
     Every,
     InputError,
-    ReduceOnPlateau,
     RunFailed,
     ScaleLearningRate,
     Stop,
@@ -27,9 +23,9 @@ from tpuswarm import (
     load,
 )
 from tpuswarm.train.look import report
-from tpuswarm.train.loop import loop, recorded
+from tpuswarm.train.loop import evaluations
 from tpuswarm.train.loop.hooks import Hooks, Step
-from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
+from tpuswarm.train.run.directory import EVENTS, METRICS, read_config, read_rows
 from tpuswarm.train.storage.folders import BEST
 
 
@@ -148,7 +144,9 @@ def test_resumed_run_makes_up_for_a_lost_evaluation_and_calls_its_hooks(tmp_path
         return fit(tmp_path / "run", NEVER_BETTER, steps=20, save_every=4, eval_every=4, hooks=hooks)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="taken away"):
-        patch.setattr("tpuswarm.train.loop.loop.evaluate", Mock(side_effect=OSError("the machine was taken away")))
+        patch.setattr(
+            "tpuswarm.train.loop.evaluations.evaluate", Mock(side_effect=OSError("the machine was taken away"))
+        )
         fit_with()
     hooks = Every("evaluation", lambda step: seen.append(step.row)), Every("evaluation", EarlyStopping(patience=1))
     result = fit_with(*hooks)
@@ -162,7 +160,9 @@ def test_best_checkpoint_is_kept_however_old(tmp_path):
     recipe = toy.supervised(toy.init, toy.loss, optax.chain(optax.sgd(0.2), turned), toy.splits)
     for steps in (7, 9):
         fit(tmp_path / "run", recipe, steps, batch=64, eval_every=1, save_every=3, keep=1, keep_best="eval_loss")
-    losses = {row["step"]: row["eval_loss"] for row in read_rows(tmp_path / "run" / METRICS) if "eval_loss" in row}
+    rows = list(read_rows(tmp_path / "run" / METRICS))
+    assert max(row.get("tokens_per_s", 0) for row in rows) < 1e9, "a row's time is without saves, each taken off once"
+    losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
     best = min(losses, key=losses.__getitem__)
     assert best < 6
     kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
@@ -236,6 +236,7 @@ def test_names_of_numbers_are_checked(tmp_path, hooks, options, says):
     hooks = [Every(every, lambda step, name=name: {name: 1}) for every, name in hooks]
     with pytest.raises(InputError, match=says):
         fit(tmp_path / "run", eval_every=2, hooks=hooks, **options)
+    assert "keep_best" not in read_config(tmp_path / "run")["may_change"], "the next start would fail again"
 
 
 def test_run_without_evaluations_calls_their_hooks_at_the_end_alone(tmp_path):
@@ -262,14 +263,14 @@ def test_evaluation_whose_hooks_were_not_called_is_made_again(tmp_path, monkeypa
 
     def interrupted(*given, **named):
         found = evaluate(*given, **named)
-        if how == "SIGTERM" and len(evaluations) == at // 2 - 1 and not left:
+        if how == "SIGTERM" and len(made) == at // 2 - 1 and not left:
             left.append(at)
             signal.raise_signal(signal.SIGTERM)
-        evaluations.append(found)
+        made.append(found)
         return found
 
-    evaluate, evaluations = loop.evaluate, []
-    monkeypatch.setattr(loop, "evaluate", interrupted)
+    evaluate, made = evaluations.evaluate, []
+    monkeypatch.setattr(evaluations, "evaluate", interrupted)
     options = {"eval_every": 2, "save_every": 2, "keep_best": "eval_score:max", "hooks": [Every("evaluation", score)]}
     try:
         assert fit(tmp_path / "run", NEVER_BETTER, **options).ended == "stopped"
@@ -340,85 +341,6 @@ def test_ctrl_c_while_the_report_is_written_leaves_the_run_finished(tmp_path, mo
     result = fit(tmp_path / "run", hooks=[Every(2, lambda step: Stop("enough"))])
     again = fit(tmp_path / "run")
     assert (result.ended, result.step) == (again.ended, again.step) == ("finished", 2)
-
-
-def scales(folder):
-    return [row["total"] for row in read_rows(folder / EVENTS) if row["event"] == "lr_scale"]
-
-
-def noisy(optimizer=None, schedule=None):
-    """Its held-out loss never falls."""
-
-    def loss(params, batch, key):
-        return jnp.square(params["w"]).sum() + jnp.square(batch["x"]).mean() if key is not None else jnp.ones(())
-
-    data = {"x": np.ones(8, np.float32)}
-    splits = {"train": data, "validation": data}
-    return toy.supervised(lambda key: {"w": jnp.ones(3)}, loss, optimizer or optax.sgd(0.1), splits, schedule)
-
-
-@pytest.mark.parametrize("scheduled", [False, True], ids=["ready", "schedule"])
-def test_learning_rate_falls_on_a_plateau_also_after_it_was_resumed(tmp_path, scheduled):
-    """Each gradient is 2 w: the parameters say by what rates they were trained."""
-    recipe = noisy(lambda rate, mask: optax.sgd(rate), lambda step: 0.1) if scheduled else noisy()
-
-    def train(folder, leaves):
-        hooks = [Every("evaluation", ReduceOnPlateau(factor=0.5, patience=2))]
-        loop = Trainer(devices=1, eval_every=2, save_every=1, hooks=hooks).steps(recipe, steps=12, batch=8, run=folder)
-        for step in loop:
-            if leaves and step.row["step"] == leaves and "loss" in step.row:
-                loop.close()
-        return load(folder)["params"]["w"]
-
-    whole = train(tmp_path / "whole", None)
-    # The first evaluation, at step 2, is the best.
-    np.testing.assert_allclose(whole, 0.8**6 * 0.9**4 * 0.95**2, rtol=1e-5)
-    assert scales(tmp_path / "whole") == [0.5, 0.25]
-    if scheduled:
-        rates = [row["lr"] for row in read_rows(tmp_path / "whole" / METRICS) if "lr" in row]
-        np.testing.assert_allclose(rates, [0.1] * 6 + [0.05] * 4 + [0.025] * 2, rtol=1e-6)
-    train(tmp_path / "broken", 7)
-    resumed = train(tmp_path / "broken", None)
-    # The process that resumes counts anew: its first evaluation, at step 8, is its best.
-    np.testing.assert_allclose(resumed, 0.8**6 * 0.9**6, rtol=1e-5)
-    assert scales(tmp_path / "broken") == [0.5, 0.25]
-
-
-def test_what_a_later_start_undoes_does_not_scale_its_learning_rate():
-    def row(event, step, **more):
-        return {"event": event, "step": step, **more}
-
-    events = [row("started", 0), row("lr_scale", 4, total=0.5), row("lr_scale", 8, total=0.1)]
-    assert [recorded.lr_scale_after(events, step) for step in (3, 4, 8)] == [1.0, 0.5, 0.1]
-    events += [row("started", 5), row("note", 6)]
-    assert recorded.lr_scale_after(events, 12) == 0.5
-
-
-class JittedGame(Game):
-    step = jax.jit(Game.step, static_argnums=0)
-
-
-class JittedGameRecipe(GameRecipe):
-    def program(self, options):
-        return JittedGame()
-
-
-SCALES, PLATEAU = Every(2, lambda step: ScaleLearningRate(0.5)), Every("evaluation", ReduceOnPlateau())
-
-
-@pytest.mark.parametrize(
-    ("recipe", "hook"),
-    [
-        (GameRecipe(), SCALES),
-        (JittedGameRecipe(), PLATEAU),
-        (noisy(optax.lookahead(optax.sgd(0.1), 5, 0.5)), PLATEAU),
-        (noisy(optax.contrib.schedule_free_sgd(0.1)), SCALES),
-    ],
-)
-def test_what_ignores_the_scale_is_refused(tmp_path, recipe, hook):
-    with pytest.raises(InputError, match="a hook scales the learning rate, but "):
-        fit(tmp_path / "run", recipe, steps=4, eval_every=2, hooks=[hook])
-    assert hook is SCALES or not (tmp_path / "run").exists(), "refused before the first step"
 
 
 def test_state_that_a_hook_or_a_loop_changes_is_refused(tmp_path):

@@ -78,6 +78,11 @@ class Session:
                 self.recipe.keep(self.run.folder)
         self.run.write_config(self.config)
 
+    def forget(self, setting: str) -> None:
+        """Remove a setting that may change from the configuration."""
+        self.config["may_change"].pop(setting, None)
+        self.run.write_config(self.config)
+
     @property
     def steps(self) -> int:
         """Length of the whole run."""

@@ -23,10 +23,11 @@ class Life(NamedTuple):
     """Why it stopped or failed, where it did."""
 
 
-def stopped_sentence(folder: Path, message: str) -> str:
-    """What is said of a run that was asked to stop, in whatever way; message: of its last event."""
+def stopped_sentence(folder: Path, message: str, in_program: bool = False) -> str:
+    """Return what the user reads about a stopped run; in_program: a Python program trains it, not a command."""
     run = shown(folder)
-    return f"{run}: {message}; the same `tpuswarm train` command with --run {run} resumes it"
+    again = f'program with run="{run}"' if in_program else f"`tpuswarm train` command with --run {run}"
+    return f"{run}: {message}; the same {again} resumes it"
 
 
 def removed_sentence(folder: Path) -> str:

@@ -1,0 +1,60 @@
+"""Save the state of a run, unless it holds NaN or infinity."""
+
+import time
+
+from tpuswarm.config.units import parse_every
+from tpuswarm.errors import RunFailed
+from tpuswarm.train.diagnose import times
+from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.loop.finite import diverged, not_finite
+from tpuswarm.train.loop.progress import Progress
+from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.run.best import kept_step
+from tpuswarm.train.run.checkpoint import Checkpoints
+
+
+class Saver:
+    """Saves the state that a `Progress` has reached."""
+
+    def __init__(self, progress: Progress, watch: Watch):
+        session = progress.session
+        self._progress, self._watch = progress, watch
+        self._interval = parse_every(session.settings["save_every"], "save_every")
+        keep, writes = session.settings["keep"], session.run.writes
+        self.checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_seconds, writes)
+        self.checkpoints.pinned = kept_step(session.run.folder)
+        self._saved_step = session.first_step or None  # a new run has no checkpoint yet
+        self._saved_at = time.monotonic()
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint."""
+        return self._saved_step or 0
+
+    def is_due(self) -> bool:
+        """Whether `save_every` has passed since the last save."""
+        return self._interval.due(self._progress.step, time.monotonic() - self._saved_at)
+
+    def save(self, wait: bool) -> None:
+        """Save the state, if this step is not saved yet; wait: until the checkpoint is whole."""
+        progress = self._progress
+        if progress.step == self._saved_step:
+            return
+        with progress.pause_clock(), self._watch.times.during(times.CHECKPOINTS):
+            if not_finite(self._params()):
+                raise self.failure(progress.step, "the parameters")
+            about, position = {"wall_s": progress.wall_s}, progress.session.position(progress.step)
+            self.checkpoints.save(progress.step, progress.state, about, position)
+            if wait:
+                with waiting(f"saving step {progress.step}"):
+                    self.checkpoints.wait()
+            self._saved_step, self._saved_at = progress.step, time.monotonic()
+
+    def failure(self, step: int, what: str) -> RunFailed:
+        """Wait for the checkpoint under way; return the error of a run in which `what` is NaN or infinite."""
+        self.checkpoints.wait()
+        clips = bool(self._progress.session.compiled.options.clip)
+        return diverged(self._params(), step, what, self.saved_step, clips)
+
+    def _params(self) -> object:
+        return self._progress.session.compiled.program.exchange().get(self._progress.state)

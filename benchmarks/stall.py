@@ -156,7 +156,9 @@ class OneMember:
         self._server.start()
         source = recipe.data("train")
         key = jax.random.key(1)
-        self._holder = ProgramHolder(compiled, source, layout, form, key, state, anchor, lambda number, metrics: None)
+        self._holder = ProgramHolder(
+            compiled, source, layout, form, key, state, anchor, lambda number, metrics: None, None, None
+        )
         books = Member(terms, form, True, Incarnation("m0", "0" * 32), 0, 0)
         self._member = MemberProcesses(books, self._holder, "coordinator", ["shard"], time.monotonic)
         self._node, self._one_call = NodeThreads(self._call), threading.Lock()

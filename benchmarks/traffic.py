@@ -138,7 +138,7 @@ class Swarm:
             own = compiled.init(jax.random.key(0))
             key = jax.random.key(1)
             holder = ProgramHolder(
-                compiled, recipe.data("train"), layout, form, key, own, anchor, lambda at, metrics: None
+                compiled, recipe.data("train"), layout, form, key, own, anchor, lambda at, metrics: None, None, None
             )
             incarnation = Incarnation(f"m{number}", f"{number:032x}")
             books = Member(self.terms, form, True, incarnation, 0, 0)

@@ -82,7 +82,7 @@ def main() -> None:
             made.append(
                 ProgramHolder(
                     compiled, source, layout, options["form"], step_key, state, fragments,
-                    lambda number, metrics: losses.append(metrics["loss"]),
+                    lambda number, metrics: losses.append(metrics["loss"]), None, None,
                 )
             )  # fmt: skip
             return made[-1]

@@ -66,7 +66,7 @@ def make_holder(recipe, compiled, *, form="plain", fragments=2, took=lambda numb
     state = compiled.init(jax.random.key(0))
     anchor = shared_part(compiled, state, layout)
     source = recipe.data("train")
-    return ProgramHolder(compiled, source, layout, form, jax.random.key(1), state, anchor, took)
+    return ProgramHolder(compiled, source, layout, form, jax.random.key(1), state, anchor, took, None, None)
 
 
 def train(holder, steps: int, first: int = 0) -> None:
@@ -238,7 +238,7 @@ def test_hooks_see_the_average_and_one_that_fails_leaves_the_others_alone(tmp_pa
     holder, called = ready.holder(ready.begin()), []
     average = jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), ready.compiled.program.exchange().get(holder.state))
     row = {"tokens": 32, "version": 2, "eval_loss": 1.0}
-    found = ready._inspect(holder.state, average, row, lambda: called.append(0))
+    found = ready._inspect(holder.state, average, row, called.append)
     assert found.row == {**row, "step": 2, "eval_average": 35.0} and len(called) == 3
     first, last = found.texts
     assert first.startswith("a hook returned a dict that cannot be used: ") and last == "a text"

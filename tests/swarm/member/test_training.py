@@ -20,6 +20,7 @@ from tpuswarm.swarm.core.rounds import Patience
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.engines.inproc import Inproc
+from tpuswarm.swarm.member.contract import Evaluated
 from tpuswarm.swarm.member.cycle import MemberProcesses
 from tpuswarm.swarm.member.exchanged import Exchanged
 from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
@@ -84,8 +85,9 @@ class Swarm:
     def make_holder(self, state, anchor):
         source, validation = self.recipe.data("train"), HeldOut(self.recipe.data("validation"), BATCH)
         return ProgramHolder(
-            self.compiled, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation
-        )
+            self.compiled, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation,
+            lambda state, average, row, allow: Evaluated(row, {}, []),
+        )  # fmt: skip
 
     def start(self, number, state, anchor, base=0, tokens=0) -> None:
         holder = self.make_holder(state, anchor)

@@ -188,9 +188,9 @@ class MemberProcesses:
         """Whether it evaluates, and does not train meanwhile."""
         return EVALUATES in self._busy
 
-    def _between_batches(self) -> bool:
-        """Whether an evaluation is to be left; that it asks is progress."""
-        self._busy[EVALUATES] = self.clock()
+    def _between_batches(self, allowed_s: float = 0.0) -> bool:
+        """Return whether to leave an evaluation. To ask is progress; what comes next may take `allowed_s` more."""
+        self._busy[EVALUATES] = self.clock() + allowed_s
         return self.leaving
 
     def _settle(self) -> Process:

@@ -44,8 +44,8 @@ def placed(compiled: Compiled, layout: Layout, fragments: Sequence[np.ndarray]) 
     )
 
 
-Inspect = Callable[[State, Any, dict[str, Any], Callable[[], object]], Evaluated]
-"""Takes the state of a version, its moving average, the row of its evaluation, and what says that it is alive."""
+Inspect = Callable[[State, Any, dict[str, Any], Callable[[float], object]], Evaluated]
+"""Takes a version's state, its moving average, its evaluation's row, and `allow`, which grants seconds for a hook."""
 
 
 class ProgramHolder:
@@ -71,12 +71,12 @@ class ProgramHolder:
         state: State,
         anchor: Sequence[np.ndarray],
         took: Callable[[int, Metrics], None],
-        validation: HeldOut | None = None,
-        inspect: Inspect = lambda state, average, row, alive: Evaluated(row, {}, []),
+        validation: HeldOut | None,
+        inspect: Inspect | None,
     ):
         """state: its shared part is `anchor`, float32[size] of each fragment; took: told of every step its number
         in the run's order of batches and its metrics, which are still on the devices; validation and inspect: for
-        `evaluate`.
+        `evaluate`; None where nobody calls it.
         """
         self.state = state
         self._compiled, self._form, self._key = compiled, form, step_key
@@ -155,9 +155,9 @@ class ProgramHolder:
             self.state = self._exchanged.take(self.state, version)
         self._anchor, self._reference, self._next_feedback = version, [], []
 
-    def evaluate(self, leave: Callable[[], bool], average: Flat | None, version: int, tokens: int) -> Evaluated | None:
+    def evaluate(self, leave: Callable[..., bool], average: Flat | None, version: int, tokens: int) -> Evaluated | None:
         """The version adopted last, as it was published, on held-out rows, and what hooks find of it."""
-        assert self._validation is not None
+        assert self._validation is not None and self._inspect is not None
         state = self._exchanged.take(self.state, self._anchor)
         if average is not None:
             state = self._exchanged.put_average(state, average)

@@ -29,6 +29,8 @@ from tpuswarm.train.recipe import Metrics, Recipe, Source, State
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.user_code import blame, build_recipe
 
+HOOK_TIMEOUT_S = 600.0
+"""A hook that takes longer may be taken for a device that hangs."""
 LARGEST = 2048
 """Pixels of a side of a hook's picture: the supervisor writes it between its other work."""
 Took = Callable[[int, Metrics], None]
@@ -89,12 +91,12 @@ class Ready:
         )
 
     def _inspect(
-        self, state: State, average: Any | None, row: dict[str, Any], alive: Callable[[], object]
+        self, state: State, average: Any | None, row: dict[str, Any], allow: Callable[[float], object]
     ) -> Evaluated:
         """What the committed parameters make, as `sample` shows them, and what hooks find; their faults are texts.
 
         Both get a state that has nothing of this member's own. average: the moving average of what is shared, where the
-        run keeps one; alive: called before each hook.
+        run keeps one; allow: told before each hook how many seconds it may take.
         """
         step = row["tokens"] // (int(self._plan.settings["batch"]) * self._plan.tokens_per_row)
         found = Evaluated({"step": step, **row}, {}, [])
@@ -109,7 +111,7 @@ class Ready:
             found.pictures[""] = picture
         numbers: dict[str, Any] = {}
         for index in due:
-            alive()
+            allow(HOOK_TIMEOUT_S)
             try:
                 returned = self._hooks.call(index, found.row, fresh)
                 add_numbers(numbers, returned, found.row.keys())

@@ -1,5 +1,6 @@
-"""Links in README.md and docs/ lead somewhere, and the commands and options they name exist."""
+"""Links in README.md and docs/ lead somewhere, and the commands, options, files and functions they name exist."""
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from tests.journeys.documents import DOCUMENTS, anchors, blocks, links, named_commands, named_options
+from tests.journeys.documents import DOCUMENTS, ROOT, anchors, blocks, links, named_commands, named_options
 from tpuswarm.cli.app import make_app
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
@@ -50,3 +51,32 @@ def known() -> tuple[set[str], set[str]]:
     flags = {flag for command in commands for parameter in command.params for flag in parameter.opts}
     ours = {f"--{name.replace('_', '-')}" for recipe in (GPT2, StyleGAN2) for name in option_types(recipe)}
     return {"--help"} | flags | ours, set(app.commands)
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "protocol.md"])
+def test_named_files_and_functions_exist(name: str):
+    """`train/loop.py` is a file of the package; `train/loop.py:Loop.run` is defined in it."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    references = re.findall(r"`([\w/.]+/)(\w+\.py)?(?::([\w.]+))?`", text)
+    assert references
+    for folder, file, definition in references:
+        place = next(
+            (base / folder / file for base in (ROOT / "src/tpuswarm", ROOT) if (base / folder / file).exists()), None
+        )
+        assert place, f"{name} names {folder}{file}, which is not there"
+        assert not definition or definition in definitions(place), (
+            f"{name}: {folder}{file} does not define {definition}"
+        )
+
+
+def definitions(path: Path) -> set[str]:
+    found: set[str] = set()
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(prefix + child.name)
+                visit(child, f"{prefix}{child.name}.")
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), "")
+    return found

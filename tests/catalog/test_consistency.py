@@ -128,7 +128,7 @@ def with_alternatives(figures: list[Figure]) -> Iterator[Figure]:
 
 
 def test_published_spot_runs_have_a_source():
-    found = catalog.kept_spot_tpus()
+    found = catalog.spot_records()
     assert len(found) == 7 and sum(run.lost for run in found) == 42
     for run in found:
         assert catalog.find(run.type).name == run.type and run.source.url.startswith("https://")

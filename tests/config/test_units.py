@@ -4,9 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuswarm.config.nearest import did_you_mean, nearest
-from tpuswarm.config.prose import wrapped
-from tpuswarm.config.shown import age, clock, pace, share, significant, unit
+from tpuswarm.config.formatting import (
+    format_age,
+    format_duration,
+    format_figure,
+    format_share,
+    format_step_rate,
+    token_unit,
+    wrap_text,
+)
+from tpuswarm.config.nearest import did_you_mean, nearest_name
 from tpuswarm.config.units import Interval, check_number, parse_count, parse_every, parse_seconds
 from tpuswarm.errors import InputError, first_line
 
@@ -65,8 +72,8 @@ def test_number_out_of_bounds_is_refused(value, bounds, message):
 def test_suggestion_is_the_nearest_name_or_all():
     assert did_you_mean("replikate", ["replicate", "fsdp"]) == "did you mean replicate?"
     assert did_you_mean("xyz", ["b", "a"]) == "known: a, b"
-    assert nearest("--bogus", ["--host", "--hosts", "--lr"]) is None, "dashes alone are no likeness"
-    assert nearest("--hsot", ["--host", "--lr"]) == nearest("hsot", ["--host"]) == "--host"
+    assert nearest_name("--bogus", ["--host", "--hosts", "--lr"]) is None, "dashes alone are no likeness"
+    assert nearest_name("--hsot", ["--host", "--lr"]) == nearest_name("hsot", ["--host"]) == "--host"
 
 
 TEXTS = st.text("ab`  .\n", max_size=60)
@@ -74,22 +81,22 @@ TEXTS = st.text("ab`  .\n", max_size=60)
 
 @given(st.floats(1e-30, 1e30))
 def test_four_digits_are_close_to_the_number(value):
-    assert float(significant(value)) == pytest.approx(value, rel=5.1e-4) and len(significant(value)) <= 9
+    assert float(format_figure(value)) == pytest.approx(value, rel=5.1e-4) and len(format_figure(value)) <= 9
 
 
 @pytest.mark.parametrize(
     ("show", "shown"),
     [
-        (clock, {None: "-:--:--", 0: "0:00:00", 65.4: "0:01:05", 90_061: "1 day, 1:01:01"}),
-        (age, {0: "0 s", 59.9: "59 s", 60: "1 min", 3599: "59 min", 3600: "1 h", 86_400: "1 day", 200_000: "2 days"}),
-        (pace, {None: "– steps/s", 0: "– steps/s", 0.25: "4.0 s/step", 1: "1.0 steps/s", 1234: "1,234.0 steps/s"}),
-        (share, {0: "0%", 1.4e-4: "1/7,143", 0.009: "1/111", 0.01: "1%", 0.4: "40%", 0.9999: "nearly all", 1: "100%"}),
-        (significant, {
+        (format_duration, {None: "-:--:--", 0: "0:00:00", 65.4: "0:01:05", 90_061: "1 day, 1:01:01"}),
+        (format_age, {0: "0 s", 59: "59 s", 60: "1 min", 3599: "59 min", 3600: "1 h", 86_400: "1 day", 2e5: "2 days"}),
+        (format_step_rate, {None: "– steps/s", 0: "– steps/s", 0.25: "4.0 s/step", 1234: "1,234.0 steps/s"}),
+        (format_share, {0: "0%", 1.4e-4: "1/7,143", 0.01: "1%", 0.4: "40%", 0.9999: "nearly all", 1: "100%"}),
+        (format_figure, {
             1.9: "1.900", 123.456: "123.5", 1234.56: "1235", 0.00001234: "1.234e-05", 123456.0: "1.235e+05",
             0.00012: "0.0001200", 0.99999: "1.000", -1.5: "-1.500", 0.0: "0", None: "–",
             float("nan"): "nan", float("inf"): "inf",
         }),
-        (unit, {1: "rows", 64: "tokens"}),
+        (token_unit, {1: "rows", 64: "tokens"}),
     ],
 )  # fmt: skip
 def test_quantity_is_shown(show, shown):
@@ -106,8 +113,8 @@ def test_first_line_of_an_error_is_never_empty(error, line):
 
 @given(text=TEXTS, width=st.integers(1, 30), hang=st.integers(0, 8))
 def test_wrapping_breaks_only_at_spaces(text, width, hang):
-    assert wrapped(text, 60) == text, "it fits"
-    found = wrapped(text, width, hang)
+    assert wrap_text(text, 60) == text, "it fits"
+    found = wrap_text(text, width, hang)
     assert found.split() == text.split()
     if "`" not in text:  # a line that is too wide is one word
         assert all(len(line) <= width or len(line.split()) == 1 for line in found.split("\n") if line.strip())
@@ -124,4 +131,4 @@ def test_wrapping_breaks_only_at_spaces(text, width, hang):
     ],
 )
 def test_commands_and_paths_are_not_broken(text, hang, lines):
-    assert wrapped(text, 18, hang).split("\n") == lines
+    assert wrap_text(text, 18, hang).split("\n") == lines

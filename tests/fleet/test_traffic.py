@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fleet.loop import EUROPE, A, ManagedFleet, desired, pool, started, vm
-from tpuswarm.config.train import Train
+from tpuswarm.config.train_table import Train
 from tpuswarm.fleet.decide.desired import Budget
 from tpuswarm.fleet.decide.jobs import Assignment, Job
 from tpuswarm.fleet.decide.traffic import Traffic, add_traffic, price_per_gib

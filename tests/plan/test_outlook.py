@@ -4,7 +4,7 @@ from math import exp
 
 import pytest
 
-from tpuswarm.catalog import kept_spot_tpus
+from tpuswarm.catalog import spot_records
 from tpuswarm.plan.outlook import MachineGroup, Outlook, outlook, sentences
 from tpuswarm.plan.roofline import Range
 
@@ -20,7 +20,7 @@ def predict(*groups: MachineGroup, tokens: int | None = None, checkpoint_s: floa
 def test_spot_machines_train_their_share_by_renewal_theory():
     """Of exponential uptimes, whole checkpoint intervals count: interval / (exp(interval / between) - 1)."""
     interval, shares = 2.0, []
-    for spot in kept_spot_tpus():
+    for spot in spot_records():
         uptime = interval / (exp(interval / spot.hours_between) - 1)
         shares.append(uptime / (spot.hours_between + spot.hours_away))
     machines = MachineGroup("v2-8", "us-central1-f", "spot", 50)

@@ -1,4 +1,4 @@
-"""Facts about TPUs as data (TOML with source and date), and typed look-ups on it."""
+"""Look up facts about TPUs: TOML files with a source and a date for each figure."""
 
 from tpuswarm.catalog import network
 from tpuswarm.catalog.accelerators import Accelerator, Compiler, Gke, accelerators, find
@@ -6,7 +6,7 @@ from tpuswarm.catalog.figures import Figure, Source
 from tpuswarm.catalog.generations import Generation, HostSize, generation_of, generations
 from tpuswarm.catalog.gpus import Gpu, gpus, memory_bandwidth, peak_flops
 from tpuswarm.catalog.machines import Machine, machines
-from tpuswarm.catalog.preemptions import KeptSpot, kept_spot_tpus
+from tpuswarm.catalog.preemptions import SpotRecord, spot_records
 from tpuswarm.catalog.prices import Price
 
 __all__ = [
@@ -17,18 +17,18 @@ __all__ = [
     "Gke",
     "Gpu",
     "HostSize",
-    "KeptSpot",
     "Machine",
     "Price",
     "Source",
+    "SpotRecord",
     "accelerators",
     "find",
     "generation_of",
     "generations",
     "gpus",
-    "kept_spot_tpus",
     "machines",
     "memory_bandwidth",
     "network",
     "peak_flops",
+    "spot_records",
 ]

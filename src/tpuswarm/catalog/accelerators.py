@@ -1,4 +1,4 @@
-"""Slices of TPU one can ask for, under the names of the TPU API, GKE and the compiler, from one table."""
+"""Find TPU types by the names of the TPU API, GKE and the compiler."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
-from tpuswarm.catalog.figures import Source, data, source
+from tpuswarm.catalog.figures import Source, find_source, read_data
 from tpuswarm.catalog.generations import Generation, HostSize, generations
 from tpuswarm.catalog.prices import Price, chip_prices, region_of
-from tpuswarm.config.nearest import nearest
+from tpuswarm.config.nearest import nearest_name
 from tpuswarm.errors import InputError
 
 Access = Literal["open", "single tenant", "sold"]
-"""Who gets it in a zone: anyone with quota; one tenant; nobody knows, but a price list has it."""
+"""Anyone with quota; a single tenant; unknown, but on a price list."""
 ACCESSES: tuple[Access, ...] = get_args(Access)
 
 
 class Gke(NamedTuple):
-    """How GKE asks for a slice: two labels, the machine type of its nodes; and who says so."""
+    """The labels and machine type by which GKE requests a slice."""
 
     accelerator: str
     topology: str
@@ -27,7 +27,7 @@ class Gke(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Zones that offer a slice, and who says so."""
+    """Zones that offer a slice."""
 
     access: Access
     zones: tuple[str, ...]
@@ -35,7 +35,7 @@ class Offer(NamedTuple):
 
 
 class Compiler(NamedTuple):
-    """Arguments of `jax.experimental.topologies.get_topology_desc("tpu")`: topology_name and further keywords."""
+    """Arguments of `jax.experimental.topologies.get_topology_desc`: topology_name and keywords."""
 
     name: str
     options: dict[str, Any]
@@ -43,49 +43,43 @@ class Compiler(NamedTuple):
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One slice: chips joined by their own interconnect, with the hosts that hold them."""
+    """One TPU type: chips joined by their interconnect, and their hosts."""
 
     name: str
-    """The short form: v5e-8."""
+    """Short form: v5e-8."""
     api_name: str | None
-    """The TPU API's: v5litepod-8; None where that API does not have it."""
+    """Name in the TPU API: v5litepod-8; None if it is not offered there."""
     also: str | None
-    """Another short form in use: v7x-8."""
+    """Another short form: v7x-8."""
     generation: Generation
     topology: tuple[int, ...]
-    """Chips in each direction."""
     host_topology: tuple[int, ...]
-    """Chips of one host in each direction."""
     chips: int
     hosts: int
     compiler_name: str
     gke: Gke | None
-    """None where GKE does not have it."""
     source: Source
 
     @property
     def chips_per_host(self) -> int:
-        """Chips that one host holds."""
         return prod(self.host_topology)
 
     @property
     def cores(self) -> int:
-        """TensorCores."""
         return self.chips * self.generation.cores_per_chip
 
     @property
     def devices(self) -> int:
-        """What `jax.device_count()` says."""
+        """JAX devices."""
         return self.chips * self.generation.devices_per_chip
 
     @property
     def host(self) -> HostSize:
-        """Each of its hosts."""
         return self.generation.hosts.get(self.chips_per_host, HostSize(None, None, {}))
 
     @property
     def compiler(self) -> Compiler:
-        """What makes libtpu describe this slice as JAX sees it."""
+        """Arguments for which libtpu describes this slice as JAX sees it."""
         options: dict[str, Any] = {"chips_per_host_bounds": (*self.host_topology, 1)[:3]}
         if self.generation.chip_config is not None:
             options["chip_config_name"] = self.generation.chip_config
@@ -93,62 +87,59 @@ class Accelerator:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that `find` knows it by, the short form first.
+        """All names that `find` accepts, the short form first.
 
-        GKE's are ACCELERATOR:TOPOLOGY, and for a slice of one host its machine type.
+        GKE's are ACCELERATOR:TOPOLOGY, and the machine type of a slice with one host.
         """
         gke = self.gke
         found = [self.name, self.api_name, self.also, self.compiler_name]
         found += [f"{gke.accelerator}:{gke.topology}"] if gke else []
         found += [gke.machine] if gke and self.hosts == 1 else []
-        return tuple(dict.fromkeys(each for each in found if each))
+        return tuple(dict.fromkeys(name for name in found if name))
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        """Where it is offered."""
         return tuple(
-            Offer(block["access"], tuple(block["zones"]), source(block["source"]))
-            for block in data("zones")["zones"]
+            Offer(block["access"], tuple(block["zones"]), find_source(block["source"]))
+            for block in read_data("zones")["zones"]
             if block["generation"] == self.generation.name and self.name in block.get("types", [self.name])
         )
 
     def zones(self, access: Access = "open") -> tuple[str, ...]:
-        """Zones that offer it to anyone with quota, or in another way."""
+        """Return the zones that offer it with this access."""
         return tuple(zone for offer in self.offers if offer.access == access for zone in offer.zones)
 
     def prices(self) -> tuple[Price, ...]:
-        """Dollars an hour for all of it in every region with a known price, cheapest first."""
-        return tuple(each.times(self.chips) for each in chip_prices(self.generation.name, self.name))
+        """Return the known prices of the slice by region, cheapest first."""
+        return tuple(price.times(self.chips) for price in chip_prices(self.generation.name, self.name))
 
     def price(self, place: str | None = None) -> Price | None:
-        """Dollars an hour for all of it at `place`, a region or zone; without one, the cheapest region with an open
-        zone. None: unknown.
+        """Return the price of the slice in a region or zone, by default in the cheapest region with an open zone.
+
+        None: unknown.
         """
-        regions = {region_of(each) for each in ([place] if place else self.zones())}
-        return next((each for each in self.prices() if each.region in regions), None)
+        regions = {region_of(zone) for zone in ([place] if place else self.zones())}
+        return next((price for price in self.prices() if price.region in regions), None)
 
 
-def shape(topology: tuple[int, ...]) -> str:
-    """(2, 4) as all dialects write it: 2x4."""
+def format_topology(topology: tuple[int, ...]) -> str:
+    """Write (2, 4) as 2x4."""
     return "x".join(map(str, topology))
 
 
 @cache
 def accelerators() -> tuple[Accelerator, ...]:
-    """All of them, by generation and size."""
-    by_name = {each.name: each for each in generations()}
+    """Return all TPU types, by generation and size."""
+    by_name = {generation.name: generation for generation in generations()}
     return tuple(
-        _accelerator(by_name[generation], entry, section)
-        for generation, section in data("types").items()
+        _parse_accelerator(by_name[generation], entry, section)
+        for generation, section in read_data("types").items()
         for entry in section["types"]
     )
 
 
 def find(name: str) -> Accelerator:
-    """The slice called `name` in any dialect, in any case of letters.
-
-    Raises InputError with the nearest name and its other names, or the topologies that exist.
-    """
+    """Find a TPU type by any of its names, in upper or lower case; raise InputError with the nearest one."""
     wanted = name.strip().lower()
     if wanted in _by_name():
         return _by_name()[wanted]
@@ -157,41 +148,41 @@ def find(name: str) -> Accelerator:
     if topology and siblings:
         there = ", ".join(siblings)
         raise InputError(f"{name}: the catalogue has no {prefix} with topology {topology}; it has {there}")
-    raise InputError(f"unknown TPU {name!r}: {_nearest(wanted)}")
+    raise InputError(f"unknown TPU {name!r}: {_suggest(wanted)}")
 
 
-def _nearest(wanted: str) -> str:
-    near = nearest(wanted, _by_name())
+def _suggest(wanted: str) -> str:
+    near = nearest_name(wanted, _by_name())
     if near is None:
         forms = "v5e-8, v5litepod-8 (TPU API), tpu-v5-lite-podslice:2x4 (GKE) or v5e:2x4 (compiler)"
         return f"TPU names look like {forms}; `tpuswarm catalog` lists them all"
-    others = [each for each in _by_name()[near].names if each != near]
+    others = [name for name in _by_name()[near].names if name != near]
     return f"did you mean {near} (also called {', '.join(others)})?"
 
 
 @cache
 def _by_name() -> Mapping[str, Accelerator]:
-    return {name: each for each in accelerators() for name in each.names}
+    return {name: tpu for tpu in accelerators() for name in tpu.names}
 
 
-def _accelerator(generation: Generation, entry: Mapping[str, Any], section: Mapping[str, Any]) -> Accelerator:
+def _parse_accelerator(generation: Generation, entry: Mapping[str, Any], section: Mapping[str, Any]) -> Accelerator:
     gke = None
     if "gke" in entry:
-        gke = Gke(entry["gke"], entry["topology"], entry["machine"], source(section["gke_source"]))
+        gke = Gke(entry["gke"], entry["topology"], entry["machine"], find_source(section["gke_source"]))
     return Accelerator(
         name=entry["name"],
         api_name=entry.get("api"),
         also=entry.get("also"),
         generation=generation,
-        topology=_sizes(entry["topology"]),
-        host_topology=_sizes(entry["host"]),
+        topology=_parse_topology(entry["topology"]),
+        host_topology=_parse_topology(entry["host"]),
         chips=entry["chips"],
         hosts=entry["hosts"],
         compiler_name=entry["compiler"],
         gke=gke,
-        source=source(section["source"]),
+        source=find_source(section["source"]),
     )
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in text.split("x"))
+def _parse_topology(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))

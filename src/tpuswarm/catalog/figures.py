@@ -1,4 +1,4 @@
-"""A figure with its source, and the data files they come from."""
+"""Read figures with their sources from the data files."""
 
 import tomllib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Source:
-    """Where a figure was read: title, address, and the day."""
+    """Where and when a figure was read."""
 
     title: str
     url: str
@@ -20,7 +20,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Figure:
-    """A value as its source states it, and what other sources state where they disagree."""
+    """A value as its source states it, and the values of sources that disagree."""
 
     value: Any
     source: Source
@@ -28,29 +28,28 @@ class Figure:
 
     @property
     def date(self) -> date:
-        """The day the source was read."""
         return self.source.read
 
 
 @cache
-def data(name: str) -> Mapping[str, Any]:
-    """The data file `name`.toml of this package."""
+def read_data(name: str) -> Mapping[str, Any]:
+    """Read data/`name`.toml."""
     return tomllib.loads((files("tpuswarm.catalog") / "data" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 @cache
-def source(key: str) -> Source:
-    """The source that data files call `key`."""
-    return Source(**data("sources")[key])
+def find_source(key: str) -> Source:
+    """Return the source that data files call `key`."""
+    return Source(**read_data("sources")[key])
 
 
-def figure(entry: Any, default: str) -> Figure:
-    """An entry of a data file: a plain value, of the source `default`, or a table {value, source, other}."""
+def parse_figure(entry: Any, default: str) -> Figure:
+    """Parse an entry of a data file: a plain value from the source `default`, or {value, source, other}."""
     if not isinstance(entry, Mapping):
-        return Figure(tuple(entry) if isinstance(entry, list) else entry, source(default))
+        return Figure(tuple(entry) if isinstance(entry, list) else entry, find_source(default))
     value = entry["value"]
     return Figure(
         tuple(value) if isinstance(value, list) else value,
-        source(entry.get("source", default)),
-        tuple(figure(each, default) for each in entry.get("other", ())),
+        find_source(entry.get("source", default)),
+        tuple(parse_figure(other, default) for other in entry.get("other", ())),
     )

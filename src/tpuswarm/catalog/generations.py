@@ -1,17 +1,17 @@
-"""Generations of TPU: what one chip, and one of JAX's devices, holds and can do."""
+"""Look up generations of TPUs: memory and speed of a chip and of a JAX device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from tpuswarm.catalog.figures import Figure, data, figure
+from tpuswarm.catalog.figures import Figure, parse_figure, read_data
 from tpuswarm.config.units import GIB
 
 
 @dataclass(frozen=True)
 class HostSize:
-    """One TPU VM: vCPUs, memory in GB; None where no source says."""
+    """vCPUs and memory of one TPU VM; None: unknown."""
 
     vcpus: int | None
     memory_gb: float | None
@@ -20,75 +20,71 @@ class HostSize:
 
 @dataclass(frozen=True)
 class Generation:
-    """One generation. Bytes, B/s and FLOP/s; of a chip unless the name says otherwise. `figures` has the sources."""
+    """One generation, in bytes, B/s and FLOP/s per chip unless the name says otherwise; `figures` has the sources."""
 
     name: str
     name_counts: Literal["cores", "chips"]
-    """What the number in a type's name counts: v3-8 has 8 cores, v5e-8 has 8 chips."""
+    """Meaning of the number in a type's name: v3-8 has 8 cores, v5e-8 has 8 chips."""
     device_kinds: tuple[str, ...]
-    """What `jax.Device.device_kind` says; the first is libtpu's."""
+    """Values of `jax.Device.device_kind`; libtpu uses the first."""
     cores_per_chip: int
     devices_per_chip: int
-    """JAX devices: v4 and v5p join the two cores of a chip to one device (megacore)."""
+    """v4 and v5p join the two cores of a chip to one device (megacore)."""
     hbm_bytes: int
     compiler_hbm_bytes: int
-    """What the compiler grants a program on one JAX device; it refuses what needs more."""
+    """Memory that the compiler grants a program on one JAX device."""
     peak_bf16: float
     bandwidth: float
-    """Of the HBM."""
+    """HBM, B/s."""
     matrix_unit: int
-    """The side of the square that the matrix unit multiplies at once: 128, or 256 since v6e."""
+    """Side of the matrix unit: 128, or 256 since v6e."""
     interconnect: str
     interconnect_bandwidth: float | None
-    """Both directions, all links of a chip."""
+    """All links of a chip in both directions."""
     network_gbps: float | None
-    """Data centre network, Gbit/s a chip."""
+    """Data centre network per chip."""
     pod_chips: int
     chip_config: str | None
-    """`chip_config_name` that the compiler needs to see JAX's devices: megacore for v4 and v5p."""
+    """`chip_config_name` for the compiler: megacore for v4 and v5p."""
     runtime: str | None
-    """The TPU VM's image; None: machines of Compute Engine, with images of their own."""
+    """Image of the TPU VM; None: Compute Engine machines, which have their own images."""
     apis: tuple[str, ...]
     frameworks: tuple[str, ...]
     hosts: Mapping[int, HostSize] = field(hash=False, repr=False)
-    """By chips a host."""
+    """By chips per host."""
     figures: Mapping[str, Figure] = field(hash=False, repr=False)
 
     @property
     def device_kind(self) -> str:
-        """What libtpu calls it."""
         return self.device_kinds[0]
 
     @property
     def hbm_bytes_per_device(self) -> int:
-        """Nominal HBM of one JAX device."""
         return self.hbm_bytes // self.devices_per_chip
 
     @property
     def peak_bf16_per_device(self) -> float:
-        """FLOP/s of one JAX device."""
         return self.peak_bf16 / self.devices_per_chip
 
     @property
     def bandwidth_per_device(self) -> float:
-        """B/s of one JAX device."""
         return self.bandwidth / self.devices_per_chip
 
 
 @cache
 def generations() -> tuple[Generation, ...]:
-    """All generations, oldest first."""
-    return tuple(_generation(name, section) for name, section in data("generations").items())
+    """Return all generations, oldest first."""
+    return tuple(_parse_generation(name, section) for name, section in read_data("generations").items())
 
 
 def generation_of(device_kind: str) -> Generation | None:
-    """The generation that JAX calls `device_kind`; None for anything else, a GPU or CPU too."""
-    return next((each for each in generations() if device_kind in each.device_kinds), None)
+    """Return the generation that JAX calls `device_kind`; None if it is no TPU."""
+    return next((known for known in generations() if device_kind in known.device_kinds), None)
 
 
-def _generation(name: str, section: Mapping[str, Any]) -> Generation:
+def _parse_generation(name: str, section: Mapping[str, Any]) -> Generation:
     own = section["source"]
-    figures = {key: figure(entry, own) for key, entry in section.items() if key not in ("source", "hosts")}
+    figures = {key: parse_figure(entry, own) for key, entry in section.items() if key not in ("source", "hosts")}
 
     def value(key: str) -> Any:
         return figures[key].value if key in figures else None
@@ -112,13 +108,13 @@ def _generation(name: str, section: Mapping[str, Any]) -> Generation:
         runtime=value("runtime"),
         apis=value("apis"),
         frameworks=value("frameworks"),
-        hosts={int(chips): _host(host, own) for chips, host in section["hosts"].items()},
+        hosts={int(chips): _parse_host(host, own) for chips, host in section["hosts"].items()},
         figures=figures,
     )
 
 
-def _host(entry: Mapping[str, Any], default: str) -> HostSize:
+def _parse_host(entry: Mapping[str, Any], default: str) -> HostSize:
     default = entry.get("source", default)
-    figures = {key: figure(entry[key], default) for key in ("vcpus", "memory_gb") if key in entry}
-    values = {key: each.value for key, each in figures.items()}
+    figures = {key: parse_figure(entry[key], default) for key in ("vcpus", "memory_gb") if key in entry}
+    values = {key: figure.value for key, figure in figures.items()}
     return HostSize(values.get("vcpus"), values.get("memory_gb"), figures)

@@ -1,37 +1,36 @@
-"""How often spot TPUs were taken away, and how long until their job ran again, where somebody has shown it."""
+"""Look up measured preemptions of spot TPUs."""
 
 from dataclasses import dataclass
 from functools import cache
 
-from tpuswarm.catalog.figures import Source, data, source
+from tpuswarm.catalog.figures import Source, find_source, read_data
 
 
 @dataclass(frozen=True)
-class KeptSpot:
-    """One spot TPU that somebody kept, each time on another machine."""
+class SpotRecord:
+    """One spot TPU whose owner requested it again after each preemption."""
 
     type: str
     hours: float
-    """From the first request on."""
+    """Since the first request."""
     ran: float
-    """Hours of them that its job ran."""
+    """Hours in which its job ran."""
     lost: int
-    """Times that it was taken away."""
+    """Number of preemptions."""
     source: Source
 
     @property
     def hours_between(self) -> float:
-        """That its job ran between two losses, on average."""
+        """Mean hours in which its job ran between two preemptions."""
         return self.ran / self.lost
 
     @property
     def hours_away(self) -> float:
-        """From a loss, or the first request, until its job ran, on average: the wait for a machine, and its set-up."""
+        """Mean hours from a preemption, or from the first request, until its job ran."""
         return (self.hours - self.ran) / (self.lost + 1)
 
 
 @cache
-def kept_spot_tpus() -> tuple[KeptSpot, ...]:
-    """All that are known."""
-    found = data("preemptions")
-    return tuple(KeptSpot(**entry, source=source(found["source"])) for entry in found["kept"])
+def spot_records() -> tuple[SpotRecord, ...]:
+    found = read_data("preemptions")
+    return tuple(SpotRecord(**entry, source=find_source(found["source"])) for entry in found["kept"])

@@ -1,15 +1,15 @@
-"""What TPUs cost, where a price list says so."""
+"""Look up prices of TPUs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from tpuswarm.catalog.figures import Source, data, source
+from tpuswarm.catalog.figures import Source, find_source, read_data
 
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars an hour in one region, on demand and spot; None where no source says: never a guess."""
+    """Dollars an hour in one region; None: unknown."""
 
     region: str
     on_demand: float | None
@@ -17,28 +17,28 @@ class Price:
     source: Source
 
     def times(self, chips: int) -> "Price":
-        """The price of so many."""
-        on_demand, spot = (None if each is None else each * chips for each in (self.on_demand, self.spot))
+        """Multiply by a number of chips."""
+        on_demand, spot = (None if dollars is None else dollars * chips for dollars in (self.on_demand, self.spot))
         return Price(self.region, on_demand, spot, self.source)
 
 
 def region_of(place: str) -> str:
-    """The region of a zone (`us-central1-a`), or the region itself."""
+    """Return the region of a zone, or the region itself."""
     return "-".join(place.split("-")[:2])
 
 
 def cheapest_first(prices: Iterable[Price]) -> tuple[Price, ...]:
-    """By the price on demand, then spot; unknown ones last."""
+    """Sort by the price on demand, then spot; unknown prices last."""
     unknown = float("inf")
-    return tuple(sorted(prices, key=lambda each: (each.on_demand or unknown, each.spot or unknown, each.region)))
+    return tuple(sorted(prices, key=lambda price: (price.on_demand or unknown, price.spot or unknown, price.region)))
 
 
 @cache
 def chip_prices(generation: str, name: str) -> tuple[Price, ...]:
-    """Of one chip of the type `name`, by region, cheapest first: on demand, then spot."""
+    """Return the prices of one chip of the type `name` by region, cheapest first."""
     found = [
-        Price(region, dollars.get("on_demand"), dollars.get("spot"), source(block["source"]))
-        for block in data("prices")["prices"]
+        Price(region, dollars.get("on_demand"), dollars.get("spot"), find_source(block["source"]))
+        for block in read_data("prices")["prices"]
         if block["generation"] == generation and name in block.get("types", [name])
         for region, dollars in block["regions"].items()
     ]

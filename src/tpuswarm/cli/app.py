@@ -12,7 +12,7 @@ import typer
 from typer.main import get_group
 
 from tpuswarm.cli.help import Command, CommandGroup, format_top_help
-from tpuswarm.config.refused import must_be
+from tpuswarm.config.validation_errors import rephrase_message
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.train.process.terminal import say
 
@@ -171,7 +171,7 @@ def _usage_error(error: Any) -> str:
     text = text.replace("No such option:", "there is no option").replace("No such", "there is no")
     text = text.replace("Value error, ", "")
     if wrong_type := re.fullmatch(r"Invalid value for '(.*?)': (Input should be .*)", text):
-        text = f"{wrong_type[1]} {must_be(wrong_type[2])}"
+        text = f"{wrong_type[1]} {rephrase_message(wrong_type[2])}"
     command = error.ctx.command_path if error.ctx else "tpuswarm"
     return f"{text}{'' if text.endswith('?') else '.'} See `{command} --help`"
 

@@ -1,1 +1,1 @@
-"""What people write, read precisely: counts, durations, names, and errors that suggest the nearest right one."""
+"""Read what people write: counts, durations, TOML files; suggest the nearest valid name in errors."""

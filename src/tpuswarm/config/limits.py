@@ -1,16 +1,16 @@
-"""What the settings of a run can be, whoever gives them: a command, a file, a program."""
+"""Check the settings of a run, whether they come from a command, a file or a program."""
 
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from tpuswarm.config.units import MOST, check_number
+from tpuswarm.config.units import MAX_COUNT, check_number
 from tpuswarm.errors import InputError
 
-LIMITS: Mapping[str, Mapping[str, float]] = {
-    "steps": {"least": 1, "below": 2**31},  # counted in int32 on a device, as rows are
-    "epochs": {"above": 0, "most": MOST},
+NUMBER_LIMITS: Mapping[str, Mapping[str, float]] = {
+    "steps": {"least": 1, "below": 2**31},  # devices count steps and rows in int32
+    "epochs": {"above": 0, "most": MAX_COUNT},
     "batch": {"least": 1, "below": 2**31},
     "eval_batch": {"least": 1, "below": 2**31},
     "accumulate": {"least": 1},
@@ -26,10 +26,8 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     "cycle": {"least": 1},
     "outer_lr": {"above": 0},
 }
-"""Of the settings that are numbers."""
 
-FRACTIONS = ("epochs", "clip", "ema", "grace", "outer_lr")
-"""Of those the ones that need not be whole."""
+FRACTIONAL = ("epochs", "clip", "ema", "grace", "outer_lr")
 
 CHOICES: Mapping[str, Sequence[str]] = {
     "precision": ("bf16", "f32", "highest"),
@@ -38,25 +36,23 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "quantize": ("int8", "int4"),
     "overlap": ("auto", "0"),
 }
-"""Of those that are one of a few words."""
 
-PATTERNS = ("freeze", "decay")
-"""Those that are regular expressions."""
+REGEX_SETTINGS = ("freeze", "decay")
 
 
-def check(settings: Mapping[str, Any]) -> None:
-    """Raise InputError, with the right ones, for a value that no run can have; None is not asked."""
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise InputError for an invalid value; None means not set."""
     for name, value in settings.items():
         if value is None or (name == "batch" and value == "auto"):
             continue
-        if name in LIMITS:
-            check_number(value, flag(name), **LIMITS[name])
-            if name not in FRACTIONS and not isinstance(value, Integral):
-                raise InputError(f"{flag(name)} must be a whole number, not {value}")
+        if name in NUMBER_LIMITS:
+            check_number(value, option_name(name), **NUMBER_LIMITS[name])
+            if name not in FRACTIONAL and not isinstance(value, Integral):
+                raise InputError(f"{option_name(name)} must be a whole number, not {value}")
         if name in CHOICES and value not in CHOICES[name]:
             *others, last = CHOICES[name]
-            raise InputError(f"{flag(name)} is {', '.join(others)} or {last}, not {value!r}")
-        if name in PATTERNS:
+            raise InputError(f"{option_name(name)} is {', '.join(others)} or {last}, not {value!r}")
+        if name in REGEX_SETTINGS:
             try:
                 re.compile(value)
             except re.error as error:
@@ -65,13 +61,13 @@ def check(settings: Mapping[str, Any]) -> None:
             parse_devices(value)
 
 
-def flag(name: str) -> str:
-    """A setting as the command line calls it, without its dashes."""
+def option_name(name: str) -> str:
+    """Return the name of a setting on the command line, without dashes: `eval-batch`."""
     return name.replace("_", "-")
 
 
 def parse_devices(which: str | int | Sequence[int]) -> int | list[int] | None:
-    """How many devices, or which, from 0; None for `all`. InputError for what is neither, such as [1, 1] and 0."""
+    """Return a number of devices, their indices, or None for `all`; raise InputError for anything else."""
     if isinstance(which, str):
         text = which.strip()
         if text == "all":

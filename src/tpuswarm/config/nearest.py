@@ -1,9 +1,9 @@
-"""The nearest right name, for errors that help."""
+"""Suggest the nearest valid name in errors."""
 
 import difflib
 from collections.abc import Iterable
 
-ALSO = {
+OTHER_LIBRARIES_NAMES = {
     "accumulate_grad_batches": "accumulate",
     "batch_size": "batch",
     "callbacks": "hooks",
@@ -32,27 +32,24 @@ ALSO = {
     "strategy": "shard",
     "val_check_interval": "eval_every",
 }
-"""What other programs (Lightning, Keras, Transformers) call an option of ours."""
+"""Name of an option in Lightning, Keras or Transformers → ours."""
 
 
-def nearest(wrong: str, known: Iterable[str], least: float = 0.5) -> str | None:
-    """The known name most like a wrong one; None where none is near. The dashes of options make nothing alike.
-
-    least: how much of both has to be alike.
-    """
+def nearest_name(wrong: str, known: Iterable[str], min_similarity: float = 0.5) -> str | None:
+    """Return the known name most similar to a wrong one, or None. Leading dashes do not count."""
     known, wrong = sorted(known), wrong.lower()
-    bare = {each.lstrip("-"): each for each in known}
-    if ours := ALSO.get(wrong.lstrip("-").replace("-", "_")):
+    bare = {name.lstrip("-"): name for name in known}
+    if ours := OTHER_LIBRARIES_NAMES.get(wrong.lstrip("-").replace("-", "_")):
         for spelled in (ours, ours.replace("_", "-")):
             if spelled in bare:
                 return bare[spelled]
-    near = difflib.get_close_matches(wrong.lstrip("-"), bare, n=1, cutoff=least)
+    near = difflib.get_close_matches(wrong.lstrip("-"), bare, n=1, cutoff=min_similarity)
     return bare[near[0]] if near else None
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """End of an error sentence: the nearest known name, else all of them."""
+    """Return the end of an error sentence: the nearest known name, or all of them."""
     known = sorted(known)
-    if near := nearest(wrong, known):
+    if near := nearest_name(wrong, known):
         return f"did you mean {near}?"
     return f"known: {', '.join(known)}" if known else "there are none"

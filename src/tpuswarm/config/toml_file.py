@@ -1,4 +1,4 @@
-"""A TOML file as a typed value, with errors that give the line and the nearest right name."""
+"""Read a TOML file into a typed value; errors give the line and the nearest valid name."""
 
 import re
 import tomllib
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.config.refused import refused
 from tpuswarm.config.units import parse_count
+from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError
 
 TomlPath = tuple[str | int, ...]
-"""Keys and, in lists of tables, numbers from 0."""
+"""Keys and, in arrays of tables, indices from 0."""
 
 
-class Strict(BaseModel):
-    """A table that takes its own keys only."""
+class StrictTable(BaseModel):
+    """A table that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -26,19 +26,35 @@ class Strict(BaseModel):
 Table = TypeVar("Table", bound=BaseModel)
 
 
-def _count(value: Any) -> int:
+def _parse_count(value: Any) -> int:
     try:
         return parse_count(value, "a count")
     except InputError as error:
         raise ValueError(str(error)) from error
 
 
-Count = Annotated[int, BeforeValidator(_count)]
+Count = Annotated[int, BeforeValidator(_parse_count)]
 """500, "20K", "10M": a whole number above 0."""
 
 
+def match_pattern(pattern: str, expected: str) -> AfterValidator:
+    """Accept only texts that match; the error names what is `expected`."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{expected}, not {text!r}")
+        return text
+
+    return AfterValidator(check)
+
+
+Name = Annotated[
+    str, match_pattern(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?", "small letters, digits and -, at most 30, a letter first")
+]
+
+
 def read_toml(path: Path, kind: type[Table]) -> Table:
-    """The file as a `kind`; InputError, a sentence that names the line, for anything that is not right in it."""
+    """Read a file as a `kind`; raise InputError with the line for anything wrong."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -51,55 +67,58 @@ def read_toml(path: Path, kind: type[Table]) -> Table:
 
 
 def parse_toml(text: str, path: Path, kind: type[Table]) -> Table:
-    """The text as a `kind`; in what is not right with it, it is called `path`."""
+    """Parse a text as a `kind`; errors call it `path`."""
     try:
         given = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in thousands of brackets
+    except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
         raise InputError(f"{path} is not valid TOML: {error}") from error
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")  # others may follow from it
-        raise InputError(_sentence(path, text, kind, first)) from error
+        first = min(
+            error.errors(), key=lambda error: error["type"] != "extra_forbidden"
+        )  # an unknown key may cause the others
+        raise InputError(_describe(path, text, kind, first)) from error
 
 
-def at_line(path: Path, place: TomlPath, sentence: str) -> str:
-    """The sentence behind the file, the line and the name of what it is about."""
-    return f"{_where(path, path.read_text(encoding='utf-8'), place)}: {_named(place) or 'the file'}: {sentence}"
+def locate_error(path: Path, place: TomlPath, sentence: str) -> str:
+    """Put the file, the line and the key before a sentence."""
+    location = _format_location(path, path.read_text(encoding="utf-8"), place)
+    return f"{location}: {_format_path(place) or 'the file'}: {sentence}"
 
 
-def _where(path: Path, text: str, place: TomlPath) -> str:
-    line = line_of(text, place)
+def _format_location(path: Path, text: str, place: TomlPath) -> str:
+    line = find_line(text, place)
     return f"{path}, line {line}" if line else str(path)
 
 
-def _sentence(path: Path, text: str, kind: type[BaseModel], error: Any) -> str:
+def _describe(path: Path, text: str, kind: type[BaseModel], error: Any) -> str:
     place: TomlPath = error["loc"]
-    where = _where(path, text, place)
-    name, table = str(place[-1]) if place else "", _named(place[:-1])
+    where = _format_location(path, text, place)
+    name, table = str(place[-1]) if place else "", _format_path(place[:-1])
     if error["type"] == "extra_forbidden":
-        return f"{where}: {table or 'the file'} has no key {name}; {did_you_mean(name, _keys(kind, place[:-1]))}"
+        return f"{where}: {table or 'the file'} has no key {name}; {did_you_mean(name, _known_keys(kind, place[:-1]))}"
     if error["type"] == "missing":
         return f"{where}: {table or 'the file'} needs {name}"
-    said = str(error["ctx"]["error"]) if error["type"] == "value_error" else refused(error)
-    return f"{where}: {_named(place) or 'the file'}: {said}"
+    problem = str(error["ctx"]["error"]) if error["type"] == "value_error" else describe_error(error)
+    return f"{where}: {_format_path(place) or 'the file'}: {problem}"
 
 
-def _named(place: TomlPath) -> str:
-    """`members 2` for the second of the tables [[members]]."""
+def _format_path(place: TomlPath) -> str:
+    """Return `members 2` for the second table [[members]]."""
     return "".join(f" {part + 1}" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
-def _keys(kind: Any, place: Sequence[str | int]) -> list[str]:
+def _known_keys(kind: Any, place: Sequence[str | int]) -> list[str]:
     for part in place:
         kind = kind.model_fields[part].annotation if isinstance(part, str) else get_args(kind)[0]
-        if type(None) in get_args(kind):  # a table that may be left out
+        if type(None) in get_args(kind):  # an optional table
             kind = get_args(kind)[0]
     return list(kind.model_fields)
 
 
-def line_of(text: str, place: TomlPath) -> int | None:
-    """The number, from 1, of the line of a key or of the table that it should be in; None where neither is found."""
+def find_line(text: str, place: TomlPath) -> int | None:
+    """Return the line, from 1, of a key or of its table; None if there is neither."""
     at: list[str | int] = []
     numbers: dict[str, int] = {}
     best: tuple[int, int | None] = (0, None)

@@ -1,4 +1,4 @@
-"""Counts, durations and intervals as people write them: 10M, 5m, 500."""
+"""Parse counts, durations and intervals as people write them: 10M, 5m, 500."""
 
 import math
 import re
@@ -10,18 +10,16 @@ from tpuswarm.errors import InputError
 
 GIB = 2**30
 COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
-
-LAST_PORT = 65535
-MOST = 10**15
-"""Of anything counted."""
+MAX_PORT = 65535
+MAX_COUNT = 10**15
 
 
 def parse_count(text: str | int, what: str) -> int:
-    """A positive whole number: 500, 1e3, or with K, M, B or T (powers of 1,000): `10M` is 10,000,000.
+    """Parse a whole number above 0: 500, 1e3, or with K, M, B or T (powers of 1,000): `10M` is 10,000,000.
 
-    Raises InputError naming `what` for anything else, zero and negative numbers included.
+    Raise InputError with the name `what` for anything else.
     """
     match = re.fullmatch(r"(-?\d{1,30}(?:\.\d{1,30})?(?:E\+?\d{1,2})?)\s*([KMBGT]?)", str(text).strip().upper())
     if not match:
@@ -29,16 +27,16 @@ def parse_count(text: str | int, what: str) -> int:
     value = Decimal(match[1]) * COUNT_UNITS[match[2]]
     if value <= 0 or value != int(value):
         raise InputError(f"{what} must be a whole number above 0, not {text!r}")
-    check_number(int(value), what, most=MOST)
+    check_number(int(value), what, most=MAX_COUNT)
     return int(value)
 
 
 def parse_seconds(text: str | float, what: str) -> float:
-    """Seconds in `10`, `10s`, `5m`, `2h` or `1d`; 0 is allowed. Raises InputError naming `what`."""
+    """Parse `10`, `10s`, `5m`, `2h` or `1d`; 0 is allowed."""
     match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)\s*([smhd]?)", str(text).strip())
     if not match:
         raise InputError(f"{what} is a duration such as 30s, 5m or 2h, not {text!r}")
-    return float(match[1]) * SECONDS[match[2] or "s"]
+    return float(match[1]) * SECONDS_PER_UNIT[match[2] or "s"]
 
 
 def check_number(
@@ -50,7 +48,7 @@ def check_number(
     below: float | None = None,
     most: float | None = None,
 ) -> None:
-    """Raise InputError, naming `what` and its bounds, for all but a finite number within them."""
+    """Raise InputError with the name `what` and the bounds unless the number is finite and within them."""
     if not isinstance(value, Real):
         raise InputError(f"{what} must be a number, not {value!r}")
     within = (
@@ -68,29 +66,29 @@ def check_number(
 
 
 def parse_address(text: str, what: str) -> tuple[str, int]:
-    """Name and port of HOST:PORT. Raises InputError naming `what` for anything else."""
+    """Parse HOST:PORT."""
     match = re.fullmatch(r"(.+):([0-9]{1,5})", text)
-    if not match or int(match[2]) > LAST_PORT:
-        raise InputError(f"{what} is HOST:PORT, with a port up to {LAST_PORT}, not {text!r}")
+    if not match or int(match[2]) > MAX_PORT:
+        raise InputError(f"{what} is HOST:PORT, with a port up to {MAX_PORT}, not {text!r}")
     return match[1], int(match[2])
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval either in steps or in seconds; exactly one is set."""
+    """A period in steps or in seconds; exactly one is set."""
 
     steps: int | None = None
     seconds: float | None = None
 
     def due(self, step: int, elapsed: float) -> bool:
-        """Whether it is time: at `step` (counted from 1), `elapsed` seconds after the last time."""
+        """Return whether it is time at `step` (counted from 1), `elapsed` seconds after the last time."""
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and elapsed >= self.seconds
 
 
 def parse_every(text: str | int, what: str) -> Interval:
-    """`500` is every 500 steps, `5m` every five minutes. Raises InputError naming `what`."""
+    """Parse `500` as every 500 steps, `5m` as every five minutes."""
     try:
         if re.fullmatch(r".*[smhd]", str(text).strip()):
             seconds = parse_seconds(text, what)

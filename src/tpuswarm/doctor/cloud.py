@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tpuswarm.cloud.protocol import Listing, Machine
-from tpuswarm.config.shown import age
+from tpuswarm.config.formatting import format_age
 from tpuswarm.doctor.check import Wrong
 from tpuswarm.fleet.activity import list_missing
 from tpuswarm.fleet.decide.money import Rate, machine_price
@@ -39,7 +39,7 @@ def of_fleet(document: Document, listing: Listing, now: float) -> Iterator[tuple
         for row in machine_rows(desired, listing, (), now):
             if row.state not in UNSET:
                 rate = rate.plus(row.hourly)
-        since = "" if lease is None else f": the last one, on {lease.host}, was seen {age(now - lease.at)} ago"
+        since = "" if lease is None else f": the last one, on {lease.host}, was seen {format_age(now - lease.at)} ago"
         machines = f"{len(cost)} machine{'s' * (len(cost) > 1)}"
         what = f"{machines} cost {rate.hour} an hour, and no keeper runs{since}"
         yield document.name, "keeper", Wrong(what, "`tpuswarm keep`, or `tpuswarm down`")
@@ -48,7 +48,7 @@ def of_fleet(document: Document, listing: Listing, now: float) -> Iterator[tuple
         if each.pool not in pools:
             yield each.name, "orphan", Wrong(f"{_costs(each)}, and no pool {each.pool} is wanted any more", _away(each))
         elif each.state == "waiting" and each.created and now - each.created > WAITS_S:
-            waited = age(now - each.created)
+            waited = format_age(now - each.created)
             mend = f"`tpuswarm down {each.name}`, and other zones or `how` for pool {each.pool} in swarm.toml"
             yield each.name, "waits", Wrong(f"its request has waited in {each.zone} for {waited}", mend)
         elif each.state == "dead" and each.request:

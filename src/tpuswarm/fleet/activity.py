@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tpuswarm.cloud.protocol import Listing, Machine
-from tpuswarm.config.shown import age
+from tpuswarm.config.formatting import format_age
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
 from tpuswarm.fleet.decide.jobs import Assignment, Job
@@ -72,10 +72,10 @@ def _why_missing(pool: PoolSpec, count: int, events: Sequence[Event], now: float
     since = mine[full + 1 :]
     words = []
     if lost := next((each for each in reversed(since) if each.kind in LOSS_EVENTS[:2]), None):
-        words.append(f"{lost.machine} was {lost.kind} {age(now - lost.at)} ago")
+        words.append(f"{lost.machine} was {lost.kind} {format_age(now - lost.at)} ago")
     if refused := next((each for each in reversed(since) if each.kind == "refused"), None):
         first = next(each for each in since if each.kind == "refused")
-        words.append(f"waiting since {age(now - first.at)}: {refused.text}")
+        words.append(f"waiting since {format_age(now - first.at)}: {refused.text}")
     zones = ", ".join(pool.zones)
     return f"{count} {pool.type} not there: {'; '.join(words) or f'asked for in {zones}'}"
 
@@ -94,7 +94,9 @@ def _of_machine(
 
     since = next((each.at for each in reversed(events) if each.machine == machine.name), machine.created)
     if machine.state != "ready":
-        return doing("not ready", f"{machine.said.lower()} since {age(now - since)}" if since else machine.said.lower())
+        return doing(
+            "not ready", f"{machine.said.lower()} since {format_age(now - since)}" if since else machine.said.lower()
+        )
     if machine.healthy is False:
         return doing("not ready", f"unhealthy: {machine.why}" if machine.why else "unhealthy")
     seats = dict(_seats(document.jobs, machine.name))

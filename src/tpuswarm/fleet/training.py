@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from tpuswarm.config.train import Train
+from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.spec.file import HEAD, Pool, SwarmFile

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuswarm.cloud.protocol import Listing, Machine
-from tpuswarm.config.shown import age, significant
+from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
@@ -63,12 +63,12 @@ def machine_rows(desired: Desired, listing: Listing, events: Iterable[Event], no
 
 
 def _row(machine: Machine, free: set[tuple[str, str]], preemptions: int, now: float) -> MachineRow:
-    age = now - machine.created if machine.created else None
+    age_s = now - machine.created if machine.created else None
     hourly = 0.0 if (machine.zone, machine.name) in free else machine_price(machine)
-    cost = None if hourly is None or age is None else hourly * age / HOUR_S
+    cost = None if hourly is None or age_s is None else hourly * age_s / HOUR_S
     return MachineRow(
         machine.name, machine.pool or "", machine.type, machine.zone, machine.how, machine.state, machine.said,
-        machine.healthy, machine.why, age, preemptions, hourly, cost,
+        machine.healthy, machine.why, age_s, preemptions, hourly, cost,
         tuple((each.internal, each.external) for each in machine.workers),
     )  # fmt: skip
 
@@ -119,7 +119,7 @@ def machines_table(shown: Sequence[MachineRow], width: int) -> "Table":
     lines = [
         (
             each.name, each.type, each.zone, each.said.lower() if each.healthy is not False else "unhealthy",
-            "–" if each.age_s is None else age(each.age_s), str(each.preemptions or ""),
+            "–" if each.age_s is None else format_age(each.age_s), str(each.preemptions or ""),
             _amount(each.hourly), _amount(each.cost),
         )
         for each in shown
@@ -168,7 +168,7 @@ def _doings_rows(found: Sequence["MachineActivity"], count: int, unit: str, widt
     for each in shown:
         one = each.member
         speed = "" if one is None or one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}"
-        loss = "" if one is None or one.loss is None else significant(one.loss)
+        loss = "" if one is None or one.loss is None else format_figure(one.loss)
         base = "" if one is None or one.base is None else f"{one.base}"
         rows.append((each.machine or "–", each.pool, each.kind, speed, loss, base, each.why))
     colors = [ACTIVITY_COLORS.get(each.kind, "") for each in shown]
@@ -210,7 +210,7 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
     else:
         still = max(0.0, now - lease.at)
         gone = ": it may be gone, and `tpuswarm keep` takes over" if still > 2 * STALE_LEASE_S else ""
-        lines = [f"kept by {lease.host}, process {lease.pid}, which was seen {age(still)} ago{gone}"]
+        lines = [f"kept by {lease.host}, process {lease.pid}, which was seen {format_age(still)} ago{gone}"]
     for each in grant_uses(desired, listing, now):
         left = "" if each.days_left is None else f", {each.days_left:.0f} days left"
         lines.append(f"grant of {each.type} {each.how} in {each.zone}: {each.used:g} of {each.count} used{left}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
-from tpuswarm.config.nearest import nearest
+from tpuswarm.config.nearest import nearest_name
 from tpuswarm.errors import InputError, RunFailed
 
 Variable = Literal["XLA_FLAGS", "LIBTPU_INIT_ARGS"]
@@ -70,7 +70,7 @@ def _check(flags: tuple[tuple[str, str], ...]) -> Checked:
     if not rest or importlib.util.find_spec("libtpu") is None:
         return Checked(variables, tuple(strange))
     for name, near in _strange("LIBTPU_INIT_ARGS", rest).items():
-        known = nearest(name, {*meanings(), near} - {""}, 0.7)
+        known = nearest_name(name, {*meanings(), near} - {""}, 0.7)
         raise InputError(f"neither XLA nor libtpu has a flag {name}" + (f"; did you mean {known}?" if known else ""))
     return Checked(variables)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from tpuswarm.catalog import kept_spot_tpus
+from tpuswarm.catalog import spot_records
 from tpuswarm.plan.roofline import Range
 from tpuswarm.plan.row import span_object
 from tpuswarm.plan.words import UNKNOWN, columns, span, time_span
@@ -149,7 +149,7 @@ def outlook(
 def _shares(groups: Sequence[MachineGroup], hours: float, kept: float) -> np.ndarray:
     """Of the time of each group that counts, in each draw: an array of groups and draws."""
     dice = np.random.default_rng(0)
-    climates = kept_spot_tpus()
+    climates = spot_records()
     weather = {zone: dice.integers(len(climates), size=DRAWS) for zone in dict.fromkeys(each.zone for each in groups)}
     found = np.ones((len(groups), DRAWS))
     for row, group in enumerate(groups):
@@ -194,7 +194,7 @@ def _dollars(groups: Sequence[MachineGroup], left: Sequence[float], hours: Range
 
 def basis() -> str:
     """What the preemptions rest on, in a sentence."""
-    climates = kept_spot_tpus()
+    climates = spot_records()
     lost, ran = sum(each.lost for each in climates), sum(each.ran for each in climates)
     away = sum(each.hours - each.ran for each in climates) / sum(each.lost + 1 for each in climates)
     types = dict.fromkeys(each.type for each in climates)

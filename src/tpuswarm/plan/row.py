@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpuswarm.catalog import Accelerator
-from tpuswarm.config.shown import unit
+from tpuswarm.config.formatting import token_unit
 from tpuswarm.plan.advice import advice
 from tpuswarm.plan.order import Asked, Found
 from tpuswarm.plan.roofline import Cost, Range, Speed, cost, speed
@@ -53,7 +53,7 @@ class Row:
     @property
     def unit(self) -> str:
         """What its tokens are: rows, where a row counts for one; tokens where nobody knows."""
-        return unit(self.found.program.tokens_per_row) if self.found.program else "tokens"
+        return token_unit(self.found.program.tokens_per_row) if self.found.program else "tokens"
 
     @property
     def verdict(self) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StrictInt, model_validator
 
-from tpuswarm.config.toml_file import Strict, read_toml
+from tpuswarm.config.toml_file import StrictTable, read_toml
 from tpuswarm.errors import InputError
 from tpuswarm.router.mapping import Mapping, Target, expand, in_a_row, parse_ports, show_ports
 
@@ -30,7 +30,7 @@ Interface = Annotated[str, AfterValidator(_interface)]
 Network = Annotated[str, AfterValidator(_network)]
 
 
-class Range(Strict):
+class Range(StrictTable):
     """[[ranges]]: ports in a row and their targets, as `mapping.expand` reads them."""
 
     ports: str
@@ -46,7 +46,7 @@ class Range(Strict):
         return self
 
 
-class Single(Strict):
+class Single(StrictTable):
     """[[targets]]: one port and its target."""
 
     port: StrictInt
@@ -62,7 +62,7 @@ class Single(Strict):
         return self
 
 
-class RouterFile(Strict):
+class RouterFile(StrictTable):
     """The whole file."""
 
     outside: Interface

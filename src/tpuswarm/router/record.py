@@ -2,11 +2,11 @@
 
 from pydantic import ValidationError
 
-from tpuswarm.config.toml_file import Strict
+from tpuswarm.config.toml_file import StrictTable
 from tpuswarm.errors import InputError
 
 
-class KeptSetting(Strict):
+class KeptSetting(StrictTable):
     """A setting that is not as it was."""
 
     path: str
@@ -15,7 +15,7 @@ class KeptSetting(Strict):
     new: str
 
 
-class Record(Strict):
+class Record(StrictTable):
     """The content of `machine.RECORD`. It is written before anything is changed, and again after."""
 
     file: str

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tpuswarm.config.nearest import ALSO, did_you_mean
+from tpuswarm.config.nearest import OTHER_LIBRARIES_NAMES, did_you_mean
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.user_code import owner
 
@@ -70,7 +70,7 @@ def _wrapped(function: Any, name: str) -> Any:
 
 def _unknown_argument(argument: str, name: str, arguments: list[str]) -> str:
     """Return a sentence that names the right argument, or the entry point that takes this one."""
-    ours = ALSO.get(argument, argument)
+    ours = OTHER_LIBRARIES_NAMES.get(argument, argument)
     if ours not in arguments:
         for other in MAIN:
             if ours in _arguments.get(other, ()):

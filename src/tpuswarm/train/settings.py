@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tpuswarm.config.limits import flag
-from tpuswarm.config.units import MOST, check_number
+from tpuswarm.config.limits import option_name
+from tpuswarm.config.units import MAX_COUNT, check_number
 from tpuswarm.errors import InputError
 
 FIXED = (
@@ -57,7 +57,7 @@ def refuse_differences(where: Any, found: list[str]) -> None:
         )
     raise InputError(
         f"{where} has a different configuration: {'; '.join(found)}; "
-        f"only {', '.join(f'--{flag(each)}' for each in FREE)} may change on resume; use another --run"
+        f"only {', '.join(f'--{option_name(each)}' for each in FREE)} may change on resume; use another --run"
     )
 
 
@@ -80,7 +80,7 @@ def count_steps(
     if len(given) > 1:
         raise InputError(f"give one of steps, tokens and epochs, not {' and '.join(given)}")
     for name, value in given.items():
-        check_number(value, name, above=0, most=MOST)
+        check_number(value, name, above=0, most=MAX_COUNT)
     if tokens is not None:
         return -(-tokens // tokens_per_step)
     if epochs is not None:
@@ -107,5 +107,5 @@ def check_batch(batch: int, devices: int, accumulate: int, fewer: bool = True, n
     other = [f"--devices {some}"] * (some != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
     raise InputError(
         f"a batch of {batch} rows does not divide evenly over devices ({devices}) x micro-batches ({accumulate}) = "
-        f"{unit}; use --{flag(name)} {math.ceil(batch / unit) * unit}{' or ' * bool(other)}{' '.join(other)}"
+        f"{unit}; use --{option_name(name)} {math.ceil(batch / unit) * unit}{' or ' * bool(other)}{' '.join(other)}"
     )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpuswarm.config.limits import check
+from tpuswarm.config.limits import check_settings
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train import paths
@@ -109,7 +109,7 @@ class SupervisedProgram(Program):
         """Whether a step depends on its share of the run, which then has a length."""
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
         self.tokens_per_row = tokens_per_row
-        check({"ema": options.ema, "clip": options.clip})
+        check_settings({"ema": options.ema, "clip": options.clip})
         ready = as_transformation(optimizer) is not None
         if ready == (schedule is not None) or not (ready or callable(optimizer)):
             got = "a ready one" if ready else f"a {type(optimizer).__name__}"

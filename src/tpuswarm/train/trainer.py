@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from tpuswarm.config.limits import check
+from tpuswarm.config.limits import check_settings
 from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.train.diagnose.watch import Watch
@@ -111,7 +111,7 @@ class Trainer:
         if init_only is not None and parent is None:
             raise InputError(f"init_only {init_only!r} says which parameters of init_from are taken: give that too")
         asked = named | {"steps": steps, "batch": batch, "init_from": parent, "init_only": init_only}
-        check(asked)
+        check_settings(asked)
         return asked
 
     @entry_point
@@ -185,7 +185,7 @@ class Trainer:
     def _rows_at_once(self, batch: int | None) -> int | None:
         """Those that were asked for, here or by `eval_batch`; None: those of the run's own evaluations."""
         rows = self.eval_batch if batch is None else batch
-        check({"eval_batch": rows})
+        check_settings({"eval_batch": rows})
         return rows
 
     def _loaded(self, recipe: Recipe, run: str | Path, best: bool) -> LoadedRun:

@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from tpuswarm.config.limits import flag
+from tpuswarm.config.limits import option_name
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.config.refused import refused
 from tpuswarm.config.units import check_number
+from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.optional import KeepsFiles, check_recipe
 from tpuswarm.train.process.platform import prepare
@@ -232,7 +232,7 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
             return adapter.validate_python(value)
         found = adapter.validate_strings(value)
     except ValidationError as error:
-        raise InputError(f"{flag(name)} {refused(error.errors()[0])}") from error
+        raise InputError(f"{option_name(name)} {describe_error(error.errors()[0])}") from error
     if isinstance(found, float):
-        check_number(found, flag(name))
+        check_number(found, option_name(name))
     return found

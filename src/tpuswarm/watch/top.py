@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.config.shown import age, significant
+from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.hosts.routes import ReachableHosts
@@ -109,7 +109,7 @@ def _state(
     if machine.healthy is False:
         return "ill", machine.why or "the cloud says that it is not healthy"
     if now - sample.at > LATE:
-        return "silent", f"silent for {age(now - sample.at)}"
+        return "silent", f"silent for {format_age(now - sample.at)}"
     if chips:
         return "busy", ""
     if not sample.said["chips"]:
@@ -159,9 +159,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.host, row.state, _busy(row.chips), _memory(row.chips), _owner(row.owners),
         DASH if row.step is None else f"{row.step:,}",
         DASH if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        DASH if row.loss is None else significant(row.loss),
+        DASH if row.loss is None else format_figure(row.loss),
         DASH if row.version is None else str(row.version),
-        DASH if row.age_s is None else age(row.age_s), row.why,
+        DASH if row.age_s is None else format_age(row.age_s), row.why,
     )  # fmt: skip
 
 

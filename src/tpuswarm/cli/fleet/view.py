@@ -59,7 +59,7 @@ def describe(
     as_json: Json = False,
 ) -> None:
     """Show everything known about a machine: what it is, what happened to it and why, even after it is gone."""
-    from tpuswarm.config.shown import age
+    from tpuswarm.config.formatting import format_age
     from tpuswarm.fleet.decide.names import resolve_name
     from tpuswarm.fleet.view import machine_rows
 
@@ -78,7 +78,7 @@ def describe(
     else:
         health = {True: "healthy", False: f"unhealthy: {row.why}", None: row.why or "health not known"}[row.healthy]
         say(f"{row.name}: {row.type} ({row.how}) of pool {row.pool} in {row.zone}")
-        say(f"state: {row.said}, {health}" + (f"; {age(row.age_s)} old" if row.age_s is not None else ""))
+        say(f"state: {row.said}, {health}" + (f"; {format_age(row.age_s)} old" if row.age_s is not None else ""))
         for number, (internal, external) in enumerate(row.workers):
             say(f"worker {number}: {internal or '–'} inside, {external or '–'} outside")
         price = (

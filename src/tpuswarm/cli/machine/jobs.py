@@ -33,7 +33,7 @@ RESTARTS = ("preempted", "always", "never")
 
 def jobs(target: Target = None, as_json: Json = False) -> None:
     """List the jobs of all machines: where each runs, since when, how often it failed or was lost, and why."""
-    from tpuswarm.config.shown import age
+    from tpuswarm.config.formatting import format_age
     from tpuswarm.fleet.store import fleets
 
     fleet, _ = fleets.find_fleet(target)
@@ -61,7 +61,7 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
         for seat in job.seats:
             state = "ending" if job.stop and seat.phase in ("waiting", "running") else seat.phase
             where = "–" if seat.machine is None else seat.machine + (f"/{job.worker}" if job.worker is not None else "")
-            since = age(time.time() - job.at)
+            since = format_age(time.time() - job.at)
             rows.append((job.name, where, state, f"{seat.run}", f"{seat.failed}", f"{seat.lost}", since, seat.why))
     console = make_console()
     console.print(table(columns, rows, console.width))

@@ -281,9 +281,9 @@ def _source_object(source: "Source") -> dict[str, str]:
 
 
 def _topology(one: "Accelerator") -> str:
-    from tpuswarm.catalog.accelerators import shape
+    from tpuswarm.catalog.accelerators import format_topology
 
-    return shape(one.topology)
+    return format_topology(one.topology)
 
 
 def _hbm(one: "Accelerator") -> int:

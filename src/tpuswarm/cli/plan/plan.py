@@ -59,7 +59,7 @@ def plan(
     A swarm.toml names both: its [train] and the types of its pools. The recipe's own options work too: --context 512.
     """
     from tpuswarm import catalog, recipes
-    from tpuswarm.config.limits import check
+    from tpuswarm.config.limits import check_settings
     from tpuswarm.plan.cache import Cache
     from tpuswarm.plan.children import Children, no_compiler, other_libtpu
     from tpuswarm.plan.order import Asked, Order, described
@@ -101,7 +101,7 @@ def plan(
     )
     if members is not None:
         check_number(members, "members", least=1)
-    check({"ema": ema})
+    check_settings({"ema": ema})
     reason = no_compiler()
     slices = {each.name: each for each in map(catalog.find, machines.counts if machines else on or USUAL)}
     own = machines.batches if machines and batch == "auto" else {}

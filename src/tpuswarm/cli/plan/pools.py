@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
-    from tpuswarm.config.train import Train
+    from tpuswarm.config.train_table import Train
     from tpuswarm.fleet.spec.file import SwarmFile
     from tpuswarm.plan.outlook import MachineGroup
 
@@ -90,12 +90,12 @@ def granted(path: Path) -> Machines:
 
 
 def _read(path: Path) -> "SwarmFile":
-    from tpuswarm.config.toml_file import at_line
+    from tpuswarm.config.toml_file import locate_error
     from tpuswarm.fleet.spec.checks import find_problems
     from tpuswarm.fleet.spec.file import read_swarm
 
     file = read_swarm(path)
     for place, sentence in find_problems(file, time.time()):
         if place[0] in ("pool", "train"):
-            raise InputError(at_line(path, place, sentence))
+            raise InputError(locate_error(path, place, sentence))
     return file

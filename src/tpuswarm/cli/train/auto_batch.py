@@ -8,7 +8,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 
 if TYPE_CHECKING:
-    from tpuswarm.config.train import Train
+    from tpuswarm.config.train_table import Train
     from tpuswarm.fleet.spec.file import SwarmFile
 
 AUTO = "auto"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.cli.train.train_options import Asked
-from tpuswarm.config.train import LENGTHS
+from tpuswarm.config.train_table import LENGTH_KEYS
 from tpuswarm.train.run.directory import has_begun, read_config
 
 
@@ -15,7 +15,7 @@ def dry_run(asked: Asked) -> dict[str, str]:
     begun = read_config(folder) if folder is not None and has_begun(folder) else None
     usual: Mapping[str, Any] = begun["train"] if begun else recipe.defaults
     said = {"recipe": recipe.name, "data": table.data or ("as before" if begun else "the recipe's own")}
-    length = next((name for name in LENGTHS if getattr(table, name) is not None), None)
+    length = next((name for name in LENGTH_KEYS if getattr(table, name) is not None), None)
     if length:
         said["length"] = f"{getattr(table, length):,} {length}"
     elif "steps" in usual:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpuswarm.config.shown import significant, unit
+from tpuswarm.config.formatting import format_figure, token_unit
 from tpuswarm.errors import InputError
 from tpuswarm.train.hosts.several import PORT
 from tpuswarm.train.process.terminal import say
@@ -29,12 +29,12 @@ def print_result(result: "SwarmResult", as_json: bool) -> None:
         say(stopped_sentence(result.run, result.ended.message))
         return
     shown = "".join(
-        f", {text} {significant(result.metrics[name])}"
+        f", {text} {format_figure(result.metrics[name])}"
         for name, text in (("loss", "training loss"), ("eval_loss", "held-out loss"))
         if result.metrics.get(name) is not None
     )
     run = called(result.run)
-    counted = f"{result.tokens:,} {unit(read_config(result.run)['chosen']['tokens_per_row'])}"
+    counted = f"{result.tokens:,} {token_unit(read_config(result.run)['chosen']['tokens_per_row'])}"
     say(f"{run} finished at commit {result.version}: {counted}{shown}; {result.run / 'report.html'}")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuswarm.config.shown import significant
+from tpuswarm.config.formatting import format_figure
 from tpuswarm.errors import InputError
 
 ENDINGS, FILMS = (".png", ".jpg", ".webp"), (".gif", ".png", ".webp")
@@ -50,8 +50,8 @@ def told(measures: Mapping[str, Any], features: str | None) -> str:
     """How far generated pictures are from real ones, in a sentence; features: by what of the user's, if by it."""
     by = f"the features of {features}" if features else "the features of a fixed random network, not FID's"
     distances = (
-        f"Fréchet distance {significant(measures['frechet_distance'])}, kernel distance "
-        f"{significant(measures['kernel_distance'])}, precision {measures['precision']:.2f}, "
+        f"Fréchet distance {format_figure(measures['frechet_distance'])}, kernel distance "
+        f"{format_figure(measures['kernel_distance'])}, precision {measures['precision']:.2f}, "
         f"recall {measures['recall']:.2f}"
     )
     sets = f"{measures['made']:,} generated pictures beside {measures['reference']:,} real ones"

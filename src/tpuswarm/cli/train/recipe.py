@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tpuswarm.config.nearest import nearest
+from tpuswarm.config.nearest import nearest_name
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 
@@ -62,7 +62,7 @@ def make_recipe(
         flags = {each for parameter in context.command.params for each in parameter.opts if each.startswith("--")}
         known = {f"--{key.replace('_', '-')}" for key in types} | flags
         flag = f"--{wrong.replace('_', '-')}"
-        command, near = context.command.name, nearest(flag, known)
+        command, near = context.command.name, nearest_name(flag, known)
         way = f"did you mean {near}?" if near else f"`tpuswarm {command} {name} --help` lists them"
         raise InputError(f"neither {command} nor {name} has an option {flag}; {way}")
     stored: dict[str, Any] = {}

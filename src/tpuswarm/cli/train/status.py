@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuswarm.cli.console import Json, make_console
-from tpuswarm.config.shown import age, significant
+from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
 
@@ -117,7 +117,7 @@ def _drawn(found: list[Any], run: str | None, width: int, height: int | None = N
     state = (
         f"running, pid {each.pid}"
         if each.pid
-        else f"{each.state} {age(time.time() - used(folder_called(each.run)))} ago"
+        else f"{each.state} {format_age(time.time() - used(folder_called(each.run)))} ago"
     )
     said = [Text(f"{state}{': ' if each.message else ''}{each.message}", STATES.get(each.state, ""))]
     if not isinstance(each, Look):
@@ -177,11 +177,11 @@ def _table(found: list[Any], width: int) -> Any:
             each.recipe,
             each.state,
             f"{each.pid}" if each.pid else "",
-            "now" if each.state == "running" else age(time.time() - used(folder_called(each.run))),
+            "now" if each.state == "running" else format_age(time.time() - used(folder_called(each.run))),
             f"{each.step:,}/{each.steps:,}",
             f"{each.tokens:,}",
-            significant(each.loss),
-            significant(each.eval_loss),
+            format_figure(each.loss),
+            format_figure(each.eval_loss),
             f"{each.tokens_per_s:,.0f} {each.unit}/s" if each.tokens_per_s else "",
         )
         for each in found

@@ -11,7 +11,7 @@ import typer
 from tpuswarm.cli.console import option
 from tpuswarm.cli.train import train_fleet
 from tpuswarm.cli.train.train_options import FIT, Asked, ask
-from tpuswarm.config.shown import significant
+from tpuswarm.config.formatting import format_figure
 from tpuswarm.fleet.spec.file import asks_for_machines
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
@@ -247,7 +247,7 @@ def print_result(result: "Result", as_json: bool) -> None:
         say(stopped_sentence(result.run, result.message))
         return
     shown = [
-        f"{text} {significant(result.metrics[name])}"
+        f"{text} {format_figure(result.metrics[name])}"
         for name, text in (("loss", "loss"), ("eval_loss", "held-out loss"))
         if result.metrics.get(name) is not None
     ]

@@ -10,7 +10,7 @@ from tpuswarm.cli.train.recipe import make_recipe, recipe_options
 from tpuswarm.errors import InputError
 
 if TYPE_CHECKING:
-    from tpuswarm.config.train import Train
+    from tpuswarm.config.train_table import Train
     from tpuswarm.train.recipe import Recipe
 
 SWARM = (
@@ -100,17 +100,17 @@ def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
     """The words of the command, over those of the file where it names one."""
     from pydantic import ValidationError
 
-    from tpuswarm.config.limits import flag
-    from tpuswarm.config.refused import refused
-    from tpuswarm.config.train import LENGTHS, Train, read_train
+    from tpuswarm.config.limits import option_name
+    from tpuswarm.config.train_table import LENGTH_KEYS, Train, read_train
+    from tpuswarm.config.validation_errors import describe_error
 
     given = {name: words[name] for name in Train.model_fields if words.get(name) is not None}
     if given["recipe"].endswith(".toml"):
         path = Path(given.pop("recipe"))
         file = read_train(path).model_dump(exclude_unset=True)
         check_options(path, file)
-        if not given.keys().isdisjoint(LENGTHS):
-            file = {name: value for name, value in file.items() if name not in LENGTHS}
+        if not given.keys().isdisjoint(LENGTH_KEYS):
+            file = {name: value for name, value in file.items() if name not in LENGTH_KEYS}
         options = file.pop("options", {}) | options
         given = file | given
     try:
@@ -122,14 +122,14 @@ def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
         first = error.errors()[0]
         if first["type"] == "value_error":
             raise InputError(str(first["ctx"]["error"])) from error
-        raise InputError(f"--{flag(str(first['loc'][0]))} {refused(first)}") from error
+        raise InputError(f"--{option_name(str(first['loc'][0]))} {describe_error(first)}") from error
 
 
 def check_options(path: Path, file: dict[str, Any]) -> None:
     """Raise InputError with the line of the file for an option that its recipe does not take."""
     from tpuswarm import recipes
     from tpuswarm.config.nearest import did_you_mean
-    from tpuswarm.config.toml_file import at_line
+    from tpuswarm.config.toml_file import locate_error
     from tpuswarm.train.user_code import find_maker, option_types, typed
 
     types = option_types(find_maker(recipes.find(file["recipe"])[0]))
@@ -139,7 +139,7 @@ def check_options(path: Path, file: dict[str, Any]) -> None:
                 raise InputError(f"{file['recipe']} has no option {name}; {did_you_mean(name, types)}")
             typed(name, value, types[name])
         except InputError as error:
-            raise InputError(at_line(path, ("train", "options", name), str(error))) from error
+            raise InputError(locate_error(path, ("train", "options", name), str(error))) from error
 
 
 def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tpuswarm.cli.console import Best, Json, Run
-from tpuswarm.config.shown import significant
+from tpuswarm.config.formatting import format_figure
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
@@ -41,13 +41,13 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Generate text, or a grid of pictures, with a trained model."""
-    from tpuswarm.config.limits import check
+    from tpuswarm.config.limits import check_settings
     from tpuswarm.train.optional import MakesPictures, WritesText
 
     check_number(tokens, "tokens", least=1)
     check_number(temperature, "temperature", least=0)
     check_number(truncation, "truncation", least=0, most=1)
-    check({"seed": seed})
+    check_settings({"seed": seed})
     if interpolate is not None:
         check_number(interpolate, "interpolate", least=2)
         grid = grid or "1x1"
@@ -120,7 +120,7 @@ def evaluate(
     if as_json:
         print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "rows": rows, **values, **more}))
         return
-    shown = ", ".join(f"{name} {significant(value)}" for name, value in values.items())
+    shown = ", ".join(f"{name} {format_figure(value)}" for name, value in values.items())
     what = data or ("the held-out data" if split == "validation" else f"the {split} data")
     say(f"{loaded.folder} at step {loaded.step:,}: {shown} over {rows:,} rows of {what}")
     if more:
@@ -144,11 +144,11 @@ def project(
 ) -> None:
     """Find the latent code of a given picture in a trained StyleGAN2."""
     from tpuswarm.cli.train.pictures import check_picture, write_code, write_pictures
-    from tpuswarm.config.limits import check
+    from tpuswarm.config.limits import check_settings
     from tpuswarm.train.optional import FindsCodes
 
     check_number(steps, "steps", least=1)
-    check({"seed": seed})
+    check_settings({"seed": seed})
     check_picture(out, False)
     if not picture.is_file():
         raise InputError(f"there is no picture {picture}")

@@ -19,7 +19,7 @@ from tpuswarm.cloud.rehearsal.web.bucket_faults import BUCKET_FAULTS, BucketFaul
 from tpuswarm.cloud.rehearsal.web.objects import Objects
 from tpuswarm.cloud.rehearsal.web.projects import PROJECT_FAULTS
 from tpuswarm.cloud.rehearsal.wire.rest import routes
-from tpuswarm.config.nearest import did_you_mean, nearest
+from tpuswarm.config.nearest import did_you_mean, nearest_name
 
 
 class Control:
@@ -181,7 +181,7 @@ class Control:
 
 def _zone(name: str) -> str:
     if name not in zones():
-        near = nearest(name, zones())
+        near = nearest_name(name, zones())
         said = f"did you mean {near}?" if near else "they are called like us-central1-f"
         raise _wrong(f"there is no zone {name!r}; {said}")
     return name

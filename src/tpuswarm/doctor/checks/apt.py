@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tpuswarm.config.shown import age
+from tpuswarm.config.formatting import format_age
 from tpuswarm.doctor.check import Check, Subject, Wrong
 
 MEND = "wait for it: a new machine updates itself for some minutes; set-up waits by itself"
@@ -11,7 +11,7 @@ MEND = "wait for it: a new machine updates itself for some minutes; set-up waits
 def probe(host: Subject) -> Iterator[Wrong]:
     """Who has it."""
     if held := host.facts["apt"]:
-        began = f"process {held['pid']}, which began {age(held['age_s'])} ago"
+        began = f"process {held['pid']}, which began {format_age(held['age_s'])} ago"
         yield Wrong(f"{held['command'][:60]} ({began}) has apt's lock", MEND)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tpuswarm.config.shown import age
+from tpuswarm.config.formatting import format_age
 from tpuswarm.doctor.check import HERE, Check, Subject, Wrong
 from tpuswarm.remote.places import SERVICE
 
@@ -34,7 +34,7 @@ def _said(host: Subject, process: Mapping[str, Any]) -> Wrong:
     kill = f"{'' if user == host.facts['user'] else 'sudo '}kill {pid}"
     there = kill if host.label == HERE else f"tpuswarm exec {host.label} -- {kill}"
     return Wrong(
-        f"{who} holds {process['path']}, and began {age(process['age_s'])} ago: {process['command'][:60]}",
+        f"{who} holds {process['path']}, and began {format_age(process['age_s'])} ago: {process['command'][:60]}",
         f"if nobody needs it: `{f'tpuswarm stop {job}' if job else there}`",
     )
 

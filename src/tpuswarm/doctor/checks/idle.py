@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tpuswarm.config.shown import age
+from tpuswarm.config.formatting import format_age
 from tpuswarm.doctor.check import Check, Subject, Wrong
 
 IDLE_S = 3600.0
@@ -16,7 +16,7 @@ def probe(host: Subject) -> Iterator[Wrong]:
         return
     if not host.facts["attended"] and not any(each["path"].startswith("/dev") for each in host.facts["holders"]):
         costs = f"costs ${host.hourly:,.2f} an hour" if host.hourly else "costs money"
-        yield Wrong(f"it has been there for {age(host.age_s)}, {costs}, and nothing runs on it", MEND)
+        yield Wrong(f"it has been there for {format_age(host.age_s)}, {costs}, and nothing runs on it", MEND)
 
 
 CHECK = Check(

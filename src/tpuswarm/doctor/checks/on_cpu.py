@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tpuswarm.config.shown import age
+from tpuswarm.config.formatting import format_age
 from tpuswarm.doctor.check import Check, Subject, Wrong
 
 SAID = "falling back to cpu"
@@ -22,7 +22,7 @@ def probe(host: Subject) -> Iterator[Wrong]:
         yield Wrong(f"job {job} says: {line}", MEND)
     for each in host.facts["on_cpu"] if host.chips and not spoken else ():
         if each["age_s"] > YOUNG_S:
-            what = f"process {each['pid']} has run JAX for {age(each['age_s'])}, and holds no chip"
+            what = f"process {each['pid']} has run JAX for {format_age(each['age_s'])}, and holds no chip"
             yield Wrong(f"{what}: {each['command'][:60]}", MEND)
 
 

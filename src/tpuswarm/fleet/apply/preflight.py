@@ -13,7 +13,7 @@ from tpuswarm.cloud.google import firewall
 from tpuswarm.cloud.google.failures import SIGN_IN
 from tpuswarm.cloud.google.project import APIS, BILLING_API, Subnetwork
 from tpuswarm.cloud.google.quotas import allowance, size
-from tpuswarm.config.nearest import nearest
+from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts, machine_tables
 from tpuswarm.fleet.decide import money
@@ -155,7 +155,7 @@ def _runtimes(pool: Pool, facts: ProjectFacts) -> Iterator[Check]:
         def judge(runtimes: tuple[str, ...], zone: str = zone) -> Check:
             if runtime in runtimes:
                 return Check("runtime", True, f"{zone} has runtime {runtime}")
-            mend = f'runtime = "{usual if usual in runtimes else nearest(runtime, runtimes) or "…"}"'
+            mend = f'runtime = "{usual if usual in runtimes else nearest_name(runtime, runtimes) or "…"}"'
             return Check("runtime", False, f"{zone} has no runtime {runtime}", mend)
 
         yield _unless_unknown("runtime", facts.runtimes[zone], judge)

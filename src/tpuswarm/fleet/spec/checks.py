@@ -10,7 +10,7 @@ from tpuswarm.catalog import find, generations, network
 from tpuswarm.catalog.accelerators import ACCESSES
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.config.toml_file import TomlPath, at_line
+from tpuswarm.config.toml_file import TomlPath, locate_error
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide import money
 from tpuswarm.fleet.decide.names import ALL
@@ -26,7 +26,7 @@ RUNTIME_PATTERN = re.compile(
 def check_file(path: Path, file: SwarmFile, now: float) -> list[str]:
     """Warnings; InputError, naming the line, for the first thing that does not go together. `now`: Unix seconds."""
     for place, sentence in find_problems(file, now):
-        raise InputError(at_line(path, place, sentence))
+        raise InputError(locate_error(path, place, sentence))
     return list(_warnings(file))
 
 

@@ -11,10 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, mode
 from tpuswarm.catalog import find, generations
 from tpuswarm.cloud.protocol import FLEET_LABEL, How
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.config.toml_file import Strict, read_toml
-from tpuswarm.config.train import Train
+from tpuswarm.config.toml_file import Name, StrictTable, match_pattern, read_toml
+from tpuswarm.config.train_table import Train
 from tpuswarm.config.units import parse_seconds
-from tpuswarm.config.words import Name, matching
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.names import ALL, ZONE_PATTERN
 from tpuswarm.plan.flags import NAME
@@ -60,22 +59,22 @@ def _machine_count(count: int) -> int:
     return count
 
 
-Zone = Annotated[str, matching(ZONE_PATTERN.pattern, "a zone such as us-central1-f")]
-Tag = Annotated[str, matching(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a network tag of small letters, digits and -")]
-Label = Annotated[str, matching(r"[a-z0-9_-]{0,63}", "small letters, digits, - and _, at most 63")]
+Zone = Annotated[str, match_pattern(ZONE_PATTERN.pattern, "a zone such as us-central1-f")]
+Tag = Annotated[str, match_pattern(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a network tag of small letters, digits and -")]
+Label = Annotated[str, match_pattern(r"[a-z0-9_-]{0,63}", "small letters, digits, - and _, at most 63")]
 Key = Annotated[
     str,
-    matching(
+    match_pattern(
         rf"(?!{LABEL_PREFIX})[a-z][a-z0-9_-]{{0,62}}",
         f"a label such as owner, which does not begin with {LABEL_PREFIX}",
     ),
 ]
 TpuType = Annotated[str, AfterValidator(_said(lambda text: find(text).name))]
-MachineType = Annotated[str, matching(r"[a-z0-9]+-[a-z0-9-]+", "a machine type such as n2-highmem-8")]
+MachineType = Annotated[str, match_pattern(r"[a-z0-9]+-[a-z0-9-]+", "a machine type such as n2-highmem-8")]
 Image = Annotated[
-    str, matching(r"[a-z0-9.:-]+/[a-z0-9-]+", "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64")
+    str, match_pattern(r"[a-z0-9.:-]+/[a-z0-9-]+", "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64")
 ]
-ProjectId = Annotated[str, matching(r"[a-z][a-z0-9.:-]{4,61}[a-z0-9]", "a project's id such as my-project-123")]
+ProjectId = Annotated[str, match_pattern(r"[a-z][a-z0-9.:-]{4,61}[a-z0-9]", "a project's id such as my-project-123")]
 Moment = Annotated[float, BeforeValidator(_moment)]
 Seconds = Annotated[float, BeforeValidator(_said(lambda value: parse_seconds(value, "it")))]
 MachineCount = Annotated[int, Field(strict=True), AfterValidator(_machine_count)]
@@ -93,19 +92,21 @@ def _value(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
 
 
-FlagName = Annotated[str, matching(NAME, "the name of a flag without dashes, such as xla_tpu_scoped_vmem_limit_kib")]
+FlagName = Annotated[
+    str, match_pattern(NAME, "the name of a flag without dashes, such as xla_tpu_scoped_vmem_limit_kib")
+]
 Flags = dict[FlagName, Annotated[str, BeforeValidator(_value)]]
 """Flags of XLA and libtpu by name."""
 
 
-class DiskTable(Strict):
+class DiskTable(StrictTable):
     """A data disk that exists already."""
 
     name: Name
     read_only: bool = False
 
 
-class MachineTable(Strict):
+class MachineTable(StrictTable):
     """What TPUs and VMs have in common."""
 
     network: str = "default"
@@ -161,7 +162,7 @@ class Pool(MachineTable):
         return self
 
 
-class Grant(Strict):
+class Grant(StrictTable):
     """[[grant]]: TPUs that cost nothing."""
 
     type: TpuType
@@ -196,7 +197,7 @@ class Vm(HeadTable):
         return self
 
 
-class BudgetTable(Strict):
+class BudgetTable(StrictTable):
     """[budget]: dollars."""
 
     per_hour: PositiveFloat | None = None
@@ -204,13 +205,13 @@ class BudgetTable(Strict):
     traffic_per_day: PositiveFloat | None = None
 
 
-class Storage(Strict):
+class Storage(StrictTable):
     """[storage]: the fleet's bucket."""
 
     bucket: Annotated[
         str,
         AfterValidator(lambda text: text.removeprefix("gs://").rstrip("/")),
-        matching(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", "a bucket's name such as my-swarm"),
+        match_pattern(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", "a bucket's name such as my-swarm"),
     ]
     region: str | None = None
     """Where it lies: us-central1, or us for one in several regions."""
@@ -218,7 +219,7 @@ class Storage(Strict):
     """What it is of, where that is another project than the machines are of."""
 
 
-class DownWhen(Strict):
+class DownWhen(StrictTable):
     """When a fleet comes down by itself: exactly one is set."""
 
     done: bool = False
@@ -245,7 +246,7 @@ def _down_when(value: Any) -> Any:
         raise ValueError(f'"done", "idle 30m" or a date such as 2026-12-24, not {value!r}') from None
 
 
-class SwarmFile(Strict):
+class SwarmFile(StrictTable):
     """The whole file."""
 
     name: Name

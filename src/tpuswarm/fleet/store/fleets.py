@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tpuswarm.cloud.protocol import Listing, Provider
+from tpuswarm.config.formatting import format_age
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.config.shown import age
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.jobs import end_job
@@ -242,7 +242,7 @@ def _changed_by(document: Document) -> str:
     """Who has changed a fleet last, where that was somebody else; empty: this person here, or nobody knows."""
     if document.asked_by in ("", current_user()):
         return ""
-    since = age(time.time() - document.asked_at)
+    since = format_age(time.time() - document.asked_at)
     return f"{document.desired.fleet} was last changed by {document.asked_by}, {since} ago: it may be in use"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tpuswarm.config.limits import LIMITS as SETTINGS
+from tpuswarm.config.limits import NUMBER_LIMITS as SETTINGS
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.recipes.stylegan2.config import FIRST, SIZES, Config

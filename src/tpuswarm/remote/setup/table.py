@@ -5,15 +5,14 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
 
-from tpuswarm.config.toml_file import Strict
-from tpuswarm.config.words import Name, matching
+from tpuswarm.config.toml_file import Name, StrictTable, match_pattern
 
-Variable = Annotated[str, matching(r"[A-Za-z_]\w*", "the name of an environment variable")]
-Folder = Annotated[str, matching(r"/[\w./-]*\w", "a folder's whole path, of letters, digits and ./_-")]
-Package = Annotated[str, matching(r"[a-z0-9][a-z0-9.+:~=-]+", "the name of a Debian package")]
+Variable = Annotated[str, match_pattern(r"[A-Za-z_]\w*", "the name of an environment variable")]
+Folder = Annotated[str, match_pattern(r"/[\w./-]*\w", "a folder's whole path, of letters, digits and ./_-")]
+Package = Annotated[str, match_pattern(r"[a-z0-9][a-z0-9.+:~=-]+", "the name of a Debian package")]
 
 
-class SetupStep(Strict):
+class SetupStep(StrictTable):
     """[[setup.run]]: a step of one's own."""
 
     name: Name
@@ -22,7 +21,7 @@ class SetupStep(Strict):
     """A command that succeeds where there is nothing to do."""
 
 
-class Nfs(Strict):
+class Nfs(StrictTable):
     """[setup.nfs]: a folder of one machine on all."""
 
     server: Name
@@ -31,10 +30,10 @@ class Nfs(Strict):
     mount: Folder = "/mnt/shared"
 
 
-class Setup(Strict):
+class Setup(StrictTable):
     """The table."""
 
-    python: Annotated[str, matching(r"3\.\d+(\.\d+)?", "a version of Python such as 3.12")] = "3.12"
+    python: Annotated[str, match_pattern(r"3\.\d+(\.\d+)?", "a version of Python such as 3.12")] = "3.12"
     apt: tuple[Package, ...] = ()
     pip: tuple[str, ...] = ()
     requirements: Path | None = None
@@ -43,7 +42,7 @@ class Setup(Strict):
     """Names; the values come from the caller's environment."""
     notebook: bool = False
     """Whether Jupyter is there, too."""
-    timezone: Annotated[str, matching(r"[A-Za-z0-9_+/-]+", "a time zone such as Asia/Tokyo")] | None = None
+    timezone: Annotated[str, match_pattern(r"[A-Za-z0-9_+/-]+", "a time zone such as Asia/Tokyo")] | None = None
     run: tuple[SetupStep, ...] = ()
     swap_gb: Annotated[int, Field(strict=True, ge=0)] = 0
     nofile: PositiveInt | None = None

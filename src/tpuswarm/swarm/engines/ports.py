@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from tpuswarm.config.units import LAST_PORT
+from tpuswarm.config.units import MAX_PORT
 from tpuswarm.errors import InputError
 
 SERVICES = ("gcs-server", "node-manager", "object-manager", "agent-grpc", "agent-http", "runtime-env-agent", "metrics")
@@ -57,8 +57,8 @@ def parse_ports(text: str | None) -> Ports | None:
         return None
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text.strip())
     found = Ports(int(match[1]), int(match[2])) if match else None
-    if not found or not 1024 <= found.first <= found.last - LEAST + 1 or found.last > LAST_PORT:
+    if not found or not 1024 <= found.first <= found.last - LEAST + 1 or found.last > MAX_PORT:
         raise InputError(
-            f"--ports is FIRST-LAST such as 20000-20999, {LEAST} ports or more from 1024 to {LAST_PORT}, not {text!r}"
+            f"--ports is FIRST-LAST such as 20000-20999, {LEAST} ports or more from 1024 to {MAX_PORT}, not {text!r}"
         )
     return found

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from tpuswarm.config.toml_file import Count, Strict
+from tpuswarm.config.toml_file import Count, StrictTable
 from tpuswarm.swarm.core.arithmetic.fragments import fragments_for, shards_for
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form
@@ -14,7 +14,7 @@ MOST = 10_000
 """Members. Every message of each is simulated."""
 
 
-class Model(Strict):
+class Model(StrictTable):
     """What is trained."""
 
     parameters: Count
@@ -23,7 +23,7 @@ class Model(Strict):
     tokens_per_row: Count
 
 
-class Exchange(Strict):
+class Exchange(StrictTable):
     """How members share it."""
 
     cycle: PositiveInt = 50
@@ -34,7 +34,7 @@ class Exchange(Strict):
     """None: as `tpuswarm train` chooses them."""
 
 
-class MemberGroup(Strict):
+class MemberGroup(StrictTable):
     """Members that are alike."""
 
     name: str | None = None
@@ -58,7 +58,7 @@ class MemberGroup(Strict):
         return self
 
 
-class Scenario(Strict):
+class Scenario(StrictTable):
     """The file."""
 
     hours: PositiveFloat | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tpuswarm.config.limits import check
+from tpuswarm.config.limits import check_settings
 from tpuswarm.config.units import Interval, parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
@@ -83,7 +83,7 @@ def decide(
     """What a run is to be, from what was asked and from what is there. Raises InputError for what cannot be."""
     if not recipe.target:
         raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
-    check({name: value for name, value in asdict(swarm).items() if name not in ("token", "ports")})
+    check_settings({name: value for name, value in asdict(swarm).items() if name not in ("token", "ports")})
     jax.config.update("jax_platforms", "cpu")  # the devices are for the members
     swarm_hooks(recipe)
     config = run.config()

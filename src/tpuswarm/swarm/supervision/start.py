@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from tpuswarm.config.shown import unit
+from tpuswarm.config.formatting import token_unit
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.swarm.core.arithmetic.outer import Average
@@ -327,7 +327,7 @@ def _supervise(
         *ready.notes,
     ]
     per_row = plan.tokens_per_row
-    screen.open(About(recipe.name, shown(run.folder), plan.settings["batch"] * per_row, unit(per_row)), sentences)
+    screen.open(About(recipe.name, shown(run.folder), plan.settings["batch"] * per_row, token_unit(per_row)), sentences)
     for name in (STATUS, REPORT):
         (run.folder / name).unlink(missing_ok=True)  # of the processes before these
     run.write_event("started", message=who, command=command_line())

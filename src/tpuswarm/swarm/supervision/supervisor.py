@@ -9,7 +9,7 @@ from collections.abc import Callable
 from signal import SIGHUP, SIGINT
 from typing import Any, NamedTuple
 
-from tpuswarm.config.shown import unit
+from tpuswarm.config.formatting import token_unit
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.core.alarms import Step
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
@@ -71,7 +71,7 @@ class Supervisor:
         took: called with each row of a member.
         """
         self.run, self.plan, self.screen = run, plan, screen
-        self._unit = unit(plan.tokens_per_row)
+        self._unit = token_unit(plan.tokens_per_row)
         self._cluster, self._environment, self._watch = cluster, environment, watch
         self._followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
         self.telling = Telling(run, plan, screen, "" if cluster.found else cluster.address, took)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpuswarm.config.shown import significant
+from tpuswarm.config.formatting import format_figure
 from tpuswarm.swarm.core.alarms import Watched, alarms
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.processes.plan import Plan
@@ -61,7 +61,7 @@ class Telling:
                     write_picture(self._run.folder, f"{row['version']:08d}{end}.png", picture)
                 texts = row.pop(TEXTS, [])
                 self.evaluation = row
-                self._screen.note(f"commit {row['version']}: held-out loss {significant(row['eval_loss'])}")
+                self._screen.note(f"commit {row['version']}: held-out loss {format_figure(row['eval_loss'])}")
                 for text in texts:
                     about = {
                         "step": row["step"],

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tpuswarm.config.shown import clock, pace, significant
+from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
 from tpuswarm.swarm.views.status import FINISHED, MemberStatus, SwarmStatus
 from tpuswarm.train.look.display import speed_text
 from tpuswarm.train.look.live import Column, bar, sparkline, table
@@ -74,17 +74,17 @@ def facts(about: About, status: SwarmStatus) -> list[Text]:
     """Time and speed, losses, tokens, the round."""
     tokens = status.tokens
     version = "–" if status.version is None else f"{status.version}"
-    held_out = significant(status.eval_loss)
+    held_out = format_figure(status.eval_loss)
     if status.eval_version is not None:
         held_out += f" (commit {status.eval_version})"
     goodput = "–" if status.goodput is None else f"{status.goodput:.1%}"
     speed = status.tokens_per_s
-    steps, rows = pace(speed / about.tokens_per_step), speed_text(speed, about.unit)
+    steps, rows = format_step_rate(speed / about.tokens_per_step), speed_text(speed, about.unit)
     ended = about.ended or status.phase == FINISHED
-    now = f"   {clock(status.left)} left   {steps:>15}   {rows:>18}"
+    now = f"   {format_duration(status.left)} left   {steps:>15}   {rows:>18}"
     return [
-        Text(f"{clock(status.elapsed)} elapsed{'' if ended else now}"),
-        Text(f"training loss {significant(status.loss):5} (last 20 steps of each)   held-out loss {held_out}"),
+        Text(f"{format_duration(status.elapsed)} elapsed{'' if ended else now}"),
+        Text(f"training loss {format_figure(status.loss):5} (last 20 steps of each)   held-out loss {held_out}"),
         Text(
             f"commit {version}   goodput {goodput}   {about.unit}: {tokens.outstanding:,} in flight, "
             f"{tokens.lost:,} lost, {tokens.dropped:,} dropped"
@@ -130,7 +130,7 @@ def members_table(
             "–" if each.base is None else f"{each.base}",
             f"{each.tokens:,}",
             "–" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}",
-            significant(each.loss),
+            format_figure(each.loss),
             why[number] if why else "",
         )
         for number, each in enumerate(shown)
@@ -167,7 +167,7 @@ def _rest(status: SwarmStatus, shown: Collection[str], more: int, unit: str) -> 
     if speeds := [each.tokens_per_s for each in alive if each.tokens_per_s is not None]:
         said.append(f"{min(speeds):,.0f} to {max(speeds):,.0f} {unit}/s each")
     if losses := [each.loss for each in alive if each.loss is not None]:
-        said.append(f"loss {significant(min(losses))} to {significant(max(losses))}")
+        said.append(f"loss {format_figure(min(losses))} to {format_figure(max(losses))}")
     if more:
         said.append(f"{more:,} of them need{'s' * (more == 1)} a look")
     return f"{len(rest):,} {'more' if shown else 'members'}: {', '.join(said)}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tpuswarm.config.shown import significant
+from tpuswarm.config.formatting import format_figure
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
@@ -238,8 +238,10 @@ def _facts(config: Mapping[str, Any], seen: Look, commits: Overview, seconds: fl
             ("time", f"{seconds:.1f} s, including start and end"),
             (f"{seen.unit}/s", f"{newest.tokens / max(seconds, 1e-9):,.0f} counted"),
         ]
-    facts += [("training loss, last 20 steps of each member", significant(seen.loss))] if seen.loss is not None else []
-    facts += [("held-out loss", significant(seen.eval_loss))] if seen.eval_loss is not None else []
+    facts += (
+        [("training loss, last 20 steps of each member", format_figure(seen.loss))] if seen.loss is not None else []
+    )
+    facts += [("held-out loss", format_figure(seen.eval_loss))] if seen.eval_loss is not None else []
     return facts
 
 

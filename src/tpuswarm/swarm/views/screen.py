@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from tpuswarm.config.shown import clock, significant
+from tpuswarm.config.formatting import format_duration, format_figure
 from tpuswarm.swarm.views.drawing import About, draw
 from tpuswarm.swarm.views.status import SwarmStatus
 from tpuswarm.train.look.display import PLAIN_WIDTH, speed_text
@@ -102,7 +102,7 @@ class LiveScreen(Screen):
         picture = self._picture
         assert picture is not None
         if picture.status is None:
-            return Text(f"starting processes … {clock(time.time() - self.began)}")
+            return Text(f"starting processes … {format_duration(time.time() - self.began)}")
         return draw(picture.about, picture.status, picture.losses, width, height)
 
 
@@ -130,7 +130,7 @@ def status_sentence(about: About, status: SwarmStatus) -> str:
     alive = sum(each.lives for each in status.members)
     share = status.tokens.applied / max(status.horizon, 1)
     return (
-        f"commit {status.version}, {share:.0%} of the {about.unit} counted, training loss {significant(status.loss)}, "
-        f"{speed_text(status.tokens_per_s, about.unit)}, {alive} of {len(status.members)} members alive, "
-        f"{clock(status.left)} left"
+        f"commit {status.version}, {share:.0%} of the {about.unit} counted, "
+        f"training loss {format_figure(status.loss)}, {speed_text(status.tokens_per_s, about.unit)}, "
+        f"{alive} of {len(status.members)} members alive, {format_duration(status.left)} left"
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from tpuswarm.config.shown import unit
+from tpuswarm.config.formatting import token_unit
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.train.process.atomic import write_atomically
@@ -253,7 +253,7 @@ def look(folder: Path) -> Look:
         message=life.message,
         steps=config["train"]["steps"],
         tokens_per_step=tokens_per_step,
-        unit=unit(config["chosen"]["tokens_per_row"]),
+        unit=token_unit(config["chosen"]["tokens_per_row"]),
         status=status,
     )
 

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from tpuswarm.catalog import peak_flops
-from tpuswarm.config.shown import unit
+from tpuswarm.config.formatting import token_unit
 from tpuswarm.train.diagnose import cpu_fallback, times
 from tpuswarm.train.diagnose.callbacks import host_callbacks
 from tpuswarm.train.diagnose.environment import dead_variables
@@ -110,7 +110,7 @@ class Watch:
             tokens=self._steps * tokens_per_step,
             flops=self._flops and self._flops * self._steps,
             peak=peak and peak * compiled.mesh.size,
-            unit=unit(compiled.program.tokens_per_row),
+            unit=token_unit(compiled.program.tokens_per_row),
             findings=[*self._said, *self._recompilation.totals(), *self._host_sync.totals()],
         )
 

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tpuswarm.config.shown import clock, pace, significant
+from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
 from tpuswarm.train.diagnose.summary import rows as summary_rows
 from tpuswarm.train.look.describe import ParameterRow
 from tpuswarm.train.look.live import Column, Curve, Pace, bar, can_draw, region, sparkline, table
@@ -183,14 +183,14 @@ def draw(picture: Picture, elapsed: float, width: int, height: int) -> Renderabl
     left = None if speed is None else (picture.steps - picture.step) / speed
     at = "" if picture.eval_step is None else f" at step {picture.eval_step:,}"
     now = (
-        f"   {clock(left)} left   {pace(speed):>15}   "
+        f"   {format_duration(left)} left   {format_step_rate(speed):>15}   "
         f"{speed_text((speed or 0.0) * picture.tokens_per_step, picture.unit):>18}"
     )
     return Group(
         Text(f"{picture.title}: {picture.run}", overflow="fold"),
         bar(picture.step, picture.steps, "steps", width),
-        Text(f"{clock(elapsed)} elapsed{'' if picture.ended else now}"),
-        Text(f"loss {significant(picture.loss):9}   held-out loss {significant(picture.eval_loss)}{at}"),
+        Text(f"{format_duration(elapsed)} elapsed{'' if picture.ended else now}"),
+        Text(f"loss {format_figure(picture.loss):9}   held-out loss {format_figure(picture.eval_loss)}{at}"),
         *([Text(sparkline(picture.losses, width), style="cyan")] if picture.losses else []),
         *_made(picture, width, height - LINES),
     )
@@ -245,8 +245,8 @@ def row_sentence(row: Mapping[str, Any], opening: Opening) -> str:
     where = f"step {row['step']:,} of {opening.steps:,}"
     if "eval_loss" in row:
         there = f" of {row['eval_rows_total']:,}" if "eval_rows_total" in row else ""
-        return f"{where}: held-out loss {significant(row['eval_loss'])} over {row['eval_rows']:,}{there} rows"
-    return f"{where}: loss {significant(row['loss'])}, {speed_text(row['tokens_per_s'], opening.unit)}"
+        return f"{where}: held-out loss {format_figure(row['eval_loss'])} over {row['eval_rows']:,}{there} rows"
+    return f"{where}: loss {format_figure(row['loss'])}, {speed_text(row['tokens_per_s'], opening.unit)}"
 
 
 def speed_text(per_second: float, unit: str) -> str:

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from tpuswarm.config.shown import significant, unit
+from tpuswarm.config.formatting import format_figure, token_unit
 from tpuswarm.train.diagnose.summary import rows
 from tpuswarm.train.look.pictures import made
 from tpuswarm.train.run.directory import EVENTS, METRICS, SAMPLE, read_config, read_rows
@@ -45,7 +45,7 @@ def write_report(folder: Path) -> Path:
     metrics = list(read_rows(folder / METRICS))
     updates = [row for row in metrics if "loss" in row]
     evaluations = [row for row in metrics if "eval_loss" in row]
-    picture = loss_picture(updates, evaluations, unit(read_config(folder)["chosen"]["tokens_per_row"]))
+    picture = loss_picture(updates, evaluations, token_unit(read_config(folder)["chosen"]["tokens_per_row"]))
     (folder / "loss.png").write_bytes(picture)
     made = folder / "report.html"
     made.write_text(_page(folder, updates, evaluations, picture), encoding="utf-8")
@@ -204,7 +204,7 @@ def _facts(
     config: dict[str, Any], updates: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
 ) -> list[tuple[str, str]]:
     chosen = config["chosen"]
-    what = unit(chosen["tokens_per_row"])
+    what = token_unit(chosen["tokens_per_row"])
     facts = [("devices", f"{chosen['devices']} x {chosen['device']}"), ("sharding", chosen["reason"])]
     if updates:
         last = updates[-1]
@@ -214,8 +214,8 @@ def _facts(
             (what, f"{last['tokens']:,}"),
             ("training time", f"{last['wall_s']:.1f} s"),
             (f"{what}/s, median", f"{speeds[len(speeds) // 2]:,.0f}"),
-            ("loss", significant(last["loss"])),
+            ("loss", format_figure(last["loss"])),
         ]
     if evaluations:
-        facts.append(("held-out loss", significant(evaluations[-1]["eval_loss"])))
+        facts.append(("held-out loss", format_figure(evaluations[-1]["eval_loss"])))
     return facts

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.profiler import StepTraceAnnotation
 
-from tpuswarm.config.shown import unit
+from tpuswarm.config.formatting import token_unit
 from tpuswarm.errors import RunFailed, TpuswarmError, first_line
 from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.diagnose import times
@@ -141,7 +141,7 @@ class Loop:
                 step=session.first_step,
                 steps=session.steps,
                 tokens_per_step=session.tokens_per_step,
-                unit=unit(compiled.program.tokens_per_row),
+                unit=token_unit(compiled.program.tokens_per_row),
                 parameters=parameter_rows(compiled),
                 sentences=[memory_sentence(compiled), *session.notes],
                 seconds=self._watch.times.of(*times.PLACES),

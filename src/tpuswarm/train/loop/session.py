@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpuswarm.config.limits import check
+from tpuswarm.config.limits import check_settings
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train.data.adapters import StreamSource
 from tpuswarm.train.data.source import Repeated, source_of, training_rows
@@ -187,7 +187,7 @@ def resolve(
     settings = {name: _first(asked.get(name), stored.get(name), None if config else usual.get(name)) for name in FIXED}
     settings |= {"batch": batch} | {name: asked[name] for name in FREE}
     settings |= {name: _first(asked[name], before.get(name), usual.get(name)) for name in HABITS}
-    check(settings)  # what comes from tokens, from epochs and from the recipe as well
+    check_settings(settings)  # what comes from tokens, from epochs and from the recipe as well
     return Resolved(settings, source, tokens_per_row, config, changed)
 
 

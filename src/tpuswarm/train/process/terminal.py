@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from tpuswarm.config.prose import wrapped
+from tpuswarm.config.formatting import wrap_text
 from tpuswarm.train.process.stop import WIPE, held
 
 RED, YELLOW, PLAIN = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
@@ -63,14 +63,14 @@ def say(text: str, err: bool = False, hang: int = 0) -> None:
     if stream is None:  # a process without one
         return
     if stream.isatty():
-        text = _coloured(wrapped(text, os.get_terminal_size(stream.fileno()).columns or COLUMNS, hang))
+        text = _coloured(wrap_text(text, os.get_terminal_size(stream.fileno()).columns or COLUMNS, hang))
     stream.write(f"{text}\n")
     stream.flush()
 
 
 def say_on(console: Any, text: str, hang: int = 0) -> None:
     """The same on a console of rich's, above the view where it has one."""
-    shown = wrapped(text, console.width, hang) if console.is_terminal else text
+    shown = wrap_text(text, console.width, hang) if console.is_terminal else text
     console.print(shown, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -65,10 +65,10 @@ class _Line:
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.text import Text
 
-        from tpuswarm.config.shown import clock
+        from tpuswarm.config.formatting import format_duration
 
         far = f": {self._far}" if self._far else ""
-        yield Text(f"{self._what}{far} … {clock(time.monotonic() - self._began)}", style="dim")
+        yield Text(f"{self._what}{far} … {format_duration(time.monotonic() - self._began)}", style="dim")
 
     def show(self) -> None:
         """It takes long."""

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
-from tpuswarm.config.limits import check
+from tpuswarm.config.limits import check_settings
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.data.feed import ALIVE
 from tpuswarm.train.data.placing import place as place_array
@@ -167,7 +167,7 @@ def ways(
     recipe: Recipe, request: Request, platform: str, kind: str, devices: int, memory_bytes: int | None
 ) -> Iterator[Choice]:
     """What `compile_step` tries for a request, best first. Raises InputError for what cannot be tried at all."""
-    check({"shard": request.shard})
+    check_settings({"shard": request.shard})
     check_batch(request.batch, devices, request.accumulate or 1)
     with blame(f"init of {recipe.name} fails"):
         state_bytes = _bytes(abstract_state(program_of(recipe, request.options(platform, kind)), recipe.name))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from tpuswarm.config.shown import LEAST_SHARE
+from tpuswarm.config.formatting import MIN_SHOWN_SHARE
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.flops import PRIMITIVES, library_caller
 from tpuswarm.train.user_code import CodeLine, recipe_line
@@ -35,7 +35,7 @@ class Float32:
     """Arrays of the batch that are float32, and because of which the products are."""
 
     def __str__(self) -> str:
-        part = "nearly all" if 1 - LEAST_SHARE < self.share < 1 else f"{self.share:.0%} of all"
+        part = "nearly all" if 1 - MIN_SHOWN_SHARE < self.share < 1 else f"{self.share:.0%} of all"
         products = f"float32 matrix products, {part} FLOPs, although bf16 was requested"
         if self.inputs:
             given = ", ".join(f'"{each}"' for each in self.inputs)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tpuswarm.config.limits import check
+from tpuswarm.config.limits import check_settings
 from tpuswarm.train.recipe import Options, Recipe, Remat, default_precision
 
 BATCH = 32
@@ -39,7 +39,7 @@ class Request:
     def options(self, platform: str, kind: str) -> Options:
         """The program's options on devices of this platform and kind, before any choice that depends on memory."""
         precision: Any = self.precision or default_precision(platform)
-        check({"precision": precision})
+        check_settings({"precision": precision})
         attention, loop = attention_and_loop(platform, kind)
         return Options(
             precision=precision,

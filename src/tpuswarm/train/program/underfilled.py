@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tpuswarm.config.shown import share
+from tpuswarm.config.formatting import format_share
 from tpuswarm.train.program.flops import Flops, Product
 from tpuswarm.train.user_code import CodeLine
 
@@ -33,8 +33,8 @@ class Underfilled:
 
     def __str__(self) -> str:
         return (
-            f"a dimension of {self.size} fills only {share(self.fill)} of the {self.unit}x{self.unit} matrix unit and "
-            f"wastes {share(self.waste)} of its time; use a multiple of {self.unit}"
+            f"a dimension of {self.size} fills only {format_share(self.fill)} of the {self.unit}x{self.unit} matrix "
+            f"unit and wastes {format_share(self.waste)} of its time; use a multiple of {self.unit}"
         )
 
 

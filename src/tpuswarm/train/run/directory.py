@@ -17,7 +17,7 @@ from typing import Any
 
 import tomli_w
 
-from tpuswarm.config.nearest import nearest
+from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
@@ -290,7 +290,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         if _left_something(folder):
             raise InputError(f"{folder} has no {CONFIG}, which says what was trained; restore a copy of it")
         what = f"is not a run (it has no {CONFIG})" if folder.exists() else "does not exist"
-        near = nearest(folder.name, (each.name for each in Path("runs").glob("*") if has_begun(each)), least=0.6)
+        near = nearest_name(
+            folder.name, (each.name for each in Path("runs").glob("*") if has_begun(each)), min_similarity=0.6
+        )
         more = f"; did you mean runs/{near}?" if near else ""
         raise InputError(f"{folder} {what}{more or '; `tpuswarm status` lists the runs in ./runs'}")
     try:

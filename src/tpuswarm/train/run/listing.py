@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.config.shown import unit
+from tpuswarm.config.formatting import token_unit
 from tpuswarm.errors import InputError
 from tpuswarm.train.run.directory import (
     CONFIG,
@@ -121,7 +121,7 @@ def status(folder: Path) -> Status:
         eval_loss=evaluation.get("eval_loss"),
         eval_step=evaluation.get("step"),
         tokens_per_s=train.get("tokens_per_s") if life.pid is not None else None,
-        unit=unit(chosen.get("tokens_per_row", 1)),
+        unit=token_unit(chosen.get("tokens_per_row", 1)),
         devices=f"{chosen['devices']} x {chosen['device']}" if {"devices", "device"} <= chosen.keys() else "",
         elapsed=train.get("wall_s", 0.0),
         left=left,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tpuswarm.config.shown import age
+from tpuswarm.config.formatting import format_age
 from tpuswarm.fleet.decide.money import Rate, format_dollars
 from tpuswarm.fleet.view import ACTIVITY_COLORS, STATE_COLORS, machine_rows, total_spending
 from tpuswarm.swarm.views.drawing import needing_a_look
@@ -109,7 +109,7 @@ def _machines(state: State, hosts: Sequence[Host]) -> Table:
         color = "red" if row.healthy is False else STATE_COLORS.get(row.state, "yellow")
         found[row.name] = [
             row.pool, row.type, row.zone, "unhealthy" if row.healthy is False else row.said.lower(), color, *what,
-            None if row.age_s is None else age(row.age_s), row.preemptions, row.hourly,
+            None if row.age_s is None else format_age(row.age_s), row.preemptions, row.hourly,
             None if row.cost is None else round(row.cost, 2), _busy(here), _memory(here), len(row.workers),
         ]  # fmt: skip
     for each in doings:

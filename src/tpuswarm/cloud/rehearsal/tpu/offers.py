@@ -9,7 +9,7 @@ from google.cloud.location import locations_pb2
 from google.cloud.tpu_v2.types import cloud_tpu
 
 from tpuswarm.catalog import Accelerator, accelerators
-from tpuswarm.catalog.accelerators import shape
+from tpuswarm.catalog.accelerators import format_topology
 from tpuswarm.cloud.rehearsal.common.refused import INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED, Refused, not_found
 from tpuswarm.cloud.rehearsal.common.weather import Weather
 
@@ -62,7 +62,7 @@ def accelerator_of(node: Any) -> Accelerator:
         kind = cloud_tpu.AcceleratorConfig.Type(node.accelerator_config.type_).name
         topology = node.accelerator_config.topology
         for each in accelerators():
-            if each.api_name and KINDS[each.generation.name] == kind and shape(each.topology) == topology:
+            if each.api_name and KINDS[each.generation.name] == kind and format_topology(each.topology) == topology:
                 return each
         raise Refused(INVALID_ARGUMENT, f"There is no accelerator of type {kind} and topology {topology}.")
     if not node.accelerator_type:
@@ -75,7 +75,9 @@ def accelerator_of(node: Any) -> Accelerator:
 
 def kind_of(accelerator: Accelerator) -> Any:
     """Its AcceleratorConfig."""
-    return cloud_tpu.AcceleratorConfig(type_=KINDS[accelerator.generation.name], topology=shape(accelerator.topology))
+    return cloud_tpu.AcceleratorConfig(
+        type_=KINDS[accelerator.generation.name], topology=format_topology(accelerator.topology)
+    )
 
 
 class Offers:

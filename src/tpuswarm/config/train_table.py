@@ -1,33 +1,32 @@
-"""The table [train]: what is trained, and how; of a file of its own, and of swarm.toml."""
+"""Read the table [train], from swarm.toml or from a file of its own."""
 
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from tpuswarm.config.limits import check
-from tpuswarm.config.toml_file import Strict, read_toml
+from tpuswarm.config.limits import check_settings
+from tpuswarm.config.toml_file import StrictTable, read_toml
 from tpuswarm.config.units import parse_count, parse_every, parse_seconds
 from tpuswarm.errors import InputError
 
-LENGTHS = ("steps", "tokens", "epochs")
-"""A run has one of them."""
+LENGTH_KEYS = ("steps", "tokens", "epochs")
 
 
-class Train(Strict):
+class Train(StrictTable):
     """[train]; each key is the option of `tpuswarm train` with that name."""
 
-    model_config = ConfigDict(allow_inf_nan=True)  # the limits name them
+    model_config = ConfigDict(allow_inf_nan=True)  # limits.py refuses them by name
 
     recipe: str
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """The recipe's own."""
+    """Options of the recipe itself."""
     data: str | None = None
     steps: int | None = None
     tokens: int | None = None
     epochs: float | None = None
     batch: int | Literal["auto"] | dict[str, int] | None = None
-    """A table: of each pool, by its name."""
+    """A table gives the batch of each pool by name."""
     devices: str | int | list[int] = "all"
     precision: str | None = None
     shard: str = "auto"
@@ -63,59 +62,59 @@ class Train(Strict):
 
     @field_validator("steps", "tokens", "batch", "eval_batch", "accumulate", mode="before")
     @classmethod
-    def _counted(cls, value: Any, field: ValidationInfo) -> Any:
+    def _parse_counts(cls, value: Any, field: ValidationInfo) -> Any:
         if value is None or (value == "auto" and field.field_name == "batch"):
             return value
         if isinstance(value, dict) and field.field_name == "batch":
-            return {name: _said(parse_count, each, f"batch of {name}") for name, each in value.items()}
-        return _said(parse_count, value, field.field_name)
+            return {name: _parse(parse_count, rows, f"batch of {name}") for name, rows in value.items()}
+        return _parse(parse_count, value, field.field_name)
 
     @field_validator("grace", mode="before")
     @classmethod
-    def _seconds(cls, value: Any, field: ValidationInfo) -> Any:
-        return _said(parse_seconds, value, field.field_name)
+    def _parse_grace(cls, value: Any, field: ValidationInfo) -> Any:
+        return _parse(parse_seconds, value, field.field_name)
 
     @field_validator("save_every", "eval_every")
     @classmethod
-    def _every(cls, value: Any, field: ValidationInfo) -> Any:
+    def _check_intervals(cls, value: Any, field: ValidationInfo) -> Any:
         if value is not None:
-            _said(parse_every, value, field.field_name)
+            _parse(parse_every, value, field.field_name)
         return value
 
     @field_validator("*")
     @classmethod
-    def _within(cls, value: Any, field: ValidationInfo) -> Any:
+    def _check_limits(cls, value: Any, field: ValidationInfo) -> Any:
         for one in value.values() if field.field_name == "batch" and isinstance(value, dict) else [value]:
             if one == "auto":
                 continue
-            _said(lambda value, name: check({name: value}), one, field.field_name)
+            _parse(lambda value, name: check_settings({name: value}), one, field.field_name)
         return value
 
     @field_validator("run")
     @classmethod
-    def _here(cls, value: str | None) -> str | None:
+    def _check_run_place(cls, value: str | None) -> str | None:
         if value and "://" in value and not value.startswith("gs://"):
             raise ValueError(f"run takes a local directory or gs://BUCKET/FOLDER, not {value}")
         return value
 
     @model_validator(mode="after")
-    def _one_length(self) -> "Train":
-        given = [name for name in LENGTHS if getattr(self, name) is not None]
+    def _check_single_length(self) -> "Train":
+        given = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give one of steps, tokens and epochs, not {' and '.join(given)}")
         return self
 
 
-class _File(Strict):
+class _File(StrictTable):
     train: Train
 
 
 def read_train(path: Path) -> Train:
-    """The table of a file that has no other; InputError, a sentence that names the line, for what is wrong in it."""
+    """Read a file with only [train]; raise InputError with the line for anything wrong."""
     return read_toml(path, _File).train
 
 
-def _said(parse: Any, value: Any, name: str | None) -> Any:
+def _parse(parse: Any, value: Any, name: str | None) -> Any:
     try:
         return parse(value, name)
     except InputError as error:

@@ -1,0 +1,78 @@
+"""Format figures and sentences for people."""
+
+import math
+import re
+from datetime import timedelta
+
+MIN_FIXED_POINT = 1e-4
+"""Smaller figures have an exponent."""
+MIN_SHOWN_SHARE = 0.01
+
+WORD = re.compile(r"\s*((?:`[^`]*`|[^\s`]+|`)+)")
+"""A word, or a command in backticks: a line never breaks inside, so that it can be pasted."""
+
+
+def format_figure(value: float | None) -> str:
+    """Format with four significant digits: `2.103`, `0.01234`, `1.200e-05`; None is a dash."""
+    if value is None:
+        return "–"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    text = f"{value:#.4g}".rstrip(".")
+    return f"{value:.3e}" if "e" in text or abs(value) < MIN_FIXED_POINT else text
+
+
+def format_duration(seconds: float | None) -> str:
+    """Format as `0:01:05` or `1 day, 2:00:00`; None is dashes."""
+    return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def format_age(seconds: float) -> str:
+    """Format in the largest unit: `12 s`, `5 min`, `3 h`, `2 days`."""
+    for unit, size in (("day", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' * (unit == 'day' and count > 1)}"
+    return f"{max(0, int(seconds))} s"
+
+
+def format_step_rate(per_second: float | None) -> str:
+    """Format as `12.3 steps/s`, or below one a second as `4.5 s/step`."""
+    if not per_second:
+        return "– steps/s"
+    return f"{per_second:,.1f} steps/s" if per_second >= 1 else f"{1 / per_second:,.1f} s/step"
+
+
+def format_share(part: float) -> str:
+    """Format as `6%`; `1/7,282` instead of 0%, `nearly all` instead of 100%."""
+    if 0 < part < MIN_SHOWN_SHARE:
+        return f"1/{1 / part:,.0f}"
+    return "nearly all" if 1 - MIN_SHOWN_SHARE < part < 1 else f"{part:.0%}"
+
+
+def token_unit(tokens_per_row: int) -> str:
+    """Return what a run counts: tokens, or rows if a row is one token."""
+    return "tokens" if tokens_per_row > 1 else "rows"
+
+
+def wrap_text(text: str, width: int, hang: int = 0) -> str:
+    """Break lines wider than `width` between words.
+
+    Continuation lines start at column `hang`, by default at the indent of their first line. A word or command wider
+    than `width` gets a line of its own.
+    """
+    return "\n".join(_wrap_line(line, width, hang) for line in text.split("\n"))
+
+
+def _wrap_line(line: str, width: int, hang: int) -> str:
+    if len(line) <= width:
+        return line
+    indent = " " * (hang or len(line) - len(line.lstrip()))
+    lines, start, end = [], 0, 0
+    room = width
+    for word in WORD.finditer(line):
+        if word.end() - start > room and end > start:
+            lines.append(line[start:end])
+            start, room = word.start(1), width - len(indent)
+        end = word.end()
+    return f"\n{indent}".join([*lines, line[start:end]])
